@@ -1,0 +1,146 @@
+"""What a plugin provides, and how it is found."""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+import pluggy
+import torch
+from torch import Tensor
+
+from .comm import Comm
+from .errors import BackendError
+from .mesh import Group
+
+PROJECT = "tpcore"
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+
+class Backend(ABC):
+    """One way to run collectives. A plugin's hook returns the class; ``tpcore.init`` makes the instance."""
+
+    @classmethod
+    def unavailable(cls) -> str | None:
+        """Why this backend cannot run on this machine, or None if it can. Imports nothing heavy if it
+        can be told without."""
+        return None
+
+    @abstractmethod
+    def start(self, timeout: float) -> tuple[int, int]:
+        """Join the job; return (rank, world size). ``timeout``: seconds a collective may wait."""
+
+    @abstractmethod
+    def comm(self, group: Group, rank: int) -> Comm:
+        """Collectives over ``group``. Called in the same order on every rank."""
+
+    def comm_of(self, process_group: Any) -> Comm:
+        """Collectives over a group object that the user made with the backend's own library."""
+        raise BackendError(f"{type(self).__name__} cannot use the group {process_group!r}: pass a tpcore Comm")
+
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Where this rank's tensors live."""
+
+    def stop(self) -> None:
+        """Leave the job."""
+
+    def mark_step(self) -> None:
+        """End of a training step: a lazy backend cuts its graph here."""
+
+    def get_rng_state(self) -> Tensor:
+        """State of the generator that dropout on ``device()`` draws from."""
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: Tensor) -> None:
+        torch.set_rng_state(state)
+
+    def manual_seed(self, seed: int) -> None:
+        """Seed the generator that dropout on ``device()`` draws from."""
+        torch.default_generator.manual_seed(seed)
+
+
+class Specs:
+    """The plugin interface: one hook."""
+
+    @hookspec(firstresult=True)
+    def tpcore_backend(self) -> type[Backend] | None:
+        """Return the Backend class this plugin provides."""
+
+
+@dataclass(frozen=True)
+class BackendInfo:
+    """One installed plugin, as ``tpcore backends`` lists it."""
+
+    name: str
+    distribution: str
+    version: str
+    module: str
+    usable: bool
+    reason: str  # why not usable; empty if it is
+
+
+def _entry_points(name: str | None = None) -> list[EntryPoint]:
+    found = entry_points(group=PROJECT) if name is None else entry_points(group=PROJECT, name=name)
+    return sorted(set(found), key=lambda ep: ep.name)
+
+
+def _origin(ep: EntryPoint) -> tuple[str, str]:
+    return (ep.dist.name, ep.dist.version) if ep.dist else ("unknown distribution", "?")
+
+
+def _load(ep: EntryPoint) -> type[Backend]:
+    where = f"backend {ep.name!r} of {' '.join(_origin(ep))}"
+    manager = pluggy.PluginManager(PROJECT)
+    manager.add_hookspecs(Specs)
+    try:
+        manager.register(ep.load())
+        manager.check_pending()
+    except Exception as e:  # noqa: BLE001  whatever a plugin raises on import, the user must learn whose it was
+        raise BackendError(f"{where} cannot be loaded: {type(e).__name__}: {e}") from e
+    cls = manager.hook.tpcore_backend()
+    if not (isinstance(cls, type) and issubclass(cls, Backend)):
+        raise BackendError(f"{where}: its tpcore_backend hook returned {cls!r}, not a Backend class")
+    return cls
+
+
+def backend_class(name: str) -> type[Backend]:
+    """Import only the plugin called ``name``, so that nobody pays for torch_xla unasked."""
+    found = _entry_points(name)
+    if not found:
+        installed = sorted({ep.name for ep in _entry_points()})
+        raise BackendError(f"no backend {name!r} is installed; there are {installed}")
+    if len(found) > 1:
+        owners = sorted(" ".join(_origin(ep)) for ep in found)
+        raise BackendError(f"backend {name!r} is provided by several distributions: {owners}; uninstall all but one")
+    return _load(found[0])
+
+
+def load_backend(name: str) -> Backend:
+    """An instance of the backend called ``name``, or BackendError saying why it cannot run here."""
+    cls = backend_class(name)
+    why = cls.unavailable()
+    if why is not None:
+        raise BackendError(f"backend {name!r} cannot run here: {why}")
+    return cls()
+
+
+def backends() -> list[BackendInfo]:
+    """Every installed plugin; one that is broken is listed with its error and hides no other."""
+    out = []
+    for ep in _entry_points():
+        try:
+            reason = _load(ep).unavailable() or ""
+        except BackendError as e:
+            reason = str(e)
+        out.append(BackendInfo(ep.name, *_origin(ep), ep.value, not reason, reason))
+    return out
+
+
+def say(message: str) -> None:
+    """A line for the person who started the job."""
+    sys.stderr.write(f"tpcore: {message}\n")

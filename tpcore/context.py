@@ -1,0 +1,156 @@
+"""The one piece of ambient state. Read by layer constructors, never by forward or backward."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .backend import Backend, backend_class, load_backend, say
+from .comm import Comm
+from .mesh import Mesh
+
+DEFAULT_TIMEOUT = 120.0
+"""Seconds a collective may wait for its peers."""
+
+
+@dataclass(frozen=True)
+class ParallelContext:
+    """A backend, the mesh it runs on, and this process's (or thread's) rank in it."""
+
+    backend: Backend
+    mesh: Mesh
+    rank: int  # host-side only: file names, logs. Graphs use comm.rank
+    _comms: dict[tuple[str, ...], Comm] = field(default_factory=dict, repr=False)
+
+    def comm(self, *axes: str) -> Comm:
+        """Collectives over ``axes``. The first call for an axis is itself collective."""
+        if axes not in self._comms:
+            self._comms[axes] = self.backend.comm(self.mesh.group(*axes), self.rank)
+        return self._comms[axes]
+
+    @property
+    def world(self) -> Comm:
+        return self.comm(*self.mesh.axes)
+
+    def coord(self, axis: str) -> int:
+        """Position on ``axis``; host-side only, as ``rank``."""
+        return self.mesh.coords(self.rank)[axis]
+
+    def comm_for(self, group: Any) -> Comm:
+        """The Comm behind ``group``: None (the tp group), a Comm, or the backend's own group object."""
+        if group is None:
+            return self.comm("tp")
+        if isinstance(group, Comm):
+            return group
+        for comm in self._comms.values():
+            if comm.process_group is group:
+                return comm
+        return self.backend.comm_of(group)
+
+    @property
+    def device(self) -> torch.device:
+        return self.backend.device()
+
+
+_current: ContextVar[ParallelContext | None] = ContextVar("tpcore", default=None)
+# What init() set. Apart from the ContextVar because a user's own threads do not inherit that one.
+_process: list[ParallelContext] = []
+
+
+def is_initialized() -> bool:
+    return _current.get() is not None or bool(_process)
+
+
+def current() -> ParallelContext:
+    """The context in force: the innermost ``use``, else what ``init`` started."""
+    ctx = _current.get()
+    if ctx is not None:
+        return ctx
+    if _process:
+        return _process[-1]
+    raise RuntimeError("no parallel context: call tpcore.init(backend=..., tp=...) first, or enter tpcore.use(ctx)")
+
+
+@contextmanager
+def use(ctx: ParallelContext) -> Iterator[ParallelContext]:
+    """Make ``ctx`` the current context of this thread for the length of a with block."""
+    token = _current.set(ctx)
+    try:
+        yield ctx
+    finally:
+        _current.reset(token)
+
+
+def _choose(name: str | None) -> str:
+    """Explicit name, TPCORE_BACKEND, neuron where it can run, cpu_gloo: the first that says something."""
+    if name is not None:
+        return name
+    chosen, why = os.environ.get("TPCORE_BACKEND"), "TPCORE_BACKEND is set"
+    if not chosen:
+        usable = backend_class("neuron").unavailable() is None
+        chosen = "neuron" if usable else "cpu_gloo"
+        why = "a Neuron device is present" if usable else "no Neuron device is present"
+    if os.environ.get("RANK", "0") == "0":
+        say(f"backend {chosen} ({why})")
+    return chosen
+
+
+def _mesh(tp: int, world: int) -> Mesh:
+    if tp > world and "WORLD_SIZE" not in os.environ:
+        script = " ".join(sys.argv) if sys.argv and sys.argv[0].endswith(".py") else "your_script.py"
+        raise ValueError(
+            f"tp={tp} needs {tp} processes and this is one process alone. Start them with\n"
+            f"    torchrun --nproc_per_node={tp} {script}\nor from Python with tpcore.launch(fn, nprocs={tp})"
+        )
+    if tp > world:
+        raise ValueError(f"tp={tp} is larger than the world of {world} processes: start {tp} or lower tp")
+    if world % tp:
+        raise ValueError(f"tp={tp} does not divide the world of {world} processes: dp would be {world / tp:g}")
+    return Mesh({"pp": 1, "dp": world // tp, "tp": tp})
+
+
+def init(backend: str | Backend | None = None, tp: int = 1, *, timeout: float | None = None) -> ParallelContext:
+    """Join the job that ``torchrun`` started and cut it into tp groups; dp is what remains of the world.
+
+    ``backend``: a plugin's name, an instance, or None to choose one (``TPCORE_BACKEND``, else neuron where
+    a Neuron device is present, else cpu_gloo). ``timeout``: seconds that a collective may wait for a rank
+    before every rank gets an error; default ``TPCORE_TIMEOUT`` or 120.
+
+    Raises ValueError if tp does not fit the world, RuntimeError if called twice, BackendError if the
+    backend is missing or cannot run here. Nothing is clamped and nothing is left running on error.
+    """
+    if is_initialized():
+        mesh = dict(current().mesh.axes)
+        raise RuntimeError(f"tpcore is already initialized with mesh {mesh}: call tpcore.shutdown() before init(tp={tp})")
+    if not isinstance(tp, int) or tp < 1:
+        raise ValueError(f"tp must be a whole number of ranks, 1 or more, not {tp!r}")
+    seconds = float(os.environ.get("TPCORE_TIMEOUT", DEFAULT_TIMEOUT)) if timeout is None else timeout
+    if seconds <= 0:
+        raise ValueError(f"timeout must be a positive number of seconds, not {seconds}")
+    chosen = backend if isinstance(backend, Backend) else load_backend(_choose(backend))
+    rank, world = chosen.start(seconds)
+    try:
+        ctx = ParallelContext(chosen, _mesh(tp, world), rank)
+        # now, on all ranks in one order: making a group is itself collective
+        for axes in (tuple(ctx.mesh.axes), *((axis,) for axis in ctx.mesh.axes)):
+            ctx.comm(*axes)
+    except BaseException:
+        chosen.stop()
+        raise
+    _process.append(ctx)
+    return ctx
+
+
+def shutdown() -> None:
+    """Leave the job; ``init`` may be called again. Without ``init`` an error."""
+    if not _process:
+        raise RuntimeError("tpcore.shutdown() without tpcore.init()")
+    _process.pop().backend.stop()
+

@@ -1,0 +1,78 @@
+"""Which ranks talk to which: pure data, no torch.distributed, testable without processes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Group:
+    """One partition of the world, e.g. every tp group at once. Identical on all ranks.
+
+    ``partition`` is what XLA calls replica groups, what ``get_*_group(as_list=True)`` returns and what
+    a c10d backend makes its subgroups from: one table, so that the three cannot disagree.
+    """
+
+    axes: tuple[str, ...]
+    partition: tuple[tuple[int, ...], ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.partition[0])
+
+    def members(self, rank: int) -> tuple[int, ...]:
+        for ranks in self.partition:
+            if rank in ranks:
+                return ranks
+        raise ValueError(f"rank {rank} is in no {self.axes} group of {self.partition}")
+
+    def as_list(self) -> list[list[int]]:
+        return [list(ranks) for ranks in self.partition]
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Named axes over ranks, outermost first: ``Mesh({"dp": 2, "tp": 4})``.
+
+    tp is innermost by convention, so that its ranks are contiguous and its traffic stays on one host.
+    """
+
+    axes: Mapping[str, int]
+
+    def __post_init__(self) -> None:
+        bad = {name: size for name, size in self.axes.items() if size < 1}
+        if bad or not self.axes:
+            raise ValueError(f"a mesh needs axes of size 1 or more, not {dict(self.axes)}")
+        object.__setattr__(self, "axes", MappingProxyType(dict(self.axes)))
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.axes.values())
+
+    def group(self, *names: str) -> Group:
+        """All groups of ranks that differ only in their coordinates on ``names``."""
+        unknown = set(names) - set(self.axes)
+        if unknown:
+            raise ValueError(f"no mesh axis {sorted(unknown)}; this mesh has {list(self.axes)}")
+        grid = np.arange(self.size).reshape(tuple(self.axes.values()))
+        order = list(self.axes)
+        kept = [order.index(n) for n in order if n not in names]
+        moved = [order.index(n) for n in names]
+        size = math.prod(self.axes[n] for n in names)
+        rows = grid.transpose(kept + moved).reshape(-1, size)
+        return Group(names, tuple(tuple(int(r) for r in row) for row in rows))
+
+    def world(self) -> Group:
+        return self.group(*self.axes)
+
+    def coords(self, rank: int) -> dict[str, int]:
+        """Where ``rank`` stands on each axis. Host-side only: file names, logs, initial values."""
+        if not 0 <= rank < self.size:
+            raise ValueError(f"rank {rank} is outside a mesh of {self.size} ranks {dict(self.axes)}")
+        index = np.unravel_index(rank, tuple(self.axes.values()))
+        return dict(zip(self.axes, (int(i) for i in index), strict=True))

@@ -1,0 +1,201 @@
+"""How a tensor is cut. The only module that knows; layers, checkpoints and clipping ask it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Block(NamedTuple):
+    """A run of ``size`` along the cut dim, cut in whole ``unit``s (e.g. head_dim)."""
+
+    size: int
+    unit: int = 1
+    replicate: bool = False  # fewer units than ranks: repeat them (GQA) instead of padding
+
+
+class Piece(NamedTuple):
+    """``length`` entries that start at ``full`` in the full tensor and at ``local`` in a shard."""
+
+    full: int
+    local: int
+    length: int
+
+
+class Move(NamedTuple):
+    """``length`` entries along the cut dim, from ``src_start`` of shard ``src`` to ``dst_start``."""
+
+    src: int
+    src_start: int
+    dst_start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """Cut of one tensor. Names no rank and no world size, so it holds for any degree.
+
+    ``shape`` is the logical (unsharded, unpadded) shape, ``dim`` the cut dim or None where every rank
+    holds the whole. A dim that ranks do not divide is padded with zeros at the end of each block.
+
+    Law: ``unshard(shards) == full`` and ``reshard(shards, r, m) == shard(full, r, m)`` for every degree.
+    """
+
+    shape: tuple[int, ...]
+    dim: int | None = None
+    blocks: tuple[Block, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.dim is None:
+            return
+        if not 0 <= self.dim < len(self.shape):
+            raise ValueError(f"cannot cut dim {self.dim} of a tensor of shape {self.shape}")
+        if not self.blocks:
+            object.__setattr__(self, "blocks", (Block(self.shape[self.dim]),))
+        if sum(b.size for b in self.blocks) != self.shape[self.dim]:
+            raise ValueError(f"blocks {self.blocks} do not add up to dim {self.dim} of {self.shape}")
+        for b in self.blocks:
+            if b.size % b.unit:
+                raise ValueError(f"{b} is not a whole number of units")
+
+    @classmethod
+    def strided(cls, shape: tuple[int, ...], dim: int, stride: int = 1) -> ShardSpec:
+        """``stride`` equal parts fused along ``dim`` (q|k|v, gate|up), each cut by itself."""
+        if stride < 1 or shape[dim] % stride:
+            raise ValueError(f"stride {stride} does not divide size {shape[dim]} of dim {dim} of {shape}")
+        return cls(shape, dim, (Block(shape[dim] // stride),) * stride)
+
+    def _chunk(self, block: Block, n: int) -> tuple[int, int]:
+        """(padded length of one shard of ``block``, ranks holding each shard)."""
+        units = -(-block.size // block.unit)
+        if block.replicate and units < n:
+            if n % units:
+                raise ValueError(f"cannot replicate {units} units over {n} ranks: not divisible")
+            return block.unit, n // units
+        return -(-units // n) * block.unit, 1
+
+    def pieces(self, rank: int, n: int) -> Iterator[Piece]:
+        """Runs of the full tensor held by shard ``rank`` of ``n``. Everything else derives from this."""
+        full = local = 0
+        for block in self.blocks:
+            length, copies = self._chunk(block, n)
+            start = min(rank // copies * length, block.size)
+            yield Piece(full + start, local, min(length, block.size - start))
+            full += block.size
+            local += length
+
+    def local_shape(self, n: int) -> tuple[int, ...]:
+        """Shape of one shard of ``n``, padding included; the same on every rank."""
+        if self.dim is None:
+            return self.shape
+        width = sum(self._chunk(b, n)[0] for b in self.blocks)
+        return (*self.shape[: self.dim], width, *self.shape[self.dim + 1 :])
+
+    def padded(self, n: int) -> bool:
+        """Whether some rank of ``n`` holds entries that are in no full tensor."""
+        return any(sum(p.length for p in self.pieces(r, n)) < self._width(n) for r in range(n))
+
+    def copies(self, n: int) -> int:
+        """How many of ``n`` ranks hold each entry: n if uncut, above 1 where a block is replicated."""
+        if self.dim is None:
+            return n
+        copies = {self._chunk(b, n)[1] for b in self.blocks}
+        if len(copies) > 1:
+            raise ValueError(f"blocks {self.blocks} are held by {sorted(copies)} of {n} ranks each, not alike")
+        return copies.pop()
+
+    def _width(self, n: int) -> int:
+        return 0 if self.dim is None else self.local_shape(n)[self.dim]
+
+    # -- the layout of all shards side by side, as static index tables: the same on every rank ------------
+    def source_index(self, n: int) -> Tensor:
+        """int64 ``[n, local]``: which full index each local position holds; -1 marks padding."""
+        return _source_index(self, n)
+
+    def gathered_index(self, n: int) -> Tensor:
+        """int64 ``[full]``: where each full index stands once the n shards are concatenated."""
+        return _gathered_index(self, n)
+
+    def contiguous(self, n: int) -> bool:
+        """Whether concatenating the n shards gives the full tensor as it is."""
+        return len(self.blocks) <= 1 and not self.padded(n) and self.copies(n) == 1
+
+    # -- moving between degrees -------------------------------------------------------------------------
+    def moves(self, m: int, rank: int, n: int) -> Iterator[Move]:
+        """What to copy, from shards of ``m``, to build shard ``rank`` of ``n``."""
+        for want in self.pieces(rank, n):
+            filled = want.full  # replicated blocks offer the same entries twice: take each once
+            for src in range(m):
+                for have in self.pieces(src, m):
+                    lo = max(filled, have.full)
+                    hi = min(want.full + want.length, have.full + have.length)
+                    if lo < hi:
+                        yield Move(src, have.local + lo - have.full, want.local + lo - want.full, hi - lo)
+                        filled = hi
+
+    def reshard(self, sources: Sequence[Tensor], rank: int, n: int) -> Tensor:
+        """Shard ``rank`` of ``n``, from all ``len(sources)`` shards; one source is the full tensor."""
+        m = len(sources)
+        for source in sources:
+            if tuple(source.shape) != self.local_shape(m):
+                raise ValueError(f"a shard of {m} of {self} has shape {tuple(source.shape)}, not {self.local_shape(m)}")
+        if self.dim is None:
+            return sources[0].clone()
+        out = sources[0].new_zeros(self.local_shape(n))
+        for move in self.moves(m, rank, n):
+            out.narrow(self.dim, move.dst_start, move.length).copy_(
+                sources[move.src].narrow(self.dim, move.src_start, move.length)
+            )
+        return out
+
+    def shard(self, full: Tensor, rank: int, n: int) -> Tensor:
+        return self.reshard([full], rank, n)
+
+    def unshard(self, shards: Sequence[Tensor]) -> Tensor:
+        return self.reshard(shards, 0, 1)
+
+    # -- JSON -------------------------------------------------------------------------------------------
+    def to_json(self) -> dict[str, Any]:
+        return {"shape": list(self.shape), "dim": self.dim, "blocks": [list(b) for b in self.blocks]}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> ShardSpec:
+        blocks = tuple(Block(int(size), int(unit), bool(rep)) for size, unit, rep in data["blocks"])
+        return cls(tuple(int(s) for s in data["shape"]), data["dim"], blocks)
+
+    def __str__(self) -> str:
+        size = "x".join(map(str, self.shape)) or "scalar"
+        if self.dim is None:
+            return f"{size} replicated"
+        blocks = "" if len(self.blocks) == 1 else f" in {len(self.blocks)} blocks"
+        return f"{size} cut on dim {self.dim}{blocks}"
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@cache
+def _source_index(spec: ShardSpec, n: int) -> Tensor:
+    table = torch.full((n, spec._width(n)), -1, dtype=torch.int64)
+    for rank in range(n):
+        for p in spec.pieces(rank, n):
+            table[rank, p.local : p.local + p.length] = torch.arange(p.full, p.full + p.length)
+    return table
+
+
+@cache
+def _gathered_index(spec: ShardSpec, n: int) -> Tensor:
+    table = _source_index(spec, n)
+    width = table.shape[1]
+    out = torch.empty(0 if spec.dim is None else spec.shape[spec.dim], dtype=torch.int64)
+    for rank in reversed(range(n)):  # replicated blocks list an index several times; the first copy stays
+        held = table[rank] >= 0
+        out[table[rank][held]] = rank * width + torch.arange(width)[held]
+    return out

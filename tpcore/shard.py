@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -116,11 +118,11 @@ class ShardSpec:
     # -- the layout of all shards side by side, as static index tables: the same on every rank ------------
     def source_index(self, n: int) -> Tensor:
         """int64 ``[n, local]``: which full index each local position holds; -1 marks padding."""
-        return _source_index(self, n)
+        return torch.from_numpy(_source_index(self, n))
 
     def gathered_index(self, n: int) -> Tensor:
         """int64 ``[full]``: where each full index stands once the n shards are concatenated."""
-        return _gathered_index(self, n)
+        return torch.from_numpy(_gathered_index(self, n))
 
     def contiguous(self, n: int) -> bool:
         """Whether concatenating the n shards gives the full tensor as it is."""
@@ -181,21 +183,22 @@ class ShardSpec:
         return math.prod(self.shape)
 
 
+# Arrays and not tensors are kept: a tensor made under inference_mode or while tracing is unfit for the next use.
 @cache
-def _source_index(spec: ShardSpec, n: int) -> Tensor:
-    table = torch.full((n, spec._width(n)), -1, dtype=torch.int64)
+def _source_index(spec: ShardSpec, n: int) -> NDArray[np.int64]:
+    table = np.full((n, spec._width(n)), -1, dtype=np.int64)
     for rank in range(n):
         for p in spec.pieces(rank, n):
-            table[rank, p.local : p.local + p.length] = torch.arange(p.full, p.full + p.length)
+            table[rank, p.local : p.local + p.length] = np.arange(p.full, p.full + p.length)
     return table
 
 
 @cache
-def _gathered_index(spec: ShardSpec, n: int) -> Tensor:
+def _gathered_index(spec: ShardSpec, n: int) -> NDArray[np.int64]:
     table = _source_index(spec, n)
     width = table.shape[1]
-    out = torch.empty(0 if spec.dim is None else spec.shape[spec.dim], dtype=torch.int64)
+    out = np.empty(0 if spec.dim is None else spec.shape[spec.dim], dtype=np.int64)
     for rank in reversed(range(n)):  # replicated blocks list an index several times; the first copy stays
         held = table[rank] >= 0
-        out[table[rank][held]] = rank * width + torch.arange(width)[held]
+        out[table[rank][held]] = rank * width + np.arange(width)[held]
     return out

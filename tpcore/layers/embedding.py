@@ -1,0 +1,191 @@
+"""Embedding cut by vocabulary, or by embedding dimension."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .. import ops
+from ..comm import Comm
+from ..initial import Init
+from ..module import ParallelModule
+from ..shard import ShardSpec
+from .linear import Device, _sequence_dim
+
+
+def check_ids(ids: Tensor, size: int, what: str, comm: Comm) -> None:
+    """Raise IndexError if an id is outside ``range(size)``. Only where reading values is cheap: a lazy
+    backend would have to cut its graph for it."""
+    if comm.eager and ids.numel() and not ids.is_meta and not torch.compiler.is_exporting():
+        low, high = torch.aminmax(ids)
+        if low < 0 or high >= size:
+            raise IndexError(f"{what}: ids from {int(low)} to {int(high)} do not fit a vocabulary of {size}")
+
+
+class _ScaleGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: Tensor) -> Tensor:
+        ctx.save_for_backward(factor)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (factor,) = ctx.saved_tensors
+        return grad * factor, None
+
+
+class ParallelEmbedding(ParallelModule):
+    """``nn.Embedding`` cut over the tp group. Starts with the values of ``nn.Embedding`` at the same seed.
+
+    Input: int ids of any shape, the same on every rank. Output ``[*ids.shape, embedding_dim]``, the same
+    on every rank; with sequence parallelism this rank's chunk along ``sequence_dimension``.
+
+    By default each rank holds some rows of the table, looks up the ids that are its own and the sum over
+    ranks fills in the rest; ``pad`` allows a vocabulary that tp does not divide. With
+    ``shard_across_embedding`` each rank holds some columns for every id, which ``collect_output=False``
+    leaves uncollected. ``padding_idx``, ``max_norm``, ``norm_type``, ``scale_grad_by_freq`` and ``sparse``
+    mean what they mean in ``nn.Embedding``. A callable as third argument is ``init_method``.
+
+    Raises IndexError on every rank for an id out of range, on backends that can look at values.
+    """
+
+    weight: Tensor
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | Init | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        init_method: Init | None = None,
+        device: Device = None,
+        dtype: torch.dtype = torch.float32,
+        shard_across_embedding: bool = False,
+        pad: bool = False,
+        sequence_parallel_enabled: bool = False,
+        tensor_model_parallel_group: Any = None,
+        *,
+        sequence_dimension: int | None = None,
+        collect_output: bool = True,
+        reduce_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__(tensor_model_parallel_group)
+        if callable(padding_idx):  # the first published order: (num, dim, init_method, dtype, device)
+            padding_idx, init_method, max_norm, norm_type, dtype, device = _first_order(
+                padding_idx, max_norm, norm_type, dtype, device
+            )
+        if padding_idx is not None:
+            if not -num_embeddings <= padding_idx < num_embeddings:
+                raise ValueError(f"padding_idx={padding_idx} is outside a vocabulary of {num_embeddings}")
+            padding_idx %= num_embeddings
+        self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
+        self.max_norm, self.norm_type = max_norm, norm_type
+        self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
+        self.shard_across_embedding, self.collect_output = shard_across_embedding, collect_output
+        self.sequence_dim = _sequence_dim(sequence_parallel_enabled, sequence_dimension)
+        self.reduce_dtype = reduce_dtype
+        if not collect_output and (self.sequence_dim is not None or not shard_across_embedding):
+            raise ValueError("collect_output=False needs shard_across_embedding=True and no sequence parallelism")
+        spec = ShardSpec((num_embeddings, embedding_dim), 1 if shard_across_embedding else 0)
+        if spec.padded(self.tp.size) and not pad:
+            name, size = ("embedding_dim", embedding_dim) if spec.dim else ("num_embeddings", num_embeddings)
+            raise ValueError(f"ParallelEmbedding: {name}={size} is not divisible by tp={self.tp.size}; pass pad=True")
+        self.shard_parameter("weight", spec, self._init(init_method), dtype, None if device is False else device)  # type: ignore[arg-type]
+
+    def _init(self, init_method: Init | None) -> Init:
+        if init_method is not None or self.padding_idx is None:
+            return init_method or nn.init.normal_
+        row = self.padding_idx
+
+        def normal_but_padding(t: Tensor) -> None:
+            nn.init.normal_(t)
+            t[row].fill_(0)
+
+        return normal_but_padding
+
+    def forward(self, ids: Tensor) -> Tensor:
+        check_ids(ids, self.num_embeddings, "ParallelEmbedding", self.tp)
+        if self.max_norm is not None:
+            self._renormalize(ids)
+        y = self._columns(ids) if self.shard_across_embedding else self._rows(ids)
+        return y
+
+    def _rows(self, ids: Tensor) -> Tensor:
+        local, mine = self._own(ids)
+        y = F.embedding(local, self.weight, sparse=self.sparse)
+        y = self._gradient(y, ids) * mine.unsqueeze(-1).to(y.dtype)
+        if self.sequence_dim is None:
+            # one rank adds a value and the others zeros, so that no wider sum is needed
+            return ops.reduce(y, self.tp)
+        return ops.reduce_scatter(y, self.tp, self.sequence_dim)
+
+    def _columns(self, ids: Tensor) -> Tensor:
+        y = self._gradient(F.embedding(ids, self.weight, sparse=self.sparse), ids)
+        if not self.collect_output:
+            return y
+        y = ops.gather(y, self.tp, -1)
+        y = y.narrow(-1, 0, self.embedding_dim)
+        return y if self.sequence_dim is None else ops.scatter(y, self.tp, self.sequence_dim)
+
+    def _own(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Row of this rank's shard for each id (0 where another rank has it), and whether it is ours."""
+        rows = self.weight.shape[0]
+        local = ids - self.tp.rank * rows
+        mine = (local >= 0) & (local < rows)
+        return local * mine, mine
+
+    def _gradient(self, y: Tensor, ids: Tensor) -> Tensor:
+        """``y`` with the gradients that ``padding_idx`` and ``scale_grad_by_freq`` ask for."""
+        if self.padding_idx is None and not self.scale_grad_by_freq:
+            return y
+        factor = torch.ones_like(ids, dtype=y.dtype)
+        if self.scale_grad_by_freq:
+            counts = torch.zeros(self.num_embeddings, dtype=torch.float32, device=ids.device)
+            counts = counts.scatter_add(0, ids.flatten(), torch.ones_like(ids, dtype=torch.float32).flatten())
+            factor = factor / counts[ids].to(y.dtype)
+        if self.padding_idx is not None:
+            factor = factor * (ids != self.padding_idx)
+        out: Tensor = _ScaleGradient.apply(y, factor.unsqueeze(-1))
+        return out
+
+    @torch.no_grad()
+    def _renormalize(self, ids: Tensor) -> None:
+        """Scale the rows that are looked up to ``max_norm`` at most, in place, as nn.Embedding does."""
+        p = self.norm_type
+        norms = self.weight.norm(p, dim=1)
+        if self.shard_across_embedding:
+            op = "max" if p == float("inf") else "sum"
+            norms = self.tp.all_reduce(norms if op == "max" else norms.pow(p), op)  # type: ignore[arg-type]
+            norms = norms if op == "max" else norms.pow(1 / p)
+            local, mine = ids, torch.ones_like(ids, dtype=torch.bool)
+        else:
+            local, mine = self._own(ids)
+        looked = torch.zeros_like(norms).scatter_reduce(0, local.flatten(), mine.flatten().to(norms.dtype), "amax")
+        scale = torch.where((norms > self.max_norm) & (looked > 0), self.max_norm / (norms + 1e-7), 1.0)
+        self.weight.mul_(scale.unsqueeze(1))
+
+    def extra_repr(self) -> str:
+        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
+        return f"{self.num_embeddings}, {self.embedding_dim}{padding}, {self._shapes()}"
+
+
+def _first_order(
+    init_method: Init, third: Any, fourth: Any, dtype: torch.dtype, device: Device
+) -> tuple[None, Init, None, float, torch.dtype, Device]:
+    """Arguments of ``ParallelEmbedding(num, dim, init_method, dtype, device)``, as first published."""
+    if isinstance(third, torch.dtype):
+        dtype, third = third, None
+    if isinstance(fourth, (torch.device, str)) or fourth is None or fourth is False:
+        device, fourth = (device if fourth is None else fourth), 2.0
+    if third is not None or fourth != 2.0:
+        raise TypeError(
+            "ParallelEmbedding(num_embeddings, embedding_dim, init_method, dtype, device): "
+            f"got {third!r} and {fourth!r} after init_method"
+        )
+    return None, init_method, None, 2.0, dtype, device

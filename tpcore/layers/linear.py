@@ -1,0 +1,365 @@
+"""Linear layers cut by output (column) or input (row) features.
+
+``Y = X A^T`` with A cut by rows of the torch weight (Megatron-LM calls that column parallel, after the
+paper's ``Y = X A``) needs no communication forward and sums input gradients backward; cut by columns of
+the torch weight it sums outputs forward. Shoeybi et al. 2019, arXiv:1909.08053, section 3.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from .. import ops
+from ..comm import Comm
+from ..initial import Init
+from ..module import ParallelModule
+from ..shard import ShardSpec
+
+Result = Tensor | tuple[Tensor, Tensor | None]
+Device = torch.device | str | bool | None
+
+
+def _default_weight(t: Tensor) -> Tensor:
+    return nn.init.kaiming_uniform_(t, a=math.sqrt(5))  # as nn.Linear does
+
+
+def _default_bias(fan_in: int) -> Init:
+    bound = 1 / math.sqrt(fan_in) if fan_in > 0 else 0.0
+    return lambda t: nn.init.uniform_(t, -bound, bound)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _column(x: Tensor, weight: Tensor, bias: Tensor | None, comm: Comm, seq: int | None) -> Tensor:
+    return F.linear(x if seq is None else comm.all_gather(x, seq), weight, bias)
+
+
+class _Column(torch.autograd.Function):
+    """Forward without communication; backward overlaps the input gradient's sum with the weight gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, comm: Comm, seq: int | None, dtype: torch.dtype
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.args = comm, seq, dtype
+        return _column(x, weight, bias, comm, seq)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        comm, seq, dtype = ctx.args
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad_x = grad_weight = grad_bias = None
+        wait: Callable[[], Tensor] | None = None
+        if needs_x:
+            partial = grad @ weight
+            wide = ops.sum_dtype(partial, dtype)
+            if seq is None:
+                wait = comm.start_all_reduce(partial.to(wide), donate=True)
+            else:
+                grad_x = comm.reduce_scatter(partial.to(wide), seq).to(x.dtype)
+        if needs_weight:
+            # gathered again rather than kept: sequence parallelism is there to save that memory
+            full = x if seq is None else comm.all_gather(x, seq)
+            grad_weight = _rows(grad).t() @ _rows(full)
+        if needs_bias:
+            grad_bias = _rows(grad).sum(0)
+        if wait is not None:
+            grad_x = wait().to(x.dtype)
+        return grad_x, grad_weight, grad_bias, None, None, None
+
+
+def _row(
+    x: Tensor, weight: Tensor, bias: Tensor | None, comm: Comm, seq: int | None, dtype: torch.dtype | None
+) -> Tensor:
+    y = F.linear(x, weight)
+    wide = y.to(ops.sum_dtype(y, dtype))
+    if seq is None:
+        out = comm.all_reduce(wide, donate=True).to(y.dtype)
+    else:
+        out = comm.reduce_scatter(wide, seq).to(y.dtype)
+    return out if bias is None else out.add_(bias)
+
+
+class _Row(torch.autograd.Function):
+    """Forward sums over the ranks; backward needs no communication, or a gather along the sequence."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, comm: Comm, seq: int | None, dtype: torch.dtype
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.args = comm, seq
+        return _row(x, weight, bias, comm, seq, dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        comm, seq = ctx.args
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        if seq is not None:
+            grad = comm.all_gather(grad, seq)
+        grad_x = grad @ weight if needs_x else None
+        grad_weight = _rows(grad).t() @ _rows(x) if needs_weight else None
+        # of the gathered gradient: the bias is replicated, so every rank needs the sum over all tokens
+        grad_bias = _rows(grad).sum(0) if needs_bias else None
+        return grad_x, grad_weight, grad_bias, None, None, None
+
+
+def _call(
+    fn: Callable[..., Tensor],
+    function: type[torch.autograd.Function],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *args: Any,
+) -> Tensor:
+    """Through autograd where a gradient can be asked for, plainly where not (that saves its overhead)."""
+    if torch.is_autocast_enabled(x.device.type):
+        to = torch.get_autocast_dtype(x.device.type)
+        x, weight, bias = x.to(to), weight.to(to), None if bias is None else bias.to(to)
+    if torch.is_grad_enabled():
+        y: Tensor = function.apply(x, weight, bias, *args)
+        return y
+    return fn(x, weight, bias, *args)
+
+
+class _ParallelLinear(ParallelModule):
+    """What the two cuts share: sizes, options, the two parameters."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        cut: int,
+        bias: bool,
+        dtype: torch.dtype,
+        device: Device,
+        stride: int,
+        init_method: Init | None,
+        sequence_dim: int | None,
+        skip_bias_add: bool,
+        pad: bool,
+        reduce_dtype: torch.dtype,
+        group: Any,
+        keep_master_weight: bool,
+    ) -> None:
+        super().__init__(group)
+        self.input_size, self.output_size = input_size, output_size
+        self.sequence_dim, self.skip_bias_add, self.reduce_dtype = sequence_dim, skip_bias_add, reduce_dtype
+        spec = ShardSpec.strided((output_size, input_size), cut, stride)
+        self.padded = spec.padded(self.tp.size)
+        if self.padded and not pad:
+            name, size = ("output_size", output_size) if cut == 0 else ("input_size", input_size)
+            parts = f" in {stride} parts" if stride > 1 else ""
+            raise ValueError(
+                f"{type(self).__name__}: {name}={size}{parts} is not divisible by tp={self.tp.size}; "
+                "pass pad=True to pad it with zeros that never show"
+            )
+        init, where = init_method or _default_weight, None if device is False else device
+        if keep_master_weight:  # before drawing for real, so that it costs no random numbers
+            self.master_weight = self._unsharded(init, spec, dtype)
+        self.shard_parameter("weight", spec, init, dtype, where)  # type: ignore[arg-type]
+        if bias:
+            bias_spec = ShardSpec.strided((output_size,), 0, stride) if cut == 0 else ShardSpec((output_size,))
+            self.shard_parameter("bias", bias_spec, _default_bias(input_size), dtype, where)  # type: ignore[arg-type]
+        else:
+            self.register_parameter("bias", None)
+
+    @staticmethod
+    def _unsharded(init: Init, spec: ShardSpec, dtype: torch.dtype) -> Tensor:
+        state = torch.get_rng_state()
+        full = torch.empty(spec.shape, dtype=dtype, device="cpu")
+        with torch.no_grad():
+            init(full)
+        torch.set_rng_state(state)
+        return full
+
+    def _mask(self, x: Tensor) -> Tensor:
+        """``x`` with this rank's padded features zeroed, and so their gradients. The rank stays data."""
+        spec = self.shard_specs["weight"]
+        held = (spec.source_index(self.tp.size) >= 0).to(x.device)
+        return x * held.index_select(0, self.tp.rank).squeeze(0).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.input_size}, out_features={self.output_size}, bias={self.bias is not None}, "
+            f"{self._shapes()}"
+        )
+
+
+def _sequence_dim(enabled: bool, dim: int | None) -> int | None:
+    """One value for the two published arguments; the published default dimension is 0."""
+    if dim is not None and not enabled:
+        raise ValueError(f"sequence_dimension={dim} without sequence_parallel_enabled=True has no meaning")
+    return (0 if dim is None else dim) if enabled else None
+
+
+class ColumnParallelLinear(_ParallelLinear):
+    """``y_r = x @ w_r.T + b_r``: each rank computes some of the output features.
+
+    Input ``[..., input_size]``, the same on every rank (with sequence parallelism: this rank's chunk along
+    ``sequence_dimension``). Output ``[..., output_size]`` if ``gather_output``, else this rank's features.
+    Weight and bias start as those of ``nn.Linear`` with the same seed, at any tp degree.
+
+    ``stride``: that many projections are fused along the output, each cut by itself (q|k|v: 3).
+    ``pad``: allow an output size that tp does not divide. ``skip_bias_add``: return ``(y, bias)`` and do
+    not add it. ``reduce_dtype``: the least precision to sum input gradients in. ``keep_master_weight``:
+    keep the full initial weight as ``master_weight`` on the CPU.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        bias: bool = True,
+        gather_output: bool = True,
+        dtype: torch.dtype = torch.float32,
+        device: Device = None,
+        *,
+        stride: int = 1,
+        init_method: Init | None = None,
+        sequence_parallel_enabled: bool = False,
+        sequence_dimension: int | None = None,
+        skip_bias_add: bool = False,
+        pad: bool = False,
+        reduce_dtype: torch.dtype = torch.float32,
+        tensor_model_parallel_group: Any = None,
+        keep_master_weight: bool = False,
+    ) -> None:
+        super().__init__(
+            input_size,
+            output_size,
+            cut=0,
+            bias=bias,
+            dtype=dtype,
+            device=device,
+            stride=stride,
+            init_method=init_method,
+            sequence_dim=_sequence_dim(sequence_parallel_enabled, sequence_dimension),
+            skip_bias_add=skip_bias_add,
+            pad=pad,
+            reduce_dtype=reduce_dtype,
+            group=tensor_model_parallel_group,
+            keep_master_weight=keep_master_weight,
+        )
+        self.gather_output = gather_output
+
+    def forward(self, x: Tensor) -> Result:
+        bias = None if self.skip_bias_add else self.bias
+        y = _call(_column, _Column, x, self.weight, bias, self.tp, self.sequence_dim, self.reduce_dtype)
+        if self.gather_output:
+            y = self._gather(y)
+        elif self.padded:
+            y = self._mask(y)
+        if not self.skip_bias_add:
+            return y
+        return y, self._gather(self.bias) if self.gather_output and self.bias is not None else self.bias
+
+    def _gather(self, y: Tensor) -> Tensor:
+        """All output features, in their unsharded order, without padding."""
+        y = ops.gather(y, self.tp, -1)
+        spec, n = self.shard_specs["weight"], self.tp.size
+        return y if spec.contiguous(n) else y.index_select(-1, spec.gathered_index(n).to(y.device))
+
+
+class RowParallelLinear(_ParallelLinear):
+    """``y = sum over ranks of x_r @ w_r.T, + b``: each rank consumes some of the input features.
+
+    Input: this rank's features if ``input_is_parallel``, else ``[..., input_size]``, cut here. Output
+    ``[..., output_size]``, the same on every rank (with sequence parallelism: this rank's chunk along
+    ``sequence_dimension``). The bias is replicated and added once, after the sum.
+
+    ``reduce_output=False`` leaves the partial sums to the caller; options otherwise as in
+    ``ColumnParallelLinear``, ``stride`` and ``pad`` about the input size, ``reduce_dtype`` about outputs.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        bias: bool = True,
+        input_is_parallel: bool = False,
+        dtype: torch.dtype = torch.float32,
+        device: Device = None,
+        *,
+        stride: int = 1,
+        init_method: Init | None = None,
+        sequence_parallel_enabled: bool = False,
+        sequence_dimension: int | None = None,
+        skip_bias_add: bool = False,
+        pad: bool = False,
+        reduce_output: bool = True,
+        reduce_dtype: torch.dtype = torch.float32,
+        tensor_model_parallel_group: Any = None,
+        keep_master_weight: bool = False,
+    ) -> None:
+        sequence_dim = _sequence_dim(sequence_parallel_enabled, sequence_dimension)
+        if not reduce_output and bias and not skip_bias_add:
+            raise ValueError(
+                "RowParallelLinear(reduce_output=False) would add the bias once per rank: "
+                "pass bias=False, or skip_bias_add=True and add it after your own sum"
+            )
+        if sequence_dim is not None and not (reduce_output and input_is_parallel):
+            raise ValueError(
+                f"RowParallelLinear with sequence parallelism needs input_is_parallel=True and reduce_output=True, "
+                f"not {input_is_parallel} and {reduce_output}"
+            )
+        super().__init__(
+            input_size,
+            output_size,
+            cut=1,
+            bias=bias,
+            dtype=dtype,
+            device=device,
+            stride=stride,
+            init_method=init_method,
+            sequence_dim=sequence_dim,
+            skip_bias_add=skip_bias_add,
+            pad=pad,
+            reduce_dtype=reduce_dtype,
+            group=tensor_model_parallel_group,
+            keep_master_weight=keep_master_weight,
+        )
+        self.input_is_parallel, self.reduce_output = input_is_parallel, reduce_output
+
+    def _scatter(self, x: Tensor) -> Tensor:
+        """This rank's input features, in the order its weight has them."""
+        spec, n = self.shard_specs["weight"], self.tp.size
+        if not spec.contiguous(n):
+            # laid out as the shards are, one beside the other; padding takes any feature and is masked below
+            x = x.index_select(-1, spec.source_index(n).flatten().clamp(min=0).to(x.device))
+        return ops.scatter(x, self.tp, -1)
+
+    def forward(self, x: Tensor) -> Result:
+        if not self.input_is_parallel:
+            x = self._scatter(x)
+        if self.padded:
+            x = self._mask(x)
+        if self.reduce_output:
+            bias = None if self.skip_bias_add else self.bias
+            y = _call(_row, _Row, x, self.weight, bias, self.tp, self.sequence_dim, self.reduce_dtype)
+        else:
+            y = F.linear(x, self.weight)
+        if not self.skip_bias_add:
+            return y
+        if self.bias is None or self.sequence_dim is None:
+            return y, self.bias
+        # whoever adds it does so to this rank's tokens only, so its gradient has to be summed
+        return y, ops.copy(self.bias, self.tp, dtype=self.reduce_dtype)

@@ -1,0 +1,85 @@
+"""Norms for inside a sequence-parallel region: replicated weights that see part of the tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .. import ops
+from ..module import ParallelModule
+from ..shard import ShardSpec
+
+
+class _Norm(ParallelModule):
+    def __init__(self, shape: int | Sequence[int], eps: float | None, sequence_parallel: bool, group: Any) -> None:
+        super().__init__(group)
+        self.normalized_shape = (shape,) if isinstance(shape, int) else tuple(shape)
+        self.eps, self.sequence_parallel_enabled = eps, sequence_parallel
+
+    def _whole(self, parameter: Tensor | None) -> Tensor | None:
+        """The parameter for use on this rank's tokens: its gradient is the sum over all ranks' tokens."""
+        if parameter is None or not self.sequence_parallel_enabled:
+            return parameter
+        return ops.copy(parameter, self.tp, dtype=torch.float32)
+
+    def extra_repr(self) -> str:
+        return f"{self.normalized_shape}, eps={self.eps}, sequence_parallel={self.sequence_parallel_enabled}"
+
+
+class LayerNorm(_Norm):
+    """``nn.LayerNorm`` whose parameters get whole gradients where the tokens are spread over the tp group."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+        *,
+        sequence_parallel_enabled: bool = False,
+        tensor_model_parallel_group: Any = None,
+    ) -> None:
+        super().__init__(normalized_shape, eps, sequence_parallel_enabled, tensor_model_parallel_group)
+        for name, wanted, init in (("weight", True, nn.init.ones_), ("bias", bias, nn.init.zeros_)):
+            if elementwise_affine and wanted:
+                self.shard_parameter(name, ShardSpec(self.normalized_shape), init, dtype, device)
+            else:
+                self.register_parameter(name, None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = self._whole(self.weight), self._whole(self.bias)
+        return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps or 0.0)
+
+
+class RMSNorm(_Norm):
+    """``nn.RMSNorm`` whose weight gets whole gradients where the tokens are spread over the tp group.
+
+    ``eps=None`` is ``torch.finfo(x.dtype).eps``, as in torch; NxD's default is 1e-6.
+    """
+
+    weight: Tensor
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float | None = 1e-6,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+        sequence_parallel_enabled: bool = False,
+        tensor_model_parallel_group: Any = None,
+    ) -> None:
+        super().__init__(normalized_shape, eps, sequence_parallel_enabled, tensor_model_parallel_group)
+        self.shard_parameter("weight", ShardSpec(self.normalized_shape), nn.init.ones_, dtype, device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.normalized_shape, self._whole(self.weight), self.eps)

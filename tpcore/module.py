@@ -1,0 +1,139 @@
+"""Base of every parallel layer: parameters are declared by spec, allocated and initialised here."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .comm import Comm
+from .context import current
+from .initial import Init, initial_shard
+from .shard import ShardSpec
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What a parameter carries about itself: how it is cut and over which ranks."""
+
+    spec: ShardSpec
+    comm: Comm
+
+
+def sharding(tensor: Tensor) -> Sharding | None:
+    """The sharding of a parameter (or state_dict entry) of a parallel layer; None for any other tensor."""
+    found: Sharding | None = getattr(tensor, "tpcore_sharding", None)
+    return found
+
+
+def _stamp(tensor: Tensor, spec: ShardSpec, comm: Comm) -> None:
+    """Mark ``tensor``, with the attributes that NxD and Megatron scripts read as well."""
+    marks = {
+        "tpcore_sharding": Sharding(spec, comm),
+        "tensor_model_parallel": spec.dim is not None,
+        "partition_dim": -1 if spec.dim is None else spec.dim,
+        "partition_stride": max(1, len(spec.blocks)),
+        "num_partitions": 1 if spec.dim is None else comm.size,
+    }
+    for name, value in marks.items():
+        setattr(tensor, name, value)
+
+
+class ParallelModule(nn.Module):
+    """Owns ``shard_specs``, the single source of truth on how its parameters are cut.
+
+    torch drops attributes of a Parameter in ``deepcopy``, ``load_state_dict(assign=True)``, ``to("meta")``
+    and ``to("xla")``; a dict on the module survives all of these. So parameters are stamped from it again
+    wherever torch may have replaced them.
+    """
+
+    shard_specs: dict[str, ShardSpec]  # by local parameter name
+
+    def __init__(self, group: Any = None) -> None:
+        super().__init__()
+        ctx = current()
+        self.tp: Comm = ctx.comm_for(group)
+        members = self.tp.group.members(ctx.rank)
+        self._tp_rank = members.index(ctx.rank)  # host side: initial values only
+        self.shard_specs = {}
+
+    def shard_parameter(
+        self, name: str, spec: ShardSpec, init: Init, dtype: torch.dtype, device: torch.device | str | None
+    ) -> None:
+        """Register this rank's shard, with the values that ``init`` gives the unsharded tensor."""
+        # empty((0,)): asks torch which device is meant, a `with torch.device(...)` block included
+        where = torch.empty((0,), device=device).device
+        if where.type == "meta":
+            local = torch.empty(spec.local_shape(self.tp.size), dtype=dtype, device=where)
+        else:
+            local = initial_shard(init, spec, self._tp_rank, self.tp.size, dtype).to(where)
+        self.register_parameter(name, nn.Parameter(local))
+        self.shard_specs[name] = spec
+        self._stamp_all()
+
+    def _stamp_all(self) -> None:
+        for name, spec in self.shard_specs.items():
+            parameter = self._parameters.get(name)
+            if parameter is not None:
+                _stamp(parameter, spec, self.tp)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> ParallelModule:
+        super()._apply(fn, recurse)
+        self._stamp_all()
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._stamp_all()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._stamp_all()
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, spec in self.shard_specs.items():
+            if prefix + name in destination:
+                _stamp(destination[prefix + name], spec, self.tp)
+
+    def _shapes(self) -> str:
+        """For ``extra_repr``: logical and local shape of the weight."""
+        spec, n = self.shard_specs["weight"], self.tp.size
+        return f"weight={tuple(spec.shape)}, local={spec.local_shape(n)}, tp={n}"
+
+
+def shard_specs(model: nn.Module) -> dict[str, ShardSpec]:
+    """Specs of every state_dict entry; what no parallel layer owns is replicated."""
+    specs = {}
+    for name, t in model.state_dict(keep_vars=True).items():
+        if isinstance(t, Tensor):  # not the extra state that a module may add
+            found = sharding(t)
+            specs[name] = found.spec if found else ShardSpec(tuple(t.shape))
+    return specs
+
+
+def move_model_to_device(model: nn.Module, device: torch.device | str) -> nn.Module:
+    """``model.to(device)`` that keeps weight tying and every attribute set on a parameter.
+
+    On devices whose tensors cannot share an object with the CPU's, such as XLA, ``to`` makes new
+    Parameters: ties and attributes would be lost. Build the optimizer afterwards.
+    """
+    places: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
+    attributes: dict[int, dict[str, Any]] = {}
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is not None:
+                places[id(p)].append((module, name))
+                attributes[id(p)] = dict(p.__dict__)
+    model.to(device)
+    for key, owners in places.items():
+        first_owner, first_name = owners[0]
+        parameter = first_owner._parameters[first_name]
+        for owner, name in owners:
+            owner._parameters[name] = parameter
+        if parameter is not None:
+            parameter.__dict__.update(attributes[key])
+    return model

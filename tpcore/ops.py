@@ -1,0 +1,98 @@
+"""Differentiable mappings. Each is a linear map and its transpose; written once, for every backend.
+
+Named as in Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053; sequence parallelism: Korthikanti et al.
+2022, arXiv:2205.05198). ``dtype`` where given is the least precision that sums are taken in; values come
+back in the dtype they came in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .comm import Comm
+
+Map = Callable[[Tensor], Tensor]
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: Map, transpose: Map) -> Tensor:
+        ctx.maps = transpose, forward
+        return forward(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        # as a mapping again, so that gradients of gradients cross the ranks as well
+        return _Linear.apply(grad, *ctx.maps), None, None
+
+
+def _linear(x: Tensor, forward: Map, transpose: Map) -> Tensor:
+    y: Tensor = _Linear.apply(x, forward, transpose)
+    return y
+
+
+def _same(x: Tensor) -> Tensor:
+    return x.view_as(x)
+
+
+def sum_dtype(x: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype to sum ``x`` in: never less precise than x itself, whatever is asked for."""
+    return x.dtype if dtype is None else torch.promote_types(x.dtype, dtype)
+
+
+def _all_reduce(x: Tensor, comm: Comm, dtype: torch.dtype | None) -> Tensor:
+    wide = x.to(sum_dtype(x, dtype))
+    y = comm.all_reduce(wide, donate=wide is not x).to(x.dtype)
+    return _same(x) if y is x else y  # a group of one: autograd wants an output of its own
+
+
+def _reduce_scatter(x: Tensor, comm: Comm, dim: int, dtype: torch.dtype | None) -> Tensor:
+    y = comm.reduce_scatter(x.to(sum_dtype(x, dtype)), dim).to(x.dtype)
+    return _same(x) if y is x else y
+
+
+def _all_gather(x: Tensor, comm: Comm, dim: int) -> Tensor:
+    y = comm.all_gather(x, dim)
+    return _same(x) if y is x else y
+
+
+def _split(x: Tensor, comm: Comm, dim: int) -> Tensor:
+    y = comm.split(x, dim)
+    return _same(x) if y is x else y
+
+
+def copy(x: Tensor, comm: Comm, *, dtype: torch.dtype | None = None) -> Tensor:
+    """Replicated -> one copy per rank. Backward sums the copies' gradients."""
+    return _linear(x, _same, partial(_all_reduce, comm=comm, dtype=dtype))
+
+
+def reduce(x: Tensor, comm: Comm, *, dtype: torch.dtype | None = None) -> Tensor:
+    """Partial sums -> replicated."""
+    return _linear(x, partial(_all_reduce, comm=comm, dtype=dtype), _same)
+
+
+def scatter(x: Tensor, comm: Comm, dim: int = -1) -> Tensor:
+    """Replicated -> this rank's chunk."""
+    return _linear(x, partial(_split, comm=comm, dim=dim), partial(_all_gather, comm=comm, dim=dim))
+
+
+def gather(x: Tensor, comm: Comm, dim: int = -1) -> Tensor:
+    """Chunks -> replicated."""
+    return _linear(x, partial(_all_gather, comm=comm, dim=dim), partial(_split, comm=comm, dim=dim))
+
+
+def all_gather(x: Tensor, comm: Comm, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
+    """Chunks -> one full copy per rank (enter a tp region from sequence parallel)."""
+    back = partial(_reduce_scatter, comm=comm, dim=dim, dtype=dtype)
+    return _linear(x, partial(_all_gather, comm=comm, dim=dim), back)
+
+
+def reduce_scatter(x: Tensor, comm: Comm, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
+    """Partial sums -> this rank's chunk (leave a tp region into sequence parallel)."""
+    forward = partial(_reduce_scatter, comm=comm, dim=dim, dtype=dtype)
+    return _linear(x, forward, partial(_all_gather, comm=comm, dim=dim))

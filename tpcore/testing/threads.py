@@ -1,0 +1,165 @@
+"""Ranks as threads of one process, one running at a time. Also the smallest complete backend.
+
+The world's condition is a baton: a rank holds it while it runs Python and gives it away only inside a
+collective, together with torch's random state. So a run is deterministic, ``torch.manual_seed`` in one
+rank is not heard by another, and a deadlock is seen the moment it happens instead of at a timeout.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from contextvars import copy_context
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..backend import Backend
+from ..check import Call, call_site, disagreement
+from ..comm import Comm, Op
+from ..context import ParallelContext, use
+from ..errors import BackendError, CollectiveMismatchError, PeerLostError
+from ..mesh import Group, Mesh
+
+T = TypeVar("T")
+_Entry = tuple[Call, Tensor]
+
+
+class World:
+    """Where the threads meet."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.baton = threading.Condition()
+        self.waiting: dict[int, Call] = {}
+        self.ended: dict[int, BaseException | None] = {}
+        self._boxes: dict[tuple[tuple[int, ...], int], dict[int, _Entry]] = {}
+        self._seq: Counter[tuple[tuple[int, ...], int]] = Counter()
+
+    def exchange(self, members: tuple[int, ...], rank: int, op: str, x: Tensor) -> list[Tensor]:
+        """Every member's tensor, in group order, once all have come with the same call."""
+        seq = self._seq[members, rank]
+        self._seq[members, rank] += 1
+        call = Call.of(seq, op, x, call_site(__file__))
+        box = self._boxes.setdefault((members, seq), {})
+        box[rank] = (call, x.detach())
+        if len(box) == len(members):
+            self._boxes.pop((members, seq))
+            for member in members:  # they may not have woken yet, but they wait for nobody any more
+                self.waiting.pop(member, None)
+            self.baton.notify_all()
+        else:
+            self._wait(rank, call, members, box)
+        message = disagreement([box[r][0] for r in members], members)
+        if message:
+            raise CollectiveMismatchError(message)
+        return [box[r][1] for r in members]
+
+    def _wait(self, rank: int, call: Call, members: tuple[int, ...], box: dict[int, _Entry]) -> None:
+        state = torch.get_rng_state()
+        self.waiting[rank] = call
+        try:
+            while len(box) < len(members):
+                self._raise_if_hopeless(rank, call, [r for r in members if r not in box])
+                self.baton.wait()
+        finally:
+            self.waiting.pop(rank, None)
+            torch.set_rng_state(state)
+
+    def _raise_if_hopeless(self, rank: int, call: Call, missing: list[int]) -> None:
+        failed = [(r, e) for r, e in self.ended.items() if e is not None and not isinstance(e, PeerLostError)]
+        if failed:
+            lost, error = failed[0]
+            raise PeerLostError(f"rank {lost} failed with {type(error).__name__}: {error}; rank {rank} was at {call}")
+        left = [r for r in missing if r in self.ended]
+        if left:
+            raise PeerLostError(f"rank {left[0]} has finished, but rank {rank} waits for it at {call}")
+        if len(self.waiting) + len(self.ended) == self.size:
+            self.baton.notify_all()
+            lines = "\n".join(f"  rank {r}: {c}" for r, c in sorted(self.waiting.items()))
+            raise BackendError(f"deadlock: every rank waits for another\n{lines}")
+
+    def end(self, rank: int, error: BaseException | None) -> None:
+        self.ended[rank] = error
+        self.baton.notify_all()
+
+
+class ThreadComm(Comm):
+    def __init__(self, group: Group, rank: int, world: World) -> None:
+        self.members = group.members(rank)
+        super().__init__(group, torch.tensor([self.members.index(rank)]))
+        self._world, self._me = world, rank
+
+    @property
+    def process_group(self) -> Any:
+        return self
+
+    def _peers(self, op: str, x: Tensor) -> list[Tensor]:
+        return self._world.exchange(self.members, self._me, op, x)
+
+    def _all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
+        stacked = torch.stack(self._peers(f"all_reduce {op}", x))
+        return stacked.sum(0, dtype=x.dtype) if op == "sum" else stacked.amax(0)
+
+    def _all_gather(self, x: Tensor, dim: int) -> Tensor:
+        return torch.cat(self._peers(f"all_gather dim {dim}", x), dim)
+
+    def _reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
+        stacked = torch.stack(self._peers(f"reduce_scatter dim {dim}", x))
+        return self.split(stacked.sum(0, dtype=x.dtype), dim)
+
+    def _broadcast(self, x: Tensor, src: int) -> Tensor:
+        return self._peers(f"broadcast from {src}", x)[src].clone(memory_format=torch.contiguous_format)
+
+
+class ThreadBackend(Backend):
+    def __init__(self, rank: int, world: World) -> None:
+        self._rank, self._world = rank, world
+
+    def start(self, timeout: float) -> tuple[int, int]:
+        return self._rank, self._world.size
+
+    def comm(self, group: Group, rank: int) -> Comm:
+        return ThreadComm(group, rank, self._world)
+
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+def run_ranks(mesh: Mesh, fn: Callable[[ParallelContext], T]) -> list[T]:
+    """Call ``fn(ctx)`` on every rank of ``mesh``; return the results in rank order.
+
+    Every rank starts from the caller's random state, which is as it was afterwards. If ranks fail, the
+    first failure that is not a consequence of another is raised.
+    """
+    world = World(mesh.size)
+    results: dict[int, T] = {}
+    state = torch.get_rng_state()
+
+    def one(rank: int) -> None:
+        error: BaseException | None = None
+        with world.baton:
+            torch.set_rng_state(state)
+            try:
+                with use(ParallelContext(ThreadBackend(rank, world), mesh, rank)) as ctx:
+                    results[rank] = fn(ctx)
+            except BaseException as e:  # noqa: BLE001  carried to the caller's thread below
+                error = e
+            finally:
+                world.end(rank, error)
+
+    threads = [
+        threading.Thread(target=copy_context().run, args=(one, r), name=f"rank {r}", daemon=True)
+        for r in range(mesh.size)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    torch.set_rng_state(state)
+    errors = [e for _, e in sorted(world.ended.items()) if e is not None]
+    for e in sorted(errors, key=lambda e: isinstance(e, PeerLostError)):
+        raise e
+    return [results[r] for r in range(mesh.size)]

@@ -1,0 +1,15 @@
+"""CPU backend: torch.distributed over gloo, with calls checked and lost ranks named."""
+
+from __future__ import annotations
+
+from tpcore.backend import Backend, hookimpl
+
+from .backend import GlooBackend
+from .comm import GlooComm
+
+__all__ = ["GlooBackend", "GlooComm"]
+
+
+@hookimpl
+def tpcore_backend() -> type[Backend]:
+    return GlooBackend

@@ -1,0 +1,37 @@
+"""What all tests share: one pool of processes, checked collectives, one thread per process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+# before torch is imported here or in a worker
+os.environ["TPCORE_CHECK"] = "1"
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+import torch
+
+from tpcore.testing.pool import RankPool
+
+torch.set_num_threads(1)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not config.pluginmanager.hasplugin("xdist"):
+        config.addinivalue_line("markers", "xdist_group(name): tests that share one worker under pytest-xdist")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Every test that uses the pool runs in one xdist worker (--dist loadgroup): one pool per session."""
+    for item in items:
+        if "pool" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("processes"))
+            item.add_marker(pytest.mark.processes)
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[RankPool]:
+    """Four processes over gloo: ``pool.run(Mesh({"tp": 2}), fn, *args)``."""
+    with RankPool(4) as ranks:
+        yield ranks

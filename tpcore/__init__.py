@@ -1,0 +1,81 @@
+"""Tensor parallelism for PyTorch: the maths once, over collectives that plugins provide."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from . import random
+from .backend import Backend, backends, hookimpl
+from .comm import Comm
+from .context import ParallelContext, current, init, is_initialized, shutdown, use
+from .errors import (
+    BackendError,
+    CheckpointError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    PeerLostError,
+)
+from .grads import clip_grad_norm, optimizer_step, reduce_gradients
+from .layers import ColumnParallelLinear, LayerNorm, ParallelEmbedding, RMSNorm, RowParallelLinear
+from .loss import parallel_cross_entropy
+from .mesh import Group, Mesh
+from .module import ParallelModule, move_model_to_device, shard_specs
+from .shard import Block, ShardSpec
+
+if TYPE_CHECKING:
+    from . import parallel_layers, parallel_state
+    from .launch import launch
+
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    # on first use: the launcher pulls in torch's elastic agent, the other two only serve old scripts
+    if name == "launch":
+        from .launch import launch
+
+        return launch
+    if name in ("parallel_layers", "parallel_state"):
+        from importlib import import_module
+
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+__all__ = [
+    "Backend",
+    "BackendError",
+    "Block",
+    "CheckpointError",
+    "CollectiveMismatchError",
+    "CollectiveTimeoutError",
+    "ColumnParallelLinear",
+    "Comm",
+    "Group",
+    "LayerNorm",
+    "Mesh",
+    "ParallelContext",
+    "ParallelEmbedding",
+    "ParallelModule",
+    "PeerLostError",
+    "RMSNorm",
+    "RowParallelLinear",
+    "ShardSpec",
+    "backends",
+    "clip_grad_norm",
+    "current",
+    "hookimpl",
+    "init",
+    "is_initialized",
+    "launch",
+    "move_model_to_device",
+    "optimizer_step",
+    "parallel_cross_entropy",
+    "parallel_layers",
+    "parallel_state",
+    "random",
+    "reduce_gradients",
+    "shard_specs",
+    "shutdown",
+    "use",
+]

@@ -40,7 +40,9 @@ class Backend(ABC):
 
     def comm_of(self, process_group: Any) -> Comm:
         """Collectives over a group object that the user made with the backend's own library."""
-        raise BackendError(f"{type(self).__name__} cannot use the group {process_group!r}: pass a tpcore Comm")
+        raise BackendError(
+            f"{type(self).__name__} cannot use the group {process_group!r}: pass a tpcore Comm"
+        )
 
     @abstractmethod
     def device(self) -> torch.device:
@@ -100,7 +102,7 @@ def _load(ep: EntryPoint) -> type[Backend]:
     try:
         manager.register(ep.load())
         manager.check_pending()
-    except Exception as e:  # noqa: BLE001  whatever a plugin raises on import, the user must learn whose it was
+    except Exception as e:
         raise BackendError(f"{where} cannot be loaded: {type(e).__name__}: {e}") from e
     cls = manager.hook.tpcore_backend()
     if not (isinstance(cls, type) and issubclass(cls, Backend)):
@@ -116,7 +118,9 @@ def backend_class(name: str) -> type[Backend]:
         raise BackendError(f"no backend {name!r} is installed; there are {installed}")
     if len(found) > 1:
         owners = sorted(" ".join(_origin(ep)) for ep in found)
-        raise BackendError(f"backend {name!r} is provided by several distributions: {owners}; uninstall all but one")
+        raise BackendError(
+            f"backend {name!r} is provided by several distributions: {owners}; uninstall all but one"
+        )
     return _load(found[0])
 
 

@@ -1,4 +1,4 @@
-"""What a collective call is, so that ranks can agree on it before any data moves."""
+"""Checks made before work starts: that ranks agree on a collective, that ids fit a vocabulary."""
 
 from __future__ import annotations
 
@@ -54,3 +54,17 @@ def disagreement(calls: Sequence[Call], ranks: Sequence[int]) -> str | None:
                 "Every rank of a group must make the same collectives in the same order."
             )
     return None
+
+
+def check_ids(ids: Tensor, size: int, what: str, ignore: int | None = None) -> None:
+    """Raise IndexError if an id is outside ``range(size)`` and not ``ignore``.
+
+    Reads values: callers skip it on lazy backends, where that would cut the graph.
+    """
+    if not ids.numel() or ids.is_meta or torch.compiler.is_compiling():
+        return
+    seen = ids if ignore is None else ids.masked_fill(ids == ignore, 0)
+    low, high = (int(v) for v in torch.aminmax(seen))
+    if low < 0 or high >= size:
+        kept = "" if ignore is None else f" (ignore_index={ignore})"
+        raise IndexError(f"{what}: ids from {low} to {high} do not fit a vocabulary of {size}{kept}")

@@ -75,7 +75,9 @@ def current() -> ParallelContext:
         return ctx
     if _process:
         return _process[-1]
-    raise RuntimeError("no parallel context: call tpcore.init(backend=..., tp=...) first, or enter tpcore.use(ctx)")
+    raise RuntimeError(
+        "no parallel context: call tpcore.init(backend=..., tp=...) first, or enter tpcore.use(ctx)"
+    )
 
 
 @contextmanager
@@ -112,11 +114,15 @@ def _mesh(tp: int, world: int) -> Mesh:
     if tp > world:
         raise ValueError(f"tp={tp} is larger than the world of {world} processes: start {tp} or lower tp")
     if world % tp:
-        raise ValueError(f"tp={tp} does not divide the world of {world} processes: dp would be {world / tp:g}")
+        raise ValueError(
+            f"tp={tp} does not divide the world of {world} processes: dp would be {world / tp:g}"
+        )
     return Mesh({"pp": 1, "dp": world // tp, "tp": tp})
 
 
-def init(backend: str | Backend | None = None, tp: int = 1, *, timeout: float | None = None) -> ParallelContext:
+def init(
+    backend: str | Backend | None = None, tp: int = 1, *, timeout: float | None = None
+) -> ParallelContext:
     """Join the job that ``torchrun`` started and cut it into tp groups; dp is what remains of the world.
 
     ``backend``: a plugin's name, an instance, or None to choose one (``TPCORE_BACKEND``, else neuron where
@@ -128,7 +134,9 @@ def init(backend: str | Backend | None = None, tp: int = 1, *, timeout: float | 
     """
     if is_initialized():
         mesh = dict(current().mesh.axes)
-        raise RuntimeError(f"tpcore is already initialized with mesh {mesh}: call tpcore.shutdown() before init(tp={tp})")
+        raise RuntimeError(
+            f"tpcore is already initialized with mesh {mesh}: call tpcore.shutdown() before init(tp={tp})"
+        )
     if not isinstance(tp, int) or tp < 1:
         raise ValueError(f"tp must be a whole number of ranks, 1 or more, not {tp!r}")
     seconds = float(os.environ.get("TPCORE_TIMEOUT", DEFAULT_TIMEOUT)) if timeout is None else timeout
@@ -153,4 +161,3 @@ def shutdown() -> None:
     if not _process:
         raise RuntimeError("tpcore.shutdown() without tpcore.init()")
     _process.pop().backend.stop()
-

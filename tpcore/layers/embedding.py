@@ -9,20 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import ops
-from ..comm import Comm
+from ..check import check_ids
 from ..initial import Init
 from ..module import ParallelModule
 from ..shard import ShardSpec
 from .linear import Device, _sequence_dim
-
-
-def check_ids(ids: Tensor, size: int, what: str, comm: Comm) -> None:
-    """Raise IndexError if an id is outside ``range(size)``. Only where reading values is cheap: a lazy
-    backend would have to cut its graph for it."""
-    if comm.eager and ids.numel() and not ids.is_meta and not torch.compiler.is_exporting():
-        low, high = torch.aminmax(ids)
-        if low < 0 or high >= size:
-            raise IndexError(f"{what}: ids from {int(low)} to {int(high)} do not fit a vocabulary of {size}")
 
 
 class _ScaleGradient(torch.autograd.Function):
@@ -91,12 +82,18 @@ class ParallelEmbedding(ParallelModule):
         self.sequence_dim = _sequence_dim(sequence_parallel_enabled, sequence_dimension)
         self.reduce_dtype = reduce_dtype
         if not collect_output and (self.sequence_dim is not None or not shard_across_embedding):
-            raise ValueError("collect_output=False needs shard_across_embedding=True and no sequence parallelism")
+            raise ValueError(
+                "collect_output=False needs shard_across_embedding=True and no sequence parallelism"
+            )
         spec = ShardSpec((num_embeddings, embedding_dim), 1 if shard_across_embedding else 0)
         if spec.padded(self.tp.size) and not pad:
             name, size = ("embedding_dim", embedding_dim) if spec.dim else ("num_embeddings", num_embeddings)
-            raise ValueError(f"ParallelEmbedding: {name}={size} is not divisible by tp={self.tp.size}; pass pad=True")
-        self.shard_parameter("weight", spec, self._init(init_method), dtype, None if device is False else device)  # type: ignore[arg-type]
+            raise ValueError(
+                f"ParallelEmbedding: {name}={size} is not divisible by tp={self.tp.size}; pass pad=True"
+            )
+        self.shard_parameter(
+            "weight", spec, self._init(init_method), dtype, None if device is False else device
+        )  # type: ignore[arg-type]
 
     def _init(self, init_method: Init | None) -> Init:
         if init_method is not None or self.padding_idx is None:
@@ -110,11 +107,11 @@ class ParallelEmbedding(ParallelModule):
         return normal_but_padding
 
     def forward(self, ids: Tensor) -> Tensor:
-        check_ids(ids, self.num_embeddings, "ParallelEmbedding", self.tp)
+        if self.tp.eager:
+            check_ids(ids, self.num_embeddings, "ParallelEmbedding")
         if self.max_norm is not None:
             self._renormalize(ids)
-        y = self._columns(ids) if self.shard_across_embedding else self._rows(ids)
-        return y
+        return self._columns(ids) if self.shard_across_embedding else self._rows(ids)
 
     def _rows(self, ids: Tensor) -> Tensor:
         local, mine = self._own(ids)
@@ -166,7 +163,9 @@ class ParallelEmbedding(ParallelModule):
             local, mine = ids, torch.ones_like(ids, dtype=torch.bool)
         else:
             local, mine = self._own(ids)
-        looked = torch.zeros_like(norms).scatter_reduce(0, local.flatten(), mine.flatten().to(norms.dtype), "amax")
+        looked = torch.zeros_like(norms).scatter_reduce(
+            0, local.flatten(), mine.flatten().to(norms.dtype), "amax"
+        )
         scale = torch.where((norms > self.max_norm) & (looked > 0), self.max_norm / (norms + 1e-7), 1.0)
         self.weight.mul_(scale.unsqueeze(1))
 

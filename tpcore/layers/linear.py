@@ -48,7 +48,13 @@ class _Column(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, comm: Comm, seq: int | None, dtype: torch.dtype
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        comm: Comm,
+        seq: int | None,
+        dtype: torch.dtype,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.args = comm, seq, dtype
@@ -97,7 +103,13 @@ class _Row(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, comm: Comm, seq: int | None, dtype: torch.dtype
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        comm: Comm,
+        seq: int | None,
+        dtype: torch.dtype,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.args = comm, seq
@@ -177,7 +189,9 @@ class _ParallelLinear(ParallelModule):
             self.master_weight = self._unsharded(init, spec, dtype)
         self.shard_parameter("weight", spec, init, dtype, where)  # type: ignore[arg-type]
         if bias:
-            bias_spec = ShardSpec.strided((output_size,), 0, stride) if cut == 0 else ShardSpec((output_size,))
+            bias_spec = (
+                ShardSpec.strided((output_size,), 0, stride) if cut == 0 else ShardSpec((output_size,))
+            )
             self.shard_parameter("bias", bias_spec, _default_bias(input_size), dtype, where)  # type: ignore[arg-type]
         else:
             self.register_parameter("bias", None)

@@ -15,7 +15,9 @@ from ..shard import ShardSpec
 
 
 class _Norm(ParallelModule):
-    def __init__(self, shape: int | Sequence[int], eps: float | None, sequence_parallel: bool, group: Any) -> None:
+    def __init__(
+        self, shape: int | Sequence[int], eps: float | None, sequence_parallel: bool, group: Any
+    ) -> None:
         super().__init__(group)
         self.normalized_shape = (shape,) if isinstance(shape, int) else tuple(shape)
         self.eps, self.sequence_parallel_enabled = eps, sequence_parallel

@@ -1,0 +1,130 @@
+"""Cross entropy over vocabulary-cut logits: one collective, and no temporary of the size of the logits.
+
+Each rank needs from the others only a few numbers per token: the log-sum-exp over their part of the
+vocabulary, the target's logit where they hold it, and for label smoothing the sum of their logits. All
+ranks gather these in one exchange and combine them in the same order, so the loss is the same on all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .check import check_ids
+from .comm import Comm
+from .context import current
+
+CHUNK = 1 << 18
+"""Logits worked on at once where the backend is eager: 1 MiB of float32 stays in a core's cache."""
+
+
+def _chunks(logits: Tensor, comm: Comm) -> Iterator[slice]:
+    """Runs of tokens. One run on lazy backends, whose compilers fuse, and for which a loop is a longer graph."""
+    tokens, width = logits.shape
+    step = max(1, CHUNK // max(1, width)) if comm.eager else max(1, tokens)
+    for start in range(0, tokens, step):
+        yield slice(start, min(start + step, tokens))
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, target: Tensor, comm: Comm, smoothing: float, ignore: int, vocab: int
+    ) -> Tensor:
+        width = logits.shape[-1]
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        local = target - comm.rank * width
+        kept = target != ignore
+        mine = (local >= 0) & (local < width) & kept
+        local = local * mine
+        padding = _padding(logits, comm, vocab)
+
+        rows = logits.new_empty((3 if smoothing else 2, len(target)), dtype=wide)
+        for at in _chunks(logits, comm):
+            chunk = logits[at].to(wide)
+            if smoothing:
+                rows[2, at] = (chunk if padding is None else chunk.masked_fill(padding, 0.0)).sum(-1)
+            if padding is not None:
+                chunk = chunk.masked_fill(padding, torch.finfo(wide).min)
+            rows[0, at] = chunk.logsumexp(-1)
+        picked = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1).to(wide)
+        rows[1] = torch.where(mine, picked, torch.zeros_like(picked))
+
+        gathered = comm.all_gather(rows.unsqueeze(0), 0)
+        log_sum = gathered[:, 0].logsumexp(0)
+        loss = log_sum - (1 - smoothing) * gathered[:, 1].sum(0)
+        if smoothing:
+            loss = loss - smoothing / vocab * gathered[:, 2].sum(0)
+        ctx.save_for_backward(logits, log_sum, local, mine, kept)
+        ctx.args = comm, smoothing, vocab
+        return torch.where(kept, loss, torch.zeros_like(loss))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        logits, log_sum, local, mine, kept = ctx.saved_tensors
+        comm, smoothing, vocab = ctx.args
+        padding = _padding(logits, comm, vocab)
+        scale = (grad * kept).to(log_sum.dtype).unsqueeze(-1)
+        hit = ((smoothing - 1) * mine).to(log_sum.dtype).unsqueeze(-1)
+        out = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        for at in _chunks(logits, comm):
+            chunk = torch.sub(logits[at], log_sum[at].unsqueeze(-1)).exp_()
+            if smoothing:
+                chunk.sub_(smoothing / vocab)
+            if padding is not None:
+                chunk.masked_fill_(padding, 0.0)
+            chunk.scatter_add_(-1, local[at].unsqueeze(-1), hit[at])
+            out[at] = chunk.mul_(scale[at])
+        return out, None, None, None, None, None
+
+
+def _padding(logits: Tensor, comm: Comm, vocab: int) -> Tensor | None:
+    """Which of this rank's columns are padding, or None if no rank has any. The rank stays data."""
+    width = logits.shape[-1]
+    if width * comm.size == vocab:
+        return None
+    return comm.rank * width + torch.arange(width, device=logits.device) >= vocab
+
+
+def parallel_cross_entropy(
+    vocab_parallel_logits: Tensor,
+    target: Tensor,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    *,
+    vocab_size: int | None = None,
+    tensor_model_parallel_group: Any = None,
+) -> Tensor:
+    """Per-token loss, as ``F.cross_entropy(..., reduction="none")`` of the gathered logits.
+
+    ``vocab_parallel_logits``: ``[..., vocab / tp]``, this rank's part of the vocabulary, left as it is.
+    ``target``: int64 ``[...]``, the same on every rank, ids in the whole vocabulary or ``ignore_index``
+    (those give loss 0 and no gradient). ``vocab_size``: the size without padding, where the layer that
+    made the logits was padded (``pad=True``); the padding then counts for nothing.
+
+    Returns ``[...]``, in float32 for half-precision logits, the same on every rank. Raises IndexError for
+    a target out of range, on backends that can look at values, ValueError for shapes that do not fit.
+    """
+    logits, comm = vocab_parallel_logits, current().comm_for(tensor_model_parallel_group)
+    if logits.shape[:-1] != target.shape:
+        raise ValueError(
+            f"logits of shape {tuple(logits.shape)} need targets of {tuple(logits.shape[:-1])}, not {tuple(target.shape)}"
+        )
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"label_smoothing must be in [0, 1], not {label_smoothing}")
+    columns = logits.shape[-1] * comm.size
+    vocab = columns if vocab_size is None else vocab_size
+    if not 0 < vocab <= columns:
+        raise ValueError(
+            f"vocab_size={vocab} does not fit {logits.shape[-1]} logits on each of {comm.size} ranks"
+        )
+    if comm.eager:
+        check_ids(target, vocab, "parallel_cross_entropy", ignore_index)
+    flat = logits.reshape(-1, logits.shape[-1])
+    loss: Tensor = _CrossEntropy.apply(flat, target.reshape(-1), comm, label_smoothing, ignore_index, vocab)
+    return loss.view(target.shape)

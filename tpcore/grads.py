@@ -40,10 +40,7 @@ def _power_sum(parts: list[tuple[Tensor, int]], p: float, zero: Tensor) -> Tenso
         if grad.numel() == 0:
             continue
         norm = torch.linalg.vector_norm(grad, p, dtype=torch.promote_types(grad.dtype, torch.float32))
-        if p == float("inf"):
-            total = torch.maximum(total, norm)
-        else:
-            total = total + norm.pow(p) / copies
+        total = torch.maximum(total, norm) if p == float("inf") else total + norm.pow(p) / copies
     return total
 
 

@@ -47,15 +47,17 @@ class _Recorder(Tensor):
     program: list[_Step]
 
     @staticmethod
-    def __new__(cls, spec: ShardSpec, dtype: torch.dtype) -> _Recorder:
-        self: _Recorder = Tensor._make_wrapper_subclass(cls, spec.shape, dtype=dtype)  # type: ignore[attr-defined]
+    def __new__(cls: type[_Recorder], spec: ShardSpec, dtype: torch.dtype) -> _Recorder:
+        self: _Recorder = Tensor._make_wrapper_subclass(cls, spec.shape, dtype=dtype)
         self.program = []
         return self
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         self, rest = args[0], args[1:]
         if func in (_aten.detach.default, _aten.alias.default):
             return self

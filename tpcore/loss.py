@@ -23,7 +23,7 @@ CHUNK = 1 << 18
 
 
 def _chunks(logits: Tensor, comm: Comm) -> Iterator[slice]:
-    """Runs of tokens. One run on lazy backends, whose compilers fuse, and for which a loop is a longer graph."""
+    """Runs of tokens. A single one on lazy backends: their compilers fuse, and a loop is a longer graph."""
     tokens, width = logits.shape
     step = max(1, CHUNK // max(1, width)) if comm.eager else max(1, tokens)
     for start in range(0, tokens, step):
@@ -113,7 +113,8 @@ def parallel_cross_entropy(
     logits, comm = vocab_parallel_logits, current().comm_for(tensor_model_parallel_group)
     if logits.shape[:-1] != target.shape:
         raise ValueError(
-            f"logits of shape {tuple(logits.shape)} need targets of {tuple(logits.shape[:-1])}, not {tuple(target.shape)}"
+            f"logits of shape {tuple(logits.shape)} need targets of {tuple(logits.shape[:-1])}, "
+            f"not {tuple(target.shape)}"
         )
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing must be in [0, 1], not {label_smoothing}")

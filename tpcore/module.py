@@ -14,6 +14,9 @@ from .context import current
 from .initial import Init, initial_shard
 from .shard import ShardSpec
 
+Device = torch.device | str | bool | None
+"""Where to allocate. False is a published default of NxD's RowParallelLinear; it means None."""
+
 
 @dataclass(frozen=True)
 class Sharding:
@@ -61,11 +64,11 @@ class ParallelModule(nn.Module):
         self.shard_specs = {}
 
     def shard_parameter(
-        self, name: str, spec: ShardSpec, init: Init, dtype: torch.dtype, device: torch.device | str | None
+        self, name: str, spec: ShardSpec, init: Init, dtype: torch.dtype, device: Device
     ) -> None:
         """Register this rank's shard, with the values that ``init`` gives the unsharded tensor."""
         # empty((0,)): asks torch which device is meant, a `with torch.device(...)` block included
-        where = torch.empty((0,), device=device).device
+        where = torch.empty((0,), device=None if isinstance(device, bool) else device).device
         if where.type == "meta":
             local = torch.empty(spec.local_shape(self.tp.size), dtype=dtype, device=where)
         else:

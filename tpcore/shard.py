@@ -187,7 +187,7 @@ class ShardSpec:
         return math.prod(self.shape)
 
 
-# Arrays and not tensors are kept: a tensor made under inference_mode or while tracing is unfit for the next use.
+# Arrays are kept and not tensors: one made under inference_mode or while tracing is unfit for the next use.
 @cache
 def _source_index(spec: ShardSpec, n: int) -> NDArray[np.int64]:
     table = np.full((n, spec._width(n)), -1, dtype=np.int64)

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from .. import ops
 from ..check import check_ids
 from ..initial import Init
-from ..module import ParallelModule
+from ..module import Device, ParallelModule
 from ..shard import ShardSpec
-from .linear import Device, _sequence_dim
+from .linear import _sequence_dim
 
 
 class _ScaleGradient(torch.autograd.Function):
@@ -91,9 +91,7 @@ class ParallelEmbedding(ParallelModule):
             raise ValueError(
                 f"ParallelEmbedding: {name}={size} is not divisible by tp={self.tp.size}; pass pad=True"
             )
-        self.shard_parameter(
-            "weight", spec, self._init(init_method), dtype, None if device is False else device
-        )  # type: ignore[arg-type]
+        self.shard_parameter("weight", spec, self._init(init_method), dtype, device)
 
     def _init(self, init_method: Init | None) -> Init:
         if init_method is not None or self.padding_idx is None:

@@ -8,22 +8,19 @@ the torch weight it sums outputs forward. Shoeybi et al. 2019, arXiv:1909.08053,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from .. import ops
-from ..comm import Comm
 from ..initial import Init
-from ..module import ParallelModule
+from ..module import Device, ParallelModule
 from ..shard import ShardSpec
+from .fused import column_linear, row_linear
 
 Result = Tensor | tuple[Tensor, Tensor | None]
-Device = torch.device | str | bool | None
 
 
 def _default_weight(t: Tensor) -> Tensor:
@@ -33,119 +30,6 @@ def _default_weight(t: Tensor) -> Tensor:
 def _default_bias(fan_in: int) -> Init:
     bound = 1 / math.sqrt(fan_in) if fan_in > 0 else 0.0
     return lambda t: nn.init.uniform_(t, -bound, bound)
-
-
-def _rows(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
-
-
-def _column(x: Tensor, weight: Tensor, bias: Tensor | None, comm: Comm, seq: int | None) -> Tensor:
-    return F.linear(x if seq is None else comm.all_gather(x, seq), weight, bias)
-
-
-class _Column(torch.autograd.Function):
-    """Forward without communication; backward overlaps the input gradient's sum with the weight gradient."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        comm: Comm,
-        seq: int | None,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.args = comm, seq, dtype
-        return _column(x, weight, bias, comm, seq)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        comm, seq, dtype = ctx.args
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        grad_x = grad_weight = grad_bias = None
-        wait: Callable[[], Tensor] | None = None
-        if needs_x:
-            partial = grad @ weight
-            wide = ops.sum_dtype(partial, dtype)
-            if seq is None:
-                wait = comm.start_all_reduce(partial.to(wide), donate=True)
-            else:
-                grad_x = comm.reduce_scatter(partial.to(wide), seq).to(x.dtype)
-        if needs_weight:
-            # gathered again rather than kept: sequence parallelism is there to save that memory
-            full = x if seq is None else comm.all_gather(x, seq)
-            grad_weight = _rows(grad).t() @ _rows(full)
-        if needs_bias:
-            grad_bias = _rows(grad).sum(0)
-        if wait is not None:
-            grad_x = wait().to(x.dtype)
-        return grad_x, grad_weight, grad_bias, None, None, None
-
-
-def _row(
-    x: Tensor, weight: Tensor, bias: Tensor | None, comm: Comm, seq: int | None, dtype: torch.dtype | None
-) -> Tensor:
-    y = F.linear(x, weight)
-    wide = y.to(ops.sum_dtype(y, dtype))
-    if seq is None:
-        out = comm.all_reduce(wide, donate=True).to(y.dtype)
-    else:
-        out = comm.reduce_scatter(wide, seq).to(y.dtype)
-    return out if bias is None else out.add_(bias)
-
-
-class _Row(torch.autograd.Function):
-    """Forward sums over the ranks; backward needs no communication, or a gather along the sequence."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        comm: Comm,
-        seq: int | None,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.args = comm, seq
-        return _row(x, weight, bias, comm, seq, dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        comm, seq = ctx.args
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        if seq is not None:
-            grad = comm.all_gather(grad, seq)
-        grad_x = grad @ weight if needs_x else None
-        grad_weight = _rows(grad).t() @ _rows(x) if needs_weight else None
-        # of the gathered gradient: the bias is replicated, so every rank needs the sum over all tokens
-        grad_bias = _rows(grad).sum(0) if needs_bias else None
-        return grad_x, grad_weight, grad_bias, None, None, None
-
-
-def _call(
-    fn: Callable[..., Tensor],
-    function: type[torch.autograd.Function],
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *args: Any,
-) -> Tensor:
-    """Through autograd where a gradient can be asked for, plainly where not (that saves its overhead)."""
-    if torch.is_autocast_enabled(x.device.type):
-        to = torch.get_autocast_dtype(x.device.type)
-        x, weight, bias = x.to(to), weight.to(to), None if bias is None else bias.to(to)
-    if torch.is_grad_enabled():
-        y: Tensor = function.apply(x, weight, bias, *args)
-        return y
-    return fn(x, weight, bias, *args)
 
 
 class _ParallelLinear(ParallelModule):
@@ -184,15 +68,15 @@ class _ParallelLinear(ParallelModule):
                 f"{type(self).__name__}: {name}={size}{parts} is not divisible by tp={self.tp.size}; "
                 "pass pad=True to pad it with zeros that never show"
             )
-        init, where = init_method or _default_weight, None if device is False else device
+        init = init_method or _default_weight
         if keep_master_weight:  # before drawing for real, so that it costs no random numbers
             self.master_weight = self._unsharded(init, spec, dtype)
-        self.shard_parameter("weight", spec, init, dtype, where)  # type: ignore[arg-type]
+        self.shard_parameter("weight", spec, init, dtype, device)
         if bias:
             bias_spec = (
                 ShardSpec.strided((output_size,), 0, stride) if cut == 0 else ShardSpec((output_size,))
             )
-            self.shard_parameter("bias", bias_spec, _default_bias(input_size), dtype, where)  # type: ignore[arg-type]
+            self.shard_parameter("bias", bias_spec, _default_bias(input_size), dtype, device)
         else:
             self.register_parameter("bias", None)
 
@@ -277,7 +161,7 @@ class ColumnParallelLinear(_ParallelLinear):
 
     def forward(self, x: Tensor) -> Result:
         bias = None if self.skip_bias_add else self.bias
-        y = _call(_column, _Column, x, self.weight, bias, self.tp, self.sequence_dim, self.reduce_dtype)
+        y = column_linear(x, self.weight, bias, self.tp, self.sequence_dim, self.reduce_dtype)
         if self.gather_output:
             y = self._gather(y)
         elif self.padded:
@@ -332,8 +216,8 @@ class RowParallelLinear(_ParallelLinear):
             )
         if sequence_dim is not None and not (reduce_output and input_is_parallel):
             raise ValueError(
-                f"RowParallelLinear with sequence parallelism needs input_is_parallel=True and reduce_output=True, "
-                f"not {input_is_parallel} and {reduce_output}"
+                "RowParallelLinear with sequence parallelism needs input_is_parallel=True "
+                f"and reduce_output=True, not {input_is_parallel} and {reduce_output}"
             )
         super().__init__(
             input_size,
@@ -368,7 +252,7 @@ class RowParallelLinear(_ParallelLinear):
             x = self._mask(x)
         if self.reduce_output:
             bias = None if self.skip_bias_add else self.bias
-            y = _call(_row, _Row, x, self.weight, bias, self.tp, self.sequence_dim, self.reduce_dtype)
+            y = row_linear(x, self.weight, bias, self.tp, self.sequence_dim, self.reduce_dtype)
         else:
             y = F.linear(x, self.weight)
         if not self.skip_bias_add:

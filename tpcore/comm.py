@@ -38,6 +38,12 @@ class Comm(ABC):
     def __deepcopy__(self, memo: object) -> Comm:
         return self  # a copied model talks over the same group
 
+    def __reduce__(self) -> str:
+        raise TypeError(
+            f"{type(self).__name__} over {self.group.axes} is a live connection and cannot be pickled: "
+            "save model.state_dict() (tpcore.parallel_layers.save) instead of the model"
+        )
+
     def all_reduce(self, x: Tensor, op: Op = "sum", *, donate: bool = False) -> Tensor:
         """Sum or maximum over the group. With ``donate`` the caller gives ``x`` up and the result may use
         its memory: for a fresh temporary that saves a copy."""

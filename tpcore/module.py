@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,11 +25,18 @@ class Sharding:
     spec: ShardSpec
     comm: Comm
 
+    def __deepcopy__(self, memo: object) -> Sharding:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # torch.save(model.state_dict()) pickles attributes too: as data that weights_only loading accepts
+        return OrderedDict, (list(self.spec.to_json().items()),)
+
 
 def sharding(tensor: Tensor) -> Sharding | None:
     """The sharding of a parameter (or state_dict entry) of a parallel layer; None for any other tensor."""
-    found: Sharding | None = getattr(tensor, "tpcore_sharding", None)
-    return found
+    found = getattr(tensor, "tpcore_sharding", None)
+    return found if isinstance(found, Sharding) else None
 
 
 def _stamp(tensor: Tensor, spec: ShardSpec, comm: Comm) -> None:

@@ -141,6 +141,8 @@ def backends() -> list[BackendInfo]:
             reason = _load(ep).unavailable() or ""
         except BackendError as e:
             reason = str(e)
+        except Exception as e:  # noqa: BLE001  a plugin's hook or probe may fail in any way; list the others
+            reason = f"{type(e).__name__}: {e}"
         out.append(BackendInfo(ep.name, *_origin(ep), ep.value, not reason, reason))
     return out
 

@@ -1,0 +1,153 @@
+"""The command line: what it prints, for people and for programs, and that a broken plugin hides no other."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import tpcore
+from tpcore.commands import app
+
+GOOD = """
+import torch
+from tpcore.backend import Backend, hookimpl
+
+class Here(Backend):
+    def start(self, timeout): return 0, 1
+    def comm(self, group, rank): return None
+    def device(self): return torch.device("cpu")
+
+@hookimpl
+def tpcore_backend(): return Here
+"""
+# one way to fail per place where a listing runs a plugin's code
+BROKEN = {
+    "import_missing": ("import no_such_module_anywhere", "no_such_module_anywhere"),
+    "import_raises": ("raise OSError('driver version 3, library version 4')", "library version 4"),
+    "no_hook": ("", "not a Backend class"),
+    "misspelt_hook": (GOOD.replace("def tpcore_backend", "def tpcore_backends"), "tpcore_backends"),
+    "wrong_class": (GOOD.replace("return Here", "return dict"), "not a Backend class"),
+    "hook_raises": (GOOD.replace("return Here", "return 1 / 0"), "division by zero"),
+    "probe_raises": (
+        GOOD.replace("class Here(Backend):", "class Here(Backend):\n    unavailable = lambda *_: 1 / 0"),
+        "division by zero",
+    ),
+}
+
+
+@pytest.fixture
+def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Installs a third party's distribution ``tpcore-<name> 7.1`` for the length of a test."""
+
+    def install(name: str, code: str) -> Path:
+        (tmp_path / f"tpcore_{name}.py").write_text(code)
+        info = tmp_path / f"tpcore_{name}-7.1.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: tpcore-{name}\nVersion: 7.1\n")
+        (info / "entry_points.txt").write_text(f"[tpcore]\n{name} = tpcore_{name}\n")
+        monkeypatch.delitem(sys.modules, f"tpcore_{name}", raising=False)
+        return tmp_path
+
+    monkeypatch.syspath_prepend(tmp_path)
+    return install
+
+
+def invoke(*args: str) -> str:
+    result = CliRunner().invoke(app, args, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def listed() -> dict[str, dict[str, object]]:
+    return {row["name"]: row for row in json.loads(invoke("backends", "--json"))}
+
+
+def run(*command: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, check=False, capture_output=True, text=True, env={**os.environ, **env}, timeout=60
+    )
+
+
+def test_help_names_every_command():
+    assert "backends" in invoke("--help")
+
+
+def test_version():
+    assert invoke("--version") == f"tpcore {tpcore.__version__}\n"
+
+
+def test_backends_table_says_where_from_usable_and_why_not():
+    out = invoke("backends")
+    version = tpcore.__version__
+    rows = [line.split() for line in out.splitlines()]
+    assert ["cpu_gloo", "tpcore", version, "yes"] in rows
+    assert ["neuron", "tpcore", version, "no,", "see", "below"] in rows
+    # unwrapped, so that it can be copied
+    assert "pip install 'tpcore[neuron]' --extra-index-url https://pip.repos.neuron.amazonaws.com\n" in out
+
+
+def test_backends_json_is_the_listing_of_the_library():
+    rows = listed()
+    assert rows.keys() == {info.name for info in tpcore.backends()}
+    assert rows["cpu_gloo"] == {
+        "name": "cpu_gloo",
+        "distribution": "tpcore",
+        "version": tpcore.__version__,
+        "module": "tpcore_cpu_gloo",
+        "usable": True,
+        "reason": "",
+    }
+
+
+def test_a_third_partys_backend_is_listed_with_its_distribution(plugin):
+    plugin("elsewhere", GOOD)
+    row = listed()["elsewhere"]
+    assert (row["distribution"], row["version"], row["usable"]) == ("tpcore-elsewhere", "7.1", True)
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_broken_plugin_is_listed_with_its_error_and_hides_no_other(plugin, kind):
+    code, error = BROKEN[kind]
+    plugin(f"x_{kind}", code)
+    plugin("elsewhere", GOOD)
+    rows = listed()
+    assert not rows[f"x_{kind}"]["usable"]
+    assert error in rows[f"x_{kind}"]["reason"]
+    assert rows["cpu_gloo"]["usable"]
+    assert rows["elsewhere"]["usable"]
+    assert error in invoke("backends")
+
+
+def test_the_installed_script_and_the_module_print_the_same(plugin):
+    path = plugin("x_process", "import no_such_module_anywhere")
+    script = Path(sys.executable).with_name("tpcore")
+    a = run(str(script), "backends", PYTHONPATH=str(path))
+    b = run(sys.executable, "-m", "tpcore", "backends", PYTHONPATH=str(path))
+    assert (a.returncode, a.stderr) == (0, "")
+    assert a.stdout == b.stdout
+    assert "no_such_module_anywhere" in a.stdout
+    assert "cpu_gloo" in a.stdout
+
+
+def test_an_unknown_command_is_an_error_that_names_it():
+    done = run(sys.executable, "-m", "tpcore", "bakends")
+    assert done.returncode == 2
+    assert "bakends" in done.stderr
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_without_its_extra_the_command_says_how_to_get_it(missing):
+    # None in sys.modules is how the import system itself spells "not to be found"
+    code = f"import sys; sys.modules[{missing!r}] = None; from tpcore.cli import main; main()"
+    done = run(sys.executable, "-c", code)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr == (
+        f"the tpcore command needs {missing}, which is not installed: pip install 'tpcore[cli]'\n"
+    )

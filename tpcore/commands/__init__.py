@@ -1,0 +1,36 @@
+"""The command line's table of contents: a command is a module here and a line below.
+
+A command with sub-commands is a ``typer.Typer`` in its module, added with ``app.add_typer(...)``.
+"""
+
+from __future__ import annotations
+
+import typer
+
+from .. import __version__
+from .backends import backends
+
+app = typer.Typer(
+    help="Tensor parallelism for PyTorch: inspect what is installed here.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,  # its tracebacks print local variables, here whole tensors
+)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"tpcore {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: bool = typer.Option(
+        False, "--version", help="Show the version and exit.", callback=_version, is_eager=True
+    ),
+) -> None:
+    """Takes the options that stand before a command."""
+
+
+app.command()(backends)

@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 LOCK := requirements/lock.txt
 # Keyed on content, not on times: a fresh clone and a switched branch give files new times.
 DEPENDENCIES := $(VENV)/.lock-$(firstword $(shell cksum < $(LOCK)))
-PROJECT := $(VENV)/.project-$(firstword $(shell cksum < pyproject.toml))
+PROJECT := $(VENV)/.project-$(firstword $(shell (cat pyproject.toml; grep ^__version__ tpcore/__init__.py) | cksum))
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-fast lint types docs bench lock clean

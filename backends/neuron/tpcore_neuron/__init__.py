@@ -5,7 +5,8 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, NoReturn
 
-from tpcore.backend import Backend, BackendError, hookimpl
+from tpcore.backend import Backend, hookimpl
+from tpcore.errors import BackendError
 
 if TYPE_CHECKING:
     import torch

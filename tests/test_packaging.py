@@ -1,0 +1,128 @@
+"""What an installation contains, asked of a wheel built here; and what importing the library costs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from email import message_from_string
+from email.message import Message
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+import tpcore
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = {"tpcore", "tpcore_cpu_gloo", "tpcore_neuron"}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    out = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(ROOT)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = out.glob("*.whl")
+    return zipfile.ZipFile(path)
+
+
+@pytest.fixture(scope="module")
+def metadata(wheel: zipfile.ZipFile) -> Message:
+    return message_from_string(wheel.read(f"tpcore-{tpcore.__version__}.dist-info/METADATA").decode())
+
+
+def requirements(metadata: Message, extra: str = "") -> dict[str, Requirement]:
+    """What ``tpcore[extra]`` needs beyond ``tpcore``; without an extra, what ``tpcore`` itself needs."""
+    every = [Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
+    chosen = [r for r in every if (r.marker.evaluate({"extra": extra}) if r.marker else not extra)]
+    return {r.name: r for r in chosen}
+
+
+def test_the_wheel_holds_the_three_packages_and_nothing_else(wheel):
+    tops = {name.partition("/")[0] for name in wheel.namelist()}
+    assert tops == PACKAGES | {f"tpcore-{tpcore.__version__}.dist-info"}
+    assert {f"{package}/py.typed" for package in PACKAGES} <= set(wheel.namelist())
+
+
+def test_every_module_of_the_checkout_is_in_the_wheel(wheel):
+    homes = {
+        "tpcore": ROOT,
+        "tpcore_cpu_gloo": ROOT / "backends/cpu_gloo",
+        "tpcore_neuron": ROOT / "backends/neuron",
+    }
+    here = {
+        path.relative_to(home).as_posix()
+        for package, home in homes.items()
+        for path in (home / package).rglob("*.py")
+    }
+    assert here == {name for name in wheel.namelist() if name.endswith(".py")}
+
+
+def test_entry_points(wheel):
+    text = wheel.read(f"tpcore-{tpcore.__version__}.dist-info/entry_points.txt").decode()
+    assert text.split() == [
+        *("[console_scripts]", "tpcore", "=", "tpcore.cli:main"),
+        *("[tpcore]", "cpu_gloo", "=", "tpcore_cpu_gloo", "neuron", "=", "tpcore_neuron"),
+    ]
+
+
+def test_the_wheel_works_without_the_checkout(wheel, tmp_path):
+    wheel.extractall(tmp_path)
+    code = (
+        "import json, sys, tpcore, tpcore_cpu_gloo, tpcore_neuron;"
+        "print(json.dumps([sys.modules[name].__file__ for name in sys.argv[1:]]));"
+        "print(tpcore.backend.backend_class('cpu_gloo').unavailable())"
+    )
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    out = subprocess.check_output(
+        [sys.executable, "-c", code, *sorted(PACKAGES)], env=env, text=True, cwd=tmp_path
+    )
+    files, unavailable = out.splitlines()
+    assert json.loads(files) == [str(tmp_path / name / "__init__.py") for name in sorted(PACKAGES)]
+    assert unavailable == "None"
+
+
+def test_the_core_needs_four_libraries(metadata):
+    assert requirements(metadata).keys() == {"torch", "pluggy", "safetensors", "numpy"}
+
+
+def test_licence_and_python_versions(wheel, metadata):
+    assert metadata["License-Expression"] == "Apache-2.0"
+    licence = wheel.read(f"tpcore-{tpcore.__version__}.dist-info/licenses/LICENSE")
+    assert licence == (ROOT / "LICENSE").read_bytes()
+    assert metadata["Requires-Python"] == ">=3.10"
+
+
+@pytest.mark.parametrize("name", ["torch-neuronx", "neuronx-cc"])
+def test_the_neuron_extra_excludes_the_empty_placeholders_of_the_general_index(metadata, name):
+    bounds = requirements(metadata, "neuron")[name].specifier
+    assert not any(bounds.contains(version) for version in ("1.0", "1.0.post1"))
+
+
+def test_the_neuron_extra_takes_the_xla_release_and_not_the_later_product_of_the_same_name(metadata):
+    bounds = requirements(metadata, "neuron")["torch-neuronx"].specifier
+    assert bounds.contains("2.9.0.2.13.1")
+    assert not bounds.contains("2.13.3.0")
+
+
+def test_the_lock_satisfies_what_the_project_asks_for(metadata):
+    lines = (ROOT / "requirements/lock.txt").read_text().splitlines()
+    locked = dict(line.split("==") for line in lines if not line.startswith("#"))
+    wanted = requirements(metadata) | requirements(metadata, "dev")
+    versions = {name.lower(): Version(version) for name, version in locked.items()}
+    unmet = [str(r) for r in wanted.values() if not r.specifier.contains(versions[r.name.lower()])]
+    assert unmet == []
+
+
+def test_importing_the_library_imports_no_backend_and_no_extra():
+    code = "import sys, tpcore; print(*sys.modules)"
+    loaded = set(subprocess.check_output([sys.executable, "-c", code], text=True).split())
+    assert "tpcore.backend" in loaded
+    backends = {"tpcore_cpu_gloo", "tpcore_neuron", "torch_xla", "torch_neuronx"}
+    extras = {"typer", "rich", "transformers", "tokenizers", "h5py", "matplotlib", "tensorboard", "pytest"}
+    assert loaded & (backends | extras) == set()

@@ -7,9 +7,13 @@ BENCH ?= benchmarks
 
 VENV := .venv
 BIN := $(VENV)/bin
-LOCK := requirements/lock.txt
+# Without PYTHON=... an environment that is here already decides, whatever python3 is today.
+ASK := import sys; print("%d.%d" % sys.version_info[:2])
+HERE := $(if $(filter file,$(origin PYTHON)),$(BIN)/python -c '$(ASK)' 2> /dev/null ||)
+VERSION := $(shell $(HERE) $(PYTHON) -c '$(ASK)' 2> /dev/null)
+LOCK := $(firstword $(wildcard requirements/lock-$(VERSION).txt) requirements/lock.txt)
 # Keyed on content, not on times: a fresh clone and a switched branch give files new times.
-DEPENDENCIES := $(VENV)/.lock-$(firstword $(shell cksum < $(LOCK)))
+DEPENDENCIES := $(VENV)/.lock-$(VERSION)-$(firstword $(shell cksum < $(LOCK)))
 PROJECT := $(VENV)/.project-$(firstword $(shell (cat pyproject.toml; grep ^__version__ tpcore/__init__.py) | cksum))
 
 .DEFAULT_GOAL := help
@@ -48,7 +52,8 @@ bench: venv  ## the benchmarks; numbers and how they were made: benchmarks/READM
 
 lock: venv  ## write the versions installed in .venv to the lock
 	@sed -n '/^#/p' $(LOCK) > $(LOCK).new
-	$(BIN)/python -m pip freeze --exclude tpcore | sed 's/+cpu$$//' | LC_ALL=C sort -f >> $(LOCK).new
+	$(BIN)/python -m pip freeze --exclude tpcore | grep -v -E '^(nvidia-|cuda-|triton)' | sed 's/+.*//' \
+	    | LC_ALL=C sort -f >> $(LOCK).new # without what torch brings for one kind of device
 	mv $(LOCK).new $(LOCK)
 
 clean:  ## remove the environment and everything built
@@ -61,12 +66,12 @@ $(PROJECT): $(DEPENDENCIES)
 	@rm -f $(VENV)/.project-* && touch $@
 
 $(DEPENDENCIES):
-	@command -v $(PYTHON) > /dev/null || { echo "no $(PYTHON) here: name a Python 3.10 or newer," \
-	    "for example make test PYTHON=python3.12" >&2; exit 1; }
+	@test -n "$(VERSION)" || { echo "cannot run $(PYTHON): name a Python 3.10 or newer, for example" \
+	    "make test PYTHON=python3.12" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "tpcore needs Python 3.10 or" \
-	    "newer and $(PYTHON) is $$($(PYTHON) -V 2>&1): name another, for example make test PYTHON=python3.12" >&2; \
-	    exit 1; }
-	@# an environment that was interrupted half-way, or whose interpreter is gone, is made anew
-	@$(BIN)/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	    "newer and $(PYTHON) is $(VERSION): name another, for example make test PYTHON=python3.12" >&2; exit 1; }
+	@# made anew if it is of another version, was interrupted half-way, or its interpreter is gone
+	@test "$$($(BIN)/python -c '$(ASK)' 2> /dev/null)" = "$(VERSION)" \
+	    && $(BIN)/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) --requirement $(LOCK)
 	@rm -f $(VENV)/.lock-* && touch $@

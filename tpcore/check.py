@@ -2,27 +2,48 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from pathlib import Path
+from types import CodeType
 
 import torch
 from torch import Tensor
 
-_LIBRARY = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
+_LIBRARY = (str(Path(__file__).parent) + os.sep, str(Path(torch.__file__).parent) + os.sep, "<")
+_WARMUP = 512
+_SITE = 1000  # characters of a call site that travel: the end of the path tells most
+
+Site = tuple[CodeType, int]
+"""A place in the code, as cheap to take as possible: it is written out only if somebody asks."""
 
 
-def call_site(also: str = "") -> str:
-    """``file.py:line in function`` of the innermost frame outside tpcore, torch and the file ``also``."""
-    frame = sys._getframe(1)
-    outermost = frame
+def call_site(also: str = "") -> Site:
+    """Innermost frame outside tpcore, torch and files whose path starts with ``also``."""
+    skip = (*_LIBRARY, also) if also else _LIBRARY
+    frame = outermost = sys._getframe(1)
     while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith(_LIBRARY) and name != also and not name.startswith("<"):
-            return f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"
+        if not frame.f_code.co_filename.startswith(skip):
+            return frame.f_code, frame.f_lineno
         outermost, frame = frame, frame.f_back  # type: ignore[assignment]
-    return f"{outermost.f_code.co_filename}:{outermost.f_lineno} in {outermost.f_code.co_name}"
+    return outermost.f_code, outermost.f_lineno
+
+
+def checked_calls() -> int:
+    """How many collectives of each group to check first, as ``TPCORE_CHECK`` says.
+
+    ``1`` or ``always``: every one; ``0`` or ``off``: none; ``warmup``, the default: the first 512. A count
+    and not a time, so that all ranks of a group stop at the same call.
+    """
+    choices = {"1": sys.maxsize, "always": sys.maxsize, "0": 0, "off": 0, "warmup": _WARMUP}
+    chosen = os.environ.get("TPCORE_CHECK") or "warmup"
+    if chosen not in choices:
+        raise ValueError(f"TPCORE_CHECK={chosen!r} is none of {', '.join(choices)}")
+    return choices[chosen]
 
 
 @dataclass(frozen=True)
@@ -32,16 +53,31 @@ class Call:
     seq: int
     op: str  # with its reduction and dim: "all_reduce sum", "all_gather dim 0"
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: str
     site: str = field(compare=False)
 
     @classmethod
-    def of(cls, seq: int, op: str, x: Tensor, site: str) -> Call:
-        return cls(seq, op, tuple(x.shape), x.dtype, site)
+    def of(cls, seq: int, op: str, shape: Sequence[int], dtype: torch.dtype, site: Site) -> Call:
+        code, line = site
+        where = f"{code.co_filename}:{line} in {code.co_name}"
+        return cls(seq, op, tuple(shape), str(dtype).removeprefix("torch."), where)
+
+    def digest(self) -> bytes:
+        """32 bytes that two calls share only if they are equal."""
+        return blake2b(repr((self.seq, self.op, self.shape, self.dtype)).encode(), digest_size=32).digest()
+
+    def pack(self) -> bytes:
+        """For the wire; at most 4096 bytes, as no tensor has more than 64 dims."""
+        site = self.site.encode()[-_SITE:].decode(errors="replace")
+        return json.dumps([self.seq, self.op, self.shape, self.dtype, site], ensure_ascii=False).encode()
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Call:
+        seq, op, shape, dtype, site = json.loads(data)
+        return cls(seq, op, tuple(shape), dtype, site)
 
     def __str__(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
-        return f"#{self.seq} {self.op} of {dtype} {list(self.shape)} at {self.site}"
+        return f"#{self.seq} {self.op} of {self.dtype} {list(self.shape)} at {self.site}"
 
 
 def disagreement(calls: Sequence[Call], ranks: Sequence[int]) -> str | None:

@@ -42,7 +42,7 @@ class World:
         """Every member's tensor, in group order, once all have come with the same call."""
         seq = self._seq[members, rank]
         self._seq[members, rank] += 1
-        call = Call.of(seq, op, x, call_site(__file__))
+        call = Call.of(seq, op, x.shape, x.dtype, call_site())
         box = self._boxes.setdefault((members, seq), {})
         box[rank] = (call, x.detach())
         if len(box) == len(members):

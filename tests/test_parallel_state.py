@@ -1,0 +1,294 @@
+"""The getters of parallel_state: layouts in threads, torch groups and initialization in processes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextvars import Context
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import tpcore
+from tpcore import parallel_state as ps
+from tpcore.backend import Backend
+from tpcore.comm import Comm
+from tpcore.context import ParallelContext
+from tpcore.mesh import Group, Mesh
+from tpcore.testing import run_ranks
+from tpcore.testing.pool import RankPool
+
+GETTERS = [n for n in ps.__all__ if n.startswith(("get_", "is_global"))]
+
+
+def _mesh(world: int, tp: int) -> Mesh:
+    return Mesh({"pp": 1, "dp": world // tp, "tp": tp})
+
+
+def _rule(world: int, tp: int) -> dict[str, list[list[int]]]:
+    """Row-major [dp, tp], written out once more: tp ranks side by side, dp ranks tp apart."""
+    return {
+        "tp": [list(range(start, start + tp)) for start in range(0, world, tp)],
+        "dp": [list(range(start, world, tp)) for start in range(tp)],
+        "single": [[rank] for rank in range(world)],
+        "world": [list(range(world))],
+    }
+
+
+@pytest.mark.parametrize(
+    ("world", "tp", "tp_groups", "dp_groups"),
+    [
+        (1, 1, [[0]], [[0]]),
+        (2, 2, [[0, 1]], [[0], [1]]),
+        (4, 2, [[0, 1], [2, 3]], [[0, 2], [1, 3]]),
+        (6, 3, [[0, 1, 2], [3, 4, 5]], [[0, 3], [1, 4], [2, 5]]),
+        (8, 2, [[0, 1], [2, 3], [4, 5], [6, 7]], [[0, 2, 4, 6], [1, 3, 5, 7]]),
+        # tp=4: the degree for which a rule with an exception would give another source rank
+        (8, 4, [[0, 1, 2, 3], [4, 5, 6, 7]], [[0, 4], [1, 5], [2, 6], [3, 7]]),
+    ],
+)
+def test_golden_tables(world: int, tp: int, tp_groups: list[list[int]], dp_groups: list[list[int]]) -> None:
+    rule = _rule(world, tp)
+    assert (rule["tp"], rule["dp"]) == (tp_groups, dp_groups)
+
+
+@pytest.mark.parametrize(
+    ("world", "tp"), [(1, 1), (2, 2), (4, 1), (4, 2), (6, 3), (8, 2), (8, 4), (32, 8), (64, 32)]
+)
+def test_every_rank_knows_its_place(world: int, tp: int) -> None:
+    rule = _rule(world, tp)
+
+    def ask(ctx: ParallelContext) -> None:
+        mine = next(ranks for ranks in rule["tp"] if ctx.rank in ranks)
+        assert ps.get_tensor_model_parallel_size() == tp
+        assert ps.get_tensor_model_parallel_rank() == mine.index(ctx.rank)
+        assert ps.get_tensor_model_parallel_src_rank() == mine[0]
+        peers = next(ranks for ranks in rule["dp"] if ctx.rank in ranks)
+        assert ps.get_data_parallel_size() == world // tp
+        assert ps.get_data_parallel_rank() == peers.index(ctx.rank)
+        assert ps.get_data_parallel_src_rank() == peers[0]
+        assert ps.is_global_rank_zero() == (ctx.rank == 0)
+        assert ps.get_world_group(as_list=True) == rule["world"]
+        for axis, expected in (
+            ("tensor_model", rule["tp"]),
+            ("data", rule["dp"]),
+            ("pipeline_model", rule["single"]),
+            ("context_model", rule["single"]),
+        ):
+            assert getattr(ps, f"get_{axis}_parallel_group")(as_list=True) == expected
+            assert getattr(ps, f"get_{axis}_parallel_group")(True) == expected
+            assert getattr(ps, f"get_{axis}_parallel_replica_groups")() == expected
+        for axis in ("pipeline", "context"):
+            assert getattr(ps, f"get_{axis}_model_parallel_size")() == 1
+            assert getattr(ps, f"get_{axis}_model_parallel_rank")() == 0
+        where = f"pp0_tp{mine.index(ctx.rank)}_dp{peers.index(ctx.rank)}_cp0"
+        assert ps.rmsg("ready") == f"[rank_{ctx.rank}_{where}] ready"
+
+    run_ranks(_mesh(world, tp), ask)
+
+
+def test_aliases_are_the_getters() -> None:
+    assert ps.get_data_parallel_world_size is ps.get_data_parallel_size
+    assert ps.get_tensor_parallel_size is ps.get_tensor_model_parallel_size
+    assert ps.get_tensor_model_parallel_world_size is ps.get_tensor_model_parallel_size
+
+
+@pytest.mark.parametrize("name", GETTERS)
+def test_getter_before_init_says_what_to_do(name: str) -> None:
+    with pytest.raises(RuntimeError, match=r"call tpcore\.init"):
+        getattr(ps, name)()
+
+
+def test_before_init() -> None:
+    assert not ps.model_parallel_is_initialized()
+    ps.destroy_model_parallel()  # scripts call it in their clean-up, whatever went before
+    assert ps.rmsg("hello") == "[rank_0_pp-1_tp-1_dp-1_cp-1] hello"
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """One process that no launcher started, on gloo; left uninitialized."""
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TPCORE_BACKEND", "cpu_gloo")
+    yield
+    if tpcore.is_initialized():
+        tpcore.shutdown()
+
+
+def test_signature_is_the_published_one() -> None:
+    parameters = inspect.signature(ps.initialize_model_parallel).parameters
+    assert {name: p.default for name, p in parameters.items()} == {
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "context_parallel_size": 1,
+        "expert_model_parallel_size": 1,
+        "skip_collective_init": False,
+        "lnc_size": 1,
+    }
+    assert list(parameters)[:4] == [
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "context_parallel_size",
+        "expert_model_parallel_size",
+    ]
+
+
+def test_world_of_one(alone: None) -> None:
+    ps.initialize_model_parallel(1, 1, 1, 1, False, 1)
+    assert ps.model_parallel_is_initialized()
+    assert (ps.get_data_parallel_size(), ps.get_tensor_model_parallel_size()) == (1, 1)
+    assert dist.get_world_size(ps.get_data_parallel_group()) == 1
+    with pytest.raises(RuntimeError, match="already initialized"):
+        ps.initialize_model_parallel()
+    ps.destroy_model_parallel()
+    assert not ps.model_parallel_is_initialized()
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size", "lnc_size"],
+)
+def test_other_sizes_are_refused(alone: None, name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}=2 is not supported"):
+        ps.initialize_model_parallel(**{name: 2})
+    assert not ps.model_parallel_is_initialized()
+    assert not dist.is_initialized()
+
+
+def test_tp_beyond_the_world_is_not_lowered(alone: None) -> None:
+    with pytest.raises(ValueError, match="torchrun --nproc_per_node=2"):
+        ps.initialize_model_parallel(2)
+    assert not ps.model_parallel_is_initialized()
+
+
+class _DeafComm(Comm):
+    """Of a group whose other member is never heard."""
+
+    @property
+    def process_group(self) -> Any:
+        return self
+
+    def _all_reduce(self, x: Tensor, op: str, donate: bool) -> Tensor:
+        return x
+
+    def _all_gather(self, x: Tensor, dim: int) -> Tensor:
+        return torch.cat([x, x], dim)
+
+    def _reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
+        return self.split(x, dim)
+
+
+class _DeafBackend(Backend):
+    def start(self, timeout: float) -> tuple[int, int]:
+        return 0, 2
+
+    def comm(self, group: Group, rank: int) -> Comm:
+        return _DeafComm(group, torch.tensor([0]))
+
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+def test_first_collective_and_its_switch(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tpcore.context.load_backend", lambda name: _DeafBackend())
+    with pytest.raises(tpcore.BackendError, match="over 2 ranks counted 1: _DeafBackend"):
+        ps.initialize_model_parallel(2)
+    assert not ps.model_parallel_is_initialized()
+    ps.initialize_model_parallel(2, skip_collective_init=True)
+    assert ps.model_parallel_is_initialized()
+
+
+# -- processes ----------------------------------------------------------------------------------------
+def _groups(ctx: ParallelContext) -> None:
+    for get in (
+        ps.get_world_group,
+        ps.get_tensor_model_parallel_group,
+        ps.get_data_parallel_group,
+        ps.get_pipeline_model_parallel_group,
+        ps.get_context_model_parallel_group,
+    ):
+        mine = next(ranks for ranks in get(as_list=True) if ctx.rank in ranks)
+        group = get()
+        assert isinstance(group, dist.ProcessGroup)
+        assert dist.get_process_group_ranks(group) == mine
+        assert dist.get_rank(group) == mine.index(ctx.rank)
+        x = torch.tensor([1 << ctx.rank])
+        dist.all_reduce(x, group=group)
+        assert x.item() == sum(1 << r for r in mine)
+    y = torch.tensor([ctx.rank])
+    dist.broadcast(y, ps.get_tensor_model_parallel_src_rank(), ps.get_tensor_model_parallel_group())
+    assert y.item() == ctx.rank // 2 * 2
+
+
+def test_groups_serve_torch_distributed(pool: RankPool) -> None:
+    pool.run(_mesh(4, 2), _groups)
+
+
+def _mlp(column: type[nn.Module], row: type[nn.Module], **options: bool) -> nn.Module:
+    torch.manual_seed(3)
+    up = column(4, 6, **({"gather_output": False} if options else {}), dtype=torch.float64)
+    return nn.Sequential(up, nn.Tanh(), row(6, 2, **options, dtype=torch.float64))
+
+
+def _ddp(ctx: ParallelContext) -> list[Tensor]:
+    mlp = _mlp(tpcore.ColumnParallelLinear, tpcore.RowParallelLinear, input_is_parallel=True)
+    wrapped = nn.parallel.DistributedDataParallel(mlp, process_group=ps.get_data_parallel_group())
+    mine = torch.arange(16, dtype=torch.float64).view(4, 4).chunk(2)[ps.get_data_parallel_rank()]
+    wrapped(mine).pow(2).mean().backward()
+    return [p.grad for p in mlp.parameters()]
+
+
+def test_ddp_over_the_data_parallel_group(pool: RankPool) -> None:
+    results = pool.run(_mesh(4, 2), _ddp)
+    dense = _mlp(nn.Linear, nn.Linear)
+    dense(torch.arange(16, dtype=torch.float64).view(4, 4)).pow(2).mean().backward()
+    for rank, grads in enumerate(results):
+        up, up_bias, down, down_bias = (p.grad for p in dense.parameters())
+        half = slice(rank % 2 * 3, rank % 2 * 3 + 3)
+        expected = [up[half], up_bias[half], down[:, half], down_bias]
+        # the mean over all rows against the mean of two halves' means, in float64
+        torch.testing.assert_close(grads, expected, rtol=1e-12, atol=1e-14)
+
+
+def _adopt(ctx: ParallelContext) -> dict[str, Any]:
+    """As in a script that joined its job itself: torch's default group is there, no context is."""
+
+    def script() -> dict[str, Any]:
+        said: dict[str, Any] = {}
+        for tp in (3, 8):
+            with pytest.raises(ValueError, match=f"tp={tp}") as e:
+                ps.initialize_model_parallel(tensor_model_parallel_size=tp)
+            said[f"tp={tp}"] = str(e.value)
+            assert not ps.model_parallel_is_initialized()
+        ps.initialize_model_parallel(tensor_model_parallel_size=2)
+        said["tp"] = ps.get_tensor_model_parallel_group(as_list=True)
+        said["rank"] = ps.get_tensor_model_parallel_rank(), ps.get_data_parallel_rank()
+        x = torch.tensor([1 << dist.get_rank()])
+        dist.all_reduce(x, group=ps.get_data_parallel_group())
+        said["dp members"] = x.item()
+        ps.destroy_model_parallel()
+        assert not ps.model_parallel_is_initialized()
+        assert dist.is_initialized()  # the script's own, and the script's to end
+        ps.initialize_model_parallel(4)
+        said["again"] = ps.get_tensor_model_parallel_size()
+        ps.destroy_model_parallel()
+        return said
+
+    return Context().run(script)
+
+
+def test_initialize_in_a_job_the_script_joined_itself(
+    pool: RankPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rank, said in enumerate(pool.run(_mesh(4, 2), _adopt)):
+        assert "does not divide the world of 4" in said["tp=3"]
+        assert "larger than the world of 4" in said["tp=8"]
+        assert said["tp"] == [[0, 1], [2, 3]]
+        assert said["rank"] == (rank % 2, rank // 2)
+        assert said["dp members"] == [0b0101, 0b1010][rank % 2]
+        assert said["again"] == 4

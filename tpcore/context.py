@@ -105,7 +105,7 @@ def _choose(name: str | None) -> str:
 
 
 def _mesh(tp: int, world: int) -> Mesh:
-    if tp > world and "WORLD_SIZE" not in os.environ:
+    if tp > world == 1 and "WORLD_SIZE" not in os.environ:
         script = " ".join(sys.argv) if sys.argv and sys.argv[0].endswith(".py") else "your_script.py"
         raise ValueError(
             f"tp={tp} needs {tp} processes and this is one process alone. Start them with\n"

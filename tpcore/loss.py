@@ -70,7 +70,7 @@ class _CrossEntropy(torch.autograd.Function):
         comm, smoothing, vocab = ctx.args
         padding = _padding(logits, comm, vocab)
         scale = (grad * kept).to(log_sum.dtype).unsqueeze(-1)
-        hit = ((smoothing - 1) * mine).to(log_sum.dtype).unsqueeze(-1)
+        hit = (mine.to(log_sum.dtype) * (smoothing - 1)).unsqueeze(-1)
         out = torch.empty_like(logits, memory_format=torch.contiguous_format)
         for at in _chunks(logits, comm):
             chunk = torch.sub(logits[at], log_sum[at].unsqueeze(-1)).exp_()

@@ -86,7 +86,8 @@ class ParallelEmbedding(ParallelModule):
                 "collect_output=False needs shard_across_embedding=True and no sequence parallelism"
             )
         spec = ShardSpec((num_embeddings, embedding_dim), 1 if shard_across_embedding else 0)
-        if spec.padded(self.tp.size) and not pad:
+        self.padded = spec.padded(self.tp.size)
+        if self.padded and not pad:
             name, size = ("embedding_dim", embedding_dim) if spec.dim else ("num_embeddings", num_embeddings)
             raise ValueError(
                 f"ParallelEmbedding: {name}={size} is not divisible by tp={self.tp.size}; pass pad=True"
@@ -123,7 +124,7 @@ class ParallelEmbedding(ParallelModule):
     def _columns(self, ids: Tensor) -> Tensor:
         y = self._gradient(F.embedding(ids, self.weight, sparse=self.sparse), ids)
         if not self.collect_output:
-            return y
+            return self._mask(y) if self.padded else y
         y = ops.gather(y, self.tp, -1)
         y = y.narrow(-1, 0, self.embedding_dim)
         return y if self.sequence_dim is None else ops.scatter(y, self.tp, self.sequence_dim)

@@ -89,12 +89,6 @@ class _ParallelLinear(ParallelModule):
         torch.set_rng_state(state)
         return full
 
-    def _mask(self, x: Tensor) -> Tensor:
-        """``x`` with this rank's padded features zeroed, and so their gradients. The rank stays data."""
-        spec = self.shard_specs["weight"]
-        held = (spec.source_index(self.tp.size) >= 0).to(x.device)
-        return x * held.index_select(0, self.tp.rank).squeeze(0).to(x.dtype)
-
     def extra_repr(self) -> str:
         return (
             f"in_features={self.input_size}, out_features={self.output_size}, bias={self.bias is not None}, "
@@ -168,7 +162,12 @@ class ColumnParallelLinear(_ParallelLinear):
             y = self._mask(y)
         if not self.skip_bias_add:
             return y
-        return y, self._gather(self.bias) if self.gather_output and self.bias is not None else self.bias
+        bias = self.bias
+        if bias is not None and self.gather_output:
+            bias = self._gather(bias)
+        elif bias is not None and self.padded:
+            bias = self._mask(bias)
+        return y, bias
 
     def _gather(self, y: Tensor) -> Tensor:
         """All output features, in their unsharded order, without padding."""

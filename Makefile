@@ -45,7 +45,7 @@ types: venv
 	$(BIN)/mypy
 
 docs: venv  ## build the documentation into site/; a broken link or reference is an error
-	$(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 bench: venv  ## the benchmarks; numbers and how they were made: benchmarks/README.md
 	$(BIN)/python -m $(BENCH)

@@ -1,0 +1,55 @@
+"""What this rank should hold of a full tensor, and tensors laid out to be difficult."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from tpcore.context import ParallelContext
+from tpcore.shard import ShardSpec
+
+from .cases import Case
+from .compare import Findings
+
+GARBAGE = 7.0  # what stands in padded places that must not count
+
+
+def chunk(x: Tensor, dim: int | None, ctx: ParallelContext) -> Tensor:
+    """This rank's tokens."""
+    return x if dim is None else x.chunk(ctx.comm("tp").size, dim)[ctx.coord("tp")]
+
+
+def scrambled(x: Tensor, wanted: bool) -> Tensor:
+    """The same values in a memory order that no ``view`` can flatten."""
+    return x.transpose(0, -1).contiguous().transpose(0, -1) if wanted else x
+
+
+def leaf(x: Tensor, case: Case, ctx: ParallelContext) -> Tensor:
+    return scrambled(x.detach().to(ctx.device), case.scrambled).requires_grad_()
+
+
+def features(spec_size: int, stride: int) -> ShardSpec:
+    return ShardSpec.strided((spec_size,), 0, stride)
+
+
+def cut_features(x: Tensor, spec: ShardSpec, ctx: ParallelContext, padding: float = 0.0) -> Tensor:
+    """This rank's part of the last dim as ``spec`` (of that dim alone) cuts it."""
+    n, r = ctx.comm("tp").size, ctx.coord("tp")
+    whole = ShardSpec(tuple(x.shape), x.ndim - 1, spec.blocks)
+    return whole.shard(x, r, n).masked_fill(spec.source_index(n)[r] < 0, padding)
+
+
+def shard_of(module: Any, name: str, full: Tensor, ctx: ParallelContext) -> Tensor:
+    return module.shard_specs[name].shard(full, ctx.coord("tp"), ctx.comm("tp").size)
+
+
+def compare_initial(layer: Any, plain: nn.Module, ctx: ParallelContext, found: Findings) -> None:
+    for name, p in plain.named_parameters():
+        found.same(f"initial {name}", getattr(layer, name).detach(), shard_of(layer, name, p.detach(), ctx))
+    keys, plain_keys = list(layer.state_dict()), list(plain.state_dict())
+    found.expect(keys == plain_keys, f"state_dict has {keys}, the plain module {plain_keys}")
+
+
+def sequence(case: Case) -> dict[str, Any]:
+    return {} if case.seq is None else {"sequence_parallel_enabled": True, "sequence_dimension": case.seq}

@@ -1,0 +1,75 @@
+"""Embedding against nn.Embedding."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+import tpcore
+from tpcore.context import ParallelContext
+
+from .cases import LEADS, Case
+from .compare import Findings, unit
+from .cutting import GARBAGE, chunk, compare_initial, cut_features, features, scrambled, sequence, shard_of
+
+
+def embedding(ctx: ParallelContext, case: Case, found: Findings) -> None:
+    tp = ctx.comm("tp")
+    vocab, dim = (case.size, 8) if case.cut == "vocab" else (10, case.size)
+    options: dict[str, Any] = {"padding_idx": case.padding_idx}
+    if case.mode == "max_norm":
+        options |= {"max_norm": 1.5}
+    elif case.mode != "plain":
+        options |= {case.mode: True}
+    torch.manual_seed(7)
+    plain = nn.Embedding(vocab, dim, dtype=case.torch_dtype, **options)
+    exact = copy.deepcopy(plain).double()
+    ids = torch.randint(vocab, LEADS[case.ndim])
+    ids.view(-1)[0] = 0
+    grad = torch.randn(*ids.shape, dim).to(case.torch_dtype)
+
+    torch.manual_seed(7)
+    layer = tpcore.ParallelEmbedding(
+        vocab,
+        dim,
+        device=ctx.device,
+        dtype=case.torch_dtype,
+        shard_across_embedding=case.cut != "vocab",
+        collect_output=case.cut != "dim uncollected",
+        pad=True,
+        **options,
+        **sequence(case),
+    )
+    compare_initial(layer, plain, ctx, found)
+
+    y, want = layer(scrambled(ids, case.scrambled).to(ctx.device)), exact(ids)
+    want.backward(grad.double())
+    # looking up rounds nothing; max_norm sums dim powers, in the dtype itself, and scales
+    bound = want.detach().abs() * (2 * dim + 8) * unit(case.torch_dtype) * (case.mode == "max_norm")
+    columns = features(dim, 1)
+    if case.cut == "dim uncollected":
+        want, bound = cut_features(want.detach(), columns, ctx), cut_features(bound, columns, ctx)
+        mine = cut_features(grad, columns, ctx, GARBAGE)
+    else:
+        want, bound, mine = (chunk(t.detach(), case.seq, ctx) for t in (want, bound, grad))
+        if case.seq is None:
+            found.replicated("output", y, tp)
+    found.close("output", y, want.detach(), bound)
+    y.backward(scrambled(mine.to(ctx.device), case.scrambled))
+
+    # the gradient of a row adds its tokens one by one in the dtype itself, here as in torch
+    magnitude = torch.zeros(vocab, dim, dtype=torch.float64).index_add(
+        0, ids.flatten(), grad.abs().double().flatten(0, -2)
+    )
+    bound = magnitude * (ids.numel() + 2) * unit(case.torch_dtype)
+    got, dense = (p.grad.to_dense() if p.grad.is_sparse else p.grad for p in (layer.weight, exact.weight))
+    found.expect(layer.weight.grad.is_sparse == (case.mode == "sparse"), "the gradient is sparse, or is not")
+    local, allowed = shard_of(layer, "weight", dense, ctx), shard_of(layer, "weight", bound, ctx)
+    found.close("weight grad", got, local, allowed)
+    if case.mode == "max_norm":
+        now = exact.weight.detach()
+        allowed = shard_of(layer, "weight", now.abs() * (2 * dim + 8) * unit(case.torch_dtype), ctx)
+        found.close("weight after", layer.weight, shard_of(layer, "weight", now, ctx), allowed)

@@ -1,0 +1,54 @@
+"""Cross entropy over cut logits against F.cross_entropy of the whole."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+import tpcore
+from tpcore.context import ParallelContext
+
+from .cases import LEADS, Case
+from .compare import Findings, accumulator, unit
+from .cutting import GARBAGE, cut_features, features, leaf, scrambled
+
+
+def cross_entropy(ctx: ParallelContext, case: Case, found: Findings) -> None:
+    tp, vocab, wide = ctx.comm("tp"), case.size, accumulator(case.torch_dtype)
+    lead = LEADS[case.ndim]
+    torch.manual_seed(7)
+    logits = (torch.randn(*lead, vocab) * case.magnitude).to(case.torch_dtype)
+    target = torch.randint(vocab, lead)
+    if case.ignored != "none":
+        target.view(-1)[: 3 if case.ignored == "some" else None] = case.ignore_index
+    grad = torch.randn(lead).to(wide)
+
+    exact = logits.double().requires_grad_()
+    want = F.cross_entropy(
+        exact.reshape(-1, vocab),
+        target.flatten(),
+        reduction="none",
+        ignore_index=case.ignore_index,
+        label_smoothing=case.label_smoothing,
+    ).view(lead)
+    want.backward(grad.double())
+    assert exact.grad is not None
+
+    spec = features(vocab, 1)
+    mine = leaf(cut_features(logits, spec, ctx, padding=GARBAGE * case.magnitude), case, ctx)
+    before = mine.detach().clone()
+    loss = tpcore.parallel_cross_entropy(
+        mine, target.to(ctx.device), case.label_smoothing, case.ignore_index, vocab_size=vocab
+    )
+    # log-sum-exp, the target's logit and the mean over the vocabulary are good to some u of the largest
+    top = 1 + logits.double().abs().max()
+    kept = (target != case.ignore_index).double()
+    found.close("loss", loss, want.detach(), kept * top * (vocab + 16) * unit(wide), dtype=wide)
+    found.replicated("loss", loss, tp)
+    loss.backward(scrambled(grad.to(ctx.device), case.scrambled))
+
+    # exp(x - lse) is off by as much as x - lse is; the result is rounded once to the dtype of the logits
+    slope = (grad.double().abs() * kept).unsqueeze(-1).expand(*lead, vocab)
+    bound = slope * (2 * unit(case.torch_dtype) + 16 * unit(wide) * top)
+    found.close("input grad", mine.grad, cut_features(exact.grad, spec, ctx), cut_features(bound, spec, ctx))
+    found.same("logits afterwards", mine.detach(), before.cpu())

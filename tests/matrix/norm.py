@@ -1,0 +1,75 @@
+"""Norms against nn.LayerNorm and nn.RMSNorm."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+
+import tpcore
+from tpcore.context import ParallelContext
+
+from .cases import LEADS, Case
+from .compare import Findings
+from .cutting import chunk, leaf, scrambled
+
+
+def _norm(ctx: ParallelContext, case: Case, found: Findings, layer: nn.Module, plain: nn.Module) -> None:
+    tp = ctx.comm("tp")
+    lead = LEADS[case.ndim]
+    with torch.no_grad():
+        for p in plain.parameters():
+            p.normal_()
+    layer.load_state_dict(plain.state_dict())
+    exact = copy.deepcopy(plain).double()
+    x = torch.randn(*lead, *case.shape).to(case.torch_dtype)
+    grad = torch.randn_like(x)
+    ours, theirs = (leaf(chunk(x, case.seq, ctx), case, ctx) for _ in range(2))
+    mine = scrambled(chunk(grad, case.seq, ctx).to(ctx.device), case.scrambled)
+    y, expected = layer(ours), copy.deepcopy(plain)(theirs)
+    y.backward(mine)
+    expected.backward(mine)
+    # tokens are independent of one another: for those at hand nothing may differ at all
+    found.same("output", y, expected.detach())
+    found.same("input grad", ours.grad, theirs.grad)
+    plain(x.clone().requires_grad_()).backward(grad)
+    exact(x.double().requires_grad_()).backward(grad.double())
+    tokens = torch.Size(lead).numel()
+    magnitude = (
+        grad.double().abs().flatten(0, len(lead) - 1).sum(0) * 3
+    )  # |normalized| < 3 for 8 or 12 features
+    for name, p in layer.named_parameters():
+        reference, own = exact.get_parameter(name).grad, plain.get_parameter(name).grad
+        assert reference is not None
+        assert own is not None
+        # one rounding a rank and one of the sum, beside what torch's own kernel does wrong in this dtype
+        allowed = found.bound(magnitude, tokens + 16, 2) + 2 * (own.double() - reference).abs().max()
+        found.close(f"{name} grad", p.grad, reference, allowed)
+        found.replicated(f"{name} grad", p.grad, tp)
+    found.expect(list(layer.state_dict()) == list(plain.state_dict()), "state_dict keys differ")
+
+
+def layer_norm(ctx: ParallelContext, case: Case, found: Findings) -> None:
+    torch.manual_seed(7)
+    options = {"elementwise_affine": case.affine != "none", "bias": case.affine == "weight and bias"}
+    ours = tpcore.LayerNorm(
+        case.shape,
+        device=ctx.device,
+        dtype=case.torch_dtype,
+        sequence_parallel_enabled=case.seq is not None,
+        **options,
+    )
+    _norm(ctx, case, found, ours, nn.LayerNorm(case.shape, dtype=case.torch_dtype, **options))
+
+
+def rms_norm(ctx: ParallelContext, case: Case, found: Findings) -> None:
+    torch.manual_seed(7)
+    ours = tpcore.RMSNorm(
+        case.shape,
+        case.eps,
+        device=ctx.device,
+        dtype=case.torch_dtype,
+        sequence_parallel_enabled=case.seq is not None,
+    )
+    _norm(ctx, case, found, ours, nn.RMSNorm(case.shape, case.eps, dtype=case.torch_dtype))

@@ -44,7 +44,8 @@ class World:
         self._seq[members, rank] += 1
         call = Call.of(seq, op, x.shape, x.dtype, call_site())
         box = self._boxes.setdefault((members, seq), {})
-        box[rank] = (call, x.detach())
+        # a copy: this rank may go on and change x before the others have woken to read it
+        box[rank] = (call, x.detach().clone(memory_format=torch.contiguous_format))
         if len(box) == len(members):
             self._boxes.pop((members, seq))
             for member in members:  # they may not have woken yet, but they wait for nobody any more
@@ -88,6 +89,14 @@ class World:
         self.baton.notify_all()
 
 
+def _sum(parts: list[Tensor]) -> Tensor:
+    """One after the other, in their own dtype: a wire does not sum bfloat16 more precisely than that."""
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
 class ThreadComm(Comm):
     def __init__(self, group: Group, rank: int, world: World) -> None:
         self.members = group.members(rank)
@@ -102,15 +111,14 @@ class ThreadComm(Comm):
         return self._world.exchange(self.members, self._me, op, x)
 
     def _all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
-        stacked = torch.stack(self._peers(f"all_reduce {op}", x))
-        return stacked.sum(0, dtype=x.dtype) if op == "sum" else stacked.amax(0)
+        peers = self._peers(f"all_reduce {op}", x)
+        return _sum(peers) if op == "sum" else torch.stack(peers).amax(0)
 
     def _all_gather(self, x: Tensor, dim: int) -> Tensor:
         return torch.cat(self._peers(f"all_gather dim {dim}", x), dim)
 
     def _reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
-        stacked = torch.stack(self._peers(f"reduce_scatter dim {dim}", x))
-        return self.split(stacked.sum(0, dtype=x.dtype), dim)
+        return self.split(_sum(self._peers(f"reduce_scatter dim {dim}", x)), dim)
 
     def _broadcast(self, x: Tensor, src: int) -> Tensor:
         return self._peers(f"broadcast from {src}", x)[src].clone(memory_format=torch.contiguous_format)
@@ -161,7 +169,7 @@ def run_ranks(mesh: Mesh, fn: Callable[[ParallelContext], T]) -> list[T]:
     for thread in threads:
         thread.join()
     torch.set_rng_state(state)
-    errors = [e for _, e in sorted(world.ended.items()) if e is not None]
+    errors = [e for e in world.ended.values() if e is not None]  # in the order in which the ranks ended
     for e in sorted(errors, key=lambda e: isinstance(e, PeerLostError)):
         raise e
     return [results[r] for r in range(mesh.size)]

@@ -1,0 +1,190 @@
+"""Ranks as threads: deterministic, apart from one another, and clear about what went wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import tpcore
+from tpcore.comm import Comm
+from tpcore.context import ParallelContext
+from tpcore.errors import BackendError, CollectiveMismatchError, PeerLostError
+from tpcore.mesh import Mesh
+from tpcore.testing import run_ranks
+
+TWO = Mesh({"tp": 2})
+
+
+def test_results_come_in_rank_order() -> None:
+    mesh = Mesh({"dp": 2, "tp": 3})
+    assert run_ranks(mesh, lambda ctx: (ctx.rank, ctx.coord("dp"), ctx.coord("tp"))) == [
+        (0, 0, 0), (1, 0, 1), (2, 0, 2), (3, 1, 0), (4, 1, 1), (5, 1, 2),
+    ]  # fmt: skip
+
+
+def test_each_rank_sees_its_own_context() -> None:
+    def rank(ctx: ParallelContext) -> bool:
+        ctx.world.all_reduce(torch.ones(1))  # another rank has run in between
+        return tpcore.current() is ctx
+
+    assert run_ranks(Mesh({"tp": 4}), rank) == [True] * 4
+    assert not tpcore.is_initialized()
+
+
+def test_a_rank_may_change_its_tensor_after_the_call() -> None:
+    def rank(ctx: ParallelContext) -> list[float]:
+        x = torch.tensor([ctx.rank + 1.0])
+        y = ctx.comm("tp").all_gather(x, 0)
+        x.zero_()
+        return y.tolist()
+
+    assert run_ranks(Mesh({"tp": 3}), rank) == [[1.0, 2.0, 3.0]] * 3
+
+
+# -- random numbers ----------------------------------------------------------------------------------------
+
+
+def test_ranks_start_from_the_callers_random_state_and_leave_it() -> None:
+    torch.manual_seed(3)
+    want = torch.rand(2)
+    torch.manual_seed(3)
+    drawn = run_ranks(Mesh({"tp": 3}), lambda ctx: torch.rand(2))
+    assert all(torch.equal(one, want) for one in drawn)
+    assert torch.equal(torch.rand(2), want)
+
+
+def test_a_rank_does_not_hear_anothers_draws_or_seed() -> None:
+    def rank(ctx: ParallelContext) -> torch.Tensor:
+        torch.manual_seed(ctx.rank)
+        torch.rand(ctx.rank * 5)
+        ctx.world.all_reduce(torch.ones(1))  # gives the baton away in the middle of the stream
+        return torch.rand(3)
+
+    def alone(rank: int) -> torch.Tensor:
+        torch.manual_seed(rank)
+        torch.rand(rank * 5)
+        return torch.rand(3)
+
+    state = torch.get_rng_state()
+    got = run_ranks(Mesh({"tp": 4}), rank)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(one, alone(r)) for r, one in enumerate(got))
+
+
+# -- what goes wrong ---------------------------------------------------------------------------------------
+
+
+def test_deadlock_is_seen_at_once_and_lists_every_rank() -> None:
+    def rank(ctx: ParallelContext) -> None:
+        # rank 0 waits for 1, 1 for 3, 3 for 2 and 2 for 0
+        ctx.comm("tp" if ctx.rank in (0, 3) else "dp").all_reduce(torch.ones(2, 3))
+
+    with pytest.raises(BackendError) as error:
+        run_ranks(Mesh({"dp": 2, "tp": 2}), rank)
+    lines = str(error.value).splitlines()
+    assert lines[0] == "deadlock: every rank waits for another"
+    assert [line.split(":")[0].strip() for line in lines[1:]] == ["rank 0", "rank 1", "rank 2", "rank 3"]
+    assert all("all_reduce sum of float32 [2, 3]" in line and "test_threads.py" in line for line in lines[1:])
+
+
+def first(comm: Comm) -> object:
+    return comm.all_reduce(torch.zeros(2, 3))
+
+
+MISMATCHES: dict[str, Callable[[Comm], object]] = {
+    "shape": lambda comm: comm.all_reduce(torch.zeros(3, 2)),
+    "number of elements": lambda comm: comm.all_reduce(torch.zeros(2)),
+    "dtype": lambda comm: comm.all_reduce(torch.zeros(2, 3, dtype=torch.int32)),
+    "reduction": lambda comm: comm.all_reduce(torch.zeros(2, 3), "max"),
+    "op": lambda comm: comm.all_gather(torch.zeros(2, 3), 0),
+    "broadcast": lambda comm: comm.broadcast(torch.zeros(2, 3), 0),
+}
+
+
+@pytest.mark.parametrize("second", MISMATCHES.values(), ids=MISMATCHES)
+def test_mismatch_is_an_error_on_both_ranks_and_names_both_call_sites(
+    second: Callable[[Comm], object],
+) -> None:
+    said: dict[int, str] = {}
+
+    def rank(ctx: ParallelContext) -> None:
+        call = (first, second)[ctx.rank]
+        with pytest.raises(CollectiveMismatchError) as error:
+            call(ctx.comm("tp"))
+        said[ctx.rank] = str(error.value)
+
+    run_ranks(TWO, rank)
+    assert said[0] == said[1]
+    assert "ranks 0 and 1 of group (0, 1) disagree" in said[0]
+    assert "rank 0: #0 all_reduce sum of float32 [2, 3] at " in said[0]
+    for code in (first.__code__, second.__code__):  # type: ignore[attr-defined]
+        assert f"{code.co_filename}:{code.co_firstlineno + (code is first.__code__)}" in said[0]
+
+
+@pytest.mark.parametrize("dims", [(0, 1)])
+def test_gathering_along_different_dims_is_a_mismatch(dims: tuple[int, int]) -> None:
+    def rank(ctx: ParallelContext) -> None:
+        ctx.comm("tp").all_gather(torch.zeros(2, 2), dims[ctx.rank])
+
+    with pytest.raises(CollectiveMismatchError, match=r"all_gather dim 0.*\n.*all_gather dim 1"):
+        run_ranks(TWO, rank)
+
+
+def test_swapped_order_is_a_mismatch_although_each_call_has_its_counterpart() -> None:
+    def rank(ctx: ParallelContext) -> None:
+        sizes = (2, 3) if ctx.rank else (3, 2)
+        for size in sizes:
+            ctx.comm("tp").all_reduce(torch.zeros(size))
+
+    with pytest.raises(CollectiveMismatchError, match=r"\[3\].*\n.*\[2\]"):
+        run_ranks(TWO, rank)
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_the_first_failure_is_what_is_raised(failing: int) -> None:
+    seen: dict[int, str] = {}
+
+    def rank(ctx: ParallelContext) -> None:
+        if ctx.rank == failing:
+            raise KeyError("the cause")
+        try:
+            ctx.comm("tp").all_reduce(torch.ones(1))
+        except PeerLostError as e:
+            seen[ctx.rank] = str(e)
+            raise RuntimeError("a consequence, in the user's own words") from e
+
+    with pytest.raises(KeyError, match="the cause"):
+        run_ranks(Mesh({"tp": 3}), rank)
+    assert sorted(seen) == [r for r in range(3) if r != failing]
+    assert all(f"rank {failing} failed with KeyError: 'the cause'" in text for text in seen.values())
+    assert all("all_reduce sum of float32 [1]" in text for text in seen.values())
+
+
+def test_a_rank_that_returns_early_is_named() -> None:
+    def rank(ctx: ParallelContext) -> None:
+        if ctx.rank == 0:
+            ctx.comm("tp").all_reduce(torch.ones(1))
+
+    with pytest.raises(PeerLostError, match=r"rank 1 has finished, but rank 0 waits for it at #0 all_reduce"):
+        run_ranks(TWO, rank)
+
+
+def test_failure_in_backward_reaches_the_ranks_that_wait_in_theirs() -> None:
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
+            raise ZeroDivisionError("in backward")
+
+    def rank(ctx: ParallelContext) -> None:
+        x = torch.ones(2, requires_grad=True)
+        y = tpcore.ops.copy(x, ctx.comm("tp"))
+        (Fails.apply(y) if ctx.rank else y).sum().backward()
+
+    with pytest.raises(ZeroDivisionError, match="in backward"):
+        run_ranks(TWO, rank)

@@ -76,7 +76,7 @@ class ShardSpec:
     def _chunk(self, block: Block, n: int) -> tuple[int, int]:
         """(padded length of one shard of ``block``, ranks holding each shard)."""
         units = -(-block.size // block.unit)
-        if block.replicate and units < n:
+        if block.replicate and 0 < units < n:
             if n % units:
                 raise ValueError(f"cannot replicate {units} units over {n} ranks: not divisible")
             return block.unit, n // units
@@ -107,7 +107,7 @@ class ShardSpec:
         """How many of ``n`` ranks hold each entry: n if uncut, above 1 where a block is replicated."""
         if self.dim is None:
             return n
-        copies = {self._chunk(b, n)[1] for b in self.blocks}
+        copies = {self._chunk(b, n)[1] for b in self.blocks if b.size} or {1}
         if len(copies) > 1:
             raise ValueError(
                 f"blocks {self.blocks} are held by {sorted(copies)} of {n} ranks each, not alike"

@@ -11,15 +11,24 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from tpcore.testing.pool import RankPool
 
 torch.set_num_threads(1)
 
+# no assertion on time, and the same examples on every run
+settings.register_profile(
+    "tpcore", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("tpcore")
+
 
 def pytest_configure(config: pytest.Config) -> None:
     if not config.pluginmanager.hasplugin("xdist"):
-        config.addinivalue_line("markers", "xdist_group(name): tests that share one worker under pytest-xdist")
+        config.addinivalue_line(
+            "markers", "xdist_group(name): tests that share one worker under pytest-xdist"
+        )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,0 +1,210 @@
+"""The mappings as linear algebra: backward is the transpose of forward, and backward of backward is forward.
+
+Integers in float64, so every sum is exact and every comparison an equality.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from tpcore import ops
+from tpcore.comm import Comm
+from tpcore.context import ParallelContext
+from tpcore.mesh import Mesh
+from tpcore.testing import run_ranks
+
+SHAPE = (4, 8, 12)
+Fn = Callable[[Tensor, Comm, int], Tensor]
+
+
+class Mapping(NamedTuple):
+    """``replicated``: one value that every rank holds. ``parts``: each rank's own, cut or a summand."""
+
+    fn: Fn
+    source: str
+    target: str
+    cut_source: bool
+    cut_target: bool
+
+
+MAPPINGS = {
+    "copy": Mapping(lambda x, c, d: ops.copy(x, c), "replicated", "parts", False, False),
+    "reduce": Mapping(lambda x, c, d: ops.reduce(x, c), "parts", "replicated", False, False),
+    "scatter": Mapping(ops.scatter, "replicated", "parts", False, True),
+    "gather": Mapping(ops.gather, "parts", "replicated", True, False),
+    "all_gather": Mapping(ops.all_gather, "parts", "parts", True, False),
+    "reduce_scatter": Mapping(ops.reduce_scatter, "parts", "parts", False, True),
+}
+
+
+def integers(kind: str, cut: bool, dim: int, comm: Comm, seed: int) -> Tensor:
+    """Small ones: the same on every rank, or each rank's own."""
+    shape = list(SHAPE)
+    if cut:
+        shape[dim] //= comm.size
+    generator = torch.Generator().manual_seed(seed + (int(comm.rank) + 1) * 100 * (kind == "parts"))
+    return torch.randint(-8, 9, shape, generator=generator).double()
+
+
+def inner(a: Tensor, b: Tensor, kind: str, comm: Comm) -> Tensor:
+    """Inner product over the group: what is replicated counts once."""
+    here = (a * b).sum().reshape(1)
+    everywhere = comm.all_gather(here, 0)
+    if kind == "replicated":
+        assert (everywhere == here).all(), f"a replicated product differs: {everywhere}"
+        return here
+    return everywhere.sum()
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("dim", [0, 1, 2, -1, -2, -3])
+@pytest.mark.parametrize("name", MAPPINGS)
+def test_backward_is_the_transpose(name: str, dim: int, tp: int) -> None:
+    """<f(x), y> == <x, f_T(y)>"""
+    m = MAPPINGS[name]
+
+    def rank(ctx: ParallelContext) -> None:
+        comm = ctx.comm("tp")
+        x = integers(m.source, m.cut_source, dim, comm, 1).requires_grad_()
+        y = integers(m.target, m.cut_target, dim, comm, 2)
+        out = m.fn(x, comm, dim)
+        assert out.shape == y.shape
+        out.backward(y)
+        assert x.grad is not None
+        assert inner(out, y, m.target, comm) == inner(x, x.grad, m.source, comm)
+
+    run_ranks(Mesh({"tp": tp}), rank)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("name", MAPPINGS)
+def test_backward_of_backward_is_forward(name: str, tp: int) -> None:
+    m = MAPPINGS[name]
+
+    def rank(ctx: ParallelContext) -> None:
+        comm = ctx.comm("tp")
+        x = integers(m.source, m.cut_source, 1, comm, 1).requires_grad_()
+        y = integers(m.target, m.cut_target, 1, comm, 2).requires_grad_()
+        v = integers(m.source, m.cut_source, 1, comm, 3)
+        (transposed,) = torch.autograd.grad(m.fn(x, comm, 1), x, y, create_graph=True)
+        (again,) = torch.autograd.grad(transposed, y, v)
+        assert torch.equal(again, m.fn(v, comm, 1))
+
+    run_ranks(Mesh({"tp": tp}), rank)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_gradient_of_a_gradient_crosses_the_ranks(tp: int) -> None:
+    """A gradient penalty of a function that is not linear, with its features cut and gathered again."""
+    torch.manual_seed(0)
+    full = torch.randint(-3, 4, (4, 8)).double()
+
+    def penalty(x: Tensor, cube: Callable[[Tensor], Tensor]) -> Tensor:
+        (slope,) = torch.autograd.grad(cube(x).prod(-1).sum(), x, create_graph=True)
+        (curve,) = torch.autograd.grad(slope.square().sum(), x)
+        return curve
+
+    want = penalty(full.clone().requires_grad_(), lambda x: x.pow(3))
+
+    def rank(ctx: ParallelContext) -> None:
+        comm = ctx.comm("tp")
+        got = penalty(
+            full.clone().requires_grad_(),
+            lambda x: ops.gather(ops.scatter(x, comm).pow(3), comm),
+        )
+        assert torch.equal(got, want)
+
+    run_ranks(Mesh({"tp": tp}), rank)
+
+
+@pytest.mark.parametrize(("first", "second"), [("scatter", "gather"), ("reduce_scatter", "all_gather")])
+def test_pairs_compose(first: str, second: str) -> None:
+    """gather . scatter is the identity, all_gather . reduce_scatter is the sum that reduce makes."""
+
+    def rank(ctx: ParallelContext) -> None:
+        comm = ctx.comm("tp")
+        x = integers(MAPPINGS[first].source, False, 1, comm, 1)
+        out = MAPPINGS[second].fn(MAPPINGS[first].fn(x, comm, 1), comm, 1)
+        assert torch.equal(out, x if first == "scatter" else ops.reduce(x, comm))
+
+    run_ranks(Mesh({"tp": 4}), rank)
+
+
+SUMS: dict[str, Callable[[Tensor, Comm, torch.dtype | None], Tensor]] = {
+    "reduce": lambda x, c, d: ops.reduce(x, c, dtype=d),
+    "reduce_scatter": lambda x, c, d: ops.reduce_scatter(x, c, 0, dtype=d),
+    "copy, backward": lambda x, c, d: transposed(x, lambda t: ops.copy(t, c, dtype=d)),
+    "all_gather, backward": lambda x, c, d: transposed(x, lambda t: ops.all_gather(t, c, 0, dtype=d), c.size),
+}
+
+
+def transposed(y: Tensor, fn: Callable[[Tensor], Tensor], parts: int = 1) -> Tensor:
+    x = y.new_zeros(y.shape[0] // parts).requires_grad_()
+    fn(x).backward(y)
+    assert x.grad is not None
+    return x.grad
+
+
+@pytest.mark.parametrize("name", SUMS)
+@pytest.mark.parametrize(("dtype", "want"), [(torch.float32, 260.0), (None, 256.0), (torch.float64, 260.0)])
+def test_sums_are_taken_in_the_precision_asked_for(name: str, dtype: torch.dtype | None, want: float) -> None:
+    """256 + 1 + 1 + 1: bfloat16 has no 257, so that one by one each 1 is lost; 259 rounds to 260."""
+
+    def rank(ctx: ParallelContext) -> None:
+        x = torch.full((4,), 1.0 if ctx.rank else 256.0, dtype=torch.bfloat16)
+        got = SUMS[name](x, ctx.comm("tp"), dtype)
+        assert got.dtype == torch.bfloat16
+        assert got.tolist() == [want] * got.numel()
+
+    run_ranks(Mesh({"tp": 4}), rank)
+
+
+def test_a_lower_precision_than_the_tensors_own_is_never_used() -> None:
+    def rank(ctx: ParallelContext) -> float:
+        x = torch.tensor([2.0**40 + ctx.rank], dtype=torch.float64)
+        return float(ops.reduce(x, ctx.comm("tp"), dtype=torch.float32)) - 2.0**41
+
+    assert run_ranks(Mesh({"tp": 2}), rank) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("name", MAPPINGS)
+def test_input_is_untouched_and_output_is_its_own(name: str, tp: int) -> None:
+    """Also in a group of one, where nothing is sent: an in-place op after it must not reach the input."""
+    m = MAPPINGS[name]
+
+    def rank(ctx: ParallelContext) -> None:
+        comm = ctx.comm("tp")
+        x = integers(m.source, m.cut_source, 1, comm, 1)
+        before = x.clone()
+        leaf = x.requires_grad_()
+        out = m.fn(leaf, comm, 1)
+        assert out is not leaf
+        assert torch.equal(leaf.detach(), before)
+        out.backward(torch.ones_like(out).expand_as(out))
+        assert torch.equal(leaf.detach(), before)
+
+    run_ranks(Mesh({"tp": tp}), rank)
+
+
+@pytest.mark.parametrize("name", ["scatter", "reduce_scatter", "gather", "all_gather"])
+def test_what_cannot_be_cut_is_refused_before_anything_is_sent(name: str) -> None:
+    m = MAPPINGS[name]
+
+    def rank(ctx: ParallelContext) -> None:
+        comm = ctx.comm("tp")
+        if not m.cut_source:
+            with pytest.raises(
+                ValueError, match=r"cannot split dim 1 of shape \(4, 3\) over \('tp',\) of size 2"
+            ):
+                m.fn(torch.zeros(4, 3), comm, 1)
+        for dim in (2, -3):
+            with pytest.raises(ValueError, match=rf"no dim {dim} in a tensor of shape \(4, 2\)"):
+                m.fn(torch.zeros(4, 2), comm, dim)
+
+    run_ranks(Mesh({"tp": 2}), rank)

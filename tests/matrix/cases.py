@@ -22,6 +22,8 @@ class Case:
     options: tuple[tuple[str, Any], ...]
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # Python 3.10 asks an instance for __setstate__ before it has its options
+            raise AttributeError(name)
         for key, value in self.options:
             if key == name:
                 return value

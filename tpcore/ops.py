@@ -31,7 +31,9 @@ class _Linear(torch.autograd.Function):
         return _Linear.apply(grad, *ctx.maps), None, None
 
 
-def _linear(x: Tensor, forward: Map, transpose: Map) -> Tensor:
+def _linear(x: Tensor, comm: Comm, forward: Map, transpose: Map) -> Tensor:
+    if comm.size == 1:
+        return x  # not through autograd: it forbids in-place ops on what a Function passes through
     y: Tensor = _Linear.apply(x, forward, transpose)
     return y
 
@@ -47,52 +49,40 @@ def sum_dtype(x: Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 def _all_reduce(x: Tensor, comm: Comm, dtype: torch.dtype | None) -> Tensor:
     wide = x.to(sum_dtype(x, dtype))
-    y = comm.all_reduce(wide, donate=wide is not x).to(x.dtype)
-    return _same(x) if y is x else y  # a group of one: autograd wants an output of its own
+    return comm.all_reduce(wide, donate=wide is not x).to(x.dtype)
 
 
 def _reduce_scatter(x: Tensor, comm: Comm, dim: int, dtype: torch.dtype | None) -> Tensor:
-    y = comm.reduce_scatter(x.to(sum_dtype(x, dtype)), dim).to(x.dtype)
-    return _same(x) if y is x else y
-
-
-def _all_gather(x: Tensor, comm: Comm, dim: int) -> Tensor:
-    y = comm.all_gather(x, dim)
-    return _same(x) if y is x else y
-
-
-def _split(x: Tensor, comm: Comm, dim: int) -> Tensor:
-    y = comm.split(x, dim)
-    return _same(x) if y is x else y
+    return comm.reduce_scatter(x.to(sum_dtype(x, dtype)), dim).to(x.dtype)
 
 
 def copy(x: Tensor, comm: Comm, *, dtype: torch.dtype | None = None) -> Tensor:
     """Replicated -> one copy per rank. Backward sums the copies' gradients."""
-    return _linear(x, _same, partial(_all_reduce, comm=comm, dtype=dtype))
+    return _linear(x, comm, _same, partial(_all_reduce, comm=comm, dtype=dtype))
 
 
 def reduce(x: Tensor, comm: Comm, *, dtype: torch.dtype | None = None) -> Tensor:
     """Partial sums -> replicated."""
-    return _linear(x, partial(_all_reduce, comm=comm, dtype=dtype), _same)
+    return _linear(x, comm, partial(_all_reduce, comm=comm, dtype=dtype), _same)
 
 
 def scatter(x: Tensor, comm: Comm, dim: int = -1) -> Tensor:
     """Replicated -> this rank's chunk."""
-    return _linear(x, partial(_split, comm=comm, dim=dim), partial(_all_gather, comm=comm, dim=dim))
+    return _linear(x, comm, partial(comm.split, dim=dim), partial(comm.all_gather, dim=dim))
 
 
 def gather(x: Tensor, comm: Comm, dim: int = -1) -> Tensor:
     """Chunks -> replicated."""
-    return _linear(x, partial(_all_gather, comm=comm, dim=dim), partial(_split, comm=comm, dim=dim))
+    return _linear(x, comm, partial(comm.all_gather, dim=dim), partial(comm.split, dim=dim))
 
 
 def all_gather(x: Tensor, comm: Comm, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
     """Chunks -> one full copy per rank (enter a tp region from sequence parallel)."""
     back = partial(_reduce_scatter, comm=comm, dim=dim, dtype=dtype)
-    return _linear(x, partial(_all_gather, comm=comm, dim=dim), back)
+    return _linear(x, comm, partial(comm.all_gather, dim=dim), back)
 
 
 def reduce_scatter(x: Tensor, comm: Comm, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
     """Partial sums -> this rank's chunk (leave a tp region into sequence parallel)."""
     forward = partial(_reduce_scatter, comm=comm, dim=dim, dtype=dtype)
-    return _linear(x, forward, partial(_all_gather, comm=comm, dim=dim))
+    return _linear(x, comm, forward, partial(comm.all_gather, dim=dim))

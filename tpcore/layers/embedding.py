@@ -20,7 +20,8 @@ class _ScaleGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: Tensor) -> Tensor:
         ctx.save_for_backward(factor)
-        return x.view_as(x)
+        ctx.mark_dirty(x)  # x itself and not a view of it, on which autograd forbids in-place ops
+        return x
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -126,7 +127,7 @@ class ParallelEmbedding(ParallelModule):
         if not self.collect_output:
             return self._mask(y) if self.padded else y
         y = ops.gather(y, self.tp, -1)
-        y = y.narrow(-1, 0, self.embedding_dim)
+        y = y.narrow(-1, 0, self.embedding_dim) if self.padded else y
         return y if self.sequence_dim is None else ops.scatter(y, self.tp, self.sequence_dim)
 
     def _own(self, ids: Tensor) -> tuple[Tensor, Tensor]:

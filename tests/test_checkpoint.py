@@ -1,0 +1,536 @@
+"""Checkpoints written and read back, at the same degree and at others."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+from collections import Counter, OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import tpcore
+from tpcore.checkpoint import load, save
+from tpcore.checkpoint.regions import regions
+from tpcore.context import ParallelContext
+from tpcore.errors import CheckpointError
+from tpcore.mesh import Mesh
+from tpcore.shard import Block, ShardSpec
+from tpcore.testing import run_ranks
+
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e5m2fnuz,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+]
+
+
+class Net(nn.Module):
+    """Every kind of cut: rows, columns, fused, padded, replicated, none; a tie; buffers."""
+
+    def __init__(self, device: str | None = None, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        options: Any = {"device": device, "dtype": dtype, "pad": True}
+        self.embedding = tpcore.ParallelEmbedding(10, 8, **options)
+        self.qkv = tpcore.ColumnParallelLinear(8, 18, stride=3, **options)
+        self.out = tpcore.RowParallelLinear(6, 8, **options)
+        self.sequence_norm = tpcore.LayerNorm(8, device=device, dtype=dtype)
+        self.norm = nn.BatchNorm1d(8, device=device, dtype=dtype)
+        self.head = tpcore.ColumnParallelLinear(8, 10, **options)
+        self.head.weight = self.embedding.weight
+
+
+def net(seed: int = 0, **options: Any) -> Net:
+    torch.manual_seed(seed)
+    return Net(**options)
+
+
+def trained(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW after two steps, its gradients a function of the parameter's place in the full tensor."""
+    optimizer = torch.optim.AdamW(model.named_parameters(), lr=0.01)
+    step(model, optimizer)
+    step(model, optimizer)
+    return optimizer
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for p in model.parameters():
+        p.grad = torch.sin(p.detach() * 7)  # elementwise: the same at every degree
+    optimizer.step()
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal in type, structure and bits."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bits(a), _bits(b))
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, float):
+        return a.hex() == b.hex()
+    return bool(a == b)
+
+
+def _bits(t: Tensor) -> Tensor:
+    return t.detach().contiguous().resolve_conj().reshape(-1).view(torch.uint8)
+
+
+def round_trip(state: dict[Any, Any], path: Path, mesh: Mesh | None = None) -> Any:
+    def both(ctx: ParallelContext) -> Any:
+        save(state, path)
+        return load(path)
+
+    return run_ranks(mesh or Mesh({"tp": 1}), both)[0]
+
+
+# -- what comes back ----------------------------------------------------------------------------------------
+def test_everything_comes_back(tmp_path: Path) -> None:
+    def train(ctx: ParallelContext) -> None:
+        model = net()
+        optimizer = trained(model)
+        scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 2, 5])
+        state = {
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "scheduler": scheduler.state_dict(),
+            "rng": tpcore.random.get_state(),
+            "epoch": 3,
+            "loss": 0.5,
+        }
+        save(state, tmp_path / "c")
+        again = load(tmp_path / "c")
+        assert same(again, state)
+        fresh = net(seed=ctx.rank + 1)
+        rest = load(tmp_path / "c", fresh)
+        assert same(rest, {k: v for k, v in state.items() if k != "model"})
+        assert same(fresh.state_dict(), model.state_dict())
+        other = torch.optim.AdamW(fresh.named_parameters())
+        other.load_state_dict(rest["optimizer"])
+        step(model, optimizer)
+        step(fresh, other)
+        assert same(fresh.state_dict(), model.state_dict())
+
+    run_ranks(Mesh({"dp": 2, "tp": 2}), train)
+    assert sorted(os.listdir(tmp_path)) == ["c"]
+    assert sorted(os.listdir(tmp_path / "c")) == ["manifest.json", "tp_rank_0", "tp_rank_1"]
+
+
+def test_values_of_every_kind(tmp_path: Path) -> None:
+    state = {
+        "numbers": [0, -1, 2**70, 0.1, -0.0, math.inf, -math.inf, 5e-324, True, False, None],
+        "nested": {"$": "a key of ours", "": {}, "list": [], "tuple": (), "deep": ((1, [2, (3,)]),)},
+        "keys": {0: "int", -1.5: "float", True: "bool", None: "none", (1, "a"): "tuple", "x": "str"},
+        "types": [OrderedDict(b=1, a=2), Counter({3: 2}), torch.bfloat16],
+        "text": "\u00e9\u4e2d\U0001f600\x00\n\ud800",
+        7: "an int key on top",
+    }
+    back = round_trip(state, tmp_path / "c")
+    assert same(back, state)
+    assert math.isnan(round_trip({"x": math.nan}, tmp_path / "d")["x"])
+
+
+def test_tensors_of_every_kind(tmp_path: Path) -> None:
+    raw = torch.randint(0, 256, (6, 4, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    state: dict[str, Any] = {}
+    for dtype in DTYPES:
+        full = raw.bool() if dtype == torch.bool else raw.flatten().view(dtype).view(6, 4, -1)
+        state[str(dtype)] = {
+            "full": full,
+            "columns": full[:, 1:3],
+            "transposed": full.transpose(0, 1),
+            "empty": full[:0],
+            "scalar": full[0, 0, 0],
+        }
+    state["conjugate"] = torch.tensor([1 + 2j, 3 - 4j]).conj()
+    state["expanded"] = torch.tensor([1.0, 2.0]).expand(3, 2)
+    state["parameter"] = nn.Parameter(torch.ones(2)).detach()
+    assert same(round_trip(state, tmp_path / "c"), state)
+    for file in (tmp_path / "c" / "tp_rank_0").glob("*.safetensors"):
+        load_file(file)
+
+
+def test_dtypes_that_safetensors_names_are_plain(tmp_path: Path) -> None:
+    state = {str(d): torch.arange(6).reshape(2, 3).to(d) for d in DTYPES[:6] + DTYPES[7:12]}
+    round_trip({"a": state}, tmp_path / "c")
+    assert same(
+        dict(sorted(load_file(tmp_path / "c/tp_rank_0/a.safetensors").items())), dict(sorted(state.items()))
+    )
+
+
+def test_ties_are_written_once(tmp_path: Path) -> None:
+    a, b = torch.arange(4.0), torch.arange(4.0)
+    back = round_trip({"x": {"a": a, "tied": a, "view": a.view(2, 2), "b": b}, "y": [a]}, tmp_path / "c")
+    assert back["x"]["a"] is back["x"]["tied"] is back["y"][0]
+    assert back["x"]["a"] is not back["x"]["b"]
+    assert set(load_file(tmp_path / "c/tp_rank_0/x.safetensors")) == {"a", "view", "b"}
+
+
+def test_names_that_collide_stay_apart(tmp_path: Path) -> None:
+    t = [torch.tensor(float(i)) for i in range(8)]
+    state = {
+        "a": {"b": {"c": t[0]}, "b.c": t[1], "B.C": t[2], "__metadata__": t[3]},
+        "A": {"x": t[4]},
+        "../up": {"x": t[5]},
+        "tensors": {"top": t[6]},
+        "top": t[7],
+    }
+    assert same(round_trip(state, tmp_path / "c"), state)
+    assert all(f.parent == tmp_path / "c/tp_rank_0" for f in tmp_path.rglob("*.safetensors"))
+
+
+def test_a_flat_model_state(tmp_path: Path) -> None:
+    def check(ctx: ParallelContext) -> None:
+        model = net()
+        save(model.state_dict(), tmp_path / "c")
+        back = load(tmp_path / "c")
+        assert same(back, model.state_dict())
+        assert back._metadata == model.state_dict()._metadata  # type: ignore[attr-defined]
+        other = net(seed=1)
+        assert load(tmp_path / "c", other) == {}
+        assert same(other.state_dict(), model.state_dict())
+
+    run_ranks(Mesh({"tp": 2}), check)
+
+
+def test_published_spellings(tmp_path: Path) -> None:
+    def check(ctx: ParallelContext) -> None:
+        state = {"model": net().state_dict(), "step": 1}
+        save(state_dict=state, save_dir=tmp_path / "a")
+        save(checkpoint=state, output_dir=str(tmp_path / "b"), save_serially=True)
+        for keywords in ({"load_dir": tmp_path / "a"}, {"chkpt_path": str(tmp_path / "b")}):
+            model = net(seed=1)
+            assert load(**keywords, model_or_optimizer=model, model_key="model", strict=True) == {"step": 1}
+            assert same(model.state_dict(), state["model"])
+        model, optimizer = net(), torch.optim.SGD(net().parameters(), lr=3.0, momentum=0.9)
+        save({"model": model.state_dict(), "opt": optimizer.state_dict()}, tmp_path / "c")
+        other = torch.optim.SGD(net().parameters(), lr=1.0)
+        rest = load(tmp_path / "c", model_or_optimizer=other, model_key="opt")
+        assert other.param_groups[0]["lr"] == 3.0
+        assert list(rest) == ["model"]
+
+    run_ranks(Mesh({"tp": 2}), check)
+
+
+def test_arguments_that_would_be_ignored(tmp_path: Path) -> None:
+    def check(ctx: ParallelContext) -> None:
+        for bad in ({"save_xser": True}, {"master_dp_only": False}):
+            with pytest.raises(ValueError, match=next(iter(bad))):
+                save({}, tmp_path / "c", **bad)
+        for bad in (
+            {"load_xser": True},
+            {"master_dp_only": False},
+            {"weights_only": False},
+            {"sharded": False},
+        ):
+            with pytest.raises(ValueError, match=next(iter(bad))):
+                load(tmp_path / "c", **bad)
+        with pytest.raises(TypeError, match="both"):
+            save({}, tmp_path / "c", output_dir=tmp_path / "c")
+        with pytest.raises(TypeError, match="neither"):
+            load()
+
+    run_ranks(Mesh({"tp": 1}), check)
+    assert os.listdir(tmp_path) == []
+
+
+def test_down_cast(tmp_path: Path) -> None:
+    def check(ctx: ParallelContext) -> None:
+        state = {"x": {"w": torch.randn(4), "step": torch.tensor(1001.0), "d": torch.randn(2).double()}}
+        save(state, tmp_path / "c", down_cast_bf16=True)
+        x = load(tmp_path / "c")["x"]
+        assert same(x, state["x"] | {"w": state["x"]["w"].bfloat16()})
+
+    run_ranks(Mesh({"tp": 1}), check)
+
+
+# -- the files ----------------------------------------------------------------------------------------------
+def test_files_are_plain(tmp_path: Path) -> None:
+    """Every file opens with safetensors or json; names are those of the model; modes follow the umask."""
+
+    def check(ctx: ParallelContext) -> dict[str, Tensor]:
+        model = net()
+        save({"model": model.state_dict(), "epoch": 1}, tmp_path / "new" / "dir" / "c")
+        return model.state_dict()
+
+    old = os.umask(0o027)
+    try:
+        states = run_ranks(Mesh({"tp": 2}), check)
+    finally:
+        os.umask(old)
+    top = tmp_path / "new" / "dir" / "c"
+    manifest = json.loads((top / "manifest.json").read_text())
+    listed = {name: entry["bytes"] for name, entry in manifest["files"].items()}
+    assert listed == {str(p.relative_to(top)): p.stat().st_size for p in top.rglob("tp_rank_*/*")}
+    assert manifest["mesh"] == {"tp": 2}
+    for rank, state in enumerate(states):
+        plain = load_file(top / f"tp_rank_{rank}/model.safetensors")
+        assert set(state) - set(plain) == {"head.weight"}
+        assert all(torch.equal(plain[name], state[name]) for name in plain)
+        with safe_open(top / f"tp_rank_{rank}/model.safetensors", "pt") as f:
+            assert f.metadata()["save_id"] == manifest["save_id"]
+    for path in [top, *top.rglob("*")]:
+        assert stat.S_IMODE(path.stat().st_mode) == (0o750 if path.is_dir() else 0o640), path
+
+
+# -- other degrees ------------------------------------------------------------------------------------------
+def _train_and_save(ctx: ParallelContext, path: Path) -> None:
+    model = net()
+    optimizer = trained(model)
+    rng = torch.arange(8, dtype=torch.uint8)
+    save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "rng": rng, "n": [1]}, path)
+
+
+def _continue(ctx: ParallelContext, path: Path, device: str | None) -> dict[str, Tensor]:
+    """One more step from the checkpoint; the full tensors of the result, padding looked at as well."""
+    model = net(seed=9, device=device)
+    rest = load(path, model)
+    assert not any(t.is_meta for t in model.state_dict().values())
+    assert model.head.weight is model.embedding.weight
+    assert rest["n"] == [1] and torch.equal(rest["rng"], torch.arange(8, dtype=torch.uint8))
+    optimizer = torch.optim.AdamW(model.named_parameters(), lr=0.01)
+    optimizer.load_state_dict(rest["optimizer"])
+    step(model, optimizer)
+    out = {}
+    for name, t in model.state_dict().items():
+        spec = tpcore.shard_specs(model)[name]
+        shards = [t] if ctx.mesh.axes["tp"] == 1 else list(ctx.comm("tp").all_gather(t[None], 0))
+        out[name] = spec.unshard(shards) if spec.dim is not None else t
+        if spec.dim is not None:
+            assert torch.equal(spec.shard(out[name], ctx.coord("tp"), len(shards)), t)  # zeros in the padding
+    return out
+
+
+@pytest.mark.parametrize("device", [None, "meta"])
+@pytest.mark.parametrize("a", [1, 2, 3])
+def test_training_goes_on_at_any_degree(a: int, device: str | None, tmp_path: Path) -> None:
+    def write(ctx: ParallelContext) -> None:
+        _train_and_save(ctx, tmp_path / "c")
+
+    run_ranks(Mesh({"dp": 2 if a == 2 else 1, "tp": a}), write)
+    reference: dict[str, Tensor] | None = None
+    for b in (1, 2, 4):
+        results = run_ranks(
+            Mesh({"dp": 2 if b < 4 else 1, "tp": b}), lambda ctx: _continue(ctx, tmp_path / "c", device)
+        )
+        reference = reference or results[0]
+        for result in results:
+            assert same(result, reference)
+
+
+def test_resharded_and_saved_again(tmp_path: Path) -> None:
+    """What load returns without a model knows its cuts, so that 2 -> 3 -> 2 gives the same bytes."""
+
+    def resave(ctx: ParallelContext, have: Path, want: Path) -> None:
+        save(load(have), want)
+
+    run_ranks(Mesh({"tp": 2}), lambda ctx: _train_and_save(ctx, tmp_path / "2"))
+    run_ranks(Mesh({"tp": 3}), lambda ctx: resave(ctx, tmp_path / "2", tmp_path / "3"))
+    run_ranks(Mesh({"tp": 2}), lambda ctx: resave(ctx, tmp_path / "3", tmp_path / "22"))
+    for rank in range(2):
+        for file in ("model", "optimizer"):
+            a, b = (load_file(tmp_path / d / f"tp_rank_{rank}/{file}.safetensors") for d in ("2", "22"))
+            assert same(a, b)
+
+
+def test_another_cut_of_the_same_tensor(tmp_path: Path) -> None:
+    """A fused projection, a column or a row layer: the same local shapes, but other parts of the tensor."""
+
+    def write(ctx: ParallelContext) -> Tensor:
+        torch.manual_seed(0)
+        layer = tpcore.ColumnParallelLinear(12, 12, bias=False)
+        save(layer.state_dict(), tmp_path / "c")
+        return layer.weight.detach()
+
+    full = torch.cat(run_ranks(Mesh({"tp": 2}), write))
+
+    def read(ctx: ParallelContext) -> None:
+        fused = tpcore.ColumnParallelLinear(12, 12, bias=False, stride=3)
+        row = tpcore.RowParallelLinear(12, 12, bias=False)
+        plain = nn.Linear(12, 12, bias=False)
+        for layer in (fused, row, plain):
+            load(tmp_path / "c", layer)
+            spec = tpcore.shard_specs(layer)["weight"]
+            n = ctx.mesh.axes["tp"]
+            assert torch.equal(layer.weight.detach(), spec.shard(full, ctx.coord("tp"), n))
+
+    for n in (1, 2, 4):
+        run_ranks(Mesh({"tp": n}), read)
+
+
+def test_from_a_plain_model(tmp_path: Path) -> None:
+    """A model of plain torch layers, saved at tp=1, fills a parallel one."""
+    torch.manual_seed(0)
+    plain = nn.Linear(6, 4)
+    run_ranks(Mesh({"tp": 1}), lambda ctx: save({"model": plain.state_dict()}, tmp_path / "c"))
+
+    def read(ctx: ParallelContext) -> Tensor:
+        layer = tpcore.ColumnParallelLinear(6, 4)
+        load(tmp_path / "c", layer)
+        return layer.weight.detach()
+
+    assert torch.equal(torch.cat(run_ranks(Mesh({"tp": 2}), read)), plain.weight.detach())
+
+
+def test_optimizer_without_names(tmp_path: Path) -> None:
+    """Its moments are of unknown cut: as they were at the same degree, an error at another."""
+
+    def write(ctx: ParallelContext) -> None:
+        model = net()
+        optimizer = torch.optim.AdamW(model.parameters())
+        step(model, optimizer)
+        save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "n": 1}, tmp_path / "c")
+        assert same(load(tmp_path / "c")["optimizer"], optimizer.state_dict())
+
+    def read(ctx: ParallelContext) -> None:
+        model = net(seed=1)
+        before = [p.clone() for p in model.parameters()]
+        with pytest.raises(
+            CheckpointError, match=r"optimizer\.state\[0\]\.exp_avg .* tp=2.*named_parameters"
+        ):
+            load(tmp_path / "c", model)
+        assert all(map(torch.equal, before, model.parameters()))
+        if ctx.rank == 0:
+            with pytest.warns(UserWarning, match="left out: optimizer"):
+                rest = load(tmp_path / "c", model, strict=False)
+        else:
+            rest = load(tmp_path / "c", model, strict=False)
+        assert rest == {"n": 1}
+
+    run_ranks(Mesh({"tp": 2}), write)
+    run_ranks(Mesh({"tp": 1}), read)
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        (lambda rank: {"a": {"b": torch.tensor([rank])}}, r"a\.b .*tp=2.*different values"),
+        (lambda rank: {"a": {"b": [0, rank]}}, r"a\.b\[1\] .*tp=2: it is 0 of tp rank 0, 1 of 1"),
+    ],
+)
+def test_entries_that_differ_between_ranks(state: Any, message: str, tmp_path: Path) -> None:
+    run_ranks(Mesh({"tp": 2}), lambda ctx: save(state(ctx.rank), tmp_path / "c"))
+    back = run_ranks(Mesh({"tp": 2}), lambda ctx: load(tmp_path / "c"))
+    assert [same(back[rank], state(rank)) for rank in range(2)] == [True, True]
+    with pytest.raises(CheckpointError, match=message):
+        run_ranks(Mesh({"tp": 3}), lambda ctx: load(tmp_path / "c"))
+
+
+# -- the law ------------------------------------------------------------------------------------------------
+@st.composite
+def _specs(draw: st.DrawFn) -> ShardSpec:
+    shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    dim = draw(st.none() | st.integers(0, len(shape) - 1))
+    if dim is None:
+        return ShardSpec(tuple(shape))
+    blocks = []
+    for _ in range(draw(st.integers(1, 3))):
+        unit, units = draw(st.integers(1, 2)), draw(st.integers(1, 5))
+        blocks.append(Block(unit * units, unit))
+    shape[dim] = sum(b.size for b in blocks)
+    return ShardSpec(tuple(shape), dim, tuple(blocks))
+
+
+def _recut(draw: st.DrawFn, spec: ShardSpec) -> ShardSpec:
+    """Another cut of a tensor of the same shape."""
+    dim = draw(st.none() | st.integers(0, len(spec.shape) - 1))
+    if dim is None:
+        return ShardSpec(spec.shape)
+    first = draw(st.integers(0, spec.shape[dim] - 1))
+    blocks = [Block(size) for size in (first, spec.shape[dim] - first) if size]
+    return ShardSpec(spec.shape, dim, tuple(blocks))
+
+
+@given(st.data(), _specs(), st.integers(1, 4), st.integers(1, 4))
+@settings(max_examples=150, deadline=None)
+def test_regions_reshard(data: st.DataObject, have: ShardSpec, m: int, n: int) -> None:
+    """Shards of one cut give shards of another, each entry once, from whatever ranks hold it."""
+    want = data.draw(st.just(have) | st.composite(lambda draw: _recut(draw, have))())
+    full = torch.arange(1, have.numel + 1).reshape(have.shape)
+    shards = [have.shard(full, i, m) for i in range(m)]
+    for rank in range(n):
+        out = torch.zeros(want.local_shape(n), dtype=torch.int64)
+        for r in regions(have, m, want, rank, n):
+            box = shards[r.src][tuple(slice(a, a + s) for a, s in zip(r.src_start, r.size, strict=True))]
+            out[tuple(slice(a, a + s) for a, s in zip(r.dst_start, r.size, strict=True))] += box
+        assert torch.equal(out, want.shard(full, rank, n))
+
+
+class _Any(tpcore.ParallelModule):
+    """A module whose parameters are cut as given."""
+
+    def __init__(self, specs: list[ShardSpec], dtype: torch.dtype, device: str | None) -> None:
+        super().__init__()
+
+        def count(t: Tensor) -> Tensor:
+            return t.copy_(torch.arange(1, t.numel() + 1).reshape(t.shape))
+
+        for i, spec in enumerate(specs):
+            self.shard_parameter(f"p{i}", spec, count, dtype, device)
+
+
+@given(
+    st.lists(_specs(), min_size=1, max_size=3),
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.sampled_from([torch.float64, torch.bfloat16, torch.complex128]),
+    st.sampled_from([None, "meta"]),
+)
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_spec_from_any_degree_to_any(
+    tmp_path: Path, specs: list[ShardSpec], a: int, b: int, dtype: torch.dtype, device: str | None
+) -> None:
+    path = tmp_path / "c"
+    run_ranks(Mesh({"tp": a}), lambda ctx: save(_Any(specs, dtype, None).state_dict(), path))
+
+    def read(ctx: ParallelContext) -> None:
+        model = _Any(specs, dtype, device)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.fill_(-1)
+        load(path, model)
+        assert same(model.state_dict(), _Any(specs, dtype, None).state_dict())
+
+    run_ranks(Mesh({"tp": b}), read)
+
+
+def test_replicated_heads(tmp_path: Path) -> None:
+    """Two kv heads over four ranks, each held twice, back to two ranks and to eight."""
+    spec = ShardSpec((16, 2), 0, (Block(8, 2), Block(4, 2, True), Block(4, 2, True)))
+    run_ranks(
+        Mesh({"tp": 4}), lambda ctx: save(_Any([spec], torch.float32, None).state_dict(), tmp_path / "c")
+    )
+
+    def read(ctx: ParallelContext) -> None:
+        model = _Any([spec], torch.float32, "meta")
+        load(tmp_path / "c", model)
+        assert same(model.state_dict(), _Any([spec], torch.float32, None).state_dict())
+
+    for n in (1, 2, 8):
+        run_ranks(Mesh({"tp": n}), read)

@@ -1,0 +1,7 @@
+"""Checkpoints that can be loaded at any degree: safetensors and JSON, whole under their name or not there."""
+
+from __future__ import annotations
+
+from .published import load, save
+
+__all__ = ["load", "save"]

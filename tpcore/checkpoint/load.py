@@ -1,0 +1,154 @@
+"""Reading a checkpoint into a model, a model's state into memory, and the rest with it."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..agree import gather_bytes, together
+from ..context import ParallelContext, current
+from ..errors import CheckpointError
+from ..module import _stamp
+from ..shard import ShardSpec
+from .files import naming
+from .fit import Fit
+from .reader import Checkpoint, View
+from .stored import Job
+from .tree import TAG, decode, entries, is_dict, is_nested, is_tensor, spell
+from .unsharded import open_file
+
+StrPath = str | os.PathLike[str]
+
+
+class _Loading:
+    """One call of load on one rank."""
+
+    def __init__(self, ctx: ParallelContext, stack: ExitStack, *, strict: bool) -> None:
+        self._ctx, self._stack, self._strict = ctx, stack, strict
+        self._n, self._rank = ctx.mesh.axes.get("tp", 1), ctx.mesh.coords(ctx.rank).get("tp", 0)
+        self._jobs: list[Job] = []
+        self._made: dict[tuple[str, str], Tensor] = {}
+        self._fit: Fit | None = None
+        self.save_id = ""
+        self.rest: Any = {}
+        self.notes: list[str] = []
+
+    # -- our directories ----------------------------------------------------------------------------------
+    def open_sharded(self, load_dir: StrPath, model: nn.Module | None, model_key: str | None) -> None:
+        pp_rank, pp = self._ctx.mesh.coords(self._ctx.rank).get("pp", 0), self._ctx.mesh.axes.get("pp", 1)
+        checkpoint = Checkpoint(load_dir, self._stack)
+        if checkpoint.manifest.axis("pp") != pp:
+            raise CheckpointError(
+                f"{checkpoint.path} was saved at pp={checkpoint.manifest.axis('pp')} and this job has pp={pp}"
+            )
+        self.save_id = checkpoint.manifest.save_id
+        view = View(checkpoint, self._rank, self._n, pp_rank)
+        rest = dict(view.entries)
+        if model is not None:
+            nested = is_nested(rest, model_key, checkpoint.path, is_dict, is_tensor)
+            items = entries(rest.pop(model_key)) if nested else rest
+            found = {name: self._found(item, str(name), view) for name, item in items.items()}
+            self._fit = Fit(model, found, self._ctx, checkpoint.path, strict=self._strict)
+            rest = rest if nested else {}
+        for key in self._bound(view, rest):
+            del rest[key]
+        self.rest = decode(_only(view.tree, rest), lambda leaf: self._tensor(leaf, view))
+
+    def _found(self, item: Any, name: str, view: View) -> Any:
+        if is_tensor(item):
+            return view.stored(item, name)
+        return decode(item, lambda leaf: self._tensor(leaf, view))
+
+    def _bound(self, view: View, rest: dict[Any, Any]) -> Iterator[Any]:
+        """The entries that cannot be had at this degree: an error, or left out with strict=False."""
+        for key in list(rest):
+            why = view.bound(key)
+            if why is not None:
+                if self._strict:
+                    raise CheckpointError(f"{why}. strict=False leaves {spell((key,))} out")
+                self.notes.append(f"left out: {why}")
+                yield key
+
+    def _tensor(self, leaf: dict[str, Any], view: View) -> Tensor:
+        """Memory for a tensor, filled by ``read``; one for all the places where the same one was saved."""
+        stored = view.stored(leaf, str(leaf.get("name")))
+        place = str(leaf["file"]), str(leaf["name"])
+        if place not in self._made:
+            out = torch.empty(stored.local_shape(None, self._n), dtype=stored.dtype)
+            self._jobs.append(stored.job(out, None, self._rank, self._n))
+            if isinstance(stored.cut, ShardSpec) and self._n > 1:  # so that it is on record when saved again
+                _stamp(out, stored.cut, self._ctx.comm("tp"))
+            self._made[place] = out
+        return self._made[place]
+
+    # -- one file -----------------------------------------------------------------------------------------
+    def open_unsharded(self, path: str, model: nn.Module, model_key: str | None) -> None:
+        found, self.rest = open_file(path, model_key, self._stack, quiet=self._ctx.rank > 0)
+        self._fit = Fit(model, found, self._ctx, path, strict=self._strict)
+
+    # -- both ---------------------------------------------------------------------------------------------
+    def verify(self) -> None:
+        if self._fit is not None:
+            self._fit.verify()
+
+    def read(self) -> None:
+        """First what the model does not see, so that as little as possible can fail once it changes."""
+        for job in self._jobs:
+            job.run()
+        if self._fit is not None:
+            self._fit.run()
+
+    def finish(self) -> None:
+        if self._fit is not None:
+            self._fit.finish()
+            self.notes += self._fit.notes
+        if self._ctx.rank == 0:
+            for note in self.notes:
+                warnings.warn(note, stacklevel=4)
+
+
+def _only(tree: Any, kept: dict[Any, Any]) -> Any:
+    """An encoded dict with only these of its entries, of the type it was."""
+    if TAG not in tree:
+        return kept
+    items = zip(tree["items"], entries(tree), strict=True)
+    return {**tree, "items": [item for item, key in items if key in kept]}
+
+
+def read_checkpoint(
+    load_dir: StrPath,
+    model: nn.Module | None,
+    model_key: str | None,
+    *,
+    sharded: bool,
+    strict: bool,
+) -> Any:
+    """Load a checkpoint; see ``tpcore.checkpoint.load``. Collective over the world."""
+    if not sharded and model is None:
+        raise ValueError("sharded=False needs a model: its layers say which part of a tensor is this rank's")
+    ctx = current()
+    if "tp" in ctx.mesh.axes:
+        ctx.comm("tp")  # now, where all ranks pass: the first use of a group is collective
+    path = os.fspath(load_dir)
+    with ExitStack() as stack:
+        loading = _Loading(ctx, stack, strict=strict)
+        with together(ctx), naming("load", path):
+            if sharded or model is None:
+                loading.open_sharded(path, model, model_key)
+            else:
+                loading.open_unsharded(path, model, model_key)
+            loading.verify()
+        seen = {data.decode() for data in gather_bytes(loading.save_id.encode(), ctx.world)}
+        if len(seen) > 1:
+            raise CheckpointError(f"{path} was replaced while it was opened: the ranks saw {sorted(seen)}")
+        with together(ctx), naming("load", path):
+            loading.read()
+        with together(ctx):
+            loading.finish()
+        return loading.rest

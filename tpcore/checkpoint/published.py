@@ -1,0 +1,114 @@
+"""``save`` and ``load`` with every argument name under which they have been published."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from torch import nn
+
+from ..agree import together
+from ..context import current
+from .load import StrPath, read_checkpoint
+from .save import write_checkpoint
+
+
+def save(
+    state_dict: dict[Any, Any] | None = None,
+    save_dir: StrPath | None = None,
+    save_serially: bool = False,
+    save_xser: bool = False,
+    down_cast_bf16: bool = False,
+    master_dp_only: bool = True,
+    *,
+    checkpoint: dict[Any, Any] | None = None,
+    output_dir: StrPath | None = None,
+) -> None:
+    """Save this job's state as the directory ``save_dir``, each tp rank's part in ``tp_rank_<i>``.
+
+    ``state_dict``: a ``model.state_dict()``, or a dict of such with anything that JSON can say beside them:
+    ``{"model": ..., "optimizer": ..., "scheduler": ..., "rng": tpcore.random.get_state(), "epoch": 3}``.
+    Tied weights are written once. An optimizer's state can be loaded at another degree if the optimizer
+    was made from ``model.named_parameters()`` and the model is saved with it.
+
+    A checkpoint of that name is replaced when the new one is complete, in one step. Collective: call it on
+    every rank; dp rank 0 writes. Raises ValueError for an entry that cannot be saved, CheckpointError
+    where the disk says no, on every rank.
+
+    ``save_serially``: one rank after the other (tensors are written one by one either way, so no rank
+    needs memory for more than one). ``down_cast_bf16``: write float32 as bfloat16, except for tensors
+    without dims. ``checkpoint`` and ``output_dir`` are other names of the first two.
+    """
+    state = _one("state_dict", state_dict, "checkpoint", checkpoint)
+    where = _one("save_dir", save_dir, "output_dir", output_dir)
+    if save_xser:
+        raise ValueError(
+            "save_xser=True asks for a format of torch_xla; drop it: tensors are streamed anyhow"
+        )
+    if not master_dp_only:
+        raise ValueError("master_dp_only=False is not supported: dp ranks hold the same, dp rank 0 writes it")
+    write_checkpoint(state, where, serially=save_serially, down_cast_bf16=down_cast_bf16)
+
+
+def load(
+    load_dir: StrPath | None = None,
+    model: nn.Module | None = None,
+    model_key: str | None = "model",
+    sharded: bool = True,
+    strict: bool = True,
+    *,
+    chkpt_path: StrPath | None = None,
+    model_or_optimizer: Any = None,
+    load_xser: bool = False,
+    master_dp_only: bool = True,
+    weights_only: bool = True,
+) -> Any:
+    """Load a checkpoint, at any tp degree; returns the dict that was saved, without what went into ``model``.
+
+    With ``model``: the entry ``model_key``, or all of it if it is a model's state itself, is loaded into it,
+    each rank reading its own part. A model on meta gets memory on the context's device. Without: everything
+    of this rank is returned. ``sharded=False``: from one ``.safetensors`` file or a file of ``torch.save``
+    (``{"model": ...}`` or flat), of which only this rank's part is read.
+
+    Names, shapes and dtypes are compared before the model is touched: CheckpointError on every rank names
+    what does not fit. Floats are converted to the model's dtype. ``strict=False`` leaves out, with a
+    warning, what is missing or surplus, and entries that cannot be had at this degree.
+
+    ``chkpt_path`` is another name of ``load_dir``. ``model_or_optimizer``: a model, or an object whose
+    ``load_state_dict`` takes the entry ``model_key``. Collective over all ranks. Nothing is ever unpickled
+    but tensors and plain values.
+    """
+    where = _one("load_dir", load_dir, "chkpt_path", chkpt_path)
+    if load_xser:
+        raise ValueError("load_xser=True: torch_xla's own format cannot be read")
+    if not master_dp_only:
+        raise ValueError("master_dp_only=False is not supported: there is one copy for all dp ranks")
+    if not weights_only:
+        raise ValueError("weights_only=False would let a file run code; everything is loaded without")
+    if model is not None and model_or_optimizer is not None:
+        raise ValueError("model and model_or_optimizer are two names of one argument: give one")
+    target = model if model is not None else model_or_optimizer
+    if target is None or isinstance(target, nn.Module):
+        return read_checkpoint(where, target, model_key, sharded=sharded, strict=strict)
+    return _load_object(where, target, model_key, sharded=sharded, strict=strict)
+
+
+def _load_object(where: StrPath, target: Any, key: str | None, *, sharded: bool, strict: bool) -> Any:
+    """Into an optimizer, say: it takes its whole state at once."""
+    if not hasattr(target, "load_state_dict") or not sharded:
+        how = "" if sharded else " with sharded=False"
+        raise ValueError(f"cannot load into a {type(target).__name__}{how}")
+    rest = read_checkpoint(where, None, key, sharded=True, strict=strict)
+    with together(current()):
+        if key not in rest:
+            raise ValueError(f"{os.fspath(where)} has no entry {key!r}; it has {list(rest)}")
+        target.load_state_dict(rest.pop(key))
+    return rest
+
+
+def _one(name: str, value: Any, other_name: str, other: Any) -> Any:
+    """The one of two spellings of an argument that was given."""
+    if (value is None) == (other is None):
+        given = "both" if value is not None else "neither"
+        raise TypeError(f"{name} and {other_name} are two names of one argument: give one, not {given}")
+    return value if value is not None else other

@@ -1,0 +1,84 @@
+"""Which cut goes on record with a tensor of a state."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from torch import Tensor
+
+from ..context import ParallelContext
+from ..module import sharding
+from ..shard import ShardSpec
+
+Cut = ShardSpec | Literal["unknown"] | None
+"""How a stored tensor is cut. None: nobody said, so it is whole, if all ranks hold the same."""
+
+
+def spec_of(t: Tensor, ctx: ParallelContext, where: str) -> ShardSpec | None:
+    """The cut of a parameter of a parallel layer, over the tp group; None for any other tensor."""
+    found = sharding(t)
+    if found is None:
+        return None
+    spec, n = found.spec, ctx.mesh.axes.get("tp", 1)
+    mine = found.comm.group.members(ctx.rank)
+    tp = ctx.mesh.group("tp").members(ctx.rank) if n > 1 else (ctx.rank,)
+    if spec.dim is not None and mine != tp:
+        raise ValueError(
+            f"{where} is cut over ranks {mine}; a checkpoint holds what is cut over the tp group {tp}"
+        )
+    if tuple(t.shape) != spec.local_shape(n):
+        raise ValueError(
+            f"{where} has shape {tuple(t.shape)}, but its layer cuts {spec} to {spec.local_shape(n)}"
+        )
+    return spec
+
+
+def optimizer_cuts(state: Mapping[Any, Any], n: int) -> dict[int, Cut]:
+    """By ``id``: cuts of the tensors in optimizers' state_dicts, which are those of their parameters.
+
+    An optimizer numbers its parameters. They have names where it was made from ``named_parameters()``
+    (torch 2.6 or newer); where not, the cut is unknown. What has another shape than its parameter, a step
+    count say, is left to the general rule.
+    """
+    known = _by_name(state)
+    cuts: dict[int, Cut] = {}
+    for optimizer in state.values():
+        if not _is_optimizer(optimizer):
+            continue
+        names = dict(_names(optimizer["param_groups"]))
+        for index, values in optimizer["state"].items():
+            if not isinstance(values, Mapping):
+                continue
+            spec = known.get(names.get(index, ""))
+            for value in values.values():
+                if isinstance(value, Tensor) and value.ndim:
+                    fits = spec is not None and tuple(value.shape) == spec.local_shape(n)
+                    cuts[id(value)] = spec if fits else "unknown"
+    return cuts
+
+
+def _is_optimizer(value: Any) -> bool:
+    return (
+        isinstance(value, Mapping)
+        and isinstance(value.get("state"), Mapping)
+        and isinstance(value.get("param_groups"), list)
+    )
+
+
+def _names(groups: list[Any]) -> Iterator[tuple[int, str]]:
+    for group in groups:
+        yield from zip(group["params"], group.get("param_names") or (), strict=False)
+
+
+def _by_name(state: Mapping[Any, Any]) -> dict[str, ShardSpec]:
+    """Cuts of the parameters in the models' state_dicts, but for names that two of them use differently."""
+    found: dict[str, set[ShardSpec]] = defaultdict(set)
+    for model in (state, *state.values()):
+        if isinstance(model, Mapping) and not _is_optimizer(model):
+            for name, t in model.items():
+                if isinstance(t, Tensor) and isinstance(name, str):
+                    cut = sharding(t)
+                    found[name].add(cut.spec if cut else ShardSpec(tuple(t.shape)))
+    return {name: specs.pop() for name, specs in found.items() if len(specs) == 1}

@@ -1,0 +1,283 @@
+"""One safetensors file: written in one pass, read region by region into memory that is already there."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ..errors import CheckpointError
+from .files import naming, write_file
+from .manifest import FileRecord, loads
+
+# The names that safetensors has had since before 0.4.3, so that every version reads what is written here.
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()} | {
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+    "C64": torch.complex64,
+}
+CHUNK = 8 << 20
+"""Bytes handled at once: written, summed or read on the way to another dtype or layout."""
+RUN = 64 << 10
+"""Runs of wanted bytes shorter than this are read together with what lies between them: calls cost more."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    found = getattr(torch, name, None) if re.fullmatch(r"[a-z0-9_]+", name) else None
+    if not isinstance(found, torch.dtype):
+        raise CheckpointError(f"torch {torch.__version__} has no dtype {name!r}")
+    return found
+
+
+def bytes_of(t: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor."""
+    return memoryview(t.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def _as_stored(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[str, list[int]]:
+    """How safetensors is told of a tensor. What it has no name for is bytes, in one more dim."""
+    if dtype in _NAMES:
+        return _NAMES[dtype], list(shape)
+    return "U8", [*shape, dtype.itemsize]
+
+
+# -- writing ------------------------------------------------------------------------------------------------
+class Writable(Protocol):
+    """What to write under a name; ``host()`` is called when its turn comes, so that one is held at a time."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    def host(self) -> Tensor: ...
+
+
+def write_tensors(
+    path: str, tensors: Mapping[str, Writable], metadata: Mapping[str, str]
+) -> tuple[FileRecord, dict[str, str]]:
+    """Write one file. Returns its record, and the crc32 of each tensor as 8 hex digits."""
+    # widest elements first, so that each starts at a multiple of its size, as safetensors itself does it
+    order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    at = 0
+    for name in order:
+        t = tensors[name]
+        stored, shape = _as_stored(t.dtype, t.shape)
+        end = at + math.prod(t.shape) * t.dtype.itemsize
+        header[name] = {"dtype": stored, "shape": shape, "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    sums: dict[str, str] = {}
+
+    def chunks() -> Iterator[bytes | memoryview]:
+        yield len(text).to_bytes(8, "little") + text
+        for name in order:
+            data = bytes_of(tensors[name].host().contiguous())
+            crc = 0
+            for i in range(0, len(data), CHUNK):
+                chunk = data[i : i + CHUNK]
+                crc = zlib.crc32(chunk, crc)
+                yield chunk
+            sums[name] = f"{crc:08x}"
+
+    return write_file(path, chunks()), sums
+
+
+# -- reading ------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Layout:
+    """Where a tensor lies in its file. ``crc32``: 8 hex digits, where they are on record."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    start: int
+    crc32: str | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class TensorFile:
+    """An open safetensors file. The descriptor stays with the file that was checked, whatever is renamed."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        with naming("open", path):
+            self._fd = os.open(path, os.O_RDONLY)
+            self.size = os.fstat(self._fd).st_size
+        try:
+            self._entries = self._header()
+        except BaseException:
+            self.close()
+            raise
+        self.metadata: dict[str, str] = self._entries.pop("__metadata__", None) or {}
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def _header(self) -> dict[str, Any]:
+        try:
+            # its own reader first: it knows every way in which a header can be wrong
+            with safe_open(self.path, "pt"):
+                pass
+        except (SafetensorError, OSError) as e:
+            raise CheckpointError(f"{self.path} is not a whole safetensors file: {e}") from e
+        head = bytearray(8)
+        self.read_bytes(memoryview(head), 0)
+        text = bytearray(int.from_bytes(head, "little"))
+        self.read_bytes(memoryview(text), 8)
+        self._data = 8 + len(text)
+        header: dict[str, Any] = loads(bytes(text), self.path)
+        return header
+
+    def names(self) -> list[str]:
+        return list(self._entries)
+
+    def _entry(self, name: str) -> tuple[str, list[int], int, int]:
+        if name not in self._entries:
+            raise CheckpointError(f"{self.path} has no tensor {name!r}")
+        e = self._entries[name]
+        start, end = (self._data + offset for offset in e["data_offsets"])
+        if not self._data <= start <= end <= self.size:
+            raise CheckpointError(f"{self.path}: {name!r} lies outside of the file")
+        return e["dtype"], e["shape"], start, end - start
+
+    def layout(self, name: str) -> Layout:
+        """Of a tensor as any safetensors file has it."""
+        stored, shape, start, size = self._entry(name)
+        if stored not in _DTYPES:
+            raise CheckpointError(f"{self.path}: {name!r} has dtype {stored}, which is not supported")
+        layout = Layout(name, tuple(shape), _DTYPES[stored], start)
+        if layout.nbytes != size:
+            raise CheckpointError(f"{self.path}: {name!r} of shape {shape} takes {size} bytes")
+        return layout
+
+    def recorded(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], crc32: str) -> Layout:
+        """Of a tensor on which there is a record of ours; the file has to agree with it."""
+        stored, there, start, size = self._entry(name)
+        layout = Layout(name, shape, dtype, start, crc32)
+        if (stored, there) != _as_stored(dtype, shape) or layout.nbytes != size:
+            raise CheckpointError(
+                f"{self.path}: {name!r} is {stored} {there}, on record {dtype_name(dtype)} {list(shape)}"
+            )
+        return layout
+
+    def read_bytes(self, into: memoryview, at: int) -> None:
+        done = 0
+        while done < len(into):
+            with naming("read", self.path):
+                n = os.preadv(self._fd, [into[done:]], at + done)
+            if n == 0:
+                raise CheckpointError(f"{self.path} is truncated")
+            done += n
+
+    def verify(self, layout: Layout) -> None:
+        """Compare a tensor with its checksum, in bounded memory."""
+        crc = 0
+        buffer = memoryview(bytearray(min(CHUNK, layout.nbytes)))
+        for at in range(0, layout.nbytes, CHUNK):
+            chunk = buffer[: min(CHUNK, layout.nbytes - at)]
+            self.read_bytes(chunk, layout.start + at)
+            crc = zlib.crc32(chunk, crc)
+        self._compare(layout, crc)
+
+    def _compare(self, layout: Layout, crc: int) -> None:
+        if layout.crc32 is not None and layout.crc32 != f"{crc:08x}":
+            raise CheckpointError(
+                f"{self.path}: {layout.name!r} is damaged: its crc32 is {crc:08x}, not {layout.crc32}"
+            )
+
+    def read(self, layout: Layout, starts: Sequence[int], out: Tensor) -> None:
+        """Fill ``out``, a CPU tensor of any dtype and strides, with the region that begins at ``starts``.
+
+        Compares with the checksum where the region is all of the tensor.
+        """
+        whole = tuple(out.shape) == layout.shape
+        shape = layout.shape
+        if out.ndim == 0:
+            shape, starts, out = (1,), (0,), out.view(1)
+        reader = _Reader(self, layout.dtype, summing=whole and layout.crc32 is not None)
+        if out.numel():
+            reader.region(layout.start, shape, starts, out.detach())
+        if reader.summing:
+            self._compare(layout, reader.crc)
+
+
+class _Reader:
+    """One read. It visits the bytes in the order of the file, so that they can be summed on the way."""
+
+    def __init__(self, file: TensorFile, dtype: torch.dtype, summing: bool) -> None:
+        self._file, self._dtype, self.summing = file, dtype, summing
+        self.crc = 0
+
+    def region(self, at: int, shape: tuple[int, ...], starts: Sequence[int], out: Tensor) -> None:
+        """``at``: where a tensor of ``shape`` begins in the file."""
+        row = math.prod(shape[1:]) * self._dtype.itemsize
+        wanted = out[0].numel() * self._dtype.itemsize
+        at += starts[0] * row
+        if row <= CHUNK and (wanted == row or wanted < RUN):
+            self._rows(at, shape[1:], starts[1:], out)
+        elif wanted == row and self._fits(out):
+            self._bytes(at, out)
+        else:
+            for i in range(out.shape[0]):
+                self.region(at + i * row, shape[1:], starts[1:], out[i])
+
+    def _fits(self, out: Tensor) -> bool:
+        """Whether the bytes of the file can go straight to where they belong."""
+        return out.is_contiguous() and out.dtype == self._dtype
+
+    def _rows(self, at: int, row: tuple[int, ...], starts: Sequence[int], out: Tensor) -> None:
+        """Rows that follow each other from ``at`` on, of which ``out`` takes all or a part."""
+        if tuple(out.shape[1:]) == row and self._fits(out):
+            self._bytes(at, out)
+            return
+        size = math.prod(row) * self._dtype.itemsize
+        step = CHUNK // size
+        staged = torch.empty((min(step, out.shape[0]), *row), dtype=self._dtype)
+        for i in range(0, out.shape[0], step):
+            band = out[i : i + step]
+            rows = staged[: band.shape[0]]
+            self._bytes(at + i * size, rows)
+            for dim, start in enumerate(starts, 1):
+                rows = rows.narrow(dim, start, out.shape[dim])
+            band.copy_(rows)
+
+    def _bytes(self, at: int, out: Tensor) -> None:
+        data = bytes_of(out)
+        for i in range(0, len(data), CHUNK):
+            chunk = data[i : i + CHUNK]
+            self._file.read_bytes(chunk, at + i)
+            if self.summing:
+                self.crc = zlib.crc32(chunk, self.crc)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 # before torch is imported here or in a worker
 os.environ["TPCORE_CHECK"] = "1"
@@ -13,6 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tpcore.testing import run_ranks
 from tpcore.testing.pool import RankPool
 
 torch.set_num_threads(1)
@@ -44,3 +46,17 @@ def pool() -> Iterator[RankPool]:
     """Four processes over gloo: ``pool.run(Mesh({"tp": 2}), fn, *args)``."""
     with RankPool(4) as ranks:
         yield ranks
+
+
+@pytest.fixture(
+    params=[
+        "threads",
+        pytest.param("processes", marks=[pytest.mark.xdist_group("processes"), pytest.mark.processes]),
+    ]
+)
+def ranks(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
+    """``ranks(mesh, fn, *args)`` calls ``fn(ctx, *args)`` on every rank: the test runs on both kinds."""
+    if request.param == "processes":
+        pool: RankPool = request.getfixturevalue("pool")
+        return pool.run
+    return lambda mesh, fn, *args: run_ranks(mesh, lambda ctx: fn(ctx, *args))

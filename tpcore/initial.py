@@ -129,8 +129,12 @@ def initial_shard(init: Init, spec: ShardSpec, rank: int, n: int, dtype: torch.d
             init(full)
             return spec.shard(full, rank, n)
         local = torch.zeros(spec.local_shape(n), dtype=dtype, device="cpu")
-        for start, stop in _slabs(spec.shape):
-            slab = torch.empty((stop - start, *spec.shape[1:]), dtype=dtype, device="cpu")
+        slabs = list(_slabs(spec.shape))
+        # one buffer for all: a new one each time left holes in the heap, up to ten slabs for a shard of eight
+        rows = max((stop - start for start, stop in slabs), default=0)
+        buffer = torch.empty((rows, *spec.shape[1:]), dtype=dtype, device="cpu")
+        for start, stop in slabs:
+            slab = buffer[: stop - start]
             for func, args, kwargs in program:
                 func(slab, *args, **kwargs)
             _keep(local, slab, start, spec, rank, n)

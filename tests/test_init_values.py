@@ -1,0 +1,290 @@
+"""Initial values do not depend on how a layer is cut, and making them needs little memory."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tpcore
+from tpcore import initial
+from tpcore.context import ParallelContext
+from tpcore.initial import initial_shard
+from tpcore.mesh import Mesh
+from tpcore.shard import Block, ShardSpec
+from tpcore.testing import run_ranks
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+FILLS: dict[str, Callable[[Tensor], object]] = {
+    "uniform": nn.init.uniform_,
+    "normal": nn.init.normal_,
+    "scaled normal": lambda t: nn.init.normal_(t, mean=1.0, std=0.02),
+    "truncated normal": lambda t: nn.init.trunc_normal_(t, std=0.02),
+    "constant": lambda t: nn.init.constant_(t, 0.25),
+    "zeros": nn.init.zeros_,
+    "ones": nn.init.ones_,
+    "xavier uniform": nn.init.xavier_uniform_,
+    "xavier normal": nn.init.xavier_normal_,
+    "kaiming uniform": lambda t: nn.init.kaiming_uniform_(t, a=math.sqrt(5)),
+    "kaiming normal": lambda t: nn.init.kaiming_normal_(t, nonlinearity="relu"),
+    "plain tensor methods": lambda t: t.normal_().mul_(0.5).add_(1).clamp_(0.5, 1.5),
+}
+# these look at the tensor or fill parts of it, so that they get the real one
+WHOLE: dict[str, Callable[[Tensor], object]] = {
+    "orthogonal": nn.init.orthogonal_,
+    "identity": nn.init.eye_,
+    "sparse": lambda t: nn.init.sparse_(t, 0.5),
+    "two draws": lambda t: t.normal_().add_(torch.randn(t.shape, dtype=t.dtype)),
+    "drawn twice": lambda t: t.uniform_().normal_(),
+    "one row cleared": lambda t: nn.init.normal_(t)[2].fill_(0),
+    "data": lambda t: t.data.copy_(torch.arange(t.numel()).view(t.shape)),
+}
+
+
+@pytest.fixture(params=[1, 64, 1 << 22])
+def slab(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Slabs as small as may be, a few rows, and larger than the whole tensor."""
+    monkeypatch.setattr(initial, "SLAB", request.param)
+    return int(request.param)
+
+
+def expected(
+    fill: Callable[[Tensor], object], shape: tuple[int, ...], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(11)
+    full = torch.empty(shape, dtype=dtype)
+    with torch.no_grad():
+        fill(full)
+    return full, torch.rand(3)
+
+
+SPECS = [
+    ShardSpec((37, 12), 0),
+    ShardSpec((37, 5), 0, (Block(16, 4), Block(12), Block(9, 3))),
+    ShardSpec((12, 37), 1),
+    ShardSpec((33, 7), 1, (Block(4), Block(3))),
+    ShardSpec((35, 3)),
+    ShardSpec((3, 34), 0),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", [*FILLS, *WHOLE])
+def test_a_shard_holds_its_part_of_the_unsharded_values(name: str, dtype: torch.dtype, slab: int) -> None:
+    fill = (FILLS | WHOLE)[name]
+    if name == "orthogonal" and dtype in (torch.bfloat16, torch.float16):
+        pytest.skip("torch has no QR in half precision")
+    for spec in SPECS:
+        full, after = expected(fill, spec.shape, dtype)
+        for n, rank in ((1, 0), (2, 0), (2, 1), (4, 3)):
+            torch.manual_seed(11)
+            shard = initial_shard(fill, spec, rank, n, dtype)
+            assert torch.equal(shard, spec.shard(full, rank, n)), f"{spec} on rank {rank} of {n}"
+            assert torch.equal(torch.rand(3), after), f"{spec}: the random stream goes on elsewhere"
+
+
+@pytest.mark.parametrize("shape", [(7,), (16,), (100,), (1,), (0,), (), (5, 3, 7), (0, 4), (4, 0)])
+@pytest.mark.parametrize("name", ["normal", "uniform"])
+def test_shapes_of_any_number_of_dims(name: str, shape: tuple[int, ...], slab: int) -> None:
+    full, after = expected(FILLS[name], shape, torch.float32)
+    dims: Iterator[int | None] = itertools.chain([None], range(len(shape)))
+    for dim in dims:
+        spec = ShardSpec(shape, dim)
+        for rank in range(3):
+            torch.manual_seed(11)
+            assert torch.equal(
+                initial_shard(FILLS[name], spec, rank, 3, torch.float32), spec.shard(full, rank, 3)
+            )
+            assert torch.equal(torch.rand(3), after)
+
+
+def test_an_error_of_the_init_method_is_the_callers() -> None:
+    def broken(t: Tensor) -> None:
+        raise ArithmeticError("the user's own")
+
+    with pytest.raises(ArithmeticError, match="the user's own"):
+        initial_shard(broken, ShardSpec((4, 4), 0), 0, 2, torch.float32)
+
+
+# -- layers ------------------------------------------------------------------------------------------------
+
+Make = Callable[[Any, torch.dtype], nn.Module]
+LAYERS: dict[str, tuple[Make, Make]] = {
+    "column": (
+        lambda kw, dtype: tpcore.ColumnParallelLinear(24, 36, dtype=dtype, **kw),
+        lambda kw, dtype: nn.Linear(24, 36, dtype=dtype),
+    ),
+    "column in parts": (
+        lambda kw, dtype: tpcore.ColumnParallelLinear(24, 36, dtype=dtype, stride=3, **kw),
+        lambda kw, dtype: nn.Linear(24, 36, dtype=dtype),
+    ),
+    "column of uneven size": (
+        lambda kw, dtype: tpcore.ColumnParallelLinear(24, 37, dtype=dtype, pad=True, **kw),
+        lambda kw, dtype: nn.Linear(24, 37, dtype=dtype),
+    ),
+    "row": (
+        lambda kw, dtype: tpcore.RowParallelLinear(24, 36, dtype=dtype, **kw),
+        lambda kw, dtype: nn.Linear(24, 36, dtype=dtype),
+    ),
+    "embedding": (
+        lambda kw, dtype: tpcore.ParallelEmbedding(24, 36, dtype=dtype, **kw),
+        lambda kw, dtype: nn.Embedding(24, 36, dtype=dtype),
+    ),
+    "embedding with padding": (
+        lambda kw, dtype: tpcore.ParallelEmbedding(37, 12, 3, dtype=dtype, pad=True, **kw),
+        lambda kw, dtype: nn.Embedding(37, 12, 3, dtype=dtype),
+    ),
+    "embedding by columns": (
+        lambda kw, dtype: tpcore.ParallelEmbedding(24, 36, dtype=dtype, shard_across_embedding=True, **kw),
+        lambda kw, dtype: nn.Embedding(24, 36, dtype=dtype),
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_start_as_the_plain_ones_and_so_does_what_follows(
+    name: str, tp: int, dtype: torch.dtype, slab: int
+) -> None:
+    ours, plain = LAYERS[name]
+    torch.manual_seed(5)
+    want, state = [plain({}, dtype) for _ in range(2)], torch.get_rng_state()
+
+    def rank(ctx: ParallelContext) -> None:
+        torch.manual_seed(5)
+        made = [ours({}, dtype) for _ in range(2)]
+        assert torch.equal(torch.get_rng_state(), state)
+        for layer, reference in zip(made, want, strict=True):
+            for key, spec in tpcore.shard_specs(layer).items():
+                expected = spec.shard(reference.state_dict()[key], ctx.coord("tp"), tp)
+                assert torch.equal(layer.get_parameter(key), expected), key
+
+    run_ranks(Mesh({"dp": 1, "tp": tp}), rank)
+
+
+@pytest.mark.parametrize("name", FILLS)
+def test_layers_take_an_init_method_for_the_weight(name: str, slab: int) -> None:
+    def rank(ctx: ParallelContext) -> None:
+        for make, shape in (
+            (lambda f: tpcore.ColumnParallelLinear(24, 36, init_method=f), (36, 24)),
+            (lambda f: tpcore.RowParallelLinear(24, 36, init_method=f), (36, 24)),
+            (lambda f: tpcore.ParallelEmbedding(24, 36, init_method=f), (24, 36)),
+            (lambda f: tpcore.ParallelEmbedding(24, 36, f), (24, 36)),
+        ):
+            full, _ = expected(FILLS[name], shape, torch.float32)
+            torch.manual_seed(11)
+            layer = make(FILLS[name])
+            spec = layer.shard_specs["weight"]
+            assert torch.equal(layer.weight, spec.shard(full, ctx.coord("tp"), 2))
+
+    run_ranks(Mesh({"dp": 1, "tp": 2}), rank)
+
+
+def test_master_weight_is_the_full_initial_weight_and_costs_no_random_numbers() -> None:
+    torch.manual_seed(5)
+    plain, state = nn.Linear(8, 12), torch.get_rng_state()
+
+    def rank(ctx: ParallelContext) -> None:
+        for make in (tpcore.ColumnParallelLinear, tpcore.RowParallelLinear):
+            torch.manual_seed(5)
+            layer = make(8, 12, keep_master_weight=True)
+            assert torch.equal(layer.master_weight, plain.weight)
+            assert torch.equal(torch.get_rng_state(), state)
+            assert set(layer.state_dict()) == {"weight", "bias"}
+
+    run_ranks(Mesh({"tp": 2}), rank)
+
+
+def test_under_inference_mode_and_default_device_contexts() -> None:
+    torch.manual_seed(5)
+    plain = nn.Linear(8, 12)
+
+    def rank(ctx: ParallelContext) -> None:
+        torch.manual_seed(5)
+        with torch.inference_mode(), torch.device("cpu"):
+            layer = tpcore.ColumnParallelLinear(8, 12, gather_output=False)
+        assert not layer.weight.is_inference()
+        assert torch.equal(layer.weight, plain.weight.chunk(2)[ctx.coord("tp")])
+        with torch.device("meta"):
+            assert tpcore.ColumnParallelLinear(8, 12).weight.is_meta
+
+    run_ranks(Mesh({"tp": 2}), rank)
+
+
+# -- memory ------------------------------------------------------------------------------------------------
+
+MEASURE = """
+import sys
+import torch
+import tpcore
+from tpcore.context import ParallelContext, use
+from tpcore.mesh import Mesh
+from tpcore.testing.threads import ThreadBackend, World
+
+def peak():
+    for line in open("/proc/self/status"):
+        if line.startswith("VmHWM"):
+            return int(line.split()[1]) * 1024
+
+def reset():
+    open("/proc/self/clear_refs", "w").write("5")  # VmHWM starts again from what is resident now
+
+torch.set_num_threads(1)
+kind, device = sys.argv[1:]
+# one rank of eight, alone: making a layer needs no other rank
+with use(ParallelContext(ThreadBackend(5, World(8)), Mesh({"tp": 8}), 5)):
+    make = {
+        "column": lambda size, width: tpcore.ColumnParallelLinear(width, size, device=device),
+        "row": lambda size, width: tpcore.RowParallelLinear(size, width, device=device),
+        "embedding": lambda size, width: tpcore.ParallelEmbedding(size, width, device=device),
+    }[kind]
+    make(64, 64)  # what torch loads on first use
+    reset()
+    before = peak()
+    layer = make(32768, 8192)
+    print(peak() - before, sum(p.numel() * p.element_size() for p in layer.parameters()))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak resident size from /proc")
+@pytest.mark.parametrize(
+    ("kind", "device"), [("column", "cpu"), ("row", "cpu"), ("embedding", "cpu"), ("column", "meta")]
+)
+def test_a_rank_never_holds_more_than_its_shard_and_one_slab(kind: str, device: str) -> None:
+    """32k x 8k in float32 is 1 GiB, a shard of eight 128 MiB and a slab 16 MiB."""
+    out = subprocess.run(
+        [sys.executable, "-c", MEASURE, kind, device], capture_output=True, text=True, check=True, timeout=100
+    )
+    grown, shard = (int(v) for v in out.stdout.split())
+    slab = 4 * initial.SLAB
+    assert shard == 128 * 2**20 + (0 if kind == "embedding" else 4 * (4096 if kind == "column" else 8192))
+    if device == "meta":
+        assert grown < 2**20
+    else:
+        # seen: shard + 15.9 MiB for all three; 1 MiB of room either way for what else the process touches
+        assert -(2**20) <= grown - shard <= slab + 2**20, f"grew by {grown / 2**20:.1f} MiB"
+
+
+def test_meta_allocates_and_draws_nothing() -> None:
+    state = torch.get_rng_state()
+
+    def rank(ctx: ParallelContext) -> None:
+        for layer, shape in (
+            (tpcore.ColumnParallelLinear(2**20, 2**20, device="meta"), (2**18, 2**20)),
+            (tpcore.RowParallelLinear(2**20, 2**20, device="meta"), (2**20, 2**18)),
+            (tpcore.ParallelEmbedding(2**20, 2**20, device="meta"), (2**18, 2**20)),
+        ):
+            assert layer.weight.is_meta
+            assert tuple(layer.weight.shape) == shape
+        assert torch.equal(torch.get_rng_state(), state)
+
+    run_ranks(Mesh({"tp": 4}), rank)

@@ -65,7 +65,6 @@ class ParallelEmbedding(ParallelModule):
         *,
         sequence_dimension: int | None = None,
         collect_output: bool = True,
-        reduce_dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__(tensor_model_parallel_group)
         if callable(padding_idx):  # the first published order: (num, dim, init_method, dtype, device)
@@ -81,7 +80,6 @@ class ParallelEmbedding(ParallelModule):
         self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
         self.shard_across_embedding, self.collect_output = shard_across_embedding, collect_output
         self.sequence_dim = _sequence_dim(sequence_parallel_enabled, sequence_dimension)
-        self.reduce_dtype = reduce_dtype
         if not collect_output and (self.sequence_dim is not None or not shard_across_embedding):
             raise ValueError(
                 "collect_output=False needs shard_across_embedding=True and no sequence parallelism"
@@ -93,18 +91,19 @@ class ParallelEmbedding(ParallelModule):
             raise ValueError(
                 f"ParallelEmbedding: {name}={size} is not divisible by tp={self.tp.size}; pass pad=True"
             )
-        self.shard_parameter("weight", spec, self._init(init_method), dtype, device)
+        self.shard_parameter("weight", spec, init_method or nn.init.normal_, dtype, device)
+        if init_method is None and padding_idx is not None:
+            self._clear(padding_idx)
 
-    def _init(self, init_method: Init | None) -> Init:
-        if init_method is not None or self.padding_idx is None:
-            return init_method or nn.init.normal_
-        row = self.padding_idx
-
-        def normal_but_padding(t: Tensor) -> None:
-            nn.init.normal_(t)
-            t[row].fill_(0)
-
-        return normal_but_padding
+    @torch.no_grad()
+    def _clear(self, row: int) -> None:
+        """Zero a row of the table. Not in the init, which would then need the full table at once."""
+        if self.shard_across_embedding:
+            self.weight[row] = 0
+            return
+        for piece in self.shard_specs["weight"].pieces(self._tp_rank, self.tp.size):
+            if 0 <= row - piece.full < piece.length:
+                self.weight[piece.local + row - piece.full] = 0
 
     def forward(self, ids: Tensor) -> Tensor:
         if self.tp.eager:

@@ -75,12 +75,14 @@ SPECS = [
 ]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", [*FILLS, *WHOLE])
+NO_QR = {("orthogonal", torch.bfloat16), ("orthogonal", torch.float16)}  # torch has none in half precision
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [p for p in itertools.product([*FILLS, *WHOLE], DTYPES) if p not in NO_QR]
+)
 def test_a_shard_holds_its_part_of_the_unsharded_values(name: str, dtype: torch.dtype, slab: int) -> None:
     fill = (FILLS | WHOLE)[name]
-    if name == "orthogonal" and dtype in (torch.bfloat16, torch.float16):
-        pytest.skip("torch has no QR in half precision")
     for spec in SPECS:
         full, after = expected(fill, spec.shape, dtype)
         for n, rank in ((1, 0), (2, 0), (2, 1), (4, 3)):
@@ -244,7 +246,7 @@ with use(ParallelContext(ThreadBackend(5, World(8)), Mesh({"tp": 8}), 5)):
     make = {
         "column": lambda size, width: tpcore.ColumnParallelLinear(width, size, device=device),
         "row": lambda size, width: tpcore.RowParallelLinear(size, width, device=device),
-        "embedding": lambda size, width: tpcore.ParallelEmbedding(size, width, device=device),
+        "embedding": lambda size, width: tpcore.ParallelEmbedding(size, width, 0, device=device),
     }[kind]
     make(64, 64)  # what torch loads on first use
     reset()

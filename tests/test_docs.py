@@ -1,0 +1,232 @@
+"""Every snippet of README.md and docs/ is run, and the output that a page shows is the output it gave.
+
+A page is a program: its snippets run in order, in one namespace, in a fresh process and an empty
+directory. The fence says what happens:
+
+    ```python                   runs
+    ```python title="name.py"   is written to that file, for a command below to run
+    ```bash                     python, torchrun and tpcore run; make and pip install are checked by name
+    ```text title="output"      has to be found in what the snippet before it printed; `...` skips anything
+
+Other languages are only shown. On the line before a fence, `<!-- not run: reason -->` leaves a snippet
+out and `<!-- fails -->` says that a command ends with an error, which it then must.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import textwrap
+import types
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+MARK = "\x1e"  # ASCII record separator: begins each snippet's output
+FENCE = re.compile(r"^ *```(\w*)(.*)$")
+RUN, CHECKED, SHOWN = {"python", "torchrun", "tpcore"}, {"make", "pip"}, {"text", "toml", "json"}
+
+
+@dataclass(frozen=True)
+class Snippet:
+    line: int  # of the first line inside the fence, from 1
+    language: str
+    title: str
+    code: str
+    left_out: bool
+    fails: bool
+
+
+def snippets(page: Path) -> Iterator[Snippet]:
+    lines = page.read_text().splitlines()
+    at = 0
+    while at < len(lines):
+        fence = FENCE.match(lines[at])
+        if fence is None:
+            at += 1
+            continue
+        language, rest = fence.groups()
+        end = next(i for i in range(at + 1, len(lines)) if lines[i].strip() == "```")
+        title = re.search(r'title="([^"]+)"', rest)
+        before = lines[at - 1].strip() if at else ""
+        yield Snippet(
+            at + 2,
+            language,
+            title[1] if title else "",
+            textwrap.dedent("\n".join(lines[at + 1 : end]) + "\n"),
+            left_out=bool(re.fullmatch(r"<!-- not run: \S.* -->", before)),
+            fails=before == "<!-- fails -->",
+        )
+        at = end + 1
+
+
+def commands(code: str) -> Iterator[list[str]]:
+    """The command lines of a bash block, with their leading assignments put through ``env``."""
+    for line in code.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        if words and "=" in words[0]:
+            words.insert(0, "env")
+        if words:
+            yield words
+
+
+def program(words: list[str]) -> str:
+    return next(w for w in words if w != "env" and "=" not in w)
+
+
+# -- inside the fresh process ---------------------------------------------------------------------------
+
+
+def run_page(page: Path) -> None:
+    module = types.ModuleType("__main__")  # without a file, as in a notebook: functions travel by value
+    sys.modules["__main__"] = module
+    warnings.simplefilter("error")
+    for snippet in snippets(page):
+        if snippet.left_out:
+            continue
+        sys.stdout.write(f"{MARK}{snippet.line}\n")
+        sys.stdout.flush()
+        if snippet.language == "bash":
+            for words in commands(snippet.code):
+                if program(words) in RUN:
+                    done = subprocess.run(words, check=False, stderr=subprocess.STDOUT)
+                    if bool(done.returncode) != snippet.fails:
+                        sys.exit(f"{shlex.join(words)} ended with status {done.returncode}")
+        elif snippet.language == "python" and snippet.title:
+            Path(snippet.title).write_text(snippet.code)
+        elif snippet.language == "python":
+            # moved down so that a traceback names the line of the page
+            source = "\n" * (snippet.line - 1) + snippet.code
+            exec(compile(source, str(page), "exec", dont_inherit=True), module.__dict__)
+        sys.stdout.flush()
+
+
+# -- the tests ------------------------------------------------------------------------------------------
+
+
+def play(page: Path, directory: Path) -> str | None:
+    """What is wrong with the page, or None."""
+    env = {k: v for k, v in os.environ.items() if k not in ("TPCORE_CHECK", "RANK", "WORLD_SIZE")}
+    env |= {"OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{env['PATH']}"}
+    command = [sys.executable, __file__, str(page)]
+    out = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    done = subprocess.run(command, check=False, cwd=directory, env=env, timeout=110, **out)
+    if done.returncode:
+        return f"{page.name} fails\n{done.stdout}"
+    outputs = {int(n): text for n, text in re.findall(rf"{MARK}(\d+)\n([^{MARK}]*)", done.stdout)}
+    printed = ""
+    for snippet in snippets(page):
+        if snippet.language == "text" and snippet.title == "output" and not snippet.left_out:
+            if not shown_in(snippet.code, printed):
+                return f"{page.name}:{snippet.line} shows\n{snippet.code}but the snippet printed\n{printed}"
+        elif snippet.language in ("python", "bash"):
+            printed = outputs.get(snippet.line, "")
+    return None
+
+
+def shown_in(shown: str, printed: str) -> bool:
+    """Whether the lines of ``shown`` are lines of ``printed`` in that order; ``...`` stands for anything."""
+    wanted = [re.escape(line.strip()).replace(r"\.\.\.", ".*") for line in shown.splitlines() if line.strip()]
+    found = "\n".join(line.strip() for line in printed.splitlines())
+    return re.search("(?:.*\n)*?".join(f"^{line}$\n?" for line in wanted), found, re.MULTILINE) is not None
+
+
+def _pages() -> list[object]:
+    out = []
+    for page in PAGES:
+        todo = [s for s in snippets(page) if s.language in ("python", "bash") and not s.left_out]
+        starts = any("launch(" in s.code or program(w) in RUN for s in todo for w in _words(s))
+        if todo:
+            marks = [pytest.mark.processes] if starts else []
+            out.append(pytest.param(page, id=str(page.relative_to(ROOT)), marks=marks))
+    return out
+
+
+def _words(snippet: Snippet) -> list[list[str]]:
+    return list(commands(snippet.code)) if snippet.language == "bash" else [["_"]]
+
+
+@pytest.mark.parametrize("page", _pages())
+def test_snippets_run(page: Path, tmp_path: Path) -> None:
+    problem = play(page, tmp_path)
+    if problem is not None:
+        pytest.fail(problem, pytrace=False)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_no_snippet_escapes(page: Path) -> None:
+    """Only known languages and commands, and a file that a page shows is run by one of its commands."""
+    found = [s for s in snippets(page) if not s.left_out]
+    ran = [word for s in found if s.language == "bash" for words in commands(s.code) for word in words]
+    for snippet in found:
+        where = f"{page.name}:{snippet.line}"
+        assert snippet.language in {"python", "bash"} | SHOWN, f"{where}: language {snippet.language!r}"
+        if snippet.language == "python" and snippet.title:
+            assert snippet.title in ran, f"{where}: no command runs {snippet.title}"
+        if snippet.language == "bash":
+            for words in commands(snippet.code):
+                assert program(words) in RUN | CHECKED, f"{where}: {words} would not be run"
+                check_names(words, where)
+
+
+def check_names(words: list[str], where: str) -> None:
+    """A make target exists, and so do the extras of a pip line."""
+    if program(words) == "make":
+        targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        for word in words[1:]:
+            assert "=" in word or word in targets, f"{where}: make has no target {word}"
+    for extras in re.findall(r"tpcore\[(.+?)\]", " ".join(words)) if program(words) == "pip" else []:
+        for extra in extras.split(","):
+            assert re.search(rf"^{extra} = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE), (
+                f"{where}: no extra {extra}"
+            )
+
+
+def test_environment_table_is_complete() -> None:
+    code = [p for folder in ("tpcore", "backends") for p in (ROOT / folder).rglob("*.py")]
+    read = {name for p in code for name in re.findall(r"TPCORE_[A-Z]+(?:_[A-Z]+)*", p.read_text())}
+    table = re.findall(r"^\| `(TPCORE_\w+)`", (ROOT / "docs/environment.md").read_text(), re.MULTILINE)
+    assert sorted(table) == sorted(read)
+
+
+def test_reference_has_every_public_name() -> None:
+    import tpcore  # here: a page's process is spared it
+
+    text = "\n".join(p.read_text() for p in (ROOT / "docs/reference").glob("*.md"))
+    shown = {name.rpartition(".")[2] for name in re.findall(r"^::: (\S+)", text, re.MULTILINE)}
+    documented_elsewhere = {"parallel_layers", "parallel_state"}  # in migrating-from-nxd.md
+    modules = {"random"}  # its functions are there one by one
+    assert set(tpcore.__all__) - shown - documented_elsewhere - modules == set()
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("```python\nprint(1 + 1)\n```\n```text title=\"output\"\n2\n```\n", None),
+        ("```python\nprint(1 + 1)\n```\n```text title=\"output\"\n3\n```\n", "shows"),
+        ("```python\nx = 1\n```\nand\n```python\nassert x == 2, x\n```\n", "AssertionError: 1"),
+        ("<!-- not run: it fails -->\n```python\nraise SystemExit(1)\n```\n", None),
+        ("```python title=\"a.py\"\nprint('a', 'b')\n```\n```bash\npython a.py\n```\n"
+         "```text title=\"output\"\na ...\n```\n", None),
+        ("```bash\npython no_such_file.py\n```\n", "no_such_file.py ended with status 2"),
+        ("<!-- fails -->\n```bash\npython no_such_file.py\n```\n", None),
+        ("<!-- fails -->\n```bash\npython -V\n```\n", "ended with status 0"),
+    ],
+)  # fmt: skip
+def test_the_player_itself(text: str, wrong: str | None, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(text)
+    problem = play(page, tmp_path)
+    assert (problem is None) if wrong is None else (problem is not None and wrong in problem)
+
+
+if __name__ == "__main__":
+    run_page(Path(sys.argv[1]))

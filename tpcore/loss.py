@@ -69,7 +69,8 @@ class _CrossEntropy(torch.autograd.Function):
         logits, log_sum, local, mine, kept = ctx.saved_tensors
         comm, smoothing, vocab = ctx.args
         padding = _padding(logits, comm, vocab)
-        scale = (grad * kept).to(log_sum.dtype).unsqueeze(-1)
+        # where, not a product: a mean over no tokens at all sends back inf
+        scale = torch.where(kept, grad, torch.zeros_like(grad)).to(log_sum.dtype).unsqueeze(-1)
         hit = (mine.to(log_sum.dtype) * (smoothing - 1)).unsqueeze(-1)
         out = torch.empty_like(logits, memory_format=torch.contiguous_format)
         for at in _chunks(logits, comm):

@@ -1,0 +1,255 @@
+"""Cross entropy over a cut vocabulary: what the matrix does not say."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import tpcore
+from tpcore import loss
+from tpcore.context import ParallelContext
+from tpcore.mesh import Mesh
+from tpcore.testing import run_ranks
+
+Ranks = Callable[..., list[Any]]
+
+
+def mine(logits: Tensor, ctx: ParallelContext) -> Tensor:
+    return logits.chunk(ctx.comm("tp").size, -1)[ctx.coord("tp")].clone().requires_grad_()
+
+
+def on_ranks(tp: int, fn: Callable[[ParallelContext], Any]) -> list[Any]:
+    return run_ranks(Mesh({"dp": 1, "tp": tp}), fn)
+
+
+def test_logits_of_a_padded_layer_need_only_the_vocabulary_size() -> None:
+    torch.manual_seed(0)
+    hidden, target = torch.randn(5, 8), torch.randint(13, (5,))
+    torch.manual_seed(1)
+    plain = torch.nn.Linear(8, 13)
+    want = F.cross_entropy(plain(hidden), target, label_smoothing=0.1)
+    want.backward()
+
+    def rank(ctx: ParallelContext) -> None:
+        torch.manual_seed(1)
+        head = tpcore.ColumnParallelLinear(8, 13, gather_output=False, pad=True)
+        got = tpcore.parallel_cross_entropy(head(hidden), target, 0.1, vocab_size=13).mean()
+        got.backward()
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-6)  # float32: 13 terms and 5 tokens
+        shard = head.shard_specs["weight"].shard(plain.weight.grad, ctx.coord("tp"), 4)
+        torch.testing.assert_close(head.weight.grad, shard, rtol=0, atol=1e-6)
+
+    on_ranks(4, rank)
+
+
+@pytest.mark.parametrize("chunk", [1, 20, 1 << 18])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_working_in_chunks_changes_no_bit(
+    chunk: int, smoothing: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    logits, target = torch.randn(3, 7, 12), torch.randint(11, (3, 7))
+    target[0, :2] = -100
+
+    def rank(ctx: ParallelContext) -> tuple[Tensor, Tensor]:
+        part = mine(logits, ctx)
+        out = tpcore.parallel_cross_entropy(part, target, smoothing, vocab_size=11)
+        out.sum().backward()
+        assert part.grad is not None
+        return out.detach(), part.grad
+
+    want = on_ranks(2, rank)
+    monkeypatch.setattr(loss, "CHUNK", chunk)
+    for got, expected in zip(on_ranks(2, rank), want, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("magnitude", [1e3, 1e30])
+def test_large_logits_stay_finite(ranks: Ranks, magnitude: float) -> None:
+    logits = torch.tensor([[-1.0, 1.0, 0.5, -0.5], [1.0, 1.0, 1.0, 1.0]]) * magnitude
+    target = torch.tensor([1, 3])
+    for out, grad in ranks(Mesh({"dp": 1, "tp": 2}), _loss_and_grad, logits, target):
+        # the target is far ahead, and level with three others
+        assert out.tolist() == [0.0, pytest.approx(torch.tensor(4.0).log().item(), abs=1e-6 * magnitude)]
+        assert out.isfinite().all()
+        assert grad.isfinite().all()
+
+
+def _loss_and_grad(ctx: ParallelContext, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    part = mine(logits, ctx)
+    out = tpcore.parallel_cross_entropy(part, target)
+    out.sum().backward()
+    assert part.grad is not None
+    return out.detach(), part.grad
+
+
+@pytest.mark.parametrize("masked", [float("-inf"), torch.finfo(torch.float32).min])
+def test_masked_logits(masked: float) -> None:
+    """Words that cannot be said, among them all words of one rank."""
+    torch.manual_seed(0)
+    logits = torch.randn(4, 8)
+    logits[:, 4:] = masked
+    logits[0, 2] = masked
+    target = torch.tensor([0, 1, 2, 3])
+    whole = logits.clone().requires_grad_()
+    want = F.cross_entropy(whole, target, reduction="none")
+    want.sum().backward()
+    assert whole.grad is not None
+
+    def rank(ctx: ParallelContext) -> None:
+        out, grad = _loss_and_grad(ctx, logits, target)
+        torch.testing.assert_close(out, want.detach(), rtol=0, atol=1e-6)
+        torch.testing.assert_close(grad, whole.grad.chunk(2, -1)[ctx.coord("tp")], rtol=0, atol=1e-6)
+
+    on_ranks(2, rank)
+
+
+def test_ignored_tokens_take_no_gradient_even_from_a_mean_of_nothing() -> None:
+    """sum / 0 sends inf back; 0 * inf would be nan."""
+    target = torch.full((3,), -100)
+
+    def rank(ctx: ParallelContext) -> None:
+        part = mine(torch.randn(3, 8), ctx)
+        out = tpcore.parallel_cross_entropy(part, target)
+        (out.sum() / (target != -100).sum()).backward()
+        assert part.grad is not None
+        assert not part.grad.any()
+
+    on_ranks(2, rank)
+
+
+def test_no_tokens() -> None:
+    def rank(ctx: ParallelContext) -> None:
+        part = torch.zeros(0, 4, requires_grad=True)
+        out = tpcore.parallel_cross_entropy(part, torch.zeros(0, dtype=torch.int64))
+        assert out.shape == (0,)
+        out.sum().backward()
+        assert part.grad is not None
+        assert part.grad.shape == (0, 4)
+
+    on_ranks(2, rank)
+
+
+@pytest.mark.parametrize("where", [0, 3, 7])
+def test_the_loss_is_the_same_bits_on_every_rank(where: int) -> None:
+    torch.manual_seed(0)
+    logits, target = torch.randn(16, 8, dtype=torch.bfloat16), torch.full((16,), where)
+    first, *others = on_ranks(
+        4, lambda ctx: tpcore.parallel_cross_entropy(mine(logits, ctx), target, 0.1).detach()
+    )
+    assert all(torch.equal(first, other) for other in others)
+
+
+def test_over_a_group_of_ones_own() -> None:
+    """The vocabulary cut over dp, by a Comm and by the group object that a user's script holds."""
+    torch.manual_seed(0)
+    logits, target = torch.randn(4, 8), torch.randint(8, (4,))
+    want = F.cross_entropy(logits, target, reduction="none")
+
+    def rank(ctx: ParallelContext) -> None:
+        dp = ctx.comm("dp")
+        for group in (dp, dp.process_group):
+            part = logits.chunk(2, -1)[ctx.coord("dp")]
+            got = tpcore.parallel_cross_entropy(part, target, tensor_model_parallel_group=group)
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
+
+    run_ranks(Mesh({"dp": 2, "tp": 2}), rank)
+
+
+INVALID: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "target too large": (
+        lambda: tpcore.parallel_cross_entropy(torch.zeros(2, 4), torch.tensor([0, 8])),
+        IndexError,
+        r"ids from 0 to 8 do not fit a vocabulary of 8 \(ignore_index=-100\)",
+    ),
+    "target in the padding": (
+        lambda: tpcore.parallel_cross_entropy(torch.zeros(2, 4), torch.tensor([0, 7]), vocab_size=7),
+        IndexError,
+        "ids from 0 to 7 do not fit a vocabulary of 7",
+    ),
+    "negative target": (
+        lambda: tpcore.parallel_cross_entropy(torch.zeros(2, 4), torch.tensor([0, -1])),
+        IndexError,
+        "ids from -1 to 0",
+    ),
+    "shapes": (
+        lambda: tpcore.parallel_cross_entropy(torch.zeros(2, 3, 4), torch.zeros(3, 2, dtype=torch.int64)),
+        ValueError,
+        r"logits of shape \(2, 3, 4\) need targets of \(2, 3\), not \(3, 2\)",
+    ),
+    "smoothing": (
+        lambda: tpcore.parallel_cross_entropy(torch.zeros(2, 4), torch.tensor([0, 1]), 1.5),
+        ValueError,
+        r"label_smoothing must be in \[0, 1\], not 1.5",
+    ),
+    "vocabulary too large": (
+        lambda: tpcore.parallel_cross_entropy(torch.zeros(2, 4), torch.tensor([0, 1]), vocab_size=9),
+        ValueError,
+        "vocab_size=9 does not fit 4 logits on each of 2 ranks",
+    ),
+    "vocabulary of none": (
+        lambda: tpcore.parallel_cross_entropy(torch.zeros(2, 4), torch.tensor([0, 1]), vocab_size=0),
+        ValueError,
+        "vocab_size=0",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", INVALID)
+def test_bad_arguments_are_an_error_on_every_rank(name: str) -> None:
+    call, error, said = INVALID[name]
+
+    def rank(ctx: ParallelContext) -> None:
+        with pytest.raises(error, match=said):
+            call()
+
+    on_ranks(2, rank)
+
+
+MEASURE = """
+import sys, torch, tpcore
+from tpcore.context import ParallelContext, use
+from tpcore.mesh import Mesh
+from tpcore.testing.threads import ThreadBackend, World
+
+def peak():
+    for line in open("/proc/self/status"):
+        if line.startswith("VmHWM"):
+            return int(line.split()[1]) * 1024
+
+torch.set_num_threads(1)
+dtype, smoothing = getattr(torch, sys.argv[1]), float(sys.argv[2])
+with use(ParallelContext(ThreadBackend(0, World(1)), Mesh({"tp": 1}), 0)):
+    def step(tokens, width):
+        logits = torch.ones(tokens, width, dtype=dtype, requires_grad=True)
+        target = torch.zeros(tokens, dtype=torch.int64)
+        open("/proc/self/clear_refs", "w").write("5")
+        before = peak()
+        tpcore.parallel_cross_entropy(logits, target, smoothing, vocab_size=width - 1).sum().backward()
+        return peak() - before
+    step(8, 64)
+    print(step(4096, 4096))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak resident size from /proc")
+@pytest.mark.parametrize(("dtype", "smoothing"), [("float32", 0.0), ("float32", 0.1), ("bfloat16", 0.1)])
+def test_memory_beyond_the_gradient_is_a_few_chunks(dtype: str, smoothing: float) -> None:
+    """The gradient has the size of the logits, 64 or 32 MiB; a chunk in float32 is 1 MiB."""
+    out = subprocess.run(
+        [sys.executable, "-c", MEASURE, dtype, str(smoothing)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=100,
+    )
+    size = 4096 * 4096 * (4 if dtype == "float32" else 2)
+    assert int(out.stdout) <= size + 8 * 2**20, f"{int(out.stdout) / 2**20:.1f} MiB"

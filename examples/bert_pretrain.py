@@ -106,6 +106,8 @@ def train(arguments: argparse.Namespace) -> None:
         dp_rank=dp_rank,
         start=done * arguments.grad_accum_usteps,
     )
+    if ctx.rank == 0:
+        _introduce(arguments, data, model, first=done + 1, last=last)
     report = Report(
         arguments.output_dir,
         done=done,
@@ -114,8 +116,6 @@ def train(arguments: argparse.Namespace) -> None:
         sequences=arguments.batch_size * arguments.grad_accum_usteps * dp_size,
         tensorboard=arguments.tensorboard,
     )
-    if ctx.rank == 0:
-        _introduce(arguments, data, model, first=done + 1, last=last)
     with closing(report):
         for step in range(done + 1, last + 1):
             seed_dropout(arguments.seed, step, dp_rank)

@@ -50,13 +50,14 @@ def _total_norm(parameters: list[Tensor], p: float) -> Tensor:
     whole: list[tuple[Tensor, int]] = []
     wide = torch.float32
     for parameter in parameters:
+        # of the parameter and not of its gradient, which not every rank need have
+        wide = torch.promote_types(wide, parameter.dtype)
         found, grad = sharding(parameter), _gradient(parameter)
         is_cut = found is not None and found.spec.dim is not None and found.comm.size > 1
         if is_cut and found is not None:
             cut[found.comm]  # takes part in the sum even where no rank has a gradient
         if grad is None:
             continue
-        wide = torch.promote_types(wide, grad.dtype)
         if is_cut and found is not None:
             cut[found.comm].append((grad, found.spec.copies(found.comm.size)))
         else:

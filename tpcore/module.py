@@ -84,6 +84,11 @@ class ParallelModule(nn.Module):
         self.shard_specs[name] = spec
         self._stamp_all()
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        super().register_parameter(name, param)
+        if name in self.shard_specs:  # a new one in its place, as `layer.weight = ...` puts it
+            self._stamp_all()
+
     def _stamp_all(self) -> None:
         for name, spec in self.shard_specs.items():
             parameter = self._parameters.get(name)

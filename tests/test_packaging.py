@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
@@ -117,6 +118,35 @@ def test_the_lock_satisfies_what_the_project_asks_for(metadata):
     versions = {name.lower(): Version(version) for name, version in locked.items()}
     unmet = [str(r) for r in wanted.values() if not r.specifier.contains(versions[r.name.lower()])]
     assert unmet == []
+
+
+def imported(*paths: Path) -> set[str]:
+    """The top-level names that these files import anywhere, those of Python and of this project left out."""
+    names = set()
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                names.add(node.module)
+    tops = {name.partition(".")[0] for name in names}
+    return tops - PACKAGES - sys.stdlib_module_names - {path.stem for path in paths}
+
+
+@pytest.mark.parametrize(
+    ("extra", "folder"),
+    [("", "tpcore"), ("cli", "tpcore/commands"), ("testing", "tpcore/testing"), ("examples", "examples")],
+)
+def test_what_a_part_imports_its_extra_brings(metadata, extra, folder):
+    separate = {"": ("commands", "testing", "_remote.py"), "cli": (), "testing": (), "examples": ()}[extra]
+    files = [
+        path
+        for path in (ROOT / folder).rglob("*.py")
+        if path.relative_to(ROOT / folder).parts[0] not in separate
+    ]
+    declared = requirements(metadata) | requirements(metadata, extra)
+    assert files
+    assert imported(*files) <= declared.keys()
 
 
 def test_importing_the_library_imports_no_backend_and_no_extra():

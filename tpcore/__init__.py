@@ -24,7 +24,7 @@ from .shard import Block, ShardSpec
 
 if TYPE_CHECKING:
     from . import parallel_layers, parallel_state
-    from .launch import launch
+    from .launcher import launch
 
 __version__ = "0.1.0"
 
@@ -32,7 +32,7 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     # on first use: the launcher pulls in torch's elastic agent, the other two only serve old scripts
     if name == "launch":
-        from .launch import launch
+        from .launcher import launch
 
         return launch
     if name in ("parallel_layers", "parallel_state"):

@@ -14,7 +14,7 @@ from types import CodeType
 import torch
 from torch import Tensor
 
-_LIBRARY = (str(Path(__file__).parent) + os.sep, str(Path(torch.__file__).parent) + os.sep, "<")
+_LIBRARY = (*(str(Path(f).parent) + os.sep for f in (__file__, torch.__file__)), "<frozen", "<eval")
 _WARMUP = 512
 _SITE = 1000  # characters of a call site that travel: the end of the path tells most
 

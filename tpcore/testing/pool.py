@@ -5,12 +5,10 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
-import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
@@ -18,68 +16,40 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import torch
 
+from .._remote import (
+    Outcome,
+    die_with,
+    outcome_of,
+    pack_call,
+    pack_outcome,
+    root_cause,
+    unpack_call,
+    unpack_outcome,
+)
 from ..context import ParallelContext, use
 from ..errors import BackendError, PeerLostError
 from ..mesh import Mesh
 
 _PRELOAD = ["torch", "torch.distributed", "cloudpickle", "tpcore", "tpcore.testing.pool", "tpcore_cpu_gloo"]
+_GRACE = 15.0  # seconds beyond the timeout of a collective, for a rank that is not in one
 
 
-class RankDied(BackendError):
-    """A worker process ended without an answer."""
-
-
-class RankTimeout(BackendError):
-    """A worker gave no answer in time; the message holds its stacks."""
-
-
-class RankErrors(BackendError):
-    """Several ranks failed. ``errors`` in rank order, None for a rank that did not."""
-
-    def __init__(self, message: str, errors: list[BaseException | None]) -> None:
-        super().__init__(message)
-        self.errors = errors
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How ``fn`` ended on one rank: a value, or an error with the remote traceback in its notes."""
-
-    value: Any = None
-    error: BaseException | None = None
-    seconds: float = 0.0
-
-
-class _Worker:
-    def __init__(self) -> None:
-        methods = get_context("forkserver")  # forks of a single-threaded server that has imported torch
-        methods.set_forkserver_preload(_PRELOAD)
-        self.conn, theirs = methods.Pipe()
-        self.stacks = Path(tempfile.mkstemp(prefix="tpcore-stacks-")[1])
-        self.process: BaseProcess = methods.Process(target=_serve, args=(theirs, str(self.stacks)), daemon=True)
-        self.process.start()
-        theirs.close()
-
-    def close(self) -> None:
-        self.conn.close()
-        if self.process.is_alive():
-            self.process.kill()
-        self.process.join()
-        self.stacks.unlink(missing_ok=True)
+class RankStuck(BackendError):
+    """A worker gave no answer in time. The message holds its stacks."""
 
 
 class RankPool:
-    """``size`` processes with torch and tpcore imported, used again and again."""
+    """``size`` processes with torch and tpcore imported, for one run after another.
+
+    A world smaller than the pool uses its first processes. One that was killed or left broken is replaced.
+    """
 
     def __init__(self, size: int) -> None:
-        import torch.distributed as dist  # noqa: TID251  the store that joins the ranks of a run
-
         self.size = size
-        self._workers = [_Worker() for _ in range(size)]
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._files = tempfile.TemporaryDirectory(prefix="tpcore-pool-")
+        self._workers = [_Worker(self._folder / f"stacks{i}") for i in range(size)]
         self._runs = 0
 
     def run(
@@ -87,82 +57,45 @@ class RankPool:
         mesh: Mesh,
         fn: Callable[..., Any],
         *args: Any,
-        backend: str = "cpu_gloo",
         timeout: float = 60.0,
-        raises: bool = True,
+        env: Mapping[str, str] | None = None,
     ) -> list[Any]:
-        """``fn(ctx, *args)`` on every rank of ``mesh``; the results in rank order.
+        """``fn(ctx, *args)`` on every rank of ``mesh`` over gloo; the results in rank order.
 
-        ``timeout``: seconds that a collective may wait, and (with some grace) the whole run. The root
-        cause of a failure is raised; ``raises=False`` returns an Outcome per rank instead.
+        Raises the first error that is not the consequence of another rank's. ``timeout``: seconds that a
+        collective may wait. ``env``: variables for this run.
         """
-        if mesh.size > self.size:
-            raise ValueError(f"mesh {dict(mesh.axes)} has {mesh.size} ranks and the pool {self.size} workers")
-        self._runs += 1
-        workers = self._workers[: mesh.size]
-        job = cloudpickle.dumps((dict(mesh.axes), fn, args, backend, timeout, self._store.port, self._runs))
-        for rank, worker in enumerate(workers):
-            worker.conn.send((rank, sys.path, job))
-        outcomes = self._collect(workers, timeout + 10.0)
-        if not raises:
-            return outcomes
-        errors = [o.error for o in outcomes]
-        failed = [e for e in errors if e is not None]
-        if failed:
-            cause = min(failed, key=lambda e: isinstance(e, PeerLostError))
-            cause.rank_errors = errors  # type: ignore[attr-defined]
-            raise cause
+        outcomes = self.outcomes(mesh, fn, *args, timeout=timeout, env=env)
+        error = root_cause(outcomes)
+        if error is not None:
+            raise error
         return [o.value for o in outcomes]
 
-    def _collect(self, workers: list[_Worker], seconds: float) -> list[Outcome]:
-        outcomes: dict[_Worker, Outcome] = {}
-        deadline = time.monotonic() + seconds
-        while len(outcomes) < len(workers):
-            open_ = [w for w in workers if w not in outcomes]
-            handles = [h for w in open_ for h in (w.conn, w.process.sentinel)]
-            ready = wait(handles, timeout=max(0.0, deadline - time.monotonic()))
-            if not ready:
-                for w in open_:
-                    outcomes[w] = Outcome(error=self._stuck(workers.index(w), w, seconds))
-                break
-            for w in open_:
-                if w.conn in ready:
-                    outcomes[w] = self._receive(workers.index(w), w)
-                elif w.process.sentinel in ready:
-                    outcomes[w] = self._receive(workers.index(w), w) if w.conn.poll() else self._died(workers.index(w), w)
-        for w in workers:
-            if isinstance(outcomes[w].error, (RankDied, RankTimeout)):
-                self._replace(w)
-        return [outcomes[w] for w in workers]
+    def outcomes(
+        self,
+        mesh: Mesh,
+        fn: Callable[..., Any],
+        *args: Any,
+        timeout: float = 60.0,
+        env: Mapping[str, str] | None = None,
+    ) -> list[Outcome]:
+        """As ``run``, but how every rank ended: PeerLostError for one that was killed."""
+        if mesh.size > self.size:
+            raise ValueError(f"mesh {dict(mesh.axes)} has {mesh.size} ranks, the pool {self.size} processes")
+        self._runs += 1
+        job = (dict(mesh.axes), timeout, dict(env or {}), str(self._folder / f"run{self._runs}"))
+        call = pack_call(fn, args, {})
+        for rank, worker in enumerate(self._workers[: mesh.size]):
+            worker.conn.send((rank, job, call))
+        return self._collect(mesh.size, time.monotonic() + timeout + _GRACE)
 
-    def _receive(self, rank: int, w: _Worker) -> Outcome:
-        try:
-            outcome: Outcome = cloudpickle.loads(w.conn.recv_bytes())
-        except (EOFError, ConnectionResetError):
-            return self._died(rank, w)
-        return outcome
-
-    def _died(self, rank: int, w: _Worker) -> Outcome:
-        w.process.join()
-        code = w.process.exitcode or 0
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
-        return Outcome(error=RankDied(f"rank {rank} {how}"))
-
-    def _stuck(self, rank: int, w: _Worker, seconds: float) -> RankTimeout:
-        assert w.process.pid
-        os.kill(w.process.pid, signal.SIGUSR1)
-        deadline = time.monotonic() + 1.0
-        while not w.stacks.stat().st_size and time.monotonic() < deadline:
-            time.sleep(0.02)
-        return RankTimeout(f"rank {rank} gave no answer in {seconds:g} s\n{w.stacks.read_text()}")
-
-    def _replace(self, w: _Worker) -> None:
-        w.close()
-        self._workers[self._workers.index(w)] = _Worker()
+    def pids(self) -> list[int]:
+        return [w.process.pid or 0 for w in self._workers]
 
     def close(self) -> None:
-        for w in self._workers:
-            w.close()
+        for worker in self._workers:
+            worker.close()
+        self._files.cleanup()
 
     def __enter__(self) -> RankPool:
         return self
@@ -170,53 +103,112 @@ class RankPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def _folder(self) -> Path:
+        return Path(self._files.name)
+
+    def _collect(self, world: int, deadline: float) -> list[Outcome]:
+        outcomes: dict[int, Outcome] = {}
+        while len(outcomes) < world:
+            handles = {self._workers[r].conn: r for r in range(world) if r not in outcomes}
+            ready = wait(list(handles), timeout=max(0.0, deadline - time.monotonic()))
+            for conn in ready:
+                rank = handles[conn]  # type: ignore[index]  # of the connections that went in
+                outcomes[rank] = self._workers[rank].answer(rank)
+            if not ready:
+                stuck = {r: Outcome(error=self._workers[r].stuck(r)) for r in handles.values()}
+                outcomes |= stuck
+        for rank, outcome in outcomes.items():
+            if outcome.error is not None and not self._workers[rank].reusable:
+                self._workers[rank].close()
+                self._workers[rank] = _Worker(self._folder / f"stacks{rank}")
+        return [outcomes[r] for r in range(world)]
+
+
+class _Worker:
+    """One process, as seen from the test."""
+
+    def __init__(self, stacks: Path) -> None:
+        methods = get_context("forkserver")  # forks of a single-threaded server that has imported torch
+        methods.set_forkserver_preload(_PRELOAD)
+        self.conn, theirs = methods.Pipe()
+        self.reusable = True
+        self._stacks = stacks
+        self.process: BaseProcess = methods.Process(target=_serve, args=(theirs, str(stacks)), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def answer(self, rank: int) -> Outcome:
+        try:
+            self.reusable, packed = self.conn.recv()
+            return unpack_outcome(packed)
+        except (EOFError, ConnectionResetError):
+            self.reusable = False
+            self.process.join()
+        code = self.process.exitcode or 0
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
+        return Outcome(error=PeerLostError(f"rank {rank} {how}"))
+
+    def stuck(self, rank: int) -> RankStuck:
+        self.reusable = False
+        os.kill(self.process.pid or 0, signal.SIGUSR1)
+        deadline = time.monotonic() + 2.0
+        while not self._stacks.stat().st_size and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return RankStuck(f"rank {rank} gave no answer in time. Its threads:\n{self._stacks.read_text()}")
+
+    def close(self) -> None:
+        self.conn.close()
+        self.process.kill()
+        self.process.join()
+
 
 def _serve(conn: Connection, stacks: str) -> None:
+    die_with(os.getppid())
+    torch.set_num_threads(1)
     with open(stacks, "w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
-        torch.set_num_threads(1)
         while True:
             try:
-                rank, path, job = conn.recv()
+                rank, job, call = conn.recv()
             except EOFError:
                 return
-            sys.path[:] = path
-            started = time.monotonic()
-            try:
-                outcome = Outcome(value=_run(rank, job))
-            except BaseException as e:  # noqa: BLE001  carried to the test
-                outcome = Outcome(error=_noted(e, rank))
-            conn.send_bytes(_dump(Outcome(outcome.value, outcome.error, time.monotonic() - started)))
+            entered: list[bool] = []
+            outcome = outcome_of(lambda: _run(rank, job, call, entered))  # noqa: B023  called at once
+            # a group that did not come about leaves traces in torch.distributed that no later one survives
+            conn.send((bool(entered), pack_outcome(outcome, rank)))
 
 
-def _run(rank: int, job: bytes) -> Any:
-    import torch.distributed as dist  # noqa: TID251
+def _run(rank: int, job: tuple[Any, ...], call: bytes, entered: list[bool]) -> Any:
+    import torch.distributed as dist  # noqa: TID251  the store that the ranks of a run meet at
     from tpcore_cpu_gloo import GlooBackend
 
-    axes, fn, args, _, timeout, port, run = cloudpickle.loads(job)
+    axes, timeout, variables, path = job
+    fn, args, _ = unpack_call(call)
     mesh = Mesh(axes)
-    store = dist.PrefixStore(f"run{run}", dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=timeout)))
+    # a file and not a port: torch looks up the name of every address it connects to, and may wait for it
+    store = dist.FileStore(path, -1)
+    store.set_timeout(timedelta(seconds=timeout))
     backend = GlooBackend(store, rank, mesh.size)
-    backend.start(timeout)
+    with _environment(variables):
+        backend.start(timeout)
+        entered.append(True)
+        try:
+            with use(ParallelContext(backend, mesh, rank)) as ctx:
+                return fn(ctx, *args)
+        finally:
+            backend.stop()
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
-        with use(ParallelContext(backend, mesh, rank)) as ctx:
-            return fn(ctx, *args)
+        yield
     finally:
-        backend.stop()
-
-
-def _noted(error: BaseException, rank: int) -> BaseException:
-    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    if hasattr(error, "add_note"):
-        error.add_note(f"on rank {rank}:\n{text}")
-    return error
-
-
-def _dump(outcome: Outcome) -> bytes:
-    try:
-        data = cloudpickle.dumps(outcome)
-        cloudpickle.loads(data)
-    except Exception as e:  # noqa: BLE001  an exception or a result that cannot travel
-        what = f"{type(e).__name__}: {e}; the outcome was {outcome!r}"
-        data = cloudpickle.dumps(Outcome(error=BackendError(f"the outcome of a rank cannot be pickled: {what}")))
-    return data
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

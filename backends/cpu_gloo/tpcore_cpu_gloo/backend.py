@@ -2,28 +2,54 @@
 
 from __future__ import annotations
 
+import json
 import os
+import socket
+import sys
+import uuid
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import astuple
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from tpcore.backend import Backend
+from tpcore.check import checked_calls
 from tpcore.comm import Comm
+from tpcore.errors import BackendError, CollectiveMismatchError
 from tpcore.mesh import Group
 
 from .comm import GlooComm
+from .guard import Guard
+from .journal import Journal
+from .lobby import Lobby, own_client, store_of_environment
+from .monitor import Monitor, Verdict
+from .process import Identity, sever, sockets
+
+Members = tuple[int, ...]
 
 
 class GlooBackend(Backend):
-    """Runs where ``torchrun`` started the processes, or over ``store`` with an explicit rank and world."""
+    """One rank of a job. Which job: torch.distributed's default group if the program has made one, else
+    ``store`` with an explicit rank and world, else what torchrun's environment says, else a world of one.
+    """
 
     def __init__(self, store: dist.Store | None = None, rank: int = 0, world: int = 1) -> None:
-        self._store, self._rank, self._world = store, rank, world
+        self._given = None if store is None else (store, rank, world)
+        self._groups: dict[tuple[Members, ...], tuple[Any, Guard]] = {}
+        self._user_groups: dict[Any, Comm] = {}
+        self._sides: Counter[Members] = Counter()
+        self._singles: list[Any] = []
+        self._comms: list[GlooComm] = []
+        self._made: list[Any] = []
+        self._journal = Journal()
+        self._monitor: Monitor | None = None
         self._owns = False
-        self._groups: dict[tuple[tuple[int, ...], ...], Any] = {}
-        self._timeout = timedelta(seconds=120)
 
     @classmethod
     def unavailable(cls) -> str | None:
@@ -34,36 +60,184 @@ class GlooBackend(Backend):
         return None
 
     def start(self, timeout: float) -> tuple[int, int]:
-        self._timeout = timedelta(seconds=timeout)
-        if dist.is_initialized():
-            return dist.get_rank(), dist.get_world_size()
-        if self._store is None and "RANK" in os.environ:
-            dist.init_process_group("gloo", timeout=self._timeout)
-        else:
-            store = self._store or dist.HashStore()
-            dist.init_process_group(
-                "gloo", store=store, rank=self._rank, world_size=self._world, timeout=self._timeout
+        self._timeout, self._checked = timeout, checked_calls()
+        try:
+            return self._start()
+        except BaseException:
+            self.stop()
+            raise
+
+    def _start(self) -> tuple[int, int]:
+        adopted = dist.is_initialized()
+        if adopted:
+            store, rank, world = (
+                _default_store(),
+                dist.get_rank(),
+                dist.get_world_size(),
             )
-        self._owns = True
-        return dist.get_rank(), dist.get_world_size()
+        else:
+            job = self._given or store_of_environment(self._timeout)
+            store, rank, world = job or (dist.HashStore(), 0, 1)
+        self._rank, self._world = rank, world
+        if world > 1:
+            # a program may start, stop and start again at one store, where what was said stays
+            store = dist.PrefixStore(f"tpcore{store.add(f'tpcore/starts/{rank}', 1)}", store)
+            self._lobby = Lobby(store, rank, world, self._timeout)
+            self._monitor = self._watch(store)
+        if not adopted:
+            with self._connecting(range(world)):
+                seconds = timedelta(seconds=self._timeout)
+                self._owns = True  # from here on, for an error inside may leave it half made
+                dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=seconds)
+        return rank, world
 
     def stop(self) -> None:
+        error = sys.exc_info()[1]  # of the with or finally block that stops this rank, if that is why
+        if self._monitor is not None:
+            if error is not None:
+                self._monitor.fail(error)
+            self._monitor.close("left the job (tpcore.shutdown)")
+            if self._monitor.verdict is not None:
+                sever(self._monitor.sockets)
+        for comm in self._comms:
+            comm.close()
         self._groups.clear()
-        if self._owns:
+        self._user_groups.clear()
+        for pg in self._made:
+            dist.destroy_process_group(pg)
+        self._made.clear()
+        if self._owns and dist.is_initialized():
             dist.destroy_process_group()
-            self._owns = False
+        self._owns = False
 
     def comm(self, group: Group, rank: int) -> Comm:
-        members = group.members(rank)
+        if group.size == 1:
+            return GlooComm(group, 0, self._single, None)
         if group.partition not in self._groups:
-            # every rank creates every subgroup, in the same order, as new_group demands
-            pgs = {ranks: dist.new_group(list(ranks), self._timeout, "gloo") for ranks in group.partition}
-            self._groups[group.partition] = pgs[members]
-        return GlooComm(group, members.index(rank), self._groups[group.partition])
+            self._groups[group.partition] = self._make(group)
+        pg, guard = self._groups[group.partition]
+        guard.axes = min(guard.axes, group.axes, key=len)  # one group may serve several axes
+        return self._comm(group, pg, guard)
 
     def comm_of(self, process_group: Any) -> Comm:
-        ranks = tuple(dist.get_process_group_ranks(process_group))
-        return GlooComm(Group(("user",), (ranks,)), dist.get_group_rank(process_group, dist.get_rank()), process_group)
+        """Collectives over a torch.distributed group. The first call for a group is itself collective."""
+        if process_group not in self._user_groups:
+            members = tuple(dist.get_process_group_ranks(process_group))
+            group = Group(("user",), (members,))
+            if len(members) == 1:
+                self._user_groups[process_group] = GlooComm(group, 0, lambda: process_group, None)
+            else:
+                guard = self._guard(group.axes, members)
+                self._user_groups[process_group] = self._comm(group, process_group, guard)
+        return self._user_groups[process_group]
 
     def device(self) -> torch.device:
         return torch.device("cpu")
+
+    def _comm(self, group: Group, pg: Any, guard: Guard) -> GlooComm:
+        comm = GlooComm(group, guard.members.index(self._rank), lambda: pg, guard)
+        self._comms.append(comm)
+        return comm
+
+    def _watch(self, store: dist.Store) -> Monitor:
+        """Who is here, and whether all mean to check the same; then the thread that watches them."""
+        said = [json.loads(text) for text in self._lobby.meet("start", self._introduction(), lambda: None)]
+        checks = {checked for _, checked, _ in said}
+        if len(checks) > 1:
+            told = ", ".join(f"rank {r}: {checked}" for r, (_, checked, _) in enumerate(said))
+            raise ValueError(f"TPCORE_CHECK must be the same on all ranks; calls to check are {told}")
+        connect = partial(own_client, store, f"tpcore monitor {said[0][2]}", self._timeout)
+        monitor = Monitor(connect, self._rank, [Identity(*peer) for peer, _, _ in said], self._journal)
+        monitor.open()
+        return monitor
+
+    def _introduction(self) -> str:
+        return json.dumps([astuple(Identity.own()), self._checked, uuid.uuid4().hex])
+
+    def _make(self, group: Group) -> tuple[Any, Guard]:
+        """A process group for this rank's part of ``group``: all ranks make all parts, in one order."""
+        heard = self._lobby.meet(f"make group {len(self._groups)}", repr(group.partition), self._lost)
+        for rank, partition in enumerate(heard):
+            if partition != heard[0]:
+                raise CollectiveMismatchError(
+                    f"ranks 0 and {rank} disagree on the next groups to make (is tp the same on both?):\n"
+                    f"  rank 0: {heard[0]}\n  rank {rank}: {partition}"
+                )
+        members = group.members(self._rank)
+        with self._connecting(members):
+            if self._owns and members == tuple(range(self._world)):
+                pg: Any = dist.group.WORLD
+            else:
+                seconds = timedelta(seconds=self._timeout)
+                made = {ranks: dist.new_group(list(ranks), seconds, "gloo") for ranks in group.partition}
+                pg = made[members]
+                self._made.append(pg)
+        return pg, self._guard(group.axes, members)
+
+    def _lost(self) -> BackendError | None:
+        verdict = None if self._monitor is None else self._monitor.verdict
+        return None if verdict is None else verdict.error(self._journal.last())
+
+    def _guard(self, axes: Sequence[str], members: Members) -> Guard:
+        if self._monitor is None:
+            raise BackendError(f"group {members} was made after tpcore.shutdown()")
+        side = None
+        if self._checked:
+            self._sides[members] += 1
+            store = dist.PrefixStore(f"side of {members} {self._sides[members]}", self._lobby.store)
+            seconds = timedelta(seconds=self._timeout)
+            with self._connecting(members):
+                side = dist.ProcessGroupGloo(store, members.index(self._rank), len(members), seconds)
+        checked = self._checked, side
+        return Guard(axes, members, self._rank, checked, self._timeout, self._journal, self._monitor)
+
+    def _single(self) -> Any:
+        """The process group of this rank alone, made when somebody asks (DDP over a dp of one)."""
+        if not self._singles:
+            with _loopback():
+                self._singles.append(dist.new_group([self._rank], use_local_synchronization=True))
+            self._made.extend(self._singles)
+        return self._singles[0]
+
+    @contextmanager
+    def _connecting(self, members: Sequence[int]) -> Iterator[None]:
+        """Gloo connects to ``members`` in here: note its sockets, and name the rank that fails."""
+        before = sockets()
+        try:
+            if self._monitor is None:
+                with _loopback():
+                    yield
+                return
+            yield
+        except dist.DistStoreError as e:
+            if self._monitor is None:
+                raise
+            text = f"rank {self._rank} waited {self._timeout:g} s for ranks {list(members)} to connect: {e}"
+            raise self._monitor.post(Verdict("timeout", text)).error(self._journal.last()) from e
+        except RuntimeError as e:
+            if self._monitor is None or isinstance(e, BackendError):
+                raise
+            raise self._monitor.diagnose(members, e).error(self._journal.last()) from e
+        finally:
+            if self._monitor is not None:
+                self._monitor.sockets |= sockets() - before
+
+
+def _default_store() -> dist.Store:
+    store: dist.Store = dist.distributed_c10d._get_default_store()
+    return store
+
+
+@contextmanager
+def _loopback() -> Iterator[None]:
+    """A group of one needs no port that others can reach, and gloo opens one."""
+    name = "GLOO_SOCKET_IFNAME"
+    local = [i for _, i in socket.if_nameindex() if i in ("lo", "lo0")]
+    if name in os.environ or not local:
+        yield
+        return
+    os.environ[name] = local[0]
+    try:
+        yield
+    finally:
+        del os.environ[name]

@@ -102,9 +102,9 @@ def _load(ep: EntryPoint) -> type[Backend]:
     try:
         manager.register(ep.load())
         manager.check_pending()
+        cls = manager.hook.tpcore_backend()
     except Exception as e:
         raise BackendError(f"{where} cannot be loaded: {type(e).__name__}: {e}") from e
-    cls = manager.hook.tpcore_backend()
     if not (isinstance(cls, type) and issubclass(cls, Backend)):
         raise BackendError(f"{where}: its tpcore_backend hook returned {cls!r}, not a Backend class")
     return cls
@@ -127,7 +127,10 @@ def backend_class(name: str) -> type[Backend]:
 def load_backend(name: str) -> Backend:
     """An instance of the backend called ``name``, or BackendError saying why it cannot run here."""
     cls = backend_class(name)
-    why = cls.unavailable()
+    try:
+        why = cls.unavailable()
+    except Exception as e:
+        raise BackendError(f"backend {name!r} cannot tell if it can run: {type(e).__name__}: {e}") from e
     if why is not None:
         raise BackendError(f"backend {name!r} cannot run here: {why}")
     return cls()

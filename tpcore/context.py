@@ -120,6 +120,20 @@ def _mesh(tp: int, world: int) -> Mesh:
     return Mesh({"pp": 1, "dp": world // tp, "tp": tp})
 
 
+def _seconds(timeout: float | None) -> float:
+    given = os.environ.get("TPCORE_TIMEOUT") if timeout is None else timeout
+    if given is None:
+        return DEFAULT_TIMEOUT
+    what = "TPCORE_TIMEOUT" if timeout is None else "timeout"
+    try:
+        seconds = float(given)
+    except ValueError:
+        raise ValueError(f"{what} must be a positive number of seconds, not {given!r}") from None
+    if not seconds > 0:
+        raise ValueError(f"{what} must be a positive number of seconds, not {seconds}")
+    return seconds
+
+
 def init(
     backend: str | Backend | None = None, tp: int = 1, *, timeout: float | None = None
 ) -> ParallelContext:
@@ -139,9 +153,7 @@ def init(
         )
     if not isinstance(tp, int) or tp < 1:
         raise ValueError(f"tp must be a whole number of ranks, 1 or more, not {tp!r}")
-    seconds = float(os.environ.get("TPCORE_TIMEOUT", DEFAULT_TIMEOUT)) if timeout is None else timeout
-    if seconds <= 0:
-        raise ValueError(f"timeout must be a positive number of seconds, not {seconds}")
+    seconds = _seconds(timeout)
     chosen = backend if isinstance(backend, Backend) else load_backend(_choose(backend))
     rank, world = chosen.start(seconds)
     try:

@@ -1,0 +1,389 @@
+"""init and the context in force; backends as plugins, found through a distribution on the path."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import tpcore
+from tpcore.backend import backend_class, load_backend
+from tpcore.context import ParallelContext
+from tpcore.errors import BackendError
+from tpcore.mesh import Mesh
+from tpcore.testing import ThreadBackend, run_ranks
+from tpcore.testing.threads import World
+
+
+class Recorded(ThreadBackend):
+    """Rank 0 of a world of threads, which notes what is asked of it."""
+
+    def __init__(self, world: int = 1, rank: int = 0) -> None:
+        super().__init__(rank, World(world))
+        self.log: list[str] = []
+
+    def start(self, timeout: float) -> tuple[int, int]:
+        self.log.append(f"start {timeout:g}")
+        return super().start(timeout)
+
+    def mark_step(self) -> None:
+        self.log.append("mark_step")
+
+    def stop(self) -> None:
+        self.log.append("stop")
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No launcher's environment, and nothing left initialized."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TPCORE_BACKEND", "TPCORE_TIMEOUT"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    left = tpcore.is_initialized()
+    if left:
+        tpcore.shutdown()
+    assert not left
+
+
+# -- init --------------------------------------------------------------------------------------------------
+
+
+def test_init_and_shutdown() -> None:
+    backend = Recorded(world=8, rank=5)
+    ctx = tpcore.init(backend, tp=2)
+    assert tpcore.is_initialized()
+    assert tpcore.current() is ctx
+    assert dict(ctx.mesh.axes) == {"pp": 1, "dp": 4, "tp": 2}
+    assert (ctx.coord("dp"), ctx.coord("tp"), ctx.world.size) == (2, 1, 8)
+    tpcore.shutdown()
+    assert backend.log == ["start 120", "stop"]
+    assert not tpcore.is_initialized()
+    tpcore.init(Recorded())
+    tpcore.shutdown()
+
+
+def test_a_world_of_one() -> None:
+    ctx = tpcore.init(Recorded())
+    layer = tpcore.ColumnParallelLinear(4, 8)
+    opt = torch.optim.SGD(layer.parameters(), lr=1.0)
+    layer(torch.ones(2, 4)).sum().backward()
+    tpcore.optimizer_step(opt)
+    assert isinstance(ctx.backend, Recorded)
+    assert ctx.backend.log == ["start 120", "mark_step"]
+    tpcore.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("world", "tp", "said"),
+    [
+        (
+            1,
+            2,
+            r"tp=2 needs 2 processes.*\n    torchrun --nproc_per_node=2 .*\n.*tpcore.launch\(fn, nprocs=2\)",
+        ),
+        (4, 3, "tp=3 does not divide the world of 4 processes"),
+        (4, 8, "tp=8 is larger than the world of 4 processes"),
+        (4, 0, "tp must be a whole number of ranks, 1 or more, not 0"),
+        (4, -2, "not -2"),
+        (4, 2.0, r"not 2\.0"),
+        (4, "2", "not '2'"),
+    ],
+)
+def test_a_tp_that_does_not_fit_is_an_error_and_leaves_nothing_running(
+    world: int, tp: object, said: str
+) -> None:
+    backend = Recorded(world)
+    with pytest.raises(ValueError, match=said):
+        tpcore.init(backend, tp=tp)  # type: ignore[arg-type]
+    assert not tpcore.is_initialized()
+    assert backend.log in ([], ["start 120", "stop"])
+
+
+def test_under_a_launcher_the_error_is_about_its_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(ValueError, match=r"tp=2 is larger than the world of 1 processes"):
+        tpcore.init(Recorded(), tp=2)
+
+
+def test_init_twice() -> None:
+    tpcore.init(Recorded(4), tp=2)
+    with pytest.raises(
+        RuntimeError, match=r"already initialized with mesh \{'pp': 1, 'dp': 2, 'tp': 2\}.*shutdown"
+    ):
+        tpcore.init(Recorded(4), tp=4)
+    assert tpcore.current().mesh.axes["tp"] == 2
+    tpcore.shutdown()
+
+
+BEFORE_INIT: dict[str, Callable[[], object]] = {
+    "current": tpcore.current,
+    "column": lambda: tpcore.ColumnParallelLinear(4, 4),
+    "row": lambda: tpcore.RowParallelLinear(4, 4),
+    "embedding": lambda: tpcore.ParallelEmbedding(4, 4),
+    "layer norm": lambda: tpcore.LayerNorm(4),
+    "cross entropy": lambda: tpcore.parallel_cross_entropy(
+        torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64)
+    ),
+    "reduce_gradients": lambda: tpcore.reduce_gradients([]),
+    "manual_seed": lambda: tpcore.random.manual_seed(0),
+}
+
+
+@pytest.mark.parametrize("name", BEFORE_INIT)
+def test_use_before_init(name: str) -> None:
+    with pytest.raises(RuntimeError, match=r"no parallel context: call tpcore.init\(.*\) first"):
+        BEFORE_INIT[name]()
+
+
+def test_shutdown_without_init() -> None:
+    with pytest.raises(RuntimeError, match=r"without tpcore.init"):
+        tpcore.shutdown()
+
+
+def test_timeout_from_argument_environment_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    for given, env in ((None, None), (None, "30"), (7.5, "30")):
+        if env is not None:
+            monkeypatch.setenv("TPCORE_TIMEOUT", env)
+        backend = Recorded()
+        tpcore.init(backend, timeout=given)
+        tpcore.shutdown()
+        seen.append(backend.log[0])
+    assert seen == ["start 120", "start 30", "start 7.5"]
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("nan")])
+def test_impossible_timeouts(seconds: float) -> None:
+    with pytest.raises(ValueError, match="timeout must be a positive number of seconds, not"):
+        tpcore.init(Recorded(), timeout=seconds)
+
+
+def test_a_timeout_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TPCORE_TIMEOUT", "soon")
+    with pytest.raises(ValueError, match=r"TPCORE_TIMEOUT must be a positive number of seconds, not 'soon'"):
+        tpcore.init(Recorded())
+
+
+def test_a_backend_that_cannot_make_its_groups_is_stopped() -> None:
+    class NoGroups(Recorded):
+        def comm(self, group: tpcore.Group, rank: int) -> tpcore.Comm:
+            raise BackendError("no group today")
+
+    backend = NoGroups()
+    with pytest.raises(BackendError, match="no group today"):
+        tpcore.init(backend)
+    assert backend.log == ["start 120", "stop"]
+
+
+# -- use ---------------------------------------------------------------------------------------------------
+
+
+def context(rank: int = 0, **axes: int) -> ParallelContext:
+    mesh = Mesh(axes or {"dp": 1, "tp": 1})
+    return ParallelContext(ThreadBackend(rank, World(mesh.size)), mesh, rank)
+
+
+def test_use_is_nested_and_over_init() -> None:
+    outer, inner = context(dp=1, tp=2), context(dp=1, tp=4)
+    started = tpcore.init(Recorded())
+    with tpcore.use(outer) as got:
+        assert got is tpcore.current() is outer
+        assert tpcore.ColumnParallelLinear(8, 8, device="meta").weight.shape == (4, 8)
+        with pytest.raises(KeyError), tpcore.use(inner):
+            raise KeyError(tpcore.current().mesh.axes["tp"])
+        assert tpcore.current() is outer
+    assert tpcore.current() is started
+    tpcore.shutdown()
+
+
+def test_a_layer_keeps_the_context_it_was_made_in() -> None:
+    with tpcore.use(context(rank=1, dp=2, tp=1)):
+        layer = tpcore.ColumnParallelLinear(4, 8)
+    assert not tpcore.is_initialized()
+    assert layer(torch.ones(1, 4)).shape == (1, 8)
+
+
+def test_the_users_own_threads_see_what_init_started_but_not_anothers_use() -> None:
+    seen: list[object] = []
+
+    def work() -> None:
+        seen.append(tpcore.current())
+        with tpcore.use(mine):
+            seen.append(tpcore.current())
+
+    mine, other = context(), context()
+    started = tpcore.init(Recorded())
+    with tpcore.use(other):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        assert tpcore.current() is other
+    assert seen == [started, mine]
+    tpcore.shutdown()
+
+
+def test_ranks_do_not_see_each_others_context() -> None:
+    def rank(ctx: ParallelContext) -> bool:
+        mine = context(rank=1, dp=1, tp=2)
+        with tpcore.use(mine):
+            ctx.world.all_reduce(torch.ones(1))
+            return tpcore.current() is mine
+
+    assert run_ranks(Mesh({"tp": 4}), rank) == [True] * 4
+
+
+def test_groups_are_made_once_and_found_again() -> None:
+    ctx = context(rank=3, pp=1, dp=2, tp=2)
+    tp = ctx.comm("tp")
+    assert ctx.comm("tp") is tp
+    assert ctx.comm_for(None) is tp
+    assert ctx.comm_for(ctx.comm("dp")) is ctx.comm("dp")
+    assert ctx.comm_for(tp.process_group) is tp
+    assert ctx.device == torch.device("cpu")
+    with pytest.raises(BackendError, match="cannot use the group 'mine': pass a tpcore Comm"):
+        ctx.comm_for("mine")
+
+
+# -- plugins -----------------------------------------------------------------------------------------------
+
+GOOD = """
+    from tpcore.backend import hookimpl
+    from tpcore.testing.threads import ThreadBackend, World
+
+    class Mine(ThreadBackend):
+        def __init__(self):
+            super().__init__(0, World(1))
+
+    @hookimpl
+    def tpcore_backend():
+        return Mine
+"""
+PROBE = """
+    def unavailable():
+        {}
+
+    Mine.unavailable = staticmethod(unavailable)
+"""
+Install = Callable[..., None]
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
+    """Put a distribution with one backend on the path, as an installer would."""
+
+    def put(name: str, code: str, distribution: str | None = None) -> None:
+        distribution = distribution or f"tpcore-{name}"
+        module = f"{distribution.replace('-', '_')}_plugin"
+        place = tmp_path / distribution
+        info = place / f"{distribution.replace('-', '_')}-1.2.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.2\n")
+        (info / "entry_points.txt").write_text(f"[tpcore]\n{name} = {module}\n")
+        (place / f"{module}.py").write_text(textwrap.dedent(code))
+        monkeypatch.syspath_prepend(place)
+        modules.append(module)
+
+    modules: list[str] = []
+    yield put
+    for module in modules:
+        sys.modules.pop(module, None)
+
+
+def test_a_third_partys_backend_needs_only_to_be_installed(install: Install) -> None:
+    install("mine", GOOD)
+    (info,) = [b for b in tpcore.backends() if b.name == "mine"]
+    assert (info.distribution, info.version, info.module) == ("tpcore-mine", "1.2", "tpcore_mine_plugin")
+    assert (info.usable, info.reason) == (True, "")
+    ctx = tpcore.init("mine")
+    assert type(ctx.backend).__name__ == "Mine"
+    tpcore.shutdown()
+
+
+def test_the_environment_chooses_and_the_choice_is_said(
+    install: Install, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    install("mine", GOOD)
+    monkeypatch.setenv("TPCORE_BACKEND", "mine")
+    tpcore.init()
+    tpcore.shutdown()
+    assert capfd.readouterr().err == "tpcore: backend mine (TPCORE_BACKEND is set)\n"
+    monkeypatch.setenv("RANK", "1")
+    tpcore.init()
+    tpcore.shutdown()
+    assert capfd.readouterr().err == ""
+
+
+def test_an_unknown_backend_is_told_what_there_is(install: Install) -> None:
+    install("mine", GOOD)
+    with pytest.raises(
+        BackendError, match=r"no backend 'mien' is installed; there are \['cpu_gloo', 'mine', 'neuron'\]"
+    ):
+        tpcore.init("mien")
+
+
+def test_only_the_named_plugin_is_imported(install: Install) -> None:
+    install("mine", GOOD)
+    install("other", "raise SystemError('must not be imported')")
+    assert load_backend("mine")
+    assert "tpcore_other_plugin" not in sys.modules
+
+
+HOOK = "from tpcore.backend import hookimpl, Backend\n\n@hookimpl\ndef tpcore_backend():\n    "
+BROKEN: dict[str, tuple[str, str]] = {
+    "import fails": ("import no_such_library", "ModuleNotFoundError: No module named 'no_such_library'"),
+    "syntax": ("def :", "SyntaxError"),
+    "no hook": ("x = 1", "hook returned None, not a Backend class"),
+    "misspelt hook": (
+        HOOK.replace("tpcore_backend", "tpcore_bakend") + "return 1",
+        "PluginValidationError.*tpcore_bakend",
+    ),
+    "hook returns an instance": (HOOK + "return 'gloo'", "hook returned 'gloo', not a Backend class"),
+    "hook returns another class": (HOOK + "return dict", "hook returned <class 'dict'>, not a Backend class"),
+    "hook raises": (HOOK + "raise OSError('no driver')", "OSError: no driver"),
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_a_broken_plugin_names_itself_and_hides_no_other(how: str, install: Install) -> None:
+    code, said = BROKEN[how]
+    install("broken", code)
+    install("mine", GOOD)
+    with pytest.raises(BackendError, match=rf"(?s)backend 'broken' of tpcore-broken 1\.2.*{said}"):
+        tpcore.init("broken")
+    infos = {b.name: b for b in tpcore.backends()}
+    assert {"broken", "cpu_gloo", "mine", "neuron"} <= set(infos)
+    assert infos["mine"].usable
+    assert infos["cpu_gloo"].usable
+    assert not infos["broken"].usable
+    assert said.split(".*")[0] in infos["broken"].reason
+
+
+def test_two_distributions_with_one_name(install: Install) -> None:
+    install("mine", GOOD)
+    install("mine", GOOD, distribution="another-mine")
+    with pytest.raises(
+        BackendError,
+        match=r"provided by several distributions: \['another-mine 1.2', 'tpcore-mine 1.2'\]; uninstall",
+    ):
+        backend_class("mine")
+
+
+def test_a_backend_that_cannot_run_here_says_why(install: Install) -> None:
+    install("mine", GOOD + PROBE.format("return 'no device: buy one'"))
+    with pytest.raises(BackendError, match="backend 'mine' cannot run here: no device: buy one"):
+        tpcore.init("mine")
+    (info,) = [b for b in tpcore.backends() if b.name == "mine"]
+    assert (info.usable, info.reason) == (False, "no device: buy one")
+
+
+def test_a_probe_that_fails_is_a_reason(install: Install) -> None:
+    install("mine", GOOD + PROBE.format("raise OSError('bus error')"))
+    (info,) = [b for b in tpcore.backends() if b.name == "mine"]
+    assert (info.usable, info.reason) == (False, "OSError: bus error")
+    with pytest.raises(BackendError, match=r"backend 'mine' cannot tell if it can run: OSError: bus error"):
+        tpcore.init("mine")

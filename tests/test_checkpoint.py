@@ -313,7 +313,8 @@ def _continue(ctx: ParallelContext, path: Path, device: str | None) -> dict[str,
     rest = load(path, model)
     assert not any(t.is_meta for t in model.state_dict().values())
     assert model.head.weight is model.embedding.weight
-    assert rest["n"] == [1] and torch.equal(rest["rng"], torch.arange(8, dtype=torch.uint8))
+    assert rest["n"] == [1]
+    assert torch.equal(rest["rng"], torch.arange(8, dtype=torch.uint8))
     optimizer = torch.optim.AdamW(model.named_parameters(), lr=0.01)
     optimizer.load_state_dict(rest["optimizer"])
     step(model, optimizer)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import builtins
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -27,28 +26,34 @@ def gather_bytes(data: bytes, comm: Comm) -> list[bytes]:
     return [bytes(row[:n].tolist()) for row, n in zip(rows, lengths, strict=True)]
 
 
-@contextmanager
-def together(ctx: ParallelContext) -> Iterator[None]:
+def together(ctx: ParallelContext) -> AbstractContextManager[None]:
     """Local work that may fail on some ranks: then all raise, after the block, an error of the same type.
 
     A rank that failed raises its own error; the others one that names the first rank that did. No
     collective may be made inside. Collective over the world.
     """
-    error: Exception | None = None
-    try:
-        yield
-    except BackendError:
-        raise  # the ranks can no longer talk
-    except Exception as e:  # noqa: BLE001  raised again below, on every rank
-        error = e
-    said = "" if error is None else f"{type(error).__module__}.{type(error).__qualname__}\n{error}"
-    heard = gather_bytes(said[:_LIMIT].encode(), ctx.world) if ctx.world.size > 1 else [said.encode()]
-    if error is not None:
-        raise error
-    for rank, text in enumerate(heard):
-        if text:
-            kind, _, message = text.decode().partition("\n")
-            raise _rebuilt(kind, f"rank {rank}: {message}")
+    return _Together(ctx)
+
+
+class _Together(AbstractContextManager[None]):
+    # a class and not a generator: contextlib would leave a generator from one line after an error and from
+    # another without, and ranks would seem to make their collectives from different places
+
+    def __init__(self, ctx: ParallelContext) -> None:
+        self._ctx = ctx
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, BackendError) or not isinstance(error, Exception | None):
+            return  # the ranks can no longer talk, or this one is asked to stop
+        said = "" if error is None else f"{type(error).__module__}.{type(error).__qualname__}\n{error}"
+        data = said[:_LIMIT].encode(errors="backslashreplace")  # file names may hold what UTF-8 cannot
+        heard = gather_bytes(data, self._ctx.world) if self._ctx.world.size > 1 else [data]
+        if error is not None:
+            return  # raised again by the with statement
+        for rank, text in enumerate(heard):
+            if text:
+                name, _, message = text.decode().partition("\n")
+                raise _rebuilt(name, f"rank {rank}: {message}")
 
 
 def _rebuilt(kind: str, message: str) -> Exception:
@@ -59,6 +64,7 @@ def _rebuilt(kind: str, message: str) -> Exception:
         isinstance(found, type)
         and issubclass(found, Exception)
         and not issubclass(found, OSError | UnicodeError)
+        and found.__name__ != "ExceptionGroup"
     ):
         return found(message)
     return RuntimeError(f"{name}: {message}")

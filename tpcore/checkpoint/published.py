@@ -9,8 +9,8 @@ from torch import nn
 
 from ..agree import together
 from ..context import current
-from .load import StrPath, read_checkpoint
-from .save import write_checkpoint
+from .loading import StrPath, read_checkpoint
+from .writing import write_checkpoint
 
 
 def save(

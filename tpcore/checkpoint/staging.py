@@ -96,9 +96,8 @@ class Staging:
             shutil.rmtree(self._old, ignore_errors=True)
         finally:
             if self._lock is not None:
-                with suppress(OSError):
+                with self._lock, suppress(OSError):
                     os.unlink(self._lock.name)
-                self._lock.close()
                 self._lock = None
 
 

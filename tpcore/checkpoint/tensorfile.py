@@ -42,8 +42,11 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()} | {
 }
 CHUNK = 8 << 20
 """Bytes handled at once: written, summed or read on the way to another dtype or layout."""
-RUN = 64 << 10
-"""Runs of wanted bytes shorter than this are read together with what lies between them: calls cost more."""
+RUN = 16 << 10
+"""Runs of wanted bytes shorter than this are read together with what lies between them.
+
+Half of each row of 64 MiB, from the page cache: runs of 4 KiB took 66 ms one by one and 24 ms together,
+runs of 16 KiB 31 and 26 ms, runs of 64 KiB 19 and 25 ms."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -59,7 +62,8 @@ def dtype_of(name: str) -> torch.dtype:
 
 def bytes_of(t: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor."""
-    return memoryview(t.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    flat = t.detach().as_strided((t.numel(),), (1,))  # whatever strides its dims of size 1 have
+    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def _as_stored(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[str, list[int]]:
@@ -196,8 +200,10 @@ class TensorFile:
     def read_bytes(self, into: memoryview, at: int) -> None:
         done = 0
         while done < len(into):
-            with naming("read", self.path):
+            try:
                 n = os.preadv(self._fd, [into[done:]], at + done)
+            except OSError as e:
+                raise CheckpointError(f"cannot read {self.path}: {e.strerror}") from e
             if n == 0:
                 raise CheckpointError(f"{self.path} is truncated")
             done += n
@@ -250,9 +256,17 @@ class _Reader:
             self._rows(at, shape[1:], starts[1:], out)
         elif wanted == row and self._fits(out):
             self._bytes(at, out)
+        elif out.shape[2:] == shape[2:] and self._fits(out):
+            self._runs(at + starts[1] * row // shape[1], row, out)
         else:
             for i in range(out.shape[0]):
                 self.region(at + i * row, shape[1:], starts[1:], out[i])
+
+    def _runs(self, at: int, apart: int, out: Tensor) -> None:
+        """One run of bytes for each row of ``out``; their starts lie ``apart`` in the file."""
+        data, run = bytes_of(out), out[0].numel() * self._dtype.itemsize
+        for i in range(out.shape[0]):
+            self._file.read_bytes(data[i * run : (i + 1) * run], at + i * apart)
 
     def _fits(self, out: Tensor) -> bool:
         """Whether the bytes of the file can go straight to where they belong."""

@@ -1,0 +1,220 @@
+"""A save that fails or dies at any of its steps leaves the previous checkpoint or the new one, whole."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tpcore.checkpoint import files, load, save, staging, writing
+from tpcore.context import ParallelContext
+from tpcore.errors import CheckpointError
+from tpcore.mesh import Mesh
+from tpcore.testing import run_ranks
+
+MESH = Mesh({"tp": 2})
+
+
+class Killed(BaseException):
+    """Stands for the end of the process: nothing of tpcore may catch it and clean up."""
+
+
+def state(rank: int, version: int) -> dict[str, Any]:
+    return {
+        "model": {"w": torch.full((3,), float(version))},
+        "optimizer": {"v": torch.tensor([rank])},
+        "n": version,
+    }
+
+
+def write(ctx: ParallelContext, path: Path, version: int) -> None:
+    save(state(ctx.coord("tp"), version), path)
+
+
+def versions(path: Path) -> set[int]:
+    """The version that every rank loads, every entry of it the same."""
+
+    def read(ctx: ParallelContext) -> int:
+        found = load(path)
+        assert float(found["model"]["w"].sum()) == 3 * found["n"]
+        assert int(found["optimizer"]["v"]) == ctx.coord("tp")
+        return int(found["n"])
+
+    return set(run_ranks(MESH, read))
+
+
+class Steps:
+    """Counts the steps of a save on the file system, all ranks together, and stops it at one of them."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, stop: int, error: type[BaseException]) -> None:
+        self.count, self.stop, self.error, self.dead = 0, stop, error, False
+        wrapped = SimpleNamespace(**vars(os))
+        for name in ("fsync", "mkdir", "rename", "unlink"):
+            setattr(wrapped, name, self.step(getattr(os, name)))
+        for module in (files, staging, writing):
+            patch.setattr(module, "os", wrapped)
+        for module in (files, staging):
+            patch.setattr(module, "open", self.step(open), raising=False)
+        patch.setattr(staging, "_exchange", self.step(staging._exchange))
+        patch.setattr(staging, "shutil", SimpleNamespace(rmtree=self.step(shutil.rmtree)))
+
+    def step(self, real: Any) -> Any:
+        def stopping(*args: Any, **kwargs: Any) -> Any:
+            self.count += 1
+            if self.dead or self.count == self.stop:
+                self.dead = self.error is Killed  # the dead do nothing any more
+                if self.error is Killed or not kwargs.get("ignore_errors"):
+                    raise self.error(f"step {self.count}")
+                return None
+            return real(*args, **kwargs)
+
+        return stopping
+
+
+@pytest.fixture(autouse=True)
+def _no_power_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What dies here is the process, and the system's cache outlives that: no need to wait for the disk."""
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+
+
+@pytest.fixture(params=[True, False], ids=["exchange", "two renames"])
+def exchanging(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """With file systems that swap two names in one step, and with those that cannot."""
+    if not request.param:
+        monkeypatch.setattr(staging, "_exchange", lambda a, b: False)
+    return
+
+
+@pytest.mark.usefixtures("exchanging")
+@pytest.mark.parametrize("error", [OSError, Killed])
+@pytest.mark.parametrize("previous", [True, False])
+def test_every_step(error: type[BaseException], previous: bool, tmp_path: Path) -> None:
+    run_ranks(MESH, lambda ctx: write(ctx, tmp_path / "first", 1))
+    seen: set[int] = set()
+    stop = 0
+    while True:
+        stop += 1
+        home = tmp_path / str(stop)
+        path = home / "c"
+        if previous:
+            shutil.copytree(tmp_path / "first", path)
+        with pytest.MonkeyPatch.context() as patch:
+            steps = Steps(patch, stop, error)
+            failed = _try(path)
+        if steps.count < stop:
+            break
+        if failed and error is OSError:
+            # an error is an error on every rank, and nothing is left of what was tried
+            assert failed == {CheckpointError}
+            assert sorted(os.listdir(home) if home.exists() else []) in ([], ["c"])
+        if not failed:
+            assert versions(path) == {2}
+        elif previous or os.path.exists(staging.resolve(str(path))):
+            seen |= versions(path)
+        run_ranks(MESH, lambda ctx: write(ctx, path, 3))  # noqa: B023
+        assert versions(path) == {3}
+        assert os.listdir(home) == ["c"]
+    assert stop > 25
+    if previous:
+        assert seen <= {1, 2}
+        assert 1 in seen
+
+
+def _try(path: Path) -> set[type[BaseException]]:
+    """Save version 2; what it ended in on the ranks that ended by themselves."""
+    ends: set[type[BaseException]] = set()
+
+    def one(ctx: ParallelContext) -> None:
+        try:
+            write(ctx, path, 2)
+        except Exception as e:
+            ends.add(type(e))
+            raise
+
+    try:
+        run_ranks(MESH, one)
+    except (CheckpointError, Killed) as e:
+        ends.add(type(e))
+    return ends
+
+
+def test_the_instant_between_two_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name is not there: the new checkpoint is found beside it, and put in place by the next save."""
+    monkeypatch.setattr(staging, "_exchange", lambda a, b: False)
+    path = tmp_path / "c"
+    stop = 0
+    run_ranks(MESH, lambda ctx: write(ctx, path, 1))
+    while path.exists():
+        stop += 1
+        with pytest.MonkeyPatch.context() as patch:
+            Steps(patch, stop, Killed)
+            assert _try(path)
+    before = sorted(os.listdir(tmp_path))
+    assert versions(path) == {2}
+    assert sorted(os.listdir(tmp_path)) == before  # loading changes nothing
+    with pytest.MonkeyPatch.context() as patch:
+        Steps(patch, 10, OSError)  # while the third is written
+        assert _try(path) == {CheckpointError}
+    assert os.listdir(tmp_path) == ["c"]
+    assert versions(path) == {2}
+
+
+def test_one_rank_fails_in_the_middle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks raise, name the first that failed, and the previous checkpoint is as it was."""
+    path = tmp_path / "c"
+    run_ranks(MESH, lambda ctx: write(ctx, path, 1))
+    real = writing.write_tensors
+
+    def full(file: str, *args: Any) -> Any:
+        if "tp_rank_1/optimizer" in file:
+            raise OSError(28, "No space left on device")
+        return real(file, *args)
+
+    monkeypatch.setattr(writing, "write_tensors", full)
+
+    def one(ctx: ParallelContext) -> str:
+        with pytest.raises(CheckpointError) as caught:
+            write(ctx, path, 2)
+        return str(caught.value)
+
+    messages = run_ranks(MESH, one)
+    assert all("No space left on device" in m and str(path) in m for m in messages)
+    assert os.listdir(tmp_path) == ["c"]
+    assert versions(path) == {1}
+
+
+def test_two_jobs_save_at_once(tmp_path: Path) -> None:
+    """The second one is told, and takes nothing of the first one's away."""
+    path = tmp_path / "c"
+    run_ranks(MESH, lambda ctx: write(ctx, path, 1))
+    (tmp_path / ".c.saving-other").mkdir()
+    with open(tmp_path / ".c.lock", "wb") as f:
+        fcntl.flock(f, fcntl.LOCK_EX)
+        with pytest.raises(CheckpointError, match="another job is saving to"):
+            run_ranks(MESH, lambda ctx: write(ctx, path, 2))
+        assert (tmp_path / ".c.saving-other").exists()
+    assert versions(path) == {1}
+    run_ranks(MESH, lambda ctx: write(ctx, path, 2))
+    assert versions(path) == {2}
+    assert os.listdir(tmp_path) == ["c"]
+
+
+def test_read_only_directory(tmp_path: Path) -> None:
+    if os.geteuid() == 0:
+        home = Path("/proc")  # root may write anywhere but here
+    else:
+        home = tmp_path / "home"
+        home.mkdir(mode=0o500)
+
+    def one(ctx: ParallelContext) -> None:
+        with pytest.raises(CheckpointError, match=str(home)):
+            write(ctx, home / "c", 1)
+
+    run_ranks(MESH, one)

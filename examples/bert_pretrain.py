@@ -160,10 +160,13 @@ def _data(arguments: argparse.Namespace) -> PretrainingData:
 
 def _optimizer(model: BertForPreTraining, lr: float) -> Optimizer:
     """AdamW that spares biases and layer norms the weight decay, as in BERT."""
-    spared: list[Tensor] = []
-    decayed: list[Tensor] = []
+    spared: list[Any] = []
+    decayed: list[Any] = []
+    # With the names a checkpoint knows how the optimizer's state is cut, and another tp can load it.
+    named = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 6)
     for name, parameter in model.named_parameters():
-        (spared if name.endswith(("bias", "LayerNorm.weight")) else decayed).append(parameter)
+        group = spared if name.endswith(("bias", "LayerNorm.weight")) else decayed
+        group.append((name, parameter) if named else parameter)
     groups: list[dict[str, Any]] = [{"params": decayed}, {"params": spared, "weight_decay": 0.0}]
     return AdamW(groups, lr=lr, weight_decay=WEIGHT_DECAY)
 

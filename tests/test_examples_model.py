@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from transformers import BertConfig, BertForPreTraining
 
 from tpcore import Mesh, shard_specs
+from tpcore.module import sharding
 from tpcore.testing import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -132,6 +134,13 @@ def test_what_is_cut_and_what_is_tied():
         assert cut == layers | heads
         assert model.cls.predictions.decoder.weight is model.bert.embeddings.word_embeddings.weight
         assert model.cls.predictions.decoder.bias is model.cls.predictions.bias
+        for module in (model, copy.deepcopy(model)):
+            state = module.state_dict()
+            marked = {
+                name for name, t in state.items() if (found := sharding(t)) and found.spec.dim is not None
+            }
+            assert marked == cut  # a checkpoint goes by these marks
+            assert state.keys() == unsharded(config()).state_dict().keys()
 
     run_ranks(Mesh({"dp": 1, "tp": 2}), check)
 

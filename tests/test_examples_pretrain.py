@@ -100,6 +100,18 @@ def test_the_curve_does_not_depend_on_the_degree(text, tmp_path):
     )
 
 
+@pytest.mark.skipif(
+    torch.__version__ < (2, 6), reason="optimizers do not know parameter names before torch 2.6"
+)
+def test_a_run_may_be_resumed_at_another_degree(text, tmp_path):
+    train(Mesh({"dp": 1, "tp": 1}), arguments(text, tmp_path / "whole", dropout=0))
+    train(Mesh({"dp": 1, "tp": 1}), arguments(text, tmp_path / "parts", dropout=0, steps_this_run=3))
+    train(Mesh({"dp": 1, "tp": 2}), arguments(text, tmp_path / "parts", "--resume_ckpt", dropout=0))
+    torch.testing.assert_close(
+        torch.tensor(curve(tmp_path / "whole")), torch.tensor(curve(tmp_path / "parts")), rtol=1e-5, atol=1e-6
+    )
+
+
 def test_reported_losses_are_means_over_micro_batches_and_data_parallel_ranks(text, tmp_path):
     argv = arguments(text, tmp_path, dropout=0, grad_accum_usteps=2, steps_this_run=1)
     train(Mesh({"dp": 2, "tp": 1}), argv)

@@ -114,7 +114,9 @@ def run_page(page: Path) -> None:
 
 def play(page: Path, directory: Path) -> str | None:
     """What is wrong with the page, or None."""
-    env = {k: v for k, v in os.environ.items() if k not in ("TPCORE_CHECK", "RANK", "WORLD_SIZE")}
+    # as a reader has it; unbuffered, the lines of two ranks would mix
+    unset = ("TPCORE_CHECK", "RANK", "WORLD_SIZE", "PYTHONUNBUFFERED")
+    env = {k: v for k, v in os.environ.items() if k not in unset}
     env |= {"OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{env['PATH']}"}
     command = [sys.executable, __file__, str(page)]
     out = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}

@@ -1,0 +1,1 @@
+"""What tpcore costs, against hand-written floors and other libraries. Run from a checkout: ``make bench``."""

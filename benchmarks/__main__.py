@@ -1,0 +1,9 @@
+"""All benchmarks, one after the other: ``python -m benchmarks``."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+for name in ("import_time", "mlp_block", "cross_entropy"):
+    subprocess.run([sys.executable, "-m", f"benchmarks.{name}"], check=True)

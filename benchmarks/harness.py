@@ -1,0 +1,209 @@
+"""How contestants are raced: in turns, in the same two processes, each against the floor of its round."""
+
+from __future__ import annotations
+
+import gc
+import os
+import platform
+import random
+import re
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+TP = 2
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """``run`` is timed. ``before`` is not, and comes before each run: fresh inputs, gradients set to None."""
+
+    name: str
+    run: Callable[[], object]
+    before: Callable[[], object] = lambda: None
+
+
+@dataclass
+class Race:
+    """Seconds of a run by contestant, one entry per round; the slower rank counts."""
+
+    title: str
+    inner: int
+    seconds: dict[str, list[float]]
+    cpu: dict[str, list[float]]  # of all threads of the process: what noise from other programs leaves alone
+
+
+def race(title: str, contestants: Sequence[Contestant], rounds: int, inner: int, warm: int) -> Race:
+    """Let all contestants take turns, ``inner`` runs a turn, in another order each round.
+
+    The order is drawn anew every round (the same on both ranks), so that nobody always follows the same
+    neighbour and inherits its caches. A barrier opens each turn, and where a turn has several runs, so short
+    that cold caches show, one that does not count. Garbage is collected between rounds only.
+    """
+    for contestant in contestants:
+        for _ in range(warm):
+            contestant.before()
+            contestant.run()
+    turns: dict[str, list[tuple[float, float]]] = {c.name: [] for c in contestants}
+    draw = random.Random(0)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(rounds):
+            for contestant in draw.sample(contestants, len(contestants)):
+                turns[contestant.name].append(_turn(contestant, inner))
+            gc.collect(0)
+    finally:
+        gc.enable()
+    result = Race(title, inner, {}, {})
+    for name, pairs in turns.items():
+        slower = torch.tensor(pairs, dtype=torch.float64)
+        dist.all_reduce(slower, dist.ReduceOp.MAX)
+        result.seconds[name], result.cpu[name] = slower.T.tolist()
+    return result
+
+
+def _turn(contestant: Contestant, inner: int) -> tuple[float, float]:
+    before, run, clock, cpu = contestant.before, contestant.run, time.perf_counter, time.process_time
+    dist.barrier()
+    if inner > 1:
+        before()
+        run()
+    seconds = busy = 0.0
+    for _ in range(inner):
+        before()
+        busy_before = cpu()
+        start = clock()
+        run()
+        seconds += clock() - start
+        busy += cpu() - busy_before
+    return seconds / inner, busy / inner
+
+
+def table(result: Race, floor: str) -> str:
+    """Markdown: median time and processor time, and their ratios to the floor in the same round.
+
+    The ratios are medians over the rounds, so a slow moment of the machine, which lasts for a round or
+    longer, counts on both sides of the division.
+    """
+    rounds = len(result.seconds[floor])
+    lines = [
+        f"**{result.title}** ({rounds} rounds of {result.inner})",
+        "",
+        "| | median | ratio to the floor | middle half of the ratios | CPU time | its ratio |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for name, seconds in result.seconds.items():
+        low, ratio, high = _quartiles(seconds, result.seconds[floor])
+        _, busy_ratio, _ = _quartiles(result.cpu[name], result.cpu[floor])
+        wall, busy = (statistics.median(t) * 1e3 for t in (seconds, result.cpu[name]))
+        spread = f"{low:.3f} to {high:.3f}"
+        lines.append(
+            f"| {name} | {wall:.3g} ms | {ratio:.3f} | {spread} | {busy:.3g} ms | {busy_ratio:.3f} |"
+        )
+    return "\n".join(lines)
+
+
+def _quartiles(times: list[float], floor: list[float]) -> list[float]:
+    ratios = [t / f for t, f in zip(times, floor, strict=True)]
+    return statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+
+
+def check_equal(who: str, what: str, got: Tensor | None, want: Tensor, tolerance: float) -> None:
+    """Raise unless ``got`` is ``want``, to ``tolerance`` of the largest value in it."""
+    if got is None:
+        raise ValueError(f"{who}: no {what}")
+    got, want = got.detach(), want.detach()
+    if got.shape != want.shape:
+        raise ValueError(f"{who}: {what} has shape {tuple(got.shape)}, not {tuple(want.shape)}")
+    error = float((got - want).abs().max() / want.abs().max())
+    if not error <= tolerance:
+        raise ValueError(f"{who}: {what} is off by {error:.2g} of its largest value, limit {tolerance:.2g}")
+
+
+def peak_bytes(contestant: Contestant) -> int | None:
+    """How far the resident memory of this process grows during one run; None where Linux does not say."""
+    clear = Path("/proc/self/clear_refs")
+    if not clear.exists():
+        return None
+    contestant.before()
+    contestant.run()  # whatever is allocated once, is now
+    contestant.before()
+    gc.collect()
+    clear.write_text("5")  # sets the high-water mark to what is resident now
+    resident = _status("VmRSS")
+    contestant.run()
+    return _status("VmHWM") - resident
+
+
+def _status(key: str) -> int:
+    found = re.search(rf"{key}:\s*(\d+) kB", _read("/proc/self/status"))
+    if found is None:
+        raise ValueError(f"no {key} in /proc/self/status")
+    return int(found[1]) * 1024
+
+
+def part(full: Tensor, dim: int, rank: int) -> Tensor:
+    """This rank's contiguous part of an unsharded tensor."""
+    return full.detach().chunk(TP, dim)[rank].contiguous()
+
+
+def say(text: str = "") -> None:
+    if dist.get_rank() == 0:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+
+
+def conditions() -> str:
+    """Where and with what: everything that a figure needs beside it."""
+    cpu = re.search(r"model name\s*: (.*)", _read("/proc/cpuinfo"))
+    packages = ("torch", "tpcore", "fairscale", "megatron-core")
+    return (
+        f"{date.today()}, {cpu[1] if cpu else platform.machine()}, {os.cpu_count()} cores, "
+        f"load {os.getloadavg()[0]:.1f}; Python {platform.python_version()}, "
+        f"{', '.join(f'{name} {_version(name)}' for name in packages)}; "
+        f"{TP} processes, {torch.get_num_threads()} thread each, "
+        f"TPCORE_CHECK={os.environ.get('TPCORE_CHECK', '(default)')}"
+    )
+
+
+def _read(path: str) -> str:
+    return Path(path).read_text() if Path(path).exists() else ""
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def start(main: Callable[[int, Namespace], None], options: Namespace) -> None:
+    """``main(rank, options)`` in two processes joined over gloo, one compute thread each."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # two ranks, two cores: a second thread would take the peer's
+    with tempfile.TemporaryDirectory(prefix="tpcore-bench-") as folder:
+        mp.start_processes(_rank, (main, options, f"{folder}/store"), TP, start_method="spawn")
+
+
+def _rank(rank: int, main: Callable[[int, Namespace], None], options: Namespace, store: str) -> None:
+    torch.set_num_threads(1)
+    # Megatron-core's advice on CUDA streams, given at the first forward
+    warnings.filterwarnings("ignore", "When using async grad allreduce", UserWarning)
+    dist.init_process_group("gloo", store=dist.FileStore(store, TP), rank=rank, world_size=TP)
+    try:
+        main(rank, options)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,36 @@
+"""The benchmarks run: each contestant equals the unsharded module, and a table comes out."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
+
+
+def _run(module: str, *options: str) -> str:
+    command = [sys.executable, "-m", f"benchmarks.{module}", *options]
+    done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("module", ["mlp_block", "cross_entropy"])
+def test_race(module: str) -> None:
+    printed = _run(module, "--size", "tiny", "--rounds", "2", "--warm", "1")
+    assert "equal those of the unsharded" in printed
+    tables = printed.split("| ratio to the floor |")[1:]
+    assert len(tables) == 2
+    for table in (text.split("\n\n")[0] for text in tables):
+        rows = [row.split("|") for row in table.splitlines()[2:] if row.startswith("|")]
+        ratios = {name.strip(): ratio.strip() for _, name, _, ratio, *_ in rows if ratio.strip()}
+        assert ratios["floor"] == "1.000"
+        assert "tpcore" in ratios
+
+
+def test_import_time() -> None:
+    assert "| `import torch, tpcore` |" in _run("import_time", "--rounds", "1")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 _LIBRARY = (*(str(Path(f).parent) + os.sep for f in (__file__, torch.__file__)), "<frozen", "<eval")
+ALL = sys.maxsize
 _WARMUP = 512
 _SITE = 1000  # characters of a call site that travel: the end of the path tells most
 
@@ -36,10 +37,11 @@ def call_site(also: str = "") -> Site:
 def checked_calls() -> int:
     """How many collectives of each group to check first, as ``TPCORE_CHECK`` says.
 
-    ``1`` or ``always``: every one; ``0`` or ``off``: none; ``warmup``, the default: the first 512. A count
-    and not a time, so that all ranks of a group stop at the same call.
+    ``1`` or ``always``: ALL, and then the same call from two places of the program counts as different
+    too, which tells calls of one shape that were swapped. ``0`` or ``off``: none. ``warmup``, the default:
+    the first 512. A count and not a time, so that all ranks of a group stop at the same call.
     """
-    choices = {"1": sys.maxsize, "always": sys.maxsize, "0": 0, "off": 0, "warmup": _WARMUP}
+    choices = {"1": ALL, "always": ALL, "0": 0, "off": 0, "warmup": _WARMUP}
     chosen = os.environ.get("TPCORE_CHECK") or "warmup"
     if chosen not in choices:
         raise ValueError(f"TPCORE_CHECK={chosen!r} is none of {', '.join(choices)}")
@@ -62,9 +64,13 @@ class Call:
         where = f"{code.co_filename}:{line} in {code.co_name}"
         return cls(seq, op, tuple(shape), str(dtype).removeprefix("torch."), where)
 
-    def digest(self) -> bytes:
-        """32 bytes that two calls share only if they are equal."""
-        return blake2b(repr((self.seq, self.op, self.shape, self.dtype)).encode(), digest_size=32).digest()
+    def key(self, place: bool) -> tuple[object, ...]:
+        """What ranks must agree on; with ``place`` also where: file name, line and function."""
+        return (self.seq, self.op, self.shape, self.dtype, os.path.basename(self.site) if place else "")
+
+    def digest(self, place: bool) -> bytes:
+        """32 bytes that two calls share only if their keys are equal."""
+        return blake2b(repr(self.key(place)).encode(), digest_size=32).digest()
 
     def pack(self) -> bytes:
         """For the wire; at most 4096 bytes, as no tensor has more than 64 dims."""
@@ -80,10 +86,10 @@ class Call:
         return f"#{self.seq} {self.op} of {self.dtype} {list(self.shape)} at {self.site}"
 
 
-def disagreement(calls: Sequence[Call], ranks: Sequence[int]) -> str | None:
+def disagreement(calls: Sequence[Call], ranks: Sequence[int], place: bool = False) -> str | None:
     """None if all ranks make the same call; else a message naming the first two that differ."""
     for rank, call in zip(ranks[1:], calls[1:], strict=True):
-        if call != calls[0]:
+        if call.key(place) != calls[0].key(place):
             return (
                 f"ranks {ranks[0]} and {rank} of group {tuple(ranks)} disagree on their next collective:\n"
                 f"  rank {ranks[0]}: {calls[0]}\n  rank {rank}: {call}\n"

@@ -115,6 +115,8 @@ class RankPool:
             for conn in ready:
                 rank = handles[conn]  # type: ignore[index]  # of the connections that went in
                 outcomes[rank] = self._workers[rank].answer(rank)
+                if outcomes[rank].error is not None:
+                    deadline = min(deadline, time.monotonic() + _GRACE)
             if not ready:
                 stuck = {r: Outcome(error=self._workers[r].stuck(r)) for r in handles.values()}
                 outcomes |= stuck

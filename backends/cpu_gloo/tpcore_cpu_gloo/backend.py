@@ -141,7 +141,9 @@ class GlooBackend(Backend):
 
     def _watch(self, store: dist.Store) -> Monitor:
         """Who is here, and whether all mean to check the same; then the thread that watches them."""
-        said = [json.loads(text) for text in self._lobby.meet("start", self._introduction(), lambda: None)]
+        said = [
+            json.loads(text) for text in self._lobby.meet("start", self._introduction(), lambda missing: None)
+        ]
         checks = {checked for _, checked, _ in said}
         if len(checks) > 1:
             told = ", ".join(f"rank {r}: {checked}" for r, (_, checked, _) in enumerate(said))
@@ -174,8 +176,8 @@ class GlooBackend(Backend):
                 self._made.append(pg)
         return pg, self._guard(group.axes, members)
 
-    def _lost(self) -> BackendError | None:
-        verdict = None if self._monitor is None else self._monitor.verdict
+    def _lost(self, missing: Sequence[int]) -> BackendError | None:
+        verdict = None if self._monitor is None else self._monitor.find(missing)
         return None if verdict is None else verdict.error(self._journal.last())
 
     def _guard(self, axes: Sequence[str], members: Members) -> Guard:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpcore.check import Call, call_site, disagreement
+from tpcore.check import ALL, Call, call_site, disagreement
 from tpcore.errors import BackendError, CollectiveMismatchError
 
 from .journal import Entry, Journal, timeout_report
@@ -41,6 +41,7 @@ class Guard:
     ) -> None:
         self.axes, self.members, self.rank, self.seq = tuple(axes), members, rank, 0
         (self._checked, self._side), self._timeout = checked, timeout
+        self._places = self._checked == ALL
         self._entries, self._journal, self._monitor = journal.entries, journal, monitor
         journal.guards.append(self)
 
@@ -99,12 +100,12 @@ class Guard:
         if self._side is None:
             raise BackendError(f"the group of ranks {list(self.members)} was used after tpcore.shutdown()")
         call = Call.of(*entry[1:])
-        mine = call.digest()
+        mine = call.digest(self._places)
         if self._exchange(mine) == mine * len(self.members):
             return
         texts = self._exchange(call.pack().ljust(_TEXT))
         calls = [Call.unpack(texts[i : i + _TEXT]) for i in range(0, len(texts), _TEXT)]
-        raise CollectiveMismatchError(disagreement(calls, self.members))
+        raise CollectiveMismatchError(disagreement(calls, self.members, self._places))
 
     def _exchange(self, mine: bytes) -> bytes:
         sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8)

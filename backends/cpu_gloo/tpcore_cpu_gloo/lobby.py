@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -14,16 +14,19 @@ from tpcore.errors import BackendError, CollectiveTimeoutError, PeerLostError
 _NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
+Lost = Callable[[Sequence[int]], BackendError | None]
+
+
 class Lobby:
     """All ranks of a job at its store."""
 
     def __init__(self, store: dist.Store, rank: int, world: int, timeout: float) -> None:
         self.store, self.rank, self.world, self.timeout = store, rank, world, timeout
 
-    def meet(self, what: str, mine: str, lost: Callable[[], BackendError | None]) -> list[str]:
+    def meet(self, what: str, mine: str, lost: Lost) -> list[str]:
         """``mine`` of every rank, in rank order.
 
-        Raises CollectiveTimeoutError naming who did not come, and what ``lost`` returns if that is known.
+        Raises CollectiveTimeoutError naming who did not come, and what ``lost`` says of the missing.
         """
         keys = [f"{what}/{r}" for r in range(self.world)]
         try:
@@ -35,19 +38,22 @@ class Lobby:
                 f"rank {self.rank}: the job's store is gone while ranks meet to {what}: {e}"
             ) from e
 
-    def _wait(self, what: str, keys: list[str], lost: Callable[[], BackendError | None]) -> None:
+    def _wait(self, what: str, keys: list[str], lost: Lost) -> None:
         # by asking again and again: a wait of the store's own that ends in vain prints warnings
         deadline, pause = time.monotonic() + self.timeout, 0.001
         while not self.store.check(keys):
-            error = lost()
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)
+            if pause < 0.1:
+                continue
+            missing = [r for r, k in enumerate(keys) if not self.store.check([k])]
+            error = lost(missing)
             if error is not None:
                 raise error
-            if time.monotonic() > deadline:
-                who = ", ".join(str(r) for r, k in enumerate(keys) if not self.store.check([k]))
+            if missing and time.monotonic() > deadline:
+                who = ", ".join(map(str, missing))
                 waited = f"rank {self.rank} waited {self.timeout:g} s to {what}"
                 raise CollectiveTimeoutError(f"{waited}: rank {who} of {self.world} did not come")
-            time.sleep(pause)
-            pause = min(2 * pause, 0.05)
 
 
 def store_of_environment(timeout: float) -> tuple[dist.Store, int, int] | None:

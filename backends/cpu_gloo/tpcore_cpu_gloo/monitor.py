@@ -90,6 +90,8 @@ class Monitor(threading.Thread):
     def fail(self, error: BaseException) -> None:
         """This rank gives up with ``error``: all others will."""
         what = f"raised {type(error).__name__}: {error}"
+        if isinstance(error, SystemExit):
+            what = f"called sys.exit({error.code!r})"
         self._ask(lambda: self._end(what), None)
         if not isinstance(error, (PeerLostError, CollectiveTimeoutError)):  # those follow from a verdict
             self.post(Verdict("lost", f"rank {self.rank} ({self.peers[self.rank]}) {what}"))
@@ -113,6 +115,11 @@ class Monitor(threading.Thread):
 
         text = f"a rank of group {list(members)} is lost: {silent}: {error}\n{self._store_error}"
         return self.post(Verdict("lost", text.rstrip()))
+
+    def find(self, ranks: Sequence[int]) -> Verdict | None:
+        """The verdict, if there is one or one of ``ranks`` is known to have ended."""
+        found = self.verdict or self._ask(lambda: self._look(ranks), None) or self._look_around(ranks)
+        return None if found is None else self.post(found)
 
     def reports(self) -> dict[int, Report]:
         """The last published journal of each rank, and this rank's own as it is now."""

@@ -1,0 +1,259 @@
+"""A rank that dies, exits or raises: every other rank gets an error that names it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tpcore import parallel_layers
+from tpcore.context import ParallelContext
+from tpcore.errors import CollectiveTimeoutError, PeerLostError
+from tpcore.layers import ColumnParallelLinear, RowParallelLinear
+from tpcore.mesh import Mesh
+from tpcore.testing.pool import RankPool
+
+TP2, TP4, SQUARE = Mesh({"tp": 2}), Mesh({"tp": 4}), Mesh({"dp": 2, "tp": 2})
+# how: what the others are told
+HOW = {
+    "killed": r"was killed by SIGKILL|is gone",
+    "os_exit": r"exited with status 7|is gone",
+    "sys_exit": r"called sys\.exit\(7\)",
+    "raised": r"raised OSError: disk on fire",
+}
+
+
+def _end(how: str) -> None:
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "os_exit":
+        os._exit(7)
+    if how == "sys_exit":
+        sys.exit(7)
+    raise OSError("disk on fire")
+
+
+class _Fault(nn.Module):
+    """The identity, that ends its rank in forward or in backward."""
+
+    def __init__(self, how: str, where: str) -> None:
+        super().__init__()
+        self.how, self.where = how, where
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.where == "forward":
+            _end(self.how)
+        if self.where == "backward":
+            x.register_hook(lambda grad: _end(self.how))
+        return x
+
+
+def _on_open(how: str, folder: str) -> None:
+    """End the rank at the next file it opens in ``folder``."""
+    armed = [True]
+
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        if armed and event == "open" and str(args[0]).startswith(folder):
+            armed.clear()
+            _end(how)
+
+    sys.addaudithook(hook)
+
+
+def _train(ctx: ParallelContext, how: str, where: str, folder: str) -> None:
+    torch.manual_seed(0)
+    fault = _Fault(how, where if ctx.rank == 1 else "nowhere")
+    model = nn.Sequential(
+        ColumnParallelLinear(8, 16, gather_output=False),
+        fault,
+        RowParallelLinear(16, 8, input_is_parallel=True),
+    )
+    path = f"{folder}/checkpoint"
+    if where == "load":
+        parallel_layers.save(model.state_dict(), path)
+    if where in ("save", "load") and ctx.rank == 1:
+        _on_open(how, folder)
+    model(torch.ones(2, 8)).sum().backward()
+    if where == "save":
+        parallel_layers.save(model.state_dict(), path)
+    if where == "load":
+        parallel_layers.load(path, model)
+    ctx.world.all_reduce(torch.ones(1))
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "save", "load"])
+@pytest.mark.parametrize("how", HOW)
+def test_the_lost_rank_is_named(pool: RankPool, tmp_path: Path, how: str, where: str) -> None:
+    outcomes = pool.outcomes(TP2, _train, how, where, str(tmp_path))
+    error = outcomes[0].error
+    assert error is not None, "rank 0 went on without rank 1"
+    if how == "raised" and where in ("save", "load"):  # no rank is lost: all raise what one did
+        assert type(error) is type(outcomes[1].error)
+        assert re.search("rank 1.*disk on fire", str(error))
+    else:
+        assert isinstance(error, PeerLostError)
+        assert re.match(rf"rank 1 \(pid \d+ on .*\) ({HOW[how]})", str(error)), str(error)
+
+
+def _chain(ctx: ParallelContext, how: str) -> str:
+    """Rank 3 ends; rank 2 waits for it over tp, rank 1 over dp, and rank 0 for rank 1 over tp."""
+    dp, tp = ctx.comm("dp"), ctx.comm("tp")
+    ctx.world.all_reduce(torch.ones(1))
+    if ctx.rank == 3:
+        _end(how)
+    first = tp if ctx.rank in (0, 2) else dp
+    try:
+        first.all_reduce(torch.ones(1))
+    except PeerLostError as e:
+        if ctx.rank in (1, 2):  # caught by the program, and the rank stays: rank 0 waits for it in vain
+            try:
+                Stay.until_released(ctx)
+            except PeerLostError:
+                return str(e)
+        return str(e)
+    return "no error"
+
+
+class Stay:
+    @staticmethod
+    def until_released(ctx: ParallelContext) -> None:
+        """Compute, without collectives, until rank 0 has learned of the loss."""
+        path = Path(os.environ["TPCORE_TEST_RELEASE"])
+        while not path.exists():
+            torch.ones(64, 64) @ torch.ones(64, 64)
+
+
+def _chain_with_release(ctx: ParallelContext, how: str) -> str:
+    said = _chain(ctx, how)
+    if ctx.rank == 0:
+        Path(os.environ["TPCORE_TEST_RELEASE"]).touch()
+    return said
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_rank_that_waits_for_a_waiting_rank_gets_the_right_name(
+    pool: RankPool, tmp_path: Path, how: str
+) -> None:
+    release = {"TPCORE_TEST_RELEASE": str(tmp_path / "release")}
+    outcomes = pool.outcomes(SQUARE, _chain_with_release, how, env=release)
+    for rank in (0, 1, 2):
+        assert outcomes[rank].error is None, outcomes[rank].error
+        assert re.match(rf"rank 3 \(pid \d+ on .*\) ({HOW[how]})", outcomes[rank].value)
+
+
+def _mean(ctx: ParallelContext, how: str) -> float:
+    if ctx.rank == 2:
+        _end(how)
+    return float(ctx.world.all_reduce(torch.ones(())))
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_all_of_four_learn_the_name(pool: RankPool, how: str) -> None:
+    outcomes = pool.outcomes(TP4, _mean, how)
+    for rank in (0, 1, 3):
+        assert isinstance(outcomes[rank].error, PeerLostError)
+        assert re.match(rf"rank 2 \(pid \d+ on .*\) ({HOW[how]})", str(outcomes[rank].error))
+    assert pool.run(TP4, _sum) == [4.0] * 4, "the pool is whole again"
+
+
+def _sum(ctx: ParallelContext) -> float:
+    return float(ctx.world.all_reduce(torch.ones(())))
+
+
+def _leave(ctx: ParallelContext) -> float:
+    if ctx.rank == 1:
+        return 0.0
+    return float(ctx.comm("tp").all_reduce(torch.ones(())))
+
+
+def test_a_rank_that_finishes_early(pool: RankPool) -> None:
+    with pytest.raises(PeerLostError, match=r"rank 1 .* left the job"):
+        pool.run(TP2, _leave)
+
+
+def _last_words(ctx: ParallelContext) -> float:
+    total = float(ctx.world.all_reduce(torch.ones(())))
+    raise ValueError(f"all of us saw {total}")
+
+
+def test_an_error_that_all_raise_is_not_taken_for_a_loss(pool: RankPool) -> None:
+    for outcome in pool.outcomes(TP4, _last_words):
+        assert type(outcome.error) is ValueError, "cut off in the middle of its last collective"
+
+
+def _stopped(ctx: ParallelContext) -> None:
+    dp, tp = ctx.comm("dp"), ctx.comm("tp")
+    for _ in range(3):
+        tp.all_reduce(torch.ones(4))
+    pids = ctx.world.all_gather(torch.tensor([os.getpid()]), 0).tolist()
+    if ctx.rank == 3:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        (tp if ctx.rank > 1 else dp).all_reduce(torch.ones(5))
+        dp.all_reduce(torch.ones(6))
+    finally:
+        if ctx.rank == 0:
+            os.kill(pids[3], signal.SIGCONT)
+
+
+def test_a_stopped_rank_is_reported_at_the_timeout(pool: RankPool) -> None:
+    outcomes = pool.outcomes(SQUARE, _stopped, timeout=4.0)
+    for rank in (0, 1, 2, 3):
+        error = outcomes[rank].error
+        assert isinstance(error, CollectiveTimeoutError)
+        report = str(error)
+        assert re.search(r"rank [012] waited 4 s in a collective", report)
+        assert re.search(
+            r"waits for rank 3, which did not come \(pid \d+ on .* is stopped, by SIGSTOP", report
+        )
+        for r in range(4):
+            assert re.search(rf"\n  rank {r}:", report)
+        assert "tp [0, 1] #3 all_reduce sum of float32 [4] at " in report
+        assert "tp [2, 3] #4 all_reduce sum of float32 [5] at " in report
+
+
+def _absent(ctx: ParallelContext) -> None:
+    release = Path(os.environ["TPCORE_TEST_RELEASE"])
+    if ctx.rank == 1:
+        while not release.exists():
+            torch.ones(64, 64) @ torch.ones(64, 64)
+        return
+    try:
+        ctx.comm("tp").all_reduce(torch.ones(7))
+    finally:
+        release.touch()
+
+
+@pytest.mark.parametrize("check", ["1", "0"])
+def test_a_rank_that_does_not_come_is_reported_at_the_timeout(
+    pool: RankPool, tmp_path: Path, check: str
+) -> None:
+    env = {"TPCORE_TEST_RELEASE": str(tmp_path / "release"), "TPCORE_CHECK": check}
+    error = pool.outcomes(TP2, _made_then_absent, timeout=3.0, env=env)[0].error
+    assert isinstance(error, CollectiveTimeoutError)
+    assert "rank 0 waited 3 s in a collective of group [0, 1]" in str(error)
+    assert "rank 0 waits for rank 1, which did not come" in str(error)
+    assert "#1 all_reduce sum of float32 [7]" in str(error)
+
+
+def _made_then_absent(ctx: ParallelContext) -> None:
+    ctx.comm("tp")
+    _absent(ctx)
+
+
+def _absent_from_a_group(ctx: ParallelContext) -> None:
+    _absent(ctx)
+
+
+def test_a_rank_that_does_not_come_to_make_a_group(pool: RankPool, tmp_path: Path) -> None:
+    env = {"TPCORE_TEST_RELEASE": str(tmp_path / "release")}
+    error = pool.outcomes(TP2, _absent_from_a_group, timeout=3.0, env=env)[0].error
+    assert isinstance(error, CollectiveTimeoutError)
+    assert "rank 0 waited 3 s to make group 0: rank 1 of 2 did not come" in str(error)

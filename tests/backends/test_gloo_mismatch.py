@@ -1,0 +1,273 @@
+"""Ranks that make different collectives: an error on every one of them, before any data moves.
+
+Unchecked, gloo answers most of these with wrong data and no error, some by aborting the process, one by
+waiting until the timeout.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from tpcore_cpu_gloo import GlooBackend
+
+from tpcore import ops
+from tpcore.comm import Comm
+from tpcore.context import ParallelContext
+from tpcore.errors import CollectiveMismatchError
+from tpcore.layers import ColumnParallelLinear
+from tpcore.mesh import Mesh
+from tpcore.testing.pool import RankPool
+
+Program = Callable[[Comm, bool], object]
+
+
+def larger_shape(comm: Comm, odd: bool) -> object:
+    return comm.all_reduce(torch.ones(8 if odd else 4))
+
+
+def fewer_elements(comm: Comm, odd: bool) -> object:
+    return comm.all_reduce(torch.ones(3 if odd else 4))
+
+
+def transposed(comm: Comm, odd: bool) -> object:
+    return comm.all_reduce(torch.ones((3, 2) if odd else (2, 3)))
+
+
+def one_more_dim(comm: Comm, odd: bool) -> object:
+    return comm.all_reduce(torch.ones((6, 1) if odd else (6,)))
+
+
+def larger_dtype(comm: Comm, odd: bool) -> object:
+    return comm.all_reduce(torch.ones(4, dtype=torch.float64 if odd else torch.float32))
+
+
+def other_dtype_of_the_same_size(comm: Comm, odd: bool) -> object:
+    return comm.all_reduce(torch.ones(4, dtype=torch.int32 if odd else torch.float32))
+
+
+def bool_against_uint8(comm: Comm, odd: bool) -> object:
+    return comm.all_reduce(torch.ones(4, dtype=torch.bool if odd else torch.uint8), "max")
+
+
+def sum_against_max(comm: Comm, odd: bool) -> object:
+    return comm.all_reduce(torch.ones(4), "max" if odd else "sum")
+
+
+def gathered_sizes(comm: Comm, odd: bool) -> object:
+    return comm.all_gather(torch.ones(6 if odd else 4), 0)
+
+
+def gathered_dims(comm: Comm, odd: bool) -> object:
+    return comm.all_gather(torch.ones(4, 4), 1 if odd else 0)
+
+
+def scattered_dims(comm: Comm, odd: bool) -> object:
+    return comm.reduce_scatter(torch.ones(4, 4), 1 if odd else 0)
+
+
+def broadcast_sizes(comm: Comm, odd: bool) -> object:
+    return comm.broadcast(torch.ones(6 if odd else 4), 0)
+
+
+def broadcast_sources(comm: Comm, odd: bool) -> object:
+    return comm.broadcast(torch.ones(4), 1 if odd else 0)
+
+
+def all_reduce_against_all_gather(comm: Comm, odd: bool) -> object:
+    return comm.all_gather(torch.ones(4), 0) if odd else comm.all_reduce(torch.ones(4))
+
+
+def reduce_scatter_against_all_reduce(comm: Comm, odd: bool) -> object:
+    return comm.reduce_scatter(torch.ones(4), 0) if odd else comm.all_reduce(torch.ones(4))
+
+
+def broadcast_against_all_reduce(comm: Comm, odd: bool) -> object:
+    return comm.broadcast(torch.ones(4), 0) if odd else comm.all_reduce(torch.ones(4))
+
+
+def swapped_operations(comm: Comm, odd: bool) -> object:
+    calls = [lambda: comm.all_reduce(torch.ones(4)), lambda: comm.broadcast(torch.ones(4), 0)]
+    return [call() for call in (reversed(calls) if odd else calls)]
+
+
+def swapped_calls_of_one_shape(comm: Comm, odd: bool) -> object:
+    def loss() -> object:
+        return comm.all_reduce(torch.ones(4))
+
+    def accuracy() -> object:
+        return comm.all_reduce(torch.zeros(4))
+
+    return [call() for call in ((accuracy, loss) if odd else (loss, accuracy))]
+
+
+def started_and_not_waited_for(comm: Comm, odd: bool) -> object:
+    first = comm.start_all_reduce(torch.ones(4))
+    second = comm.start_all_reduce(torch.ones(5 if odd else 4))
+    return first(), second()
+
+
+def one_call_more(comm: Comm, odd: bool) -> object:
+    if odd:
+        comm.all_reduce(torch.ones(4))
+    return comm.all_gather(torch.ones(4), 0)
+
+
+def in_backward(comm: Comm, odd: bool) -> object:
+    x = torch.ones(5 if odd else 4, requires_grad=True)
+    return ops.copy(x, comm).sum().backward()  # no collective in forward; backward sums the gradient
+
+
+def between_two_layers_in_backward(comm: Comm, odd: bool) -> object:
+    torch.manual_seed(0)
+    first = ColumnParallelLinear(8, 8, tensor_model_parallel_group=comm)
+    second = ColumnParallelLinear(8, 8, tensor_model_parallel_group=comm)
+    x = first(torch.ones(2, 8, requires_grad=True))
+    x.register_hook(lambda grad: comm.all_reduce(grad, "max") if odd else None)
+    return second(x).sum().backward()
+
+
+KINDS: dict[str, Program] = {
+    f.__name__: f
+    for f in (
+        larger_shape,
+        fewer_elements,
+        transposed,
+        one_more_dim,
+        larger_dtype,
+        other_dtype_of_the_same_size,
+        bool_against_uint8,
+        sum_against_max,
+        gathered_sizes,
+        gathered_dims,
+        scattered_dims,
+        broadcast_sizes,
+        broadcast_sources,
+        all_reduce_against_all_gather,
+        reduce_scatter_against_all_reduce,
+        broadcast_against_all_reduce,
+        swapped_operations,
+        swapped_calls_of_one_shape,
+        started_and_not_waited_for,
+        one_call_more,
+        in_backward,
+        between_two_layers_in_backward,
+    )
+}
+
+
+def _message(ctx: ParallelContext, kind: str, odd: int) -> str:
+    comm = ctx.comm("tp")
+    comm.all_reduce(torch.ones(1))
+    try:
+        KINDS[kind](comm, ctx.rank == odd)
+    except CollectiveMismatchError as e:
+        return str(e)
+    return "no error"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_rank_learns_who_disagrees_and_where(pool: RankPool, kind: str) -> None:
+    messages = pool.run(Mesh({"tp": 2}), _message, kind, 1)
+    assert messages[0] == messages[1]
+    assert "ranks 0 and 1 of group (0, 1) disagree" in messages[0]
+    for rank in (0, 1):
+        assert re.search(rf"\n  rank {rank}: #\d+ \w+.* at .*test_gloo_mismatch\.py:\d+ in ", messages[0])
+
+
+@pytest.mark.parametrize("kind", ["sum_against_max", "all_reduce_against_all_gather", "in_backward"])
+def test_one_rank_of_four_disagrees(pool: RankPool, kind: str) -> None:
+    messages = pool.run(Mesh({"tp": 4}), _message, kind, 2)
+    assert len(set(messages)) == 1
+    assert "ranks 0 and 2 of group (0, 1, 2, 3) disagree" in messages[0]
+
+
+def _other_group(ctx: ParallelContext) -> str:
+    dp, tp = ctx.comm("dp"), ctx.comm("tp")
+    tp.all_reduce(torch.ones(1))
+    try:
+        dp.all_reduce(torch.ones(5 if ctx.rank == 3 else 4))
+        return f"sum {float(tp.broadcast(torch.ones(1), 0))}"
+    except CollectiveMismatchError as e:
+        return str(e)
+
+
+def test_a_mismatch_is_named_by_world_ranks_and_leaves_other_groups_alone(pool: RankPool) -> None:
+    outcomes = pool.outcomes(Mesh({"dp": 2, "tp": 2}), _other_group, timeout=20.0)
+    for rank in (1, 3):
+        assert "ranks 1 and 3 of group (1, 3) disagree" in outcomes[rank].value
+    for rank in (0, 2):  # they wait for a rank that caught its error and has left
+        assert re.match(r"rank [13] \(pid \d+ on .*\) left the job", str(outcomes[rank].error))
+
+
+def _from_two_lines(ctx: ParallelContext) -> float:
+    comm = ctx.comm("tp")
+    if ctx.rank == 0:
+        return float(comm.broadcast(torch.tensor(3.0), 0))
+    return float(comm.broadcast(torch.zeros(()), 0))
+
+
+def test_the_same_call_from_two_places_is_a_mismatch_only_where_all_is_checked(pool: RankPool) -> None:
+    with pytest.raises(CollectiveMismatchError, match="in _from_two_lines"):
+        pool.run(Mesh({"tp": 2}), _from_two_lines)
+    assert pool.run(Mesh({"tp": 2}), _from_two_lines, env={"TPCORE_CHECK": "warmup"}) == [3.0, 3.0]
+
+
+def _agree_then_differ(ctx: ParallelContext, calls: int) -> None:
+    comm = ctx.comm("tp")
+    for _ in range(calls):
+        comm.all_reduce(torch.ones(()))
+    comm.all_reduce(torch.ones(1), "sum" if ctx.rank == 0 else "max")
+
+
+def test_warmup_checks_the_first_512_of_each_group(pool: RankPool) -> None:
+    warmup = {"TPCORE_CHECK": "warmup"}
+    with pytest.raises(CollectiveMismatchError, match="#512 all_reduce sum"):
+        pool.run(Mesh({"tp": 2}), _agree_then_differ, 511, env=warmup)
+    pool.run(Mesh({"tp": 2}), _agree_then_differ, 512, env=warmup)
+
+
+def test_off_checks_nothing(pool: RankPool) -> None:
+    pool.run(Mesh({"tp": 2}), _agree_then_differ, 0, env={"TPCORE_CHECK": "off"})
+
+
+def _nothing(ctx: ParallelContext) -> None: ...
+
+
+def test_a_wrong_value_of_tpcore_check_lists_the_right_ones(pool: RankPool) -> None:
+    with pytest.raises(ValueError, match="TPCORE_CHECK='yes' is none of 1, always, 0, off, warmup"):
+        pool.run(Mesh({"tp": 2}), _nothing, env={"TPCORE_CHECK": "yes"})
+
+
+def _settings_differ(ctx: ParallelContext) -> str:
+    os.environ["TPCORE_CHECK"] = "0" if ctx.rank else "1"
+    try:
+        GlooBackend().start(20.0)
+    except ValueError as e:
+        return str(e)
+    finally:
+        os.environ["TPCORE_CHECK"] = "1"
+    return "no error"
+
+
+def test_ranks_that_would_check_different_calls_do_not_start(pool: RankPool) -> None:
+    for said in pool.run(Mesh({"tp": 2}), _settings_differ):
+        assert re.search(r"TPCORE_CHECK must be the same on all ranks; .* rank 0: \d+, rank 1: 0", said)
+
+
+def _other_partition(ctx: ParallelContext) -> str:
+    mesh = Mesh({"dp": 2, "tp": 2}) if ctx.rank == 2 else Mesh({"dp": 1, "tp": 4})
+    try:
+        ctx.backend.comm(mesh.group("tp"), ctx.rank)
+    except CollectiveMismatchError as e:
+        return str(e)
+    return "no error"
+
+
+def test_ranks_that_make_different_groups(pool: RankPool) -> None:
+    for said in pool.run(Mesh({"tp": 4}), _other_partition):
+        assert "ranks 0 and 2 disagree on the next groups to make" in said
+        assert "rank 2: ((0, 1), (2, 3))" in said

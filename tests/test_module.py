@@ -321,17 +321,34 @@ def test_gradients_accumulate_over_calls() -> None:
     on_two(rank)
 
 
-@pytest.mark.parametrize("name", ["column", "row"])
-def test_no_input_rows(name: str) -> None:
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (4, 0)])
+@pytest.mark.parametrize("name", [name for name in CALLS if name != "layer norm"])
+def test_no_tokens(name: str, shape: tuple[int, ...]) -> None:
     def rank(ctx: ParallelContext) -> None:
-        layer, _ = CALLS[name]()
-        x = torch.zeros(0, 8, requires_grad=True)
-        y = layer(x)
-        assert y.shape == (0, 8)
+        layer, x = CALLS[name]()
+        leaf = x.new_zeros(shape if "embedding" in name else (*shape, x.shape[-1]))
+        if x.is_floating_point():
+            leaf.requires_grad_()
+        y = layer(leaf)
+        assert y.numel() == 0
         y.sum().backward()
         assert not layer.weight.grad.any()
+        assert leaf.grad is None or leaf.grad.shape == leaf.shape
 
     on_two(rank)
+
+
+@at_tp_1_and_2
+@pytest.mark.parametrize("name", ["column", "column, sequence parallel", "row", "row, sequence parallel"])
+def test_a_second_derivative_is_refused_not_wrong(name: str, tp: int) -> None:
+    def rank(ctx: ParallelContext) -> None:
+        layer, x = CALLS[name]()
+        y = layer(x.requires_grad_())
+        (slope,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            slope.sum().backward()
+
+    run_ranks(Mesh({"tp": tp}), rank)
 
 
 def test_bias_left_to_the_caller_is_the_one_to_add() -> None:

@@ -15,7 +15,7 @@ from tpcore.check import ALL, Call, call_site, disagreement
 from tpcore.errors import BackendError, CollectiveMismatchError
 
 from .journal import Entry, Journal, timeout_report
-from .monitor import Monitor, Verdict
+from .monitor import Monitor, Verdict, of_gloo
 
 _HERE = os.path.dirname(__file__) + os.sep
 _SLICE = timedelta(seconds=1)  # a wait returns to Python this often, for Ctrl-C and for a verdict
@@ -70,21 +70,22 @@ class Guard:
         deadline = time.monotonic() + self._timeout
         while not work.is_completed():
             if self._monitor.verdict is not None:
-                raise self._monitor.verdict.error(self._journal.last()) from error
+                raise self._monitor.verdict.error(self._journal.last()) from None
             if time.monotonic() > deadline:
-                raise self._timed_out() from error
+                raise self._timed_out() from None
             try:
                 work.wait(_SLICE)
             except RuntimeError as e:
                 error = e
             else:
                 return
-        raise self._reason(error) from error
+        # not chained: all that gloo says is that some connection closed, or that time is over
+        raise self._reason(error) from None
 
     def _reason(self, error: RuntimeError) -> Exception:
         if "Timed out waiting" in str(error):
             return self._timed_out()
-        if "transport/" in str(error):  # part of the path of gloo's own file in every message from there
+        if of_gloo(error):
             return self._monitor.diagnose(self.members, error).error(self._journal.last())
         return error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -97,14 +98,16 @@ def timeout_report(
             what = "all came, but not to one call that could complete; TPCORE_CHECK=1 tells which"
             lines.append(f"  rank {waiter} in group {list(group)}: {what}")
         for m in missing:
-            further = reports.get(m, Report()).waiting
+            # a stopped rank said that it waits before it was stopped; in this group it no longer does
+            further = () if state(m) or reports[m].waiting == group else reports[m].waiting
             told = f"itself waits in group {list(further)}" if further else "did not come"
             lines.append(f"  rank {waiter} waits for rank {m}, which {told}{state(m)}")
             if further and m not in seen:
                 queue.append((m, further))
             seen.add(m)
     lines.append("last collectives:")
-    for r in sorted(reports):
-        lines.append(f"  rank {r}:{state(r)}")
-        lines.extend(f"    {call}" for call in reports[r].calls or ("none yet",))
+    for r, report in sorted(reports.items()):
+        age = f", as of {time.time() - report.at:.1f} s ago" if r != rank and report.at else ""
+        lines.append(f"  rank {r}{state(r)}{age}:")
+        lines.extend(f"    {call}" for call in report.calls or ("none yet",))
     return "\n".join(lines)

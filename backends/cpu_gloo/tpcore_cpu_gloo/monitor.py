@@ -28,10 +28,18 @@ from .process import Identity, sever
 
 T = TypeVar("T")
 
-_BEAT = 1.0  # seconds between two signs of life
+_BEAT = 0.5  # seconds between two signs of life
+_SILENT = 3.0  # seconds without one that are worth telling
 _ANSWER = 2.0  # seconds the store may take: it does not answer while its host is stopped
 _GRACE = 3.0  # seconds to find out who closed a connection; a dying process closes before it is a zombie
 _LINGER = 1.0  # seconds for collectives that can still complete, before a lost job's sockets are cut
+
+
+def of_gloo(error: BaseException) -> bool:
+    """Whether a connection broke: the path of gloo's own file is part of each such message."""
+    return (
+        isinstance(error, RuntimeError) and not isinstance(error, BackendError) and "transport/" in str(error)
+    )
 
 
 @dataclass(frozen=True)
@@ -93,7 +101,11 @@ class Monitor(threading.Thread):
         if isinstance(error, SystemExit):
             what = f"called sys.exit({error.code!r})"
         self._ask(lambda: self._end(what), None)
-        if not isinstance(error, (PeerLostError, CollectiveTimeoutError)):  # those follow from a verdict
+        if isinstance(error, (PeerLostError, CollectiveTimeoutError)):
+            return  # it follows from a verdict
+        if of_gloo(error):  # and did not pass through a Comm, which would have named the cause: DDP's
+            say(self.diagnose(range(len(self.peers)), error).text)
+        else:
             self.post(Verdict("lost", f"rank {self.rank} ({self.peers[self.rank]}) {what}"))
 
     def post(self, verdict: Verdict) -> Verdict:
@@ -106,13 +118,12 @@ class Monitor(threading.Thread):
         deadline = time.monotonic() + _GRACE
         others = [m for m in members if m != self.rank]
         while time.monotonic() < deadline:
-            found = self.verdict or self._ask(lambda: self._look(others), None) or self._look_around(others)
+            found = self.find(others)
             if found is not None:
-                return self.post(found)
+                return found
             time.sleep(0.02)
         reports = self.reports()
         silent = "; ".join(f"rank {m}{self.state(m, reports[m])}" for m in others)
-
         text = f"a rank of group {list(members)} is lost: {silent}: {error}\n{self._store_error}"
         return self.post(Verdict("lost", text.rstrip()))
 
@@ -139,7 +150,7 @@ class Monitor(threading.Thread):
             if self.peers[rank].stopped():
                 return f" ({self.peers[rank]} is stopped, by SIGSTOP or a debugger)"
         silent = time.time() - report.at
-        return f" ({self.peers[rank]}, no sign of life for {silent:.0f} s)" if silent > 3 * _BEAT else ""
+        return f" ({self.peers[rank]}, no sign of life for {silent:.0f} s)" if silent > _SILENT else ""
 
     def _ask(self, fn: Callable[[], T], default: T) -> T:
         """``fn`` in the monitor's thread, or ``default`` if the store does not answer."""
@@ -170,8 +181,6 @@ class Monitor(threading.Thread):
         # torch's own hook may hold this one beyond close(), and a data loader's fork has it too
         if not self._closed and os.getpid() == self.peers[self.rank].pid:
             self.fail(error)
-            if self.verdict and not isinstance(error, BackendError) and "transport/" in str(error):
-                say(self.verdict.text)  # an error of gloo that did not pass through a Comm: DDP's, for one
         self._hook(kind, error, tb)
 
     def _at_exit(self) -> None:

@@ -79,23 +79,45 @@ def test_1_bf16_column_layer_keeps_the_all_reduce_of_its_input_gradient(
         assert torch.equal(got, x.grad)
 
 
-def _sums_of_256_and_ones(ctx: ParallelContext) -> list[Tensor]:
-    one = 1.0 if ctx.rank else 256.0
-    column = tpcore.ColumnParallelLinear(1, 4, bias=False, gather_output=False, dtype=torch.bfloat16)
-    row = tpcore.RowParallelLinear(4, 1, bias=False, input_is_parallel=True, dtype=torch.bfloat16)
-    for layer in (column, row):
-        nn.init.constant_(layer.weight, one)
-    x = torch.ones(2, 1, dtype=torch.bfloat16, requires_grad=True)
-    hidden = column(x)
-    hidden.backward(torch.ones_like(hidden))
-    assert x.grad is not None
-    return [x.grad, row(torch.ones(2, 1, dtype=torch.bfloat16)).detach()]
+def _sums_of_256_and_ones(ctx: ParallelContext) -> list[list[float]]:
+    """Every sum over ranks that a layer makes, of values that are 256 on one rank and 1 on the others."""
+    mine = torch.full((1, 1), 1.0 if ctx.rank else 256.0, dtype=torch.bfloat16)
+    ones = torch.ones(4, 1, dtype=torch.bfloat16)
+    out: list[Tensor | None] = []
+    for seq in ({}, {"sequence_parallel_enabled": True}):
+        column = tpcore.ColumnParallelLinear(
+            1, 4, bias=False, gather_output=False, dtype=torch.bfloat16, **seq
+        )
+        row = tpcore.RowParallelLinear(4, 1, bias=False, input_is_parallel=True, dtype=torch.bfloat16, **seq)
+        for layer in (column, row):
+            layer.load_state_dict({"weight": mine})
+        x = (ones[:1] if seq else ones).clone().requires_grad_()
+        column(x).backward(ones)
+        out += [x.grad, row(ones).detach()]
+
+    norm = tpcore.LayerNorm(4, dtype=torch.bfloat16, sequence_parallel_enabled=True)
+    norm(torch.randn(1, 4, dtype=torch.bfloat16)).backward(mine.expand(1, 4))
+    assert norm.bias is not None
+    row = tpcore.RowParallelLinear(
+        4,
+        1,
+        input_is_parallel=True,
+        dtype=torch.bfloat16,
+        skip_bias_add=True,
+        sequence_parallel_enabled=True,
+    )
+    row(ones)[1].backward(mine[0])
+    return [[] if t is None else t.flatten().tolist() for t in (*out, norm.bias.grad, row.bias.grad)]
 
 
-def test_1_and_takes_that_sum_in_fp32(ranks: Ranks) -> None:
+def test_1_and_takes_such_sums_in_fp32(ranks: Ranks) -> None:
     """256 + 1 + 1 + 1 = 259, which rounds to 260; in bfloat16, which has no 257, one by one it is 256."""
-    for sums in ranks(Mesh({"dp": 1, "tp": 4}), _sums_of_256_and_ones):
-        assert [s.flatten().tolist() for s in sums] == [[260.0, 260.0], [260.0, 260.0]]
+    for column, row, column_seq, row_seq, norm, bias in ranks(
+        Mesh({"dp": 1, "tp": 4}), _sums_of_256_and_ones
+    ):
+        assert column == row == [260.0] * 4
+        assert column_seq == row_seq == bias == [260.0]
+        assert norm == [260.0] * 4
 
 
 # -- 2 -----------------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -84,18 +83,15 @@ def _no_power_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
-@pytest.fixture(params=[True, False], ids=["exchange", "two renames"])
-def exchanging(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """With file systems that swap two names in one step, and with those that cannot."""
-    if not request.param:
-        monkeypatch.setattr(staging, "_exchange", lambda a, b: False)
-    return
-
-
-@pytest.mark.usefixtures("exchanging")
 @pytest.mark.parametrize("error", [OSError, Killed])
-@pytest.mark.parametrize("previous", [True, False])
-def test_every_step(error: type[BaseException], previous: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", ["first", "exchange", "two renames"])
+def test_every_step(
+    error: type[BaseException], case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a first save, and of later ones where two names can be swapped in one step and where they cannot."""
+    previous = case != "first"
+    if case == "two renames":
+        monkeypatch.setattr(staging, "_exchange", lambda a, b: False)
     run_ranks(MESH, lambda ctx: write(ctx, tmp_path / "first", 1))
     seen: set[int] = set()
     stop = 0

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,11 @@ from tpcore.mesh import Mesh
 from tpcore.testing import run_ranks
 
 MESH = Mesh({"dp": 2, "tp": 2})
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
 class Net(nn.Module):
@@ -344,6 +350,8 @@ def _cycle() -> dict[str, Any]:
             "loss: numpy.float64; pass torch.from_numpy(x) for an array, x.item()",
         ),
         (lambda: {"loss": np.zeros(2)}, "loss: numpy.ndarray"),
+        (lambda: {"status": HTTPStatus.OK}, "status: http.HTTPStatus"),
+        (lambda: {"name": np.str_("x")}, "name: numpy.str_"),
         (lambda: {"model": nn.Linear(1, 1)}, "model: torch.nn.modules.linear.Linear; pass its state_dict()"),
         (lambda: {"x": {1, 2}}, "x: builtins.set"),
         (lambda: {"x": b"12"}, "x: builtins.bytes"),

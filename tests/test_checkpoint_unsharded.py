@@ -123,7 +123,10 @@ def _refused(path: Path, message: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["code", "list", "no model", "short", "key"])
-def test_torch_files_that_do_not_serve(what: str, plain: dict[str, Tensor], tmp_path: Path) -> None:
+def test_torch_files_that_do_not_serve(
+    what: str, plain: dict[str, Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     path = tmp_path / "c.pt"
     holds: dict[str, tuple[Any, str]] = {
         "code": ({"model": plain, "x": _Bomb()}, "unpickling that could run code"),

@@ -37,7 +37,7 @@ class Fit:
         self._jobs: dict[int, tuple[str, Stored, Job]] = {}  # by the model's tensor
         self._assign: dict[str, Tensor] = {}
         self._hand_over: dict[str, Any] = {}
-        self._checked: list[Job] = []
+        self._in_place: set[int] = set()
         self.notes: list[str] = []
         self._compare(found, where, strict)
 
@@ -88,7 +88,7 @@ class Fit:
             self._check_tie(name, stored, self._jobs[id(t)])
         elif id(t) in self._owned and not t.is_meta:
             self._add(name, stored, t)
-            self._checked.append(self._jobs[id(t)][2])
+            self._in_place.add(id(t))
         else:
             device = self._ctx.device if t.is_meta else torch.device("cpu")
             self._add(name, stored, torch.empty(t.shape, dtype=t.dtype, device=device))
@@ -119,12 +119,12 @@ class Fit:
     # -- changing -----------------------------------------------------------------------------------------
     def verify(self) -> None:
         """Compare checksums of what will be read straight into the model."""
-        for job in self._checked:
-            job.verify()
+        for key in self._in_place:
+            self._jobs[key][2].verify()
 
     def run(self) -> None:
-        for _, _, job in self._jobs.values():
-            job.run()
+        for key, (_, _, job) in self._jobs.items():
+            job.run(check=key not in self._in_place)
 
     def finish(self) -> None:
         """Give the model the tensors that had to be made. Cannot fail for a reason of the checkpoint's."""

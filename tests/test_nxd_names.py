@@ -1,0 +1,610 @@
+"""Scripts written for NeuronX Distributed: every documented path, signature and call form; a whole script."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from argparse import Namespace
+from collections.abc import Callable
+from contextvars import Context
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn import init
+from torch.utils.data import DataLoader, DistributedSampler
+
+import tpcore
+from tpcore import ops
+from tpcore import parallel_layers as pl
+from tpcore.context import ParallelContext
+from tpcore.mesh import Mesh
+from tpcore.parallel_layers import mappings, parallel_state, utils
+from tpcore.testing import run_ranks
+from tpcore.testing.pool import RankPool
+
+SCRIPT = Path(__file__).parent / "scripts" / "nxd_training.py"
+EMPTY = inspect.Parameter.empty
+
+
+def _mesh(tp: int, dp: int = 1) -> Mesh:
+    return Mesh({"pp": 1, "dp": dp, "tp": tp})
+
+
+# -- paths --------------------------------------------------------------------------------------------
+FORMS = """
+    import sys
+    import tpcore as neuronx_distributed
+
+    assert "tpcore.parallel_layers" not in sys.modules, "loaded unasked"
+    from_chain = neuronx_distributed.parallel_layers.layers.ColumnParallelLinear
+    assert from_chain is neuronx_distributed.ColumnParallelLinear
+    assert not neuronx_distributed.parallel_state.model_parallel_is_initialized()
+    assert not neuronx_distributed.parallel_layers.parallel_state.model_parallel_is_initialized()
+
+    import tpcore.parallel_state
+    import tpcore.parallel_layers.parallel_state as ps
+    import tpcore.parallel_layers.utils as neuronx_dist_utils
+    from tpcore import parallel_layers, parallel_state
+    from tpcore.parallel_layers import ColumnParallelLinear, RowParallelLinear, ParallelEmbedding
+    from tpcore.parallel_layers import save, load, clip_grad_norm, move_model_to_device
+    from tpcore.parallel_layers import parallel_cross_entropy
+    from tpcore.parallel_layers import checkpointing, grads, layers, loss_functions, mappings, random, utils
+    from tpcore.parallel_layers import parallel_state as ps2
+    from tpcore.parallel_layers.checkpointing import load, save
+    from tpcore.parallel_layers.grads import clip_grad_norm
+    from tpcore.parallel_layers.layer_norm import LayerNorm
+    from tpcore.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
+    from tpcore.parallel_layers.loss_functions import parallel_cross_entropy
+    from tpcore.parallel_layers.mappings import gather_from_sequence_parallel_region
+    from tpcore.parallel_layers.parallel_state import get_tensor_model_parallel_size, rmsg
+    from tpcore.parallel_layers.random import get_xla_rng_tracker, model_parallel_xla_manual_seed
+    from tpcore.parallel_layers.utils import divide, move_model_to_device
+    assert ps is ps2
+"""
+
+
+def test_every_import_form_in_a_fresh_process() -> None:
+    code = "import warnings; warnings.simplefilter('error')\n" + textwrap.dedent(FORMS)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "origin"),
+    [
+        ("layers", "ColumnParallelLinear", "tpcore"),
+        ("layers", "RowParallelLinear", "tpcore"),
+        ("layers", "ParallelEmbedding", "tpcore"),
+        ("layer_norm", "LayerNorm", "tpcore"),
+        ("grads", "clip_grad_norm", "tpcore"),
+        ("loss_functions", "parallel_cross_entropy", "tpcore"),
+        ("utils", "move_model_to_device", "tpcore"),
+        ("checkpointing", "save", "tpcore.checkpoint"),
+        ("checkpointing", "load", "tpcore.checkpoint"),
+    ],
+)
+def test_same_object_under_every_path(module: str, name: str, origin: str) -> None:
+    original = getattr(importlib.import_module(origin), name)
+    assert getattr(importlib.import_module(f"tpcore.parallel_layers.{module}"), name) is original
+    if module != "layer_norm":
+        assert getattr(pl, name) is original
+
+
+def test_parallel_state_is_one_thing_under_two_paths() -> None:
+    assert pl.parallel_state.__all__ == tpcore.parallel_state.__all__
+    for name in tpcore.parallel_state.__all__:
+        assert getattr(pl.parallel_state, name) is getattr(tpcore.parallel_state, name)
+
+
+# -- signatures ---------------------------------------------------------------------------------------
+TP_REGION = {"x": EMPTY, "process_group": None}
+PUBLISHED: list[tuple[Callable[..., Any], dict[str, Any]]] = [
+    (
+        pl.ColumnParallelLinear,
+        {
+            "input_size": EMPTY,
+            "output_size": EMPTY,
+            "bias": True,
+            "gather_output": True,
+            "dtype": torch.float32,
+            "device": None,
+        },
+    ),
+    (
+        pl.RowParallelLinear,
+        {
+            "input_size": EMPTY,
+            "output_size": EMPTY,
+            "bias": True,
+            "input_is_parallel": False,
+            "dtype": torch.float32,
+            "device": None,
+        },
+    ),
+    (pl.ParallelEmbedding, {"num_embeddings": EMPTY, "embedding_dim": EMPTY, "padding_idx": None}),
+    (
+        pl.parallel_cross_entropy,
+        {"vocab_parallel_logits": EMPTY, "target": EMPTY, "label_smoothing": 0.0, "ignore_index": -100},
+    ),
+    (pl.clip_grad_norm, {"parameters": EMPTY, "max_norm": EMPTY, "norm_type": 2.0}),
+    (pl.move_model_to_device, {"model": EMPTY, "device": EMPTY}),
+    # None where the published signature has no default: the other spelling may be used instead
+    (pl.save, {"state_dict": None, "save_dir": None}),
+    (pl.load, {"load_dir": None, "model": None, "model_key": "model", "sharded": True}),
+    (pl.copy_to_tensor_model_parallel_region, TP_REGION),
+    (pl.reduce_from_tensor_model_parallel_region, TP_REGION),
+    (pl.scatter_to_tensor_model_parallel_region, TP_REGION),
+    (pl.gather_from_tensor_model_parallel_region, TP_REGION),
+    (
+        mappings.scatter_to_sequence_parallel_region,
+        {"x": EMPTY, "sequence_dimension": 0, "process_group": None},
+    ),
+    (
+        mappings.gather_from_sequence_parallel_region,
+        {"x": EMPTY, "sequence_dimension": 0, "to_model_parallel": True, "process_group": None},
+    ),
+    (
+        mappings.reduce_scatter_to_sequence_parallel_region,
+        {"x": EMPTY, "sequence_dimension": 0, "process_group": None, "dtype": None},
+    ),
+    (pl.model_parallel_xla_manual_seed, {"seed": EMPTY}),
+    (utils.divide, {"numerator": EMPTY, "denominator": EMPTY}),
+    (
+        utils.split_tensor_along_last_dim,
+        {"tensor": EMPTY, "num_partitions": EMPTY, "contiguous_split_chunks": False},
+    ),
+]
+
+
+@pytest.mark.parametrize(("fn", "published"), PUBLISHED, ids=lambda v: getattr(v, "__name__", ""))
+def test_published_order_and_defaults(fn: Callable[..., Any], published: dict[str, Any]) -> None:
+    parameters = list(inspect.signature(fn).parameters.values())[: len(published)]
+    assert {p.name: p.default for p in parameters} == published
+    assert [p.name for p in parameters] == list(published)
+    assert all(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
+
+
+@pytest.mark.parametrize(
+    ("layer", "later"),
+    [
+        (
+            pl.ColumnParallelLinear,
+            "stride init_method sequence_parallel_enabled sequence_dimension skip_bias_add pad reduce_dtype "
+            "tensor_model_parallel_group keep_master_weight",
+        ),
+        (
+            pl.RowParallelLinear,
+            "stride init_method sequence_parallel_enabled sequence_dimension skip_bias_add pad reduce_output "
+            "reduce_dtype tensor_model_parallel_group keep_master_weight",
+        ),
+        (
+            pl.ParallelEmbedding,
+            "max_norm norm_type scale_grad_by_freq sparse init_method device dtype shard_across_embedding "
+            "pad sequence_parallel_enabled tensor_model_parallel_group sequence_dimension collect_output",
+        ),
+    ],
+)
+def test_later_keywords_exist(layer: type, later: str) -> None:
+    assert set(later.split()) <= set(inspect.signature(layer).parameters)
+
+
+# -- the documented call forms ------------------------------------------------------------------------
+def _layers(_: ParallelContext) -> None:
+    x = torch.randn(2, 3, 8)
+    by_position = pl.ColumnParallelLinear(8, 12, True, True, torch.float32, None)
+    assert by_position(x).shape == (2, 3, 12)
+    by_keyword = pl.ColumnParallelLinear(
+        input_size=8, output_size=12, bias=False, gather_output=False, dtype=torch.bfloat16, device="cpu"
+    )
+    assert by_keyword.weight.shape == (6, 8)
+    assert by_keyword.weight.dtype is torch.bfloat16
+    assert by_keyword.bias is None
+
+    # the default device that the page of RowParallelLinear prints is False
+    row = pl.RowParallelLinear(8, 12, True, False, torch.float32, False)
+    assert row(x).shape == (2, 3, 12)
+    row = pl.RowParallelLinear(
+        input_size=8, output_size=12, bias=True, input_is_parallel=True, dtype=torch.float32, device=False
+    )
+    assert row.weight.device.type == "cpu"
+    assert row(x[..., :4]).shape == (2, 3, 12)
+
+
+def _embeddings(_: ParallelContext) -> None:
+    ids = torch.arange(10)
+    tables = []
+    for make in (
+        partial(nn.Embedding, 10, 4),
+        partial(pl.ParallelEmbedding, 10, 4, init.normal_),
+        partial(pl.ParallelEmbedding, 10, 4, init.normal_, torch.float32, None),
+        partial(pl.ParallelEmbedding, 10, 4, init.normal_, torch.float32, device=False),
+        partial(
+            pl.ParallelEmbedding, num_embeddings=10, embedding_dim=4, init_method=init.normal_, device="cpu"
+        ),
+        # the later order
+        partial(
+            pl.ParallelEmbedding, 10, 4, None, None, 2.0, False, False, init.normal_, None, torch.float32
+        ),
+    ):
+        torch.manual_seed(5)
+        tables.append(make()(ids))
+    for table in tables[1:]:
+        assert torch.equal(table, tables[0])
+    half = pl.ParallelEmbedding(10, 4, init.normal_, torch.float16, "cpu")
+    assert half.weight.dtype is torch.float16
+
+
+def _clipping(_: ParallelContext) -> None:
+    def models() -> tuple[nn.Module, nn.Module]:
+        torch.manual_seed(0)
+        cut = pl.ColumnParallelLinear(4, 6, gather_output=True, dtype=torch.float64)
+        torch.manual_seed(0)
+        whole = nn.Linear(4, 6, dtype=torch.float64)
+        for model in (cut, whole):
+            model(torch.arange(8, dtype=torch.float64).view(2, 4)).pow(2).sum().backward()
+        return cut, whole
+
+    forms: list[tuple[Callable[[nn.Module], Any], float | str]] = [
+        (lambda m: m.parameters(), 2),
+        (lambda m: list(m.parameters()), 2.0),
+        (lambda m: m, 3),
+        (lambda m: m.weight, 1),
+        (lambda m: m.parameters(), float("inf")),
+        (lambda m: m.parameters(), "inf"),
+    ]
+    for of, p in forms:
+        cut, whole = models()
+        expected = nn.utils.clip_grad_norm_(
+            of(whole) if not isinstance(of(whole), nn.Module) else whole.parameters(), 0.5, float(p)
+        )
+        norm = pl.clip_grad_norm(parameters=of(cut), max_norm=0.5, norm_type=p)
+        # the same sums in another order
+        torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0)
+        rank = parallel_state.get_tensor_model_parallel_rank()
+        torch.testing.assert_close(cut.weight.grad, whole.weight.grad.chunk(2)[rank], rtol=1e-12, atol=0)
+    cut, whole = models()
+    positional = pl.grads.clip_grad_norm(cut.parameters(), 0.5)  # as the published training loop calls it
+    torch.testing.assert_close(
+        positional, nn.utils.clip_grad_norm_(whole.parameters(), 0.5), rtol=1e-12, atol=0
+    )
+
+
+def _loss(_: ParallelContext) -> None:
+    logits, target = torch.randn(3, 5, 8, dtype=torch.float64), torch.randint(8, (3, 5))
+    mine = logits.chunk(2, -1)[parallel_state.get_tensor_model_parallel_rank()]
+    expected = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none", label_smoothing=0.1)
+    for loss in (
+        pl.parallel_cross_entropy(mine, target, 0.1),
+        pl.parallel_cross_entropy(vocab_parallel_logits=mine, target=target, label_smoothing=0.1),
+    ):
+        torch.testing.assert_close(loss.flatten(), expected, rtol=1e-12, atol=0)
+
+
+def _moving(_: ParallelContext) -> None:
+    model = nn.ModuleDict({"a": pl.ColumnParallelLinear(4, 4), "b": pl.ColumnParallelLinear(4, 4)})
+    model["b"].weight = model["a"].weight
+    pl.move_model_to_device(model, "cpu")
+    pl.move_model_to_device(model=model, device=torch.device("meta"))
+    weight = model["a"].weight
+    assert weight is model["b"].weight
+    assert weight.is_meta
+    # what scripts of that family read
+    assert (weight.tensor_model_parallel, weight.partition_dim, weight.num_partitions) == (True, 0, 2)
+    assert weight.partition_stride == 1
+
+
+@pytest.mark.parametrize("check", [_layers, _embeddings, _clipping, _loss, _moving])
+def test_documented_calls(check: Callable[[ParallelContext], None]) -> None:
+    run_ranks(_mesh(2), check)
+
+
+def test_documented_calls_of_save_and_load(tmp_path: Path) -> None:
+    by_keyword, later_names, by_position = (str(tmp_path / name) for name in "abc")
+
+    def check(_: ParallelContext) -> None:
+        torch.manual_seed(1)
+        model = pl.ColumnParallelLinear(4, 6)
+        state = {"model": model.state_dict(), "step": 3}
+        pl.save(state_dict=state, save_dir=by_keyword)
+        pl.save(checkpoint=state, output_dir=later_names)
+        pl.save(state, by_position)
+        for load in (
+            partial(pl.load, load_dir=by_keyword, model_key="model", sharded=True),
+            partial(pl.load, chkpt_path=later_names),
+            lambda model: pl.load(by_position, model, "model", True),
+        ):
+            other = pl.ColumnParallelLinear(4, 6)
+            rest = load(model=other)
+            assert rest["step"] == 3
+            assert torch.equal(other.weight, model.weight)
+            assert torch.equal(other.bias, model.bias)
+
+    run_ranks(_mesh(2), check)
+    for directory in (by_keyword, later_names, by_position):
+        assert {"tp_rank_0", "tp_rank_1"} <= set(os.listdir(directory))
+
+
+def test_an_unsharded_file_is_loaded_cut(tmp_path: Path) -> None:
+    whole = nn.Linear(4, 6)
+    torch.save({"model": whole.state_dict()}, tmp_path / "whole.pt")
+
+    def check(ctx: ParallelContext) -> None:
+        model = pl.ColumnParallelLinear(4, 6)
+        pl.load(load_dir=str(tmp_path / "whole.pt"), model=model, sharded=False)
+        assert torch.equal(model.weight, whole.weight.chunk(2)[ctx.rank])
+        assert torch.equal(model.bias, whole.bias.chunk(2)[ctx.rank])
+
+    run_ranks(_mesh(2), check)
+
+
+# -- mappings -----------------------------------------------------------------------------------------
+# name, keywords, what this rank's input is, what its output and its gradient must be, all in terms of
+# the ranks' inputs xs or gradients gs
+def _chunk(x: Tensor, n: int, rank: int, dim: int) -> Tensor:
+    return x.chunk(n, dim)[rank]
+
+
+Case = tuple[str, dict[str, Any], Callable[..., Tensor], Callable[..., Tensor]]
+CASES: list[Case] = [
+    (
+        "copy_to_tensor_model_parallel_region",
+        {},
+        lambda xs, r: xs[r],
+        lambda gs, r: sum(gs),
+    ),
+    (
+        "reduce_from_tensor_model_parallel_region",
+        {},
+        lambda xs, r: sum(xs),
+        lambda gs, r: gs[r],
+    ),
+    (
+        "scatter_to_tensor_model_parallel_region",
+        {},
+        lambda xs, r: _chunk(xs[r], len(xs), r, -1),
+        lambda gs, r: torch.cat(gs, -1),
+    ),
+    (
+        "gather_from_tensor_model_parallel_region",
+        {},
+        lambda xs, r: torch.cat(xs, -1),
+        lambda gs, r: _chunk(gs[r], len(gs), r, -1),
+    ),
+    *(
+        case
+        for dim in (0, 1, -2)
+        for case in (
+            (
+                "scatter_to_sequence_parallel_region",
+                {"sequence_dimension": dim},
+                lambda xs, r, dim=dim: _chunk(xs[r], len(xs), r, dim),
+                lambda gs, r, dim=dim: torch.cat(gs, dim),
+            ),
+            (
+                "gather_from_sequence_parallel_region",
+                {"sequence_dimension": dim},
+                lambda xs, r, dim=dim: torch.cat(xs, dim),
+                lambda gs, r, dim=dim: _chunk(sum(gs), len(gs), r, dim),
+            ),
+            (
+                "gather_from_sequence_parallel_region",
+                {"sequence_dimension": dim, "to_model_parallel": False},
+                lambda xs, r, dim=dim: torch.cat(xs, dim),
+                lambda gs, r, dim=dim: _chunk(gs[r], len(gs), r, dim),
+            ),
+            (
+                "reduce_scatter_to_sequence_parallel_region",
+                {"sequence_dimension": dim},
+                lambda xs, r, dim=dim: _chunk(sum(xs), len(xs), r, dim),
+                lambda gs, r, dim=dim: torch.cat(gs, dim),
+            ),
+        )
+    ),
+]
+
+
+def _integers(shape: tuple[int, ...], rank: int) -> Tensor:
+    """Whole numbers, so that sums are exact in any order; others on each rank."""
+    seeded = torch.Generator().manual_seed(rank)
+    return torch.randint(-9, 9, shape, generator=seeded).double()
+
+
+def _mapping(ctx: ParallelContext, case: Case, group: str) -> None:
+    name, keywords, forward, backward = case
+    comm = ctx.comm("dp") if group == "dp" else ctx.comm("tp")
+    if group == "torch":
+        keywords = {**keywords, "process_group": parallel_state.get_tensor_model_parallel_group()}
+    elif group != "none":
+        keywords = {**keywords, "process_group": comm}
+    n, rank = comm.size, int(comm.rank)
+    x = _integers((4, 8, 4), rank).requires_grad_()
+    y = getattr(mappings, name)(x, **keywords)
+    xs = [_integers((4, 8, 4), r) for r in range(n)]
+    assert torch.equal(y, forward(xs, rank)), f"{name} {keywords}: forward"
+    gs = [_integers(tuple(y.shape), 10 + r) for r in range(n)]
+    y.backward(gs[rank])
+    assert torch.equal(x.grad, backward(gs, rank)), f"{name} {keywords}: backward"
+
+
+@pytest.mark.parametrize("group", ["none", "tp", "dp"])
+@pytest.mark.parametrize("mesh", [_mesh(1), _mesh(2, dp=2), _mesh(4)], ids=str)
+def test_mappings(mesh: Mesh, group: str) -> None:
+    for case in CASES:
+        run_ranks(mesh, lambda ctx, case=case: _mapping(ctx, case, group))
+
+
+def _all_mappings(ctx: ParallelContext) -> None:
+    for case in CASES:
+        _mapping(ctx, case, "torch")
+
+
+def test_mappings_over_a_torch_group(pool: RankPool) -> None:
+    pool.run(_mesh(2, dp=2), _all_mappings)
+
+
+def test_by_position_and_with_a_wider_sum() -> None:
+    def check(ctx: ParallelContext) -> None:
+        x = torch.full((2, 2), 257.0 if ctx.rank else 1.0, dtype=torch.bfloat16)
+        y = mappings.reduce_scatter_to_sequence_parallel_region(x, 1, None, torch.float32)
+        assert torch.equal(y, ops.reduce_scatter(x, ctx.comm("tp"), 1, dtype=torch.float32))
+        assert mappings.gather_from_sequence_parallel_region(x, 1, False, ctx.comm("tp")).shape == (2, 4)
+        assert mappings.scatter_to_sequence_parallel_region(x, 1, ctx.comm("tp")).shape == (2, 1)
+
+    run_ranks(_mesh(2), check)
+
+
+# -- random, utils ------------------------------------------------------------------------------------
+def _draws(_: ParallelContext) -> list[Tensor]:
+    pl.random.model_parallel_xla_manual_seed(3)
+    tracker = pl.random.get_xla_rng_tracker()
+    outside = [torch.rand(4)]
+    with tracker.fork():
+        inside = [torch.rand(4)]
+    with tracker.fork("model-parallel-rng"):
+        inside.append(torch.rand(4))
+    outside.append(torch.rand(4))
+    with pytest.raises(ValueError, match="no random stream 'mine'"):
+        tracker.fork("mine")
+    return [torch.cat(outside), torch.cat(inside)]
+
+
+def test_random_streams() -> None:
+    first, second = run_ranks(_mesh(2), _draws)
+    assert torch.equal(first[0], second[0])
+    drawn = torch.cat([first[1], second[1]])
+    assert drawn.unique().numel() == drawn.numel()
+    assert torch.equal(torch.cat(run_ranks(_mesh(2), _draws)[1]), torch.cat(second))
+
+
+def test_utils() -> None:
+    assert utils.divide(12, 4) == 3
+    with pytest.raises(ValueError, match="12 is not divisible by 5"):
+        utils.divide(12, 5)
+    utils.ensure_divisibility(12, 4)
+    x = torch.arange(24).view(4, 6)
+    parts = pl.split_tensor_along_last_dim(x, 3)
+    assert torch.equal(torch.cat(parts, -1), x)
+    assert all(p.data_ptr() == x.data_ptr() + 16 * i for i, p in enumerate(parts))
+    assert all(p.is_contiguous() for p in utils.split_tensor_along_last_dim(x, 3, True))
+    assert [p.shape for p in utils.split_tensor_along_dim(x, 0, 2)] == [(2, 6), (2, 6)]
+    with pytest.raises(ValueError, match="6 is not divisible by 4"):
+        utils.split_tensor_along_last_dim(x, 4)
+
+
+def test_master_copies_count_as_cut() -> None:
+    def norms(_: ParallelContext) -> tuple[Tensor, Tensor]:
+        layer = pl.ColumnParallelLinear(4, 4, bias=False, dtype=torch.bfloat16)
+        master = nn.Parameter(torch.zeros(layer.weight.shape))
+        master.grad = torch.ones_like(master)
+        plain = pl.clip_grad_norm(master, 1e9, 1)
+        pl.copy_tensor_model_parallel_attributes(destination_tensor=master, source_tensor=layer.weight)
+        assert master.partition_dim == 0
+        return plain, pl.clip_grad_norm(master, 1e9, 1)
+
+    for plain, cut in run_ranks(_mesh(2), norms):
+        assert (plain, cut) == (8, 16)  # this rank's half of the 16 ones, and all of them
+
+
+# -- a whole script -----------------------------------------------------------------------------------
+class _Attention(nn.Module):
+    def __init__(self, script: Any) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.dense = (
+            nn.Linear(script.HIDDEN, script.HIDDEN, dtype=torch.float64) for _ in range(4)
+        )
+        self.heads = script.HEADS
+
+
+def _dense(script: Any) -> nn.Module:
+    """The script's model of plain torch modules, made in the same order."""
+    hidden, vocab = script.HIDDEN, script.VOCAB
+    linear = partial(nn.Linear, dtype=torch.float64)
+    model = nn.Module()
+    model.embedding = nn.Embedding(vocab, hidden, dtype=torch.float64)
+    model.attention = _Attention(script)
+    model.norm = nn.LayerNorm(hidden, dtype=torch.float64)
+    model.up, model.down = linear(hidden, 4 * hidden), linear(4 * hidden, hidden)
+    model.head = linear(hidden, vocab, bias=False)
+    return model
+
+
+def _dense_run(script: Any, flags: Namespace) -> dict[str, list[float]]:
+    torch.manual_seed(flags.seed)
+    model = _dense(script)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    data = script.dataset(flags.seed)
+    sampler = DistributedSampler(data, num_replicas=1, rank=0, seed=flags.seed)
+    losses, norms = [], []
+    for ids, labels in DataLoader(data, flags.batch_size, sampler=sampler):
+        x = model.embedding(ids)
+        x = model.norm(x + script.Attention.forward(model.attention, x))
+        x = x + model.down(F.gelu(model.up(x)))
+        loss = F.cross_entropy(model.head(x).flatten(0, 1), labels.flatten())
+        loss.backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), flags.max_norm)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return {"losses": losses, "norms": norms}
+
+
+def _load(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location("nxd_training", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _compare(result: dict[str, Any], expected: dict[str, list[float]]) -> None:
+    assert len(expected["losses"]) == result["global_step"] == 4
+    for name, values in expected.items():
+        # float64, the same sums in another order; AdamW divides by gradients' size and so keeps their
+        # relative error of some 1e-16 per operation
+        torch.testing.assert_close(result[name], values, rtol=1e-9, atol=0, msg=lambda m, n=name: f"{n}: {m}")
+    assert result["resumed"]
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("processes")
+def test_script_under_torchrun_trains_as_the_unsharded_model(tmp_path: Path) -> None:
+    script = _load(SCRIPT)
+    flags = script.parse(["--output_dir", str(tmp_path / "out")])
+    env = {**os.environ, "TPCORE_BACKEND": "cpu_gloo", "OMP_NUM_THREADS": "1"}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command = [*launcher, str(SCRIPT), "--output_dir", flags.output_dir]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    _compare(json.loads(done.stdout), _dense_run(script, flags))
+
+
+def _train(ctx: ParallelContext, path: Path, out: str) -> Any:
+    """The script in a process that has joined its job already, without a context."""
+    script = _load(path)
+
+    def run() -> Any:
+        result = script.train(script.parse(["--output_dir", out]))
+        script.parallel_state.destroy_model_parallel()
+        return result
+
+    assert dist.is_initialized()
+    return Context().run(run)
+
+
+def test_script_with_data_parallel_trains_as_the_unsharded_model(pool: RankPool, tmp_path: Path) -> None:
+    script = _load(SCRIPT)
+    out = str(tmp_path / "out")
+    expected = _dense_run(script, script.parse(["--output_dir", out]))
+    for result in pool.run(_mesh(2, dp=2), _train, SCRIPT, out):
+        _compare(result, expected)

@@ -1,0 +1,50 @@
+"""The small helpers of NeuronX Distributed that model code calls."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..module import _stamp, move_model_to_device, sharding
+
+
+def ensure_divisibility(numerator: int, denominator: int) -> None:
+    if numerator % denominator:
+        raise ValueError(f"{numerator} is not divisible by {denominator}")
+
+
+def divide(numerator: int, denominator: int) -> int:
+    """The quotient; ValueError where there is a remainder."""
+    ensure_divisibility(numerator, denominator)
+    return numerator // denominator
+
+
+def split_tensor_along_dim(
+    tensor: Tensor, dim: int, num_partitions: int, contiguous_split_chunks: bool = False
+) -> tuple[Tensor, ...]:
+    """Equal parts of ``tensor`` along ``dim``: views, or copies with ``contiguous_split_chunks``."""
+    parts = tensor.split(divide(tensor.shape[dim], num_partitions), dim)
+    return tuple(part.contiguous() for part in parts) if contiguous_split_chunks else tuple(parts)
+
+
+def split_tensor_along_last_dim(
+    tensor: Tensor, num_partitions: int, contiguous_split_chunks: bool = False
+) -> tuple[Tensor, ...]:
+    return split_tensor_along_dim(tensor, -1, num_partitions, contiguous_split_chunks)
+
+
+def copy_tensor_model_parallel_attributes(destination_tensor: Tensor, source_tensor: Tensor) -> None:
+    """Let ``destination_tensor`` count as cut the way ``source_tensor`` is, in ``clip_grad_norm`` for one:
+    for a float32 master copy of a parameter. Nothing if the source belongs to no parallel layer."""
+    found = sharding(source_tensor)
+    if found is not None:
+        _stamp(destination_tensor, found.spec, found.comm)
+
+
+__all__ = [
+    "copy_tensor_model_parallel_attributes",
+    "divide",
+    "ensure_divisibility",
+    "move_model_to_device",
+    "split_tensor_along_dim",
+    "split_tensor_along_last_dim",
+]

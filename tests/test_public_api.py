@@ -35,6 +35,7 @@ PUBLIC = {
         "RMSNorm",
         "ShardSpec",
         "backends",
+        "checkpoint",
         "clip_grad_norm",
         "current",
         "hookimpl",

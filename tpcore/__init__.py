@@ -23,19 +23,19 @@ from .module import ParallelModule, move_model_to_device, shard_specs
 from .shard import Block, ShardSpec
 
 if TYPE_CHECKING:
-    from . import parallel_layers, parallel_state
+    from . import checkpoint, parallel_layers, parallel_state
     from .launcher import launch
 
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    # on first use: the launcher pulls in torch's elastic agent, the other two only serve old scripts
+    # on first use: the launcher pulls in torch's elastic agent, and not every program saves or has an older script
     if name == "launch":
         from .launcher import launch
 
         return launch
-    if name in ("parallel_layers", "parallel_state"):
+    if name in ("checkpoint", "parallel_layers", "parallel_state"):
         from importlib import import_module
 
         return import_module(f"{__name__}.{name}")
@@ -62,6 +62,7 @@ __all__ = [
     "RowParallelLinear",
     "ShardSpec",
     "backends",
+    "checkpoint",
     "clip_grad_norm",
     "current",
     "hookimpl",

@@ -26,7 +26,6 @@ from torch.nn import init
 from torch.utils.data import DataLoader, DistributedSampler
 
 import tpcore
-from tpcore import ops
 from tpcore import parallel_layers as pl
 from tpcore.context import ParallelContext
 from tpcore.mesh import Mesh
@@ -455,14 +454,19 @@ def test_mappings_over_a_torch_group(pool: RankPool) -> None:
 
 
 def test_by_position_and_with_a_wider_sum() -> None:
-    def check(ctx: ParallelContext) -> None:
-        x = torch.full((2, 2), 257.0 if ctx.rank else 1.0, dtype=torch.bfloat16)
-        y = mappings.reduce_scatter_to_sequence_parallel_region(x, 1, None, torch.float32)
-        assert torch.equal(y, ops.reduce_scatter(x, ctx.comm("tp"), 1, dtype=torch.float32))
-        assert mappings.gather_from_sequence_parallel_region(x, 1, False, ctx.comm("tp")).shape == (2, 4)
+    def check(ctx: ParallelContext) -> list[float]:
+        x = torch.full((2, 4), 1.0 if ctx.rank else 256.0, dtype=torch.bfloat16)
+        assert mappings.gather_from_sequence_parallel_region(x, 1, False, ctx.comm("tp")).shape == (2, 16)
         assert mappings.scatter_to_sequence_parallel_region(x, 1, ctx.comm("tp")).shape == (2, 1)
+        sums = [
+            mappings.reduce_scatter_to_sequence_parallel_region(x, 1, None, dtype)
+            for dtype in (torch.float32, None)
+        ]
+        assert all(y.shape == (2, 1) for y in sums)
+        return [float(y[0]) for y in sums]
 
-    run_ranks(_mesh(2), check)
+    # bfloat16 has 8 bits: 256 + 1 is 256, and 259 is rounded to 260
+    assert run_ranks(_mesh(4), check) == [[260.0, 256.0]] * 4
 
 
 # -- random, utils ------------------------------------------------------------------------------------

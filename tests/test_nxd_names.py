@@ -438,7 +438,7 @@ def _mapping(ctx: ParallelContext, case: Case, group: str) -> None:
 
 
 @pytest.mark.parametrize("group", ["none", "tp", "dp"])
-@pytest.mark.parametrize("mesh", [_mesh(1), _mesh(2, dp=2), _mesh(4)], ids=str)
+@pytest.mark.parametrize("mesh", [_mesh(1), _mesh(2, dp=2), _mesh(4)], ids=["tp1", "dp2-tp2", "tp4"])
 def test_mappings(mesh: Mesh, group: str) -> None:
     for case in CASES:
         run_ranks(mesh, lambda ctx, case=case: _mapping(ctx, case, group))

@@ -83,7 +83,9 @@ def _run(folder: Path, nprocs: int, variables: Mapping[str, str]) -> dict[int, i
         with _as_before(), _quiet():
             elastic_launch(config, command[0])(*command[1:], str(folder), str(os.getpid()))
     except ChildFailedError as e:
-        return {rank: failure.exitcode for rank, failure in e.failures.items()}
+        codes = {rank: failure.exitcode for rank, failure in e.failures.items()}
+        # the agent ends the others with SIGTERM and counts them too
+        return {rank: code for rank, code in codes.items() if code != -signal.SIGTERM} or codes
     except SignalException as e:
         if e.sigval is signal.SIGINT:
             raise KeyboardInterrupt from None
@@ -119,12 +121,15 @@ def _as_before() -> Iterator[None]:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """The agent's own account of a failure says less than the error that is raised."""
-    logger = logging.getLogger("torch.distributed.elastic")
-    nowhere, before = logging.NullHandler(), logger.propagate
-    logger.addHandler(nowhere)
-    logger.propagate = False
+    loggers = [logging.getLogger(n) for n in ("torch.distributed.elastic", "torchelastic-events-null")]
+    before = [logger.propagate for logger in loggers]
+    nowhere = logging.NullHandler()
+    for logger in loggers:
+        logger.addHandler(nowhere)
+        logger.propagate = False
     try:
         yield
     finally:
-        logger.propagate = before
-        logger.removeHandler(nowhere)
+        for logger, propagate in zip(loggers, before, strict=True):
+            logger.propagate = propagate
+            logger.removeHandler(nowhere)

@@ -89,6 +89,9 @@ class GlooBackend(Backend):
                 seconds = timedelta(seconds=self._timeout)
                 self._owns = True  # from here on, for an error inside may leave it half made
                 dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=seconds)
+        if world > 1:
+            # an error that all ranks raise next must not cut off one that is still connecting
+            self._lobby.meet("have joined", "", self._lost)
         return rank, world
 
     def stop(self) -> None:
@@ -174,7 +177,9 @@ class GlooBackend(Backend):
                 made = {ranks: dist.new_group(list(ranks), seconds, "gloo") for ranks in group.partition}
                 pg = made[members]
                 self._made.append(pg)
-        return pg, self._guard(group.axes, members)
+        guard = self._guard(group.axes, members)
+        self._lobby.meet(f"have made group {len(self._groups)}", "", self._lost)
+        return pg, guard
 
     def _lost(self, missing: Sequence[int]) -> BackendError | None:
         verdict = None if self._monitor is None else self._monitor.find(missing)

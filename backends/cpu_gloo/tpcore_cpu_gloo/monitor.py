@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from types import TracebackType
 from typing import TypeVar
 
@@ -24,7 +23,7 @@ from tpcore.backend import say
 from tpcore.errors import BackendError, CollectiveTimeoutError, PeerLostError
 
 from .journal import Journal, Report
-from .process import Identity, sever
+from .process import CLEAN, GONE, Identity, sever
 
 T = TypeVar("T")
 
@@ -208,7 +207,7 @@ class Monitor(threading.Thread):
                     os.read(self._wake_read, 4096)
                 else:
                     self._selector.unregister(key.fileobj)
-                    self._guarded(partial(self._died, key.data))
+                    self._died(key.data)
             while not self._requests.empty():
                 self._requests.get()()
             if self._cut_at is not None and time.monotonic() >= self._cut_at:
@@ -282,20 +281,39 @@ class Monitor(threading.Thread):
         return {r: Report.unpack(data) for r, data in found.items() if data is not None}
 
     def _died(self, rank: int) -> None:
-        """A neighbour's process ended. Fatal at once only if it had said nothing and did not exit with 0."""
-        how = self.peers[rank].fate() or "is gone"
-        if self._get(f"end/{rank}") is None and how != "exited with status 0" and "gone" not in how:
-            verdict = Verdict("lost", f"rank {rank} ({self.peers[rank]}) {how}")
-            self._accept(self._post(verdict) or verdict)
+        """A neighbour's process ended. Fatal at once if it failed, and had not left the job before."""
+        how, said = self.peers[rank].fate() or "", self._said(rank) or "ended"
+        if how in ("", CLEAN, GONE) or not said.startswith("ended"):
+            return
+        told = self.verdict
+        verdict = Verdict("lost", f"rank {rank} ({self.peers[rank]}) {how}")
+        try:
+            verdict = self._post(verdict) or verdict
+        except RuntimeError as e:
+            self._lose_store(e)
+        if self._accept(verdict) is not told and self._speaks():
+            say(verdict.text)  # now: a launcher may end this rank before its error is printed
+
+    def _speaks(self) -> bool:
+        """One rank of a host is enough."""
+        neighbours = [r for r, p in enumerate(self.peers) if p.neighbour_of(self.peers[self.rank])]
+        return self.rank == next((r for r in neighbours if self.peers[r].fate() is None), self.rank)
+
+    def _said(self, rank: int) -> str | None:
+        try:
+            return self._get(f"end/{rank}")
+        except RuntimeError as e:
+            self._lose_store(e)
+            return None
 
     def _look(self, ranks: Sequence[int]) -> Verdict | None:
         heard = self._heard()
         if heard is not None:
             return heard
-        said = {r: how for r in ranks if (how := self._get(f"end/{r}")) is not None}
+        said = {r: how for r in ranks if (how := self._said(r)) is not None}
         for r, how in sorted(said.items(), key=lambda item: not item[1].startswith("raised")):
             fate = self._fate(r)
-            better = how if how.startswith("raised") or fate is None or "gone" in fate else fate
+            better = how if how.startswith("raised") or fate in (None, GONE) else fate
             return Verdict("lost", f"rank {r} ({self.peers[r]}) {better}")
         return None
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _PROC = Path("/proc")
+CLEAN = "exited with status 0"
+GONE = "is gone (killed, or ended by os._exit)"
 
 
 def _host() -> str:
@@ -44,7 +46,7 @@ class Identity:
         """None while the process lives, else how it ended as far as the kernel still knows."""
         stat = _stat(self.pid)
         if stat is None or stat.started != self.started:
-            return "is gone (killed, or ended by os._exit)"
+            return GONE
         if stat.state not in "ZX":
             return None
         # a zombie: its parent has not asked yet, so the wait status is still there

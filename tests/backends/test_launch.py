@@ -1,0 +1,173 @@
+"""Starting ranks from Python: fresh processes, the root cause of a failure, nothing left behind."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+import tpcore
+from tpcore import PeerLostError
+from tpcore._remote import RankTraceback, pack_call
+
+pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("processes")]
+
+
+@pytest.fixture(autouse=True)
+def no_process_is_left() -> Iterator[None]:
+    before = set(psutil.Process().children(recursive=True))
+    yield
+    left = set(psutil.Process().children(recursive=True)) - before
+    assert not [p for p in left if p.status() != psutil.STATUS_ZOMBIE]
+
+
+class Unlucky(Exception):
+    """Not importable under this name where the test module is not: it must travel as it is."""
+
+    def __init__(self, rank: int, what: str) -> None:
+        super().__init__(rank, what)
+        self.rank = rank
+
+
+def test_results_come_in_rank_order_and_errors_of_init_name_the_values() -> None:
+    offset = torch.tensor(10.0)
+
+    def program(factor: int, *, power: int) -> tuple[float, list[str], str | None, str | None]:
+        said = []
+        for tp in (3, 4):
+            with pytest.raises(ValueError, match=f"tp={tp} is larger than the world of 2") as e:
+                tpcore.init("cpu_gloo", tp=tp)
+            said.append(str(e.value))
+        ctx = tpcore.init("cpu_gloo", tp=2)  # refused calls leave nothing behind, here nor at the store
+        with pytest.raises(RuntimeError, match="already initialized"):
+            tpcore.init("cpu_gloo", tp=2)
+        total = float(ctx.comm("tp").all_reduce(offset + ctx.rank)) * factor**power
+        tpcore.shutdown()
+        ctx = tpcore.init("cpu_gloo", tp=1)
+        assert (ctx.comm("tp").size, ctx.comm("dp").size) == (1, 2)
+        assert float(ctx.comm("dp").all_reduce(torch.ones(()))) == 2.0
+        return total + ctx.rank, said, os.environ.get("OMP_NUM_THREADS"), os.environ.get("COLOUR")
+
+    first, second = tpcore.launch(program, 2, args=(2,), kwargs={"power": 3}, env={"COLOUR": "green"})
+    assert (first[0], second[0]) == (168.0, 169.0)
+    assert first[1:] == second[1:]
+    assert first[2:] == (os.environ["OMP_NUM_THREADS"], "green")
+
+
+def test_the_root_cause_is_raised_and_not_what_follows_from_it(capfd: pytest.CaptureFixture[str]) -> None:
+    def program() -> None:
+        ctx = tpcore.init("cpu_gloo", tp=2)
+        if ctx.rank == 1:
+            raise Unlucky(1, "no luck")
+        ctx.comm("tp").all_reduce(torch.ones(2))
+
+    with pytest.raises(Unlucky, match="no luck") as e:
+        tpcore.launch(program)
+    assert e.value.rank == 1
+    assert isinstance(e.value.__cause__, RankTraceback)
+    assert "rank 1:\nTraceback" in str(e.value.__cause__)
+    assert "in program" in str(e.value.__cause__)
+    said = capfd.readouterr().err
+    assert "rank 1: Unlucky" in said
+    assert "rank 0: PeerLostError: rank 1" in said
+    assert "elastic" not in said
+
+
+def test_a_killed_rank_is_named_and_the_callers_handlers_are_kept() -> None:
+    def program() -> None:
+        ctx = tpcore.init("cpu_gloo", tp=2)
+        if ctx.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        ctx.comm("tp").all_reduce(torch.ones(2))
+
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(PeerLostError, match="rank 1 was killed by SIGKILL"):
+        tpcore.launch(program)
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert logging.getLogger("torch.distributed.elastic").propagate
+
+
+SCRIPT = """
+import os, sys
+import torch, tpcore
+
+print("this file runs once: below is no guard against a second time", flush=True)
+folder = sys.argv[1]
+
+def program():
+    ctx = tpcore.init("cpu_gloo", tp=2)
+    open(f"{folder}/{os.getpid()}", "w").close()
+    while True:
+        ctx.comm("tp").all_reduce(torch.ones(1))
+
+tpcore.launch(program, 2)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=lambda s: s.name)
+def test_ranks_end_with_their_parent(tmp_path: Path, how: signal.Signals) -> None:
+    folder, script = tmp_path / "pids", tmp_path / "script.py"
+    folder.mkdir()
+    script.write_text(SCRIPT)
+    parent = subprocess.Popen(
+        [sys.executable, str(script), str(folder)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    while len(os.listdir(folder)) < 2:
+        assert parent.poll() is None, parent.communicate()[0]
+    ranks = [psutil.Process(int(name)) for name in os.listdir(folder)]
+    parent.send_signal(how)
+    said = parent.communicate()[0]
+    assert parent.returncode != 0
+    assert ("KeyboardInterrupt" in said) == (how is signal.SIGINT)
+    assert said.count("this file runs once") == 1
+    assert not psutil.wait_procs(ranks, timeout=30)[1]
+
+
+def test_what_cannot_be_started() -> None:
+    with pytest.raises(TypeError, match="launch needs a function, not 3"):
+        tpcore.launch(3)  # type: ignore[arg-type]
+    for nprocs in (0, -1, 1.5):
+        with pytest.raises(ValueError, match=f"nprocs must be a whole number of processes.*not {nprocs}"):
+            tpcore.launch(print, nprocs)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="cannot be sent to other processes"):
+        tpcore.launch(print, args=(threading.Lock(),))
+
+
+def test_without_cloudpickle_a_function_of_a_module_still_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    pack_call(os.path.join, ("a",), {})
+    with pytest.raises(ValueError, match="pip install cloudpickle"):
+        pack_call(lambda: None, (), {})
+
+
+TORCHRUN = """
+import os
+import torch, tpcore
+
+ctx = tpcore.init(backend="cpu_gloo", tp=2, timeout=30)
+if ctx.rank == 1:
+    os.kill(os.getpid(), 9)
+ctx.comm("tp").all_reduce(torch.ones(2))
+"""
+
+
+def test_under_torchrun_a_survivor_says_who_was_lost(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(TORCHRUN)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    run = subprocess.run([*command, str(script)], capture_output=True, text=True, check=False)
+    assert run.returncode != 0
+    assert re.search(r"tpcore: rank 1 \(pid \d+ on .*\) was killed by SIGKILL\n", run.stderr)

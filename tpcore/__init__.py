@@ -30,7 +30,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    # on first use: the launcher pulls in torch's elastic agent, and not every program saves or has an older script
+    # on first use: the launcher pulls in torch's elastic agent, few programs need all of them
     if name == "launch":
         from .launcher import launch
 

@@ -105,6 +105,13 @@ def unpack_outcome(packed: bytes) -> Outcome:
     return outcome
 
 
+def death(rank: int, code: int) -> PeerLostError:
+    """What the exit code of a rank that left no outcome says, as subprocess gives it."""
+    known = {-s.value: s.name for s in signal.Signals}
+    killed = f"was killed by {known.get(code, f'signal {-code}')}"
+    return PeerLostError(f"rank {rank} {killed if code < 0 else f'exited with status {code}'}")
+
+
 def die_with(parent: int) -> None:
     """Ask the kernel to end this process when its parent ends, however that comes about. Linux only."""
     if sys.platform == "linux":

@@ -18,8 +18,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from ._remote import Outcome, pack_call, root_cause, unpack_outcome
-from .errors import PeerLostError
+from ._remote import Outcome, death, pack_call, root_cause, unpack_outcome
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
@@ -99,9 +98,7 @@ def _outcome(folder: Path, rank: int, died: Mapping[int, int]) -> Outcome:
         return unpack_outcome(path.read_bytes())
     if rank not in died:
         return Outcome()  # ended by the launcher, because of another rank
-    code = died[rank]
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
-    return Outcome(error=PeerLostError(f"rank {rank} {how}"))
+    return Outcome(error=death(rank, died[rank]))
 
 
 @contextmanager

@@ -207,11 +207,10 @@ def _data_parallel(ctx: ParallelContext) -> list[Tensor]:
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
-@pytest.mark.parametrize("axes", [{"dp": 2, "tp": 2}, {"dp": 1, "tp": 2}], ids=["dp2", "dp1"])
-def test_ddp_over_the_dp_group(pool: RankPool, axes: dict[str, int]) -> None:
+def test_ddp_over_the_dp_group(pool: RankPool) -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 2).double()
     model(torch.arange(32, dtype=torch.float64).view(8, 4)).pow(2).mean().backward()
-    for grads in pool.run(Mesh(axes), _data_parallel):
+    for grads in pool.run(Mesh({"dp": 2, "tp": 1}), _data_parallel):
         for got, want in zip(grads, (model.weight.grad, model.bias.grad), strict=True):
             torch.testing.assert_close(got, want, rtol=1e-12, atol=0)  # float64, another order of 8 terms

@@ -20,6 +20,7 @@ import torch
 
 from .._remote import (
     Outcome,
+    death,
     die_with,
     outcome_of,
     pack_call,
@@ -29,7 +30,7 @@ from .._remote import (
     unpack_outcome,
 )
 from ..context import ParallelContext, use
-from ..errors import BackendError, PeerLostError
+from ..errors import BackendError
 from ..mesh import Mesh
 
 _PRELOAD = ["torch", "torch.distributed", "cloudpickle", "tpcore", "tpcore.testing.pool", "tpcore_cpu_gloo"]
@@ -147,9 +148,7 @@ class _Worker:
         except (EOFError, ConnectionResetError):
             self.reusable = False
             self.process.join()
-        code = self.process.exitcode or 0
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
-        return Outcome(error=PeerLostError(f"rank {rank} {how}"))
+        return Outcome(error=death(rank, self.process.exitcode or 0))
 
     def stuck(self, rank: int) -> RankStuck:
         self.reusable = False

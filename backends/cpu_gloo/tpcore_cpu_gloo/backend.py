@@ -202,7 +202,9 @@ class GlooBackend(Backend):
         """The process group of this rank alone, made when somebody asks (DDP over a dp of one)."""
         if not self._singles:
             with _loopback():
-                self._singles.append(dist.new_group([self._rank], use_local_synchronization=True))
+                self._singles.append(
+                    dist.new_group([self._rank], backend="gloo", use_local_synchronization=True)
+                )
             self._made.extend(self._singles)
         return self._singles[0]
 

@@ -70,7 +70,10 @@ def store_of_environment(timeout: float) -> tuple[dist.Store, int, int] | None:
     rank, world, port = (_number(name, values[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     if rank >= world:
         raise BackendError(f"RANK={rank} is outside WORLD_SIZE={world}")
-    return _tcp_store(values["MASTER_ADDR"], port, rank, world, timeout), rank, world
+    store = _tcp_store(values["MASTER_ADDR"], port, rank, world, timeout)
+    # an elastic agent may keep its store when it starts its ranks again
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"attempt {attempt}", store), rank, world
 
 
 def _number(name: str, text: str) -> int:

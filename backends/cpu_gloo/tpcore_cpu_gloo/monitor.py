@@ -74,6 +74,7 @@ class Monitor(threading.Thread):
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = os.pipe()
         self._selector.register(self._wake_read, selectors.EVENT_READ, None)
+        self._unwatched: list[int] = []
         self._closed = False
         self._cut_at: float | None = None
         self._hook = sys.excepthook
@@ -200,6 +201,9 @@ class Monitor(threading.Thread):
         while not self._closed:
             if time.monotonic() >= due:
                 self._guarded(self._beat)
+                for rank in [r for r in self._unwatched if self.peers[r].fate()]:
+                    self._unwatched.remove(rank)
+                    self._died(rank)
                 due = time.monotonic() + _BEAT
             wake = due if self._cut_at is None else min(due, self._cut_at)
             for key, _ in self._selector.select(max(0.0, wake - time.monotonic())):
@@ -220,12 +224,13 @@ class Monitor(threading.Thread):
     def _watch(self) -> list[int]:
         """Wake when a neighbour dies, early enough to read its exit status before its parent does."""
         fds = []
-        for rank, peer in enumerate(self.peers):
-            if rank != self.rank and peer.neighbour_of(self.peers[self.rank]):
-                try:
-                    fds.append(os.pidfd_open(peer.pid))
-                except OSError:
-                    continue  # dead already, or an old kernel: looked at when a collective fails
+        neighbours = [r for r, p in enumerate(self.peers) if p.neighbour_of(self.peers[self.rank])]
+        for rank in sorted({*neighbours} - {self.rank}):
+            try:
+                fds.append(os.pidfd_open(self.peers[rank].pid))
+            except (AttributeError, OSError):  # an old kernel or Python, or dead already: look now and then
+                self._unwatched.append(rank)
+            else:
                 self._selector.register(fds[-1], selectors.EVENT_READ, rank)
         return fds
 

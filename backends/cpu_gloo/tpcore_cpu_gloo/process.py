@@ -51,7 +51,9 @@ class Identity:
             return None
         # a zombie: its parent has not asked yet, so the wait status is still there
         if os.WIFSIGNALED(stat.status):
-            return f"was killed by {signal.Signals(os.WTERMSIG(stat.status)).name}"
+            number = os.WTERMSIG(stat.status)
+            known = {s.value: s.name for s in signal.Signals}
+            return f"was killed by {known.get(number, f'signal {number}')}"
         return f"exited with status {os.WEXITSTATUS(stat.status)}"
 
     def stopped(self) -> bool:

@@ -1,0 +1,158 @@
+"""Joining and leaving a job: alone, adopted, by hand, and the ways in which it cannot work."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from tpcore_cpu_gloo import GlooBackend
+
+import tpcore
+from tpcore.context import ParallelContext
+from tpcore.errors import BackendError, CollectiveTimeoutError
+from tpcore.mesh import Mesh
+from tpcore.testing.pool import RankPool
+
+VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture
+def port(monkeypatch: pytest.MonkeyPatch) -> int:
+    """A free one, in an environment that no launcher has touched."""
+    for name in (*VARIABLES, "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.delenv(name, raising=False)
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def _environment(monkeypatch: pytest.MonkeyPatch, *values: object) -> None:
+    for name, value in zip(VARIABLES, values, strict=False):
+        monkeypatch.setenv(name, str(value))
+
+
+def test_alone(port: int) -> None:
+    ctx = tpcore.init("cpu_gloo", tp=1)
+    try:
+        assert (ctx.rank, ctx.mesh.size, dist.get_world_size()) == (0, 1, 1)
+        x = torch.ones(2, 2)
+        tp = ctx.comm("tp")
+        assert all(torch.equal(y, x) for y in (tp.all_reduce(x), tp.all_gather(x, 1), tp.broadcast(x, 0)))
+        model = DistributedDataParallel(nn.Linear(2, 2), process_group=ctx.comm("dp").process_group)
+        model(x).sum().backward()
+        assert model.module.weight.grad is not None
+        listening = [c for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
+        assert all(c.laddr.ip in ("127.0.0.1", "::1") for c in listening), "open to other machines"
+        assert "GLOO_SOCKET_IFNAME" not in os.environ
+        with pytest.raises(RuntimeError, match="already initialized"):
+            tpcore.init("cpu_gloo", tp=1)
+    finally:
+        tpcore.shutdown()
+    assert not dist.is_initialized()
+
+
+def test_alone_with_tp_says_how_to_start(port: int) -> None:
+    with pytest.raises(ValueError, match=r"(?s)tp=2 needs 2 processes.*torchrun --nproc_per_node=2"):
+        tpcore.init("cpu_gloo", tp=2)
+    assert not dist.is_initialized()
+
+
+def test_tp_larger_than_the_world_that_was_launched(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+    _environment(monkeypatch, 0, 1, "127.0.0.1", port)
+    with pytest.raises(ValueError, match="tp=2 is larger than the world of 1 processes"):
+        tpcore.init("cpu_gloo", tp=2)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ((0,), r"\{'RANK': '0'\} is set, but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
+        (("", 2), r"\{'WORLD_SIZE': '2'\} is set, but not RANK"),
+        ((2, 2, "127.0.0.1", 1), r"RANK=2 is outside WORLD_SIZE=2"),
+        (("one", 2, "127.0.0.1", 1), r"RANK='one' is not a whole number"),
+    ],
+)
+def test_half_an_environment(
+    monkeypatch: pytest.MonkeyPatch, port: int, values: tuple[object, ...], said: str
+) -> None:
+    _environment(monkeypatch, *values)
+    with pytest.raises(BackendError, match=said):
+        GlooBackend().start(1.0)
+
+
+def test_a_rank_that_never_starts_is_named(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+    _environment(monkeypatch, 0, 3, "127.0.0.1", port)
+    with pytest.raises(CollectiveTimeoutError, match="0 waited 1 s to start: rank 1, 2 of 3 did not come"):
+        GlooBackend().start(1.0)
+    assert not dist.is_initialized()
+
+
+def test_a_store_that_never_starts_is_named(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+    _environment(monkeypatch, 1, 2, "127.0.0.1", port)
+    with pytest.raises(CollectiveTimeoutError, match=f"1 waited 1 s for rank 0, .*:{port}"):
+        GlooBackend().start(1.0)
+
+
+def _adopt(ctx: ParallelContext) -> list[float]:
+    sums = []
+    for _ in range(2):  # again over one store, where the first time has left its traces
+        backend = GlooBackend()
+        rank, world = backend.start(20.0)
+        assert (rank, world) == (ctx.rank, 4)
+        comm = backend.comm(Mesh({"dp": 2, "tp": 2}).group("tp"), rank)
+        sums.append(float(comm.all_reduce(torch.tensor(float(rank)))))
+        backend.stop()
+        assert dist.is_initialized(), "the program's own group is not ours to destroy"
+        with pytest.raises(BackendError, match="used after"):
+            comm.all_reduce(torch.ones(1))
+    return sums
+
+
+def test_a_default_group_of_the_program_is_adopted_and_left(pool: RankPool) -> None:
+    assert pool.run(Mesh({"tp": 4}), _adopt) == [[1.0, 1.0], [1.0, 1.0], [5.0, 5.0], [5.0, 5.0]]
+
+
+BY_HAND = """
+import os, sys, torch, tpcore
+
+ctx = tpcore.init("cpu_gloo", tp=2, timeout=30)
+print(float(ctx.comm("tp").all_reduce(torch.ones(()))), flush=True)
+if ctx.rank == 0:
+    os.kill(os.getpid(), 9)
+ctx.comm("tp").all_reduce(torch.ones(()))
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.xdist_group("processes")
+def test_started_by_hand_and_the_host_of_the_store_dies(tmp_path: Path, port: int) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(BY_HAND)
+    ranks = []
+    for rank in range(2):
+        values = zip(VARIABLES, (str(rank), "2", "127.0.0.1", str(port)), strict=True)
+        ranks.append(
+            subprocess.Popen(
+                [sys.executable, str(script)],
+                env=os.environ | dict(values),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    (first, _), (second, said) = (rank.communicate() for rank in ranks)
+    assert (first, second) == ("2.0\n", "2.0\n")
+    assert [rank.returncode for rank in ranks] == [-9, 1]
+    # gone: this test's own wait for rank 0 has taken the wait status away
+    assert re.search(r"PeerLostError: rank 0 \(pid \d+ on .*\) (was killed by SIGKILL|is gone)", said)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -58,29 +59,30 @@ class Guard:
         self._journal.waiting = self
         try:
             work.wait(_SLICE)
-        except RuntimeError as e:
-            self._wait_on(work, e)
+        except RuntimeError:
+            self._keep_waiting(work)
         self._journal.waiting = None
 
     def close(self) -> None:
         """From now on a collective is an error, and gloo's objects are free to go."""
         self._checked, self._side = 1 << 62, None
 
-    def _wait_on(self, work: Any, error: RuntimeError) -> None:
+    def _keep_waiting(self, work: Any) -> None:
+        """After an error of ``wait``: its own, that the slice is over, or that of the collective."""
         deadline = time.monotonic() + self._timeout
         while not work.is_completed():
-            if self._monitor.verdict is not None:
-                raise self._monitor.verdict.error(self._journal.last()) from None
+            final = self._monitor.final()
+            if final is not None:
+                raise final.error(self._journal.last()) from None
             if time.monotonic() > deadline:
                 raise self._timed_out() from None
-            try:
+            with suppress(RuntimeError):
                 work.wait(_SLICE)
-            except RuntimeError as e:
-                error = e
-            else:
-                return
-        # not chained: all that gloo says is that some connection closed, or that time is over
-        raise self._reason(error) from None
+        try:
+            work.wait()
+        except RuntimeError as e:
+            # not chained: all that gloo says is that some connection closed, or that time is over
+            raise self._reason(e) from None
 
     def _reason(self, error: RuntimeError) -> Exception:
         if "Timed out waiting" in str(error):

@@ -113,6 +113,10 @@ class Monitor(threading.Thread):
         holds = self._ask(lambda: self._post(verdict), None) or verdict
         return self._accept(self.verdict or holds)
 
+    def final(self) -> Verdict | None:
+        """The verdict, once collectives that could still complete have had the time to."""
+        return self.verdict if self._cut_at is None else None
+
     def diagnose(self, members: Sequence[int], error: BaseException) -> Verdict:
         """A connection within ``members`` broke: whose, and why."""
         deadline = time.monotonic() + _GRACE

@@ -49,7 +49,7 @@ def test_logits_of_a_padded_layer_need_only_the_vocabulary_size() -> None:
     on_ranks(4, rank)
 
 
-@pytest.mark.parametrize("chunk", [1, 20, 1 << 18])
+@pytest.mark.parametrize("chunk", [1, 30, 1 << 18])  # of 6 logits: 21 runs of a token, 4 of 5 and a rest, 1
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_working_in_chunks_changes_no_bit(
     chunk: int, smoothing: float, monkeypatch: pytest.MonkeyPatch
@@ -125,6 +125,25 @@ def test_ignored_tokens_take_no_gradient_even_from_a_mean_of_nothing() -> None:
     on_ranks(2, rank)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_second_backward_through_a_retained_graph(dtype: torch.dtype) -> None:
+    """The first gives away as the gradient what forward had left for it."""
+
+    def rank(ctx: ParallelContext) -> None:
+        part = mine(torch.randn(3, 8, dtype=dtype), ctx)
+        before = part.detach().clone()
+        loss = tpcore.parallel_cross_entropy(part, torch.tensor([1, 7, 3]), 0.1)
+        (first,) = torch.autograd.grad(loss.sum(), part, retain_graph=True)
+        kept = first.clone()
+        (second,) = torch.autograd.grad(loss.sum(), part)
+        assert torch.equal(first, kept)
+        # the first may have been scaled in another order, which can change the last bit
+        torch.testing.assert_close(second, first, rtol=torch.finfo(dtype).eps * 4, atol=0)
+        assert torch.equal(part, before)
+
+    on_ranks(2, rank)
+
+
 def test_no_tokens() -> None:
     def rank(ctx: ParallelContext) -> None:
         part = torch.zeros(0, 4, requires_grad=True)
@@ -133,6 +152,27 @@ def test_no_tokens() -> None:
         out.sum().backward()
         assert part.grad is not None
         assert part.grad.shape == (0, 4)
+
+    on_ranks(2, rank)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_backward_again_through_a_retained_graph(smoothing: float, dtype: torch.dtype) -> None:
+    """With another gradient, and without touching the one given before."""
+    torch.manual_seed(0)
+    logits, target = torch.randn(5, 8).to(dtype), torch.randint(7, (5,))
+
+    def rank(ctx: ParallelContext) -> None:
+        part = mine(logits, ctx)
+        out = tpcore.parallel_cross_entropy(part, target, smoothing, vocab_size=7)
+        (once,) = torch.autograd.grad(out.sum(), part, retain_graph=True)
+        kept = once.clone()
+        (again,) = torch.autograd.grad(2 * out.sum(), part, retain_graph=True)
+        (third,) = torch.autograd.grad(out.sum(), part)
+        assert torch.equal(once, kept)
+        torch.testing.assert_close(third, once, rtol=2**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
+        torch.testing.assert_close(again, 2 * third)
 
     on_ranks(2, rank)
 

@@ -7,6 +7,7 @@ ranks gather these in one exchange and combine them in the same order, so the lo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,7 +31,26 @@ def _chunks(logits: Tensor, comm: Comm) -> Iterator[slice]:
         yield slice(start, min(start + step, tokens))
 
 
+def _share(logits: Tensor, padding: Tensor | None, eager: bool, out: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Softmax over this rank's columns alone, in ``out`` if given, and the log-sum-exp of those columns.
+
+    One fused kernel gives both: a row's largest softmax is 1 / sum(exp(row - its largest)).
+    """
+    logits = _fill(logits, padding, torch.finfo(logits.dtype).min)
+    share = torch.softmax(logits, -1, out=out)
+    largest = logits.amax(-1)
+    empty = largest == -math.inf  # another rank has all that this token may be: no share here, and no nan
+    log_sum = torch.where(empty, largest, largest - share.amax(-1).log())
+    if not eager or empty.any():
+        share.masked_fill_(empty.unsqueeze(-1), 0.0)
+    return share, log_sum
+
+
 class _CrossEntropy(torch.autograd.Function):
+    """Forward leaves behind what is nearly the gradient, where that costs no precision: this rank's softmax
+    in the dtype of the logits. Backward rescales it in place, and so neither takes an exponential twice nor
+    holds a temporary beside the gradient."""
+
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, target: Tensor, comm: Comm, smoothing: float, ignore: int, vocab: int
@@ -43,14 +63,15 @@ class _CrossEntropy(torch.autograd.Function):
         local = local * mine
         padding = _padding(logits, comm, vocab)
 
+        ahead = None
+        if comm.eager and logits.dtype is wide and ctx.needs_input_grad[0]:
+            ahead = torch.empty_like(logits, memory_format=torch.contiguous_format)
         rows = logits.new_empty((3 if smoothing else 2, len(target)), dtype=wide)
         for at in _chunks(logits, comm):
             chunk = logits[at].to(wide)
             if smoothing:
-                rows[2, at] = (chunk if padding is None else chunk.masked_fill(padding, 0.0)).sum(-1)
-            if padding is not None:
-                chunk = chunk.masked_fill(padding, torch.finfo(wide).min)
-            rows[0, at] = chunk.logsumexp(-1)
+                rows[2, at] = _fill(chunk, padding, 0.0).sum(-1)
+            _, rows[0, at] = _share(chunk, padding, comm.eager, None if ahead is None else ahead[at])
         picked = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1).to(wide)
         rows[1] = torch.where(mine, picked, torch.zeros_like(picked))
 
@@ -59,37 +80,56 @@ class _CrossEntropy(torch.autograd.Function):
         loss = log_sum - (1 - smoothing) * gathered[:, 1].sum(0)
         if smoothing:
             loss = loss - smoothing / vocab * gathered[:, 2].sum(0)
-        ctx.save_for_backward(logits, log_sum, local, mine, kept)
-        ctx.args = comm, smoothing, vocab
+        ctx.save_for_backward(logits, (rows[0] - log_sum).exp(), local, mine, kept)
+        ctx.args, ctx.ahead = (comm, smoothing, vocab), ahead
         return torch.where(kept, loss, torch.zeros_like(loss))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        logits, log_sum, local, mine, kept = ctx.saved_tensors
+        logits, part, local, mine, kept = ctx.saved_tensors
         comm, smoothing, vocab = ctx.args
+        # given away as the gradient: a second backward through a retained graph computes its own
+        ahead, ctx.ahead = ctx.ahead, None
         padding = _padding(logits, comm, vocab)
         # where, not a product: a mean over no tokens at all sends back inf
-        scale = torch.where(kept, grad, torch.zeros_like(grad)).to(log_sum.dtype).unsqueeze(-1)
-        hit = (mine.to(log_sum.dtype) * (smoothing - 1)).unsqueeze(-1)
-        out = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        scale = torch.where(kept, grad, torch.zeros_like(grad)).to(part.dtype).unsqueeze(-1)
+        part = part.unsqueeze(-1) * scale
+        hit = (mine.to(part.dtype) * (smoothing - 1)).unsqueeze(-1) * scale
+        out = torch.empty_like(logits, memory_format=torch.contiguous_format) if ahead is None else ahead
         for at in _chunks(logits, comm):
-            chunk = torch.sub(logits[at], log_sum[at].unsqueeze(-1)).exp_()
+            if ahead is None:
+                chunk, _ = _share(logits[at].to(part.dtype), padding, comm.eager, None)
+            else:
+                chunk = ahead[at]
+            chunk.mul_(part[at])
             if smoothing:
-                chunk.sub_(smoothing / vocab)
-            if padding is not None:
-                chunk.masked_fill_(padding, 0.0)
+                chunk.sub_(scale[at] * (smoothing / vocab))
+                if padding is not None:
+                    chunk[:, -len(padding) :].masked_fill_(padding, 0.0)
             chunk.scatter_add_(-1, local[at].unsqueeze(-1), hit[at])
-            out[at] = chunk.mul_(scale[at])
+            if ahead is None:
+                out[at] = chunk
         return out, None, None, None, None, None
 
 
 def _padding(logits: Tensor, comm: Comm, vocab: int) -> Tensor | None:
-    """Which of this rank's columns are padding, or None if no rank has any. The rank stays data."""
+    """Which of this rank's last columns are padding; None if no rank has any. The rank stays data: as many
+    columns are looked at as there is padding in all, which is the same number on every rank."""
     width = logits.shape[-1]
-    if width * comm.size == vocab:
+    some = min(width, width * comm.size - vocab)
+    if not some:
         return None
-    return comm.rank * width + torch.arange(width, device=logits.device) >= vocab
+    return comm.rank * width + torch.arange(width - some, width, device=logits.device) >= vocab
+
+
+def _fill(logits: Tensor, padding: Tensor | None, value: float) -> Tensor:
+    """``logits`` with another value where padding is. To mask a few columns and copy the rest takes a
+    quarter of the time that a mask of all columns does (63 MB: 5 ms, not 17)."""
+    if padding is None:
+        return logits
+    rest = logits.shape[-1] - len(padding)
+    return torch.cat([logits[:, :rest], logits[:, rest:].masked_fill(padding, value)], -1)
 
 
 def parallel_cross_entropy(

@@ -1,4 +1,4 @@
-"""Cross entropy over vocabulary-cut logits: one collective, and no temporary of the size of the logits.
+"""Cross entropy over vocabulary-cut logits: one collective, no temporary larger than the local logits.
 
 Each rank needs from the others only a few numbers per token: the log-sum-exp over their part of the
 vocabulary, the target's logit where they hold it, and for label smoothing the sum of their logits. All

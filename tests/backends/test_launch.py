@@ -107,7 +107,7 @@ folder = sys.argv[1]
 def program():
     ctx = tpcore.init("cpu_gloo", tp=2)
     open(f"{folder}/{os.getpid()}", "w").close()
-    while True:
+    for _ in range(20_000):  # longer than it takes to be ended, and not for ever if it is not
         ctx.comm("tp").all_reduce(torch.ones(1))
 
 tpcore.launch(program, 2)
@@ -129,7 +129,7 @@ def test_ranks_end_with_their_parent(tmp_path: Path, how: signal.Signals) -> Non
         assert parent.poll() is None, parent.communicate()[0]
     ranks = [psutil.Process(int(name)) for name in os.listdir(folder)]
     parent.send_signal(how)
-    said = parent.communicate()[0]
+    said = parent.communicate(timeout=60)[0]
     assert parent.returncode != 0
     assert ("KeyboardInterrupt" in said) == (how is signal.SIGINT)
     assert said.count("this file runs once") == 1

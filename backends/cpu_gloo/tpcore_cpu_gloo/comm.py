@@ -62,16 +62,18 @@ class GlooComm(Comm):
         return out
 
     def _start_all_reduce(self, x: Tensor, op: Op, donate: bool) -> Pending:
-        _check_reducible(x, op)
+        dtype, wide = x.dtype, x
+        if dtype not in _NATIVE:
+            _check_reducible(x, op)
+            wide = x.to(_STAND_IN.get(dtype, dtype))
         self._guard.enter(f"all_reduce {op}", x)
-        wide = x.to(_STAND_IN.get(x.dtype, x.dtype))
         out = wide if (donate or wide is not x) and wide.is_contiguous() else _copy(wide)
         # of bits the sum is "any", and so is the maximum
-        work = self._gloo.allreduce([out], _ALL_REDUCE["max" if x.dtype is torch.bool else op])
+        work = self._gloo.allreduce([out], _ALL_REDUCE["max" if dtype is torch.bool else op])
 
         def wait() -> Tensor:
             self._guard.finish(work)
-            return out.to(x.dtype)
+            return out if wide is x else out.to(dtype)
 
         return wait
 

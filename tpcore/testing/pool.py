@@ -34,7 +34,6 @@ from ..errors import BackendError
 from ..mesh import Mesh
 
 _PRELOAD = ["torch", "torch.distributed", "cloudpickle", "tpcore", "tpcore.testing.pool", "tpcore_cpu_gloo"]
-_GRACE = 15.0  # seconds beyond the timeout of a collective, for a rank that is not in one
 
 
 class RankStuck(BackendError):
@@ -45,10 +44,11 @@ class RankPool:
     """``size`` processes with torch and tpcore imported, for one run after another.
 
     A world smaller than the pool uses its first processes. One that was killed or left broken is replaced.
+    ``grace``: seconds that a run may take beyond its ``timeout``, or beyond the first rank's error.
     """
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, grace: float = 15.0) -> None:
+        self.size, self._grace = size, grace
         self._files = tempfile.TemporaryDirectory(prefix="tpcore-pool-")
         self._workers = [_Worker(self._folder / f"stacks{i}") for i in range(size)]
         self._runs = 0
@@ -88,7 +88,7 @@ class RankPool:
         call = pack_call(fn, args, {})
         for rank, worker in enumerate(self._workers[: mesh.size]):
             worker.conn.send((rank, job, call))
-        return self._collect(mesh.size, time.monotonic() + timeout + _GRACE)
+        return self._collect(mesh.size, time.monotonic() + timeout + self._grace)
 
     def pids(self) -> list[int]:
         return [w.process.pid or 0 for w in self._workers]
@@ -117,7 +117,7 @@ class RankPool:
                 rank = handles[conn]  # type: ignore[index]  # of the connections that went in
                 outcomes[rank] = self._workers[rank].answer(rank)
                 if outcomes[rank].error is not None:
-                    deadline = min(deadline, time.monotonic() + _GRACE)
+                    deadline = min(deadline, time.monotonic() + self._grace)
             if not ready:
                 stuck = {r: Outcome(error=self._workers[r].stuck(r)) for r in handles.values()}
                 outcomes |= stuck

@@ -55,6 +55,17 @@ def test_law(spec: ShardSpec, n: int, m: int) -> None:
         assert torch.equal(spec.reshard(shards, r, m), spec.shard(full, r, m))
 
 
+@given(specs(), DEGREES, DEGREES, st.data())
+def test_moves_bring_each_entry_once(spec: ShardSpec, m: int, n: int, data: st.DataObject) -> None:
+    """However many ranks hold it: a checkpoint is read by these moves."""
+    assume(fits(spec, n) and fits(spec, m) and spec.dim is not None)
+    rank = data.draw(st.integers(0, n - 1))
+    brought = [
+        i for move in spec.moves(m, rank, n) for i in range(move.dst_start, move.dst_start + move.length)
+    ]
+    assert sorted(brought) == (spec.source_index(n)[rank] >= 0).nonzero().flatten().tolist()
+
+
 @given(specs(), DEGREES)
 @settings(max_examples=200)
 def test_layout_tables_say_the_same_as_sharding(spec: ShardSpec, n: int) -> None:

@@ -33,6 +33,7 @@ def pytest_configure(config: pytest.Config) -> None:
         )
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the marks in its own
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Every test that uses the pool runs in one xdist worker (--dist loadgroup): one pool per session."""
     for item in items:

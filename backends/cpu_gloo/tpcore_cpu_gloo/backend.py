@@ -24,11 +24,12 @@ from tpcore.comm import Comm
 from tpcore.errors import BackendError, CollectiveMismatchError
 from tpcore.mesh import Group
 
+from .board import Board, Verdict
 from .comm import GlooComm
 from .guard import Guard
 from .journal import Journal
 from .lobby import Lobby, own_client, store_of_environment
-from .monitor import Monitor, Verdict
+from .monitor import Monitor
 from .process import Identity, sever, sockets
 
 Members = tuple[int, ...]
@@ -152,7 +153,7 @@ class GlooBackend(Backend):
             told = ", ".join(f"rank {r}: {checked}" for r, (_, checked, _) in enumerate(said))
             raise ValueError(f"TPCORE_CHECK must be the same on all ranks; calls to check are {told}")
         connect = partial(own_client, store, f"tpcore monitor {said[0][2]}", self._timeout)
-        monitor = Monitor(connect, self._rank, [Identity(*peer) for peer, _, _ in said], self._journal)
+        monitor = Monitor(Board(connect), self._rank, [Identity(*peer) for peer, _, _ in said], self._journal)
         monitor.open()
         return monitor
 

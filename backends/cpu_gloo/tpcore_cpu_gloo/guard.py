@@ -15,8 +15,9 @@ from torch import Tensor
 from tpcore.check import ALL, Call, call_site, disagreement
 from tpcore.errors import BackendError, CollectiveMismatchError
 
+from .board import Verdict
 from .journal import Entry, Journal, timeout_report
-from .monitor import Monitor, Verdict, of_gloo
+from .monitor import Monitor, of_gloo
 
 _HERE = os.path.dirname(__file__) + os.sep
 _SLICE = timedelta(seconds=1)  # a wait returns to Python this often, for Ctrl-C and for a verdict

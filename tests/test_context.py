@@ -1,18 +1,14 @@
-"""init and the context in force; backends as plugins, found through a distribution on the path."""
+"""init and the context in force."""
 
 from __future__ import annotations
 
-import sys
-import textwrap
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
 import tpcore
-from tpcore.backend import backend_class, load_backend
 from tpcore.context import ParallelContext
 from tpcore.errors import BackendError
 from tpcore.mesh import Mesh
@@ -247,143 +243,3 @@ def test_groups_are_made_once_and_found_again() -> None:
     assert ctx.device == torch.device("cpu")
     with pytest.raises(BackendError, match="cannot use the group 'mine': pass a tpcore Comm"):
         ctx.comm_for("mine")
-
-
-# -- plugins -----------------------------------------------------------------------------------------------
-
-GOOD = """
-    from tpcore.backend import hookimpl
-    from tpcore.testing.threads import ThreadBackend, World
-
-    class Mine(ThreadBackend):
-        def __init__(self):
-            super().__init__(0, World(1))
-
-    @hookimpl
-    def tpcore_backend():
-        return Mine
-"""
-PROBE = """
-    def unavailable():
-        {}
-
-    Mine.unavailable = staticmethod(unavailable)
-"""
-Install = Callable[..., None]
-
-
-@pytest.fixture
-def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
-    """Put a distribution with one backend on the path, as an installer would."""
-
-    def put(name: str, code: str, distribution: str | None = None) -> None:
-        distribution = distribution or f"tpcore-{name}"
-        module = f"{distribution.replace('-', '_')}_plugin"
-        place = tmp_path / distribution
-        info = place / f"{distribution.replace('-', '_')}-1.2.dist-info"
-        info.mkdir(parents=True)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.2\n")
-        (info / "entry_points.txt").write_text(f"[tpcore]\n{name} = {module}\n")
-        (place / f"{module}.py").write_text(textwrap.dedent(code))
-        monkeypatch.syspath_prepend(place)
-        modules.append(module)
-
-    modules: list[str] = []
-    yield put
-    for module in modules:
-        sys.modules.pop(module, None)
-
-
-def test_a_third_partys_backend_needs_only_to_be_installed(install: Install) -> None:
-    install("mine", GOOD)
-    (info,) = [b for b in tpcore.backends() if b.name == "mine"]
-    assert (info.distribution, info.version, info.module) == ("tpcore-mine", "1.2", "tpcore_mine_plugin")
-    assert (info.usable, info.reason) == (True, "")
-    ctx = tpcore.init("mine")
-    assert type(ctx.backend).__name__ == "Mine"
-    tpcore.shutdown()
-
-
-def test_the_environment_chooses_and_the_choice_is_said(
-    install: Install, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    install("mine", GOOD)
-    monkeypatch.setenv("TPCORE_BACKEND", "mine")
-    tpcore.init()
-    tpcore.shutdown()
-    assert capfd.readouterr().err == "tpcore: backend mine (TPCORE_BACKEND is set)\n"
-    monkeypatch.setenv("RANK", "1")
-    tpcore.init()
-    tpcore.shutdown()
-    assert capfd.readouterr().err == ""
-
-
-def test_an_unknown_backend_is_told_what_there_is(install: Install) -> None:
-    install("mine", GOOD)
-    with pytest.raises(
-        BackendError, match=r"no backend 'mien' is installed; there are \['cpu_gloo', 'mine', 'neuron'\]"
-    ):
-        tpcore.init("mien")
-
-
-def test_only_the_named_plugin_is_imported(install: Install) -> None:
-    install("mine", GOOD)
-    install("other", "raise SystemError('must not be imported')")
-    assert load_backend("mine")
-    assert "tpcore_other_plugin" not in sys.modules
-
-
-HOOK = "from tpcore.backend import hookimpl, Backend\n\n@hookimpl\ndef tpcore_backend():\n    "
-BROKEN: dict[str, tuple[str, str]] = {
-    "import fails": ("import no_such_library", "ModuleNotFoundError: No module named 'no_such_library'"),
-    "syntax": ("def :", "SyntaxError"),
-    "no hook": ("x = 1", "hook returned None, not a Backend class"),
-    "misspelt hook": (
-        HOOK.replace("tpcore_backend", "tpcore_bakend") + "return 1",
-        "PluginValidationError.*tpcore_bakend",
-    ),
-    "hook returns an instance": (HOOK + "return 'gloo'", "hook returned 'gloo', not a Backend class"),
-    "hook returns another class": (HOOK + "return dict", "hook returned <class 'dict'>, not a Backend class"),
-    "hook raises": (HOOK + "raise OSError('no driver')", "OSError: no driver"),
-}
-
-
-@pytest.mark.parametrize("how", BROKEN)
-def test_a_broken_plugin_names_itself_and_hides_no_other(how: str, install: Install) -> None:
-    code, said = BROKEN[how]
-    install("broken", code)
-    install("mine", GOOD)
-    with pytest.raises(BackendError, match=rf"(?s)backend 'broken' of tpcore-broken 1\.2.*{said}"):
-        tpcore.init("broken")
-    infos = {b.name: b for b in tpcore.backends()}
-    assert {"broken", "cpu_gloo", "mine", "neuron"} <= set(infos)
-    assert infos["mine"].usable
-    assert infos["cpu_gloo"].usable
-    assert not infos["broken"].usable
-    assert said.split(".*")[0] in infos["broken"].reason
-
-
-def test_two_distributions_with_one_name(install: Install) -> None:
-    install("mine", GOOD)
-    install("mine", GOOD, distribution="another-mine")
-    with pytest.raises(
-        BackendError,
-        match=r"provided by several distributions: \['another-mine 1.2', 'tpcore-mine 1.2'\]; uninstall",
-    ):
-        backend_class("mine")
-
-
-def test_a_backend_that_cannot_run_here_says_why(install: Install) -> None:
-    install("mine", GOOD + PROBE.format("return 'no device: buy one'"))
-    with pytest.raises(BackendError, match="backend 'mine' cannot run here: no device: buy one"):
-        tpcore.init("mine")
-    (info,) = [b for b in tpcore.backends() if b.name == "mine"]
-    assert (info.usable, info.reason) == (False, "no device: buy one")
-
-
-def test_a_probe_that_fails_is_a_reason(install: Install) -> None:
-    install("mine", GOOD + PROBE.format("raise OSError('bus error')"))
-    (info,) = [b for b in tpcore.backends() if b.name == "mine"]
-    assert (info.usable, info.reason) == (False, "OSError: bus error")
-    with pytest.raises(BackendError, match=r"backend 'mine' cannot tell if it can run: OSError: bus error"):
-        tpcore.init("mine")

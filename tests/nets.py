@@ -1,0 +1,81 @@
+"""A small net with parameters of every kind, cut and plain, for tests of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import tpcore
+from tpcore.context import ParallelContext
+
+
+class Net(nn.Module):
+    """Cut, replicated and tied parameters, one that is never used, and an uneven vocabulary."""
+
+    def __init__(self, sparse: bool = False) -> None:
+        super().__init__()
+        self.embed = tpcore.ParallelEmbedding(10, 8, sparse=sparse, pad=True)
+        self.norm = nn.LayerNorm(8)
+        self.up = tpcore.ColumnParallelLinear(8, 12, gather_output=False)
+        self.down = tpcore.RowParallelLinear(12, 8, input_is_parallel=True)
+        self.head = tpcore.ColumnParallelLinear(8, 10, bias=False, pad=True)
+        self.unused = tpcore.ColumnParallelLinear(4, 4)
+        if not sparse:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = self.norm(self.embed(ids))
+        y: Tensor = self.head(h + self.down(F.gelu(self.up(h))))
+        return y
+
+
+class PlainNet(nn.Module):
+    def __init__(self, sparse: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 8, sparse=sparse)
+        self.norm = nn.LayerNorm(8)
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+        self.head = nn.Linear(8, 10, bias=False)
+        self.unused = nn.Linear(4, 4)
+        if not sparse:
+            self.head.weight = self.embed.weight
+
+    forward = Net.forward
+
+
+def plain_net(sparse: bool = False) -> PlainNet:
+    torch.manual_seed(0)
+    return PlainNet(sparse).double()
+
+
+def cut_net(full: dict[str, Tensor], ctx: ParallelContext, sparse: bool = False) -> Net:
+    net = Net(sparse).double()
+    n, r = ctx.comm("tp").size, ctx.coord("tp")
+    net.load_state_dict({k: s.shard(full[k], r, n) for k, s in tpcore.shard_specs(net).items()})
+    return net
+
+
+def ids_of(seed: int = 0, batch: int = 4) -> Tensor:
+    return torch.randint(10, (batch, 5), generator=torch.Generator().manual_seed(seed))
+
+
+def loss_of(net: nn.Module, ids: Tensor) -> Tensor:
+    return F.cross_entropy(net(ids).flatten(0, 1), ids.roll(1, 1).flatten())
+
+
+def assert_same_parameters(
+    net: nn.Module,
+    want: dict[str, Tensor],
+    ctx: ParallelContext,
+    of: Callable[[nn.Parameter], Any] = lambda p: p,
+) -> None:
+    """This rank's shard of each, to the accuracy of float64 through a small net."""
+    n, r = ctx.comm("tp").size, ctx.coord("tp")
+    specs = tpcore.shard_specs(net)
+    for name, p in net.named_parameters():
+        shard = specs[name].shard(want[name], r, n)
+        torch.testing.assert_close(of(p), shard, rtol=1e-10, atol=1e-13, msg=lambda m, k=name: f"{k}: {m}")

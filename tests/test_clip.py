@@ -1,0 +1,269 @@
+"""Clipping by the norm of the full gradient, as torch does it on the unsharded model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from nets import assert_same_parameters, cut_net, ids_of, loss_of, plain_net
+from torch import Tensor, nn
+
+import tpcore
+from tpcore.context import ParallelContext
+from tpcore.mesh import Mesh
+from tpcore.module import ParallelModule
+from tpcore.shard import Block, ShardSpec
+from tpcore.testing import run_ranks
+
+Ranks = Callable[..., list[Any]]
+INF = float("inf")
+
+GIVEN: dict[str, Callable[[nn.Module], Any]] = {
+    "generator": lambda net: (p for p in net.parameters()),
+    "parameters()": lambda net: net.parameters(),
+    "list": lambda net: list(net.parameters()),
+    "list with repetitions": lambda net: [*net.parameters(), *net.parameters()],
+    "module": lambda net: net,
+}
+
+
+@pytest.mark.parametrize("given", GIVEN)
+@pytest.mark.parametrize("p", [1, 2, 3, 2.5, INF, "inf"])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_clips_as_torch_does_on_the_unsharded_model(tp: int, p: float | str, given: str) -> None:
+    plain = plain_net()
+    loss_of(plain, ids_of()).backward()
+    full = plain.state_dict()
+    want = nn.utils.clip_grad_norm_(plain.parameters(), 0.1, float(p))
+    clipped = {k: q.grad for k, q in plain.named_parameters() if q.grad is not None}
+
+    def rank(ctx: ParallelContext) -> Tensor:
+        net = cut_net(full, ctx)
+        loss_of(net, ids_of()).backward()
+        norm = tpcore.clip_grad_norm(GIVEN[given](net), 0.1, p)
+        torch.testing.assert_close(norm, want, rtol=1e-12, atol=0)
+        assert norm.shape == ()
+        assert net.unused.weight.grad is None
+        del net.unused
+        assert_same_parameters(net, clipped, ctx, lambda q: q.grad)
+        return norm
+
+    first, *others = run_ranks(Mesh({"dp": 1, "tp": tp}), rank)
+    assert all(torch.equal(first, other) for other in others)
+
+
+def _clip(ctx: ParallelContext, full: dict[str, Tensor], p: float) -> tuple[float, float]:
+    net = cut_net(full, ctx)
+    loss_of(net, ids_of()).backward()
+    return float(tpcore.clip_grad_norm(net, 0.1, p)), float(tpcore.clip_grad_norm(net, 0.1, p))
+
+
+@pytest.mark.parametrize("p", [2.0, INF])
+def test_norm_before_and_after(ranks: Ranks, p: float) -> None:
+    plain = plain_net()
+    loss_of(plain, ids_of()).backward()
+    want = float(nn.utils.clip_grad_norm_(plain.parameters(), 0.1, p))
+    assert want > 0.1
+    for before, after in ranks(Mesh({"dp": 2, "tp": 2}), _clip, plain.state_dict(), p):
+        assert before == pytest.approx(want, rel=1e-12)
+        assert after == pytest.approx(0.1, rel=1e-4)  # 1e-6 beside the norm in the quotient
+
+
+@pytest.mark.parametrize("p", [1.0, 2.0, INF])
+def test_one_parameter_cut_or_not(p: float) -> None:
+    def rank(ctx: ParallelContext) -> None:
+        layer = tpcore.RowParallelLinear(8, 4)
+        layer.weight.grad = torch.full_like(layer.weight, 2.0)
+        layer.bias.grad = torch.full_like(layer.bias, 3.0)
+        assert tpcore.clip_grad_norm(layer.weight, 1e9, p) == torch.full((32,), 2.0).norm(p)
+        assert tpcore.clip_grad_norm(layer.bias, 1e9, p) == torch.full((4,), 3.0).norm(p)
+
+    run_ranks(Mesh({"tp": 2}), rank)
+
+
+def test_small_gradients_are_left_alone() -> None:
+    def rank(ctx: ParallelContext) -> None:
+        layer = tpcore.ColumnParallelLinear(4, 4)
+        grad = torch.randn_like(layer.weight)
+        layer.weight.grad = grad.clone()
+        tpcore.clip_grad_norm(layer, 1e6)
+        assert torch.equal(layer.weight.grad, grad)
+        tpcore.clip_grad_norm(layer, 0)
+        assert not layer.weight.grad.any()
+
+    run_ranks(Mesh({"tp": 2}), rank)
+
+
+def test_nothing_to_clip() -> None:
+    def rank(ctx: ParallelContext) -> None:
+        assert tpcore.clip_grad_norm([], 1.0) == 0
+        assert tpcore.clip_grad_norm(tpcore.ColumnParallelLinear(4, 4), 1.0) == 0
+
+    run_ranks(Mesh({"tp": 2}), rank)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_gradient_on_one_rank_only(dtype: torch.dtype) -> None:
+    def rank(ctx: ParallelContext) -> None:
+        layer = tpcore.ColumnParallelLinear(4, 4, bias=False, dtype=dtype)
+        if ctx.rank == 1:
+            layer.weight.grad = torch.ones_like(layer.weight)
+        assert tpcore.clip_grad_norm(layer, 1e9, 1) == 8
+
+    run_ranks(Mesh({"tp": 2}), rank)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_norm_of_half_precision_gradients_is_taken_in_float32(dtype: torch.dtype) -> None:
+    """1024 squares of 100 overflow float16, and bfloat16 stops counting at 256."""
+
+    def rank(ctx: ParallelContext) -> None:
+        layer = tpcore.ColumnParallelLinear(32, 64, bias=False, dtype=dtype)
+        layer.weight.grad = torch.full_like(layer.weight, 100.0)
+        norm = tpcore.clip_grad_norm(layer, 50.0)
+        assert norm.dtype == torch.float32
+        assert float(norm) == pytest.approx(100 * 2048**0.5, rel=1e-6)
+        assert layer.weight.grad.dtype == dtype
+
+    run_ranks(Mesh({"tp": 2}), rank)
+
+
+def test_what_is_replicated_over_some_ranks_counts_once() -> None:
+    """Two key heads on four ranks: each is held twice."""
+
+    class KeyHeads(ParallelModule):
+        def __init__(self) -> None:
+            super().__init__()
+            spec = ShardSpec((4, 3), 0, (Block(4, 2, replicate=True),))
+            self.shard_parameter("weight", spec, nn.init.normal_, torch.float64, None)
+
+    full = torch.randn(4, 3, dtype=torch.float64)
+
+    def rank(ctx: ParallelContext) -> None:
+        heads = KeyHeads()
+        heads.weight.grad = heads.shard_specs["weight"].shard(full, ctx.rank, 4)
+        for p in (1.0, 2.0, INF):
+            norm = tpcore.clip_grad_norm(heads, 1e9, p)
+            torch.testing.assert_close(norm, torch.linalg.vector_norm(full, p), rtol=1e-12, atol=0)
+
+    run_ranks(Mesh({"tp": 4}), rank)
+
+
+def test_layers_cut_over_different_groups() -> None:
+    def rank(ctx: ParallelContext) -> None:
+        over = [ctx.comm("tp"), ctx.comm("dp"), ctx.world]
+        layers = nn.ModuleList(
+            tpcore.ColumnParallelLinear(4, 8, bias=False, tensor_model_parallel_group=comm) for comm in over
+        )
+        for layer in layers:
+            layer.weight.grad = torch.ones_like(layer.weight)
+        assert tpcore.clip_grad_norm(layers, 1e9, 1) == 3 * 32
+
+    run_ranks(Mesh({"dp": 2, "tp": 2}), rank)
+
+
+def _converted(net: nn.Module) -> nn.Module:
+    return net.to(torch.float64)
+
+
+def _assigned(net: nn.Module) -> nn.Module:
+    net.load_state_dict({k: v.clone() for k, v in net.state_dict().items()}, assign=True)
+    return net
+
+
+def _emptied(net: nn.Module) -> nn.Module:
+    state = {k: v.clone() for k, v in net.state_dict().items()}
+    net = net.to("meta").to_empty(device="cpu")
+    net.load_state_dict(state)
+    return net
+
+
+def _replaced(net: nn.Module) -> nn.Module:
+    for module in net.modules():
+        for name, p in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(p.detach().clone()))
+    return net
+
+
+def _with(
+    future: Callable[[bool], None], change: Callable[[nn.Module], nn.Module]
+) -> Callable[..., nn.Module]:
+    """``change`` as torch makes it with one of its settings for conversions turned on."""
+
+    def changed(net: nn.Module) -> nn.Module:
+        future(True)
+        try:
+            return change(net)
+        finally:
+            future(False)
+
+    return changed
+
+
+def _loaded(net: nn.Module) -> nn.Module:
+    net.load_state_dict({k: v.clone() for k, v in net.state_dict().items()})
+    return net
+
+
+OVERWRITE = torch.__future__.set_overwrite_module_params_on_conversion
+SWAP = torch.__future__.set_swap_module_params_on_conversion
+
+CHANGES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "to(dtype)": _converted,
+    "to(dtype) that makes new parameters": _with(OVERWRITE, _converted),
+    "to(dtype) that swaps parameters": _with(SWAP, _converted),
+    "load_state_dict": _loaded,
+    "load_state_dict that swaps parameters": _with(SWAP, _loaded),
+    "to(device)": lambda net: net.to("cpu"),
+    "move_model_to_device": lambda net: tpcore.move_model_to_device(net, "cpu"),
+    "deepcopy": copy.deepcopy,
+    "load_state_dict(assign=True)": _assigned,
+    "to meta and to_empty": _emptied,
+    "parameters put in their place": _replaced,
+    "half and back": lambda net: net.half().float(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_sharding_survives(change: str) -> None:
+    """Each of these drops attributes of a parameter, or all of them, somewhere."""
+
+    def rank(ctx: ParallelContext) -> None:
+        net = CHANGES[change](
+            nn.Sequential(tpcore.ColumnParallelLinear(4, 8), tpcore.RowParallelLinear(8, 4))
+        )
+        for p in net.parameters():
+            p.grad = torch.ones_like(p)
+        # 32 and 8 of the column layer and 32 of the row layer are cut; its bias of 4 is whole
+        assert tpcore.clip_grad_norm(net.parameters(), 1e9, 1) == 32 + 8 + 32 + 4
+        marks = {name: (p.tensor_model_parallel, p.partition_dim) for name, p in net.named_parameters()}
+        assert marks == {
+            "0.weight": (True, 0),
+            "0.bias": (True, 0),
+            "1.weight": (True, 1),
+            "1.bias": (False, -1),
+        }
+
+    run_ranks(Mesh({"tp": 2}), rank)
+
+
+@pytest.mark.parametrize(
+    ("max_norm", "norm_type", "said"),
+    [
+        (1.0, 0, "norm_type must be a positive number or 'inf', not 0"),
+        (1.0, -2, "not -2"),
+        (1.0, float("nan"), "not nan"),
+        (1.0, "two", "two"),
+        (-1.0, 2, "max_norm must be 0 or more, not -1.0"),
+        (float("nan"), 2, "not nan"),
+    ],
+)
+def test_impossible_norms_are_refused(max_norm: float, norm_type: Any, said: str) -> None:
+    def rank(ctx: ParallelContext) -> None:
+        with pytest.raises(ValueError, match=said):
+            tpcore.clip_grad_norm(tpcore.ColumnParallelLinear(4, 4), max_norm, norm_type)
+
+    run_ranks(Mesh({"tp": 2}), rank)

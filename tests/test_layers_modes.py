@@ -1,0 +1,229 @@
+"""Layers under what torch can do around them: no gradients, in-place ops, frozen parameters, autocast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import tpcore
+from tpcore import ops
+from tpcore.context import ParallelContext
+from tpcore.mesh import Mesh
+from tpcore.testing import run_ranks
+
+TWO = Mesh({"dp": 1, "tp": 2})
+
+
+def on_two(fn: Callable[[ParallelContext], Any]) -> list[Any]:
+    return run_ranks(TWO, fn)
+
+
+INPUTS: dict[str, Callable[[], Tensor]] = {"embedding": lambda: torch.randint(8, (2, 4))}
+CALLS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
+    "column": lambda: (tpcore.ColumnParallelLinear(8, 8), torch.randn(4, 8)),
+    "column, not gathered": lambda: (
+        tpcore.ColumnParallelLinear(8, 8, gather_output=False),
+        torch.randn(4, 8),
+    ),
+    "column, padded": lambda: (
+        tpcore.ColumnParallelLinear(8, 7, gather_output=False, pad=True),
+        torch.randn(4, 8),
+    ),
+    "column, sequence parallel": lambda: (
+        tpcore.ColumnParallelLinear(8, 8, sequence_parallel_enabled=True),
+        torch.randn(4, 8),
+    ),
+    "row": lambda: (tpcore.RowParallelLinear(8, 8), torch.randn(4, 8)),
+    "row, sequence parallel": lambda: (
+        tpcore.RowParallelLinear(8, 8, input_is_parallel=True, sequence_parallel_enabled=True),
+        torch.randn(4, 8 // tpcore.current().comm("tp").size),
+    ),
+    "embedding": lambda: (tpcore.ParallelEmbedding(8, 8), torch.randint(8, (2, 4))),
+    "embedding, padding": lambda: (tpcore.ParallelEmbedding(8, 8, 0), torch.randint(8, (2, 4))),
+    "embedding by columns": lambda: (
+        tpcore.ParallelEmbedding(8, 8, 0, shard_across_embedding=True),
+        torch.randint(8, (2, 4)),
+    ),
+    "embedding, sequence parallel": lambda: (
+        tpcore.ParallelEmbedding(8, 8, sequence_parallel_enabled=True),
+        torch.randint(8, (2, 4)),
+    ),
+    "layer norm": lambda: (tpcore.LayerNorm(8, sequence_parallel_enabled=True), torch.randn(4, 8)),
+    "rms norm": lambda: (tpcore.RMSNorm(8), torch.randn(4, 8)),
+}
+at_tp_1_and_2 = pytest.mark.parametrize("tp", [1, 2])
+
+
+@at_tp_1_and_2
+@pytest.mark.parametrize("name", CALLS)
+def test_without_gradients_the_same_values(name: str, tp: int) -> None:
+    def rank(ctx: ParallelContext) -> None:
+        torch.manual_seed(0)
+        layer, x = CALLS[name]()
+        want = layer(x)
+        assert want.requires_grad
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                got = layer(x)
+            assert not got.requires_grad
+            assert torch.equal(got, want)
+        layer.requires_grad_(False)
+        assert torch.equal(layer(x), want)
+        assert not layer(x).requires_grad
+
+    run_ranks(Mesh({"tp": tp}), rank)
+
+
+@at_tp_1_and_2
+@pytest.mark.parametrize("name", CALLS)
+def test_the_output_may_be_changed_in_place(name: str, tp: int) -> None:
+    """As that of nn.Linear: ``relu(inplace=True)``, ``+= residual``."""
+    changes: list[tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = [
+        (lambda y: F.relu(y, inplace=True), F.relu),
+        (lambda y: y.add_(1), lambda y: y + 1),
+        (lambda y: y.mul_(2), lambda y: y * 2),
+    ]
+
+    def rank(ctx: ParallelContext) -> None:
+        torch.manual_seed(0)
+        layer, x = CALLS[name]()
+        before = layer.weight.detach().clone()
+        for in_place, plain in changes:
+            grads = []
+            for change in (in_place, plain):
+                layer.zero_grad()
+                change(layer(x)).square().sum().backward()
+                grads.append(layer.weight.grad.clone())
+            assert torch.equal(*grads)
+        assert torch.equal(layer.weight, before)
+
+    run_ranks(Mesh({"tp": tp}), rank)
+
+
+@at_tp_1_and_2
+@pytest.mark.parametrize("name", ["column", "row"])
+@pytest.mark.parametrize("frozen", ["input", "weight", "bias", "weight and bias"])
+def test_what_is_frozen_gets_no_gradient_and_the_rest_its_own(name: str, tp: int, frozen: str) -> None:
+    torch.manual_seed(0)
+    plain, x, grad = nn.Linear(8, 8), torch.randn(4, 8), torch.randn(4, 8)
+    leaf = x.clone().requires_grad_()
+    plain(leaf).backward(grad)
+
+    def rank(ctx: ParallelContext) -> None:
+        layer, _ = CALLS[name]()
+        n, r = ctx.comm("tp").size, ctx.coord("tp")
+        layer.load_state_dict({k: s.shard(plain.state_dict()[k], r, n) for k, s in layer.shard_specs.items()})
+        for key, p in layer.named_parameters():
+            p.requires_grad_(key not in frozen)
+        mine = x.clone().requires_grad_(frozen != "input")
+        layer(mine).backward(grad)
+        assert (mine.grad is None) == (frozen == "input")
+        if mine.grad is not None:
+            torch.testing.assert_close(mine.grad, leaf.grad, rtol=0, atol=1e-5)  # float32, sums of 8
+        for key, p in layer.named_parameters():
+            assert (p.grad is None) == (key in frozen)
+            if p.grad is not None:
+                want = layer.shard_specs[key].shard(plain.get_parameter(key).grad, r, n)
+                torch.testing.assert_close(p.grad, want, rtol=0, atol=1e-5)
+
+    run_ranks(Mesh({"tp": tp}), rank)
+
+
+@at_tp_1_and_2
+@pytest.mark.parametrize("name", ["column", "row"])
+def test_autocast(name: str, tp: int) -> None:
+    torch.manual_seed(0)
+    plain, x = nn.Linear(8, 8), torch.randn(4, 8)
+    leaf = x.clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        want = plain(leaf)
+    want.sum().backward()
+
+    def rank(ctx: ParallelContext) -> None:
+        layer, _ = CALLS[name]()
+        n, r = ctx.comm("tp").size, ctx.coord("tp")
+        layer.load_state_dict({k: s.shard(plain.state_dict()[k], r, n) for k, s in layer.shard_specs.items()})
+        mine = x.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = layer(mine)
+        y.sum().backward()
+        assert y.dtype == torch.bfloat16
+        # bfloat16 has 8 bits; three roundings of values below 4
+        torch.testing.assert_close(y, want, rtol=0, atol=3 * 2**-7)
+        assert mine.grad is not None
+        assert mine.grad.dtype == torch.float32
+        torch.testing.assert_close(mine.grad, leaf.grad, rtol=0, atol=3 * 2**-7)
+        shard = layer.shard_specs["weight"].shard(plain.weight.grad, r, n)
+        assert layer.weight.grad.dtype == torch.float32
+        torch.testing.assert_close(layer.weight.grad, shard, rtol=0, atol=3 * 2**-7)
+
+    run_ranks(Mesh({"tp": tp}), rank)
+
+
+def test_gradients_accumulate_over_calls() -> None:
+    def rank(ctx: ParallelContext) -> None:
+        for name in ("column", "row", "embedding"):
+            torch.manual_seed(0)
+            layer, x = CALLS[name]()
+            (layer(x) + layer(x)).sum().backward()
+            twice = layer.weight.grad.clone()
+            layer.zero_grad()
+            layer(x).sum().backward()
+            layer(x).sum().backward()
+            assert torch.equal(layer.weight.grad, twice)
+
+    on_two(rank)
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (4, 0)])
+@pytest.mark.parametrize("name", [name for name in CALLS if name != "layer norm"])
+def test_no_tokens(name: str, shape: tuple[int, ...]) -> None:
+    def rank(ctx: ParallelContext) -> None:
+        layer, x = CALLS[name]()
+        leaf = x.new_zeros(shape if "embedding" in name else (*shape, x.shape[-1]))
+        if x.is_floating_point():
+            leaf.requires_grad_()
+        y = layer(leaf)
+        assert y.numel() == 0
+        y.sum().backward()
+        assert not layer.weight.grad.any()
+        assert leaf.grad is None or leaf.grad.shape == leaf.shape
+
+    on_two(rank)
+
+
+@at_tp_1_and_2
+@pytest.mark.parametrize("name", ["column", "column, sequence parallel", "row", "row, sequence parallel"])
+def test_a_second_derivative_is_refused_not_wrong(name: str, tp: int) -> None:
+    def rank(ctx: ParallelContext) -> None:
+        layer, x = CALLS[name]()
+        y = layer(x.requires_grad_())
+        (slope,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            slope.sum().backward()
+
+    run_ranks(Mesh({"tp": tp}), rank)
+
+
+def test_bias_left_to_the_caller_is_the_one_to_add() -> None:
+    def rank(ctx: ParallelContext) -> None:
+        torch.manual_seed(0)
+        x, tp = torch.randn(4, 8), ctx.comm("tp")
+        for make in (tpcore.ColumnParallelLinear, tpcore.RowParallelLinear):
+            layer = make(8, 8, skip_bias_add=True)
+            y, bias = layer(x)
+            layer.skip_bias_add = False
+            assert torch.equal(layer(x), y + bias)
+            assert make(8, 8, bias=False, skip_bias_add=True)(x)[1] is None
+        partial = tpcore.RowParallelLinear(8, 8, bias=False, input_is_parallel=True, reduce_output=False)
+        whole = tpcore.RowParallelLinear(8, 8, bias=False, input_is_parallel=True)
+        whole.load_state_dict(partial.state_dict())
+        mine = ops.scatter(x, tp)
+        assert torch.equal(ops.reduce(partial(mine), tp), whole(mine))
+
+    on_two(rank)

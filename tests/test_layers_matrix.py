@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import matrix
 import pytest
 
 from tpcore.mesh import Mesh
-from tpcore.testing import run_ranks
+from tpcore.testing import matrix, run_ranks
 from tpcore.testing.pool import RankPool
 
 POINTS = [pytest.param(*point, id="{}-tp{}-{}".format(*point)) for point in matrix.points()]

@@ -57,4 +57,5 @@ def check(ctx: ParallelContext, case: Case) -> list[str]:
 def report(results: list[list[str]]) -> None:
     """Fail with what all ranks found."""
     found = [message for rank in results for message in rank]
-    assert not found, f"{len(found)} findings, the first of them:\n" + "\n".join(found[:12])
+    if found:
+        raise AssertionError(f"{len(found)} findings, the first of them:\n" + "\n".join(found[:12]))

@@ -40,9 +40,8 @@ class Plain:
     grad: Tensor
 
     def __post_init__(self) -> None:
-        w, b, x, g = (
-            t if t is None else t.detach().double() for t in (self.weight, self.bias, self.x, self.grad)
-        )
+        w, x, g = (t.detach().double() for t in (self.weight, self.x, self.grad))
+        b = None if self.bias is None else self.bias.detach().double()
         self.y, self.y_abs = F.linear(x, w, b), F.linear(x.abs(), w.abs(), None if b is None else b.abs())
         self.gx, self.gx_abs = g @ w, g.abs() @ w.abs()
         rows_x, rows_g = x.flatten(0, -2), g.flatten(0, -2)

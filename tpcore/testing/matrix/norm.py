@@ -12,7 +12,7 @@ from tpcore.context import ParallelContext
 
 from .cases import LEADS, Case
 from .compare import Findings
-from .cutting import chunk, leaf, scrambled
+from .cutting import chunk, grad_of, leaf, scrambled
 
 
 def _norm(ctx: ParallelContext, case: Case, found: Findings, layer: nn.Module, plain: nn.Module) -> None:
@@ -40,9 +40,7 @@ def _norm(ctx: ParallelContext, case: Case, found: Findings, layer: nn.Module, p
         grad.double().abs().flatten(0, len(lead) - 1).sum(0) * 3
     )  # |normalized| < 3 for 8 or 12 features
     for name, p in layer.named_parameters():
-        reference, own = exact.get_parameter(name).grad, plain.get_parameter(name).grad
-        assert reference is not None
-        assert own is not None
+        reference, own = grad_of(exact.get_parameter(name)), grad_of(plain.get_parameter(name))
         # one rounding a rank and one of the sum, beside what torch's own kernel does wrong in this dtype
         allowed = found.bound(magnitude, tokens + 16, 2) + 2 * (own.double() - reference).abs().max()
         found.close(f"{name} grad", p.grad, reference, allowed)

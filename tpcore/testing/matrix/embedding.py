@@ -13,7 +13,17 @@ from tpcore.context import ParallelContext
 
 from .cases import LEADS, Case
 from .compare import Findings, unit
-from .cutting import GARBAGE, chunk, compare_initial, cut_features, features, scrambled, sequence, shard_of
+from .cutting import (
+    GARBAGE,
+    chunk,
+    compare_initial,
+    cut_features,
+    features,
+    grad_of,
+    scrambled,
+    sequence,
+    shard_of,
+)
 
 
 def embedding(ctx: ParallelContext, case: Case, found: Findings) -> None:
@@ -65,8 +75,9 @@ def embedding(ctx: ParallelContext, case: Case, found: Findings) -> None:
         0, ids.flatten(), grad.abs().double().flatten(0, -2)
     )
     bound = magnitude * (ids.numel() + 2) * unit(case.torch_dtype)
-    got, dense = (p.grad.to_dense() if p.grad.is_sparse else p.grad for p in (layer.weight, exact.weight))
-    found.expect(layer.weight.grad.is_sparse == (case.mode == "sparse"), "the gradient is sparse, or is not")
+    grads = [grad_of(p) for p in (layer.weight, exact.weight)]
+    got, dense = (g.to_dense() if g.is_sparse else g for g in grads)
+    found.expect(grads[0].is_sparse == (case.mode == "sparse"), "the gradient is sparse, or is not")
     local, allowed = shard_of(layer, "weight", dense, ctx), shard_of(layer, "weight", bound, ctx)
     found.close("weight grad", got, local, allowed)
     if case.mode == "max_norm":

@@ -29,6 +29,12 @@ def leaf(x: Tensor, case: Case, ctx: ParallelContext) -> Tensor:
     return scrambled(x.detach().to(ctx.device), case.scrambled).requires_grad_()
 
 
+def grad_of(x: Tensor) -> Tensor:
+    if x.grad is None:
+        raise RuntimeError("the plain module has given no gradient")
+    return x.grad
+
+
 def features(spec_size: int, stride: int) -> ShardSpec:
     return ShardSpec.strided((spec_size,), 0, stride)
 
@@ -41,7 +47,8 @@ def cut_features(x: Tensor, spec: ShardSpec, ctx: ParallelContext, padding: floa
 
 
 def shard_of(module: Any, name: str, full: Tensor, ctx: ParallelContext) -> Tensor:
-    return module.shard_specs[name].shard(full, ctx.coord("tp"), ctx.comm("tp").size)
+    shard: Tensor = module.shard_specs[name].shard(full, ctx.coord("tp"), ctx.comm("tp").size)
+    return shard
 
 
 def compare_initial(layer: Any, plain: nn.Module, ctx: ParallelContext, found: Findings) -> None:

@@ -111,16 +111,17 @@ def floor(case: Case) -> Entry:
     rows = torch.nonzero((local >= 0) & (local < width)).squeeze(1)
     ids = local[rows]
     top, sums, grad_hidden = torch.empty(tokens), torch.empty(2, tokens), torch.empty_like(case.hidden)
+    group = peers.own_group()
 
     def both(logits: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
         out = torch.softmax(logits, -1)
         largest = logits.amax(-1)
         top.copy_(largest)
-        dist.all_reduce(top, dist.ReduceOp.MAX)
+        dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
         share = largest.sub_(top).exp_().div_(out.amax(-1))  # this rank's sum of exp(logit - top)
         sums[0] = share
         sums[1].zero_()[rows] = logits[rows, ids]
-        dist.all_reduce(sums)
+        dist.all_reduce(sums, group=group)
         out.mul_(share.div_(sums[0]).mul_(grad).unsqueeze(-1))
         out[rows, ids] -= grad[rows]
         return sums[0].log().add_(top).sub_(sums[1]), out
@@ -135,7 +136,7 @@ def floor(case: Case) -> Entry:
         loss, grad_logits = both(F.linear(hidden, weight), grad)
         torch.mm(grad_logits, weight, out=grad_hidden)
         weight.grad = grad_logits.t() @ hidden
-        dist.all_reduce(grad_hidden)
+        dist.all_reduce(grad_hidden, group=group)
         hidden.grad = grad_hidden
         return loss
 

@@ -107,23 +107,24 @@ def floor(full: nn.Module, size: Size, rank: int) -> Entry:
     w1, b1, w2, b2 = (nn.Parameter(t) for t in _shards(full, rank))
     shape = (size.batch, size.sequence, size.hidden)
     y, grad_x = torch.empty(shape), torch.empty(shape)
+    group = peers.own_group()
 
     def forward(x: Tensor) -> Tensor:
         y.copy_(F.linear(F.gelu(F.linear(x, w1, b1)), w2))
-        dist.all_reduce(y)
+        dist.all_reduce(y, group=group)
         return y.add_(b2.detach())
 
     def both(x: Tensor, grad: Tensor) -> Tensor:
         local = F.linear(F.gelu(F.linear(x, w1, b1)), w2)
         y.copy_(local.detach())
-        dist.all_reduce(y)
+        dist.all_reduce(y, group=group)
         y.add_(b2.detach())
         local.backward(grad)
         b2.grad = grad.sum((0, 1))
         if x.grad is None:
             raise RuntimeError("the input needs requires_grad")
         grad_x.copy_(x.grad)
-        dist.all_reduce(grad_x)
+        dist.all_reduce(grad_x, group=group)
         return y
 
     return Entry("floor", forward, both, [w1, b1, w2, b2], input_grad=lambda x: grad_x)

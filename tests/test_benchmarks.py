@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
+pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
 
 def _run(module: str, *options: str) -> str:

@@ -188,7 +188,6 @@ class TestErrors:
 
 
 @pytest.mark.processes
-@pytest.mark.xdist_group("processes")
 def test_under_torchrun(text, tmp_path):
     train(Mesh({"dp": 1, "tp": 1}), arguments(text, tmp_path / "one", dropout=0))
     argv = arguments(text, tmp_path / "two", "--tensorboard", tensor_parallel_degree=2, dropout=0)

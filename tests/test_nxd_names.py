@@ -581,7 +581,6 @@ def _compare(result: dict[str, Any], expected: dict[str, list[float]]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("processes")
 def test_script_under_torchrun_trains_as_the_unsharded_model(tmp_path: Path) -> None:
     script = _load(SCRIPT)
     flags = script.parse(["--output_dir", str(tmp_path / "out")])

@@ -135,7 +135,6 @@ ctx.comm("tp").all_reduce(torch.ones(()))
 
 
 @pytest.mark.processes
-@pytest.mark.xdist_group("processes")
 def test_started_by_hand_and_the_host_of_the_store_dies(tmp_path: Path, port: int) -> None:
     script = tmp_path / "train.py"
     script.write_text(BY_HAND)

@@ -20,7 +20,7 @@ import tpcore
 from tpcore import PeerLostError
 from tpcore._remote import RankTraceback, pack_call
 
-pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("processes")]
+pytestmark = pytest.mark.processes
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,5 @@
-# Two commands matter: `make demo` and `make test`. Each does its own set-up, all of it in .venv here.
+# Two commands matter: `make demo` and `make test`. Each does its own set-up, in .venv here; `make test` needs a
+# second environment as well, .venv-xla, for torch_xla runs with a torch of its own.
 PYTHON ?= python3
 PIP_ARGS ?=
 PYTEST_ARGS ?= -n 2 --dist loadgroup
@@ -16,8 +17,16 @@ LOCK := $(firstword $(wildcard requirements/lock-$(VERSION).txt) requirements/lo
 DEPENDENCIES := $(VENV)/.lock-$(VERSION)-$(firstword $(shell cksum < $(LOCK)))
 PROJECT := $(VENV)/.project-$(firstword $(shell (cat pyproject.toml; grep ^__version__ tpcore/__init__.py) | cksum))
 
+# Large (7.6 GB), so that clones share it: it lies outside, under the key of its lock, and .venv-xla points there.
+XLA_VENV := .venv-xla
+XLA_PYTHON := $(if $(filter file,$(origin PYTHON)),$(firstword $(wildcard $(BIN)/python) $(PYTHON)),$(PYTHON))
+XLA_LOCK := requirements/lock-xla.txt
+XLA_KEY := $(VERSION)-$(firstword $(shell cksum < $(XLA_LOCK)))
+XLA_CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/tpcore/xla-$(XLA_KEY)
+XLA_PROJECT := $(XLA_VENV)/.project-$(XLA_KEY)-$(subst $(VENV)/.project-,,$(PROJECT))
+
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-fast lint types docs bench lock clean
+.PHONY: help venv venv-xla demo test test-cpu test-fast test-xla lint types docs bench lock clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -26,8 +35,12 @@ help:  ## this list
 demo: venv  ## pretrain a small BERT at tp=1 and tp=2 and compare the loss curves (about 3 minutes)
 	$(BIN)/python $(DEMO)
 
+test:  ## everything that must hold: test-cpu, then test-xla
+	@$(MAKE) --no-print-directory test-cpu
+	@$(MAKE) --no-print-directory test-xla
+
 # ruff first because it takes no time, then the tests, which start at once; the slower static checks follow.
-test: venv  ## everything that must hold: lint, tests, types, documentation
+test-cpu: venv  ## lint, tests, types, documentation: all but the tests that need torch_xla
 	$(BIN)/ruff check --quiet .
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
@@ -35,6 +48,9 @@ test: venv  ## everything that must hold: lint, tests, types, documentation
 
 test-fast: venv  ## the tests alone; PYTEST_ARGS='tests/test_cli.py' runs a part
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-xla: venv-xla  ## the tests of the neuron backend, on XLA replicas in an environment of their own
+	TPCORE_REQUIRE_XLA=1 $(XLA_VENV)/bin/python -m pytest tests/xla $(PYTEST_ARGS)
 
 lint: venv  ## style and types, without running anything
 	$(BIN)/ruff check .
@@ -57,7 +73,7 @@ lock: venv  ## write the versions installed in .venv to the lock
 	mv $(LOCK).new $(LOCK)
 
 clean:  ## remove the environment and everything built
-	rm -rf $(VENV) build dist site demo .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(XLA_VENV) build dist site demo .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 venv: $(PROJECT)  ## the environment alone: .venv with the locked versions and tpcore, editable
 
@@ -75,3 +91,19 @@ $(DEPENDENCIES):
 	    && $(BIN)/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) --requirement $(LOCK)
 	@rm -f $(VENV)/.lock-* && touch $@
+
+venv-xla: $(XLA_PROJECT)  ## the environment with torch_xla: about 4 minutes the first time, seconds in the next clone
+
+$(XLA_PROJECT): $(XLA_CACHE)/complete
+	$(XLA_CACHE)/bin/python -m venv --clear --without-pip $(XLA_VENV)
+	$(XLA_CACHE)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	    > $$($(XLA_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/locked.pth
+	$(XLA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
+	    --editable .
+	@touch $@
+
+$(XLA_CACHE)/complete: $(XLA_LOCK)
+	@mkdir -p $(@D)
+	@# one at a time: two clones may come here together, and the second then finds it done
+	flock $(@D).lock sh -euc 'test -e $@ || { $(XLA_PYTHON) -m venv --clear $(@D); $(@D)/bin/python -m pip install \
+	    --disable-pip-version-check $(PIP_ARGS) --requirement $(XLA_LOCK); }; touch $@'

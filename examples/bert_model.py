@@ -175,5 +175,14 @@ def _attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, No
         return sdpa_attention_forward(module, *args, **kwargs)
 
 
+def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    """torch's mask. transformers leaves it out where a batch has no padding, which it finds by looking: on a
+    lazy backend that cuts the graph, and gives ranks with other batches another program."""
+    if not tpcore.current().comm("tp").eager:
+        kwargs["allow_is_bidirectional_skip"] = False
+    mask: Tensor | None = sdpa_mask(*args, **kwargs)
+    return mask
+
+
 AttentionInterface.register(_ATTENTION, _attention)
-AttentionMaskInterface.register(_ATTENTION, sdpa_mask)
+AttentionMaskInterface.register(_ATTENTION, _mask)

@@ -72,10 +72,12 @@ def assert_same_parameters(
     want: dict[str, Tensor],
     ctx: ParallelContext,
     of: Callable[[nn.Parameter], Any] = lambda p: p,
+    rtol: float = 1e-10,
+    atol: float = 1e-13,
 ) -> None:
     """This rank's shard of each, to the accuracy of float64 through a small net."""
     n, r = ctx.comm("tp").size, ctx.coord("tp")
     specs = tpcore.shard_specs(net)
     for name, p in net.named_parameters():
         shard = specs[name].shard(want[name], r, n)
-        torch.testing.assert_close(of(p), shard, rtol=1e-10, atol=1e-13, msg=lambda m, k=name: f"{k}: {m}")
+        torch.testing.assert_close(of(p), shard, rtol=rtol, atol=atol, msg=lambda m, k=name: f"{k}: {m}")

@@ -23,9 +23,9 @@ Site = tuple[CodeType, int]
 """A place in the code, as cheap to take as possible: it is written out only if somebody asks."""
 
 
-def call_site(also: str = "") -> Site:
-    """Innermost frame outside tpcore, torch and files whose path starts with ``also``."""
-    skip = (*_LIBRARY, also) if also else _LIBRARY
+def call_site(*also: str) -> Site:
+    """Innermost frame outside tpcore, torch and files whose path starts with one of ``also``."""
+    skip = (*_LIBRARY, *also) if also else _LIBRARY
     frame = outermost = sys._getframe(1)
     while frame is not None:
         if not frame.f_code.co_filename.startswith(skip):

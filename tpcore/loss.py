@@ -7,7 +7,6 @@ ranks gather these in one exchange and combine them in the same order, so the lo
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -39,7 +38,9 @@ def _share(logits: Tensor, padding: Tensor | None, eager: bool, out: Tensor | No
     logits = _fill(logits, padding, torch.finfo(logits.dtype).min)
     share = torch.softmax(logits, -1, out=out)
     largest = logits.amax(-1)
-    empty = largest == -math.inf  # another rank has all that this token may be: no share here, and no nan
+    # Another rank has all that this token may be: no share here, and no nan. The largest of nothing but -inf
+    # is -inf, and on torch_xla the least number.
+    empty = largest <= torch.finfo(largest.dtype).min
     log_sum = torch.where(empty, largest, largest - share.amax(-1).log())
     if not eager or empty.any():
         share.masked_fill_(empty.unsqueeze(-1), 0.0)

@@ -43,7 +43,8 @@ class _Entry:
         return tuple(self.tensor.shape)
 
     def host(self) -> Tensor:
-        return self.tensor.detach().to(device="cpu", dtype=self.dtype).resolve_conj().resolve_neg()
+        # moved first: a lazy device would compile a program to convert it
+        return self.tensor.detach().cpu().to(self.dtype).resolve_conj().resolve_neg()
 
     def record(self, crc32: str) -> dict[str, Any]:
         cut = self.cut.to_json() if isinstance(self.cut, ShardSpec) else self.cut
@@ -74,7 +75,7 @@ class _Part:
         if t.is_meta:
             raise ValueError(f"cannot save {where}: it is on the meta device and has no values")
         cut: Cut = spec_of(t, self._ctx, where) or self._optimizer.get(id(t))
-        memory = t.untyped_storage().data_ptr()
+        memory = _address(t)
         view = t.device, t.dtype, t.storage_offset(), t.shape, t.stride(), t.is_conj(), t.is_neg()
         # lazy devices give no address, and empty tensors have none
         same = (memory, view) if memory else id(t)
@@ -120,6 +121,13 @@ class _Part:
         return records
 
 
+def _address(t: Tensor) -> int:
+    try:
+        return t.untyped_storage().data_ptr()
+    except RuntimeError:  # torch_xla up to 2.9: its tensors have no storage that Python may ask
+        return 0
+
+
 def _unused(name: str, used: Iterable[str]) -> str:
     """``name``, or with a number if it is taken; case does not count, as on some file systems."""
     taken = {u.lower() for u in used}
@@ -139,6 +147,7 @@ def write_checkpoint(
     rank after the other. Raises on every rank if one fails, and then leaves nothing behind.
     """
     ctx = current()
+    ctx.backend.mark_step()  # on all ranks, for some do not read: what is still to be computed may need them
     at = ctx.mesh.coords(ctx.rank)
     name = rank_dir(at.get("tp", 0), at.get("pp", 0), ctx.mesh.axes.get("pp", 1))
     part: _Part | None = None

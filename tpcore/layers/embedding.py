@@ -41,7 +41,8 @@ class ParallelEmbedding(ParallelModule):
     leaves uncollected. ``padding_idx``, ``max_norm``, ``norm_type``, ``scale_grad_by_freq`` and ``sparse``
     mean what they mean in ``nn.Embedding``. A callable as third argument is ``init_method``.
 
-    Raises IndexError on every rank for an id out of range, on backends that can look at values.
+    Raises IndexError on every rank for an id out of range, on backends that can look at values, and
+    ValueError for ``sparse`` on backends without sparse tensors.
     """
 
     weight: Tensor
@@ -84,6 +85,8 @@ class ParallelEmbedding(ParallelModule):
             raise ValueError(
                 "collect_output=False needs shard_across_embedding=True and no sequence parallelism"
             )
+        if sparse and not self.tp.eager:
+            raise ValueError("ParallelEmbedding(sparse=True): this backend's devices have no sparse tensors")
         spec = ShardSpec((num_embeddings, embedding_dim), 1 if shard_across_embedding else 0)
         self.padded = spec.padded(self.tp.size)
         if self.padded and not pad:
@@ -97,13 +100,13 @@ class ParallelEmbedding(ParallelModule):
 
     @torch.no_grad()
     def _clear(self, row: int) -> None:
-        """Zero a row of the table. Not in the init, which would then need the full table at once."""
+        """Zero a row of the table. Not in the init, which would then need the full table at once; by a mask,
+        so that a rank that does not hold the row computes the same as one that does."""
         if self.shard_across_embedding:
             self.weight[row] = 0
             return
-        for piece in self.shard_specs["weight"].pieces(self._tp_rank, self.tp.size):
-            if 0 <= row - piece.full < piece.length:
-                self.weight[piece.local + row - piece.full] = 0
+        held = self.shard_specs["weight"].source_index(self.tp.size)[self._tp_rank]
+        self.weight.masked_fill_((held == row).unsqueeze(1).to(self.weight.device), 0)
 
     def forward(self, ids: Tensor) -> Tensor:
         if self.tp.eager:

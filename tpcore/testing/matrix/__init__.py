@@ -49,6 +49,7 @@ def check(ctx: ParallelContext, case: Case) -> list[str]:
     findings = Findings(ctx, case)
     try:
         CHECKS[case.layer](ctx, case, findings)
+        findings.settle()
     except Exception as e:
         raise RuntimeError(f"{case} on rank {ctx.rank}: {type(e).__name__}: {e}") from e
     return findings.messages

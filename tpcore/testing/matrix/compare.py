@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -21,12 +24,23 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 
 
 class Findings:
-    """Collects what is wrong instead of raising, so that ranks stay in step and all of it is seen."""
+    """Collects what is wrong instead of raising, so that ranks stay in step and all of it is seen. Values are
+    read at the end, all together: a lazy backend then runs one program for the whole case."""
 
     def __init__(self, ctx: ParallelContext, case: Case) -> None:
         self.where = f"{case} on rank {ctx.rank} of tp={ctx.comm('tp').size}"
         self.dtype = case.torch_dtype
         self.messages: list[str] = []
+        self._mark_step = ctx.backend.mark_step
+        self._later: list[tuple[Tensor, Callable[[Tensor], str | None]]] = []
+
+    def settle(self) -> None:
+        self._mark_step()
+        for value, judge in self._later:
+            message = judge(value.cpu())
+            if message is not None:
+                self.messages.append(f"{self.where}: {message}")
+        self._later.clear()
 
     def bound(self, magnitude: Tensor, terms: int, roundings: int, wide: torch.dtype | None = None) -> Tensor:
         u = unit(wide or self.dtype)
@@ -44,24 +58,16 @@ class Findings:
         elif got.dtype != (dtype or self.dtype):
             self.messages.append(f"{self.where}: {what} is {got.dtype}, not {dtype or self.dtype}")
         else:
-            error = (got.detach().cpu().double() - want).abs()
-            if not bool((error <= bound).all()):  # not (error > bound).any(): nan is wrong as well
-                at = int((error - bound).nan_to_num(float("inf")).argmax())
-                have, right, allowed = (float(v.flatten()[at]) for v in (got.detach(), want, bound))
-                self.messages.append(
-                    f"{self.where}: {what} at {at}: got {have}, want {right}, allowed error {allowed:.2e}"
-                )
+            self._later.append((_now(got), partial(_far, what, _now(want), _now(bound))))
 
     def same(self, what: str, got: Tensor | None, want: Tensor | None) -> None:
         """Bit for bit, and of the same dtype and shape."""
         kinds = [None if t is None else (t.dtype, tuple(t.shape)) for t in (got, want)]
         if got is None or want is None or kinds[0] != kinds[1]:
             self.messages.append(f"{self.where}: {what} is {kinds[0]}, not {kinds[1]}")
-        elif not torch.equal(got.detach().cpu(), want):
-            far = (got.detach().cpu().double() - want.double()).abs().max()
-            self.messages.append(
-                f"{self.where}: {what} is not bit-equal, the largest difference is {far:.2e}"
-            )
+        else:
+            both = torch.stack([_now(got), _now(want).to(got.device)])
+            self._later.append((both, partial(_unequal, what)))
 
     def replicated(self, what: str, x: Tensor | None, comm: Comm) -> None:
         """The same bits on every rank."""
@@ -69,9 +75,35 @@ class Findings:
             self.messages.append(f"{self.where}: {what} is None")
             return
         everyone = comm.all_gather(x.detach().unsqueeze(0), 0)
-        if not all(torch.equal(one, x) for one in everyone):
-            self.messages.append(f"{self.where}: {what} differs between ranks")
+        self._later.append((torch.cat([everyone, x.detach().unsqueeze(0)]), partial(_differs, what)))
 
     def expect(self, holds: bool, what: str) -> None:
         if not holds:
             self.messages.append(f"{self.where}: {what}")
+
+
+def _now(x: Tensor) -> Tensor:
+    """A copy: what is compared later may be changed in place before."""
+    return x.detach().clone()
+
+
+def _far(what: str, want: Tensor, bound: Tensor, got: Tensor) -> str | None:
+    error = (got.double() - want).abs()
+    if bool((error <= bound).all()):  # not (error > bound).any(): nan is wrong as well
+        return None
+    at = int((error - bound).nan_to_num(float("inf")).argmax())
+    have, right, allowed = (float(v.flatten()[at]) for v in (got, want, bound))
+    return f"{what} at {at}: got {have}, want {right}, allowed error {allowed:.2e}"
+
+
+def _unequal(what: str, both: Tensor) -> str | None:
+    got, want = both
+    if torch.equal(got, want):
+        return None
+    far = (got.double() - want.double()).abs().max()
+    return f"{what} is not bit-equal, the largest difference is {far:.2e}"
+
+
+def _differs(what: str, everyone: Tensor) -> str | None:
+    alike = all(torch.equal(one, everyone[-1]) for one in everyone)
+    return None if alike else f"{what} differs between ranks"

@@ -27,7 +27,7 @@ def _norm(ctx: ParallelContext, case: Case, found: Findings, layer: nn.Module, p
     grad = torch.randn_like(x)
     ours, theirs = (leaf(chunk(x, case.seq, ctx), case, ctx) for _ in range(2))
     mine = scrambled(chunk(grad, case.seq, ctx).to(ctx.device), case.scrambled)
-    y, expected = layer(ours), copy.deepcopy(plain)(theirs)
+    y, expected = layer(ours), copy.deepcopy(plain).to(ctx.device)(theirs)
     y.backward(mine)
     expected.backward(mine)
     # tokens are independent of one another: for those at hand nothing may differ at all

@@ -1,0 +1,160 @@
+"""Joining a job over PyTorch/XLA. Imports torch_xla only when it starts: that claims the device."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tpcore.backend import Backend
+from tpcore.check import ALL, checked_calls
+from tpcore.comm import Comm
+from tpcore.errors import BackendError
+from tpcore.mesh import Group
+
+from . import platform
+
+
+class NeuronBackend(Backend):
+    """One rank of a job on NeuronCores, or on any other PJRT device that ``PJRT_DEVICE`` names."""
+
+    @classmethod
+    def unavailable(cls) -> str | None:
+        # find_spec, not import: importing torch_xla claims the device and takes seconds
+        if find_spec("torch_xla") is None:
+            return f"torch_xla is not installed. {platform.INSTALL}"
+        wrong = platform.wrong_versions()
+        if wrong is not None:
+            return wrong
+        if os.environ.get("PJRT_DEVICE", "NEURON") != "NEURON":
+            return None  # asked for by name: XLA on a CPU, say
+        if find_spec("torch_neuronx") is None:
+            return f"torch_neuronx is not installed. {platform.INSTALL}"
+        if not platform.neuron_devices():
+            return (
+                "no NeuronCore is visible: there is no /dev/neuron0. Install aws-neuronx-dkms on a Trn1 or "
+                "Inf2 host and give a container its devices (--device=/dev/neuron0); to try a model without "
+                "the hardware use tpcore_neuron.testing.run_replicas"
+            )
+        return None
+
+    def start(self, timeout: float) -> tuple[int, int]:
+        os.environ.setdefault("PJRT_DEVICE", "NEURON")
+        import torch.distributed as dist
+        import torch_xla
+        import torch_xla.runtime as xr
+
+        self._platform = platform.platform()
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        platform.check_cores(self._platform, local, platform.visible_cores(self._platform))
+        self._owns = not dist.is_initialized()
+        if self._owns:
+            _join(timeout)
+        elif dist.get_backend() != "xla":
+            raise BackendError(
+                f"torch.distributed is initialized with {dist.get_backend()!r}, and the neuron backend needs "
+                "'xla': call torch.distributed.init_process_group('xla'), or leave it to tpcore.init"
+            )
+        self._device: torch.device = torch_xla.device()
+        rank, world = xr.global_ordinal(), xr.world_size()
+        asked = int(os.environ.get("WORLD_SIZE", world))
+        if asked != world:
+            self.stop()
+            raise BackendError(
+                f"{asked} processes were started and the XLA runtime connects {world}: start one process for "
+                "each NeuronCore with torchrun, and init tpcore before anything else touches the device"
+            )
+        self._made: list[Any] = []
+        self._comms: dict[Any, Comm] = {}
+        if checked_calls() == ALL:
+            from . import reads
+
+            reads.watch()
+        return rank, world
+
+    def stop(self) -> None:
+        import torch.distributed as dist
+
+        if self._owns and dist.is_initialized():
+            dist.destroy_process_group()
+        self._owns = False
+
+    def comm(self, group: Group, rank: int) -> Comm:
+        from .comm import XlaComm
+
+        if "tp" in group.axes and len(group.axes) == 1:
+            platform.check_tp(self._platform, group)
+        members = group.members(rank)
+        comm = XlaComm(group, members.index(rank), _process_group(group, rank))
+        self._comms[comm.process_group] = comm
+        return comm
+
+    def comm_of(self, process_group: Any) -> Comm:
+        """Collectives over a group of ``torch.distributed``'s xla backend that knows its whole partition."""
+        import torch.distributed as dist
+
+        from .comm import XlaComm
+
+        if process_group not in self._comms:
+            mesh = getattr(process_group, "_mesh", None) or [list(range(dist.get_world_size()))]
+            partition = tuple(tuple(ranks) for ranks in mesh)
+            if sum(len(ranks) for ranks in partition) != dist.get_world_size():
+                raise BackendError(
+                    f"the group {partition} names only some of {dist.get_world_size()} ranks, so that ranks "
+                    "would run different programs: make it with torch.distributed.new_group(ranks, "
+                    "pg_options={'xla_pg_options': {'mesh': all_groups}})"
+                )
+            group = Group(("user",), partition)
+            position = group.members(dist.get_rank()).index(dist.get_rank())
+            self._comms[process_group] = XlaComm(group, position, process_group)
+        return self._comms[process_group]
+
+    def device(self) -> torch.device:
+        return self._device
+
+    def mark_step(self) -> None:
+        import torch_xla
+
+        torch_xla.sync()
+
+    def get_rng_state(self) -> Tensor:
+        import torch_xla.core.xla_model as xm
+
+        return torch.tensor([xm.get_rng_state()])
+
+    def set_rng_state(self, state: Tensor) -> None:
+        import torch_xla.core.xla_model as xm
+
+        xm.set_rng_state(int(state))
+
+    def manual_seed(self, seed: int) -> None:
+        import torch_xla.core.xla_model as xm
+
+        xm.set_rng_state(seed)
+
+
+def _join(timeout: float) -> None:
+    from datetime import timedelta
+
+    import torch.distributed as dist
+    import torch_xla.distributed.xla_backend  # noqa: F401  registers "xla"
+
+    seconds = timedelta(seconds=timeout)
+    if "MASTER_ADDR" in os.environ:  # torchrun's
+        dist.init_process_group("xla", timeout=seconds)
+    else:
+        dist.init_process_group("xla", store=dist.HashStore(), rank=0, world_size=1, timeout=seconds)
+
+
+def _process_group(group: Group, rank: int) -> Any:
+    """This rank's group of ``torch.distributed``, which knows the other groups of the partition too. All
+    ranks make all groups, in one order, as torch asks."""
+    import torch.distributed as dist
+
+    mesh = group.as_list()
+    options = {"xla_pg_options": {"mesh": mesh}}
+    made = {ranks: dist.new_group(list(ranks), pg_options=options) for ranks in group.partition}
+    return made[group.members(rank)]

@@ -1,0 +1,104 @@
+"""What this machine offers: packages, NeuronCores, and which sizes of a job the hardware takes."""
+
+from __future__ import annotations
+
+import os
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+from tpcore.errors import BackendError
+from tpcore.mesh import Group
+
+XLA_LINE = "2.9"
+"""The torch, torch-xla and torch-neuronx that belong together: the last that PyTorch/XLA was made for."""
+
+INSTALL = (
+    "Trn1 and Inf2 need torch 2.9, torch-xla 2.9 and torch-neuronx 2.9:\n"
+    "    pip install 'tpcore[neuron]' --extra-index-url https://pip.repos.neuron.amazonaws.com\n"
+)
+_DEVICES = "/dev"
+_CORES_PER_DEVICE = {"trn1": 2, "inf2": 2, "trn2": 8}
+
+
+def installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def has_native() -> bool:
+    """Whether the torch-neuronx here is the native one (2.13 and later), which has no torch_xla under it."""
+    found = installed("torch-neuronx")
+    if found is None or find_spec("torch_xla") is not None:
+        return False
+    return tuple(int(part) for part in found.split(".")[:2]) >= (2, 13)
+
+
+def wrong_versions() -> str | None:
+    """What does not fit together, or None."""
+    found = {name: installed(name) for name in ("torch", "torch-xla", "torch-neuronx")}
+    wrong = [f"{k} {v}" for k, v in found.items() if v is not None and not _is(v, XLA_LINE)]
+    if not wrong:
+        return None
+    have = ", ".join(f"{name} {v or 'missing'}" for name, v in found.items())
+    return f"{' and '.join(wrong)} cannot be used: this environment has {have}. {INSTALL}"
+
+
+def _is(found: str, line: str) -> bool:
+    return found == line or found.startswith(line + ".")
+
+
+def neuron_devices() -> int:
+    return len(list(Path(_DEVICES).glob("neuron[0-9]*")))
+
+
+def visible_cores(platform: str | None) -> int | None:
+    """NeuronCores that this host's processes may use together; None if nothing tells."""
+    given = os.environ.get("NEURON_RT_VISIBLE_CORES")
+    # under torchrun torch_xla narrows it to one core for each process: then it tells nothing about the host
+    if given and given != os.environ.get("LOCAL_RANK"):
+        return sum(_span(part) for part in given.split(","))
+    per_device = _CORES_PER_DEVICE.get(platform or "")
+    return None if per_device is None else neuron_devices() * per_device
+
+
+def _span(part: str) -> int:
+    low, _, high = part.partition("-")
+    return int(high or low) - int(low) + 1
+
+
+def platform() -> str | None:
+    """``trn1``, ``inf2``, ``trn2``...; None where there is no Neuron device."""
+    if find_spec("torch_neuronx") is None:
+        return None
+    from torch_neuronx.utils import get_platform_target
+
+    return str(get_platform_target())
+
+
+def check_cores(platform: str | None, local: int, cores: int | None) -> None:
+    """Refuse a number of processes on this host that the hardware does not take."""
+    if cores is not None and local > cores:
+        raise BackendError(
+            f"{local} processes were started on this host, which shows {cores} NeuronCores, and each needs "
+            f"one: start {cores}, or make more visible (NEURON_RT_VISIBLE_CORES)"
+        )
+    if platform == "trn1" and not _trn1(local):
+        raise BackendError(f"{local} processes on a Trn1 host: {_TRN1_RULE}")
+
+
+def check_tp(platform: str | None, group: Group) -> None:
+    """Refuse tensor parallel groups that the hardware cannot connect."""
+    if platform == "trn1" and not _trn1(group.size):
+        raise BackendError(
+            f"tp={group.size} on Trn1: {_TRN1_RULE}; contiguous groups of another size have no ring"
+        )
+
+
+_TRN1_RULE = "collectives there take 1, 2, 8, 16 or a multiple of 32 NeuronCores"
+
+
+def _trn1(n: int) -> bool:
+    return n in (1, 2, 8, 16) or n % 32 == 0

@@ -1,0 +1,126 @@
+"""The neuron backend as seen without its packages and without its hardware: what it says, and to whom."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError
+
+import pytest
+import tpcore_neuron
+from tpcore_neuron import platform
+
+import tpcore
+from tpcore.backend import backend_class
+from tpcore.mesh import Mesh
+
+PIP_LINE = "pip install 'tpcore[neuron]' --extra-index-url https://pip.repos.neuron.amazonaws.com"
+GOOD = {"torch": "2.9.1", "torch-xla": "2.9.0", "torch-neuronx": "2.9.0.2.11"}
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """``machine(versions, devices)``: what is installed and plugged in, as far as the backend looks."""
+
+    def pretend(versions: dict[str, str], devices: int = 0) -> None:
+        def version(name: str) -> str:
+            if name not in versions:
+                raise PackageNotFoundError(name)
+            return versions[name]
+
+        monkeypatch.setattr(platform, "version", version)
+        for name in ("torch_xla", "torch_neuronx"):
+            monkeypatch.delitem(sys.modules, name, raising=False)
+            if name.replace("_", "-") in versions:
+                # fails when imported: asking whether the backend is usable must not import it
+                (tmp_path / f"{name}.py").write_text("raise ImportError('imported by a mere question')")
+            else:
+                monkeypatch.setitem(sys.modules, name, None)
+        for i in range(devices):
+            (tmp_path / f"neuron{i}").touch()
+        monkeypatch.setattr(platform, "_DEVICES", str(tmp_path))
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.delenv("PJRT_DEVICE", raising=False)
+
+    return pretend
+
+
+@pytest.mark.parametrize(
+    ("versions", "devices", "said"),
+    [
+        ({"torch": "2.13.0"}, 0, "torch_xla is not installed"),
+        (
+            GOOD | {"torch": "2.8.0"},
+            1,
+            "torch 2.8.0 cannot be used: this environment has torch 2.8.0,",
+        ),
+        (GOOD | {"torch-neuronx": "1.0"}, 1, "torch-neuronx 1.0 cannot be used"),
+        ({"torch": "2.9.1", "torch-xla": "2.9.0"}, 1, "torch_neuronx is not installed"),
+        (GOOD, 0, "no NeuronCore is visible: there is no /dev/neuron0"),
+    ],
+    ids=["nothing", "old torch", "placeholder", "no neuronx", "no device"],
+)
+def test_the_reason_says_what_is_wrong_and_how_to_mend_it(machine, versions, devices, said):
+    machine(versions, devices)
+    reason = tpcore_neuron.NeuronBackend.unavailable()
+    assert said in reason
+    assert PIP_LINE in reason or "run_replicas" in reason
+    with pytest.raises(tpcore.BackendError, match="backend 'neuron' cannot run here") as refused:
+        tpcore.init(backend="neuron")
+    assert reason in str(refused.value)
+    assert not tpcore.is_initialized()
+
+
+def test_with_everything_in_place_it_can_run(machine):
+    machine(GOOD, devices=1)
+    assert tpcore_neuron.NeuronBackend.unavailable() is None
+
+
+def test_another_pjrt_device_needs_no_neuron_packages(machine, monkeypatch):
+    machine({"torch": "2.9.1", "torch-xla": "2.9.0"})
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    assert tpcore_neuron.NeuronBackend.unavailable() is None
+
+
+@pytest.mark.parametrize("cores", [1, 2, 8, 16, 32, 64, 96])
+def test_trn1_takes_these_numbers_of_cores(cores):
+    platform.check_cores("trn1", cores, None)
+    platform.check_tp("trn1", Mesh({"tp": cores}).group("tp"))
+
+
+@pytest.mark.parametrize("cores", [3, 4, 6, 12, 24, 31, 48])
+def test_trn1_refuses_others_with_the_rule(cores):
+    rule = "collectives there take 1, 2, 8, 16 or a multiple of 32 NeuronCores"
+    with pytest.raises(tpcore.BackendError, match=f"{cores} processes on a Trn1 host: {rule}"):
+        platform.check_cores("trn1", cores, None)
+    with pytest.raises(tpcore.BackendError, match=f"tp={cores} on Trn1: {rule}"):
+        platform.check_tp("trn1", Mesh({"dp": 2, "tp": cores}).group("tp"))
+    platform.check_cores("trn2", cores, None)
+    platform.check_tp(None, Mesh({"tp": cores}).group("tp"))
+
+
+def test_more_processes_than_cores_are_refused():
+    with pytest.raises(
+        tpcore.BackendError, match=r"8 processes .* shows 2 NeuronCores.*NEURON_RT_VISIBLE_CORES"
+    ):
+        platform.check_cores("inf2", 8, 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "local_rank", "cores"), [("0-7", "0", 8), ("0,2,4-5", "1", 4), ("3", "3", 4), (None, None, 4)]
+)
+def test_visible_cores(machine, monkeypatch, given, local_rank, cores):
+    machine(GOOD, devices=2)  # two cores on each device of Trn1
+    for name, value in (("NEURON_RT_VISIBLE_CORES", given), ("LOCAL_RANK", local_rank)):
+        monkeypatch.setenv(name, value) if value is not None else monkeypatch.delenv(name, raising=False)
+    assert platform.visible_cores("trn1") == cores
+
+
+def test_the_plugin_is_registered_under_its_name():
+    assert backend_class("neuron") is tpcore_neuron.NeuronBackend
+
+
+def test_importing_the_plugin_imports_nothing_of_the_neuron_stack():
+    modules = "tpcore_neuron, tpcore_neuron.testing"
+    code = f"import sys, {modules}; print(sorted({{'torch_xla', 'torch_neuronx'}} & set(sys.modules)))"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "[]\n"

@@ -1,0 +1,26 @@
+"""Calls with a context on replicas, as ``tpcore.testing.run_ranks`` makes them on threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tpcore_neuron.testing import run_replicas
+
+import tpcore
+
+WORLDS = [("n2", 2, 1), ("n2", 2, 2), ("n4", 4, 2), ("n4", 4, 4)]
+"""(which process, world, tp): the ids keep the tests of one process together, see OnePool in conftest."""
+
+
+def on_replicas(world: int, tp: int, fn: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+    """``fn(ctx, *args)`` on every rank of dp x tp replicas."""
+    return run_replicas(_with_context, world, tp, fn, args, **options)
+
+
+def _with_context(tp: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    ctx = tpcore.init(backend="neuron", tp=tp)
+    try:
+        return fn(ctx, *args)
+    finally:
+        tpcore.shutdown()

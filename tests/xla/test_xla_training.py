@@ -1,0 +1,116 @@
+"""Training parts on replicas: gradients over dp, clipping, dropout streams, the random state."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from nets import assert_same_parameters, cut_net, ids_of, loss_of, plain_net
+from onreplicas import on_replicas
+
+import tpcore
+from tpcore.context import ParallelContext
+
+MESHES = [
+    pytest.param(2, 2, id="n2-tp2"),
+    pytest.param(4, 2, id="n4-dp2xtp2"),
+    pytest.param(4, 4, id="n4-tp4"),
+]
+FLOAT64 = 1e-8  # XLA's exp and erf of float64 are good to about 1e-9, not to 1e-16
+
+
+def one_step(ctx: ParallelContext, norm_type: float) -> None:
+    """Two micro-batches on each dp rank, clipped: as one large batch on the plain net."""
+    plain = plain_net()
+    full = {k: v.clone() for k, v in plain.state_dict().items()}
+    dp = ctx.comm("dp").size
+    for seed in range(2 * dp):
+        (loss_of(plain, ids_of(seed)) / (2 * dp)).backward()
+    want_norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.05, norm_type)
+    torch.optim.SGD(plain.parameters(), lr=1.0).step()
+
+    net = cut_net(full, ctx)
+    tpcore.move_model_to_device(net, ctx.device)
+    assert net.head.weight is net.embed.weight
+    for seed in range(2):
+        ids = ids_of(2 * ctx.coord("dp") + seed).to(ctx.device)
+        (loss_of(net, ids) / 2).backward()
+    tpcore.reduce_gradients(net)
+    norm = tpcore.clip_grad_norm(net, 0.05, norm_type)
+    torch.optim.SGD(net.parameters(), lr=1.0).step()
+    ctx.backend.mark_step()
+    torch.testing.assert_close(norm.cpu(), want_norm, rtol=FLOAT64, atol=0)
+    tpcore.move_model_to_device(net, "cpu")  # .cpu() would untie its weights
+    assert_same_parameters(net, dict(plain.named_parameters()), ctx, rtol=FLOAT64, atol=1e-10)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+@pytest.mark.parametrize(("world", "tp"), MESHES)
+def test_one_step_is_that_of_the_plain_net(world, tp, norm_type):
+    on_replicas(world, tp, one_step, norm_type)
+
+
+def masks(ctx: ParallelContext) -> dict[str, torch.Tensor]:
+    def mask() -> torch.Tensor:
+        return F.dropout(torch.ones(64).to(ctx.device), 0.5)
+
+    tpcore.random.manual_seed(3)
+    state = tpcore.random.get_state()
+    out = {"replicated": mask()}
+    with tpcore.random.sharded():
+        out["sharded"] = mask()
+    out["replicated again"] = mask()
+    tpcore.random.set_state(state)
+    out["replayed"] = mask()
+    with tpcore.random.sharded():
+        out["sharded replayed"] = mask()
+    ctx.backend.mark_step()
+    return out
+
+
+def test_dropout_streams():
+    """Equal on all ranks outside of ``sharded()``, different on each inside, and replayed bit for bit."""
+    got = on_replicas(4, 4, masks)
+    for rank in got:
+        assert torch.equal(rank["replicated"], got[0]["replicated"])
+        assert torch.equal(rank["replicated again"], got[0]["replicated again"])
+        assert not torch.equal(rank["replicated"], rank["replicated again"])
+        assert torch.equal(rank["replayed"], rank["replicated"])
+        assert torch.equal(rank["sharded replayed"], rank["sharded"])
+    assert len({tuple(rank["sharded"].tolist()) for rank in got}) == 4
+
+
+def infinite_logits(ctx: ParallelContext) -> tuple[torch.Tensor, torch.Tensor]:
+    """One rank has nothing but -inf: forbidden tokens. What is gathered later must not notice."""
+    logits = torch.zeros(3, 8)
+    logits[:, :4] = float("-inf")
+    mine = logits.chunk(2, 1)[ctx.coord("tp")].to(ctx.device)
+    loss = tpcore.parallel_cross_entropy(mine, torch.tensor([5, 6, 7]).to(ctx.device))
+    later = ctx.comm("tp").all_gather(torch.ones(2).to(ctx.device), 0)
+    ctx.backend.mark_step()
+    return loss, later
+
+
+def test_infinities_stay_where_they_are():
+    for loss, later in on_replicas(2, 2, infinite_logits):
+        torch.testing.assert_close(loss, torch.full((3,), 4.0).log())
+        assert torch.equal(later, torch.ones(4))
+
+
+def autocast(ctx: ParallelContext) -> tuple[str, torch.Tensor]:
+    layer = tpcore.RowParallelLinear(8, 4, input_is_parallel=True, bias=False)
+    torch.nn.init.ones_(layer.weight)
+    layer.to(ctx.device)
+    x = torch.full((2, 4), 0.5).to(ctx.device).requires_grad_()
+    with torch.autocast("xla", dtype=torch.bfloat16):
+        y = layer(x)
+    y.sum().backward()
+    ctx.backend.mark_step()
+    return str(y.dtype), y.float(), x.grad
+
+
+def test_autocast():
+    for dtype, y, grad in on_replicas(2, 2, autocast):
+        assert dtype == "torch.bfloat16"
+        assert torch.equal(y, torch.full((2, 4), 4.0))
+        assert torch.equal(grad, torch.full((2, 4), 4.0))

@@ -20,10 +20,12 @@ import shlex
 import subprocess
 import sys
 import textwrap
+import traceback
 import types
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -112,25 +114,50 @@ def run_page(page: Path) -> None:
 # -- the tests ------------------------------------------------------------------------------------------
 
 
+def _alone(page: Path, directory: Path, printed_to: Path) -> None:
+    """The page in this process, as a reader would have it: its directory, its environment, its output."""
+    for name in ("TPCORE_CHECK", "RANK", "WORLD_SIZE", "PYTHONUNBUFFERED"):  # unbuffered, lines of ranks mix
+        os.environ.pop(name, None)
+    os.environ |= {"OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    os.chdir(directory)
+    sys.path.insert(0, "")
+    with printed_to.open("w") as out:
+        os.dup2(out.fileno(), 1)
+        os.dup2(out.fileno(), 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+    try:
+        run_page(page)
+    except BaseException:
+        traceback.print_exc()
+        raise
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
 def play(page: Path, directory: Path) -> str | None:
     """What is wrong with the page, or None."""
-    # as a reader has it; unbuffered, the lines of two ranks would mix
-    unset = ("TPCORE_CHECK", "RANK", "WORLD_SIZE", "PYTHONUNBUFFERED")
-    env = {k: v for k, v in os.environ.items() if k not in unset}
-    env |= {"OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{env['PATH']}"}
-    command = [sys.executable, __file__, str(page)]
-    out = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    done = subprocess.run(command, check=False, cwd=directory, env=env, timeout=110, **out)
-    if done.returncode:
-        return f"{page.name} fails\n{done.stdout}"
-    outputs = {int(n): text for n, text in re.findall(rf"{MARK}(\d+)\n([^{MARK}]*)", done.stdout)}
-    printed = ""
+    printed_to = directory / "printed"
+    method = get_context("forkserver")  # forks of a server that has imported torch: a second less a page
+    method.set_forkserver_preload(["torch"])
+    process = method.Process(target=_alone, args=(page, directory, printed_to), daemon=False)
+    process.start()
+    process.join(110)
+    if process.exitcode is None:
+        process.kill()
+    printed = printed_to.read_text() if printed_to.exists() else ""
+    if process.exitcode:
+        return f"{page.name} fails\n{printed}"
+    if process.exitcode is None:
+        return f"{page.name} takes too long\n{printed}"
+    outputs = {int(n): text for n, text in re.findall(rf"{MARK}(\d+)\n([^{MARK}]*)", printed)}
+    last = ""
     for snippet in snippets(page):
         if snippet.language == "text" and snippet.title == "output" and not snippet.left_out:
-            if not shown_in(snippet.code, printed):
-                return f"{page.name}:{snippet.line} shows\n{snippet.code}but the snippet printed\n{printed}"
+            if not shown_in(snippet.code, last):
+                return f"{page.name}:{snippet.line} shows\n{snippet.code}but the snippet printed\n{last}"
         elif snippet.language in ("python", "bash"):
-            printed = outputs.get(snippet.line, "")
+            last = outputs.get(snippet.line, "")
     return None
 
 
@@ -228,7 +255,3 @@ def test_the_player_itself(text: str, wrong: str | None, tmp_path: Path) -> None
     page.write_text(text)
     problem = play(page, tmp_path)
     assert (problem is None) if wrong is None else (problem is not None and wrong in problem)
-
-
-if __name__ == "__main__":
-    run_page(Path(sys.argv[1]))

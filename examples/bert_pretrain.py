@@ -120,7 +120,7 @@ def train(arguments: argparse.Namespace) -> None:
         for step in range(done + 1, last + 1):
             seed_dropout(arguments.seed, step, dp_rank)
             losses = accumulate(model, stream, arguments.grad_accum_usteps)
-            norm: Any = tpcore.optimizer_step(optimizer, max_norm=MAX_NORM)  # a Tensor, since it clips
+            norm = tpcore.optimizer_step(optimizer, max_norm=MAX_NORM)
             optimizer.zero_grad()
             report.add(step, losses, norm, float(scheduler.get_last_lr()[0]))
             scheduler.step()

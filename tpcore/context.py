@@ -27,7 +27,7 @@ class ParallelContext:
     backend: Backend
     mesh: Mesh
     rank: int  # host-side only: file names, logs. Graphs use comm.rank
-    _comms: dict[tuple[str, ...], Comm] = field(default_factory=dict, repr=False)
+    _comms: dict[tuple[str, ...], Comm] = field(default_factory=dict, init=False, repr=False)
 
     def comm(self, *axes: str) -> Comm:
         """Collectives over ``axes``. The first call for an axis is itself collective."""

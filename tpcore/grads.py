@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from typing import overload
 
 import torch
 from torch import Tensor, nn
@@ -153,6 +154,12 @@ def reduce_gradients(parameters: Parameters) -> None:
                 grad.copy_(part.view_as(grad))
 
 
+@overload
+def optimizer_step(optimizer: torch.optim.Optimizer, *, max_norm: None = None) -> None: ...
+@overload
+def optimizer_step(optimizer: torch.optim.Optimizer, *, max_norm: float) -> Tensor: ...
+@overload
+def optimizer_step(optimizer: torch.optim.Optimizer, *, max_norm: float | None) -> Tensor | None: ...
 def optimizer_step(optimizer: torch.optim.Optimizer, *, max_norm: float | None = None) -> Tensor | None:
     """Mean of the gradients over dp, clipping if ``max_norm`` is given, the step, the backend's end of step.
 

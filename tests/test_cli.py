@@ -12,10 +12,11 @@ import pytest
 from typer.testing import CliRunner
 
 import tpcore
+from tpcore.backend import backend_class
 from tpcore.commands import app
 
 GOOD = """
-import torch
+import torch, tpcore
 from tpcore.backend import Backend, hookimpl
 
 class Here(Backend):
@@ -30,7 +31,32 @@ def tpcore_backend(): return Here
 BROKEN = {
     "import_missing": ("import no_such_module_anywhere", "no_such_module_anywhere"),
     "import_raises": ("raise OSError('driver version 3, library version 4')", "library version 4"),
-    "no_hook": ("", "not a Backend class"),
+    "no_hook": ("", "has no hook"),
+    "exits": ("raise SystemExit('no licence')", "SystemExit: no licence"),
+    "other_version": (
+        GOOD.replace("class Here(Backend):", "class Here(Backend):\n    interface = 2"),
+        "written for version 2 of the plugin interface and this tpcore has version 1",
+    ),
+    "no_device": (GOOD.replace("def device", "def devise"), "Here lacks device"),
+    "no_primitive": (
+        GOOD.replace("class Here", "class Talk(tpcore.Comm): pass\nclass Here").replace(
+            "    def start", "    comm_class = Talk\n    def start"
+        ),
+        "Talk lacks _all_gather, _all_reduce, _reduce_scatter, process_group",
+    ),
+    "undeclared_primitive": (
+        GOOD.replace(
+            "    def start",
+            "    capabilities = tpcore.Capabilities(primitives={'all_reduce'})\n    def start",
+        ),
+        "it lacks all_gather, reduce_scatter, which the layers need",
+    ),
+    "undeclared_dtype": (
+        GOOD.replace(
+            "    def start", "    capabilities = tpcore.Capabilities(dtypes=(torch.float32,))\n    def start"
+        ),
+        "it does not sum int64, uint8",
+    ),
     "misspelt_hook": (GOOD.replace("def tpcore_backend", "def tpcore_backends"), "tpcore_backends"),
     "wrong_class": (GOOD.replace("return Here", "return dict"), "not a Backend class"),
     "hook_raises": (GOOD.replace("return Here", "return 1 / 0"), "division by zero"),
@@ -86,8 +112,8 @@ def test_backends_table_says_where_from_usable_and_why_not():
     out = invoke("backends")
     version = tpcore.__version__
     rows = [line.split() for line in out.splitlines()]
-    assert ["cpu_gloo", "tpcore", version, "yes"] in rows
-    assert ["neuron", "tpcore", version, "no,", "see", "below"] in rows
+    assert ["cpu_gloo", "tpcore", version, "yes", "any"] in [row[:5] for row in rows]
+    assert ["neuron", "tpcore", version, "no,", "see", "below"] in [row[:6] for row in rows]
     # unwrapped, so that it can be copied
     assert "pip install 'tpcore[neuron]' --extra-index-url https://pip.repos.neuron.amazonaws.com\n" in out
 
@@ -102,6 +128,7 @@ def test_backends_json_is_the_listing_of_the_library():
         "module": "tpcore_cpu_gloo",
         "usable": True,
         "reason": "",
+        "capabilities": backend_class("cpu_gloo").capabilities.to_json(),
     }
 
 

@@ -112,7 +112,7 @@ HOOK = "from tpcore.backend import hookimpl, Backend\n\n@hookimpl\ndef tpcore_ba
 BROKEN: dict[str, tuple[str, str]] = {
     "import fails": ("import no_such_library", "ModuleNotFoundError: No module named 'no_such_library'"),
     "syntax": ("def :", "SyntaxError"),
-    "no hook": ("x = 1", "hook returned None, not a Backend class"),
+    "no hook": ("x = 1", "has no hook: define tpcore_backend"),
     "misspelt hook": (
         HOOK.replace("tpcore_backend", "tpcore_bakend") + "return 1",
         "PluginValidationError.*tpcore_bakend",

@@ -22,6 +22,7 @@ PUBLIC = {
         "Backend",
         "BackendError",
         "Block",
+        "Capabilities",
         "CheckpointError",
         "CollectiveMismatchError",
         "CollectiveTimeoutError",

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import random
 from .backend import Backend, backends, hookimpl
+from .capabilities import Capabilities
 from .comm import Comm
 from .context import ParallelContext, current, init, is_initialized, shutdown, use
 from .errors import (
@@ -46,6 +47,7 @@ __all__ = [
     "Backend",
     "BackendError",
     "Block",
+    "Capabilities",
     "CheckpointError",
     "CollectiveMismatchError",
     "CollectiveTimeoutError",

@@ -4,25 +4,36 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import Any, ClassVar
 
 import pluggy
 import torch
 from torch import Tensor
 
+from .capabilities import Capabilities
 from .comm import Comm
 from .errors import BackendError
-from .mesh import Group
+from .mesh import Group, Mesh
 
 PROJECT = "tpcore"
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
 
+INTERFACE = 1
+"""Version of the plugin interface: of ``Backend``, ``Comm``, ``Capabilities`` and the hook. It goes up when
+a backend that was right no longer is; methods with a default are added without."""
+
 
 class Backend(ABC):
     """One way to run collectives. A plugin's hook returns the class; ``tpcore.init`` makes the instance."""
+
+    interface: ClassVar[int] = 1
+    """The version of the plugin interface that the class was written for: say it in your own."""
+    capabilities: ClassVar[Capabilities] = Capabilities()
+    comm_class: ClassVar[type[Comm] | None] = None
+    """The class of what ``comm`` returns: one that lacks a method is then named before anything starts."""
 
     @classmethod
     def unavailable(cls) -> str | None:
@@ -84,6 +95,7 @@ class BackendInfo:
     module: str
     usable: bool
     reason: str  # why not usable; empty if it is
+    capabilities: dict[str, Any] = field(default_factory=dict)  # as JSON has them; empty if it is broken
 
 
 def _entry_points(name: str | None = None) -> list[EntryPoint]:
@@ -102,12 +114,34 @@ def _load(ep: EntryPoint) -> type[Backend]:
     try:
         manager.register(ep.load())
         manager.check_pending()
+        hooked = manager.hook.tpcore_backend.get_hookimpls()
         cls = manager.hook.tpcore_backend()
-    except Exception as e:
+    except (Exception, SystemExit) as e:  # a module that ends the program must not end the listing either
         raise BackendError(f"{where} cannot be loaded: {type(e).__name__}: {e}") from e
+    if not hooked:
+        raise BackendError(
+            f"{where}: {ep.value} has no hook: define tpcore_backend() there, decorated with tpcore.hookimpl"
+        )
     if not (isinstance(cls, type) and issubclass(cls, Backend)):
         raise BackendError(f"{where}: its tpcore_backend hook returned {cls!r}, not a Backend class")
+    why = _unfit(cls)
+    if why is not None:
+        raise BackendError(f"{where}: {why}")
     return cls
+
+
+def _unfit(cls: type[Backend]) -> str | None:
+    """Why this class cannot be a backend of this tpcore, on any machine."""
+    if cls.interface != INTERFACE:
+        return (
+            f"it was written for version {cls.interface} of the plugin interface and this tpcore has version "
+            f"{INTERFACE}: install releases of the two that fit"
+        )
+    for part in (cls, cls.comm_class):
+        missing = sorted(getattr(part, "__abstractmethods__", ()))
+        if part is not None and missing:
+            return f"{part.__name__} lacks {', '.join(missing)}"
+    return cls.capabilities.lack()
 
 
 def backend_class(name: str) -> type[Backend]:
@@ -136,17 +170,31 @@ def load_backend(name: str) -> Backend:
     return cls()
 
 
+def check_fits(backend: Backend, mesh: Mesh) -> None:
+    """Raise what ``backend`` cannot do for a job on ``mesh``, from what it declares."""
+    name = type(backend).__name__
+    why = _unfit(type(backend))
+    if why is not None:
+        raise BackendError(f"{name}: {why}")
+    misfit = backend.capabilities.misfit({**mesh.axes, "world": mesh.size})
+    if misfit is not None:
+        raise ValueError(f"{name} cannot form {misfit}; this job is {dict(mesh.axes)}")
+
+
 def backends() -> list[BackendInfo]:
     """Every installed plugin; one that is broken is listed with its error and hides no other."""
     out = []
     for ep in _entry_points():
+        can: dict[str, Any] = {}
         try:
-            reason = _load(ep).unavailable() or ""
+            cls = _load(ep)
+            can = cls.capabilities.to_json()
+            reason = cls.unavailable() or ""
         except BackendError as e:
             reason = str(e)
         except Exception as e:  # noqa: BLE001  a plugin's hook or probe may fail in any way; list the others
             reason = f"{type(e).__name__}: {e}"
-        out.append(BackendInfo(ep.name, *_origin(ep), ep.value, not reason, reason))
+        out.append(BackendInfo(ep.name, *_origin(ep), ep.value, not reason, reason, can))
     return out
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .backend import Backend, backend_class, load_backend, say
+from .backend import Backend, backend_class, check_fits, load_backend, say
 from .comm import Comm
 from .mesh import Mesh
 
@@ -158,6 +158,7 @@ def init(
     rank, world = chosen.start(seconds)
     try:
         ctx = ParallelContext(chosen, _mesh(tp, world), rank)
+        check_fits(chosen, ctx.mesh)
         # now, on all ranks in one order: making a group is itself collective
         for axes in (tuple(ctx.mesh.axes), *((axis,) for axis in ctx.mesh.axes)):
             ctx.comm(*axes)

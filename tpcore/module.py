@@ -66,6 +66,7 @@ class ParallelModule(nn.Module):
         super().__init__()
         ctx = current()
         self.tp: Comm = ctx.comm_for(group)
+        self._dtypes = ctx.backend.capabilities.dtypes
         members = self.tp.group.members(ctx.rank)
         self._tp_rank = members.index(ctx.rank)  # host side: initial values only
         self.shard_specs = {}
@@ -73,7 +74,13 @@ class ParallelModule(nn.Module):
     def shard_parameter(
         self, name: str, spec: ShardSpec, init: Init, dtype: torch.dtype, device: Device
     ) -> None:
-        """Register this rank's shard, with the values that ``init`` gives the unsharded tensor."""
+        """Register this rank's shard, with the values that ``init`` gives the unsharded tensor.
+
+        ValueError for a dtype that the backend does not declare, unless this group is of one rank.
+        """
+        if self.tp.size > 1 and dtype not in self._dtypes:
+            known = ", ".join(map(str, self._dtypes))
+            raise ValueError(f"{type(self).__name__}.{name} of {dtype}: this backend computes on {known}")
         # empty((0,)): asks torch which device is meant, a `with torch.device(...)` block included
         where = torch.empty((0,), device=None if isinstance(device, bool) else device).device
         if where.type == "meta":

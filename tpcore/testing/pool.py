@@ -45,10 +45,11 @@ class RankPool:
 
     A world smaller than the pool uses its first processes. One that was killed or left broken is replaced.
     ``grace``: seconds that a run may take beyond its ``timeout``, or beyond the first rank's error.
+    ``backend``: a class that is made as ``backend(store, rank, world)``, a C10dBackend; None: cpu_gloo.
     """
 
-    def __init__(self, size: int, grace: float = 15.0) -> None:
-        self.size, self._grace = size, grace
+    def __init__(self, size: int, grace: float = 15.0, backend: type[Any] | None = None) -> None:
+        self.size, self._grace, self._backend = size, grace, backend
         self._files = tempfile.TemporaryDirectory(prefix="tpcore-pool-")
         self._workers = [_Worker(self._folder / f"stacks{i}") for i in range(size)]
         self._runs = 0
@@ -85,7 +86,7 @@ class RankPool:
             raise ValueError(f"mesh {dict(mesh.axes)} has {mesh.size} ranks, the pool {self.size} processes")
         self._runs += 1
         job = (dict(mesh.axes), timeout, dict(env or {}), str(self._folder / f"run{self._runs}"))
-        call = pack_call(fn, args, {})
+        call = pack_call(fn, args, {"backend": self._backend})
         for rank, worker in enumerate(self._workers[: mesh.size]):
             worker.conn.send((rank, job, call))
         return self._collect(mesh.size, time.monotonic() + timeout + self._grace)
@@ -185,12 +186,12 @@ def _run(rank: int, job: tuple[Any, ...], call: bytes, entered: list[bool]) -> A
     from tpcore_cpu_gloo import GlooBackend
 
     axes, timeout, variables, path = job
-    fn, args, _ = unpack_call(call)
+    fn, args, chosen = unpack_call(call)
     mesh = Mesh(axes)
     # a file and not a port: torch looks up the name of every address it connects to, and may wait for it
     store = dist.FileStore(path, -1)
     store.set_timeout(timedelta(seconds=timeout))
-    backend = GlooBackend(store, rank, mesh.size)
+    backend = (chosen["backend"] or GlooBackend)(store, rank, mesh.size)
     with _environment(variables):
         backend.start(timeout)
         entered.append(True)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..backend import Backend
+from ..capabilities import Capabilities
 from ..check import Call, call_site, disagreement
 from ..comm import Comm, Op
 from ..context import ParallelContext, use
@@ -125,6 +126,12 @@ class ThreadComm(Comm):
 
 
 class ThreadBackend(Backend):
+    interface = 1
+    comm_class = ThreadComm
+    capabilities = Capabilities(
+        dtypes=(*Capabilities.dtypes, torch.int16, torch.int8), moved=(torch.complex64, torch.complex128)
+    )
+
     def __init__(self, rank: int, world: World) -> None:
         self._rank, self._world = rank, world
 

@@ -8,9 +8,9 @@ import socket
 import sys
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tpcore.backend import Backend
+from tpcore.c10d import C10dBackend, Members
 from tpcore.check import checked_calls
 from tpcore.comm import Comm
 from tpcore.errors import BackendError, CollectiveMismatchError
@@ -32,33 +32,23 @@ from .lobby import Lobby, own_client, store_of_environment
 from .monitor import Monitor
 from .process import Identity, sever, sockets
 
-Members = tuple[int, ...]
 
+class GlooBackend(C10dBackend):
+    """Joining and ending a job are its own, so that ranks which are lost or disagree are named."""
 
-class GlooBackend(Backend):
-    """One rank of a job. Which job: torch.distributed's default group if the program has made one, else
-    ``store`` with an explicit rank and world, else what torchrun's environment says, else a world of one.
-    """
+    transport = "gloo"
+    comm_class = GlooComm
+    capabilities = replace(
+        C10dBackend.capabilities, moved=(torch.complex64, torch.uint16, torch.float8_e4m3fn)
+    )
 
     def __init__(self, store: dist.Store | None = None, rank: int = 0, world: int = 1) -> None:
-        self._given = None if store is None else (store, rank, world)
-        self._groups: dict[tuple[Members, ...], tuple[Any, Guard]] = {}
-        self._user_groups: dict[Any, Comm] = {}
+        super().__init__(store, rank, world)
+        self._guards: dict[Any, Guard] = {}
         self._sides: Counter[Members] = Counter()
-        self._singles: list[Any] = []
         self._comms: list[GlooComm] = []
-        self._made: list[Any] = []
         self._journal = Journal()
         self._monitor: Monitor | None = None
-        self._owns = False
-
-    @classmethod
-    def unavailable(cls) -> str | None:
-        if not dist.is_available():
-            return f"torch {torch.__version__} was built without torch.distributed"
-        if not dist.is_gloo_available():
-            return f"torch {torch.__version__} was built without gloo"
-        return None
 
     def start(self, timeout: float) -> tuple[int, int]:
         self._timeout, self._checked = timeout, checked_calls()
@@ -105,41 +95,21 @@ class GlooBackend(Backend):
                 sever(self._monitor.sockets)
         for comm in self._comms:
             comm.close()
-        self._groups.clear()
-        self._user_groups.clear()
-        for pg in self._made:
-            dist.destroy_process_group(pg)
-        self._made.clear()
-        if self._owns and dist.is_initialized():
-            dist.destroy_process_group()
-        self._owns = False
-
-    def comm(self, group: Group, rank: int) -> Comm:
-        if group.size == 1:
-            return GlooComm(group, 0, self._single, None)
-        if group.partition not in self._groups:
-            self._groups[group.partition] = self._make(group)
-        pg, guard = self._groups[group.partition]
-        guard.axes = min(guard.axes, group.axes, key=len)  # one group may serve several axes
-        return self._comm(group, pg, guard)
-
-    def comm_of(self, process_group: Any) -> Comm:
-        """Collectives over a torch.distributed group. The first call for a group is itself collective."""
-        if process_group not in self._user_groups:
-            members = tuple(dist.get_process_group_ranks(process_group))
-            group = Group(("user",), (members,))
-            if len(members) == 1:
-                self._user_groups[process_group] = GlooComm(group, 0, lambda: process_group, None)
-            else:
-                guard = self._guard(group.axes, members)
-                self._user_groups[process_group] = self._comm(group, process_group, guard)
-        return self._user_groups[process_group]
+        self._guards.clear()
+        super().stop()
 
     def device(self) -> torch.device:
         return torch.device("cpu")
 
-    def _comm(self, group: Group, pg: Any, guard: Guard) -> GlooComm:
-        comm = GlooComm(group, guard.members.index(self._rank), lambda: pg, guard)
+    def _comm(self, group: Group, pg: Callable[[], Any]) -> Comm:
+        members = group.members(self._rank)
+        if group.size == 1:
+            return GlooComm(group, 0, pg, None)
+        if pg() not in self._guards:
+            self._guards[pg()] = self._guard(group.axes, members)
+        guard = self._guards[pg()]
+        guard.axes = min(guard.axes, group.axes, key=len)  # one group may serve several axes
+        comm = GlooComm(group, members.index(self._rank), pg, guard)
         self._comms.append(comm)
         return comm
 
@@ -160,8 +130,7 @@ class GlooBackend(Backend):
     def _introduction(self) -> str:
         return json.dumps([astuple(Identity.own()), self._checked, uuid.uuid4().hex])
 
-    def _make(self, group: Group) -> tuple[Any, Guard]:
-        """A process group for this rank's part of ``group``: all ranks make all parts, in one order."""
+    def _group(self, group: Group) -> Any:
         heard = self._lobby.meet(f"make group {len(self._groups)}", repr(group.partition), self._lost)
         for rank, partition in enumerate(heard):
             if partition != heard[0]:
@@ -171,16 +140,10 @@ class GlooBackend(Backend):
                 )
         members = group.members(self._rank)
         with self._connecting(members):
-            if self._owns and members == tuple(range(self._world)):
-                pg: Any = dist.group.WORLD
-            else:
-                seconds = timedelta(seconds=self._timeout)
-                made = {ranks: dist.new_group(list(ranks), seconds, "gloo") for ranks in group.partition}
-                pg = made[members]
-                self._made.append(pg)
-        guard = self._guard(group.axes, members)
+            pg = super()._group(group)
+        self._guards[pg] = self._guard(group.axes, members)
         self._lobby.meet(f"have made group {len(self._groups)}", "", self._lost)
-        return pg, guard
+        return pg
 
     def _lost(self, missing: Sequence[int]) -> BackendError | None:
         verdict = None if self._monitor is None else self._monitor.find(missing)
@@ -200,14 +163,8 @@ class GlooBackend(Backend):
         return Guard(axes, members, self._rank, checked, self._timeout, self._journal, self._monitor)
 
     def _single(self) -> Any:
-        """The process group of this rank alone, made when somebody asks (DDP over a dp of one)."""
-        if not self._singles:
-            with _loopback():
-                self._singles.append(
-                    dist.new_group([self._rank], backend="gloo", use_local_synchronization=True)
-                )
-            self._made.extend(self._singles)
-        return self._singles[0]
+        with _loopback():
+            return super()._single()
 
     @contextmanager
     def _connecting(self, members: Sequence[int]) -> Iterator[None]:

@@ -1,0 +1,129 @@
+"""A backend for another transport of torch.distributed is a few lines; what is declared is held to."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+
+import tpcore
+from tpcore.c10d import C10dBackend
+from tpcore.capabilities import Capabilities
+from tpcore.context import ParallelContext
+from tpcore.mesh import Mesh
+from tpcore.testing import ThreadBackend
+from tpcore.testing.pool import RankPool
+from tpcore.testing.threads import World
+
+
+class Simple(C10dBackend):
+    """All of a backend. On an accelerator: its transport, and the device of LOCAL_RANK."""
+
+    interface = 1
+    transport = "gloo"
+
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+def test_its_class_is_under_thirty_lines() -> None:
+    assert len(inspect.getsource(Simple).splitlines()) < 30
+
+
+def _train(ctx: ParallelContext) -> torch.Tensor:
+    torch.manual_seed(0)
+    layer = tpcore.ColumnParallelLinear(4, 6, dtype=torch.float64)
+    x = torch.arange(8.0, dtype=torch.float64).view(2, 4)
+    layer(x).square().sum().backward()
+    tpcore.reduce_gradients(layer)
+    return tpcore.clip_grad_norm(layer, 1.0)
+
+
+def test_a_job_on_it(pool: RankPool) -> None:
+    mesh = Mesh({"dp": 2, "tp": 2})
+    with RankPool(4, backend=Simple) as simple:
+        want = pool.run(mesh, _train)
+        for got in simple.run(mesh, _train):
+            torch.testing.assert_close(got, want[0], rtol=1e-12, atol=0)  # another order of a few sums
+
+
+def _alone(ctx: ParallelContext) -> None:
+    group = ctx.comm("dp").process_group
+    assert group is ctx.comm("dp").process_group
+    assert torch.distributed.get_world_size(group) == 1
+
+
+def test_a_group_of_one_is_made_when_it_is_asked_for() -> None:
+    with RankPool(2, backend=Simple) as simple:
+        simple.run(Mesh({"dp": 1, "tp": 2}), _alone)
+
+
+class Limited(ThreadBackend):
+    capabilities = Capabilities(
+        dtypes=(torch.float32, torch.bfloat16, torch.int64, torch.uint8), group_sizes=(2, 8)
+    )
+
+    def __init__(self, world: int) -> None:
+        super().__init__(0, World(world))
+
+
+def test_a_group_that_it_cannot_form_is_refused_by_init() -> None:
+    with pytest.raises(ValueError, match=r"Limited cannot form a tp group of 4 ranks; it forms .*\[2, 8\]"):
+        tpcore.init(Limited(4), tp=4)
+    with pytest.raises(ValueError, match="a world group of 4 ranks"):
+        tpcore.init(Limited(4), tp=2)
+    assert not tpcore.is_initialized()
+    tpcore.init(Limited(2), tp=2)
+    tpcore.shutdown()
+
+
+def test_a_dtype_that_it_does_not_declare_is_refused_when_the_layer_is_made() -> None:
+    tpcore.init(Limited(2), tp=2)
+    try:
+        with pytest.raises(ValueError, match=r"ColumnParallelLinear.weight of torch.float64: this backend"):
+            tpcore.ColumnParallelLinear(4, 4, dtype=torch.float64)
+        tpcore.ColumnParallelLinear(4, 4, dtype=torch.bfloat16)
+    finally:
+        tpcore.shutdown()
+
+
+def test_an_interface_that_is_not_ours_is_refused_by_init_too() -> None:
+    class Old(Limited):
+        interface = 0
+
+    with pytest.raises(tpcore.BackendError, match="Old: it was written for version 0"):
+        tpcore.init(Old(2), tp=2)
+
+
+def test_importing_tpcore_does_not_load_the_base_of_others(tmp_path) -> None:
+    import subprocess
+    import sys
+
+    code = "import sys, tpcore; sys.exit('tpcore.c10d' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+INTERFACE = {
+    tpcore.Backend: [
+        "capabilities", "comm", "comm_class", "comm_of", "device", "get_rng_state", "interface",
+        "manual_seed", "mark_step", "set_rng_state", "start", "stop", "unavailable",
+    ],
+    tpcore.Comm: [
+        "_all_gather", "_all_reduce", "_broadcast", "_reduce_scatter", "_start_all_reduce", "all_gather",
+        "all_reduce", "broadcast", "chunk", "eager", "process_group", "rank_as", "reduce_scatter", "split",
+        "start_all_reduce",
+    ],
+    Capabilities: [
+        "dtypes", "group_sizes", "lack", "misfit", "moved", "primitives", "to_json", "tracing",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cls", INTERFACE, ids=lambda c: c.__name__)
+def test_the_plugin_interface_is_frozen(cls: type) -> None:
+    """A name added with a default needs a line here; one removed or changed, also a new INTERFACE."""
+    assert tpcore.backend.INTERFACE == 1
+    private = {"_abc_impl"}
+    names = {n for n in vars(cls) if not n.startswith("__")} - private
+    assert sorted(names) == sorted(INTERFACE[cls])

@@ -1,0 +1,243 @@
+"""Backends that torch.distributed drives: everything but the transport's name and the device.
+
+A backend is a subclass of ``C10dBackend`` that names its ``transport`` and its ``device()``. The module is
+here, and not in ``backends/``, because third parties derive from it; core never imports it, so a job on
+another backend does not load it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .backend import Backend
+from .capabilities import Capabilities
+from .comm import Comm, Op, Pending
+from .errors import BackendError
+from .mesh import Group
+
+Members = tuple[int, ...]
+
+
+def _options(made: Any, **fields: Any) -> Any:
+    for name, value in fields.items():
+        setattr(made, name, value)
+    return made
+
+
+_SUM = dist.ReduceOp.SUM
+ALL_REDUCE = {
+    "sum": _options(dist.AllreduceOptions(), reduceOp=_SUM),
+    "max": _options(dist.AllreduceOptions(), reduceOp=dist.ReduceOp.MAX),
+}
+# bool is native, but the sum of two would leave bytes of 2, which no other operator of torch expects
+_STAND_IN = {torch.bool: torch.uint8, torch.int16: torch.int32}
+
+
+class C10dComm(Comm):
+    """``pg`` gives the torch.distributed group; for a group of one it may never be asked."""
+
+    native: ClassVar[frozenset[torch.dtype]] = frozenset(
+        getattr(torch, name)
+        for name in ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8")
+    )
+    """What the transport itself moves and reduces; others travel as bytes, which can only be moved."""
+
+    def __init__(self, group: Group, position: int, pg: Callable[[], Any], device: torch.device) -> None:
+        super().__init__(group, torch.tensor([position]).to(device))
+        self._position, self._pg = position, pg
+        if group.size > 1:
+            self._calls = self._handle(pg())
+
+    @property
+    def process_group(self) -> Any:
+        return self._pg()
+
+    # -- what a transport may do in its own way -----------------------------------------------------------
+    def _handle(self, pg: Any) -> Any:
+        """The object that collectives are called on."""
+        return pg
+
+    def _enter(self, op: str, x: Tensor) -> None:
+        """Before every collective."""
+
+    def _finish(self, work: Any) -> None:
+        """Wait for a collective: on a device, make its stream wait."""
+        work.wait()
+
+    # -- the primitives -----------------------------------------------------------------------------------
+    def _all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
+        return self._start_all_reduce(x, op, donate)()
+
+    def _start_all_reduce(self, x: Tensor, op: Op, donate: bool) -> Pending:
+        dtype, wide = x.dtype, x
+        if dtype not in self.native:
+            self._check_reducible(x, op)
+            wide = x.to(_STAND_IN.get(dtype, dtype))
+        self._enter(f"all_reduce {op}", x)
+        out = wide if (donate or wide is not x) and wide.is_contiguous() else copied(wide)
+        # of bits the sum is "any", and so is the maximum
+        work = self._calls.allreduce([out], ALL_REDUCE["max" if dtype is torch.bool else op])
+
+        def wait() -> Tensor:
+            self._finish(work)
+            return out if wide is x else out.to(dtype)
+
+        return wait
+
+    def _all_gather(self, x: Tensor, dim: int) -> Tensor:
+        self._enter(f"all_gather dim {dim}", x)
+        x = x.detach().contiguous()
+        out = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
+        self._finish(self._calls._allgather_base(self._wire(out), self._wire(x)))
+        if dim == 0:
+            return out
+        shape = (*x.shape[:dim], self.size * x.shape[dim], *x.shape[dim + 1 :])
+        return out.view(self.size, *x.shape).movedim(0, dim).contiguous().view(shape)
+
+    def _reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
+        self._check_reducible(x, "sum")
+        self._enter(f"reduce_scatter dim {dim}", x)
+        if x.dtype not in self.native:
+            out = self.split(self._start_all_reduce(x, "sum", False)(), dim)
+            return out.contiguous()
+        sent = self._chunks(x, dim)
+        out = torch.empty_like(sent[0])
+        # flat: some transports divide only the first dim, others compare shapes
+        options = _options(dist.ReduceScatterOptions(), reduceOp=_SUM)
+        self._finish(self._calls._reduce_scatter_base(out.view(-1), sent.view(-1), options))
+        return out
+
+    def _broadcast(self, x: Tensor, src: int) -> Tensor:
+        self._enter(f"broadcast from {src}", x)
+        out = copied(x) if src == self._position else x.new_empty(x.shape)
+        options = _options(dist.BroadcastOptions(), rootRank=src)
+        self._finish(self._calls.broadcast([self._wire(out)], options))
+        return out
+
+    def _chunks(self, x: Tensor, dim: int) -> Tensor:
+        """The members' chunks of ``x`` one after another in memory, in a new first dim."""
+        split = x.detach().reshape(*x.shape[:dim], self.size, x.shape[dim] // self.size, *x.shape[dim + 1 :])
+        return split.movedim(dim, 0).contiguous()
+
+    def _wire(self, x: Tensor) -> Tensor:
+        """A contiguous tensor as the transport takes it: to move is not to compute, so bytes will do."""
+        return x if x.dtype in self.native else x.view(-1).view(torch.uint8)
+
+    def _check_reducible(self, x: Tensor, op: Op) -> None:
+        dtype = x.dtype
+        if dtype in self.native or dtype in _STAND_IN or (dtype.is_complex and op == "sum"):
+            return
+        raise ValueError(f"cannot take the {op} of {dtype} over ranks: convert it to a wider dtype first")
+
+
+class C10dBackend(Backend):
+    """One rank of a job. Which job: torch.distributed's default group if the program has made one, else
+    ``store`` with an explicit rank and world, else what torchrun's environment says, else a world of one.
+    """
+
+    interface = 1
+    capabilities = Capabilities(dtypes=(*Capabilities.dtypes, torch.int16, torch.int8))
+    comm_class: ClassVar[type[Comm] | None] = C10dComm
+    transport: ClassVar[str]
+    """Its name for ``torch.distributed.init_process_group``."""
+
+    def __init__(self, store: dist.Store | None = None, rank: int = 0, world: int = 1) -> None:
+        self._given = None if store is None else (store, rank, world)
+        self._groups: dict[tuple[Members, ...], Any] = {}
+        self._user_groups: dict[Any, Comm] = {}
+        self._singles: list[Any] = []
+        self._made: list[Any] = []
+        self._timeout = 0.0
+        self._rank, self._world = rank, world
+        self._owns = False
+
+    @classmethod
+    def unavailable(cls) -> str | None:
+        if not dist.is_available():
+            return f"torch {torch.__version__} was built without torch.distributed"
+        if not dist.is_backend_available(cls.transport):
+            return f"torch {torch.__version__} was built without {cls.transport}"
+        return None
+
+    def start(self, timeout: float) -> tuple[int, int]:
+        self._timeout = timeout
+        if not dist.is_initialized():
+            job: dict[str, Any] = {}  # what torchrun's environment says
+            if self._given is not None:
+                job = dict(zip(("store", "rank", "world_size"), self._given, strict=True))
+            elif "WORLD_SIZE" not in os.environ:
+                job = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+            self._owns = True  # from here on, for an error inside may leave it half made
+            try:
+                dist.init_process_group(self.transport, timeout=self._seconds, **job)
+            except BaseException:
+                self.stop()
+                raise
+        self._rank, self._world = dist.get_rank(), dist.get_world_size()
+        return self._rank, self._world
+
+    def stop(self) -> None:
+        self._groups.clear()
+        self._user_groups.clear()
+        self._singles.clear()
+        for pg in self._made:
+            dist.destroy_process_group(pg)
+        self._made.clear()
+        if self._owns and dist.is_initialized():
+            dist.destroy_process_group()
+        self._owns = False
+
+    def comm(self, group: Group, rank: int) -> Comm:
+        if group.size == 1:
+            return self._comm(group, self._single)
+        if group.partition not in self._groups:
+            self._groups[group.partition] = self._group(group)
+        pg = self._groups[group.partition]
+        return self._comm(group, lambda: pg)
+
+    def comm_of(self, process_group: Any) -> Comm:
+        """Collectives over a torch.distributed group. The first call for a group is itself collective."""
+        if process_group not in self._user_groups:
+            members = tuple(dist.get_process_group_ranks(process_group))
+            group = Group(("user",), (members,))
+            self._user_groups[process_group] = self._comm(group, lambda: process_group)
+        return self._user_groups[process_group]
+
+    def _comm(self, group: Group, pg: Callable[[], Any]) -> Comm:
+        return C10dComm(group, group.members(self._rank).index(self._rank), pg, self.device())
+
+    def _group(self, group: Group) -> Any:
+        """A process group for this rank's part of ``group``: all ranks make all parts, in one order."""
+        members = group.members(self._rank)
+        if self._owns and members == tuple(range(self._world)):
+            return dist.group.WORLD
+        made = {
+            ranks: dist.new_group(list(ranks), self._seconds, self.transport) for ranks in group.partition
+        }
+        self._made.append(made[members])
+        return made[members]
+
+    def _single(self) -> Any:
+        """The process group of this rank alone, made when somebody asks (DDP over a dp of one)."""
+        if not dist.is_initialized():
+            raise BackendError("a process group was asked for before tpcore.init or after tpcore.shutdown")
+        if not self._singles:
+            alone = dist.new_group([self._rank], backend=self.transport, use_local_synchronization=True)
+            self._singles.append(alone)
+            self._made.append(alone)
+        return self._singles[0]
+
+    @property
+    def _seconds(self) -> timedelta:
+        return timedelta(seconds=self._timeout)
+
+
+def copied(x: Tensor) -> Tensor:
+    return x.detach().clone(memory_format=torch.contiguous_format)

@@ -66,7 +66,7 @@ class ParallelModule(nn.Module):
         super().__init__()
         ctx = current()
         self.tp: Comm = ctx.comm_for(group)
-        self._dtypes = ctx.backend.capabilities.dtypes
+        self._dtypes = (*ctx.backend.capabilities.dtypes, *ctx.backend.capabilities.moved)
         members = self.tp.group.members(ctx.rank)
         self._tp_rank = members.index(ctx.rank)  # host side: initial values only
         self.shard_specs = {}

@@ -98,6 +98,11 @@ def _sum(parts: list[Tensor]) -> Tensor:
     return total
 
 
+def _check_reducible(x: Tensor, op: Op) -> None:
+    if x.dtype not in ThreadBackend.capabilities.dtypes and not (x.dtype.is_complex and op == "sum"):
+        raise ValueError(f"cannot take the {op} of {x.dtype} over ranks: convert it to a wider dtype first")
+
+
 class ThreadComm(Comm):
     def __init__(self, group: Group, rank: int, world: World) -> None:
         self.members = group.members(rank)
@@ -112,6 +117,7 @@ class ThreadComm(Comm):
         return self._world.exchange(self.members, self._me, op, x)
 
     def _all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
+        _check_reducible(x, op)
         peers = self._peers(f"all_reduce {op}", x)
         return _sum(peers) if op == "sum" else torch.stack(peers).amax(0)
 
@@ -119,6 +125,7 @@ class ThreadComm(Comm):
         return torch.cat(self._peers(f"all_gather dim {dim}", x), dim)
 
     def _reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
+        _check_reducible(x, "sum")
         return self.split(_sum(self._peers(f"reduce_scatter dim {dim}", x)), dim)
 
     def _broadcast(self, x: Tensor, src: int) -> Tensor:
@@ -145,7 +152,9 @@ class ThreadBackend(Backend):
         return torch.device("cpu")
 
 
-def run_ranks(mesh: Mesh, fn: Callable[[ParallelContext], T]) -> list[T]:
+def run_ranks(
+    mesh: Mesh, fn: Callable[[ParallelContext], T], *, backend: type[ThreadBackend] = ThreadBackend
+) -> list[T]:
     """Call ``fn(ctx)`` on every rank of ``mesh``; return the results in rank order.
 
     Every rank starts from the caller's random state, which is as it was afterwards. If ranks fail, the
@@ -160,7 +169,7 @@ def run_ranks(mesh: Mesh, fn: Callable[[ParallelContext], T]) -> list[T]:
         with world.baton:
             torch.set_rng_state(state)
             try:
-                with use(ParallelContext(ThreadBackend(rank, world), mesh, rank)) as ctx:
+                with use(ParallelContext(backend(rank, world), mesh, rank)) as ctx:
                     results[rank] = fn(ctx)
             except BaseException as e:  # noqa: BLE001  carried to the caller's thread below
                 error = e

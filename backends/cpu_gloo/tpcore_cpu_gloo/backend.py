@@ -39,7 +39,7 @@ class GlooBackend(C10dBackend):
     transport = "gloo"
     comm_class = GlooComm
     capabilities = replace(
-        C10dBackend.capabilities, moved=(torch.complex64, torch.uint16, torch.float8_e4m3fn)
+        C10dBackend.capabilities, moved=(torch.complex64, torch.complex128, torch.uint16, torch.float8_e4m3fn)
     )
 
     def __init__(self, store: dist.Store | None = None, rank: int = 0, world: int = 1) -> None:

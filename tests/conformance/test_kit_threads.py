@@ -1,0 +1,23 @@
+"""The kit on ranks as threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tpcore.testing import ThreadBackend, run_ranks
+from tpcore.testing.conformance import Conformance
+
+
+class TestThreads(Conformance):
+    worlds = (2, 4)
+
+    def backend_class(self) -> type[ThreadBackend]:
+        return ThreadBackend
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def run(cls) -> Callable[..., Any]:
+        return lambda mesh, fn, *args: run_ranks(mesh, lambda ctx: fn(ctx, *args))

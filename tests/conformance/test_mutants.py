@@ -1,0 +1,375 @@
+"""The kit fails a backend that is wrong, and its first failure names what is."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tpcore.capabilities import Capabilities
+from tpcore.comm import Comm, Op, Pending
+from tpcore.mesh import Group, Mesh
+from tpcore.testing import ThreadBackend, run_ranks, threads
+from tpcore.testing.conformance import Conformance
+from tpcore.testing.threads import ThreadComm, World
+
+
+def in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+class Plain(ThreadBackend):
+    """Right, and with few dtypes, so that the kit is soon through."""
+
+    comm_class: type[ThreadComm] = ThreadComm
+    capabilities = Capabilities(
+        dtypes=(torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool),
+        moved=(torch.complex64,),
+    )
+
+    def comm(self, group: Group, rank: int) -> Comm:
+        return self.comm_class(group, rank, self._world)
+
+
+MUTANTS: dict[str, tuple[str, type[Plain]]] = {}
+Made = Callable[..., Any]
+
+
+def mutant(caught_by: str, kind: type = ThreadComm) -> Callable[[type], type]:
+    """Register a Comm, or a Backend, with the test that has to be the first to fail."""
+
+    def register(cls: type) -> type:
+        made = cls if kind is Plain else type(cls.__name__, (Plain,), {"comm_class": cls})
+        MUTANTS[cls.__name__] = (caught_by, made)
+        return cls
+
+    return register
+
+
+@mutant("test_values all_gather")
+class GathersInReverse(ThreadComm):
+    def _all_gather(self, x: Tensor, dim: int) -> Tensor:
+        return torch.cat(self._peers("gather", x)[::-1], dim)
+
+
+@mutant("test_values all_gather")
+class GathersAlongTheFirstDim(ThreadComm):
+    def _all_gather(self, x: Tensor, dim: int) -> Tensor:
+        return torch.cat(self._peers("gather", x), 0)
+
+
+@mutant("test_values all_gather")
+class GathersOnlyItself(ThreadComm):
+    def _all_gather(self, x: Tensor, dim: int) -> Tensor:
+        return torch.cat([x.detach()] * self.size, dim)
+
+
+@mutant("test_values all_reduce")
+class SumIsMax(ThreadComm):
+    def _all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
+        return super()._all_reduce(x, "max", donate)
+
+
+@mutant("test_values all_reduce max")
+class MaxIsSum(ThreadComm):
+    def _all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
+        return super()._all_reduce(x, "sum", donate)
+
+
+@mutant("test_values all_reduce")
+class LeavesOutTheLast(ThreadComm):
+    def _all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
+        peers = self._peers("sum", x)
+        return threads._sum(peers[:-1]) if op == "sum" else torch.stack(peers).amax(0)
+
+
+@mutant("test_values all_reduce")
+class AveragesInsteadOfSumming(ThreadComm):
+    def _all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
+        total = super()._all_reduce(x, op, donate)
+        return (total.double() / self.size).to(x.dtype) if op == "sum" else total
+
+
+@mutant("test_values all_reduce")
+class SumsBoolsAsNumbersOfAnotherDtype(ThreadComm):
+    def _all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
+        return super()._all_reduce(x.to(torch.uint8) if x.dtype is torch.bool else x, op, donate)
+
+
+@mutant("test_values all_reduce max")
+class MaxStartsFromZeroOfOneRank(ThreadComm):
+    def _all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
+        peers = self._peers(op, x)
+        return threads._sum(peers) if op == "sum" else peers[0].clone()
+
+
+@mutant("test_values start_all_reduce")
+class StartedReduceForgetsTheOp(ThreadComm):
+    def _start_all_reduce(self, x: Tensor, op: Op, donate: bool) -> Pending:
+        out = self._all_reduce(x, "max", donate)
+        return lambda: out
+
+
+@mutant("test_values reduce_scatter")
+class KeepsTheNextRanksChunk(ThreadComm):
+    def _reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
+        total = threads._sum(self._peers("reduce_scatter", x))
+        return total.chunk(self.size, dim)[(int(self.rank) + 1) % self.size].contiguous()
+
+
+@mutant("test_values reduce_scatter")
+class ScattersWithoutReducing(ThreadComm):
+    def _reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
+        return self.split(x.detach(), dim)
+
+
+@mutant("test_values reduce_scatter")
+class ScattersAlongTheLastDim(ThreadComm):
+    def _reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
+        dim = x.ndim - 1 if x.shape[-1] % self.size == 0 else dim
+        return super()._reduce_scatter(x, dim)
+
+
+@mutant("test_values broadcast")
+class AlwaysBroadcastsTheFirst(ThreadComm):
+    def _broadcast(self, x: Tensor, src: int) -> Tensor:
+        return super()._broadcast(x, 0)
+
+
+@mutant("test_values broadcast")
+class BroadcastsFromTheNeighbour(ThreadComm):
+    def _broadcast(self, x: Tensor, src: int) -> Tensor:
+        return super()._broadcast(x, (src + 1) % self.size)
+
+
+@mutant("test_moved_dtypes all_gather")
+class DropsTheImaginaryPart(ThreadComm):
+    def _all_gather(self, x: Tensor, dim: int) -> Tensor:
+        out = super()._all_gather(x, dim)
+        return torch.complex(out.real, torch.zeros_like(out.real)) if x.is_complex() else out
+
+
+@mutant("test_joined")
+class RankOffByOne(ThreadComm):
+    def __init__(self, group: Group, rank: int, world: World) -> None:
+        super().__init__(group, rank, world)
+        self.rank = (self.rank + 1) % self.size
+
+
+@mutant("test_joined")
+class RankIsAScalar(ThreadComm):
+    def __init__(self, group: Group, rank: int, world: World) -> None:
+        super().__init__(group, rank, world)
+        self.rank = self.rank[0]
+
+
+@mutant("test_strides all_gather")
+class ReadsMemoryAndNotStrides(ThreadComm):
+    def _all_gather(self, x: Tensor, dim: int) -> Tensor:
+        if not x.is_contiguous():
+            x = x.detach().as_strided(x.shape, torch.empty(x.shape).stride())
+        return super()._all_gather(x, dim)
+
+
+@mutant("test_empty all_reduce")
+class CannotSumNothing(ThreadComm):
+    def _all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
+        out = super()._all_reduce(x, op, donate)
+        return out if x.numel() else out.new_zeros(1)
+
+
+@mutant("test_memory all_reduce")
+class ReducesInPlace(ThreadComm):
+    def _all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
+        return x.detach().copy_(super()._all_reduce(x, op, donate))
+
+
+@mutant("test_memory reduce_scatter")
+class ClearsItsInput(ThreadComm):
+    def _reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
+        out = super()._reduce_scatter(x, dim)
+        x.detach().zero_()
+        return out
+
+
+@mutant("test_memory all_gather")
+class ReturnsATransposedView(ThreadComm):
+    def _all_gather(self, x: Tensor, dim: int) -> Tensor:
+        out = super()._all_gather(x, dim)
+        return out.transpose(0, -1).contiguous().transpose(0, -1)
+
+
+@mutant("test_memory reduce_scatter")
+class ReturnsASliceOfALargerTensor(ThreadComm):
+    def _reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
+        total = threads._sum(self._peers("reduce_scatter", x))
+        return total.chunk(self.size, dim)[int(self.rank)]
+
+
+@mutant("test_memory all_gather")
+class UsesOneBufferAgain(ThreadComm):
+    def _all_gather(self, x: Tensor, dim: int) -> Tensor:
+        out = super()._all_gather(x, dim)
+        if x.shape != (4, 8, 4):
+            return out
+        if not hasattr(self, "_buffer"):
+            self._buffer = out.flatten()
+        return self._buffer.copy_(out.flatten()).view(out.shape)
+
+
+@mutant("test_memory broadcast")
+class SendersOutputIsItsInput(ThreadComm):
+    def _broadcast(self, x: Tensor, src: int) -> Tensor:
+        out = super()._broadcast(x, src)
+        return x.detach() if int(self.rank) == src else out
+
+
+@mutant("test_memory all_reduce")
+class LeavesAutogradAttached(ThreadComm):
+    def _all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
+        out = super()._all_reduce(x, op, donate)
+        return out + 0 * x if x.requires_grad else out
+
+
+@mutant("test_overlap")
+class MixesUpWhatIsUnderWay(ThreadComm):
+    def _start_all_reduce(self, x: Tensor, op: Op, donate: bool) -> Pending:
+        self._last = self._all_reduce(x, op, donate)
+        return lambda: self._last
+
+
+@mutant("test_same_bits")
+class EachRankStartsItsSumWithItself(ThreadComm):
+    def _all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
+        peers, me = self._peers(op, x), int(self.rank)
+        peers = peers[me:] + peers[:me]
+        return threads._sum(peers) if op == "sum" else torch.stack(peers).amax(0)
+
+
+@mutant("test_groups all_gather", Plain)
+class TakesTheWrongGroups(Plain):
+    """Cuts every group out of neighbours, whatever the axis."""
+
+    def comm(self, group: Group, rank: int) -> Comm:
+        ranks = sorted(r for part in group.partition for r in part)
+        n = group.size
+        parts = tuple(tuple(ranks[i : i + n]) for i in range(0, len(ranks), n))
+        return ThreadComm(Group(group.axes, parts), rank, self._world)
+
+
+@mutant("test_groups all_gather", Plain)
+class OrdersItsMembersBackwards(Plain):
+    """Only in groups that are not the first."""
+
+    def comm(self, group: Group, rank: int) -> Comm:
+        parts = (group.partition[0], *(part[::-1] for part in group.partition[1:]))
+        return ThreadComm(Group(group.axes, parts), rank, self._world)
+
+
+@mutant("test_refusals")
+class PadsWhatDoesNotDivide(ThreadComm):
+    def chunk(self, x: Tensor, dim: int) -> int:
+        return -(-x.shape[dim] // self.size)
+
+    def _reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
+        n = x.shape[dim] // self.size * self.size
+        return super()._reduce_scatter(x.narrow(dim, 0, n), dim)
+
+
+@mutant("test_refusals")
+class AnyMemberWillDo(ThreadComm):
+    def broadcast(self, x: Tensor, src: int) -> Tensor:
+        return super().broadcast(x, src % self.size)
+
+
+@mutant("test_transpose_law copy")
+class NoAllReduceInBackward(ThreadComm):
+    def _all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
+        return x.detach().clone() if in_backward() else super()._all_reduce(x, op, donate)
+
+
+@mutant("test_transpose_law all_gather")
+class NoReduceScatterInBackward(ThreadComm):
+    def _reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
+        return self.split(x, dim) if in_backward() else super()._reduce_scatter(x, dim)
+
+
+@mutant("test_random_streams", Plain)
+class ForgetsItsRandomState(Plain):
+    def set_rng_state(self, state: Tensor) -> None:
+        pass
+
+
+@mutant("test_random_streams", Plain)
+class SeedsAllAlike(Plain):
+    def manual_seed(self, seed: int) -> None:
+        torch.default_generator.manual_seed(1)
+
+
+@mutant("test_declaration", Plain)
+class OfAnotherInterface(Plain):
+    interface = 2
+
+
+@mutant("test_declaration", Plain)
+class HasNoReduceScatter(Plain):
+    capabilities = Capabilities(primitives=frozenset({"all_reduce", "all_gather"}))
+
+
+class Kit(Conformance):
+    worlds = (2, 4)
+    every = 100
+    tested: type[Plain] = Plain
+
+    def backend_class(self) -> type[Plain]:
+        return self.tested
+
+
+def run_on(cls: type[Plain]) -> Made:
+    def run(mesh: Mesh, fn: Made, *args: Any) -> list[list[str]]:
+        return run_ranks(mesh, lambda ctx: fn(ctx, *args), backend=cls)
+
+    return run
+
+
+def first_failure(cls: type[Plain]) -> str:
+    """Test and primitive, or mapping, of the first failure in the kit's order; "" if there is none."""
+    kit = Kit()
+    kit.tested = cls  # type: ignore[misc]  # of this instance
+    choices = kit.choices() | {"run": [run_on(cls)]}
+    for name, test in vars(Conformance).items():
+        if not name.startswith("test_"):
+            continue
+        wanted = [a for a in inspect.signature(test).parameters if a != "self"]
+        # the first argument varies slowest, as in the file: one primitive at all dtypes and sizes
+        order = sorted(wanted, key=lambda a: a not in ("primitive", "moving", "mapping", "layer"))
+        for values in itertools.product(*(choices[a] for a in order)):
+            given = dict(zip(order, values, strict=True))
+            try:
+                test(kit, **given)
+            except (AssertionError, pytest.fail.Exception, RuntimeError, ValueError):
+                what = [str(given[a]) for a in ("primitive", "moving", "mapping", "layer") if a in given]
+                return " ".join([name, *what])
+    return ""
+
+
+def test_the_right_one_passes() -> None:
+    assert first_failure(Plain) == ""
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_the_kit_names_the_fault(name: str) -> None:
+    caught_by, cls = MUTANTS[name]
+    assert first_failure(cls) == caught_by
+
+
+def test_there_are_enough() -> None:
+    assert len(MUTANTS) >= 25
+    assert {c.partition(" ")[0] for c, _ in MUTANTS.values()} >= {
+        n for n in vars(Conformance) if n.startswith("test_")
+    } - {"test_there_are_ranks", "test_many", "test_layers", "test_training", "test_checkpoint"}

@@ -1,0 +1,400 @@
+"""What the conformance kit asks of a backend: functions of (ctx, ...) that return what is wrong.
+
+They return and do not raise, so that ranks stay in step and all of it is seen.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import tpcore
+
+from .. import ops
+from ..agree import gather_bytes
+from ..comm import Comm, Op
+from ..context import ParallelContext
+
+SHAPES = ((4,), (4, 8), (8, 4, 4), (4, 1, 8, 4))
+EMPTY = ((0, 4), (4, 0))
+Wrong = list[str]
+
+
+def values(shape: tuple[int, ...], position: int, dtype: torch.dtype) -> Tensor:
+    """Small whole numbers, which every dtype holds and sums exactly; different at each position."""
+    n = torch.Size(shape).numel()
+    whole = (torch.arange(n) * (position + 3) + position) % 7
+    out = (whole % 2 if dtype is torch.bool else whole).to(dtype).view(shape)
+    return out * (1 + 2j) if dtype.is_complex else out
+
+
+def _reduced(every: list[Tensor], op: str) -> Tensor:
+    if op == "max":
+        return torch.stack(every).amax(0)
+    return torch.stack(every).sum(0, dtype=every[0].dtype)
+
+
+def _cat(parts: list[Tensor], dim: int) -> Tensor:
+    """torch.cat, which does not take every dtype that can be moved."""
+    if parts[0].dtype.itemsize > 1:
+        return torch.cat(parts, dim)
+    return torch.cat([t.view(torch.uint8) for t in parts], dim).view(parts[0].dtype)
+
+
+Calls = list[tuple[str, Callable[[Tensor], Tensor], Tensor]]
+
+
+def calls(comm: Comm, primitive: str, every: list[Tensor], dims: list[int] | None = None) -> Calls:
+    """Each way to call ``primitive`` on tensors like ``every``: (how, call, the right result)."""
+    me, shape = int(comm.rank.cpu()), every[0].shape
+    dims = list(range(-len(shape), len(shape))) if dims is None else dims
+    if primitive == "all_gather":
+        return [(f"dim {d}", partial(comm.all_gather, dim=d), _cat(every, d)) for d in dims]
+    if primitive == "broadcast":
+        return [(f"src {s}", partial(comm.broadcast, src=s), every[s]) for s in range(comm.size)]
+    if primitive == "reduce_scatter":
+        total = _reduced(every, "sum")
+        return [
+            (f"dim {d}", partial(comm.reduce_scatter, dim=d), total.chunk(comm.size, d)[me])
+            for d in dims
+            if shape[d] % comm.size == 0
+        ]
+    how = {
+        "all_reduce": ("sum", comm.all_reduce),
+        "all_reduce max": ("max", lambda x: comm.all_reduce(x, "max")),
+        "start_all_reduce": ("sum", lambda x: comm.start_all_reduce(x)()),
+        "all_reduce donate": ("sum", lambda x: comm.all_reduce(x, donate=True)),
+    }
+    op, call = how[primitive]
+    return [("", call, _reduced(every, op))]
+
+
+PRIMITIVES = (
+    "all_gather",
+    "all_reduce",
+    "all_reduce max",
+    "all_reduce donate",
+    "start_all_reduce",
+    "reduce_scatter",
+    "broadcast",
+)
+REDUCING = tuple(p for p in PRIMITIVES if "reduce" in p)
+
+
+def _differs(got: Tensor, want: Tensor) -> str:
+    """How a result is wrong in value, dtype, shape; empty if it is right."""
+    if (got.dtype, got.shape) != (want.dtype, want.shape):
+        return f"is {got.dtype} {tuple(got.shape)}, not {want.dtype} {tuple(want.shape)}"
+    got, want = (t.detach().cpu().contiguous() for t in (got, want))
+    if not torch.equal(got.view(-1).view(torch.uint8), want.view(-1).view(torch.uint8)):
+        return f"is {got.flatten()[:8].tolist()}..., not {want.flatten()[:8].tolist()}..."
+    return ""
+
+
+def _each(ctx: ParallelContext, comm: Comm, primitive: str, every: list[Tensor]) -> Wrong:
+    me, out = int(comm.rank.cpu()), []
+    for how, call, want in calls(comm, primitive, every):
+        problem = _differs(call(every[me].to(ctx.device, copy=True)), want)
+        if problem:
+            where = f"{primitive} {how} of {tuple(every[me].shape)} over {comm.group.axes} on rank {ctx.rank}"
+            out.append(f"{where} {problem}")
+    return out
+
+
+def joined(ctx: ParallelContext) -> Wrong:
+    """Rank, size, members and device say the same thing."""
+    out, comm = [], ctx.comm("tp")
+    if comm.rank.dtype != torch.int64 or comm.rank.shape != (1,):
+        out.append(f"comm.rank is {comm.rank.dtype} {tuple(comm.rank.shape)}, not one int64 element")
+    elif int(comm.rank.cpu()) != ctx.coord("tp"):
+        out.append(f"comm.rank is {int(comm.rank.cpu())} on the rank at {ctx.coord('tp')}")
+    if comm.rank.device.type != ctx.device.type:
+        out.append(f"comm.rank is on {comm.rank.device}, the backend's tensors on {ctx.device}")
+    if comm.size != ctx.mesh.axes["tp"]:
+        out.append(f"a tp group of size {comm.size}, not {ctx.mesh.axes['tp']}")
+    if comm.process_group is None:
+        out.append("process_group is None")
+    return out
+
+
+def right_values(ctx: ParallelContext, primitive: str, dtype: torch.dtype) -> Wrong:
+    comm, out = ctx.comm("tp"), []
+    for shape in SHAPES:
+        out += _each(ctx, comm, primitive, [values(shape, p, dtype) for p in range(comm.size)])
+    return out
+
+
+def empty(ctx: ParallelContext, primitive: str) -> Wrong:
+    comm, out = ctx.comm("tp"), []
+    for shape in EMPTY:
+        out += _each(ctx, comm, primitive, [values(shape, p, torch.float32) for p in range(comm.size)])
+    return out
+
+
+def strided(ctx: ParallelContext, primitive: str) -> Wrong:
+    """An input that is transposed, and has gaps between its elements."""
+    comm, out = ctx.comm("tp"), []
+    me = int(comm.rank.cpu())
+    every = [values((4, 8, 4), p, torch.float32).transpose(0, 2)[:, ::2] for p in range(comm.size)]
+    for how, call, want in calls(comm, primitive, every):
+        whole = values((4, 8, 4), me, torch.float32).to(ctx.device)
+        problem = _differs(call(whole.transpose(0, 2)[:, ::2]), want.contiguous())
+        if problem:
+            out.append(f"{primitive} {how} of a strided tensor on rank {ctx.rank} {problem}")
+        between = values((4, 8, 4), me, torch.float32).transpose(0, 2)[:, 1::2]
+        if _differs(whole.transpose(0, 2)[:, 1::2], between):
+            out.append(f"{primitive} {how} wrote between the elements of its input on rank {ctx.rank}")
+    return out
+
+
+def memory(ctx: ParallelContext, primitive: str) -> Wrong:
+    """Inputs are left as they were; outputs are contiguous, not the input, without autograd, and last."""
+    comm, out = ctx.comm("tp"), []
+    me = int(comm.rank.cpu())
+    every = [values((4, 8, 4), p, torch.float32) for p in range(comm.size)]
+    kept: list[tuple[str, Tensor, Tensor]] = []
+    for how, call, want in calls(comm, primitive, every):
+        x = every[me].to(ctx.device, copy=True).requires_grad_("donate" not in primitive)
+        y = call(x)
+        what = f"{primitive} {how} on rank {ctx.rank}:"
+        if not y.is_contiguous():
+            out.append(f"{what} the output is not contiguous, its strides are {y.stride()}")
+        if "donate" not in primitive and _differs(x, every[me]):
+            out.append(f"{what} the input was changed")
+        if "donate" not in primitive and y.numel() and y.data_ptr() == x.data_ptr():
+            out.append(f"{what} the output is the input's memory")
+        if y.requires_grad:
+            out.append(f"{what} the output is part of an autograd graph, whose gradient would be wrong")
+        kept.append((what, y, want))
+    for what, y, want in kept:  # after all the others: a buffer that was used again holds their values
+        problem = _differs(y, want)
+        if problem:
+            out.append(f"{what} after later collectives the output {problem}")
+    return out
+
+
+def overlapped(ctx: ParallelContext) -> Wrong:
+    """Several all-reduces under way, waited for in another order, with one more collective between."""
+    comm = ctx.comm("tp")
+    n, me = comm.size, int(comm.rank.cpu())
+    waits = [comm.start_all_reduce(torch.full((9,), float(i + me), device=ctx.device)) for i in range(4)]
+    gathered = comm.all_gather(torch.full((1,), float(me), device=ctx.device), 0)
+    out = []
+    for i, wait in reversed(list(enumerate(waits))):
+        problem = _differs(wait(), torch.full((9,), float(n * i + n * (n - 1) // 2)))
+        if problem:
+            out.append(f"all-reduce {i} of 4 under way {problem}")
+    if _differs(gathered, torch.arange(n).float()):
+        out.append("a gather between the start of an all-reduce and its wait is wrong")
+    return out
+
+
+def groups(ctx: ParallelContext, primitive: str) -> Wrong:
+    """Every axis, every pair of axes and the world, each on its own members only."""
+    axes, out = list(ctx.mesh.axes), []
+    for names in [(a,) for a in axes] + [tuple(axes[:2]), tuple(axes)]:
+        comm = ctx.comm(*names)
+        if comm.size == 1:
+            continue
+        members = ctx.mesh.group(*names).members(ctx.rank)
+        if members[int(comm.rank.cpu())] != ctx.rank:
+            out.append(f"rank {ctx.rank} is at {int(comm.rank.cpu())} of {names} group {members}")
+        out += _each(ctx, comm, primitive, [values((4, 4), r, torch.float32) for r in members])
+    return out
+
+
+def many(ctx: ParallelContext) -> Wrong:
+    """A long run of collectives of changing kind and size: nothing leaks from one into another."""
+    comm, out = ctx.comm("tp"), []
+    for i in range(24):
+        every = [values((4, 4 + i % 5), p + i, torch.float32) for p in range(comm.size)]
+        out += _each(ctx, comm, PRIMITIVES[i % len(PRIMITIVES)], every)
+    return out
+
+
+def replicated(ctx: ParallelContext) -> Wrong:
+    """A sum of numbers that round has the same bits on every rank: ranks would drift apart otherwise."""
+    comm = ctx.comm("tp")
+    x = torch.rand(257, generator=torch.Generator().manual_seed(ctx.rank)).to(ctx.device)
+    ops_: tuple[Op, ...] = ("sum", "max")
+    for op in ops_:
+        y = comm.all_reduce(x, op)
+        seen = comm.all_gather(y.unsqueeze(0), 0).cpu()
+        if not all(torch.equal(row, seen[0]) for row in seen):
+            return [f"all_reduce {op} differs between ranks in its last bits"]
+    return []
+
+
+MAPPINGS: dict[str, tuple[Callable[[Tensor, Comm], Tensor], str, str]] = {
+    "copy": (ops.copy, "replicated", "parts"),
+    "reduce": (ops.reduce, "parts", "replicated"),
+    "scatter": (lambda x, c: ops.scatter(x, c, 1), "replicated", "parts"),
+    "gather": (lambda x, c: ops.gather(x, c, 1), "parts", "replicated"),
+    "all_gather": (lambda x, c: ops.all_gather(x, c, 1), "parts", "parts"),
+    "reduce_scatter": (lambda x, c: ops.reduce_scatter(x, c, 1), "parts", "parts"),
+}
+
+
+def transpose_law(ctx: ParallelContext, name: str) -> Wrong:
+    """<f(x), y> == <x, f_T(y)>, a replicated value counted once; in whole numbers, so exactly."""
+    comm = ctx.comm("tp")
+    fn, source, target = MAPPINGS[name]
+    me = int(comm.rank.cpu())
+
+    def some(shape: torch.Size, kind: str, seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed + (me + 1) * 100 * (kind == "parts"))
+        return torch.randint(-8, 9, shape, generator=generator).float().to(ctx.device)
+
+    def inner(a: Tensor, b: Tensor, kind: str) -> float:
+        everywhere = comm.all_gather((a * b).sum().reshape(1), 0)
+        return float(everywhere[me] if kind == "replicated" else everywhere.sum())
+
+    x = some(torch.Size((4, 8)), source, 1).requires_grad_()
+    out = fn(x, comm)
+    y = some(out.shape, target, 2)
+    out.backward(y)
+    if x.grad is None:
+        return [f"{name}: no gradient"]
+    left, right = inner(out.detach(), y, target), inner(x.detach(), x.grad, source)
+    return [] if left == right else [f"{name}: <f(x), y> is {left} and <x, f_T(y)> is {right}"]
+
+
+def _net() -> nn.Module:
+    return nn.Sequential(
+        tpcore.ColumnParallelLinear(8, 12, gather_output=False),
+        nn.GELU(),
+        tpcore.RowParallelLinear(12, 8, input_is_parallel=True),
+    )
+
+
+def _plain() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8))
+
+
+def _full_state() -> dict[str, Tensor]:
+    torch.manual_seed(5)
+    return _plain().state_dict()
+
+
+def _load(net: nn.Module, full: dict[str, Tensor], ctx: ParallelContext) -> nn.Module:
+    specs, n, r = tpcore.shard_specs(net), ctx.comm("tp").size, ctx.coord("tp")
+    net.load_state_dict({k: s.shard(full[k], r, n) for k, s in specs.items()})
+    return net.to(ctx.device)
+
+
+def _far(what: str, got: Tensor, want: Tensor, tolerance: float = 2e-5) -> Wrong:
+    """float32 through two layers of width 12: some tens of roundings of 6e-8 each."""
+    error = float((got.detach().cpu() - want).abs().max()) if got.shape == want.shape else float("nan")
+    return [] if error <= tolerance else [f"{what} is off by {error:.2e}, allowed {tolerance:.0e}"]
+
+
+def training_step(ctx: ParallelContext) -> Wrong:
+    """Two steps of SGD with dp, tp and clipping, as the plain module makes them on the whole batch."""
+    full = _full_state()
+    batch = torch.randn(8, 8, generator=torch.Generator().manual_seed(3))
+    plain, net = _plain(), _load(_net(), full, ctx)
+    plain.load_state_dict(full)
+    sgd, plain_sgd = (torch.optim.SGD(m.parameters(), lr=0.5) for m in (net, plain))
+    out: Wrong = []
+    dp = ctx.mesh.axes.get("dp", 1)
+    mine = batch.chunk(dp)[ctx.coord("dp") if dp > 1 else 0].to(ctx.device)
+    for step in range(2):
+        for module, opt, x in ((net, sgd, mine), (plain, plain_sgd, batch)):
+            opt.zero_grad()
+            module(x).square().mean().mul(100).backward()
+        tpcore.reduce_gradients(net)
+        norm = tpcore.clip_grad_norm(net, 1.0)
+        want = nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        out += _far(f"gradient norm of step {step}", norm / want, torch.tensor(1.0))
+        sgd.step()
+        plain_sgd.step()
+    specs, n, r = tpcore.shard_specs(net), ctx.comm("tp").size, ctx.coord("tp")
+    for name, p in net.named_parameters():
+        out += _far(f"{name} after two steps", p, specs[name].shard(plain.get_parameter(name).detach(), r, n))
+    return out
+
+
+def random_streams(ctx: ParallelContext) -> Wrong:
+    """Replicated draws are equal over tp, sharded ones differ, and a restored state draws the same again."""
+    comm, out = ctx.comm("tp"), []
+    tpcore.random.manual_seed(11)
+    state = tpcore.random.get_state()
+
+    def draw() -> Tensor:
+        return F.dropout(torch.ones(64, device=ctx.device))
+
+    def sharded() -> Tensor:
+        with tpcore.random.sharded():
+            return draw()
+
+    first = [draw(), sharded(), draw()]
+    tpcore.random.set_state(state)
+    again = [draw(), sharded(), draw()]
+    if not all(torch.equal(a, b) for a, b in zip(first, again, strict=True)):
+        out.append("a restored random state does not draw the same numbers again")
+    alike = [torch.equal(r, x) for x in first for r in comm.all_gather(x.unsqueeze(0), 0)]
+    n, me = comm.size, int(comm.rank.cpu())
+    if not all(alike[:n] + alike[2 * n :]):
+        out.append("replicated dropout differs between tp ranks")
+    if any(same for i, same in enumerate(alike[n : 2 * n]) if i != me):
+        out.append("sharded dropout is the same on two tp ranks")
+    if torch.equal(first[0], first[2]):
+        out.append("the generator does not advance")
+    return out
+
+
+def checkpoint_round_trip(ctx: ParallelContext) -> Wrong:
+    """A model saved by this job is read back bit for bit, and so is the optimizer's state."""
+    folder = tempfile.mkdtemp(prefix="tpcore-kit-") if ctx.rank == 0 else ""
+    folder = gather_bytes(folder.encode(), ctx.world)[0].decode() if ctx.world.size > 1 else folder
+    full = _full_state()
+    net = _load(_net(), full, ctx)
+    tpcore.checkpoint.save(net.state_dict(), Path(folder) / "saved")
+    other = _net().to(ctx.device)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.fill_(-1.0)
+    tpcore.checkpoint.load(Path(folder) / "saved", model=other)
+    out = [
+        f"{name} was not read back as it was saved"
+        for (name, a), b in zip(net.named_parameters(), other.parameters(), strict=True)
+        if not torch.equal(a, b)
+    ]
+    gather_bytes(b"", ctx.world) if ctx.world.size > 1 else None  # all have read
+    if ctx.rank == 0:
+        shutil.rmtree(folder)
+    return out
+
+
+def refusals(ctx: ParallelContext) -> Wrong:
+    """Bad arguments raise ValueError before anything is exchanged, and the group works afterwards."""
+    comm, out = ctx.comm("tp"), []
+    three = torch.zeros(comm.size + 1, device=ctx.device)
+    bad: dict[str, Callable[[], Tensor]] = {
+        "reduce_scatter of what does not divide": lambda: comm.reduce_scatter(three, 0),
+        "all_gather along a dim that is not there": lambda: comm.all_gather(three, 1),
+        "broadcast from nobody": lambda: comm.broadcast(three, comm.size),
+    }
+    unheard = [d for d in (torch.float8_e4m3fn, torch.uint16) if d not in ctx.backend.capabilities.dtypes]
+    for dtype in unheard:
+        x = torch.zeros(4 * comm.size, dtype=dtype, device=ctx.device)
+        bad[f"the sum of {dtype}, which is not declared"] = partial(comm.all_reduce, x)
+    for what, call in bad.items():
+        try:
+            call()
+        except ValueError:
+            continue
+        except Exception as e:  # noqa: BLE001  any other error is what this looks for
+            out.append(f"{what} raised {type(e).__name__}, not ValueError: {e}")
+        else:
+            out.append(f"{what} was not refused")
+    if float(comm.all_reduce(torch.ones(1, device=ctx.device))) != comm.size:
+        out.append("after refused calls the group no longer works")
+    return out

@@ -35,7 +35,7 @@ class Report:
     ) -> None:
         self.every, self.sequences = every, sequences  # sequences: in one step, over all ranks
         self.writes = tpcore.current().rank == 0
-        self._pending: list[tuple[int, float, Tensor]] = []
+        self._pending: list[tuple[int, float, Tensor, Tensor]] = []
         self._clock = time.perf_counter()
         self._board: Any = None
         if not self.writes:
@@ -55,8 +55,8 @@ class Report:
 
     def add(self, step: int, losses: Tensor, grad_norm: Tensor, lr: float) -> None:
         """``losses``: MLM and NSP, this rank's means over its micro-batches."""
-        figures = torch.cat([losses.detach(), grad_norm.detach().reshape(1)])
-        self._pending.append((step, lr, figures))
+        # put together when they are read: on a lazy backend that would be part of the next step's program
+        self._pending.append((step, lr, losses.detach(), grad_norm.detach()))
         if step % self.every == 0:
             self.flush()
 
@@ -65,7 +65,7 @@ class Report:
         if not self._pending:
             return
         dp = tpcore.current().comm("dp")
-        figures = torch.stack([f for _, _, f in self._pending])
+        figures = torch.stack([torch.cat([losses, norm.reshape(1)]) for *_, losses, norm in self._pending])
         rows = (dp.all_reduce(figures) / dp.size).tolist()
         seconds = time.perf_counter() - self._clock
         rate = len(rows) * self.sequences / seconds
@@ -79,7 +79,7 @@ class Report:
                 "lr": lr,
                 "sequences_per_second": rate,
             }
-            for (step, lr, _), (mlm, nsp, norm) in zip(self._pending, rows, strict=True)
+            for (step, lr, *_), (mlm, nsp, norm) in zip(self._pending, rows, strict=True)
         ]
         self._pending.clear()
         if self.writes:

@@ -202,9 +202,3 @@ def _patch_rendezvous() -> None:
         return _running[-1].world.meet(rank, Arrival(f"rendezvous {tag!r}", _site(), payload))
 
     xm.xla_rendezvous = xla_rendezvous
-
-
-def clear() -> None:
-    """Drop what a failed run has traced and not run, so that the next does not run it."""
-    for device in xm.get_xla_supported_devices():
-        _XLA._clear_pending_irs(str(device))

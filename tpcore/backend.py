@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, ClassVar
@@ -26,6 +27,18 @@ INTERFACE = 1
 a backend that was right no longer is; methods with a default are added without."""
 
 
+@dataclass(frozen=True)
+class ProgramInfo:
+    """One program of a compiling backend, as ``tpcore compile`` lists it."""
+
+    digest: str
+    site: str  # where in the script it is run: "train.py:20 in step"
+    runs: int
+    operations: int
+    collectives: str  # "4 all_reduce add over 2, ..."
+    parameter_bytes: int
+
+
 class Backend(ABC):
     """One way to run collectives. A plugin's hook returns the class; ``tpcore.init`` makes the instance."""
 
@@ -40,6 +53,12 @@ class Backend(ABC):
         """Why this backend cannot run on this machine, or None if it can. Imports nothing heavy if it
         can be told without."""
         return None
+
+    @classmethod
+    def compile_ahead(cls, command: Sequence[str], world: int | None) -> list[ProgramInfo]:
+        """The programs that ``command`` (``python train.py ...``) on ``world`` ranks needs, compiled into a
+        cache where this machine has the compiler. ``world`` None: as many as the command says, or 1."""
+        raise BackendError(f"{cls.__name__} compiles nothing ahead of time: run the script as it is")
 
     @abstractmethod
     def start(self, timeout: float) -> tuple[int, int]:

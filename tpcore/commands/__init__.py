@@ -9,6 +9,7 @@ import typer
 
 from .. import __version__
 from .backends import backends
+from .compile import compile_ahead
 
 app = typer.Typer(
     help="Tensor parallelism for PyTorch: inspect what is installed here.",
@@ -34,3 +35,4 @@ def options(
 
 
 app.command()(backends)
+app.command("compile")(compile_ahead)

@@ -1,14 +1,20 @@
-"""Neuron backend: tensor parallelism on Trainium and Inferentia, through PyTorch/XLA."""
+"""Neuron backend: tensor parallelism on Trainium and Inferentia, by PyTorch/XLA or AWS's native torch."""
 
 from __future__ import annotations
 
-from tpcore.backend import Backend, hookimpl
+from tpcore.backend import Backend, hookimpl, say
 
+from . import platform
 from .backend import NeuronBackend
+from .native import NativeBackend
 
-__all__ = ["NeuronBackend"]
+__all__ = ["NativeBackend", "NeuronBackend"]
 
 
 @hookimpl
 def tpcore_backend() -> type[Backend]:
-    return NeuronBackend
+    """The road that what is installed leads to: PyTorch/XLA, unless the native torch-neuronx is here."""
+    if not platform.has_native():
+        return NeuronBackend
+    say(f"neuron: the native road, for torch-neuronx {platform.installed('torch-neuronx')} is installed")
+    return NativeBackend

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tpcore.backend import Backend
+from tpcore.backend import Backend, ProgramInfo
 from tpcore.check import ALL, checked_calls
 from tpcore.comm import Comm
 from tpcore.errors import BackendError
@@ -20,6 +21,8 @@ from . import platform
 
 class NeuronBackend(Backend):
     """One rank of a job on NeuronCores, or on any other PJRT device that ``PJRT_DEVICE`` names."""
+
+    interface = 1
 
     @classmethod
     def unavailable(cls) -> str | None:
@@ -40,6 +43,12 @@ class NeuronBackend(Backend):
                 "the hardware use tpcore_neuron.testing.run_replicas"
             )
         return None
+
+    @classmethod
+    def compile_ahead(cls, command: Sequence[str], world: int | None) -> list[ProgramInfo]:
+        from .extract import compile_ahead
+
+        return compile_ahead(command, world)
 
     def start(self, timeout: float) -> tuple[int, int]:
         os.environ.setdefault("PJRT_DEVICE", "NEURON")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch_xla
@@ -11,6 +13,7 @@ from torch import Tensor
 
 from tpcore.check import call_site
 
+_HERE = str(Path(__file__).parent) + os.sep
 _READS = ("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__")
 _told: set[str] = set()
 
@@ -26,7 +29,7 @@ def _watched(name: str, read: Any) -> Any:
     @functools.wraps(read)
     def reading(self: Tensor, *args: Any, **kwargs: Any) -> Any:
         if self.device.type == "xla" and torch_xla._XLAC._check_tensor_need_materialization([self])[0]:
-            code, line = call_site()
+            code, line = call_site(_HERE)
             where = f"{code.co_filename}:{line}"
             if where not in _told:
                 _told.add(where)

@@ -118,9 +118,11 @@ def _run(rank: int, what: str, dispatch: Callable[[], None], tensors: list[Tenso
     made = _compiled() > before
     # Nobody may go on before all have started: freeing a tensor that a started program still reads waits for
     # that program, and does so without letting go of Python's lock.
-    news = run.world.meet(rank, Arrival(f"{what} started", site, made))
-    if rank == 0:
-        run.programs.append(Program(text, what, site, any(news)))
+
+    def record(arrivals: Sequence[Arrival]) -> None:
+        run.programs.append(Program(text, what, site, any(a.payload for a in arrivals)))
+
+    run.world.meet(rank, Arrival(f"{what} started", site, made), record)
 
 
 def _compiled() -> int:

@@ -7,11 +7,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from multiprocessing import Pipe
 from typing import Any
 
 from tpcore._remote import Outcome, death, pack_call, root_cause, unpack_outcome
-from tpcore.errors import PeerLostError
+from tpcore.errors import BackendError, PeerLostError
 
 START = 120.0
 """Seconds beyond the timeout that a process of replicas may take to start and to answer."""
@@ -41,6 +42,10 @@ def run_replicas(
     """
     if not isinstance(world, int) or world < 1:
         raise ValueError(f"world must be a whole number of replicas, 1 or more, not {world!r}")
+    if find_spec("torch_xla") is None:
+        raise BackendError(
+            "replicas need torch_xla: pip install 'tpcore[xla]', which brings torch 2.9 with it"
+        )
     process = _processes.get(world)
     if process is None or not process.alive:
         process = _processes[world] = _Process(world)

@@ -1,0 +1,74 @@
+"""``tpcore compile``: the distinct programs of a script, found without a device."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from tpcore.commands import app
+
+SCRIPT = """
+import sys
+import torch
+import tpcore
+
+ctx = tpcore.init(backend="neuron", tp=2)
+torch.manual_seed(0)
+layer = tpcore.RowParallelLinear(8, int(sys.argv[1]), input_is_parallel=True).to(ctx.device)
+optimizer = torch.optim.SGD(layer.parameters(), lr=0.3)
+for step in range(3):
+    layer(torch.full((4, 4), 0.5 + step).to(ctx.device)).sum().backward()
+    tpcore.optimizer_step(optimizer, max_norm=1.0)
+    optimizer.zero_grad()
+tpcore.shutdown()
+if __name__ != "__main__":
+    sys.exit("not run as a script")
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+def run(*words: str) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["compile", *words], catch_exceptions=False)
+    return done.exit_code, done.output
+
+
+@pytest.mark.parametrize("process", ["n2"])
+def test_each_distinct_program_is_listed(process, script):
+    status, text = run("--nprocs", "2", "--json", "--", "python", script, "6")
+    assert status == 0
+    first, step = (p for p in json.loads(text) if p["collectives"])
+    assert (first["runs"], step["runs"]) == (1, 2)  # the number of the step is not in the program
+    # the sum of the outputs is used by nobody, so only the norm's all-reduce is left of the collectives
+    assert step["collectives"] == "1 all_reduce add over 2"
+    assert step["site"].startswith(script)
+    # at least the rank's 6 x 4 weights, 6 biases and 4 x 4 inputs, of 4 bytes
+    assert step["parameter_bytes"] >= 4 * (24 + 6 + 16)
+
+
+@pytest.mark.parametrize("process", ["n2"])
+def test_a_torchrun_command_says_how_many(process, script):
+    status, text = run("--", "torchrun", "--nproc_per_node=2", script, "6")
+    assert status == 0
+    assert "all_reduce" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["./train.sh"], "cannot compile ./train.sh"),
+        (["python", "no_such_script.py"], "there is no script no_such_script.py"),
+        (["python", "-m", "no_such_module"], "there is no module no_such_module"),
+    ],
+)
+def test_what_cannot_be_compiled_is_said(words, said):
+    status, text = run("--nprocs", "2", "--", *words)
+    assert status == 1
+    assert said in " ".join(text.split())

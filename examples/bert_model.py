@@ -81,14 +81,8 @@ def shard_bert(model: BertForPreTraining) -> BertForPreTraining:
     # One parameter under two names each, as in the unsharded model.
     head.decoder.weight = embeddings.word_embeddings.weight
     head.bias = head.decoder.bias
-    head.register_state_dict_post_hook(_share_bias_entry)
     model.set_attn_implementation(_ATTENTION)
     return model
-
-
-def _share_bias_entry(head: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """The decoder's entry says how it is cut; the head, which is no parallel layer, would not say so."""
-    state[f"{prefix}bias"] = state[f"{prefix}decoder.bias"]
 
 
 def pretraining_losses(model: BertForPreTraining, batch: Example) -> Losses:

@@ -245,11 +245,10 @@ def test_published_spellings(tmp_path: Path) -> None:
 
 def test_arguments_that_would_be_ignored(tmp_path: Path) -> None:
     def check(ctx: ParallelContext) -> None:
-        for bad in ({"save_xser": True}, {"master_dp_only": False}):
+        for bad in ({"save_xser": True}, {"keep_last": 0}, {"async_save": True, "save_serially": True}):
             with pytest.raises(ValueError, match=next(iter(bad))):
                 save({}, tmp_path / "c", **bad)
         for bad in (
-            {"load_xser": True},
             {"master_dp_only": False},
             {"weights_only": False},
             {"sharded": False},

@@ -323,7 +323,7 @@ def test_two_checkpoints_at_once(tmp_path: Path) -> None:
     [
         (lambda p: None, "does not exist"),
         (lambda p: p.mkdir(), "is missing (it is empty)"),
-        (lambda p: (p / "tp_rank_00").mkdir(parents=True), "it holds ['tp_rank_00']"),
+        (lambda p: (p / "tp_rank_x").mkdir(parents=True), "it holds ['tp_rank_x']"),
         (lambda p: p.write_text("x"), "is a file: give sharded=False"),
     ],
 )

@@ -56,7 +56,7 @@ PUBLIC = {
     ],
     "tpcore.ops": ["all_gather", "copy", "gather", "reduce", "reduce_scatter", "scatter", "sum_dtype"],
     "tpcore.random": ["get_state", "manual_seed", "set_state", "sharded"],
-    "tpcore.checkpoint": ["load", "save"],
+    "tpcore.checkpoint": ["load", "save", "wait"],
     "tpcore_neuron": ["NativeBackend", "NeuronBackend"],
     "tpcore_neuron.testing": ["Collective", "Program", "lower", "programs", "run_replicas"],
     "tpcore.testing": ["ThreadBackend", "run_ranks"],

@@ -6,8 +6,9 @@ import errno
 import hashlib
 import os
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from queue import Queue
+from threading import Thread
 
 from ..errors import CheckpointError
 from .manifest import FileRecord
@@ -24,21 +25,39 @@ def naming(doing: str, path: str) -> Iterator[None]:
 
 def write_file(path: str, chunks: Iterable[bytes | memoryview]) -> FileRecord:
     """A new file of these bytes, durable, with the mode that the umask says."""
-    digest = hashlib.sha256()
     size = 0
-    pending: Future[None] | None = None
-    with naming("write", path), open(path, "xb") as f, ThreadPoolExecutor(1) as hasher:
+    with naming("write", path), open(path, "xb") as f, _Hasher() as hasher:
         for chunk in chunks:
-            if pending is not None:
-                pending.result()
-            pending = hasher.submit(digest.update, chunk)  # beside the write: it takes about as long
+            hasher.chunks.put(chunk)
             f.write(chunk)
             size += len(chunk)
-        if pending is not None:
-            pending.result()
         f.flush()
         os.fsync(f.fileno())
-    return FileRecord(size, digest.hexdigest())
+    return FileRecord(size, hasher.digest.hexdigest())
+
+
+class _Hasher:
+    """Sums beside the write, which takes about as long. Chunks may not change before the block ends.
+
+    A thread of its own, because executors take no work any more while the program ends.
+    """
+
+    def __init__(self) -> None:
+        self.digest = hashlib.sha256()
+        self.chunks: Queue[bytes | memoryview | None] = Queue(1)
+        self._thread = Thread(target=self._run, daemon=True)
+
+    def _run(self) -> None:
+        while (chunk := self.chunks.get()) is not None:
+            self.digest.update(chunk)
+
+    def __enter__(self) -> _Hasher:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.chunks.put(None)
+        self._thread.join()
 
 
 def read_file(path: str) -> bytes:

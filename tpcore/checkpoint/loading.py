@@ -14,14 +14,16 @@ from torch import Tensor, nn
 from ..agree import gather_bytes, together
 from ..context import ParallelContext, current
 from ..errors import CheckpointError
-from ..module import _stamp
+from ..module import _stamp, shard_specs
 from ..shard import ShardSpec
 from .files import naming
 from .fit import Fit
+from .foreign import ForeignCheckpoint, recognised
+from .huggingface import aligned
 from .reader import Checkpoint, View
-from .stored import Job
-from .tree import TAG, decode, entries, is_dict, is_nested, is_tensor, spell
-from .unsharded import open_file
+from .stored import Job, Stored
+from .tree import decode, entries, is_dict, is_nested, is_tensor, only, spell
+from .unsharded import Reading, open_unsharded
 
 StrPath = str | os.PathLike[str]
 
@@ -58,7 +60,7 @@ class _Loading:
             rest = rest if nested else {}
         for key in self._bound(view, rest):
             del rest[key]
-        self.rest = decode(_only(view.tree, rest), lambda leaf: self._tensor(leaf, view))
+        self.rest = decode(only(view.tree, rest), lambda leaf: self._tensor(leaf, view))
 
     def _found(self, item: Any, name: str, view: View) -> Any:
         if is_tensor(item):
@@ -87,10 +89,44 @@ class _Loading:
             self._made[place] = out
         return self._made[place]
 
-    # -- one file -----------------------------------------------------------------------------------------
-    def open_unsharded(self, path: str, model: nn.Module, model_key: str | None) -> None:
-        found, self.rest = open_file(path, model_key, self._stack, quiet=self._ctx.rank > 0)
+    # -- what others wrote --------------------------------------------------------------------------------
+    def open_unsharded(self, path: str, model: nn.Module, how: Reading) -> None:
+        found, self.rest = open_unsharded(path, how, self._stack)
+        found = aligned(found, set(model.state_dict(keep_vars=True)))
         self._fit = Fit(model, found, self._ctx, path, strict=self._strict)
+
+    def open_foreign(self, there: ForeignCheckpoint, model: nn.Module | None, how: Reading) -> None:
+        pp_rank, pp = self._ctx.mesh.coords(self._ctx.rank).get("pp", 0), self._ctx.mesh.axes.get("pp", 1)
+        if len(there.stages) != pp:
+            raise CheckpointError(f"{there.path} has {len(there.stages)} pp stages and this job has pp={pp}")
+        own = self._rank if there.tp == self._n else None
+        specs = {} if model is None else shard_specs(model)
+
+        def cut(name: str, shape: tuple[int, ...], m: int) -> ShardSpec | None:
+            spec = specs.get(name)
+            return spec if spec is not None and spec.dim is not None else None
+
+        found, self.rest = there.open(how, cut, pp_rank, own)
+        if own is None and self.rest:
+            if self._strict:
+                raise CheckpointError(
+                    f"{there.path} has {[spell((key,)) for key in self.rest]} beside the model, which can be "
+                    f"loaded only at the degree it was saved at, tp={there.tp}. strict=False leaves that out"
+                )
+            self.notes.append(f"left out: {list(self.rest)}, which are of tp={there.tp}")
+            self.rest = {}
+        if model is not None:
+            self._fit = Fit(model, found, self._ctx, there.path, strict=self._strict)
+        else:
+            loaded = {name: self._whole(item) for name, item in found.items()}
+            self.rest = {how.model_key: loaded, **self.rest}
+
+    def _whole(self, stored: Any) -> Any:
+        if not isinstance(stored, Stored):
+            return stored
+        out = torch.empty(stored.local_shape(None, self._n), dtype=stored.dtype)
+        self._jobs.append(stored.job(out, None, self._rank, self._n))
+        return out
 
     # -- both ---------------------------------------------------------------------------------------------
     def verify(self) -> None:
@@ -113,14 +149,6 @@ class _Loading:
                 warnings.warn(note, stacklevel=4)
 
 
-def _only(tree: Any, kept: dict[Any, Any]) -> Any:
-    """An encoded dict with only these of its entries, of the type it was."""
-    if TAG not in tree:
-        return kept
-    items = zip(tree["items"], entries(tree), strict=True)
-    return {**tree, "items": [item for item, key in items if key in kept]}
-
-
 def read_checkpoint(
     load_dir: StrPath,
     model: nn.Module | None,
@@ -128,6 +156,7 @@ def read_checkpoint(
     *,
     sharded: bool,
     strict: bool,
+    trust: bool = True,
 ) -> Any:
     """Load a checkpoint; see ``tpcore.checkpoint.load``. Collective over the world."""
     if not sharded and model is None:
@@ -139,10 +168,13 @@ def read_checkpoint(
     with ExitStack() as stack:
         loading = _Loading(ctx, stack, strict=strict)
         with together(ctx), naming("load", path):
-            if sharded or model is None:
-                loading.open_sharded(path, model, model_key)
+            how = Reading(model_key, trust, quiet=ctx.rank > 0)
+            if model is not None and not sharded:
+                loading.open_unsharded(path, model, how)
+            elif (there := recognised(path)) is not None:
+                loading.open_foreign(there, model, how)
             else:
-                loading.open_unsharded(path, model, model_key)
+                loading.open_sharded(path, model, model_key)
             loading.verify()
         seen = {data.decode() for data in gather_bytes(loading.save_id.encode(), ctx.world)}
         if len(seen) > 1:

@@ -9,8 +9,9 @@ from torch import nn
 
 from ..agree import together
 from ..context import current
+from .background import finish_save, save_in_background
 from .loading import StrPath, read_checkpoint
-from .writing import write_checkpoint
+from .writing import Options, write_checkpoint
 
 
 def save(
@@ -21,6 +22,8 @@ def save(
     down_cast_bf16: bool = False,
     master_dp_only: bool = True,
     *,
+    async_save: bool = False,
+    keep_last: int | None = None,
     checkpoint: dict[Any, Any] | None = None,
     output_dir: StrPath | None = None,
 ) -> None:
@@ -37,7 +40,15 @@ def save(
 
     ``save_serially``: one rank after the other (tensors are written one by one either way, so no rank
     needs memory for more than one). ``down_cast_bf16``: write float32 as bfloat16, except for tensors
-    without dims. ``checkpoint`` and ``output_dir`` are other names of the first two.
+    without dims. ``master_dp_only=False``: every dp rank writes a share of its tp rank's tensors.
+    ``checkpoint`` and ``output_dir`` are other names of the first two.
+
+    ``keep_last=N``: once the new one is complete, of the checkpoints beside it whose names differ in the
+    number at the end only, those before the last N are removed.
+
+    ``async_save``: returns when the values are copied to host memory, and writes in the background. One
+    save is under way at a time. Its error, on any rank, is raised by the next ``save`` or ``load`` or by
+    ``wait``, on every rank, and shown when the program ends. ``wait()`` returns when it is complete.
     """
     state = _one("state_dict", state_dict, "checkpoint", checkpoint)
     where = _one("save_dir", save_dir, "output_dir", output_dir)
@@ -45,9 +56,13 @@ def save(
         raise ValueError(
             "save_xser=True asks for a format of torch_xla; drop it: tensors are streamed anyhow"
         )
-    if not master_dp_only:
-        raise ValueError("master_dp_only=False is not supported: dp ranks hold the same, dp rank 0 writes it")
-    write_checkpoint(state, where, serially=save_serially, down_cast_bf16=down_cast_bf16)
+    if keep_last is not None and keep_last < 1:
+        raise ValueError(f"keep_last={keep_last}: at least the checkpoint that is being saved is kept")
+    if async_save and save_serially:
+        raise ValueError("async_save and save_serially: a save in the background keeps no order of ranks")
+    options = Options(save_serially, down_cast_bf16, not master_dp_only, async_save, keep_last)
+    finish_save()
+    (save_in_background if async_save else write_checkpoint)(state, where, options)
 
 
 def load(
@@ -57,6 +72,7 @@ def load(
     sharded: bool = True,
     strict: bool = True,
     *,
+    trust: bool = True,
     chkpt_path: StrPath | None = None,
     model_or_optimizer: Any = None,
     load_xser: bool = False,
@@ -67,8 +83,14 @@ def load(
 
     With ``model``: the entry ``model_key``, or all of it if it is a model's state itself, is loaded into it,
     each rank reading its own part. A model on meta gets memory on the context's device. Without: everything
-    of this rank is returned. ``sharded=False``: from one ``.safetensors`` file or a file of ``torch.save``
-    (``{"model": ...}`` or flat), of which only this rank's part is read.
+    of this rank is returned. ``sharded=False``: from one ``.safetensors`` file, a file of ``torch.save``
+    (``{"model": ...}`` or flat) or a Hugging Face directory, of which only this rank's part is read; the
+    names there may have a prefix that the model's have not, or the other way round.
+
+    Directories that NeuronX Distributed or optimum-neuron wrote are read too, in each of their layouts
+    (``load_xser`` need not be said); the model says how their tensors are cut. Those and files of
+    ``torch.save`` are pickles, read without running what is in them; torch before 2.10 cannot promise that
+    and warns. ``trust=False`` refuses them: ``tpcore checkpoint convert`` makes safetensors of them.
 
     Names, shapes and dtypes are compared before the model is touched: CheckpointError on every rank names
     what does not fit. Floats are converted to the model's dtype. ``strict=False`` leaves out, with a
@@ -79,26 +101,32 @@ def load(
     but tensors and plain values.
     """
     where = _one("load_dir", load_dir, "chkpt_path", chkpt_path)
-    if load_xser:
-        raise ValueError("load_xser=True: torch_xla's own format cannot be read")
     if not master_dp_only:
         raise ValueError("master_dp_only=False is not supported: there is one copy for all dp ranks")
     if not weights_only:
         raise ValueError("weights_only=False would let a file run code; everything is loaded without")
     if model is not None and model_or_optimizer is not None:
         raise ValueError("model and model_or_optimizer are two names of one argument: give one")
+    finish_save()
     target = model if model is not None else model_or_optimizer
     if target is None or isinstance(target, nn.Module):
-        return read_checkpoint(where, target, model_key, sharded=sharded, strict=strict)
-    return _load_object(where, target, model_key, sharded=sharded, strict=strict)
+        return read_checkpoint(where, target, model_key, sharded=sharded, strict=strict, trust=trust)
+    return _load_object(where, target, model_key, sharded=sharded, strict=strict, trust=trust)
 
 
-def _load_object(where: StrPath, target: Any, key: str | None, *, sharded: bool, strict: bool) -> Any:
+def wait() -> None:
+    """Return when the save in the background, if any, is complete; raise if it failed. Collective."""
+    finish_save()
+
+
+def _load_object(
+    where: StrPath, target: Any, key: str | None, *, sharded: bool, strict: bool, trust: bool
+) -> Any:
     """Into an optimizer, say: it takes its whole state at once."""
     if not hasattr(target, "load_state_dict") or not sharded:
         how = "" if sharded else " with sharded=False"
         raise ValueError(f"cannot load into a {type(target).__name__}{how}")
-    rest = read_checkpoint(where, None, key, sharded=True, strict=strict)
+    rest = read_checkpoint(where, None, key, sharded=True, strict=strict, trust=trust)
     with together(current()):
         if key not in rest:
             raise ValueError(f"{os.fspath(where)} has no entry {key!r}; it has {list(rest)}")

@@ -39,17 +39,17 @@ class Checkpoint:
             raise CheckpointError(f"{os.path.join(self.path, surplus)} is of no rank that {manifest} lists")
         for missing in sorted(set(self.manifest.rank_dirs) - here):
             raise CheckpointError(f"{os.path.join(self.path, missing)} is missing")
-        self._ranks: dict[int, RankState] = {}
+        self._ranks: dict[str, RankState] = {}
 
     @property
     def tp(self) -> int:
         return self.manifest.axis("tp")
 
     def rank(self, tp_rank: int, pp_rank: int = 0) -> RankState:
-        if tp_rank not in self._ranks:
-            name = rank_dir(tp_rank, pp_rank, self.manifest.axis("pp"))
-            self._ranks[tp_rank] = RankState(self, name)
-        return self._ranks[tp_rank]
+        name = rank_dir(tp_rank, pp_rank, self.manifest.axis("pp"))
+        if name not in self._ranks:
+            self._ranks[name] = RankState(self, name)
+        return self._ranks[name]
 
     def file(self, name: str) -> str:
         """Path of a file on the manifest, which has the size that is on record there."""
@@ -124,6 +124,7 @@ class View:
         self._checkpoint, self._pp_rank = checkpoint, pp_rank
         self._own = rank if n == checkpoint.tp else None
         self._first = checkpoint.rank(rank if self._own is not None else 0, pp_rank)
+        self.path = checkpoint.path
         self.tree = self._first.tree
         self.entries = entries(self.tree)
 

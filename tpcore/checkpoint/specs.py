@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 from torch import Tensor
@@ -35,14 +35,41 @@ def spec_of(t: Tensor, ctx: ParallelContext, where: str) -> ShardSpec | None:
     return spec
 
 
-def optimizer_cuts(state: Mapping[Any, Any], n: int) -> dict[int, Cut]:
+def memory_of(t: Tensor) -> object:
+    """Equal for tensors that are the same memory, seen the same way."""
+    try:
+        memory = t.untyped_storage().data_ptr()
+    except RuntimeError:  # sparse; and torch_xla up to 2.9, which has no storage that Python may ask
+        return id(t)
+    view = t.device, t.dtype, t.storage_offset(), t.shape, t.stride(), t.is_conj(), t.is_neg()
+    # lazy devices give no address, and empty tensors have none
+    return (memory, view) if memory else id(t)
+
+
+def cuts_of(state: Mapping[Any, Any], ctx: ParallelContext) -> Callable[[Tensor, str], Cut]:
+    """What goes on record with each tensor of a state to be saved.
+
+    An entry that a plain module made of a parallel layer's parameter (as ``cls.predictions.bias`` of
+    transformers' BERT) has no mark of its own, but is the memory of one that has.
+    """
+    marked: dict[object, Tensor] = {}
+    for model in (state, *state.values()) if isinstance(state, Mapping) else ():
+        if isinstance(model, Mapping) and not _is_optimizer(model):
+            for t in model.values():
+                if isinstance(t, Tensor) and sharding(t) is not None and not t.is_meta:
+                    marked[memory_of(t)] = t
+    cuts = optimizer_cuts(state, marked, ctx.mesh.axes.get("tp", 1)) if isinstance(state, Mapping) else {}
+    return lambda t, where: spec_of(marked.get(memory_of(t), t), ctx, where) or cuts.get(id(t))
+
+
+def optimizer_cuts(state: Mapping[Any, Any], marked: Mapping[object, Tensor], n: int) -> dict[int, Cut]:
     """By ``id``: cuts of the tensors in optimizers' state_dicts, which are those of their parameters.
 
     An optimizer numbers its parameters. They have names where it was made from ``named_parameters()``
     (torch 2.6 or newer); where not, the cut is unknown. What has another shape than its parameter, a step
     count say, is left to the general rule.
     """
-    known = _by_name(state)
+    known = _by_name(state, marked)
     cuts: dict[int, Cut] = {}
     for optimizer in state.values():
         if not _is_optimizer(optimizer):
@@ -72,13 +99,13 @@ def _names(groups: list[Any]) -> Iterator[tuple[int, str]]:
         yield from zip(group["params"], group.get("param_names") or (), strict=False)
 
 
-def _by_name(state: Mapping[Any, Any]) -> dict[str, ShardSpec]:
+def _by_name(state: Mapping[Any, Any], marked: Mapping[object, Tensor]) -> dict[str, ShardSpec]:
     """Cuts of the parameters in the models' state_dicts, but for names that two of them use differently."""
     found: dict[str, set[ShardSpec]] = defaultdict(set)
     for model in (state, *state.values()):
         if isinstance(model, Mapping) and not _is_optimizer(model):
             for name, t in model.items():
                 if isinstance(t, Tensor) and isinstance(name, str):
-                    cut = sharding(t)
+                    cut = sharding(t if t.is_meta else marked.get(memory_of(t), t))
                     found[name].add(cut.spec if cut else ShardSpec(tuple(t.shape)))
     return {name: specs.pop() for name, specs in found.items() if len(specs) == 1}

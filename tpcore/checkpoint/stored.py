@@ -151,17 +151,26 @@ class Stored:
         """Why it can be loaded only at the degree it was saved at, or None."""
         if isinstance(self.cut, ShardSpec):
             return None
-        if self.cut is None and len({_summary(self.shard(i)) for i in range(self.m)}) == 1:
+        if self.cut is None and self._alike():
             return None
         why = (
             "its optimizer was saved without the model, or not made from model.named_parameters() (torch 2.6)"
             if self.cut == "unknown"
-            else "the ranks hold different values, and only a model's own state_dict() knows its cuts"
+            else "the ranks hold different values, and nothing says how they are cut: a model's own "
+            "state_dict() knows, and the command line takes --cut"
         )
         return (
             f"{self.where} can be loaded only at the degree it was saved at, tp={self.m}: "
             f"how it is cut is not on record, since {why}"
         )
+
+    def _alike(self) -> bool:
+        """Whether all ranks hold the same."""
+        shards = [self.shard(i) for i in range(self.m)]
+        if all(isinstance(s, MemoryShard) for s in shards):
+            first, *others = [s.tensor for s in shards if isinstance(s, MemoryShard)]
+            return all(torch.equal(first, t) for t in others)
+        return len({_summary(s) for s in shards}) == 1
 
     def whole(self) -> tuple[ShardSpec, int]:
         """How it is cut and in how many shards."""

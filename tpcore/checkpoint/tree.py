@@ -114,6 +114,14 @@ def entries(tree: Any) -> dict[Any, Any]:
     raise CheckpointError("a dict is missing where a checkpoint has one")
 
 
+def only(tree: Any, kept: dict[Any, Any]) -> Any:
+    """An encoded dict with only these of its entries, of the type it was."""
+    if TAG not in tree:
+        return kept
+    items = zip(tree["items"], entries(tree), strict=True)
+    return {**tree, "items": [item for item, key in items if key in kept]}
+
+
 def _no_tensor(tree: dict[str, Any]) -> Any:
     raise CheckpointError("a tensor is a key of a dict")
 

@@ -1,4 +1,4 @@
-"""Checkpoints of one file, as torch and safetensors write them."""
+"""Unsharded checkpoints: a file of torch or safetensors, or a Hugging Face directory of such."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import pickle
 import re
 import warnings
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from ..errors import CheckpointError
 from ..shard import ShardSpec
 from .files import naming
+from .huggingface import weight_files
 from .stored import FileShard, MemoryShard, Shard, Stored
 from .tensorfile import TensorFile
 from .tree import is_nested
@@ -26,21 +28,46 @@ State = dict[str, Any]
 """A model's state by name: a Stored for every tensor, anything else as it is."""
 
 
-def open_file(
-    path: str, model_key: str | None, stack: ExitStack, *, quiet: bool
-) -> tuple[State, dict[Any, Any]]:
-    """The model in a ``.safetensors`` or torch file, and the rest of the file. Reads no parameter yet.
+@dataclass(frozen=True)
+class Reading:
+    """How files that others wrote are read. ``quiet``: another rank warns; ``trust``: of pickles at all."""
 
-    ``quiet``: another rank warns.
-    """
-    if os.path.isdir(path):
-        raise CheckpointError(f"{path} is a directory: sharded=False is for one unsharded file")
+    model_key: str | None = "model"
+    trust: bool = True
+    quiet: bool = False
+
+
+def open_unsharded(path: str, how: Reading, stack: ExitStack) -> tuple[State, dict[Any, Any]]:
+    """The model in a file or directory, and the rest of a torch file. Reads no parameter yet."""
+    if not os.path.isdir(path):
+        return _open_file(path, how, stack)
+    files = weight_files(path)
+    if files is None:
+        raise CheckpointError(
+            f"{path} is a directory without model.safetensors or pytorch_model.bin, or an index of either"
+        )
+    state: State = {}
+    for file, names in files.items():
+        found, _ = _open_file(file, how, stack)
+        missing = sorted((names or set()) - found.keys())
+        if missing:
+            raise CheckpointError(f"{file} has no {missing[0]!r}, which the index says it has")
+        state.update((name, item) for name, item in found.items() if names is None or _of(name, item, names))
+    return state, {}
+
+
+def _of(name: str, item: Any, names: set[str]) -> bool:
+    """Whether the index has it, or the tensor that it is another name of."""
+    return (item.where if isinstance(item, Stored) else name) in names
+
+
+def _open_file(path: str, how: Reading, stack: ExitStack) -> tuple[State, dict[Any, Any]]:
     with naming("open", path), open(path, "rb") as f:
         magic = f.read(4)
     if path.endswith(".safetensors"):
         return _safetensors(path, stack), {}
     if magic == b"PK\x03\x04":
-        return _torch(path, model_key, quiet)
+        return _torch(path, how)
     if magic[:1] == b"\x80":
         raise CheckpointError(
             f"{path} has the form that torch wrote before 1.6, which cannot be read in part: "
@@ -56,30 +83,28 @@ def _stored(where: str, shard: Shard) -> Stored:
 def _safetensors(path: str, stack: ExitStack) -> State:
     file = TensorFile(path)
     stack.callback(file.close)
-    return {name: _stored(name, FileShard(file, file.layout(name))) for name in file.names()}
+    state = {name: _stored(name, FileShard(file, file.layout(name))) for name in file.names()}
+    # what tied weights that are stored once are called besides: safetensors.torch.save_model's convention
+    return state | {
+        other: state[name] for other, name in file.metadata.items() if other not in state and name in state
+    }
 
 
-def _torch(path: str, model_key: str | None, quiet: bool) -> tuple[State, dict[Any, Any]]:
-    if not quiet and _version() < (2, 10):
-        warnings.warn(
-            f"{path} is a pickle, and before torch 2.10 (this is {torch.__version__}) one can run code in "
-            "spite of weights_only=True (CVE-2026-24747): use a .safetensors file, or trust who made it",
-            stacklevel=2,
-        )
-    found = _unpickled(path)
+def _torch(path: str, how: Reading) -> tuple[State, dict[Any, Any]]:
+    found = unpickled(path, how)
     if not isinstance(found, Mapping):
         raise CheckpointError(f"{path} holds a {type(found).__name__}, not a dict of tensors")
-    nested = is_nested(found, model_key, path, partial(_is, Mapping), partial(_is, Tensor))
-    rest = {key: _own(value) for key, value in found.items() if key != model_key} if nested else {}
+    nested = is_nested(found, how.model_key, path, partial(_is, Mapping), partial(_is, Tensor))
+    rest = {key: own(value) for key, value in found.items() if key != how.model_key} if nested else {}
     state = {}
-    for name, value in (found[model_key] if nested else found).items():
+    for name, value in (found[how.model_key] if nested else found).items():
         if not isinstance(name, str):
             raise CheckpointError(f"{path}: a model's state has names, not {name!r}")
-        state[name] = _stored(name, _mapped(value, name, path)) if isinstance(value, Tensor) else value
+        state[name] = _stored(name, mapped(value, name, path)) if isinstance(value, Tensor) else value
     return state, rest
 
 
-def _mapped(t: Tensor, name: str, path: str) -> MemoryShard:
+def mapped(t: Tensor, name: str, path: str) -> MemoryShard:
     if t.layout != torch.strided or t.is_quantized or t.is_meta:
         raise CheckpointError(f"{path}: {name!r} is of layout {t.layout}, dtype {t.dtype} on {t.device}")
     return MemoryShard(t)
@@ -89,29 +114,43 @@ def _is(kind: type, value: Any) -> bool:
     return isinstance(value, kind)
 
 
-def _own(value: Any) -> Any:
+def own(value: Any) -> Any:
     """The same with tensors in memory of their own: a mapped one would change, or fault, with the file."""
     if isinstance(value, Tensor):
         return value.clone()
     if type(value) in (list, tuple):
-        return type(value)(_own(item) for item in value)
+        return type(value)(own(item) for item in value)
     if isinstance(value, Mapping):
-        return type(value)((key, _own(item)) for key, item in value.items())  # type: ignore[call-arg]
+        return type(value)((key, own(item)) for key, item in value.items())  # type: ignore[call-arg]
     return value
 
 
-def _unpickled(path: str) -> Any:
+def unpickled(path: str, how: Reading, allow: Sequence[type] = ()) -> Any:
+    """A torch file by torch's restricted unpickler: tensors, plain values and the classes in ``allow``."""
+    if not how.trust:
+        raise CheckpointError(
+            f"{path} is a pickle and trust=False: `tpcore checkpoint convert` makes safetensors of it"
+        )
+    if not how.quiet and _version() < (2, 10):
+        warnings.warn(
+            f"{path} is a pickle, and before torch 2.10 (this is {torch.__version__}) one can run code in "
+            "spite of weights_only=True (CVE-2026-24747): trust who made it, or make safetensors of it "
+            "elsewhere with `tpcore checkpoint convert`",
+            stacklevel=2,
+        )
     if not zipfile.is_zipfile(path):
         raise CheckpointError(f"{path} is truncated: its directory, which is at its end, is missing")
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        with torch.serialization.safe_globals(list(allow)):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as e:
         raise CheckpointError(
             f"{path} holds something besides tensors and plain values, and unpickling that could run code: "
             f"save the state_dict alone ({str(e).splitlines()[0][:200]})"
         ) from e
     except Exception as e:  # a damaged file makes torch.load raise whatever its bytes happen to mean
-        raise CheckpointError(f"{path} is damaged: {type(e).__name__}: {str(e).splitlines()[0][:200]}") from e
+        said = (str(e).splitlines() or [""])[0][:200]
+        raise CheckpointError(f"{path} is damaged: {type(e).__name__}: {said}") from e
 
 
 def _version() -> tuple[int, ...]:

@@ -9,6 +9,7 @@ import typer
 
 from .. import __version__
 from .backends import backends
+from .checkpoint import checkpoint
 from .compile import compile_ahead
 
 app = typer.Typer(
@@ -36,3 +37,4 @@ def options(
 
 app.command()(backends)
 app.command("compile")(compile_ahead)
+app.add_typer(checkpoint, name="checkpoint")

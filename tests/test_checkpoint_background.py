@@ -1,0 +1,146 @@
+"""Saves in the background, by all dp ranks, and of which only the last are kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tpcore
+from tpcore.checkpoint import load, save, wait, writing
+from tpcore.context import ParallelContext
+from tpcore.errors import CheckpointError
+from tpcore.mesh import Mesh
+from tpcore.testing import run_ranks
+
+MESH = Mesh({"dp": 2, "tp": 2})
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+
+
+def test_values_are_those_of_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training goes on while nothing is written yet; one save is under way at a time."""
+    go = threading.Event()
+    real = writing.write_tensors
+
+    def held(*args: Any) -> Any:
+        assert go.wait(60)
+        return real(*args)
+
+    monkeypatch.setattr(writing, "write_tensors", held)
+
+    def one(ctx: ParallelContext) -> None:
+        w = torch.ones(3)
+        save({"model": {"w": w}, "n": 1}, tmp_path / "1", async_save=True)
+        w.zero_()
+        assert not (tmp_path / "1").exists()
+        ctx.world.all_gather(torch.zeros(1), 0)  # training's collectives meet none of the save's
+        go.set()
+        save({"model": {"w": w}, "n": 2}, tmp_path / "2", async_save=True)
+        assert (tmp_path / "1").exists()
+        found = load(tmp_path / "2")  # waits for it
+        assert (found["n"], float(found["model"]["w"].sum())) == (2, 0.0)
+        found = load(tmp_path / "1")
+        assert (found["n"], float(found["model"]["w"].sum())) == (1, 3.0)
+        wait()
+
+    run_ranks(MESH, one)
+    assert sorted(os.listdir(tmp_path)) == ["1", "2"]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_error_comes_at_the_next_call(
+    failing: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = writing.write_tensors
+
+    def full(file: str, *args: Any) -> Any:
+        if f"tp_rank_{failing}/" in file:
+            raise OSError(28, "No space left on device")
+        return real(file, *args)
+
+    def one(ctx: ParallelContext) -> str:
+        save({"model": {"w": torch.ones(3)}}, tmp_path / "c", async_save=True)
+        with pytest.raises(CheckpointError) as caught:
+            wait()
+        wait()  # it was told once
+        return str(caught.value)
+
+    monkeypatch.setattr(writing, "write_tensors", full)
+    messages = run_ranks(MESH, one)
+    assert all("No space left on device" in m for m in messages)
+    assert os.listdir(tmp_path) == []
+
+
+def test_an_error_shows_at_exit(tmp_path: Path) -> None:
+    """Also, a program that ends at once still has its checkpoint."""
+    program = """if True:
+        import sys, torch, tpcore
+        from tpcore.checkpoint import save, writing
+        tpcore.init(backend="cpu_gloo")
+        if sys.argv[2] == "fail":
+            def full(*args): raise OSError(28, "No space left on device")
+            writing.write_tensors = full
+        save({"model": {"w": torch.ones(3)}}, sys.argv[1], async_save=True)
+    """
+    for how in ("fail", "pass"):
+        words = [sys.executable, "-c", program, str(tmp_path / how), how]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=100, check=True)
+        assert ("No space left on device" in done.stderr) == (how == "fail"), done.stderr
+    assert os.listdir(tmp_path) == ["pass"]
+
+
+def test_every_dp_rank_writes_a_share(tmp_path: Path) -> None:
+    state = {f"w{i}": torch.full((i + 1, 4), float(i)) for i in range(6)}
+
+    def one(ctx: ParallelContext) -> None:
+        model = tpcore.ColumnParallelLinear(4, 8)
+        for p in model.parameters():
+            torch.nn.init.constant_(p, 7.0)
+        tied = {**state, "again": state["w3"]}
+        save({"model": model.state_dict(), "more": tied}, tmp_path / "c", master_dp_only=False)
+        found = load(tmp_path / "c", tpcore.ColumnParallelLinear(4, 8))
+        assert all(torch.equal(found["more"][name], t) for name, t in state.items())
+        assert found["more"]["again"] is found["more"]["w3"]
+
+    run_ranks(MESH, one)
+    files = json.loads((tmp_path / "c" / "manifest.json").read_text())["files"]
+    by_dp = [sum(f["bytes"] for p, f in files.items() if f".dp{d}." in p) for d in range(2)]
+    assert min(by_dp) > 0.4 * max(by_dp)
+    for tp in (1, 4):
+        run_ranks(Mesh({"tp": tp}), lambda ctx: load(tmp_path / "c", tpcore.ColumnParallelLinear(4, 8)))
+
+
+def test_keep_last(tmp_path: Path) -> None:
+    """Of what is called alike and is a checkpoint; never what is newer, or something else."""
+    for name in ("step_0", "other_1", "step_x"):
+        (tmp_path / name).mkdir()
+
+    def one(ctx: ParallelContext, step: int) -> None:
+        save({"n": step}, tmp_path / f"step_{step}", keep_last=2)
+
+    for step in (8, 9, 30, 10, 11):
+        run_ranks(MESH, lambda ctx: one(ctx, step))  # noqa: B023
+    kept = {"step_0", "other_1", "step_x", "step_10", "step_11", "step_30"}
+    assert set(os.listdir(tmp_path)) == kept
+
+
+def test_files_get_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        run_ranks(MESH, lambda ctx: save({"model": {"w": torch.ones(2)}}, tmp_path / "c"))
+    finally:
+        os.umask(before)
+    for file in (tmp_path / "c").rglob("*"):
+        assert stat.S_IMODE(file.stat().st_mode) == (0o750 if file.is_dir() else 0o640), file

@@ -1,0 +1,229 @@
+"""`tpcore checkpoint`: what each command writes and prints, and that bad input leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+import tpcore
+from tpcore.checkpoint import load, save
+from tpcore.commands import app
+from tpcore.context import ParallelContext
+from tpcore.mesh import Mesh
+from tpcore.testing import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is a pickle.*:UserWarning")
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+
+
+class Net(nn.Module):
+    """Fused, padded, replicated and tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = tpcore.ParallelEmbedding(7, 4, pad=True)
+        self.gate_up = tpcore.ColumnParallelLinear(4, 8, stride=2)
+        self.norm = nn.LayerNorm(4)
+        self.head = tpcore.ColumnParallelLinear(4, 7, bias=False, pad=True)
+        self.head.weight = self.embed.weight
+
+
+def write(path: Path, tp: int, seed: int = 0, bias: float = 0.0) -> dict[str, Tensor]:
+    """Save a net and its optimizer after a step; the whole values, which are those at every degree."""
+
+    def one(ctx: ParallelContext) -> None:
+        tpcore.random.manual_seed(seed)
+        net = Net()
+        optimizer = torch.optim.AdamW(net.named_parameters(), lr=0.0)
+        for p in net.parameters():
+            p.grad = p.detach().clone()
+        optimizer.step()
+        with torch.no_grad():
+            net.norm.bias += bias
+        save({"model": net.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}, path)
+
+    run_ranks(Mesh({"tp": tp}), one)
+    whole: dict[str, Tensor] = {}
+
+    def alone(ctx: ParallelContext) -> None:
+        net = Net()
+        load(path, net)
+        whole.update({k: v.clone() for k, v in net.state_dict().items()})
+
+    run_ranks(Mesh({"tp": 1}), alone)
+    return whole
+
+
+def run(*words: Any, status: int = 0) -> str:
+    result = CliRunner().invoke(app, ["checkpoint", *map(str, words)], catch_exceptions=False)
+    assert result.exit_code == status, result.output
+    return result.output
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_consolidate(tp: int, tmp_path: Path) -> None:
+    want = write(tmp_path / "c", tp)
+    run("consolidate", tmp_path / "c", tmp_path / "out")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == want.keys() - {"head.weight"}  # once: it is tied
+    assert all(torch.equal(found[name], want[name]) for name in found)
+    assert run("diff", tmp_path / "c", tmp_path / "out") == "the same\n"
+
+    def reload(ctx: ParallelContext) -> None:
+        net = Net()
+        load(tmp_path / "out" / "model.safetensors", net, sharded=False)
+        for name, spec in tpcore.shard_specs(net).items():
+            assert torch.equal(net.state_dict()[name], spec.shard(want[name], ctx.rank, 2)), name
+
+    run_ranks(Mesh({"tp": 2}), reload)
+
+
+def test_several_files_and_pickles(tmp_path: Path) -> None:
+    want = write(tmp_path / "c", 2)
+    said = json.loads(
+        run("consolidate", tmp_path / "c", tmp_path / "o", "--max-shard-size", "128B", "--json")
+    )
+    assert said["files"][-1] == "model.safetensors.index.json"
+    assert sorted(said["files"]) == sorted(os.listdir(tmp_path / "o"))
+    index = json.loads((tmp_path / "o" / "model.safetensors.index.json").read_text())
+    for name, file in index["weight_map"].items():
+        assert torch.equal(load_file(tmp_path / "o" / file)[name], want[name])
+        assert (tmp_path / "o" / file).stat().st_size < 128 + 600
+    run("consolidate", tmp_path / "c", tmp_path / "pt", "-f", "pytorch")
+    assert os.listdir(tmp_path / "pt") == ["pytorch_model.bin"]
+    found = torch.load(tmp_path / "pt" / "pytorch_model.bin", weights_only=True)
+    assert all(torch.equal(found[name], want[name]) for name in want)
+    assert found["head.weight"].data_ptr() == found["embed.weight"].data_ptr()
+    assert run("diff", tmp_path / "o", tmp_path / "pt") == "the same\n"
+    run("convert", tmp_path / "pt" / "pytorch_model.bin", tmp_path / "x.safetensors")
+    assert run("diff", tmp_path / "c", tmp_path / "x.safetensors", "--no-trust") == "the same\n"
+
+
+def test_reshard(tmp_path: Path) -> None:
+    """To 4, to 3, to 1, to 2: what is there then is what was there, optimizer included."""
+    want = write(tmp_path / "2", 2)
+    before = tmp_path / "2"
+    for tp in (4, 3, 1, 2):
+        run("reshard", before, tmp_path / f"to{tp}", "--tp", tp)
+        before = tmp_path / f"to{tp}"
+        assert run("verify", before) == f"{before}: complete and undamaged\n"
+
+    def same(ctx: ParallelContext) -> None:
+        a, b = load(tmp_path / "2"), load(tmp_path / "to2")
+        assert a["epoch"] == b["epoch"]
+        assert all(torch.equal(a["model"][name], b["model"][name]) for name in want)
+        assert a["optimizer"]["param_groups"] == b["optimizer"]["param_groups"]
+        for i, values in a["optimizer"]["state"].items():
+            assert all(torch.equal(v, b["optimizer"]["state"][i][k]) for k, v in values.items())
+
+    run_ranks(Mesh({"tp": 2}), same)
+
+
+def test_what_is_bound_to_its_degree(tmp_path: Path) -> None:
+    def one(ctx: ParallelContext) -> None:
+        save({"model": {"w": torch.ones(2)}, "mine": torch.tensor([ctx.rank])}, tmp_path / "c")
+
+    run_ranks(Mesh({"tp": 2}), one)
+    run("reshard", tmp_path / "c", tmp_path / "out", "--tp", 4, status=2)
+    assert os.listdir(tmp_path) == ["c"]
+    assert "left out: mine" in run("reshard", tmp_path / "c", tmp_path / "out", "--tp", 4, "--no-strict")
+
+
+def test_inspect(tmp_path: Path) -> None:
+    write(tmp_path / "c", 2)
+    table = run("inspect", tmp_path / "c")
+    assert "tpcore checkpoint, tp=2" in table
+    found = json.loads(run("inspect", tmp_path / "c", "--json"))
+    rows = {row["name"]: row for row in found["rows"]}
+    assert rows["model.embed.weight"] == {
+        "name": "model.embed.weight",
+        "shape": [7, 4],
+        "dtype": "float32",
+        "cut": "cut on dim 0",
+        "local": [4, 4],
+        "bytes": 112,
+    }
+    assert rows["model.gate_up.weight"]["cut"] == "cut on dim 0 in 2 blocks"
+    assert rows["model.norm.weight"]["cut"] == "same on all ranks"
+    assert found["bytes"] == sum(row["bytes"] for row in found["rows"])
+
+
+def test_diff(tmp_path: Path) -> None:
+    write(tmp_path / "a", 2)
+    write(tmp_path / "b", 4, bias=0.5)
+    found = json.loads(run("diff", tmp_path / "a", tmp_path / "b", "--json", status=1))
+    assert found == [{"name": "norm.bias", "why": None, "absolute": 0.5, "relative": 1.0}]
+    torch.save({"norm.bias": torch.zeros(3), "more": torch.zeros(1)}, tmp_path / "x.pt")
+    said = run("diff", tmp_path / "a", tmp_path / "x.pt", status=1)
+    assert "only in" in said
+    assert "shape" in said
+
+
+def test_verify_finds_all(tmp_path: Path) -> None:
+    write(tmp_path / "c", 2)
+    file = tmp_path / "c" / "tp_rank_1" / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[8 + int.from_bytes(data[:8], "little")] ^= 4  # of the first tensor
+    file.write_bytes(data)
+    (tmp_path / "c" / "tp_rank_0" / "stray").write_text("")
+    (tmp_path / "c" / "tp_rank_0" / "optimizer.safetensors").unlink()
+    said = json.loads(run("verify", tmp_path / "c", "--json", status=1))["problems"]
+    for words in ("stray is not listed", "cannot open", "another sha256", "is damaged: its crc32"):
+        assert any(words in line for line in said), (words, said)
+    run("consolidate", tmp_path / "c", tmp_path / "out", status=2)
+    assert os.listdir(tmp_path) == ["c"]
+
+
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    write(tmp_path / "c", 2)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "config.json").write_text("{}")
+    run("consolidate", tmp_path / "c", tmp_path / "out")  # beside what else is there
+    before = (tmp_path / "out" / "model.safetensors").stat().st_mtime_ns
+    run("consolidate", tmp_path / "c", tmp_path / "out", status=2)
+    run("reshard", tmp_path / "c", tmp_path / "out", "--tp", 1, status=2)
+    assert (tmp_path / "out" / "model.safetensors").stat().st_mtime_ns == before
+    assert sorted(os.listdir(tmp_path)) == ["c", "out"]
+
+
+@pytest.mark.slow
+def test_transformers_opens_it(tmp_path: Path) -> None:
+    """The same logits as the whole model; its bias, which a plain module registers too, is cut on record."""
+    transformers = pytest.importorskip("transformers")
+    sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+    from bert_model import bert_config, shard_bert
+
+    torch.manual_seed(0)
+    config = bert_config("tiny", vocab_size=101, max_seq_length=16, dropout=0.0)
+    whole = transformers.BertForPreTraining(config).eval()
+    with torch.no_grad():
+        whole.cls.predictions.bias.normal_()
+    ids = torch.arange(12).view(2, 6) + 5
+    want = whole(ids).prediction_logits
+    values = {name: t.clone() for name, t in whole.state_dict().items()}
+
+    def one(ctx: ParallelContext) -> None:
+        model = transformers.BertForPreTraining(config)
+        model.load_state_dict(values)
+        save({"model": shard_bert(model).state_dict()}, tmp_path / "shards" / "c")
+
+    run_ranks(Mesh({"tp": 2}), one)
+    config.save_pretrained(tmp_path / "shards")
+    run("consolidate", tmp_path / "shards" / "c", tmp_path / "hf")
+    assert sorted(os.listdir(tmp_path / "hf")) == ["config.json", "model.safetensors"]
+    again, info = transformers.BertForPreTraining.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert torch.equal(again.eval()(ids).prediction_logits, want)

@@ -1,0 +1,127 @@
+"""What lies at a path, in any form that can be read, without a process group or a model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError
+from ..shard import ShardSpec
+from .foreign import ForeignCheckpoint, even_cut, recognised
+from .manifest import MANIFEST
+from .reader import Checkpoint, View
+from .specs import Cut
+from .stored import Stored
+from .tree import entries, is_dict, is_nested, is_tensor
+from .unsharded import Reading, State, open_unsharded
+
+
+class CutRule(NamedTuple):
+    """Tensors whose names match ``pattern`` are cut along ``dim``, in ``stride`` blocks of one size."""
+
+    pattern: str
+    dim: int
+    stride: int = 1
+
+
+@dataclass(frozen=True)
+class Source:
+    """``model`` by name; ``checkpoint`` or ``foreign`` where it is sharded."""
+
+    path: str
+    form: str
+    tp: int
+    pp: int
+    model: State
+    checkpoint: Checkpoint | None = None
+    foreign: ForeignCheckpoint | None = None
+
+    def tensors(self) -> Iterator[tuple[str, Stored]]:
+        for name, item in self.model.items():
+            if isinstance(item, Stored):
+                yield name, item
+
+
+@contextmanager
+def opened(path: str | os.PathLike[str], how: Reading, rules: Sequence[CutRule] = ()) -> Iterator[Source]:
+    """Open a checkpoint of any form. ``rules`` say what is not on record about how tensors are cut."""
+    with ExitStack() as stack:
+        yield _open(os.fspath(path), how, rules, stack)
+
+
+def _open(path: str, how: Reading, rules: Sequence[CutRule], stack: ExitStack) -> Source:
+    there = recognised(path)
+    if there is not None:
+        states = [there.open(how, cuts_by(rules), stage)[0] for stage in range(len(there.stages))]
+        model = _merged(states, path)
+        return Source(path, "pickled shards", there.tp, len(there.stages), model, foreign=there)
+    folder = next((f for f in (path, os.path.join(path, "shards")) if _has_manifest(f)), None)
+    if folder is None and os.path.exists(path):
+        form = "directory" if os.path.isdir(path) else "file"
+        model = open_unsharded(path, how, stack)[0]
+        for name, item in model.items():
+            cut = cuts_by(rules)(name, item.shape, 1) if isinstance(item, Stored) else None
+            if isinstance(cut, ShardSpec):
+                model[name] = Stored(name, cut, 1, None, item.shard)
+        return Source(path, f"unsharded {form}", 1, 1, model)
+    # what is not there under its name may lie beside it
+    checkpoint = Checkpoint(folder or path, stack)
+    if rules:
+        raise ValueError(f"{checkpoint.path} says itself how its tensors are cut: leave out the rules for it")
+    pp = checkpoint.manifest.axis("pp")
+    model = _merged([_model_of(View(checkpoint, 0, 1, p), how) for p in range(pp)], path)
+    return Source(checkpoint.path, "tpcore checkpoint", checkpoint.tp, pp, model, checkpoint=checkpoint)
+
+
+def _has_manifest(folder: str) -> bool:
+    return os.path.isfile(os.path.join(folder, MANIFEST))
+
+
+def _model_of(view: View, how: Reading) -> State:
+    nested = is_nested(view.entries, how.model_key, view.path, is_dict, is_tensor)
+    items = entries(view.entries[how.model_key]) if nested else view.entries
+    return {str(k): view.stored(v, str(k)) if is_tensor(v) else v for k, v in items.items()}
+
+
+def _merged(states: list[State], path: str) -> State:
+    """The models of all pipeline stages as one."""
+    model: State = {}
+    for state in states:
+        for name, item in state.items():
+            if name in model and isinstance(item, Stored) and not _same(model[name], item):
+                raise CheckpointError(f"{path}: two pipeline stages hold {name!r} with different values")
+            model.setdefault(name, item)
+    return model
+
+
+def _same(a: Any, b: Stored) -> bool:
+    return isinstance(a, Stored) and a.shape == b.shape and torch.equal(part(a, 0, 1), part(b, 0, 1))
+
+
+def part(stored: Stored, rank: int, n: int) -> Tensor:
+    """Shard ``rank`` of ``n``, in memory; the checksum of every shard that it is made from is compared."""
+    out = torch.empty(stored.local_shape(None, n), dtype=stored.dtype)
+    job = stored.job(out, None, rank, n)
+    for shard in dict.fromkeys(shard for shard, region in job.parts if region.size != shard.shape):
+        shard.verify()
+    job.run()
+    return out
+
+
+def cuts_by(rules: Sequence[CutRule]) -> Any:
+    """The first rule whose pattern matches a name says how that tensor is cut."""
+
+    def cut(name: str, shape: tuple[int, ...], tp: int) -> Cut:
+        for rule in rules:
+            if fnmatchcase(name, rule.pattern):
+                return even_cut(shape, tp, rule.dim, rule.stride)
+        return None
+
+    return cut

@@ -106,8 +106,8 @@ def test_importing_tpcore_does_not_load_the_base_of_others(tmp_path) -> None:
 
 INTERFACE = {
     tpcore.Backend: [
-        "capabilities", "comm", "comm_class", "comm_of", "device", "get_rng_state", "interface",
-        "manual_seed", "mark_step", "set_rng_state", "start", "stop", "unavailable",
+        "capabilities", "comm", "comm_class", "comm_of", "compile_ahead", "device", "get_rng_state",
+        "interface", "manual_seed", "mark_step", "set_rng_state", "start", "stop", "unavailable",
     ],
     tpcore.Comm: [
         "_all_gather", "_all_reduce", "_broadcast", "_reduce_scatter", "_start_all_reduce", "all_gather",

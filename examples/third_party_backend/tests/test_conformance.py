@@ -1,0 +1,5 @@
+from tpcore.testing.conformance import Conformance
+
+
+class TestMPI(Conformance):
+    backend = "mpi"

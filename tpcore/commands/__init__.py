@@ -11,6 +11,7 @@ from .. import __version__
 from .backends import backends
 from .checkpoint import checkpoint
 from .compile import compile_ahead
+from .verify import verify
 
 app = typer.Typer(
     help="Tensor parallelism for PyTorch: inspect what is installed here.",
@@ -37,4 +38,5 @@ def options(
 
 app.command()(backends)
 app.command("compile")(compile_ahead)
+app.command()(verify)
 app.add_typer(checkpoint, name="checkpoint")

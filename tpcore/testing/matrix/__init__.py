@@ -25,7 +25,7 @@ from .linear import column, row
 from .loss import cross_entropy
 from .norm import layer_norm, rms_norm
 
-__all__ = ["AXES", "DTYPES", "Case", "cases", "check", "points", "report", "run"]
+__all__ = ["AXES", "DTYPES", "Case", "cases", "check", "findings_of", "points", "report", "run"]
 
 CHECKS: dict[str, Callable[[ParallelContext, Case, Findings], None]] = {
     "column": column,
@@ -46,13 +46,17 @@ def run(ctx: ParallelContext, some: list[Case]) -> list[str]:
 
 
 def check(ctx: ParallelContext, case: Case) -> list[str]:
+    return findings_of(ctx, case).messages
+
+
+def findings_of(ctx: ParallelContext, case: Case) -> Findings:
     findings = Findings(ctx, case)
     try:
         CHECKS[case.layer](ctx, case, findings)
         findings.settle()
     except Exception as e:
         raise RuntimeError(f"{case} on rank {ctx.rank}: {type(e).__name__}: {e}") from e
-    return findings.messages
+    return findings
 
 
 def report(results: list[list[str]]) -> None:

@@ -31,6 +31,7 @@ class Findings:
         self.where = f"{case} on rank {ctx.rank} of tp={ctx.comm('tp').size}"
         self.dtype = case.torch_dtype
         self.messages: list[str] = []
+        self.worst = (0.0, 0.0)  # the error that came nearest to its bound, or passed it, and the bound
         self._mark_step = ctx.backend.mark_step
         self._later: list[tuple[Tensor, Callable[[Tensor], str | None]]] = []
 
@@ -58,7 +59,15 @@ class Findings:
         elif got.dtype != (dtype or self.dtype):
             self.messages.append(f"{self.where}: {what} is {got.dtype}, not {dtype or self.dtype}")
         else:
-            self._later.append((_now(got), partial(_far, what, _now(want), _now(bound))))
+            self._later.append((_now(got), partial(self._judge, what, _now(want), _now(bound))))
+
+    def _judge(self, what: str, want: Tensor, bound: Tensor, got: Tensor) -> str | None:
+        error, bound = (got.double() - want).abs(), bound.expand_as(want)
+        if error.numel():
+            at = int((error / bound.clamp_min(1e-300)).nan_to_num(float("inf")).argmax())
+            pair = float(error.flatten()[at]), float(bound.flatten()[at])
+            self.worst = max(self.worst, pair, key=lambda p: p[0] / max(p[1], 1e-300))
+        return _far(what, want, bound, got)
 
     def same(self, what: str, got: Tensor | None, want: Tensor | None) -> None:
         """Bit for bit, and of the same dtype and shape."""

@@ -1,0 +1,63 @@
+"""``tpcore verify`` on processes: right on cpu_gloo, and exit status 1 where a backend is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.xdist_group("processes"), pytest.mark.processes]
+
+WRONG = """
+import torch
+from tpcore.c10d import C10dBackend, C10dComm
+from tpcore import hookimpl
+
+class Comm(C10dComm):
+    def _all_gather(self, x, dim):
+        out = super()._all_gather(x, dim)
+        return torch.cat(out.chunk(self.size, dim)[::-1], dim) if x.is_floating_point() else out
+
+class Here(C10dBackend):
+    transport = "gloo"
+    def device(self): return torch.device("cpu")
+    def _comm(self, group, pg):
+        return Comm(group, group.members(self._rank).index(self._rank), pg, self.device())
+
+@hookimpl
+def tpcore_backend(): return Here
+"""
+
+
+def verify(*args: str, path: Path) -> subprocess.CompletedProcess[str]:
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    command = [sys.executable, "-m", "tpcore", "verify", *args, "--json", str(path / "out.json")]
+    env |= {"PYTHONPATH": str(path), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, check=False, capture_output=True, text=True, env=env, timeout=110)
+
+
+def test_gloo_is_right(tmp_path: Path) -> None:
+    done = verify("--backend", "cpu_gloo", "--tp", "2", path=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((tmp_path / "out.json").read_text())
+    names = {row["what"] for row in rows}
+    assert {"all_gather", "column, sequence parallel", "training step", "checkpoint round trip"} <= names
+    assert all(row["error"] <= row["allowed"] for row in rows)
+    assert not any(row["wrong"] for row in rows)
+    assert "WRONG" not in done.stdout
+
+
+def test_a_wrong_backend_is_told_and_fails(tmp_path: Path) -> None:
+    (tmp_path / "tpcore_wrong.py").write_text(WRONG)
+    info = tmp_path / "tpcore_wrong-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tpcore-wrong\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[tpcore]\nwrong = tpcore_wrong\n")
+    done = verify("--backend", "wrong", path=tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "WRONG" in done.stdout
+    assert "all_gather dim" in done.stdout

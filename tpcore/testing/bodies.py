@@ -168,7 +168,7 @@ def memory(ctx: ParallelContext, primitive: str) -> Wrong:
             out.append(f"{what} the output is not contiguous, its strides are {y.stride()}")
         if "donate" not in primitive and _differs(x, every[me]):
             out.append(f"{what} the input was changed")
-        if "donate" not in primitive and y.numel() and y.data_ptr() == x.data_ptr():
+        if "donate" not in primitive and y.numel() and y.data_ptr() == x.data_ptr() != 0:  # 0: lazy
             out.append(f"{what} the output is the input's memory")
         if y.requires_grad:
             out.append(f"{what} the output is part of an autograd graph, whose gradient would be wrong")

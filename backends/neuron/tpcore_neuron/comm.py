@@ -10,9 +10,11 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 from torch import Tensor
 
+from tpcore.capabilities import Capabilities
 from tpcore.comm import Comm, Op
 from tpcore.mesh import Group
 
+DTYPES = Capabilities().dtypes
 _REDUCE = {"sum": xm.REDUCE_SUM, "max": xm.REDUCE_MAX}
 
 
@@ -40,7 +42,7 @@ class XlaComm(Comm):
         return self._pg
 
     def _all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
-        self._check(x, f"all_reduce {op}")
+        x = self._checked(x, f"all_reduce {op}", sums=True)
         if x.numel() == 0:
             return x.clone()
         if x.dtype is torch.bool:  # of bits the sum is "any", and so is the maximum
@@ -51,7 +53,7 @@ class XlaComm(Comm):
         return self._unchained(xm.all_reduce(_REDUCE[op], x, groups=self._groups, pin_layout=False))
 
     def _all_gather(self, x: Tensor, dim: int) -> Tensor:
-        self._check(x, f"all_gather dim {dim}")
+        x = self._checked(x, f"all_gather dim {dim}")
         if x.numel() == 0:
             return torch.cat([x] * self.size, dim)
         wide = x.to(torch.int32) if x.dtype is torch.bool else x
@@ -59,7 +61,7 @@ class XlaComm(Comm):
         return out.to(x.dtype)
 
     def _reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
-        self._check(x, f"reduce_scatter dim {dim}")
+        x = self._checked(x, f"reduce_scatter dim {dim}", sums=True)
         if x.numel() == 0:
             return x.narrow(dim, 0, self.chunk(x, dim)).clone()
         out = xm.reduce_scatter(
@@ -77,18 +79,22 @@ class XlaComm(Comm):
         torch_xla._XLAC._set_all_reduce_token(str(self._device), None)
         return result
 
-    def _check(self, x: Tensor, what: str) -> None:
+    def _checked(self, x: Tensor, what: str, sums: bool = False) -> Tensor:
+        """``x`` without its autograd graph, which XLA's collectives would carry on, or cut without a word."""
         if x.device != self._device:
             raise ValueError(
                 f"{what} over {self.group.axes}: a tensor of shape {tuple(x.shape)} is on {x.device}, and "
                 f"this rank's device is {self._device}: move it with .to(tpcore.current().device)"
             )
+        if sums and x.dtype not in DTYPES:
+            raise ValueError(f"cannot take the {what} of {x.dtype}: convert it to a wider dtype first")
+        return x.detach()
 
     # -- beyond Comm: what XLA can do and tensor parallelism does not need ------------------------------
     def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Tensor:
         """Chunk ``i`` of ``x`` along ``split_dim`` goes to member ``i``; the received ones are concatenated
         along ``concat_dim``, in rank order."""
-        self._check(x, "all_to_all")
+        x = self._checked(x, "all_to_all")
         split_dim, concat_dim = split_dim % x.ndim, concat_dim % x.ndim
         self.chunk(x, split_dim)
         if self.size == 1:
@@ -98,7 +104,7 @@ class XlaComm(Comm):
 
     def permute(self, x: Tensor, to: Sequence[int]) -> Tensor:
         """Member ``i`` sends ``x`` to member ``to[i]``; one who is sent nothing gets zeros."""
-        self._check(x, "permute")
+        x = self._checked(x, "permute")
         if len(to) != self.size or len(set(to)) != self.size or not set(to) <= set(range(self.size)):
             raise ValueError(f"to={list(to)} does not order the {self.size} members of {self.group.axes}")
         pairs = [[ranks[i], ranks[to[i]]] for ranks in self._groups for i in range(self.size)]

@@ -36,7 +36,7 @@ def verify(
             table.add_column(title, overflow="fold")
         for row in rows:
             verdict = "WRONG" if row.wrong else "ok"
-            figures = (f"{row.error:.1e}", f"{row.allowed:.1e}") if row.allowed else ("0", "0")
+            figures = (f"{row.error:.1e}", f"{row.allowed:.1e}") if row.allowed else ("-", "-")
             table.add_row(row.what, row.dtype, str(row.cases), *figures, verdict)
         console = Console(highlight=False)
         console.print(table)

@@ -177,6 +177,7 @@ class C10dBackend(Backend):
             self._owns = True  # from here on, for an error inside may leave it half made
             try:
                 dist.init_process_group(self.transport, timeout=self._seconds, **job)
+                self._settle(dist.group.WORLD)
             except BaseException:
                 self.stop()
                 raise
@@ -222,7 +223,12 @@ class C10dBackend(Backend):
             ranks: dist.new_group(list(ranks), self._seconds, self.transport) for ranks in group.partition
         }
         self._made.append(made[members])
+        self._settle(made[members])
         return made[members]
+
+    def _settle(self, pg: Any) -> None:
+        """Until all members are connected: one that is done early would cut off one that still connects."""
+        dist.all_reduce(torch.zeros(1, device=self.device()), group=pg)
 
     def _single(self) -> Any:
         """The process group of this rank alone, made when somebody asks (DDP over a dp of one)."""

@@ -53,9 +53,9 @@ class Fit:
         if wrong or (strict and absent):
             if strict:
                 wrong += absent
-            raise CheckpointError(_listed(f"{where} does not fit the model", wrong))
+            raise CheckpointError(listed(f"{where} does not fit the model", wrong))
         if absent:
-            self.notes.append(_listed(f"{where} does not fit the model everywhere, and strict=False", absent))
+            self.notes.append(listed(f"{where} does not fit the model everywhere, and strict=False", absent))
         for name in both:
             self._plan(name, found[name])
         self._note_precision()
@@ -68,16 +68,10 @@ class Fit:
         t = self._wanted[name]
         if name.rpartition(".")[2] == _EXTRA_STATE:
             return
-        if not isinstance(t, Tensor) or not isinstance(stored, Stored):
-            if isinstance(t, Tensor) or isinstance(stored, Stored):
-                yield f"{name!r}: the checkpoint has {_shape(stored)}, the model {_shape(t)}"
-            return
-        want = self._want(name)
-        if not stored.kept(want, self._n) and stored.shape != want.shape:
-            cut = "" if want.dim is None else f", of which this rank holds {tuple(t.shape)}"
-            yield f"{name!r}: the checkpoint has shape {stored.shape}, the model {want.shape}{cut}"
-        elif not _converts(stored.dtype, t.dtype):
-            yield f"{name!r}: the checkpoint has dtype {stored.dtype}, the model {t.dtype}"
+        if isinstance(t, Tensor) and isinstance(stored, Stored):
+            yield from misfits(name, stored, self._want(name), t.dtype, self._n)
+        elif isinstance(t, Tensor) or isinstance(stored, Stored):
+            yield f"{name!r}: the checkpoint has {_shape(stored)}, the model {_shape(t)}"
 
     def _plan(self, name: str, stored: Any) -> None:
         t = self._wanted[name]
@@ -114,7 +108,7 @@ class Fit:
         lossy = [(n, s.dtype, j.out.dtype) for n, s, j in self._jobs.values() if _loses(s.dtype, j.out.dtype)]
         if lossy:
             lines = [f"{name!r}: from {have} to the model's {want}" for name, have, want in lossy]
-            self.notes.append(_listed("tensors lose precision", lines))
+            self.notes.append(listed("tensors lose precision", lines))
 
     # -- changing -----------------------------------------------------------------------------------------
     def verify(self) -> None:
@@ -146,7 +140,16 @@ class Fit:
         tensors = (*self._model.named_parameters(), *self._model.named_buffers())
         left = [repr(name) for name, t in tensors if t.is_meta]
         if left:
-            self.notes.append(_listed("still on meta, because the checkpoint does not hold them", left))
+            self.notes.append(listed("still on meta, because the checkpoint does not hold them", left))
+
+
+def misfits(name: str, stored: Stored, want: ShardSpec, dtype: torch.dtype, n: int) -> Iterator[str]:
+    """Why a stored tensor cannot become a shard of ``n`` of what a model has."""
+    if not stored.kept(want, n) and stored.shape != want.shape:
+        cut = "" if want.dim is None else f", of which this rank holds {want.local_shape(n)}"
+        yield f"{name!r}: the checkpoint has shape {stored.shape}, the model {want.shape}{cut}"
+    elif not _converts(stored.dtype, dtype):
+        yield f"{name!r}: the checkpoint has dtype {stored.dtype}, the model {dtype}"
 
 
 def _shape(value: Any) -> str:
@@ -155,7 +158,7 @@ def _shape(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-def _listed(title: str, lines: list[str]) -> str:
+def listed(title: str, lines: list[str]) -> str:
     more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
     return "\n  ".join([f"{title}:", *lines[:_SHOWN], *more])
 

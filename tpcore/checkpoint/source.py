@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from ..shard import ShardSpec
-from .foreign import ForeignCheckpoint, even_cut, recognised
+from .foreign import Cuts, ForeignCheckpoint, even_cut, recognised
 from .manifest import MANIFEST
 from .reader import Checkpoint, View
 from .specs import Cut
@@ -53,13 +53,18 @@ class Source:
 def opened(path: str | os.PathLike[str], how: Reading, rules: Sequence[CutRule] = ()) -> Iterator[Source]:
     """Open a checkpoint of any form. ``rules`` say what is not on record about how tensors are cut."""
     with ExitStack() as stack:
-        yield _open(os.fspath(path), how, rules, stack)
+        source = open_source(os.fspath(path), how, cuts_by(rules), stack)
+        if rules and source.checkpoint is not None:
+            raise ValueError(f"{source.path} says itself how its tensors are cut: leave out the rules for it")
+        yield source
 
 
-def _open(path: str, how: Reading, rules: Sequence[CutRule], stack: ExitStack) -> Source:
+def open_source(path: str, how: Reading, cuts: Cuts, stack: ExitStack, rank: int = 0, n: int = 1) -> Source:
+    """As rank ``rank`` of ``n`` sees it, which may have a shard of its own there. Closed with ``stack``."""
     there = recognised(path)
     if there is not None:
-        states = [there.open(how, cuts_by(rules), stage)[0] for stage in range(len(there.stages))]
+        own = rank if there.tp == n else None
+        states = [there.open(how, cuts, stage, own)[0] for stage in range(len(there.stages))]
         model = _merged(states, path)
         return Source(path, "pickled shards", there.tp, len(there.stages), model, foreign=there)
     folder = next((f for f in (path, os.path.join(path, "shards")) if _has_manifest(f)), None)
@@ -67,16 +72,14 @@ def _open(path: str, how: Reading, rules: Sequence[CutRule], stack: ExitStack) -
         form = "directory" if os.path.isdir(path) else "file"
         model = open_unsharded(path, how, stack)[0]
         for name, item in model.items():
-            cut = cuts_by(rules)(name, item.shape, 1) if isinstance(item, Stored) else None
+            cut = cuts(name, item.shape, 1) if isinstance(item, Stored) else None
             if isinstance(cut, ShardSpec):
                 model[name] = Stored(name, cut, 1, None, item.shard)
         return Source(path, f"unsharded {form}", 1, 1, model)
     # what is not there under its name may lie beside it
     checkpoint = Checkpoint(folder or path, stack)
-    if rules:
-        raise ValueError(f"{checkpoint.path} says itself how its tensors are cut: leave out the rules for it")
     pp = checkpoint.manifest.axis("pp")
-    model = _merged([_model_of(View(checkpoint, 0, 1, p), how) for p in range(pp)], path)
+    model = _merged([_model_of(View(checkpoint, rank, n, p), how) for p in range(pp)], path)
     return Source(checkpoint.path, "tpcore checkpoint", checkpoint.tp, pp, model, checkpoint=checkpoint)
 
 
@@ -115,7 +118,7 @@ def part(stored: Stored, rank: int, n: int) -> Tensor:
     return out
 
 
-def cuts_by(rules: Sequence[CutRule]) -> Any:
+def cuts_by(rules: Sequence[CutRule]) -> Cuts:
     """The first rule whose pattern matches a name says how that tensor is cut."""
 
     def cut(name: str, shape: tuple[int, ...], tp: int) -> Cut:

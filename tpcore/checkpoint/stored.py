@@ -141,7 +141,7 @@ class Stored:
 
     def kept(self, want: ShardSpec | None, n: int) -> bool:
         """Whether this rank's shard is what is wanted, as it is."""
-        if self.own is None:
+        if self.own is None or n != self.m:
             return False
         if want is None or self.cut == want:
             return True

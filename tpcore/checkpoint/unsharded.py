@@ -96,12 +96,17 @@ def _torch(path: str, how: Reading) -> tuple[State, dict[Any, Any]]:
         raise CheckpointError(f"{path} holds a {type(found).__name__}, not a dict of tensors")
     nested = is_nested(found, how.model_key, path, partial(_is, Mapping), partial(_is, Tensor))
     rest = {key: own(value) for key, value in found.items() if key != how.model_key} if nested else {}
-    state = {}
-    for name, value in (found[how.model_key] if nested else found).items():
+    return in_memory(found[how.model_key] if nested else found, path), rest
+
+
+def in_memory(state: Mapping[Any, Any], path: str) -> State:
+    """A whole model's state whose tensors are there already, mapped or not."""
+    found: State = {}
+    for name, value in state.items():
         if not isinstance(name, str):
             raise CheckpointError(f"{path}: a model's state has names, not {name!r}")
-        state[name] = _stored(name, mapped(value, name, path)) if isinstance(value, Tensor) else value
-    return state, rest
+        found[name] = _stored(name, mapped(value, name, path)) if isinstance(value, Tensor) else value
+    return found
 
 
 def mapped(t: Tensor, name: str, path: str) -> MemoryShard:

@@ -255,8 +255,9 @@ with use(ParallelContext(ThreadBackend(0, World(1)), Mesh({"tp": 1}), 0)):
         before = peak()
         tpcore.parallel_cross_entropy(logits, target, smoothing, vocab_size=width - 1).sum().backward()
         return peak() - before
-    step(8, 64)
-    print(step(4096, 4096))
+    step(64, 4096)
+    # the least of three: pages of torch's own code that come back from the disk count as well
+    print(min(step(4096, 4096) for _ in range(3)))
 """
 
 

@@ -52,6 +52,7 @@ PUBLIC = {
         "reduce_gradients",
         "shard_specs",
         "shutdown",
+        "trace",
         "use",
     ],
     "tpcore.ops": ["all_gather", "copy", "gather", "reduce", "reduce_scatter", "scatter", "sum_dtype"],
@@ -59,6 +60,12 @@ PUBLIC = {
     "tpcore.checkpoint": ["load", "save", "wait"],
     "tpcore_neuron": ["NativeBackend", "NeuronBackend"],
     "tpcore_neuron.testing": ["Collective", "Program", "lower", "programs", "run_replicas"],
+    "tpcore.trace": [
+        "TensorParallelModel",
+        "parallel_model_load",
+        "parallel_model_save",
+        "parallel_model_trace",
+    ],
     "tpcore.testing": ["ThreadBackend", "run_ranks"],
     "tpcore.parallel_state": [
         "destroy_model_parallel",
@@ -162,5 +169,5 @@ def test_every_name_is_there(name: str) -> None:
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="module 'tpcore' has no attribute 'trace'"):
-        tpcore.trace  # noqa: B018  the access is the test
+    with pytest.raises(AttributeError, match="module 'tpcore' has no attribute 'tracing'"):
+        tpcore.tracing  # noqa: B018  the access is the test

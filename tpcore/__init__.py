@@ -24,7 +24,7 @@ from .module import ParallelModule, move_model_to_device, shard_specs
 from .shard import Block, ShardSpec
 
 if TYPE_CHECKING:
-    from . import checkpoint, parallel_layers, parallel_state
+    from . import checkpoint, parallel_layers, parallel_state, trace
     from .launcher import launch
 
 __version__ = "0.1.0"
@@ -36,7 +36,7 @@ def __getattr__(name: str) -> Any:
         from .launcher import launch
 
         return launch
-    if name in ("checkpoint", "parallel_layers", "parallel_state"):
+    if name in ("checkpoint", "parallel_layers", "parallel_state", "trace"):
         from importlib import import_module
 
         return import_module(f"{__name__}.{name}")
@@ -80,5 +80,6 @@ __all__ = [
     "reduce_gradients",
     "shard_specs",
     "shutdown",
+    "trace",
     "use",
 ]

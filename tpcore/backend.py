@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pluggy
@@ -17,6 +18,7 @@ from .capabilities import Capabilities
 from .comm import Comm
 from .errors import BackendError
 from .mesh import Group, Mesh
+from .program import Dims, Function, Program
 
 PROJECT = "tpcore"
 hookspec = pluggy.HookspecMarker(PROJECT)
@@ -83,6 +85,36 @@ class Backend(ABC):
 
     def mark_step(self) -> None:
         """End of a training step: a lazy backend cuts its graph here."""
+
+    # -- traced models: what a backend that declares ``tracing`` writes -----------------------------------
+    @classmethod
+    def most_ranks(cls) -> int | None:
+        """How many ranks this machine can hold; None if there is no telling."""
+        return None
+
+    @classmethod
+    def job(cls, folder: Path) -> dict[str, str]:
+        """Variables by which the processes of one job on this machine find each other, beside RANK,
+        LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE. ``folder`` is empty and theirs."""
+        raise BackendError(f"{cls.__name__} starts no processes")
+
+    def trace(
+        self, fn: Function, weights: Mapping[str, Tensor], inputs: Sequence[Tensor], dims: Dims, folder: Path
+    ) -> None:
+        """Write ``fn`` as one program for all ranks into ``folder``, which is empty.
+
+        On every rank, inside ``tpcore.use``; the first writes. Weights, inputs and the rank become inputs
+        of the program: no value of theirs is in it. ``dims``: the dynamic dimensions of each input.
+        BackendError on all ranks if they would need different programs.
+        """
+        raise BackendError(f"{type(self).__name__} traces no models")
+
+    def load_program(self, folder: Path, weights: Mapping[str, Tensor]) -> Program:
+        """What ``trace`` wrote, ready to run on this rank. ``weights`` may change in place later on.
+
+        BackendError for files that are damaged, or that would run code of their own.
+        """
+        raise BackendError(f"{type(self).__name__} runs no traced models")
 
     def get_rng_state(self) -> Tensor:
         """State of the generator that dropout on ``device()`` draws from."""

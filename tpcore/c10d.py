@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -38,6 +39,21 @@ ALL_REDUCE = {
 }
 # bool is native, but the sum of two would leave bytes of 2, which no other operator of torch expects
 _STAND_IN = {torch.bool: torch.uint8, torch.int16: torch.int32}
+
+
+_STORE = "TPCORE_STORE"
+
+
+def job_of_environment() -> tuple[dist.Store, int, int] | None:
+    """(store, rank, world size) of a process that was started with the variables of ``C10dBackend.job``.
+
+    A file and not a port: there is none to choose, and torch looks up the name of every address that it
+    connects to, and may wait for it.
+    """
+    path = os.environ.get(_STORE)
+    if path is None:
+        return None
+    return dist.FileStore(path, -1), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
 class C10dComm(Comm):
@@ -166,12 +182,17 @@ class C10dBackend(Backend):
             return f"torch {torch.__version__} was built without {cls.transport}"
         return None
 
+    @classmethod
+    def job(cls, folder: Path) -> dict[str, str]:
+        return {_STORE: str(folder / "store")}
+
     def start(self, timeout: float) -> tuple[int, int]:
         self._timeout = timeout
         if not dist.is_initialized():
             job: dict[str, Any] = {}  # what torchrun's environment says
-            if self._given is not None:
-                job = dict(zip(("store", "rank", "world_size"), self._given, strict=True))
+            given = self._given or job_of_environment()
+            if given is not None:
+                job = dict(zip(("store", "rank", "world_size"), given, strict=True))
             elif "WORLD_SIZE" not in os.environ:
                 job = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
             self._owns = True  # from here on, for an error inside may leave it half made

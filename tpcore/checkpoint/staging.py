@@ -7,6 +7,7 @@ import errno
 import fcntl
 import os
 import shutil
+from collections.abc import Collection
 from contextlib import suppress
 from typing import IO
 
@@ -49,9 +50,12 @@ def resolve(target: str) -> str:
 
 
 class Staging:
-    """Where a save writes, beside ``target``, until ``commit`` puts it in its place. One job at a time."""
+    """Where a save writes, beside ``target``, until ``commit`` puts it in its place. One job at a time.
 
-    def __init__(self, target: str, save_id: str) -> None:
+    ``also``: names in it besides those of a checkpoint.
+    """
+
+    def __init__(self, target: str, save_id: str, also: Collection[str] = ()) -> None:
         self.target = target
         self.path = staging_path(target, save_id)
         self._old = _sibling(target, f"replaced-{save_id}")
@@ -59,7 +63,7 @@ class Staging:
         self._lock = _lock(target)
         try:
             self._clean_up()
-            _refuse_other_files(target)
+            _refuse_other_files(target, also)
             with naming("make the directory", self.path):
                 os.mkdir(self.path)
         except BaseException:
@@ -101,14 +105,14 @@ class Staging:
                 self._lock = None
 
 
-def _refuse_other_files(target: str) -> None:
+def _refuse_other_files(target: str, also: Collection[str]) -> None:
     """Saving replaces the directory: refuse to where that would take files that no checkpoint put there."""
     if not os.path.lexists(target):
         return
     with naming("list", target):
         names = sorted(os.listdir(target))
     if MANIFEST in names:
-        names = [name for name in names if name != MANIFEST and not name.startswith(PREFIX)]
+        names = [name for name in names if name not in (MANIFEST, *also) and not name.startswith(PREFIX)]
     if names:
         raise CheckpointError(
             f"cannot save to {target}: saving would replace the directory, and it holds {names[0]!r}"

@@ -8,21 +8,25 @@ import socket
 import sys
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, replace
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from tpcore.c10d import C10dBackend, Members
+from tpcore.c10d import C10dBackend, Members, job_of_environment
 from tpcore.check import checked_calls
 from tpcore.comm import Comm
+from tpcore.context import current
 from tpcore.errors import BackendError, CollectiveMismatchError
 from tpcore.mesh import Group
+from tpcore.program import Dims, Function, Program
 
 from .board import Board, Verdict
 from .comm import GlooComm
@@ -30,7 +34,7 @@ from .guard import Guard
 from .journal import Journal
 from .lobby import Lobby, own_client, store_of_environment
 from .monitor import Monitor
-from .process import Identity, sever, sockets
+from .process import RANK_MEMORY, Identity, available_memory, sever, sockets
 
 
 class GlooBackend(C10dBackend):
@@ -39,7 +43,9 @@ class GlooBackend(C10dBackend):
     transport = "gloo"
     comm_class = GlooComm
     capabilities = replace(
-        C10dBackend.capabilities, moved=(torch.complex64, torch.complex128, torch.uint16, torch.float8_e4m3fn)
+        C10dBackend.capabilities,
+        moved=(torch.complex64, torch.complex128, torch.uint16, torch.float8_e4m3fn),
+        tracing=True,
     )
 
     def __init__(self, store: dist.Store | None = None, rank: int = 0, world: int = 1) -> None:
@@ -67,7 +73,7 @@ class GlooBackend(C10dBackend):
                 dist.get_world_size(),
             )
         else:
-            job = self._given or store_of_environment(self._timeout)
+            job = self._given or job_of_environment() or store_of_environment(self._timeout)
             store, rank, world = job or (dist.HashStore(), 0, 1)
         self._rank, self._world = rank, world
         if world > 1:
@@ -100,6 +106,25 @@ class GlooBackend(C10dBackend):
 
     def device(self) -> torch.device:
         return torch.device("cpu")
+
+    @classmethod
+    def most_ranks(cls) -> int | None:
+        memory = available_memory()
+        return None if memory is None else max(1, memory // RANK_MEMORY)
+
+    def trace(
+        self, fn: Function, weights: Mapping[str, Tensor], inputs: Sequence[Tensor], dims: Dims, folder: Path
+    ) -> None:
+        from . import programs  # torch.export takes a second to import
+
+        ctx = current()
+        comms = [ctx.comm(axis) for axis in ctx.mesh.axes] + [ctx.world]
+        programs.trace(fn, weights, inputs, dims, comms, ctx.world, folder)
+
+    def load_program(self, folder: Path, weights: Mapping[str, Tensor]) -> Program:
+        from . import programs
+
+        return programs.load(folder, weights, lambda axes: current().comm(*axes.split(".")))
 
     def _comm(self, group: Group, pg: Callable[[], Any]) -> Comm:
         members = group.members(self._rank)

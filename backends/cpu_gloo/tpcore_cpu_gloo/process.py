@@ -13,6 +13,17 @@ from pathlib import Path
 _PROC = Path("/proc")
 CLEAN = "exited with status 0"
 GONE = "is gone (killed, or ended by os._exit)"
+RANK_MEMORY = 200 << 20
+"""Bytes that a rank needs before it holds any tensor: Python, torch and gloo (torch 2.13: 190 MB)."""
+
+
+def available_memory() -> int | None:
+    """Bytes that new processes can have; None where the kernel does not say."""
+    try:
+        lines = (_PROC / "meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), None)
 
 
 def _host() -> str:

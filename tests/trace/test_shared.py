@@ -1,0 +1,29 @@
+"""Tensors through memory that two processes share; here, two maps of it."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from tpcore.trace.shared import SharedBuffer
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float64])
+def test_the_other_side_reads_what_was_put(dtype: torch.dtype) -> None:
+    writer = SharedBuffer()
+    reader = SharedBuffer(os.dup(writer.fd))
+    for size in (3, 5000, 7):  # it grows, and stays grown
+        sent = [torch.arange(size).to(dtype), torch.ones(size, 2).to(dtype).t(), torch.empty(0, 4).to(dtype)]
+        got = reader.get(writer.put(sent))
+        assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(got, sent, strict=True))
+    for side in (writer, reader):
+        side.close()
+
+
+def test_nothing_of_it_has_a_name() -> None:
+    buffer = SharedBuffer()
+    buffer.put([torch.zeros(10)])
+    assert "(deleted)" in os.readlink(f"/proc/self/fd/{buffer.fd}")
+    buffer.close()

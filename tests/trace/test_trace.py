@@ -1,0 +1,209 @@
+"""A traced program computes what the unsharded model does, on every rank, for every size it was made for."""
+
+from __future__ import annotations
+
+import zipfile
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import DYNAMIC, VOCABULARY, Encoder, batch, differences, run_ranks_of, traced_in
+from torch import Tensor, nn
+
+import tpcore
+from tpcore.errors import BackendError
+from tpcore.testing.pool import RankPool
+
+# in float64, where a wrong term is larger by many orders of magnitude than another order of summation
+EXACT = 1e-12
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_equals_the_unsharded_model(pool: RankPool, tmp_path: Path, tp: int) -> None:
+    model = traced_in(
+        pool, tmp_path, lambda: Encoder(True), batch(1, 8), tp, dynamic_shapes=(DYNAMIC, DYNAMIC)
+    )
+    plain = Encoder(False).eval()
+    for rows, length in ((1, 8), (3, 20), (8, 64)):
+        ids, mask = batch(rows, length)
+        with torch.no_grad():
+            want = plain(ids, mask)
+        assert differences(model(ids, mask=mask), want) < EXACT
+        everywhere = run_ranks_of(pool, model, [(ids, mask)])
+        assert len(everywhere) == tp
+        assert all(torch.equal(a, b) for r in everywhere for a, b in zip(r[0], everywhere[0][0], strict=True))
+
+
+def test_the_graph_holds_no_weights_and_no_path(pool: RankPool, tmp_path: Path) -> None:
+    big = 4096
+    model = traced_in(pool, tmp_path, lambda: Wide(big), torch.ones(1, 8), 2)
+    weights = sum(p.stat().st_size for p in tmp_path.glob("tp_rank_*/*"))
+    assert weights > 8 * big * 4
+    files = list((tmp_path / "programs").rglob("*"))
+    assert sum(p.stat().st_size for p in files if p.is_file()) < 60_000
+    with zipfile.ZipFile(tmp_path / "programs/0/graph.pt2") as archive:
+        text = b"".join(archive.read(name) for name in archive.namelist())
+    for found in (b".py", str(Path(__file__).parent).encode(), str(Path(tpcore.__file__).parent).encode()):
+        assert found not in text
+    assert differences({"y": model(torch.ones(1, 8))}, {"y": WidePlain(big)(torch.ones(1, 8))}) < 1e-4
+
+
+class Wide(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = tpcore.ColumnParallelLinear(8, size, gather_output=False)
+        self.down = tpcore.RowParallelLinear(size, 8, input_is_parallel=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(self.up(x))
+        return y
+
+
+class WidePlain(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(8, size), nn.Linear(size, 8)
+
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(self.up(x))
+        return y
+
+
+def test_buckets_pad_and_cut_back(pool: RankPool, tmp_path: Path) -> None:
+    model = traced_in(
+        pool,
+        tmp_path,
+        lambda: Encoder(True),
+        batch(2, 16),
+        2,
+        bucket_inputs=[batch(1, 8), batch(4, 32)],
+        pad_value={"ids": 3},
+    )
+    assert model.manifest.programs == 3
+    plain = Encoder(False).eval()
+    for rows, length in ((1, 8), (2, 9), (1, 5), (3, 32)):
+        ids, mask = batch(rows, length)
+        with torch.no_grad():
+            want = plain(ids, mask)
+        got = model(ids, mask)
+        assert got["logits"].shape == (rows, length, VOCABULARY)
+        assert differences(got, want) < EXACT
+    with pytest.raises(ValueError, match="no program takes ids"):
+        model(*batch(5, 8))
+
+
+class Cache(nn.Module):
+    """Remembers the sum of what it was given: in an output that becomes a buffer, or in place."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.in_place = in_place
+        self.register_buffer("total", torch.zeros(4))
+        self.layer = tpcore.ColumnParallelLinear(4, 4, bias=False)
+        with torch.no_grad():
+            self.layer.weight.fill_(1.0)
+
+    def forward(self, x: Tensor) -> Any:
+        if self.in_place:
+            self.total.add_(x)
+            return self.layer(self.total)
+        total = self.total + x
+        return self.layer(total), total
+
+
+def _aliased() -> tuple[nn.Module, dict[Tensor, int]]:
+    model = Cache(False)
+    return model, {model.total: 1}
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_state_is_kept_from_call_to_call(pool: RankPool, tmp_path: Path, in_place: bool) -> None:
+    func = (lambda: Cache(True)) if in_place else _aliased
+    model = traced_in(pool, tmp_path, func, torch.ones(4), 2)
+    calls = [(torch.full((4,), float(n)),) for n in (1, 2, 3)]
+    for rank in run_ranks_of(pool, model, calls):
+        assert [float(out[0][0]) for out in rank] == [4.0, 12.0, 24.0]
+        assert all(len(out) == 1 for out in rank)
+
+
+class Output(OrderedDict[str, Any]):
+    """As transformers has it: to_tuple, attributes, entries that may be missing."""
+
+    def to_tuple(self) -> tuple[Any, ...]:
+        return tuple(self.values())
+
+
+class Talkative(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = tpcore.ColumnParallelLinear(4, 4)
+
+    def forward(self, x: Tensor, return_dict: bool = True, *, factor: float = 1.0) -> Any:
+        y = self.layer(x) * factor
+        return Output(logits=y, states=(x, y)) if return_dict else (y, None)
+
+
+def test_the_structure_of_outputs_comes_back(pool: RankPool, tmp_path: Path) -> None:
+    x = torch.ones(2, 4)
+    model = traced_in(pool, tmp_path, Talkative, {"x": x, "factor": 2.0}, 2)
+    out = model(x)
+    assert list(out) == ["logits", "states"]
+    assert torch.equal(out.states[1], out[0])
+    assert torch.equal(out.states[0], x)
+    assert torch.equal(model(x=x, factor=2.0).logits, out.logits)
+    with pytest.raises(ValueError, match=r"factor=3.0, and the model was traced with 2.0"):
+        model(x, factor=3.0)
+    with pytest.raises(TypeError, match="'return_dict' was not given when the model was traced"):
+        model(x, False)
+
+
+def test_an_id_that_is_none_is_an_error_of_the_call(pool: RankPool, tmp_path: Path) -> None:
+    model = traced_in(pool, tmp_path, lambda: Encoder(True), batch(1, 8), 2)
+    ids, mask = batch(1, 8)
+    ids[0, 3] = VOCABULARY
+    with pytest.raises(IndexError, match="ParallelEmbedding: an id does not fit a vocabulary of 30"):
+        model(ids, mask)
+
+
+class ByRank(nn.Module):
+    """Adds the rank, as a number that Python knows: another program on every rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = tpcore.ColumnParallelLinear(4, 4)
+        self.rank = tpcore.current().rank
+
+    def forward(self, x: Tensor) -> Any:
+        return self.layer(x + self.rank)
+
+
+def test_ranks_that_need_different_programs_are_refused(pool: RankPool, tmp_path: Path) -> None:
+    with pytest.raises(BackendError, match=r"ranks 0 and 1 would need different programs[\s\S]*\n-.*\n\+"):
+        traced_in(pool, tmp_path, ByRank, torch.ones(1, 4), 2)
+
+
+def _seeded_by_rank() -> nn.Module:
+    torch.manual_seed(tpcore.current().rank)
+    return nn.LayerNorm(4) if tpcore.current().rank < 0 else nn.Linear(4, 4)
+
+
+@pytest.mark.parametrize(
+    ("func", "error", "message"),
+    [
+        (_seeded_by_rank, ValueError, "'weight' is not cut, and ranks 0 and 1 hold different values"),
+        (lambda: 3, TypeError, "the function to trace returned a int; it must return the model"),
+        (lambda: nn.Linear(4, 4, device="meta"), ValueError, "'weight' is on the meta device"),
+        (lambda: (nn.Identity(), {torch.ones(1): 0}), ValueError, r"outputs \[0\] become is no parameter"),
+        (nn.CosineSimilarity, TypeError, "missing a required argument: 'x2'"),
+    ],
+)
+def test_what_cannot_be_traced(
+    pool: RankPool, tmp_path: Path, func: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        traced_in(pool, tmp_path, func, torch.ones(1, 4), 2)

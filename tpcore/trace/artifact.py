@@ -1,0 +1,229 @@
+"""A traced model on the disk: programs, weights by rank, and the manifest that makes a directory one."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from ..checkpoint.files import read_file
+from ..checkpoint.manifest import MANIFEST, FileRecord, dumps, loads, rank_dir
+from ..checkpoint.tensorfile import TensorFile, dtype_name, dtype_of, write_tensors
+from ..errors import CheckpointError
+from ..shard import ShardSpec
+from .inputs import Inputs, Shape
+from .structure import Form
+
+FORMAT = "tpcore.trace"
+VERSION = 1
+PROGRAMS = "programs"
+WEIGHTS = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class Weight:
+    """``others``: further names of the same tensor. ``saved``: whether it is in the model's state_dict."""
+
+    spec: ShardSpec
+    dtype: torch.dtype
+    others: tuple[str, ...] = ()
+    saved: bool = True
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """``shapes``: in the names of the inputs' dims where a bucket pads them; else empty. ``state``: the
+    weights that the outputs after those of ``form`` become, for the next call."""
+
+    form: Form
+    shapes: tuple[Shape, ...]
+    state: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a trace made. ``files`` by path relative to the directory, with forward slashes."""
+
+    backend: str
+    tp: int
+    inputs: Inputs
+    outputs: Outputs
+    pad_value: Mapping[str, float]
+    weights: Mapping[str, Weight]
+    files: Mapping[str, FileRecord]
+    written_by: Mapping[str, str]
+
+    @property
+    def programs(self) -> int:
+        return max(1, len(self.inputs.buckets))
+
+    def to_json(self) -> bytes:
+        weights = {
+            name: {
+                **w.spec.to_json(),
+                "dtype": dtype_name(w.dtype),
+                "others": list(w.others),
+                "saved": w.saved,
+            }
+            for name, w in self.weights.items()
+        }
+        return dumps(
+            {
+                "format": FORMAT,
+                "version": VERSION,
+                "backend": self.backend,
+                "tp": self.tp,
+                "inputs": self.inputs.to_json(),
+                "pad_value": dict(self.pad_value),
+                "outputs": {
+                    "form": self.outputs.form,
+                    "shapes": [list(s) for s in self.outputs.shapes],
+                    "state": list(self.outputs.state),
+                },
+                "weights": weights,
+                "files": {p: {"bytes": f.size, "sha256": f.sha256} for p, f in sorted(self.files.items())},
+                "written_by": dict(self.written_by),
+            },
+            indent=1,
+        )
+
+    @classmethod
+    def from_json(cls, data: bytes, path: str) -> Manifest:
+        """CheckpointError, naming ``path``, for anything that is not a manifest of this version."""
+        top = loads(data, path)
+        if not isinstance(top, dict) or top.get("format") != FORMAT:
+            raise CheckpointError(f"{path} is not of a traced model (format {FORMAT!r})")
+        if top.get("version") != VERSION:
+            raise CheckpointError(
+                f"{path} is of format version {top.get('version')!r}, this tpcore reads version {VERSION}: "
+                "use the tpcore that wrote it, or trace the model again"
+            )
+        try:
+            out = top["outputs"]
+            return cls(
+                str(top["backend"]),
+                int(top["tp"]),
+                Inputs.from_json(top["inputs"]),
+                Outputs(out["form"], tuple(tuple(s) for s in out["shapes"]), tuple(out["state"])),
+                dict(top["pad_value"]),
+                {
+                    name: Weight(
+                        ShardSpec.from_json(w), dtype_of(w["dtype"]), tuple(w["others"]), bool(w["saved"])
+                    )
+                    for name, w in top["weights"].items()
+                },
+                {name: FileRecord(int(f["bytes"]), str(f["sha256"])) for name, f in top["files"].items()},
+                dict(top["written_by"]),
+            )
+        except (KeyError, TypeError, AttributeError, ValueError) as e:
+            raise CheckpointError(f"{path} is damaged: {type(e).__name__}: {e}") from e
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tensor as a file's writer asks for it."""
+
+    tensor: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    def host(self) -> Tensor:
+        return self.tensor.detach().cpu()
+
+
+def write_weights(folder: Path, rank: int, weights: Mapping[str, Tensor]) -> FileRecord:
+    """The file of one rank."""
+    path = weights_file(folder, rank)
+    path.parent.mkdir()
+    held = {name: Held(t) for name, t in weights.items()}
+    return write_tensors(str(path), held, {"format": "pt"})[0]
+
+
+def read_weights(folder: Path, rank: int, manifest: Manifest) -> dict[str, Tensor]:
+    """The file of one rank, mapped: only what is used of it comes off the disk. CheckpointError if it does
+    not hold what the manifest says."""
+    path = weights_file(folder, rank)
+    found = load_file(path)
+    for name, weight in manifest.weights.items():
+        if name not in found:
+            raise CheckpointError(f"{path} has no {name!r}")
+        t = found[name]
+        if t.dtype != weight.dtype:  # what safetensors has no name for is bytes, in one more dim
+            found[name] = t = t.view(weight.dtype).squeeze(-1)
+        wanted = weight.spec.local_shape(manifest.tp)
+        if tuple(t.shape) != wanted:
+            raise CheckpointError(f"{path}: {name!r} has shape {tuple(t.shape)}, the manifest says {wanted}")
+    return {name: found[name] for name in manifest.weights}
+
+
+def written_by() -> dict[str, str]:
+    from .. import __version__  # not above: this package is imported from there
+
+    return {"tpcore": __version__, "torch": torch.__version__, "python": platform.python_version()}
+
+
+def weights_file(folder: Path, rank: int) -> Path:
+    return folder / rank_dir(rank) / WEIGHTS
+
+
+def program_dir(folder: Path, number: int) -> Path:
+    return folder / PROGRAMS / str(number)
+
+
+def record_of(path: Path) -> FileRecord:
+    with path.open("rb") as f:
+        digest = hashlib.sha256()
+        while chunk := f.read(8 << 20):
+            digest.update(chunk)
+    return FileRecord(path.stat().st_size, digest.hexdigest())
+
+
+def opened(folder: Path, *, verify: bool = False) -> Manifest:
+    """The manifest of a traced model whose files are all there, whole, and the ones that it names.
+
+    The sums of programs are compared always, for a program is code; of weights if ``verify``, which reads
+    all of them. CheckpointError names the file and what is wrong with it.
+    """
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise CheckpointError(
+            f"{folder} is not a traced model: it has no {MANIFEST}; "
+            "parallel_model_trace makes one and parallel_model_save writes it"
+        )
+    manifest = Manifest.from_json(read_file(str(path)), str(path))
+    for rank in range(manifest.tp):
+        if str(weights_file(Path(), rank)) not in manifest.files or not weights_file(folder, rank).is_file():
+            raise CheckpointError(
+                f"{folder}: {rank_dir(rank)}/{WEIGHTS} is missing, and tp={manifest.tp} needs one per rank"
+            )
+    for name, record in manifest.files.items():
+        _check_file(folder, name, record, verify)
+    return manifest
+
+
+def _check_file(folder: Path, name: str, record: FileRecord, verify: bool) -> None:
+    if os.path.isabs(name) or ".." in name.split("/"):
+        raise CheckpointError(f"{folder / MANIFEST} names {name!r}, which is not a file in {folder}")
+    path = folder / name
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing; {MANIFEST} names it")
+    size = path.stat().st_size
+    if size != record.size:
+        raise CheckpointError(f"{path} is damaged: it has {size} bytes and was written with {record.size}")
+    if (verify or name.startswith(PROGRAMS)) and record_of(path) != record:
+        raise CheckpointError(f"{path} is not the file that was written: its sha256 is another")
+    if name.endswith(".safetensors"):
+        TensorFile(str(path)).close()

@@ -1,0 +1,171 @@
+"""A traced model in use: called like the module it was made from, running in processes of its own."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from os import PathLike
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Condition
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+
+from ..checkpoint.manifest import FileRecord
+from ..checkpoint.tensorfile import write_tensors
+from .artifact import Held, Manifest
+from .structure import put_together
+from .workers import Workers
+
+
+class TensorParallelModel(nn.Module):
+    """What ``parallel_model_trace`` and ``parallel_model_load`` return.
+
+    Called like the model that was traced, with the same arguments, positional or by name, and returns
+    what that returns, dicts with attribute access where it has one. Tensors come back on the CPU, and no
+    gradients flow. The ranks are processes of this object's: ``close()`` ends them, and so do the end of
+    a with block, of the program, and of the object. Calls from several threads are served in their order.
+
+    ``timeout``: seconds that a call may take, or None. ``restart``: start the processes again in the next
+    call after they were lost; without, every call says how they were.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        manifest: Manifest,
+        *,
+        timeout: float | None = None,
+        restart: bool = False,
+        owned: TemporaryDirectory[str] | None = None,
+        workers: Any = None,
+    ) -> None:
+        super().__init__()
+        self.folder, self.manifest, self.timeout, self.restart = folder, manifest, timeout, restart
+        self._workers: Workers = workers or Workers(folder, manifest)
+        self._turn = _Turn()
+        self._owned = [owned]  # directories that live as long as this does
+        self._closed = False
+        self._end = weakref.finalize(self, self._workers.close)
+        self.eval()
+
+    @property
+    def tp_degree(self) -> int:
+        return self.manifest.tp
+
+    @property
+    def rank_seconds(self) -> list[float]:
+        """How long each rank's own forward took in the last call."""
+        return list(self._workers.seconds)
+
+    def start(self) -> TensorParallelModel:
+        """Start the processes now and not in the first call. Returns this model."""
+        with self._turn, self._running():
+            return self
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        inputs = self.manifest.inputs
+        leaves = inputs.arguments.bind(args, kwargs)
+        sizes = inputs.sizes(leaves)
+        number = inputs.program(sizes, leaves)
+        if inputs.buckets:
+            pad = self.manifest.pad_value
+            names = enumerate(inputs.arguments.names)
+            leaves = [inputs.padded(leaves[i], i, number, pad.get(name, 0)) for i, name in names]
+        with self._turn, self._running() as workers:
+            found = workers.call(number, leaves, self.timeout)
+        if inputs.buckets:
+            found = [self._cut(i, t, sizes) for i, t in enumerate(found)]
+        return put_together(self.manifest.outputs.form, found)
+
+    def _cut(self, i: int, t: Tensor, sizes: Mapping[str, int]) -> Tensor:
+        """Output ``i`` without what padding has added."""
+        shape = self.manifest.outputs.shapes[i]
+        return t[tuple(slice(sizes[m] if isinstance(m, str) else m) for m in shape)].contiguous()
+
+    def replace_weights(self, source: str | PathLike[str] | Mapping[str, Tensor]) -> None:
+        """Other weights, without tracing again: a checkpoint in any form and at any degree, or an unsharded
+        state_dict. CheckpointError if it does not fit; then nothing is changed."""
+        new = TemporaryDirectory(prefix="tpcore-weights-")
+        folder = Path(new.name)
+        if isinstance(source, Mapping):
+            held = {name: Held(t) for name, t in source.items() if isinstance(t, Tensor)}
+            path = str(folder / "unsharded.safetensors")
+            write_tensors(path, held, {})
+        else:
+            path = str(Path(source).absolute())
+        with self._turn, self._running() as workers:
+            records = workers.ask({"do": "reshard", "source": path, "folder": new.name}, None)
+            workers.ask({"do": "take", "folder": new.name}, None)
+            workers.weights = folder
+        files = dict(self.manifest.files)
+        for rank, record in enumerate(records):
+            name = next(n for n in files if n.startswith(f"tp_rank_{rank}/"))
+            files[name] = FileRecord(**record)
+        self.manifest = Manifest(**{**vars(self.manifest), "files": files})
+        self._owned.append(new)
+
+    @property
+    def weights_folder(self) -> Path:
+        return self._workers.weights
+
+    def close(self) -> None:
+        """End the processes. A call afterwards is an error."""
+        with self._turn:
+            self._closed = True
+            self._workers.close()
+
+    def __enter__(self) -> TensorParallelModel:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @contextmanager
+    def _running(self) -> Iterator[Workers]:
+        if self._closed:
+            raise RuntimeError("this traced model was closed: load it again")
+        if not self._workers.running and (self.restart or not self._workers.failed):
+            self._workers.start()
+        yield self._workers
+
+    def train(self, mode: bool = True) -> TensorParallelModel:
+        if mode:
+            raise RuntimeError("a traced model computes outputs only: train the model it was traced from")
+        return super().train(mode)
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise TypeError("a traced model owns processes and cannot be copied: load it a second time")
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a traced model owns processes and cannot be pickled: parallel_model_save writes it")
+
+    def extra_repr(self) -> str:
+        m = self.manifest
+        return f"{m.inputs}, tp={m.tp}, backend={m.backend!r}"
+
+
+class _Turn:
+    """A lock that is given in the order in which it was asked for, which threading.Lock does not promise."""
+
+    def __init__(self) -> None:
+        self._changed = Condition()
+        self._tickets: list[object] = []
+
+    def __enter__(self) -> None:
+        ticket = object()
+        with self._changed:
+            self._tickets.append(ticket)
+            try:
+                self._changed.wait_for(lambda: self._tickets[0] is ticket)
+            except BaseException:
+                self._tickets.remove(ticket)
+                self._changed.notify_all()
+                raise
+
+    def __exit__(self, *error: object) -> None:
+        with self._changed:
+            del self._tickets[0]
+            self._changed.notify_all()

@@ -1,0 +1,224 @@
+"""The processes that a traced model runs in, one per rank, as their owner sees them."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from .._remote import Outcome, death, root_cause, unpack_outcome
+from ..backend import backend_class
+from ..errors import BackendError, PeerLostError
+from .artifact import Manifest
+from .shared import SharedBuffer
+
+START = 120.0
+"""Seconds that starting may take."""
+_GRACE = 1.0  # seconds for the other ranks to answer once one has failed
+_LOG = 2000  # characters of a log that are shown
+# what a launcher of this process may have set, and would be taken for the workers' own
+_FOREIGN = ("MASTER_", "TORCHELASTIC_", "GROUP_", "ROLE_")
+
+
+class Workers:
+    """``start``, then ``ask`` and ``call``, one at a time; ``close``. After a failure all say what it was."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self._folder, self._manifest, self.weights = folder, manifest, folder
+        self.running = False
+        self.seconds: list[float] = []
+        self._failure: tuple[type[Exception], str] | None = None
+        self._pid = os.getpid()
+
+    @property
+    def failed(self) -> bool:
+        return self._failure is not None
+
+    # -- from start to end --------------------------------------------------------------------------------
+    def start(self) -> None:
+        """Returns when all ranks are ready. Raises what keeps one from it."""
+        self._failure = None
+        self._home = TemporaryDirectory(prefix="tpcore-serve-")
+        self._inputs, self._outputs = SharedBuffer(), SharedBuffer()
+        self._lifeline = os.pipe()
+        self._poll = select.poll()
+        self._conns: list[Connection] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._owed: set[int] = set()
+        self.running = True
+        try:
+            job = backend_class(self._manifest.backend).job(Path(self._home.name))
+            for rank in range(self._manifest.tp):
+                self._spawn(rank, job)
+            self._answers("start", time.monotonic() + START, START)
+        except BaseException:
+            self.close()
+            raise
+
+    def _spawn(self, rank: int, job: dict[str, str]) -> None:
+        mine, theirs = Pipe()
+        self._conns.append(mine)
+        self._poll.register(mine.fileno(), select.POLLIN)
+        fds = (theirs.fileno(), self._inputs.fd, self._outputs.fd, self._lifeline[0])
+        command = [sys.executable, "-m", "tpcore.trace.worker", str(self._folder), str(self.weights)]
+        with theirs, self._log(rank).open("wb") as log:
+            self._processes.append(
+                subprocess.Popen(
+                    [*command, *map(str, fds)],
+                    env=self._environment(rank) | job,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=fds,
+                    start_new_session=True,  # Ctrl-C in a terminal is for the owner to deal with
+                )
+            )
+
+    def _environment(self, rank: int) -> dict[str, str]:
+        n = self._manifest.tp
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(_FOREIGN)}
+        threads = str(max(1, len(os.sched_getaffinity(0)) // n))
+        path = os.pathsep.join(p for p in sys.path if p)
+        return {"OMP_NUM_THREADS": threads, **kept, "PYTHONPATH": path} | {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(n),
+            "LOCAL_WORLD_SIZE": str(n),
+        }
+
+    def _log(self, rank: int) -> Path:
+        return Path(self._home.name) / f"rank{rank}.log"
+
+    def close(self) -> None:
+        """End the processes and wait for that. Twice is once."""
+        if not self.running or os.getpid() != self._pid:  # a fork has no children of its parent's
+            return
+        self.running = False
+        for conn in self._conns:
+            conn.close()
+        idle = self._failure is None and not self._owed
+        deadline = time.monotonic() + (5.0 if idle else 0.0)
+        for process in self._processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+            process.kill()
+            process.wait()
+        for fd in self._lifeline:
+            os.close(fd)
+        self._inputs.close()
+        self._outputs.close()
+        self._home.cleanup()
+
+    # -- messages -----------------------------------------------------------------------------------------
+    def call(self, program: int, inputs: Sequence[Tensor], timeout: float | None) -> list[Tensor]:
+        """Outputs of the first rank, in memory of their own."""
+        self._settle(timeout)
+        places = self._inputs.put(inputs)
+        answers = self.ask({"do": "call", "program": program, "inputs": places}, timeout)
+        self.seconds = [answer["seconds"] for answer in answers]
+        return [t.clone() for t in self._outputs.get(answers[0]["outputs"])]
+
+    def ask(self, message: dict[str, Any], timeout: float | None) -> list[Any]:
+        """What each rank answers. Raises the error of a rank that failed."""
+        self._settle(timeout)
+        data = json.dumps(message).encode()
+        for rank, conn in enumerate(self._conns):
+            with suppress(OSError):  # it has ended: its end of the pipe says so below
+                conn.send_bytes(data)
+            self._owed.add(rank)
+        return self._answers(message["do"], _deadline(timeout), timeout)
+
+    def _settle(self, timeout: float | None) -> None:
+        """Wait for the answers to a message whose sender was interrupted."""
+        if self._failure is not None:
+            kind, text = self._failure
+            raise kind(text)
+        if self._owed:
+            with suppress(Exception):
+                self._answers("call", _deadline(timeout), timeout)
+            if self._failure is not None:
+                kind, text = self._failure
+                raise kind(text)
+
+    def _answers(self, doing: str, deadline: float, timeout: float | None) -> list[Any]:
+        waiting = self._owed = self._owed or set(range(len(self._conns)))
+        outcomes: dict[int, Outcome] = {}
+        rank_of = {conn.fileno(): rank for rank, conn in enumerate(self._conns)}
+        values: list[Any] = [None] * len(self._conns)
+        while waiting:
+            left = deadline - time.monotonic()
+            ready = self._poll.poll(None if left == float("inf") else max(0.0, left * 1e3))
+            if not ready:
+                self._give_up(doing, waiting, outcomes, timeout)
+            for fd, _ in ready:
+                rank = rank_of[fd]
+                try:
+                    data = self._conns[rank].recv_bytes()
+                except (EOFError, OSError):
+                    self._lost(rank, outcomes)
+                waiting.discard(rank)
+                if data[:1] == b"\0":
+                    values[rank] = json.loads(data[1:])
+                else:
+                    outcomes[rank] = unpack_outcome(data[1:])
+                    deadline = min(deadline, time.monotonic() + _GRACE)
+        error = root_cause(list(outcomes.values()))
+        if error is None:
+            return values
+        if isinstance(error, BackendError) or len(outcomes) < len(self._conns):
+            self._fail(type(error) if isinstance(error, BackendError) else BackendError, str(error), error)
+        raise error
+
+    # -- failures -----------------------------------------------------------------------------------------
+    def _lost(self, rank: int, outcomes: dict[int, Outcome]) -> NoReturn:
+        process = self._processes[rank]
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_GRACE)
+        code = process.poll()
+        if code is None:
+            process.kill()
+            code = process.wait()
+        error = root_cause(list(outcomes.values()))
+        said = self._log(rank).read_text(errors="replace")[-_LOG:].strip()
+        log = f"; the end of its log:\n{said}" if said else "; its log is empty"
+        self._fail(PeerLostError, f"traced model: {death(rank, code)}{log}", error)
+
+    def _give_up(
+        self, doing: str, waiting: set[int], outcomes: dict[int, Outcome], timeout: float | None
+    ) -> NoReturn:
+        error = root_cause(list(outcomes.values()))
+        late = ", ".join(map(str, sorted(waiting)))
+        if error is not None:
+            text = f"{error}\n(rank {late} did not come to an end after this, and all were ended)"
+            self._fail(type(error) if isinstance(error, BackendError) else BackendError, text, error)
+        self._fail(
+            TimeoutError,
+            f"traced model: rank {late} did not answer within the timeout of {timeout:g} s ({doing}); "
+            "all ranks were ended",
+            None,
+        )
+
+    def _fail(self, kind: type[Exception], text: str, cause: BaseException | None) -> NoReturn:
+        self._failure = kind, f"{text}\nThe model can be used no more: load it again, or with restart=True"
+        with suppress(ProcessLookupError):
+            for process in self._processes:
+                process.send_signal(signal.SIGKILL)
+        self.close()
+        raise kind(self._failure[1]) from cause
+
+
+def _deadline(timeout: float | None) -> float:
+    return float("inf") if timeout is None else time.monotonic() + timeout

@@ -1,282 +1,293 @@
 """Checkpoints of a 2 GB model at tp=2 against raw reads, writes and copies, and against torch's own ways.
 
-Every contestant runs in a process of its own, one at a time, in turns. What counts is its time over the floor
-of the same round, and how far its memory rises above what it began with: the parameters are there already.
+What is saved and loaded is in the page cache, what is written goes to the disk.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import os
-import platform
 import shutil
-import statistics
-import subprocess
-import sys
 import tempfile
-import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import tpcore
 from tpcore import checkpoint
-from tpcore.backend import Backend
 from tpcore.checkpoint import rewriting
 from tpcore.checkpoint.source import CutRule
-from tpcore.comm import Comm, Op
-from tpcore.context import ParallelContext, use
-from tpcore.mesh import Group, Mesh
 
-WIDTH, CHUNK, TP = 4096, 8 << 20, 2
+from .harness import TP, Contestant, Race, check_equal, conditions, peak_bytes, race, say, start, table
 
-
-class Alone(Comm):
-    """Rank 0 of two, timed without its peer: a collective takes the peer to hold the same."""
-
-    @property
-    def process_group(self) -> None:
-        return None
-
-    def _all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        return torch.cat([x] * self.size, dim)
-
-    def _all_reduce(self, x: torch.Tensor, op: Op, donate: bool) -> torch.Tensor:
-        return x.clone()
-
-    def _reduce_scatter(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        return x.chunk(self.size, dim)[0]
+WIDTH, CHUNK = 4096, 8 << 20
+NBYTES = WIDTH * WIDTH * 4
 
 
-class AloneBackend(Backend):
-    def start(self, timeout: float) -> tuple[int, int]:
-        return 0, TP  # a rank whose peer is not there
-
-    def comm(self, group: Group, rank: int) -> Comm:
-        return Alone(group, torch.tensor([rank]))
-
-    def device(self) -> torch.device:
-        return torch.device("cpu")
+def dim_of(name: str) -> int:
+    """Half of the layers are cut along rows, half along columns."""
+    return 0 if int(name.partition(".")[0]) % 2 else 1
 
 
-def build(layers: int, device: str = "cpu") -> nn.Module:
-    """Half of the layers are cut along rows, half along columns: 64 MB each, whole."""
-    return nn.ModuleList(
-        tpcore.ColumnParallelLinear(WIDTH, WIDTH, bias=False, gather_output=False, device=device)
-        if i % 2
-        else tpcore.RowParallelLinear(WIDTH, WIDTH, bias=False, input_is_parallel=True, device=device)
-        for i in range(layers)
-    )
-
-
-def _empty(layers: int) -> nn.Module:
-    return build(layers, "meta").to_empty(device="cpu")
-
-
-def _memory(line: str) -> int:
-    status = Path("/proc/self/status").read_text()
-    return int(status.partition(f"{line}:")[2].split()[0]) << 10
-
-
-def timed(make: Callable[[], Callable[[], object]]) -> None:
-    """Print seconds, and bytes that memory peaked above what was there."""
-    run = make()
-    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
-    before, began = _memory("VmRSS"), time.perf_counter()
-    run()
-    print(time.perf_counter() - began, _memory("VmHWM") - before)
-
-
-def raw_read(home: Path, layers: int) -> Callable[[], object]:
-    """This rank's bytes, each row's half or the first half, into parameters that are there and warm."""
-    model = _touched(_empty(layers))
-    fd = os.open(home / "whole.safetensors", os.O_RDONLY)
-
-    def run() -> None:
-        size = WIDTH * WIDTH * 4
-        for i, p in enumerate(model.parameters()):
-            data = memoryview(p.detach().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-            at = os.stat(home / "whole.safetensors").st_size - (layers - i) * size
-            if i % 2:
-                for j in range(0, len(data), CHUNK):
-                    os.preadv(fd, [data[j : j + CHUNK]], at + j)
-            else:
-                run_bytes = WIDTH * 2
-                for row in range(WIDTH):
-                    os.preadv(fd, [data[row * run_bytes : (row + 1) * run_bytes]], at + row * WIDTH * 4)
-
-    return run
-
-
-def _touched(model: nn.Module) -> nn.Module:
+def build(layers: int) -> nn.Module:
+    """64 MB each, whole."""
+    with torch.device("meta"):
+        model = nn.ModuleList(
+            tpcore.ColumnParallelLinear(WIDTH, WIDTH, bias=False, gather_output=False)
+            if dim_of(str(i)) == 0
+            else tpcore.RowParallelLinear(WIDTH, WIDTH, bias=False, input_is_parallel=True)
+            for i in range(layers)
+        )
+    model.to_empty(device="cpu")
     for p in model.parameters():
-        p.data.zero_()
+        p.data.zero_()  # the memory is there before anything is timed
     return model
 
 
-def tpcore_load(home: Path, layers: int) -> Callable[[], object]:
-    model = _touched(_empty(layers))
-    return lambda: checkpoint.load(home / "whole.safetensors", model, sharded=False)
+def memory(t: Tensor) -> memoryview:
+    return memoryview(t.detach().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
-def torch_load_then_slice(home: Path, layers: int) -> Callable[[], object]:
-    model = _touched(_empty(layers))
-
-    def run() -> None:
-        full = torch.load(home / "whole.pt", weights_only=True, map_location="cpu")
-        for i, (name, p) in enumerate(model.named_parameters()):
-            p.data.copy_(full[name].chunk(TP, 0 if i % 2 else 1)[0])
-
-    return run
+def chunks(data: memoryview) -> Iterable[memoryview]:
+    return (data[i : i + CHUNK] for i in range(0, len(data), CHUNK))
 
 
-def dcp_load(home: Path, layers: int) -> Callable[[], object]:
-    """torch.distributed.checkpoint reads whole tensors here: it knows a cut from DTensors only."""
-    import torch.distributed.checkpoint as dcp
+@dataclass
+class Run:
+    """One rank's model and the files of this run."""
 
-    model = _touched(_empty(layers))
+    home: Path
+    rank: int
+    layers: int
+    model: nn.Module
 
-    def run() -> None:
-        full = {name: torch.empty(WIDTH, WIDTH) for name, _ in model.named_parameters()}
-        dcp.load(full, checkpoint_id=home / "dcp", no_dist=True)
-        for i, (name, p) in enumerate(model.named_parameters()):
-            p.data.copy_(full[name].chunk(TP, 0 if i % 2 else 1)[0])
+    def __post_init__(self) -> None:
+        self.params: dict[str, Tensor] = dict(self.model.named_parameters())
+        mesh = init_device_mesh("cpu", (TP,))
+        self.dtensors: dict[str, Any] = {
+            name: DTensor.from_local(p.detach(), mesh, [Shard(dim_of(name))])
+            for name, p in self.params.items()
+        }
+        self.kept: Any = None
+        self.background = dist.new_group(backend="gloo")
 
-    return run
+    def prepare(self) -> None:
+        """Everything that is loaded and rewritten. The model holds this rank's part of it afterwards."""
+        whole, dcp_dir, ours = self.home / "whole.safetensors", self.home / "dcp", self.home / "c"
+        if self.rank == 0:
+            g = torch.Generator().manual_seed(0)
+            state = {name: torch.randn(WIDTH, WIDTH, generator=g) for name in self.params}
+            save_file(state, whole)
+            torch.save(state, self.home / "whole.pt")
+            dcp.save(state, checkpoint_id=dcp_dir, no_dist=True)
+            rules = [CutRule(name, dim_of(name)) for name in self.params]
+            rewriting.reshard(whole, ours, TP, rules=rules)
+        dist.barrier()
+        with safe_open(whole, "pt") as f:
+            for name, p in self.params.items():
+                p.data.copy_(f.get_tensor(name).chunk(TP, dim_of(name))[self.rank])
 
+    def clear(self) -> None:
+        """Nothing of the last turn is left, in memory or on its way to the disk."""
+        checkpoint.wait()
+        if self.kept is not None and hasattr(self.kept, "result"):
+            self.kept.result()
+        self.kept = None
+        gc.collect()
+        for left in ("out", f"raw{self.rank}"):
+            path = self.home / left
+            if self.rank == 0 or left != "out":
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        if self.rank == 0:
+            os.sync()
+        dist.barrier()
 
-def raw_write(home: Path, layers: int) -> Callable[[], object]:
-    model = _touched(_empty(layers))
+    # -- load ---------------------------------------------------------------------------------------------
+    def load_floor(self) -> None:
+        """This rank's bytes alone: read where they follow each other, else copied from the mapped file."""
+        path = self.home / "whole.safetensors"
+        header = path.stat().st_size - self.layers * NBYTES
+        with path.open("rb") as f:
+            for i, (name, p) in enumerate(sorted(self.params.items())):  # the order of the file
+                at = header + i * NBYTES
+                if dim_of(name) == 0:
+                    at += self.rank * NBYTES // TP
+                    for chunk in chunks(memory(p)):
+                        os.preadv(f.fileno(), [chunk], at)
+                        at += len(chunk)
+                else:
+                    whole = np.memmap(path, np.float32, "r", at, (WIDTH, WIDTH))
+                    width = WIDTH // TP
+                    np.copyto(p.detach().numpy(), whole[:, self.rank * width : (self.rank + 1) * width])
 
-    def run() -> None:
-        with open(home / "raw", "wb") as f:
-            for p in model.parameters():
-                data = memoryview(p.detach().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-                for i in range(0, len(data), CHUNK):
-                    f.write(data[i : i + CHUNK])
-            f.flush()
+    def load(self, name: str) -> Callable[[], object]:
+        return lambda: checkpoint.load(self.home / name, self.model, sharded=False)
+
+    def load_then_slice(self, mmap: bool) -> Callable[[], object]:
+        def run() -> None:
+            full = torch.load(self.home / "whole.pt", weights_only=True, map_location="cpu", mmap=mmap)
+            for name, p in self.params.items():
+                p.data.copy_(full[name].chunk(TP, dim_of(name))[self.rank])
+
+        return run
+
+    def get_slice(self) -> None:
+        width = WIDTH // TP
+        mine = slice(self.rank * width, (self.rank + 1) * width)
+        with safe_open(self.home / "whole.safetensors", "pt") as f:
+            for name, p in self.params.items():
+                part = f.get_slice(name)
+                p.data.copy_(part[mine] if dim_of(name) == 0 else part[:, mine])
+
+    def dcp_load(self) -> None:
+        dcp.load(self.dtensors, checkpoint_id=self.home / "dcp")
+
+    # -- save ---------------------------------------------------------------------------------------------
+    def write_floor(self) -> None:
+        with (self.home / f"raw{self.rank}").open("wb", buffering=0) as f:
+            for p in self.params.values():
+                for chunk in chunks(memory(p)):
+                    f.write(chunk)
             os.fsync(f.fileno())
-        os.unlink(home / "raw")
 
-    return run
+    def save(self) -> None:
+        checkpoint.save({"model": self.model.state_dict()}, self.home / "out")
 
+    def dcp_save(self) -> None:
+        dcp.save(self.dtensors, checkpoint_id=self.home / "out")
 
-def tpcore_write(home: Path, layers: int) -> Callable[[], object]:
-    """What one rank writes of a sharded save: tensors, checksums, syncs."""
-    from tpcore.checkpoint.writing import Part, write_tensor_files
+    # -- save in the background: until training goes on ----------------------------------------------------
+    def copy_floor(self) -> None:
+        self.kept = [p.detach().clone() for p in self.params.values()]
 
-    model = _touched(_empty(layers))
+    def async_save(self) -> None:
+        checkpoint.save({"model": self.model.state_dict()}, self.home / "out", async_save=True)
 
-    def run() -> None:
-        part = Part({"model": model.state_dict()}, lambda t, where: None)
-        (home / "save").mkdir()
-        write_tensor_files(str(home / "save"), "tp_rank_0", "0" * 32, part.files)
+    def dcp_async_save(self) -> None:
+        self.kept = dcp.async_save(
+            self.dtensors, checkpoint_id=self.home / "out", process_group=self.background
+        )
 
-    return run
-
-
-def host_copy(home: Path, layers: int) -> Callable[[], object]:
-    model = _touched(_empty(layers))
-    return lambda: [p.detach().clone() for p in model.parameters()]
-
-
-def async_stall(home: Path, layers: int) -> Callable[[], object]:
-    """Until a save in the background lets training go on, at tp=1."""
-    from tpcore.checkpoint.writing import Part
-
-    model = _touched(_empty(layers))
-    return lambda: Part({"model": model.state_dict()}, lambda t, where: None).to_host()
-
-
-def raw_copy(home: Path, layers: int) -> Callable[[], object]:
-    def run() -> None:
-        for rank in range(TP):
-            with (
-                open(home / f"c/tp_rank_{rank}/model.safetensors", "rb") as src,
-                open(home / "o", "ab") as dst,
-            ):
-                while chunk := src.read(CHUNK):
-                    dst.write(chunk)
-                dst.flush()
+    # -- rewrite, on one rank --------------------------------------------------------------------------------
+    def copy_files(self) -> None:
+        (self.home / "out").mkdir()
+        for i in range(TP):
+            src = (self.home / f"c/tp_rank_{i}/model.safetensors").open("rb", buffering=0)
+            with src, (self.home / f"out/{i}").open("wb", buffering=0) as dst:
+                buffer = memoryview(bytearray(CHUNK))
+                while size := src.readinto(buffer):
+                    dst.write(buffer[:size])
                 os.fsync(dst.fileno())
-        os.unlink(home / "o")
 
-    return run
+    def consolidate(self) -> None:
+        rewriting.consolidate(self.home / "c", self.home / "out")
 
+    def reshard(self) -> None:
+        rewriting.reshard(self.home / "c", self.home / "out", 2 * TP)
 
-def consolidate(home: Path, layers: int) -> Callable[[], object]:
-    return lambda: rewriting.consolidate(home / "c", home / "out")
+    def dcp_to_torch(self) -> None:
+        dcp_to_torch_save(self.home / "dcp", self.home / "out")
 
-
-def reshard(home: Path, layers: int) -> Callable[[], object]:
-    return lambda: rewriting.reshard(home / "c", home / "out", 4)
-
-
-RACES = {
-    "load": (raw_read, tpcore_load, torch_load_then_slice, dcp_load),
-    "save": (raw_write, tpcore_write),
-    "async": (host_copy, async_stall),
-    "rewrite": (raw_copy, consolidate, reshard),
-}
+    def alone(self, run: Callable[[], object]) -> Callable[[], object]:
+        return run if self.rank == 0 else lambda: None
 
 
-def prepare(home: Path, layers: int) -> None:
-    import torch.distributed.checkpoint as dcp
+def check(run: Run, loads: list[Contestant]) -> None:
+    """Every way to load gives the values that are there."""
+    want = {name: p.detach().clone() for name, p in run.params.items()}
+    for contestant in loads:
+        for p in run.params.values():
+            p.data.zero_()
+        contestant.run()
+        for name, p in run.params.items():
+            check_equal(contestant.name, name, p, want[name], 0.0)
 
-    whole = {f"{i}.weight": torch.randn(WIDTH, WIDTH) for i in range(layers)}
-    save_file(whole, home / "whole.safetensors")
-    rewriting.reshard(
-        home / "whole.safetensors",
-        home / "c",
-        TP,
-        rules=[CutRule(f"{i}.weight", 0 if i % 2 else 1) for i in range(layers)],
-    )
-    torch.save(whole, home / "whole.pt")
-    dcp.save(whole, checkpoint_id=home / "dcp", no_dist=True)
+
+def report(result: Race, contestants: list[Contestant], what: str) -> None:
+    say(table(result, contestants[0].name))
+    say(f"\n| | memory added at the peak, {what} |\n|---|---:|")
+    for contestant in contestants:
+        peak = torch.tensor([peak_bytes(contestant) or 0])
+        dist.all_reduce(peak, dist.ReduceOp.MAX)
+        say(f"| {contestant.name} | {int(peak) / 1e6:.0f} MB |")
+    say()
+
+
+def main_of_rank(rank: int, options: argparse.Namespace) -> None:
+    warnings.simplefilter("ignore")
+    tpcore.init(backend="cpu_gloo", tp=TP)
+    say(conditions() + "\n")
+    with tempfile.TemporaryDirectory(dir=options.dir, prefix="tpcore-bench-") as name:
+        names = [name]
+        dist.broadcast_object_list(names)
+        run = Run(Path(names[0]), rank, options.layers, build(options.layers))
+        run.prepare()
+        size = f"{options.layers * NBYTES / 1e9:.1f} GB"
+
+        def entry(title: str, fn: Callable[[], object]) -> Contestant:
+            return Contestant(title, fn, run.clear)
+
+        loads = [
+            entry("floor", run.load_floor),
+            entry("tpcore, .safetensors", run.load("whole.safetensors")),
+            entry("tpcore, .pt", run.load("whole.pt")),
+            entry("safetensors get_slice", run.get_slice),
+            entry("torch.load mapped, then slice", run.load_then_slice(mmap=True)),
+            entry("torch.load, then slice", run.load_then_slice(mmap=False)),
+            entry("torch.distributed.checkpoint", run.dcp_load),
+        ]
+        saves = [
+            entry("floor: write and fsync", run.write_floor),
+            entry("tpcore", run.save),
+            entry("torch.distributed.checkpoint", run.dcp_save),
+        ]
+        copies = [
+            entry("floor: copy to host memory", run.copy_floor),
+            entry("tpcore", run.async_save),
+            entry("torch.distributed.checkpoint", run.dcp_async_save),
+        ]
+        rewrites = [
+            entry("floor: copy and fsync", run.alone(run.copy_files)),
+            entry("tpcore, consolidate", run.alone(run.consolidate)),
+            entry("tpcore, reshard to 4", run.alone(run.reshard)),
+            entry("torch's dcp_to_torch_save", run.alone(run.dcp_to_torch)),
+        ]
+        if "load" in options.races:
+            check(run, loads)
+        races = {
+            "load": (f"load {size} unsharded into the shards of tp={TP}", loads),
+            "save": (f"save {size}, each rank its shards", saves),
+            "async": (f"save {size} in the background, until training goes on", copies),
+            "rewrite": (f"{size} of tp={TP}, offline", rewrites),
+        }
+        for key in options.races:
+            title, contestants = races[key]
+            report(race(title, contestants, options.rounds, 1, 1), contestants, "of the slower rank")
+        run.clear()
+    tpcore.shutdown()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--layers", type=int, default=32, help="of 64 MB each")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--dir", default=None, help="on the file system to measure")
-    parser.add_argument("--one", nargs=2, default=None, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.one:
-        warnings.simplefilter("ignore")
-        contestant = next(c for race in RACES.values() for c in race if c.__name__ == given.one[0])
-        with use(ParallelContext(AloneBackend(), Mesh({"tp": TP}), 0)):
-            timed(lambda: contestant(Path(given.one[1]), given.layers))
-        return
-    load = os.getloadavg()[0]
-    print(f"torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores, load {load:.1f} before")
-    with tempfile.TemporaryDirectory(dir=given.dir, prefix="wt-ckpt-") as name:
-        home = Path(name)
-        prepare(home, given.layers)
-        for title, contestants in RACES.items():
-            ratios: dict[str, list[float]] = {}
-            memory: dict[str, int] = {}
-            seconds: dict[str, list[float]] = {}
-            for _ in range(given.rounds):
-                floor = 0.0
-                for contestant in contestants:
-                    own = contestant.__name__
-                    words = [sys.executable, "-m", "benchmarks.checkpoint", "--one", own, name]
-                    words += ["--layers", str(given.layers)]
-                    said = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout.split()
-                    floor = floor or float(said[0])
-                    ratios.setdefault(own, []).append(float(said[0]) / floor)
-                    seconds.setdefault(own, []).append(float(said[0]))
-                    memory[own] = max(memory.get(own, 0), int(said[1]))
-                    for left in ("out", "save"):
-                        shutil.rmtree(home / left, ignore_errors=True)
-            for own, values in ratios.items():
-                time_, peaked = statistics.median(seconds[own]), memory[own] / 1e6
-                print(f"{title:8} {own:22} {time_:7.2f} s {statistics.median(values):6.2f}x {peaked:8.0f} MB")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--dir", help="on the file system to measure")
+    parser.add_argument("--races", nargs="+", default=["load", "save", "async", "rewrite"])
+    start(main_of_rank, parser.parse_args())
 
 
 if __name__ == "__main__":

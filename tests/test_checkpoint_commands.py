@@ -181,7 +181,7 @@ def test_verify_finds_all(tmp_path: Path) -> None:
     (tmp_path / "c" / "tp_rank_0" / "stray").write_text("")
     (tmp_path / "c" / "tp_rank_0" / "optimizer.safetensors").unlink()
     said = json.loads(run("verify", tmp_path / "c", "--json", status=1))["problems"]
-    for words in ("stray is not listed", "cannot open", "another sha256", "is damaged: its crc32"):
+    for words in ("stray is not listed", "cannot open", "another crc32", "is damaged: its crc32"):
         assert any(words in line for line in said), (words, said)
     run("consolidate", tmp_path / "c", tmp_path / "out", status=2)
     assert os.listdir(tmp_path) == ["c"]

@@ -281,7 +281,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "other mesh": (MANIFEST, lambda p: _edit(p, lambda d: d.update(mesh={"tp": 3})), "its mesh {'tp': 3}"),
     "bad name": (
         MANIFEST,
-        lambda p: _edit(p, lambda d: d["files"].update({"tp_rank_0/../../x": {"bytes": 1, "sha256": None}})),
+        lambda p: _edit(p, lambda d: d["files"].update({"tp_rank_0/../../x": {"bytes": 1, "crc32": "0"}})),
         "'tp_rank_0/../../x', which is no file",
     ),
     "not listed": (MANIFEST, lambda p: _edit(p, lambda d: d["files"].pop(MODEL)), "is not listed"),
@@ -430,9 +430,9 @@ def test_a_reader_sees_its_tensors(tmp_path: Path) -> None:
         data["tensors"]["model.safetensors"]["b.weight"]["shape"] = [3, 2, 1]
 
     _edit(path / "tp_rank_0/state.json", change)
-    import hashlib
+    import zlib
 
     data = (path / "tp_rank_0/state.json").read_bytes()
-    record = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    record = {"bytes": len(data), "crc32": f"{zlib.crc32(data):08x}"}
     _edit(path / MANIFEST, lambda d: d["files"].update({"tp_rank_0/state.json": record}))
     assert "'b.weight' is F32 [3, 2], on record float32 [3, 2, 1]" in refuses(path, mesh=Mesh({"tp": 1}))[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -13,12 +12,12 @@ import torch
 
 from ..errors import CheckpointError
 from ..shard import ShardSpec
-from .files import naming
+from .files import CHUNK, crc32_of, naming
 from .manifest import MANIFEST
 from .reader import Checkpoint, View
 from .source import CutRule, Source, opened, part
 from .stored import Stored
-from .tensorfile import CHUNK, dtype_name
+from .tensorfile import dtype_name
 from .tree import is_tensor, leaves, spell
 from .unsharded import Reading
 
@@ -166,8 +165,8 @@ def _problems(checkpoint: Checkpoint, tick: Tick) -> Iterator[str]:
     for name, record in manifest.files.items():
         try:
             file = checkpoint.file(name)
-            if record.sha256 is not None and _sha256(file, tick) != record.sha256:
-                yield f"{file} is damaged: {MANIFEST} has another sha256"
+            if crc32_of(file, tick) != record.crc32:
+                yield f"{file} is damaged: {MANIFEST} has another crc32"
         except CheckpointError as e:
             yield str(e)
     for pp_rank in range(manifest.axis("pp")):
@@ -188,12 +187,3 @@ def _problems_of_rank(checkpoint: Checkpoint, rank: int, pp_rank: int) -> Iterat
                 view.stored(leaf, spell(path)).first.verify()
             except CheckpointError as e:
                 yield str(e)
-
-
-def _sha256(path: str, tick: Tick) -> str:
-    digest = hashlib.sha256()
-    with naming("read", path), open(path, "rb") as f:
-        while chunk := f.read(CHUNK):
-            digest.update(chunk)
-            tick(len(chunk))
-    return digest.hexdigest()

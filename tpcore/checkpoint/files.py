@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
-from collections.abc import Iterable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from queue import Queue
 from threading import Thread
 
 from ..errors import CheckpointError
 from .manifest import FileRecord
+from .sums import joined, spelled
+
+CHUNK = 8 << 20
+"""Bytes handled at once: written, summed or read on the way to another dtype or layout."""
+_EARLY = 64 << 20  # written in steps of 8 MiB and 64 MiB, 1 GB took 0.99 and 0.60 of plain write and fsync
 
 
 @contextmanager
@@ -23,46 +28,71 @@ def naming(doing: str, path: str) -> Iterator[None]:
         raise CheckpointError(f"cannot {doing} {path}: {e.strerror or e}") from e
 
 
-def write_file(path: str, chunks: Iterable[bytes | memoryview]) -> FileRecord:
-    """A new file of these bytes, durable, with the mode that the umask says."""
-    size = 0
-    with naming("write", path), open(path, "xb") as f, _Hasher() as hasher:
-        for chunk in chunks:
-            hasher.chunks.put(chunk)
-            f.write(chunk)
-            size += len(chunk)
+def write_file(path: str, parts: Iterable[bytes | memoryview]) -> tuple[FileRecord, list[str]]:
+    """A new file of these bytes, durable, of the mode that the umask says; its record, and each part's crc32.
+
+    Parts may not change before the file is written.
+    """
+    sizes: list[int] = []
+    done = begun = 0
+    with naming("write", path), open(path, "xb") as f, _Summing() as summing:
+        for part in parts:
+            sizes.append(len(part))
+            summing.crcs.append(0)
+            for i in range(0, len(part), CHUNK):
+                chunk = part[i : i + CHUNK]
+                summing.add(chunk)
+                f.write(chunk)
+                done += len(chunk)
+                if done - begun >= _EARLY and hasattr(os, "posix_fadvise"):
+                    # the disk begins with them now, so that there is little left to wait for in fsync
+                    os.posix_fadvise(f.fileno(), begun, done - begun, os.POSIX_FADV_DONTNEED)
+                    begun = done
         f.flush()
         os.fsync(f.fileno())
-    return FileRecord(size, hasher.digest.hexdigest())
+    total = joined(zip(summing.crcs, sizes, strict=True))
+    return FileRecord(done, spelled(total)), [spelled(crc) for crc in summing.crcs]
 
 
-class _Hasher:
-    """Sums beside the write, which takes about as long. Chunks may not change before the block ends.
-
-    A thread of its own, because executors take no work any more while the program ends.
-    """
+class _Summing:
+    """Sums beside the write, in a thread of its own: executors take no work any more while a program ends."""
 
     def __init__(self) -> None:
-        self.digest = hashlib.sha256()
-        self.chunks: Queue[bytes | memoryview | None] = Queue(1)
+        self.crcs: list[int] = []
+        self._queue: Queue[tuple[int, bytes | memoryview] | None] = Queue(2)
         self._thread = Thread(target=self._run, daemon=True)
 
-    def _run(self) -> None:
-        while (chunk := self.chunks.get()) is not None:
-            self.digest.update(chunk)
+    def add(self, chunk: bytes | memoryview) -> None:
+        """To the last of ``crcs``."""
+        self._queue.put((len(self.crcs) - 1, chunk))
 
-    def __enter__(self) -> _Hasher:
+    def _run(self) -> None:
+        while (task := self._queue.get()) is not None:
+            part, chunk = task
+            self.crcs[part] = zlib.crc32(chunk, self.crcs[part])
+
+    def __enter__(self) -> _Summing:
         self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.chunks.put(None)
+        self._queue.put(None)
         self._thread.join()
 
 
 def read_file(path: str) -> bytes:
     with naming("read", path), open(path, "rb") as f:
         return f.read()
+
+
+def crc32_of(path: str, tick: Callable[[int], object] = lambda _: None) -> str:
+    """Of a whole file, ``tick`` called with the bytes of each step."""
+    crc = 0
+    with naming("read", path), open(path, "rb") as f:
+        while chunk := f.read(CHUNK):
+            crc = zlib.crc32(chunk, crc)
+            tick(len(chunk))
+    return spelled(crc)
 
 
 def sync_dir(path: str) -> None:

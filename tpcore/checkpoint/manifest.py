@@ -26,7 +26,7 @@ def rank_dir(tp_rank: int, pp_rank: int = 0, pp: int = 1) -> str:
 
 class FileRecord(NamedTuple):
     size: int
-    sha256: str | None  # None: checked tensor by tensor only
+    crc32: str  # 8 hex digits
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Manifest:
                 "save_id": self.save_id,
                 "mesh": dict(self.mesh),
                 "written_by": dict(self.written_by),
-                "files": {p: {"bytes": f.size, "sha256": f.sha256} for p, f in sorted(self.files.items())},
+                "files": {p: {"bytes": f.size, "crc32": f.crc32} for p, f in sorted(self.files.items())},
             },
             indent=1,
         )
@@ -69,7 +69,7 @@ class Manifest:
                 save_id=_of(str, top["save_id"]),
                 mesh={_of(str, axis): _of(int, size) for axis, size in top["mesh"].items()},
                 files={
-                    _of(str, name): FileRecord(_of(int, f["bytes"]), _of((str, type(None)), f["sha256"]))
+                    _of(str, name): FileRecord(_of(int, f["bytes"]), _of(str, f["crc32"]))
                     for name, f in top["files"].items()
                 },
                 written_by=dict(top["written_by"]),
@@ -92,7 +92,7 @@ class Manifest:
             )
 
 
-def _of(kind: type | tuple[type, ...], value: Any) -> Any:
+def _of(kind: type, value: Any) -> Any:
     if not isinstance(value, kind) or isinstance(value, bool):
         raise TypeError(f"{value!r} where {kind} belongs")
     return value

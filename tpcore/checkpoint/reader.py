@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
+import zlib
 from contextlib import ExitStack
 from typing import Any
 
@@ -14,6 +14,7 @@ from .manifest import MANIFEST, PREFIX, STATE, Manifest, check_format, loads, ra
 from .specs import Cut
 from .staging import resolve
 from .stored import FileShard, Stored
+from .sums import spelled
 from .tensorfile import TensorFile, dtype_of
 from .tree import entries, is_tensor, leaves, spell
 
@@ -75,8 +76,7 @@ class RankState:
         self._checkpoint, self._name = checkpoint, name
         self.path = checkpoint.file(f"{name}/{STATE}")
         data = read_file(self.path)
-        recorded = checkpoint.manifest.files[f"{name}/{STATE}"].sha256
-        if recorded != hashlib.sha256(data).hexdigest():
+        if checkpoint.manifest.files[f"{name}/{STATE}"].crc32 != spelled(zlib.crc32(data)):
             raise CheckpointError(
                 f"{self.path} is damaged, or of another save: {MANIFEST} has another checksum"
             )

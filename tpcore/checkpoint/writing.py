@@ -169,7 +169,7 @@ def write_state(root: str, name: str, save_id: str, tensors: Any, tree: Any) -> 
         "state": tree,
     }
     here = os.path.join(root, name)
-    record = write_file(os.path.join(here, STATE), [dumps(state)])
+    record, _ = write_file(os.path.join(here, STATE), [dumps(state)])
     sync_dir(here)
     return {f"{name}/{STATE}": record}
 

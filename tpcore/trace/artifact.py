@@ -8,13 +8,14 @@ import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ..checkpoint.files import read_file
-from ..checkpoint.manifest import MANIFEST, FileRecord, dumps, loads, rank_dir
+from ..checkpoint.files import crc32_of, read_file
+from ..checkpoint.manifest import MANIFEST, dumps, loads, rank_dir
 from ..checkpoint.tensorfile import TensorFile, dtype_name, dtype_of, write_tensors
 from ..errors import CheckpointError
 from ..shard import ShardSpec
@@ -25,6 +26,13 @@ FORMAT = "tpcore.trace"
 VERSION = 1
 PROGRAMS = "programs"
 WEIGHTS = "model.safetensors"
+
+
+class FileRecord(NamedTuple):
+    """``checksum``: sha256 of a program, which is code; crc32 of weights, summed while they are written."""
+
+    size: int
+    checksum: str
 
 
 @dataclass(frozen=True)
@@ -88,7 +96,9 @@ class Manifest:
                     "state": list(self.outputs.state),
                 },
                 "weights": weights,
-                "files": {p: {"bytes": f.size, "sha256": f.sha256} for p, f in sorted(self.files.items())},
+                "files": {
+                    p: {"bytes": f.size, "checksum": f.checksum} for p, f in sorted(self.files.items())
+                },
                 "written_by": dict(self.written_by),
             },
             indent=1,
@@ -119,7 +129,7 @@ class Manifest:
                     )
                     for name, w in top["weights"].items()
                 },
-                {name: FileRecord(int(f["bytes"]), str(f["sha256"])) for name, f in top["files"].items()},
+                {name: FileRecord(int(f["bytes"]), str(f["checksum"])) for name, f in top["files"].items()},
                 dict(top["written_by"]),
             )
         except (KeyError, TypeError, AttributeError, ValueError) as e:
@@ -149,7 +159,8 @@ def write_weights(folder: Path, rank: int, weights: Mapping[str, Tensor]) -> Fil
     path = weights_file(folder, rank)
     path.parent.mkdir()
     held = {name: Held(t) for name, t in weights.items()}
-    return write_tensors(str(path), held, {"format": "pt"})[0]
+    record, _ = write_tensors(str(path), held, {"format": "pt"})
+    return FileRecord(record.size, f"crc32:{record.crc32}")
 
 
 def read_weights(folder: Path, rank: int, manifest: Manifest) -> dict[str, Tensor]:
@@ -184,11 +195,10 @@ def program_dir(folder: Path, number: int) -> Path:
 
 
 def record_of(path: Path) -> FileRecord:
-    with path.open("rb") as f:
-        digest = hashlib.sha256()
-        while chunk := f.read(8 << 20):
-            digest.update(chunk)
-    return FileRecord(path.stat().st_size, digest.hexdigest())
+    if path.name == WEIGHTS:
+        return FileRecord(path.stat().st_size, f"crc32:{crc32_of(str(path))}")
+    data = path.read_bytes()
+    return FileRecord(len(data), f"sha256:{hashlib.sha256(data).hexdigest()}")
 
 
 def opened(folder: Path, *, verify: bool = False) -> Manifest:
@@ -224,6 +234,6 @@ def _check_file(folder: Path, name: str, record: FileRecord, verify: bool) -> No
     if size != record.size:
         raise CheckpointError(f"{path} is damaged: it has {size} bytes and was written with {record.size}")
     if (verify or name.startswith(PROGRAMS)) and record_of(path) != record:
-        raise CheckpointError(f"{path} is not the file that was written: its sha256 is another")
+        raise CheckpointError(f"{path} is not the file that was written: its checksum is another")
     if name.endswith(".safetensors"):
         TensorFile(str(path)).close()

@@ -13,9 +13,8 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
-from ..checkpoint.manifest import FileRecord
 from ..checkpoint.tensorfile import write_tensors
-from .artifact import Held, Manifest
+from .artifact import FileRecord, Held, Manifest
 from .structure import put_together
 from .workers import Workers
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..agree import gather_bytes
 from ..backend import say
 from ..checkpoint.files import write_file
-from ..checkpoint.manifest import MANIFEST, FileRecord
+from ..checkpoint.manifest import MANIFEST
 from ..checkpoint.tensorfile import bytes_of
 from ..context import ParallelContext, init, shutdown
 from ..errors import BackendError
@@ -24,6 +24,7 @@ from ..module import sharding
 from ..shard import ShardSpec
 from .artifact import (
     PROGRAMS,
+    FileRecord,
     Manifest,
     Outputs,
     Weight,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zipfile
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -43,8 +42,7 @@ def test_the_graph_holds_no_weights_and_no_path(pool: RankPool, tmp_path: Path) 
     assert weights > 8 * big * 4
     files = list((tmp_path / "programs").rglob("*"))
     assert sum(p.stat().st_size for p in files if p.is_file()) < 60_000
-    with zipfile.ZipFile(tmp_path / "programs/0/graph.pt2") as archive:
-        text = b"".join(archive.read(name) for name in archive.namelist())
+    text = b"".join(p.read_bytes() for p in files if p.is_file())
     for found in (b".py", str(Path(__file__).parent).encode(), str(Path(tpcore.__file__).parent).encode()):
         assert found not in text
     assert differences({"y": model(torch.ones(1, 8))}, {"y": WidePlain(big)(torch.ones(1, 8))}) < 1e-4

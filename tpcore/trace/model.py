@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,7 +15,7 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from ..checkpoint.tensorfile import write_tensors
-from .artifact import FileRecord, Held, Manifest
+from .artifact import FileRecord, Held, Manifest, weights_file
 from .structure import put_together
 from .workers import Workers
 
@@ -45,9 +46,9 @@ class TensorParallelModel(nn.Module):
         self.folder, self.manifest, self.timeout, self.restart = folder, manifest, timeout, restart
         self._workers: Workers = workers or Workers(folder, manifest)
         self._turn = _Turn()
-        self._owned = [owned]  # directories that live as long as this does
-        self._closed = False
-        self._end = weakref.finalize(self, self._workers.close)
+        self._owned = [] if owned is None else [owned]  # directories that live as long as this does
+        self._replaced: TemporaryDirectory[str] | None = None
+        self._end = weakref.finalize(self, _end, self._workers, self._owned)
         self.eval()
 
     @property
@@ -88,33 +89,41 @@ class TensorParallelModel(nn.Module):
         """Other weights, without tracing again: a checkpoint in any form and at any degree, or an unsharded
         state_dict. CheckpointError if it does not fit; then nothing is changed."""
         new = TemporaryDirectory(prefix="tpcore-weights-")
-        folder = Path(new.name)
+        try:
+            self._replace(source, Path(new.name))
+        except BaseException:
+            new.cleanup()
+            raise
+        if self._replaced is not None:
+            self._owned.remove(self._replaced)
+            self._replaced.cleanup()
+        self._replaced = new
+        self._owned.append(new)
+
+    def _replace(self, source: str | PathLike[str] | Mapping[str, Tensor], folder: Path) -> None:
+        path = str(folder / "unsharded.safetensors")
         if isinstance(source, Mapping):
             held = {name: Held(t) for name, t in source.items() if isinstance(t, Tensor)}
-            path = str(folder / "unsharded.safetensors")
             write_tensors(path, held, {})
         else:
             path = str(Path(source).absolute())
         with self._turn, self._running() as workers:
-            records = workers.ask({"do": "reshard", "source": path, "folder": new.name}, None)
-            workers.ask({"do": "take", "folder": new.name}, None)
+            records = workers.ask({"do": "reshard", "source": path, "folder": str(folder)}, None)
+            workers.ask({"do": "take", "folder": str(folder)}, None)
             workers.weights = folder
         files = dict(self.manifest.files)
         for rank, record in enumerate(records):
-            name = next(n for n in files if n.startswith(f"tp_rank_{rank}/"))
-            files[name] = FileRecord(**record)
-        self.manifest = Manifest(**{**vars(self.manifest), "files": files})
-        self._owned.append(new)
+            files[weights_file(Path(), rank).as_posix()] = FileRecord(**record)
+        self.manifest = replace(self.manifest, files=files)
 
     @property
     def weights_folder(self) -> Path:
         return self._workers.weights
 
     def close(self) -> None:
-        """End the processes. A call afterwards is an error."""
+        """End the processes. A call afterwards is an error, and so is saving what was never saved."""
         with self._turn:
-            self._closed = True
-            self._workers.close()
+            self._end()
 
     def __enter__(self) -> TensorParallelModel:
         return self
@@ -124,7 +133,7 @@ class TensorParallelModel(nn.Module):
 
     @contextmanager
     def _running(self) -> Iterator[Workers]:
-        if self._closed:
+        if not self._end.alive:
             raise RuntimeError("this traced model was closed: load it again")
         if not self._workers.running and (self.restart or not self._workers.failed):
             self._workers.start()
@@ -144,6 +153,12 @@ class TensorParallelModel(nn.Module):
     def extra_repr(self) -> str:
         m = self.manifest
         return f"{m.inputs}, tp={m.tp}, backend={m.backend!r}"
+
+
+def _end(workers: Workers, owned: list[TemporaryDirectory[str]]) -> None:
+    workers.close()
+    for directory in owned:
+        directory.cleanup()
 
 
 class _Turn:

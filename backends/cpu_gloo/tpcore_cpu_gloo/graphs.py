@@ -1,0 +1,158 @@
+"""Graphs of torch.fx as JSON: names of operators and what they are called with, and nothing that could run.
+
+torch.export has a form of its own for this. It pickles what it cannot say otherwise, and reading it imports
+a symbolic algebra system: 1.5 s for each process that starts.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from tpcore.errors import BackendError
+
+JSON = Any
+_PYTHON = {"operator": operator, "math": math, "torch": torch}
+_OF_TORCH = {torch.dtype: "dtype", torch.layout: "layout", torch.memory_format: "memory_format"}
+Target = Callable[..., Any]
+
+
+def to_json(module: GraphModule) -> JSON:
+    """The nodes of a graph in order, and the graphs that are called from it. BackendError for what has no
+    name here."""
+    graphs = {str(n.target): n for n in module.graph.nodes if n.op == "get_attr"}
+    inner = {name: to_json(_graph_at(module, name)) for name in graphs}
+    nodes = [_node(n) for n in module.graph.nodes if n.op != "get_attr"]
+    return {"nodes": nodes, **({"graphs": inner} if inner else {})}
+
+
+def _graph_at(module: GraphModule, name: str) -> GraphModule:
+    found = getattr(module, name)
+    if not isinstance(found, GraphModule):
+        raise BackendError(f"the graph holds {name!r}, a {type(found).__name__}, which no program can hold")
+    return found
+
+
+def _node(node: Node) -> JSON:
+    if node.op == "placeholder":
+        return [node.name, "input"]
+    if node.op == "output":
+        return [node.name, "output", _said(node.args[0])]
+    if node.op != "call_function":
+        raise BackendError(f"the graph has a node {node.format_node()}, which no program can hold")
+    kwargs = {name: _said(value) for name, value in node.kwargs.items()}
+    return [node.name, _name_of(node.target), [_said(a) for a in node.args], *([kwargs] if kwargs else [])]
+
+
+def _name_of(target: Any) -> str:
+    if isinstance(target, torch._ops.OpOverload):
+        return f"{target.namespace}::{target._schema.name.partition('::')[2]}.{target._overloadname}"
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return f"higher_order::{target.name()}"
+    for name, module in _PYTHON.items():
+        found = getattr(target, "__name__", "")
+        if getattr(module, found, None) is target:
+            return f"{name}.{found}"
+    raise BackendError(f"the graph calls {target!r}, which no program can hold")
+
+
+def _said(value: Any) -> JSON:
+    """One argument. What JSON has no form for is a dict with one entry."""
+    if isinstance(value, Node):
+        return {
+            "graph" if value.op == "get_attr" else "node": str(
+                value.target if value.op == "get_attr" else value.name
+            )
+        }
+    if isinstance(value, bool | int | str) or value is None:
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"float": str(value)}
+    if isinstance(value, list | tuple):
+        return [_said(v) for v in value]
+    if isinstance(value, dict):
+        return {"dict": {str(k): _said(v) for k, v in value.items()}}
+    if isinstance(value, slice):
+        return {"slice": [_said(v) for v in (value.start, value.stop, value.step)]}
+    if isinstance(value, torch.device):
+        return {"device": str(value)}
+    kind = _OF_TORCH.get(type(value))
+    if kind is None:
+        raise BackendError(f"the graph passes {value!r} to an operator, which no program can hold")
+    return {kind: str(value).removeprefix("torch.")}
+
+
+def from_json(said: JSON, instead: Mapping[str, Target]) -> GraphModule:
+    """The graph again. ``instead``: what to call for operators of these names.
+
+    KeyError, TypeError and the like for what is damaged, BackendError for an operator that is not here.
+    """
+    root = torch.nn.Module()
+    for name, inner in said.get("graphs", {}).items():
+        setattr(root, name, from_json(inner, instead))
+    graph, made = Graph(), dict[str, Node]()
+    for name, target, *rest in said["nodes"]:
+        if target == "input":
+            made[name] = graph.placeholder(name)
+        elif target == "output":
+            graph.output(_meant(rest[0], graph, made))
+        else:
+            call = instead[target] if target in instead else _target(target)
+            args = tuple(_meant(a, graph, made) for a in rest[0])
+            kwargs = {k: _meant(v, graph, made) for k, v in (rest[1] if rest[1:] else {}).items()}
+            made[name] = graph.create_node("call_function", call, args, kwargs, name)
+    return GraphModule(root, graph)
+
+
+def _target(name: str) -> Target:
+    """An operator of torch or of a library that is loaded, or one of Python's own on numbers."""
+    space, _, rest = name.partition("::")
+    found: Any = None
+    if rest and space == "higher_order":
+        found = getattr(torch.ops.higher_order, rest, None)
+    elif rest:
+        packet, _, overload = rest.rpartition(".")
+        found = getattr(getattr(getattr(torch.ops, space), packet, None), overload or "default", None)
+    else:
+        module, _, function = name.partition(".")
+        if module != "torch" or function.startswith(("sym_", "_sym_")):
+            found = getattr(_PYTHON.get(module), function, None)
+    if not callable(found):
+        raise BackendError(
+            f"operator {name} is not in this process: import what defines it, or torch is too old"
+        )
+    target: Target = found
+    return target
+
+
+def _meant(value: JSON, graph: Graph, made: Mapping[str, Node]) -> Any:
+    if isinstance(value, list):
+        return [_meant(v, graph, made) for v in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, inner),) = value.items()
+    if kind == "node":
+        return made[inner]
+    if kind == "graph":
+        return graph.get_attr(inner)
+    if kind == "dict":
+        return {k: _meant(v, graph, made) for k, v in inner.items()}
+    if kind == "slice":
+        return slice(*(_meant(v, graph, made) for v in inner))
+    if kind == "float":
+        return float(inner)
+    if kind == "device":
+        return torch.device(inner)
+    return _torch_value(kind, inner)
+
+
+def _torch_value(kind: str, name: str) -> Any:
+    found = getattr(torch, name)
+    if _OF_TORCH.get(type(found)) != kind:
+        raise TypeError(f"torch.{name} is no {kind}")
+    return found

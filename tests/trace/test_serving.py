@@ -1,0 +1,334 @@
+"""A traced model is called like the original, and what befalls its processes is told and leaves nothing."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import VOCABULARY, Encoder, batch, differences
+
+import tpcore
+from tpcore.errors import CheckpointError, PeerLostError
+from tpcore.mesh import Mesh
+from tpcore.testing import run_ranks
+from tpcore.trace import TensorParallelModel, parallel_model_load, parallel_model_save
+
+EXACT = 1e-12  # float64: another order of summation and nothing else
+
+
+def plain(seed: int = 0) -> Encoder:
+    return Encoder(False, seed).eval().requires_grad_(False)
+
+
+def pids(model: TensorParallelModel) -> list[int]:
+    return [p.pid for p in model._workers._processes]
+
+
+def gone(numbers: list[int]) -> bool:
+    """Whether all of these processes end within the time that a kill takes."""
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{n}").exists() for n in numbers):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def test_calls_are_the_original_ones(served: TensorParallelModel) -> None:
+    for rows, length in ((1, 8), (4, 33)):
+        ids, mask = batch(rows, length)
+        assert differences(served(ids, mask), plain()(ids, mask)) < EXACT
+        assert differences(served(mask=mask, ids=ids.t().contiguous().t()), plain()(ids, mask)) < EXACT
+    first = served(ids, mask)["logits"].clone()
+    kept = served(ids, mask)["logits"]
+    served(*batch(2, 9))
+    assert torch.equal(kept, first)  # outputs are the caller's own
+    assert len(served.rank_seconds) == served.tp_degree == 2
+    assert "ids [rows, length]" in repr(served)
+
+
+def test_threads_are_served_in_their_order(served: TensorParallelModel) -> None:
+    wrong: list[Any] = []
+    want = {n: plain()(*batch(n, 8)) for n in range(1, 9)}
+
+    def ask(n: int) -> None:
+        for _ in range(20):
+            if differences(served(*batch(n, 8)), want[n]) > EXACT:
+                wrong.append(n)
+
+    threads = [threading.Thread(target=ask, args=(n,)) for n in range(1, 9)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(60)
+    assert wrong == []
+    assert not any(t.is_alive() for t in threads)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda m: m(*batch(9, 8)),
+            ValueError,
+            r"no program takes ids \[9, 8\], mask \[9, 8\]; the model was",
+        ),
+        (
+            lambda m: m(batch(1, 8)[0].int(), batch(1, 8)[1]),
+            TypeError,
+            "ids is of torch.int32, and the model",
+        ),
+        (lambda m: m(batch(1, 8)[0]), TypeError, "missing argument 'mask'"),
+        (lambda m: m(*batch(1, 8), 2.0), TypeError, "'scale' was not given when the model was traced"),
+        (lambda m: m(*batch(1, 8), nope=1), TypeError, "unexpected keyword argument 'nope'"),
+        (
+            lambda m: m(batch(1, 8)[0] + VOCABULARY, batch(1, 8)[1]),
+            IndexError,
+            "id does not fit a vocabulary",
+        ),
+        (lambda m: m.train(), RuntimeError, "computes outputs only"),
+        (copy.deepcopy, TypeError, "cannot be copied"),
+        (pickle.dumps, TypeError, "parallel_model_save writes it"),
+        (lambda m: parallel_model_save(plain(), "x"), TypeError, "takes what parallel_model_trace returned"),
+    ],
+)
+def test_what_a_caller_does_wrong_changes_nothing(
+    served: TensorParallelModel, call: Callable[[Any], Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        call(served)
+    assert differences(served(*batch(2, 8)), plain()(*batch(2, 8))) < EXACT
+
+
+def _save_at_4(folder: Path) -> None:
+    def save(ctx: Any) -> None:
+        tpcore.parallel_layers.save(Encoder(True, seed=3).state_dict(), folder)
+
+    run_ranks(Mesh({"tp": 4}), save)
+
+
+def test_weights_are_replaced(artifact: Path, tmp_path: Path) -> None:
+    """From a checkpoint at another degree, a file, and a dict; a bad one changes nothing; saved with them."""
+    _save_at_4(tmp_path / "sharded")
+    torch.save(plain(4).state_dict(), tmp_path / "whole.pt")
+    ids, mask = batch(2, 8)
+    with parallel_model_load(artifact) as model:
+        for source, seed in (
+            (tmp_path / "sharded", 3),
+            (str(tmp_path / "whole.pt"), 4),
+            (plain(5).state_dict(), 5),
+        ):
+            model.replace_weights(source)
+            assert differences(model(ids, mask), plain(seed)(ids, mask)) < EXACT
+        small = Encoder(False, hidden=8).state_dict()
+        with pytest.raises(CheckpointError, match=r"'places.weight'.*\(64, 8\).*\(64, 16\)"):
+            model.replace_weights(small)
+        with pytest.raises(CheckpointError, match="nowhere"):
+            model.replace_weights(tmp_path / "nowhere")
+        assert differences(model(ids, mask), plain(5)(ids, mask)) < EXACT
+        parallel_model_save(model, tmp_path / "saved")
+        os.kill(pids(model)[0], signal.SIGKILL)
+        model.restart = True
+        with pytest.raises(PeerLostError):
+            model(ids, mask)
+        assert differences(model(ids, mask), plain(5)(ids, mask)) < EXACT
+    with parallel_model_load(tmp_path / "saved", verify=True) as model:
+        assert differences(model(ids, mask), plain(5)(ids, mask)) < EXACT
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_process_is_told_and_ends_the_others(artifact: Path, rank: int) -> None:
+    model = parallel_model_load(artifact)
+    numbers = pids(model)
+    home = model._workers._home.name
+    os.kill(numbers[rank], signal.SIGKILL)
+    for _ in range(2):
+        with pytest.raises(PeerLostError, match=f"rank {rank} was killed by SIGKILL[\\s\\S]*restart=True"):
+            model(*batch(1, 8))
+    assert gone(numbers)
+    assert not Path(home).exists()
+    model.close()
+    with pytest.raises(RuntimeError, match="was closed: load it again"):
+        model(*batch(1, 8))
+
+
+def test_killed_in_the_middle_of_a_call(artifact: Path) -> None:
+    """One rank is stopped, so that the other waits in a collective; then it is killed."""
+    with parallel_model_load(artifact, timeout=60) as model:
+        numbers = pids(model)
+        os.kill(numbers[1], signal.SIGSTOP)
+        killer = threading.Timer(0.5, os.kill, (numbers[1], signal.SIGKILL))
+        killer.start()
+        with pytest.raises(PeerLostError, match="rank 1 was killed by SIGKILL"):
+            model(*batch(1, 8))
+        killer.join()
+        assert gone(numbers)
+
+
+def test_a_call_that_takes_too_long(artifact: Path) -> None:
+    with parallel_model_load(artifact, timeout=1.0) as model:
+        numbers = pids(model)
+        os.kill(numbers[1], signal.SIGSTOP)
+        for _ in range(2):
+            with pytest.raises(TimeoutError, match=r"rank 0, 1 did not answer within the timeout of 1 s"):
+                model(*batch(1, 8))
+        assert gone(numbers)
+
+
+def test_a_call_that_is_interrupted(artifact: Path) -> None:
+    """Ctrl-C ends the wait, not the processes; the answer that comes late is not taken for the next one's."""
+    with parallel_model_load(artifact, timeout=60) as model:
+        numbers = pids(model)
+        os.kill(numbers[1], signal.SIGSTOP)
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            model(*batch(3, 8))
+        os.kill(numbers[1], signal.SIGCONT)
+        assert differences(model(*batch(2, 8)), plain()(*batch(2, 8))) < EXACT
+        assert pids(model) == numbers
+
+
+def test_nobody_holds_it_any_more(artifact: Path) -> None:
+    model = parallel_model_load(artifact)
+    numbers = pids(model)
+    del model
+    gc.collect()
+    assert gone(numbers)
+
+
+SCRIPT = """
+import json, os, sys, signal
+sys.modules["transformers"] = sys.modules["models"] = None   # neither can be imported
+import torch, tpcore
+from tpcore.trace import parallel_model_load
+model = parallel_model_load(sys.argv[1])
+ids = torch.tensor(json.loads(sys.argv[2]))
+out = model(ids, mask=torch.ones_like(ids))
+print(json.dumps([float(out["logits"].sum()), [p.pid for p in model._workers._processes]]), flush=True)
+if sys.argv[3] == "kill":
+    os.kill(os.getpid(), signal.SIGKILL)
+if sys.argv[3] == "raise":
+    raise SystemExit(3)
+"""
+
+
+@pytest.mark.parametrize("end", ["return", "raise", "kill"])
+def test_a_plain_program_that_has_not_the_models_code(artifact: Path, tmp_path: Path, end: str) -> None:
+    """However it ends, its processes end too. It has neither a main guard nor the class of the model."""
+    script = tmp_path / "serve.py"
+    script.write_text(SCRIPT)
+    ids, _ = batch(1, 8)
+    done = subprocess.run(
+        [sys.executable, str(script), str(artifact), json.dumps(ids.tolist()), end],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == {"return": 0, "raise": 3, "kill": -9}[end], done.stderr
+    assert done.stderr == ""
+    total, numbers = json.loads(done.stdout)
+    want = plain()(ids, torch.ones_like(ids))["logits"].sum()
+    assert total == pytest.approx(float(want), abs=1e-9)
+    assert gone(numbers)
+
+
+def damage(what: str, folder: Path) -> None:
+    weights, graph, manifest = (
+        folder / name for name in ("tp_rank_1/model.safetensors", "programs/0/graph.json", "manifest.json")
+    )
+    data = json.loads(manifest.read_text())
+    if what == "no manifest":
+        manifest.unlink()
+    elif what == "no rank":
+        shutil.rmtree(folder / "tp_rank_1")
+    elif what == "short weights":
+        weights.write_bytes(weights.read_bytes()[:-8])
+    elif what == "other weights":
+        raw = bytearray(weights.read_bytes())
+        raw[-1] ^= 1
+        weights.write_bytes(raw)
+    elif what == "other graph":
+        raw = bytearray(graph.read_bytes())
+        raw[len(raw) // 2] ^= 1
+        graph.write_bytes(raw)
+    elif what == "no graph":
+        graph.unlink()
+    elif what == "version":
+        manifest.write_text(json.dumps(data | {"version": 99}))
+    elif what == "format":
+        manifest.write_text(json.dumps({"format": "tpcore.checkpoint"}))
+    elif what == "not json":
+        manifest.write_text("{")
+    elif what == "way out":
+        data["files"]["../x"] = {"bytes": 0, "sha256": ""}
+        manifest.write_text(json.dumps(data))
+    elif what == "too many":
+        ranks = 100_000
+        data["tp"] = ranks
+        record = data["files"]["tp_rank_0/model.safetensors"]
+        for rank in range(2, ranks):
+            data["files"][f"tp_rank_{rank}/model.safetensors"] = record
+        manifest.write_text(json.dumps(data))
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("no manifest", "is not a traced model: it has no manifest.json"),
+        ("no rank", "tp_rank_1/model.safetensors is missing, and tp=2 needs one per rank"),
+        ("short weights", r"tp_rank_1/model.safetensors is damaged: it has \d+ bytes and was written with"),
+        ("other weights", "tp_rank_1/model.safetensors is not the file that was written"),
+        ("other graph", "graph.json is not the file that was written: its sha256"),
+        ("no graph", "graph.json is missing"),
+        ("version", "is of format version 99, this tpcore reads version 1"),
+        ("format", "is not of a traced model"),
+        ("not json", "manifest.json is damaged"),
+        ("way out", "names '../x', which is not a file in"),
+        ("too many", "tp_rank_2/model.safetensors is missing"),
+    ],
+)
+def test_damaged_directories(artifact: Path, tmp_path: Path, what: str, message: str) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(artifact, folder)
+    damage(what, folder)
+    with pytest.raises(CheckpointError, match=message):
+        parallel_model_load(folder, verify=True)
+
+
+def test_saving_is_whole_or_not_at_all(
+    artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = parallel_model_load(artifact)
+    target = tmp_path / "saved"
+    parallel_model_save(model, target)
+    before = {p: p.stat().st_ino for p in target.rglob("*")}
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        parallel_model_save(model, target)
+    monkeypatch.undo()
+    assert {p: p.stat().st_ino for p in target.rglob("*")} == before
+    assert [p.name for p in tmp_path.iterdir()] == ["saved"]
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/notes.txt").write_text("keep")
+    with pytest.raises(CheckpointError, match=r"it holds 'notes.txt'"):
+        parallel_model_save(model, tmp_path / "mine")
+    model.close()

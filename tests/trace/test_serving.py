@@ -275,7 +275,7 @@ def damage(what: str, folder: Path) -> None:
     elif what == "not json":
         manifest.write_text("{")
     elif what == "way out":
-        data["files"]["../x"] = {"bytes": 0, "sha256": ""}
+        data["files"]["../x"] = {"bytes": 0, "checksum": ""}
         manifest.write_text(json.dumps(data))
     elif what == "too many":
         ranks = 100_000
@@ -293,7 +293,7 @@ def damage(what: str, folder: Path) -> None:
         ("no rank", "tp_rank_1/model.safetensors is missing, and tp=2 needs one per rank"),
         ("short weights", r"tp_rank_1/model.safetensors is damaged: it has \d+ bytes and was written with"),
         ("other weights", "tp_rank_1/model.safetensors is not the file that was written"),
-        ("other graph", "graph.json is not the file that was written: its sha256"),
+        ("other graph", "graph.json is not the file that was written"),
         ("no graph", "graph.json is missing"),
         ("version", "is of format version 99, this tpcore reads version 1"),
         ("format", "is not of a traced model"),

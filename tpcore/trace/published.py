@@ -69,7 +69,11 @@ def parallel_model_trace(
     directory = TemporaryDirectory(prefix="tpcore-trace-")
     folder = Path(directory.name)
     order = Order(func, calls, dynamic_shapes, name, tp_degree, timeout, folder)
-    manifest = assembled(order, launch(trace_rank, nprocs=tp_degree, args=(order,)), pad_value)
+    try:
+        manifest = assembled(order, launch(trace_rank, nprocs=tp_degree, args=(order,)), pad_value)
+    except BaseException:
+        directory.cleanup()
+        raise
     return TensorParallelModel(folder, manifest, timeout=timeout, restart=restart, owned=directory)
 
 

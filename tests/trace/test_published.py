@@ -1,0 +1,183 @@
+"""parallel_model_trace from a program: what happens in its processes is told, and nothing is left of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import Encoder, batch
+from torch import nn
+
+import tpcore as neuronx_distributed
+from tpcore._remote import RankTraceback
+from tpcore.errors import BackendError, PeerLostError
+
+trace = neuronx_distributed.trace
+
+SCRIPT = """
+import json, torch, tpcore as neuronx_distributed
+from torch import nn
+
+size = 8
+
+class Head(nn.Module):                       # a class of the script's own, not behind a main guard
+    def __init__(self, bias):
+        super().__init__()
+        self.layer = neuronx_distributed.parallel_layers.ColumnParallelLinear(size, 4)
+        self.bias = bias
+
+    def forward(self, x):
+        return (self.layer(x) + self.bias,)
+
+def outer(bias):
+    def get_model():
+        torch.manual_seed(0)
+        return Head(bias), {}
+    return get_model
+
+x = torch.ones(2, size)
+model = neuronx_distributed.trace.parallel_model_trace(outer(3.0), x, tp_degree=2)
+neuronx_distributed.trace.parallel_model_save(model, "traced")
+model = neuronx_distributed.trace.parallel_model_load("traced")
+torch.manual_seed(0)
+plain = nn.Linear(size, 4)
+print(json.dumps([(model(x)[0] - plain(x) - 3.0).abs().max().item(), model.tp_degree]))
+"""
+
+
+def test_a_script_without_a_main_guard(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "script.py"],
+        cwd=tmp_path,
+        env={**os.environ, "TPCORE_BACKEND": "cpu_gloo", "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    difference, tp = json.loads(done.stdout)
+    assert difference < 1e-6  # float32
+    assert tp == 2
+    said = done.stderr.splitlines()
+    for rank in (0, 1):
+        steps = [line.rpartition(": ")[2] for line in said if f"trace: rank {rank} of 2" in line]
+        assert steps == ["building the model", "tracing", "writing weights"]
+    assert left(tmp_path) == ["script.py", "traced"]
+
+
+def left(folder: Path) -> list[str]:
+    """What is in a folder, without the cache that torch makes for itself."""
+    return sorted(p.name for p in folder.iterdir() if not p.name.startswith("torchinductor"))
+
+
+def _fails() -> nn.Module:
+    if neuronx_distributed.current().rank == 1:
+        raise LookupError("no such weights")
+    return Encoder(True)
+
+
+def _dies() -> nn.Module:
+    if neuronx_distributed.current().rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return Encoder(True)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("func", "error", "message"),
+    [(_fails, LookupError, "no such weights"), (_dies, PeerLostError, "rank 1 was killed by SIGKILL")],
+)
+def test_what_goes_wrong_in_a_process(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    func: Callable[[], Any],
+    error: type[Exception],
+    message: str,
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(error, match=message) as caught:
+        trace.parallel_model_trace(func, batch(1, 8), tp_degree=2, backend="cpu_gloo")
+    if error is LookupError:
+        cause = caught.value.__cause__
+        assert isinstance(cause, RankTraceback)
+        assert "rank 1:" in str(cause)
+        assert "in _fails" in str(cause)
+    assert list(tmp_path.iterdir()) == []
+
+
+SLOW = """
+import os, pathlib, time, torch, tpcore
+
+def slow():
+    pathlib.Path(f"pid{os.getpid()}").touch()
+    time.sleep(100)
+
+tpcore.trace.parallel_model_trace(slow, torch.ones(1), 2, backend="cpu_gloo")
+"""
+
+
+def test_ctrl_c_ends_it(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SLOW)
+    (tmp_path / "tmp").mkdir()
+    process = subprocess.Popen(
+        [sys.executable, "script.py"],
+        cwd=tmp_path,
+        env={**os.environ, "TMPDIR": str(tmp_path / "tmp")},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 60
+    while len(pids := [int(p.name[3:]) for p in tmp_path.glob("pid*")]) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(pids) == 2
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGINT
+    assert "KeyboardInterrupt" in said
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert left(tmp_path / "tmp") == []
+
+
+X = torch.ones(1)
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "error", "message"),
+    [
+        ((X, 0), {}, ValueError, "tp_degree must be a whole number of ranks, 1 or more, not 0"),
+        ((X, True), {}, ValueError, "not True"),
+        ((X, "2"), {}, ValueError, "not '2'"),
+        (
+            (X, 1_000_000),
+            {},
+            ValueError,
+            r"tp_degree=1000000: this machine can hold \d+ ranks of backend 'cpu",
+        ),
+        ((), {}, TypeError, "inputs and example_inputs are two names"),
+        ((X,), {"example_inputs": X}, TypeError, "inputs and example_inputs are two names"),
+        (("x",), {}, TypeError, "inputs must be a tensor, a tuple, a list or a dict, not a str"),
+        ((X,), {"dynamic_shapes": {}, "bucket_inputs": [X]}, ValueError, "give one"),
+        ((X,), {"backend": "nope"}, BackendError, "no backend 'nope' is installed"),
+    ],
+)
+def test_arguments(args: Any, options: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        trace.parallel_model_trace(nn.Identity, *args, **{"backend": "cpu_gloo", **options})
+
+
+def test_loading_takes_one_directory() -> None:
+    for options in ({}, {"load_dir": "a", "model_dir": "b"}):
+        with pytest.raises(TypeError, match="load_dir and model_dir are two names"):
+            trace.parallel_model_load(**options)

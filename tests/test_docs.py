@@ -210,7 +210,9 @@ def test_no_snippet_escapes(page: Path) -> None:
         where = f"{page.name}:{snippet.line}"
         assert snippet.language in {"python", "bash"} | SHOWN, f"{where}: language {snippet.language!r}"
         if snippet.language == "python" and snippet.title:
-            assert snippet.title in ran, f"{where}: no command runs {snippet.title}"
+            assert any(word.partition(":")[0] == snippet.title for word in ran), (
+                f"{where}: no command runs {snippet.title}"
+            )
         if snippet.language == "bash":
             for words in commands(snippet.code):
                 assert program(words) in RUN | CHECKED, f"{where}: {words} would not be run"

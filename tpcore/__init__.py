@@ -25,6 +25,7 @@ from .shard import Block, ShardSpec
 
 if TYPE_CHECKING:
     from . import checkpoint, parallel_layers, parallel_state, trace
+    from .explaining import explain
     from .launcher import launch
 
 __version__ = "0.1.0"
@@ -36,6 +37,10 @@ def __getattr__(name: str) -> Any:
         from .launcher import launch
 
         return launch
+    if name == "explain":
+        from .explaining import explain
+
+        return explain
     if name in ("checkpoint", "parallel_layers", "parallel_state", "trace"):
         from importlib import import_module
 
@@ -67,6 +72,7 @@ __all__ = [
     "checkpoint",
     "clip_grad_norm",
     "current",
+    "explain",
     "hookimpl",
     "init",
     "is_initialized",

@@ -124,8 +124,11 @@ def _match_presence(parameters: list[Tensor], dp: Comm) -> None:
     has = torch.tensor(
         [p.grad is not None for p in parameters], dtype=torch.int32, device=parameters[0].device
     )
-    for p, anywhere in zip(parameters, dp.all_reduce(has, "max").tolist(), strict=True):
-        if anywhere and p.grad is None:
+    anywhere = dp.all_reduce(has, "max")
+    if anywhere.is_meta:  # a step that is recorded and not run
+        return
+    for p, somewhere in zip(parameters, anywhere.tolist(), strict=True):
+        if somewhere and p.grad is None:
             p.grad = torch.zeros_like(p)
 
 

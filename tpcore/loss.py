@@ -42,7 +42,7 @@ def _share(logits: Tensor, padding: Tensor | None, eager: bool, out: Tensor | No
     # is -inf, and on torch_xla the least number.
     empty = largest <= torch.finfo(largest.dtype).min
     log_sum = torch.where(empty, largest, largest - share.amax(-1).log())
-    if not eager or empty.any():
+    if not eager or empty.is_meta or empty.any():
         share.masked_fill_(empty.unsqueeze(-1), 0.0)
     return share, log_sum
 

@@ -11,6 +11,7 @@ from .. import __version__
 from .backends import backends
 from .checkpoint import checkpoint
 from .compile import compile_ahead
+from .explain import explain_step
 from .verify import verify
 
 app = typer.Typer(
@@ -38,5 +39,6 @@ def options(
 
 app.command()(backends)
 app.command("compile")(compile_ahead)
+app.command("explain")(explain_step)
 app.command()(verify)
 app.add_typer(checkpoint, name="checkpoint")

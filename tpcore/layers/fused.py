@@ -129,7 +129,7 @@ def column_linear(
 ) -> Tensor:
     """``x @ weight.T + bias`` of a weight cut by output features; ``dtype`` sums the input gradient."""
     kind = x.device.type
-    if torch.is_autocast_enabled(kind):
+    if kind != "meta" and torch.is_autocast_enabled(kind):  # which does not know that device
         x, weight, bias = _cast(x, weight, bias, torch.get_autocast_dtype(kind))
     run = _Column.apply if torch.is_grad_enabled() else _column
     y: Tensor = run(x, weight, bias, (comm, sequence_dim, dtype))
@@ -141,7 +141,7 @@ def row_linear(
 ) -> Tensor:
     """``sum over ranks of x @ weight.T, + bias`` of a weight cut by input features; ``dtype`` sums it."""
     kind = x.device.type
-    if torch.is_autocast_enabled(kind):
+    if kind != "meta" and torch.is_autocast_enabled(kind):
         x, weight, bias = _cast(x, weight, bias, torch.get_autocast_dtype(kind))
     run = _Row.apply if torch.is_grad_enabled() else _row
     y: Tensor = run(x, weight, bias, (comm, sequence_dim, dtype))

@@ -1,0 +1,156 @@
+"""``tpcore explain``: what a training step of a model holds and sends, before anything is started."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..explaining import Collective, Explanation, Program, explain
+from ..explaining.summary import kinds, replicated, size, sizes
+
+
+def explain_step(
+    target: str = typer.Argument(
+        ...,
+        help="package.module:factory, path/to/file.py:factory, a directory with a Hugging Face config.json, "
+        "that file, or a model class of transformers.",
+    ),
+    tp: int = typer.Option(1, min=1, help="Size of the tensor-parallel group."),
+    dp: int = typer.Option(1, min=1, help="Size of the data-parallel group."),
+    batch_size: int = typer.Option(1, min=1, help="Examples of one dp rank in a step."),
+    seq_len: int = typer.Option(128, min=1, help="Tokens of an example."),
+    parallelize: str | None = typer.Option(
+        None,
+        help="package.module:function or path/to/file.py:function that puts tpcore's layers into the model.",
+    ),
+    dtype: str | None = typer.Option(None, help="Convert the parameters: bfloat16, say."),
+    optimizer: str = typer.Option("AdamW", help="A class of torch.optim."),
+    max_norm: float = typer.Option(1.0, min=0, help="For gradient clipping; 0: do not clip."),
+    ranks: str | None = typer.Option(
+        None, help="Which ranks to record, as 0,3; default: all, of more than 16 the outermost."
+    ),
+    as_json: bool = typer.Option(False, "--json", help="Print everything as JSON, for programs."),
+    plot: Path | None = typer.Option(None, help="Draw it to this file: out.png, out.svg."),
+) -> None:
+    """Show what each rank holds, and every collective of a training step with the module that makes it.
+
+    Nothing is started and no memory is used: the step runs on tensors without values. Exit status 1 if the
+    ranks would disagree, and so hang.
+    """
+    try:
+        found = explain(
+            target,
+            tp=tp,
+            dp=dp,
+            batch_size=batch_size,
+            seq_len=seq_len,
+            parallelize=parallelize,
+            dtype=None if dtype is None else _dtype(dtype),
+            optimizer=optimizer,
+            max_norm=max_norm or None,
+            ranks=None if ranks is None else _numbers(ranks),
+        )
+        if plot is not None:
+            _draw(found, plot)
+    except (ValueError, ImportError) as e:
+        typer.echo(f"tpcore explain: {e}", err=True)
+        raise typer.Exit(2) from e
+    if as_json:
+        typer.echo(json.dumps(found.to_json(), indent=1))
+    else:
+        _show(found)
+    if found.disagreement is not None:
+        typer.echo(f"\n{found.disagreement}", err=True)
+        raise typer.Exit(1)
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"torch has no dtype {name!r}")
+    return found
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(n) for n in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--ranks takes numbers with commas, as 0,3, not {text!r}") from None
+
+
+def _draw(found: Explanation, path: Path) -> None:
+    try:
+        from ..explaining.picture import save_picture
+
+        save_picture(found, path)
+    except ModuleNotFoundError as e:
+        if (e.name or "").partition(".")[0] != "matplotlib":
+            raise
+        raise ValueError("--plot needs matplotlib, which is not installed: pip install matplotlib") from e
+
+
+def _show(found: Explanation) -> None:
+    console = Console(highlight=False)
+    for ranks, program in found.programs:
+        axes = ", ".join(f"{axis}={n}" for axis, n in found.mesh.axes.items())
+        alike = f"ranks {', '.join(map(str, ranks))} alike" if len(ranks) > 1 else f"rank {ranks[0]}"
+        console.print(f"{program.model} on {axes}: {alike}\n", markup=False, soft_wrap=True)
+        console.print(_memory(program))
+        for line in replicated(program, found.mesh.axes["tp"]):
+            console.print(line, markup=False, soft_wrap=True)
+        idle = [p.name for p in program.parameters if not p.gradient]
+        if idle:
+            console.print(f"Without a gradient: {', '.join(idle[:8])}", markup=False, soft_wrap=True)
+        console.print()
+        console.print(_traffic(program) if program.collectives else "No collectives.")
+        console.print()
+
+
+def _memory(program: Program) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for title in ("on each rank", "elements", "parameters", "gradients", "optimizer", "together"):
+        table.add_column(title, justify="left" if title == "on each rank" else "right")
+    rows = {"cut over tp": [p for p in program.parameters if p.cut]}
+    rows["held in full"] = [p for p in program.parameters if not p.cut]
+    rows["all"] = list(program.parameters)
+    for name, some in rows.items():
+        elements, *held = sizes(some)
+        table.add_row(name, f"{elements:,}", *map(size, held), size(sum(held)))
+    return table
+
+
+def _traffic(program: Program) -> Table:
+    """One row for each kind, under the phase and the group; the sums over a group below."""
+    table = Table(box=None, pad_edge=False)
+    for title in ("collective", "bytes", "times", "sent"):
+        table.add_column(title, justify="left" if title == "collective" else "right", overflow="fold")
+    above = ""
+    for kind in kinds(program.collectives):
+        call = kind.first
+        title = f"{call.phase}, {_group(call)}"
+        if title != above:
+            table.add_row(title, style="bold")
+            above = title
+        what = f"  {call.op} of {call.dtype} {list(call.shape)}"
+        at = ", ".join(part for part in (kind.module, _short(call.site)) if part)
+        row = (size(call.nbytes), str(kind.times), size(kind.sent))
+        table.add_row(Text(f"{what}\n    {at}" if at else what), *row)
+    for group in dict.fromkeys(map(_group, program.collectives)):
+        some = [c for c in program.collectives if _group(c) == group]
+        table.add_row(f"all over {group}", "", str(len(some)), size(sum(c.sent for c in some)), style="bold")
+    return table
+
+
+def _group(call: Collective) -> str:
+    return f"{' x '.join(call.axes)} of {call.size}"
+
+
+def _short(site: str) -> str:
+    return os.path.basename(site.partition(" in ")[0])

@@ -1,0 +1,125 @@
+"""What a training step of a model would do on a mesh, without starting one."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..mesh import Mesh
+from .lockstep import first_disagreement
+from .recording import Collective
+from .step import MakeOptimizer, Parameter, Program, record
+from .target import Factory, Inputs, build, function
+
+__all__ = ["Collective", "Explanation", "Parameter", "Program", "explain"]
+
+_MANY = 16  # up to so many ranks all are recorded
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Each distinct program with the ranks that run it: one, if the ranks are alike."""
+
+    mesh: Mesh
+    programs: tuple[tuple[tuple[int, ...], Program], ...]
+    disagreement: str | None
+    """The first place where the recorded ranks would hang or mix up numbers; None if they fit together."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Those that were recorded."""
+        return tuple(sorted(r for ranks, _ in self.programs for r in ranks))
+
+    def program(self, rank: int) -> Program:
+        for ranks, program in self.programs:
+            if rank in ranks:
+                return program
+        raise ValueError(f"rank {rank} was not recorded; there are {list(self.ranks)}")
+
+    def to_json(self) -> dict[str, Any]:
+        programs = []
+        for ranks, program in self.programs:
+            entry = dataclasses.asdict(program)
+            for made, call in zip(entry["collectives"], program.collectives, strict=True):
+                made["sent"] = call.sent
+            programs.append({"ranks": list(ranks), **entry})
+        return {
+            "mesh": dict(self.mesh.axes),
+            "torch": torch.__version__,
+            "disagreement": self.disagreement,
+            "programs": programs,
+        }
+
+
+def explain(
+    target: str | Factory,
+    *,
+    tp: int = 1,
+    dp: int = 1,
+    batch_size: int = 1,
+    seq_len: int = 128,
+    parallelize: str | Callable[[nn.Module], nn.Module | None] | None = None,
+    dtype: torch.dtype | None = None,
+    optimizer: str | MakeOptimizer = "AdamW",
+    max_norm: float | None = 1.0,
+    ranks: Sequence[int] | None = None,
+) -> Explanation:
+    """Record a training step of every rank on ``meta`` tensors, and compare the ranks.
+
+    ``target``: a function that returns the model, or ``(model, inputs)``, with tpcore's layers in it; or its
+    name, ``package.module:function`` or ``path/to/file.py:function``; or a Hugging Face config: a directory,
+    a ``config.json``, a model class of transformers. ``inputs``: a tensor, positional or keyword arguments,
+    or a function ``loss(model)``. A factory may take ``batch_size`` (of one dp rank) and ``seq_len``; it does
+    not call ``tpcore.init``.
+
+    ``parallelize``: replaces layers of the model by tpcore's, in place, or returns another model. ``dtype``:
+    what parameters and inputs are converted to. ``optimizer``: a class of ``torch.optim``, or a function of
+    the parameters. ``max_norm``: for clipping; None: none. ``ranks``: which to record; by default all, and
+    of more than 16 the first and the last along each axis.
+
+    Raises ValueError for what cannot be built and for a step that reads values, and what the model raises.
+    """
+    mesh = Mesh({"pp": 1, "dp": dp, "tp": tp})
+    change = function(parallelize) if isinstance(parallelize, str) else parallelize
+
+    def made() -> tuple[nn.Module, Inputs]:
+        model, inputs = build(target, batch_size, seq_len)
+        return (model if change is None else change(model) or model), inputs
+
+    for rank in ranks or ():
+        mesh.coords(rank)  # raises for one that is not there
+    chosen = _corners(mesh) if ranks is None else sorted(set(ranks))
+    make = _optimizer(optimizer)
+    found = {r: record(made, mesh, r, dtype=dtype, optimizer=make, max_norm=max_norm) for r in chosen}
+    alike: list[tuple[list[int], Program]] = []
+    for rank, program in found.items():
+        same = [r for r, other in alike if other == program]
+        if same:
+            same[0].append(rank)
+        else:
+            alike.append(([rank], program))
+    problem = first_disagreement(mesh, {r: p.collectives for r, p in found.items()})
+    return Explanation(mesh, tuple((tuple(r), p) for r, p in alike), problem)
+
+
+def _corners(mesh: Mesh) -> list[int]:
+    if mesh.size <= _MANY:
+        return list(range(mesh.size))
+    ends = [sorted({0, size - 1}) for size in mesh.axes.values()]
+    wanted = {tuple(at) for at in itertools.product(*ends)}
+    return [r for r in range(mesh.size) if tuple(mesh.coords(r).values()) in wanted]
+
+
+def _optimizer(chosen: str | MakeOptimizer) -> MakeOptimizer:
+    if not isinstance(chosen, str):
+        return chosen
+    cls = getattr(torch.optim, chosen, None)
+    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+        raise ValueError(f"torch.optim has no optimizer {chosen!r}")
+    return cls

@@ -1,0 +1,215 @@
+"""A backend that notes collectives instead of making them, on meta tensors: shapes without values."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from ..backend import Backend
+from ..capabilities import Capabilities
+from ..comm import Comm, Op
+from ..mesh import Group
+
+_HERE = str(Path(__file__).parent)
+_LIBRARY = (str(Path(__file__).parents[1]) + os.sep, str(Path(torch.__file__).parent) + os.sep, "<")
+
+
+class Where(NamedTuple):
+    """A module of the model, by its name there (the model itself: by its class), and the line outside tpcore
+    and torch that it is run from."""
+
+    module: str
+    site: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective as one rank makes it. ``shape`` and ``nbytes`` are those of what the rank gives."""
+
+    phase: str  # forward, backward, reduction, clipping, optimizer
+    axes: tuple[str, ...]  # of the mesh: the group is this rank's along them
+    size: int  # of the group
+    op: str  # "all_reduce sum", "all_gather dim 1"
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    module: str  # "" outside of all modules
+    site: str  # "path/model.py:20 in forward"; "" where no such line is known
+
+    @property
+    def sent(self) -> int:
+        """Bytes that each rank sends over the wire at the least, in a ring."""
+        n = self.size
+        kind = self.op.partition(" ")[0]
+        if kind == "all_gather":
+            return (n - 1) * self.nbytes
+        if kind == "broadcast":
+            return self.nbytes
+        return (2 if kind == "all_reduce" else 1) * (n - 1) * self.nbytes // n
+
+    def __str__(self) -> str:
+        inside = f" in module {self.module}" if self.module else ""
+        at = f" at {self.site}" if self.site else ""
+        return f"{self.op} of {self.dtype} {list(self.shape)}, {self.phase}{inside}{at}"
+
+
+class Recorder:
+    """The collectives of one rank, in order, each with the module that makes it.
+
+    Forward, that is the innermost module that runs. Backward runs no modules: there it is the module whose
+    forward made the node of the autograd graph that is being run.
+    """
+
+    def __init__(self) -> None:
+        self.phase = ""
+        self.calls: list[Collective] = []
+        self._running: list[Where] = []
+        self._makers: dict[
+            Any, Where
+        ] = {}  # by node, which it keeps alive, so that none takes another's place
+
+    def note(self, op: str, x: Tensor, group: Group) -> None:
+        where = self._where()
+        dtype = str(x.dtype).removeprefix("torch.")
+        shape, nbytes = tuple(x.shape), x.numel() * x.element_size()
+        self.calls.append(Collective(self.phase, group.axes, group.size, op, shape, dtype, nbytes, *where))
+
+    def _where(self) -> Where:
+        if self._running:  # in backward too, where a part of forward is run again to save memory
+            return Where(self._running[-1].module, _site() or self._running[-1].site)
+        node = torch._C._current_autograd_node()  # the one being run by backward, or None
+        return Where("", _site()) if node is None else self._makers.get(node, Where("", ""))
+
+    @contextmanager
+    def watch(self, model: nn.Module) -> Iterator[None]:
+        """Follow which modules of ``model`` run."""
+        handles: list[RemovableHandle] = []
+        for name, module in model.named_modules():
+            shown = name or type(model).__name__
+            handles.append(module.register_forward_pre_hook(self._entering(shown), with_kwargs=True))
+            handles.append(module.register_forward_hook(self._leaving, always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _entering(self, name: str) -> Any:
+        def enter(module: nn.Module, inputs: Any, named: Any) -> None:
+            if self._running:
+                self._mark((inputs, named), self._running[-1])  # made before this module is entered
+            self._running.append(Where(name, _site() or _definition(module)))
+
+        return enter
+
+    def _leaving(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._mark(output, self._running.pop())
+
+    def _mark(self, value: Any, maker: Where) -> None:
+        """Say of every node behind ``value`` that nobody is known to have made: it was ``maker``."""
+        todo = [t.grad_fn for t in tensors(value) if t.grad_fn is not None]
+        while todo:
+            node = todo.pop()
+            if node not in self._makers:
+                self._makers[node] = maker
+                todo += [before for before, _ in node.next_functions if before is not None]
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    """Every tensor in what a model takes or returns."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from tensors(list(value.values()))
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from tensors(one)
+    elif dataclasses.is_dataclass(value):
+        yield from tensors(list(vars(value).values()))
+
+
+def _site() -> str:
+    """Innermost frame outside tpcore and torch, on this side of the one that runs the step."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(_LIBRARY):
+            return f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"
+        if name.startswith(_HERE) and name != __file__:
+            break
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
+
+
+def _definition(module: nn.Module) -> str:
+    """Where forward of a module is written, for the model itself, which nobody else's line calls."""
+    code = getattr(type(module).forward, "__code__", None)
+    if code is None or code.co_filename.startswith(_LIBRARY):
+        return ""
+    return f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}"
+
+
+class RecordingComm(Comm):
+    """Its results have the right shape and dtype, and no values: what reads one is told so by torch."""
+
+    def __init__(self, group: Group, rank: int, recorder: Recorder) -> None:
+        super().__init__(group, torch.tensor([group.members(rank).index(rank)], device="meta"))
+        self._recorder = recorder
+
+    @property
+    def process_group(self) -> Any:
+        return self
+
+    def _noted(self, op: str, x: Tensor, dim: int = 0, length: int | None = None) -> Tensor:
+        self._recorder.note(op, x, self.group)
+        shape = list(x.shape)
+        if length is not None:
+            shape[dim] = length
+        return torch.empty(shape, dtype=x.dtype, device="meta")
+
+    def _all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
+        return self._noted(f"all_reduce {op}", _summed(x))
+
+    def _all_gather(self, x: Tensor, dim: int) -> Tensor:
+        return self._noted(f"all_gather dim {dim}", x, dim, self.size * x.shape[dim])
+
+    def _reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
+        return self._noted(f"reduce_scatter dim {dim}", _summed(x), dim, x.shape[dim] // self.size)
+
+    def _broadcast(self, x: Tensor, src: int) -> Tensor:
+        return self._noted(f"broadcast from {src}", x)
+
+
+def _summed(x: Tensor) -> Tensor:
+    if x.dtype not in RecordingBackend.capabilities.dtypes and not x.dtype.is_complex:
+        raise ValueError(f"cannot reduce {x.dtype} over ranks: convert it to a wider dtype first")
+    return x
+
+
+class RecordingBackend(Backend):
+    """One rank of a job of which no other rank needs to exist."""
+
+    interface = 1
+    comm_class = RecordingComm
+    capabilities = Capabilities(dtypes=(*Capabilities.dtypes, torch.int16, torch.int8))
+
+    def __init__(self, rank: int, world: int, recorder: Recorder) -> None:
+        self._rank, self._world, self._recorder = rank, world, recorder
+
+    def start(self, timeout: float) -> tuple[int, int]:
+        return self._rank, self._world
+
+    def comm(self, group: Group, rank: int) -> Comm:
+        return RecordingComm(group, rank, self._recorder)
+
+    def device(self) -> torch.device:
+        return torch.device("meta")

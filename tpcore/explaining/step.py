@@ -1,0 +1,152 @@
+"""One training step of one rank, recorded: forward, backward, reduction over dp, clipping, the optimizer."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..backend import check_fits
+from ..context import ParallelContext, use
+from ..grads import clip_grad_norm, reduce_gradients
+from ..mesh import Mesh
+from ..module import move_model_to_device, sharding
+from .recording import _LIBRARY, Collective, Recorder, RecordingBackend, tensors
+from .target import Inputs
+
+Build = Callable[[], tuple[nn.Module, Inputs]]
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter as a rank holds it; bytes of it, of its gradient and of the optimizer's state for it."""
+
+    name: str
+    layer: str  # the class of the module that owns it
+    shape: tuple[int, ...]  # of the shard, padding included
+    full: tuple[int, ...]
+    dtype: str
+    cut: bool
+    nbytes: int
+    gradient: int  # 0: the step gave it none
+    optimizer: int
+
+
+@dataclass(frozen=True)
+class Program:
+    """What one rank holds and does in a step. Equal for ranks that are alike."""
+
+    model: str  # its class
+    parameters: tuple[Parameter, ...]
+    collectives: tuple[Collective, ...]
+
+
+def record(
+    build: Build,
+    mesh: Mesh,
+    rank: int,
+    *,
+    dtype: torch.dtype | None,
+    optimizer: MakeOptimizer,
+    max_norm: float | None,
+) -> Program:
+    """Build this rank's model on meta tensors and run a step of it. ``dtype``: of parameters and inputs."""
+    recorder = Recorder()
+    backend = RecordingBackend(rank, mesh.size, recorder)
+    check_fits(backend, mesh)
+    ctx = ParallelContext(backend, mesh, rank)
+    with use(ctx), torch.random.fork_rng(devices=[]), _explained(rank), torch.device("meta"):
+        recorder.phase = "building"
+        model, inputs = build()
+        move_model_to_device(model, "meta")
+        if dtype is not None:
+            model.to(dtype)
+        recorder.phase = "forward"
+        with recorder.watch(model):
+            loss = _loss(model, inputs, dtype)
+            recorder.phase = "backward"
+            loss.backward()
+        recorder.phase = "reduction"
+        reduce_gradients(model)
+        if max_norm is not None:
+            recorder.phase = "clipping"
+            clip_grad_norm(model, max_norm)
+        recorder.phase = "optimizer"
+        stepped = optimizer([p for p in model.parameters() if p.requires_grad])
+        with torch.device("cpu"):  # where torch's optimizers count their steps
+            stepped.step()
+    owners = {id(p): type(m).__name__ for m in model.modules() for p in m.parameters(recurse=False)}
+    held = tuple(_held(n, p, owners[id(p)], stepped.state) for n, p in model.named_parameters())
+    return Program(type(model).__name__, held, tuple(recorder.calls))
+
+
+def _loss(model: nn.Module, inputs: Inputs, dtype: torch.dtype | None) -> Tensor:
+    """What ``inputs`` computes if it is a function, else the model's own loss, else the sum of outputs."""
+    if callable(inputs) and not isinstance(inputs, Tensor):
+        found = inputs(model)
+        if not isinstance(found, Tensor) or found.numel() != 1:
+            raise ValueError(f"the loss function returned {_kind(found)}, not a tensor of one element")
+        return found
+    moved = _moved(inputs, dtype)
+    if isinstance(moved, Mapping):
+        out = model(**moved)
+    else:
+        out = model(*moved) if isinstance(moved, (tuple, list)) else model(moved)
+    loss = getattr(out, "loss", None)
+    if isinstance(loss, Tensor):
+        return loss
+    parts = [t.sum() for t in tensors(out) if t.requires_grad]
+    if not parts:
+        raise ValueError(f"{type(model).__name__} returned {_kind(out)}, none of it with a gradient")
+    return torch.stack([p.float() for p in parts]).sum()
+
+
+def _moved(value: Any, dtype: torch.dtype | None) -> Any:
+    if isinstance(value, Tensor):
+        return value.to("meta", dtype if value.is_floating_point() else None)
+    if isinstance(value, Mapping):
+        return {k: _moved(v, dtype) for k, v in value.items()}
+    if isinstance(value, (tuple, list)):
+        return tuple(_moved(v, dtype) for v in value)
+    return value
+
+
+def _kind(value: Any) -> str:
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def _held(name: str, p: nn.Parameter, layer: str, state: Mapping[Any, Any]) -> Parameter:
+    found = sharding(p)
+    full = tuple(p.shape) if found is None else found.spec.shape
+    cut = found is not None and found.spec.dim is not None and found.comm.size > 1
+    dtype = str(p.dtype).removeprefix("torch.")
+    kept = sum(_nbytes(t) for t in tensors(list(state.get(p, {}).values())))
+    gradient = 0 if p.grad is None else _nbytes(p.grad)
+    return Parameter(name, layer, tuple(p.shape), full, dtype, cut, _nbytes(p), gradient, kept)
+
+
+def _nbytes(t: Tensor) -> int:
+    return t.numel() * t.element_size()
+
+
+@contextmanager
+def _explained(rank: int) -> Iterator[None]:
+    """Errors of what needs values, told as what they are."""
+    try:
+        yield
+    except (RuntimeError, NotImplementedError) as e:
+        if "meta" not in str(e).lower():
+            raise
+        frames = [f for f in traceback.extract_tb(e.__traceback__) if not f.filename.startswith(_LIBRARY)]
+        at = f" at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
+        raise ValueError(
+            f"rank {rank} reads a value{at}, and a recorded step has none: it runs on meta tensors, which "
+            f"have shapes only. What a model must know while it is built, compute with device='cpu'; what it "
+            f"reads in forward, do not read: a lazy backend would stop there as well. torch says: {e}"
+        ) from e

@@ -1,0 +1,89 @@
+"""A program in few rows: like parameters and like collectives of many layers taken together."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from .recording import Collective
+from .step import Parameter, Program
+
+
+@dataclass
+class Kind:
+    """Collectives that are the same in each of several layers."""
+
+    first: Collective
+    module: str  # with * for the numbers that differ
+    times: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.times * self.first.nbytes
+
+    @property
+    def sent(self) -> int:
+        return self.times * self.first.sent
+
+
+def pattern(name: str) -> str:
+    """``encoder.layer.3.output`` as ``encoder.layer.*.output``."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+
+
+def kinds(calls: Sequence[Collective]) -> list[Kind]:
+    """In the order in which the first of each kind comes."""
+    found: dict[tuple[object, ...], Kind] = {}
+    for call in calls:
+        module = pattern(call.module)
+        kind = found.setdefault(
+            (call.phase, call.axes, call.op, call.shape, call.dtype, module), Kind(call, call.module)
+        )
+        kind.times += 1
+        if kind.first.module != call.module:
+            kind.module = module
+    return list(found.values())
+
+
+def sizes(parameters: Iterable[Parameter]) -> tuple[int, int, int, int]:
+    """Elements; bytes of the parameters, of their gradients, of the optimizer's state."""
+    some = list(parameters)
+    elements = sum(math.prod(p.shape) for p in some)
+    return (
+        elements,
+        sum(p.nbytes for p in some),
+        sum(p.gradient for p in some),
+        sum(p.optimizer for p in some),
+    )
+
+
+def replicated(program: Program, tp: int) -> list[str]:
+    """What every tp rank holds in full, and does again, in words; nothing at tp=1."""
+    whole = [p for p in program.parameters if not p.cut]
+    if tp == 1 or not whole:
+        return []
+    if len(whole) == len(program.parameters):
+        return [
+            f"No parameter of {program.model} is cut: each of the {tp} tp ranks holds the whole model and "
+            "repeats the same work. Build it of tpcore's layers, or name a function that puts them in its "
+            "place: --parallelize path/to/file.py:function"
+        ]
+    total = sum(p.nbytes for p in program.parameters)
+    layers: dict[str, int] = {}
+    for p in whole:
+        name = f"{pattern(p.name.rpartition('.')[0]) or program.model} ({p.layer})"
+        layers[name] = layers.get(name, 0) + p.nbytes
+    lines = [f"Held in full by each of the {tp} tp ranks:"]
+    for name, nbytes in sorted(layers.items(), key=lambda item: -item[1])[:8]:
+        lines.append(f"  {name}: {size(nbytes)}, {100 * nbytes / total:.1f} % of the parameters here")
+    return lines
+
+
+def size(nbytes: float) -> str:
+    units = ["TB", "GB", "MB", "kB", "B"]
+    while nbytes >= 999.5 and len(units) > 1:
+        nbytes /= 1000
+        units.pop()
+    return f"{nbytes:.3g} {units[-1]}"

@@ -135,12 +135,19 @@ def imported(*paths: Path) -> set[str]:
 
 @pytest.mark.parametrize(
     ("extra", "folder"),
-    [("", "tpcore"), ("cli", "tpcore/commands"), ("testing", "tpcore/testing"), ("examples", "examples")],
+    [
+        ("", "tpcore"),
+        ("cli", "tpcore/commands"),
+        ("plot", "tpcore/explaining"),
+        ("testing", "tpcore/testing"),
+        ("examples", "examples"),
+    ],
 )
 def test_what_a_part_imports_its_extra_brings(metadata, extra, folder):
     separate = {
-        "": ("commands", "testing", "_remote.py"),
+        "": ("commands", "explaining", "testing", "_remote.py"),
         "cli": (),
+        "plot": (),
         "testing": (),
         "examples": ("third_party_backend",),
     }[extra]

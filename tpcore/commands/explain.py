@@ -93,7 +93,7 @@ def _draw(found: Explanation, path: Path) -> None:
     except ModuleNotFoundError as e:
         if (e.name or "").partition(".")[0] != "matplotlib":
             raise
-        raise ValueError("--plot needs matplotlib, which is not installed: pip install matplotlib") from e
+        raise ValueError("--plot needs matplotlib, which is not installed: pip install 'tpcore[plot]'") from e
 
 
 def _show(found: Explanation) -> None:

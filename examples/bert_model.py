@@ -1,4 +1,4 @@
-"""transformers' BertForPreTraining, cut over the tensor-parallel group."""
+"""transformers' BERT models, cut over the tensor-parallel group."""
 
 from __future__ import annotations
 
@@ -8,7 +8,13 @@ import torch
 import torch.nn.functional as F
 from bert_pairs import IGNORED, Example
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, BertConfig, BertForPreTraining
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    BertConfig,
+    BertForPreTraining,
+    BertPreTrainedModel,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -31,6 +37,7 @@ SIZES = {  # layers, hidden size, heads: the published miniature and full BERTs;
 _ATTENTION = "tpcore_sdpa"
 
 Parallel = TypeVar("Parallel", bound=ParallelModule)
+Bert = TypeVar("Bert", bound=BertPreTrainedModel)
 
 
 class Losses(NamedTuple):
@@ -62,8 +69,12 @@ def build_bert(config: BertConfig, seed: int) -> BertForPreTraining:
     return shard_bert(model)
 
 
-def shard_bert(model: BertForPreTraining) -> BertForPreTraining:
+def shard_bert(model: Bert, *, gather_logits: bool = False) -> Bert:
     """Replace, in place, what is cut by its tpcore counterpart holding this rank's part of the values.
+
+    Of any of transformers' BERT models: the encoder and the word embedding, and the vocabulary head where
+    there is one. ``gather_logits``: that head returns the logits of the whole vocabulary on every rank, as
+    whoever picks words needs them; the loss of pretraining works on the parts.
 
     The model comes whole, new or pretrained, so that every rank holds all of it for a moment: 4 bytes a
     parameter, 0.4 GB for BERT base. Each layer's full weights are freed as soon as it is replaced.
@@ -72,15 +83,16 @@ def shard_bert(model: BertForPreTraining) -> BertForPreTraining:
     for name in ("num_attention_heads", "intermediate_size"):
         if getattr(config, name) % tp:
             raise ValueError(f"tp={tp} does not divide {name}={getattr(config, name)}: choose a tp that does")
-    for layer in model.bert.encoder.layer:
+    bert: Any = model.base_model
+    for layer in bert.encoder.layer:
         _shard_layer(layer, tp)
-    embeddings: Any = model.bert.embeddings
-    head: Any = model.cls.predictions
-    embeddings.word_embeddings = _embedding(embeddings.word_embeddings)
-    head.decoder = _column(head.decoder)
-    # One parameter under two names each, as in the unsharded model.
-    head.decoder.weight = embeddings.word_embeddings.weight
-    head.bias = head.decoder.bias
+    bert.embeddings.word_embeddings = _embedding(bert.embeddings.word_embeddings)
+    if hasattr(model, "cls") and hasattr(model.cls, "predictions"):
+        head: Any = model.cls.predictions
+        head.decoder = _column(head.decoder, gather_output=gather_logits)
+        # One parameter under two names each, as in the unsharded model.
+        head.decoder.weight = bert.embeddings.word_embeddings.weight
+        head.bias = head.decoder.bias
     model.set_attn_implementation(_ATTENTION)
     return model
 
@@ -113,13 +125,13 @@ def _shard_layer(layer: Any, tp: int) -> None:
     layer.output.dense = _row(layer.output.dense)
 
 
-def _column(old: nn.Linear) -> ColumnParallelLinear:
+def _column(old: nn.Linear, *, gather_output: bool = False) -> ColumnParallelLinear:
     # pad: where tp does not divide the vocabulary. Heads and the MLP's width were checked above.
     new = ColumnParallelLinear(
         old.in_features,
         old.out_features,
         old.bias is not None,
-        gather_output=False,
+        gather_output=gather_output,
         dtype=old.weight.dtype,
         device="meta",
         pad=True,

@@ -1,4 +1,4 @@
-"""`make demo`: one BERT trained whole and cut in two, on the same data, and the two loss curves compared.
+"""`make demo`: one BERT trained whole and cut in two, the loss curves compared, and the cut one served.
 
 Dropout is off: with it, ranks draw different masks for their heads than one process draws for all of
 them, and the curves would agree only on average.
@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 PRETRAIN = Path(__file__).with_name("bert_pretrain.py")
+FILL = Path(__file__).with_name("bert_fill.py")
 # Sums over two ranks round differently from sums in one process, by about 1e-7 of a value, and training
 # carries that on: 1.5e-5 was the largest difference seen in 300 steps. With the sum of the input gradients
 # left out of one kind of layer, it was 4e-3 at step 3 and 3e-2 at step 7.
@@ -64,15 +65,23 @@ def train(tp: int, output_dir: Path, steps: int) -> Run:
     }
     script = [os.path.relpath(PRETRAIN), *(f"--{name}={value}" for name, value in options.items())]
     shown = ["torchrun", *launcher[2:], *script] if tp > 1 else ["python", *script]
-    console.print(f"\n[bold]tp={tp}[/bold]  [dim]{shlex.join(shown)}[/dim]", highlight=False, soft_wrap=True)
     start = time.perf_counter()
-    ended = subprocess.run(
-        [sys.executable, *launcher, *script], check=False, env=os.environ | {"OMP_NUM_THREADS": "1"}
-    )
-    if ended.returncode:
-        raise SystemExit(f"the run with tp={tp} failed with exit code {ended.returncode}; its error is above")
+    run_program(f"tp={tp}", [sys.executable, *launcher, *script], shown)
     about = json.loads((output_dir / "run.json").read_text())
     return Run(tp, about, read_metrics(output_dir), time.perf_counter() - start)
+
+
+def fill_in(tp: int, output_dir: Path) -> None:
+    """The run's last checkpoint put together, traced, served, and asked for masked words."""
+    script = [os.path.relpath(FILL), f"--run={output_dir}", f"--tensor_parallel_degree={tp}"]
+    run_program("serving", [sys.executable, *script], ["python", *script])
+
+
+def run_program(what: str, command: list[str], shown: list[str]) -> None:
+    console.print(f"\n[bold]{what}[/bold]  [dim]{shlex.join(shown)}[/dim]", highlight=False, soft_wrap=True)
+    ended = subprocess.run(command, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    if ended.returncode:
+        raise SystemExit(f"{what} failed with exit code {ended.returncode}; its error is above")
 
 
 def compare(one: Run, other: Run) -> list[float]:
@@ -171,6 +180,7 @@ def main() -> None:
     degrees = (1, arguments.tensor_parallel_degree)
     runs = [train(tp, arguments.output_dir / f"tp{tp}", arguments.steps) for tp in degrees]
     report(runs, arguments.output_dir)
+    fill_in(degrees[1], arguments.output_dir / f"tp{degrees[1]}")
     console.print(f"whole demo: {time.perf_counter() - start:.0f} s", highlight=False)
 
 

@@ -46,5 +46,13 @@ def test_a_run_that_fails_ends_the_demo(tmp_path, monkeypatch):
     script = tmp_path / "fails.py"
     script.write_text("raise SystemExit(3)")
     monkeypatch.setattr(demo, "PRETRAIN", script)
-    with pytest.raises(SystemExit, match="the run with tp=1 failed with exit code 3"):
+    with pytest.raises(SystemExit, match="tp=1 failed with exit code 3"):
         demo.train(1, tmp_path / "tp1", steps=10)
+
+
+def test_serving_that_fails_ends_the_demo(tmp_path, monkeypatch):
+    script = tmp_path / "fails.py"
+    script.write_text("raise SystemExit(4)")
+    monkeypatch.setattr(demo, "FILL", script)
+    with pytest.raises(SystemExit, match="serving failed with exit code 4"):
+        demo.fill_in(2, tmp_path / "tp2")

@@ -1,0 +1,88 @@
+"""Many calls of a traced model: no call costs more than the ones before it, and nothing piles up.
+
+``TPCORE_CALLS=10000 python -m pytest tests/test_trace_endurance.py --timeout 1800`` makes more of them.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import statistics
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import tpcore
+from tpcore.trace import parallel_model_trace
+
+CALLS = int(os.environ.get("TPCORE_CALLS", "1000"))
+ROWS, WIDTH = 64, 256  # 64 KB in, 64 KB out
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.processes,
+    pytest.mark.skipif(sys.platform != "linux", reason="reads memory and processor time from /proc"),
+]
+
+
+def descendants() -> list[int]:
+    found, todo = [], [os.getpid()]
+    while todo:
+        for file in Path(f"/proc/{todo.pop()}/task").glob("*/children"):
+            pids = [int(pid) for pid in file.read_text().split()]
+            found += pids
+            todo += pids
+    return found
+
+
+def resident(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def processor_seconds(pid: int) -> float:
+    """Of all threads that live; unlike the clock, it does not count what other programs do."""
+    return sum(int(f.read_text().split()[0]) for f in Path(f"/proc/{pid}/task").glob("*/schedstat")) * 1e-9
+
+
+def handles(pid: int) -> int:
+    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+
+
+def build() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        tpcore.ColumnParallelLinear(WIDTH, WIDTH, gather_output=False),
+        tpcore.RowParallelLinear(WIDTH, WIDTH, input_is_parallel=True),
+    )
+
+
+def test_calls_do_not_get_dearer_and_memory_does_not_grow() -> None:
+    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
+    before = set(descendants())
+    with parallel_model_trace(build, x, tp_degree=2) as model:
+        first = model(x)
+        for _ in range(CALLS // 10):  # allocators and caches fill up
+            model(x)
+        mine, workers = os.getpid(), sorted(set(descendants()) - before)
+        assert len(workers) >= 2
+        gc.collect()
+        memory = {pid: resident(pid) for pid in (mine, *workers)}
+        files = {pid: handles(pid) for pid in (mine, *workers)}
+        spent: list[float] = []
+        for _ in range(20):
+            start = sum(map(processor_seconds, (mine, *workers)))
+            for _ in range(CALLS // 20):
+                out = model(x)
+            spent.append(sum(map(processor_seconds, (mine, *workers))) - start)
+        gc.collect()
+        assert torch.equal(out, first)
+        assert {pid: handles(pid) for pid in files} == files
+        # One input or output kept per call would be 64 KB * CALLS, 64 MB in the short test.
+        grown = {pid: resident(pid) - size for pid, size in memory.items()}
+        assert max(grown.values()) < 4e6, grown
+        # Processor time of a call: noise of a busy machine (caches, other ranks' wake-ups) was up to 1.3.
+        early, late = statistics.median(spent[:5]), statistics.median(spent[-5:])
+        assert late < 2 * early, spent
+    assert not set(workers) & set(descendants())

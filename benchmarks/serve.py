@@ -145,7 +145,8 @@ class Floor:
             semaphore.release()
         for semaphore in self.done:
             semaphore.acquire()
-        return self.out.clone()
+        out: Tensor = self.out.clone()
+        return out
 
     def close(self) -> None:
         for process in self.processes:

@@ -80,7 +80,8 @@ def parallel_model(folder: Path) -> BertForPreTraining:
     model = BertForPreTraining(BertConfig.from_pretrained(folder))
     shard_bert(model, gather_logits=True)
     parallel_layers.load(folder, model, sharded=False)
-    return model.eval()
+    model.eval()
+    return model
 
 
 def puzzles(tokenizer: Tokenizer, count: int, max_length: int) -> list[Puzzle]:

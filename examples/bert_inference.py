@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
     parser.add_argument("--model", type=Path, help="folder of an unsharded checkpoint with tokenizer.json")
     parser.add_argument("--tensor_parallel_degree", type=int, default=2)
-    parser.add_argument("--output_dir", type=Path, default=Path("minilm_traced"), help="a traced model there is replaced")
+    parser.add_argument("--output_dir", type=Path, default=Path("minilm_traced"), help="replaced")
     arguments = parser.parse_args(argv)
     folder, tp = arguments.model or packaged_model(), arguments.tensor_parallel_degree
     inputs = encode(folder, SENTENCES)

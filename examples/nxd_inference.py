@@ -12,10 +12,11 @@ from __future__ import annotations
 import argparse
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import BertConfig, BertForSequenceClassification, BertTokenizerFast
+from transformers import BertConfig, BertForSequenceClassification, BertTokenizer
 from transformers.models.bert.modeling_bert import BertSelfAttention, BertSelfOutput
 
 import tpcore as neuronx_distributed
@@ -38,7 +39,7 @@ class ParallelSelfAttention(BertSelfAttention):
             projection = layers.ColumnParallelLinear(
                 config.hidden_size, self.all_head_size, gather_output=False
             )
-            setattr(self, name, projection)
+            self.add_module(name, projection)
         tp = parallel_state.get_tensor_model_parallel_size()
         self.num_attention_heads = self.num_attention_heads // tp
         self.all_head_size = self.all_head_size // tp
@@ -49,11 +50,12 @@ class ParallelSelfOutput(BertSelfOutput):
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__(config)
-        self.dense = layers.RowParallelLinear(config.hidden_size, config.hidden_size, input_is_parallel=True)
+        projection = layers.RowParallelLinear(config.hidden_size, config.hidden_size, input_is_parallel=True)
+        self.add_module("dense", projection)
 
 
 def encode(
-    tokenizer: BertTokenizerFast, first: str, second: str, max_length: int = 128
+    tokenizer: BertTokenizer, first: str, second: str, max_length: int = 128
 ) -> tuple[Tensor, Tensor, Tensor]:
     tokens = tokenizer(
         first, second, max_length=max_length, padding="max_length", truncation=True, return_tensors="pt"
@@ -79,7 +81,7 @@ def main() -> None:
 
 def run(arguments: argparse.Namespace, folder: Path) -> None:
     make_vocabulary(folder / "vocab.txt")
-    tokenizer = BertTokenizerFast(str(folder / "vocab.txt"))
+    tokenizer = BertTokenizer(str(folder / "vocab.txt"))
     same = encode(tokenizer, SENTENCES[0], SENTENCES[1])
     other = encode(tokenizer, SENTENCES[0], SENTENCES[2])
 
@@ -98,6 +100,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> None:
     def get_model() -> tuple[torch.nn.Module, dict[str, Tensor]]:
         """The model with parallel layers, made and loaded in each of the processes."""
         model = BertForSequenceClassification(config)
+        layer: Any
         for layer in model.bert.encoder.layer:
             layer.attention.self = ParallelSelfAttention(config)
             layer.attention.output = ParallelSelfOutput(config)

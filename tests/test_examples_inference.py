@@ -16,13 +16,14 @@ from transformers import BertForPreTraining
 from tpcore import Mesh, parallel_layers
 from tpcore.testing import run_ranks
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
-sys.path.insert(0, str(EXAMPLES))
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 import bert_fill
 import bert_inference
 from bert_model import bert_config, build_bert
 from bert_tokens import MASK, cached_tokenizer
+
+EXAMPLES = Path(bert_fill.__file__).parent
 
 
 def run(script: str, *options: object, cwd: Path) -> str:
@@ -69,11 +70,12 @@ class TestSentences:
 
     @pytest.mark.slow
     @pytest.mark.processes
-    def test_program(self, tmp_path):
-        printed = run("bert_inference.py", cwd=tmp_path)
+    def test_program(self, tmp_path, capsys):
+        bert_inference.main(["--output_dir", str(tmp_path / "traced")])
+        printed = capsys.readouterr().out
         assert "largest difference of embeddings and similarities" in printed
         assert printed.count("0.560") == 2  # of the two sentences on share prices, by both models
-        assert (tmp_path / "minilm_traced/tp_rank_1/model.safetensors").exists()
+        assert (tmp_path / "traced/tp_rank_1/model.safetensors").exists()
 
     def test_differences_end_the_program(self, folder, expected, capsys):
         wrong = expected.roll(1, 0)
@@ -129,9 +131,12 @@ class TestFilling:
 
     @pytest.mark.slow
     @pytest.mark.processes
-    def test_program(self, trained):
-        printed = run("bert_fill.py", "--run", trained, "--sentences", 2, cwd=trained)
-        assert "checkpoint_00000007 traced at tp=2" in printed
+    def test_program(self, trained, capsys):
+        # one rank: two are traced above, and by `make demo`
+        options = ["--run", str(trained), "--sentences", "2", "--tensor_parallel_degree", "1"]
+        bert_fill.main(options)
+        printed = capsys.readouterr().out
+        assert "checkpoint_00000007 traced at tp=1" in printed
         assert "largest difference of a logit" in printed
         assert (trained / "serve/whole/config.json").exists()
 

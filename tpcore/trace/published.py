@@ -10,6 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..backend import backend_class
@@ -135,7 +136,7 @@ def _check_degree(tp: Any, backend: str) -> None:
     cls = backend_class(backend)
     why = cls.unavailable()
     if why is None and not cls.capabilities.tracing:
-        why = "it traces no models"
+        why = f"it traces no models with torch {torch.__version__}"
     if why is not None:
         raise BackendError(f"backend {backend!r} cannot run traced models here: {why}")
     most = cls.most_ranks()

@@ -45,7 +45,7 @@ class GlooBackend(C10dBackend):
     capabilities = replace(
         C10dBackend.capabilities,
         moved=(torch.complex64, torch.complex128, torch.uint16, torch.float8_e4m3fn),
-        tracing=True,
+        tracing=torch.__version__ >= (2, 9),  # the oldest torch.export that the traces were tested with
     )
 
     def __init__(self, store: dist.Store | None = None, rank: int = 0, world: int = 1) -> None:

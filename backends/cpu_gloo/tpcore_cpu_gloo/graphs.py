@@ -6,10 +6,11 @@ a symbolic algebra system: 1.5 s for each process that starts.
 
 from __future__ import annotations
 
+import keyword
 import math
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -17,7 +18,11 @@ from torch.fx import Graph, GraphModule, Node
 from tpcore.errors import BackendError
 
 JSON = Any
-_PYTHON = {"operator": operator, "math": math, "torch": torch}
+_ON_NUMBERS = "add sub mul truediv floordiv mod neg pow lt le gt ge eq ne and_ or_ not_ lshift rshift getitem"
+_PYTHON: dict[str, Any] = {f"operator.{name}": getattr(operator, name) for name in _ON_NUMBERS.split()}
+_PYTHON |= {f"math.{name}": getattr(math, name) for name in ("ceil", "floor", "trunc", "sqrt")}
+_PYTHON |= {f"torch.{n}": f for n, f in vars(torch).items() if n.startswith(("sym_", "_sym_"))}
+_REFUSED = ("aten::from_file",)  # opens files
 _OF_TORCH = {torch.dtype: "dtype", torch.layout: "layout", torch.memory_format: "memory_format"}
 Target = Callable[..., Any]
 
@@ -54,10 +59,9 @@ def _name_of(target: Any) -> str:
         return f"{target.namespace}::{target._schema.name.partition('::')[2]}.{target._overloadname}"
     if isinstance(target, torch._ops.HigherOrderOperator):
         return f"higher_order::{target.name()}"
-    for name, module in _PYTHON.items():
-        found = getattr(target, "__name__", "")
-        if getattr(module, found, None) is target:
-            return f"{name}.{found}"
+    for name, function in _PYTHON.items():
+        if function is target:
+            return name
     raise BackendError(f"the graph calls {target!r}, which no program can hold")
 
 
@@ -90,39 +94,50 @@ def _said(value: Any) -> JSON:
 def from_json(said: JSON, instead: Mapping[str, Target]) -> GraphModule:
     """The graph again. ``instead``: what to call for operators of these names.
 
+    torch.fx makes a graph into Python source. No text of ``said`` gets into that but as a literal: nodes
+    and inner graphs get names of their own here, operators are looked up, names of arguments are checked.
     KeyError, TypeError and the like for what is damaged, BackendError for an operator that is not here.
     """
-    root = torch.nn.Module()
-    for name, inner in said.get("graphs", {}).items():
-        setattr(root, name, from_json(inner, instead))
-    graph, made = Graph(), dict[str, Node]()
-    for name, target, *rest in said["nodes"]:
+    root, graph, made = torch.nn.Module(), Graph(), _Made({}, {})
+    for number, (name, inner) in enumerate(said.get("graphs", {}).items()):
+        made.graphs[name] = f"graph{number}"
+        setattr(root, made.graphs[name], from_json(inner, instead))
+    for number, (name, target, *rest) in enumerate(said["nodes"]):
         if target == "input":
-            made[name] = graph.placeholder(name)
+            made.nodes[name] = graph.placeholder(f"n{number}")
         elif target == "output":
             graph.output(_meant(rest[0], graph, made))
         else:
             call = instead[target] if target in instead else _target(target)
             args = tuple(_meant(a, graph, made) for a in rest[0])
-            kwargs = {k: _meant(v, graph, made) for k, v in (rest[1] if rest[1:] else {}).items()}
-            made[name] = graph.create_node("call_function", call, args, kwargs, name)
+            kwargs = {_plain(k): _meant(v, graph, made) for k, v in (rest[1] if rest[1:] else {}).items()}
+            made.nodes[name] = graph.create_node("call_function", call, args, kwargs, f"n{number}")
     return GraphModule(root, graph)
+
+
+class _Made(NamedTuple):
+    nodes: dict[str, Node]
+    graphs: dict[str, str]
+
+
+def _plain(name: str) -> str:
+    if not name.isidentifier() or keyword.iskeyword(name):
+        raise TypeError(f"{name!r} is no name of an argument")
+    return name
 
 
 def _target(name: str) -> Target:
     """An operator of torch or of a library that is loaded, or one of Python's own on numbers."""
     space, _, rest = name.partition("::")
-    found: Any = None
+    found = _PYTHON.get(name)
     if rest and space == "higher_order":
         found = getattr(torch.ops.higher_order, rest, None)
-    elif rest:
+        found = found if isinstance(found, torch._ops.HigherOrderOperator) else None
+    elif rest and not name.startswith(_REFUSED):
         packet, _, overload = rest.rpartition(".")
-        found = getattr(getattr(getattr(torch.ops, space), packet, None), overload or "default", None)
-    else:
-        module, _, function = name.partition(".")
-        if module != "torch" or function.startswith(("sym_", "_sym_")):
-            found = getattr(_PYTHON.get(module), function, None)
-    if not callable(found):
+        found = getattr(getattr(getattr(torch.ops, space), packet, None), overload, None)
+        found = found if isinstance(found, torch._ops.OpOverload) else None
+    if found is None:
         raise BackendError(
             f"operator {name} is not in this process: import what defines it, or torch is too old"
         )
@@ -130,16 +145,16 @@ def _target(name: str) -> Target:
     return target
 
 
-def _meant(value: JSON, graph: Graph, made: Mapping[str, Node]) -> Any:
+def _meant(value: JSON, graph: Graph, made: _Made) -> Any:
     if isinstance(value, list):
         return [_meant(v, graph, made) for v in value]
     if not isinstance(value, dict):
         return value
     ((kind, inner),) = value.items()
     if kind == "node":
-        return made[inner]
+        return made.nodes[inner]
     if kind == "graph":
-        return graph.get_attr(inner)
+        return graph.get_attr(made.graphs[inner])
     if kind == "dict":
         return {k: _meant(v, graph, made) for k, v in inner.items()}
     if kind == "slice":

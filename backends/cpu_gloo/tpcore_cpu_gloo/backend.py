@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.torch_version import TorchVersion
 
 from tpcore.c10d import C10dBackend, Members, job_of_environment
 from tpcore.check import checked_calls
@@ -46,8 +45,7 @@ class GlooBackend(C10dBackend):
     capabilities = replace(
         C10dBackend.capabilities,
         moved=(torch.complex64, torch.complex128, torch.uint16, torch.float8_e4m3fn),
-        tracing=TorchVersion(torch.__version__)
-        >= (2, 9),  # the oldest torch.export that the traces were tested with
+        tracing=torch.__version__ >= "2.9",  # the oldest torch.export that this was tested with
     )
 
     def __init__(self, store: dist.Store | None = None, rank: int = 0, world: int = 1) -> None:

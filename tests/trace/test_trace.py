@@ -96,7 +96,7 @@ def test_buckets_pad_and_cut_back(pool: RankPool, tmp_path: Path) -> None:
 
 
 class Cache(nn.Module):
-    """Remembers the sum of what it was given: in an output that becomes a buffer, or in place."""
+    """Remembers the sum of what each rank was given: in an output that becomes a buffer, or in place."""
 
     def __init__(self, in_place: bool) -> None:
         super().__init__()
@@ -107,11 +107,10 @@ class Cache(nn.Module):
             self.layer.weight.fill_(1.0)
 
     def forward(self, x: Tensor) -> Any:
-        if self.in_place:
-            self.total.add_(x)
-            return self.layer(self.total)
-        total = self.total + x
-        return self.layer(total), total
+        x = x * (1 + self.layer.tp.rank)  # what is remembered is another thing on every rank
+        total = self.total.add_(x) if self.in_place else self.total + x
+        seen = tpcore.ops.reduce(total, self.layer.tp)
+        return self.layer(seen) if self.in_place else (self.layer(seen), total)
 
 
 def _aliased() -> tuple[nn.Module, dict[Tensor, int]]:
@@ -125,7 +124,7 @@ def test_state_is_kept_from_call_to_call(pool: RankPool, tmp_path: Path, in_plac
     model = traced_in(pool, tmp_path, func, torch.ones(4), 2)
     calls = [(torch.full((4,), float(n)),) for n in (1, 2, 3)]
     for rank in run_ranks_of(pool, model, calls):
-        assert [float(out[0][0]) for out in rank] == [4.0, 12.0, 24.0]
+        assert [float(out[0][0]) for out in rank] == [12.0, 36.0, 72.0]
         assert all(len(out) == 1 for out in rank)
 
 
@@ -197,6 +196,11 @@ def _seeded_by_rank() -> nn.Module:
         (lambda: 3, TypeError, "the function to trace returned a int; it must return the model"),
         (lambda: nn.Linear(4, 4, device="meta"), ValueError, "'weight' is on the meta device"),
         (lambda: (nn.Identity(), {torch.ones(1): 0}), ValueError, r"outputs \[0\] become is no parameter"),
+        (
+            lambda: tpcore.ColumnParallelLinear(4, 4, gather_output=False),
+            ValueError,
+            r"output 0, of shape \[1, 2\], is another on rank 1 than on rank 0.*gather_output=True",
+        ),
         (nn.CosineSimilarity, TypeError, "missing a required argument: 'x2'"),
     ],
 )

@@ -242,7 +242,19 @@ class _Rank:
                     f"output {i} of the traced program differs from the model's by {worst:.3g}: something in "
                     "the model's forward does not survive tracing"
                 )
+            if i < len(seen.shapes):  # the others are state, which may be cut
+                self._check_returned(i, a)
         return seen
+
+    def _check_returned(self, i: int, t: Tensor) -> None:
+        """A caller gets what the first rank returns, so all have to return the same."""
+        every = self._ctx.world.all_gather(t.unsqueeze(0), 0)
+        for rank, theirs in enumerate(every):
+            if not torch.allclose(theirs, every[0], rtol=1e-3, atol=1e-4, equal_nan=True):
+                raise ValueError(
+                    f"output {i}, of shape {list(t.shape)}, is another on rank {rank} than on rank 0, whose "
+                    "outputs are returned: gather it (gather_output=True in a last ColumnParallelLinear)"
+                )
 
 
 def _names_of(aliases: Mapping[Tensor, int], model: nn.Module) -> tuple[str, ...]:

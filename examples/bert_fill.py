@@ -27,6 +27,7 @@ from rich.table import Table
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import BertConfig, BertForPreTraining
+from transformers.utils.logging import disable_progress_bar
 
 from tpcore import parallel_layers
 from tpcore.checkpoint.rewriting import consolidate
@@ -144,6 +145,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--output_dir", type=Path, help="of both models; replaced; default: RUN/serve")
     parser.add_argument("--sentences", type=int, default=6)
     arguments = parser.parse_args(argv)
+    disable_progress_bar()  # from_pretrained's, which is done in an instant
     tp, out = arguments.tensor_parallel_degree, arguments.output_dir or arguments.run / "serve"
     shutil.rmtree(out, ignore_errors=True)
     whole = whole_checkpoint(arguments.run, out / "whole")

@@ -23,6 +23,7 @@ from rich.table import Table
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import BertConfig, BertModel
+from transformers.utils.logging import disable_progress_bar
 
 from tpcore import parallel_layers
 from tpcore.trace import parallel_model_load, parallel_model_save, parallel_model_trace
@@ -112,6 +113,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--tensor_parallel_degree", type=int, default=2)
     parser.add_argument("--output_dir", type=Path, default=Path("minilm_traced"), help="replaced")
     arguments = parser.parse_args(argv)
+    disable_progress_bar()  # from_pretrained's, which is done in an instant
     folder, tp = arguments.model or packaged_model(), arguments.tensor_parallel_degree
     inputs = encode(folder, SENTENCES)
 

@@ -55,6 +55,7 @@ def test_calls_of_the_traced_form(forward: Callable[..., None], traced: Any, cal
     ("forward", "traced", "call", "error", "message"),
     [
         (plain, ((X, Y), {}), ((X,), {}), TypeError, r"missing argument 'mask'.*\['ids', 'mask'\]"),
+        (plain, ((X,), {"extra": Y}), ((), {}), TypeError, "missing argument 'ids'"),
         (plain, ((X,), {}), ((X, Y), {}), TypeError, "argument 'mask' was not given when"),
         (plain, ((X,), {}), ((X,), {"scale": 2.0}), TypeError, "argument 'scale' was not given when"),
         (plain, ((X,), {}), ((X,), {"nope": 2.0}), TypeError, "unexpected keyword argument 'nope'"),

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import tpcore
 from tpcore import checkpoint
-from tpcore.checkpoint import rewriting
+from tpcore.checkpoint import consolidating, rewriting
 from tpcore.checkpoint.source import CutRule
 
 from .harness import TP, Contestant, Race, check_equal, conditions, peak_bytes, race, say, start, table
@@ -194,7 +194,7 @@ class Run:
                 os.fsync(dst.fileno())
 
     def consolidate(self) -> None:
-        rewriting.consolidate(self.home / "c", self.home / "out")
+        consolidating.consolidate(self.home / "c", self.home / "out")
 
     def reshard(self) -> None:
         rewriting.reshard(self.home / "c", self.home / "out", 2 * TP)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -15,7 +18,7 @@ import pytest
 import torch
 
 import tpcore
-from tpcore.checkpoint import load, save, wait, writing
+from tpcore.checkpoint import background, load, save, wait, writing
 from tpcore.context import ParallelContext
 from tpcore.errors import CheckpointError
 from tpcore.mesh import Mesh
@@ -96,9 +99,60 @@ def test_an_error_shows_at_exit(tmp_path: Path) -> None:
     """
     for how in ("fail", "pass"):
         words = [sys.executable, "-c", program, str(tmp_path / how), how]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=100, check=True)
+        done = subprocess.run(words, capture_output=True, text=True, timeout=100, check=False)
+        assert done.returncode == (how == "fail")
         assert ("No space left on device" in done.stderr) == (how == "fail"), done.stderr
     assert os.listdir(tmp_path) == ["pass"]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_is_shown_on_rank_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A bar on a terminal, and a line in the log before and after."""
+    shown = Terminal()
+    monkeypatch.setattr(sys, "stderr", shown)
+
+    def one(ctx: ParallelContext) -> None:
+        save({"model": {"w": torch.ones(1000)}}, tmp_path / "c", async_save=True)
+        wait()
+
+    with caplog.at_level(logging.INFO, "tpcore.checkpoint"):
+        run_ranks(MESH, one)
+    first, last = (record.getMessage() for record in caplog.records)
+    assert first == f"saving {tmp_path / 'c'}"
+    assert last.startswith(f"saved {tmp_path / 'c'} in ")
+    assert re.search(r"saving: +\d+%.*/4.00k", shown.getvalue())
+
+
+def test_a_rank_that_falls_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 does not wait for it for ever, and all ranks that are left hear of it."""
+    monkeypatch.setattr(background, "_PATIENCE", 0.2)
+    real, go = writing.write_tensors, threading.Event()
+
+    def silent(file: str, *args: Any) -> Any:
+        if "tp_rank_1/" in file:
+            assert go.wait(60)
+        return real(file, *args)
+
+    monkeypatch.setattr(writing, "write_tensors", silent)
+
+    def one(ctx: ParallelContext) -> str:
+        save({"model": {"w": torch.ones(3)}}, tmp_path / "c", async_save=True)
+        if ctx.rank == 0:
+            background._under_way[id(ctx)][1].join()
+            go.set()
+        with pytest.raises(CheckpointError) as caught:
+            wait()
+        return str(caught.value)
+
+    messages = run_ranks(Mesh({"tp": 2}), one)
+    assert "rank 1 has written 0 bytes, and nothing for 0 s" in messages[0]
+    assert os.listdir(tmp_path) == []
 
 
 def test_every_dp_rank_writes_a_share(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import tpcore
-from tpcore.checkpoint import load, rewriting
+from tpcore.checkpoint import consolidating, load, rewriting
 from tpcore.checkpoint.source import CutRule, opened, part
 from tpcore.checkpoint.unsharded import Reading
 from tpcore.context import ParallelContext
@@ -172,7 +172,7 @@ def test_a_cut_that_nobody_knows(tmp_path: Path, reference: type) -> None:
     """Neither guessed nor averaged: what differs between ranks has to be said."""
     write(tmp_path / "c", "directory", reference)
     with pytest.raises(CheckpointError, match=r"(?s)how it is cut is not on record.*--cut"):
-        rewriting.consolidate(tmp_path / "c", tmp_path / "out")
+        consolidating.consolidate(tmp_path / "c", tmp_path / "out")
     assert sorted(os.listdir(tmp_path)) == ["c"]
 
 
@@ -211,7 +211,7 @@ def test_code_is_not_run(
     ]
     torch.save({"model": {"x": Bomb()}}, tmp_path / "c" / file, pickle_module=pickle)
     with pytest.raises(CheckpointError, match="could run code"):
-        rewriting.consolidate(tmp_path / "c", tmp_path / "out", rules=RULES)
+        consolidating.consolidate(tmp_path / "c", tmp_path / "out", rules=RULES)
     assert sorted(os.listdir(tmp_path)) == ["c"]
 
 
@@ -230,14 +230,14 @@ def test_a_reference_out_of_its_folder(tmp_path: Path, reference: type) -> None:
     for tid in ("../../secret", -1, None):
         torch.save({"model": {"x": reference(tid)}}, tmp_path / "c" / "tp_rank_01_pp_rank_00")
         with pytest.raises(CheckpointError, match="is damaged: it refers to a tensor"):
-            rewriting.consolidate(tmp_path / "c", tmp_path / "out", rules=RULES)
+            consolidating.consolidate(tmp_path / "c", tmp_path / "out", rules=RULES)
 
 
 def test_missing_rank(tmp_path: Path, reference: type) -> None:
     write(tmp_path / "c", "file", reference)
     os.rename(tmp_path / "c" / "tp_rank_01", tmp_path / "c" / "tp_rank_02")
     with pytest.raises(CheckpointError, match="not tp rank 1 of pp rank 0"):
-        rewriting.consolidate(tmp_path / "c", tmp_path / "out", rules=RULES)
+        consolidating.consolidate(tmp_path / "c", tmp_path / "out", rules=RULES)
 
 
 # -- Hugging Face directories -------------------------------------------------------------------------------
@@ -284,5 +284,5 @@ def test_an_index_that_points_elsewhere(file: Any, message: str, tmp_path: Path)
     index = tmp_path / "hf" / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": dict.fromkeys(full(), file)}))
     with pytest.raises(CheckpointError, match=message):
-        rewriting.consolidate(tmp_path / "hf", tmp_path / "out")
+        consolidating.consolidate(tmp_path / "hf", tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tpcore.checkpoint import rewriting
+from tpcore.checkpoint import consolidating, lazy, rewriting
 from tpcore.checkpoint.reader import View
 from tpcore.checkpoint.source import opened, part
 from tpcore.checkpoint.staging import Staging
@@ -76,12 +76,16 @@ def states(path: Path) -> list[dict[str, Tensor]]:
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.lists(specs(), min_size=1, max_size=4), DEGREES, DEGREES, DEGREES)
-def test_any_degree_into_any(drawn: list[ShardSpec], a: int, b: int, c: int) -> None:
+@given(
+    st.lists(specs(), min_size=1, max_size=4), DEGREES, DEGREES, DEGREES, st.sampled_from([1, 24, 8 << 20])
+)
+def test_any_degree_into_any(drawn: list[ShardSpec], a: int, b: int, c: int, chunk: int) -> None:
+    """``chunk``: bytes that are made and written at once."""
     cuts = {str(i): spec for i, spec in enumerate(drawn)}
     g = torch.Generator().manual_seed(0)
     full = {name: torch.randn(spec.shape, generator=g) for name, spec in cuts.items()}
     fsync, os.fsync = os.fsync, lambda fd: None
+    before, lazy.CHUNK = lazy.CHUNK, chunk  # type: ignore[attr-defined]
     try:
         with tempfile.TemporaryDirectory() as home:
             write(Path(home, "0"), full, cuts, a)
@@ -91,26 +95,26 @@ def test_any_degree_into_any(drawn: list[ShardSpec], a: int, b: int, c: int) -> 
                     for name, spec in cuts.items():
                         assert torch.equal(state[name], spec.shard(full[name], rank, n))
                     assert torch.equal(state["tied"], state["0"])
-            rewriting.consolidate(Path(home, "3"), Path(home, "whole"))
+            consolidating.consolidate(Path(home, "3"), Path(home, "whole"))
             with opened(Path(home, "whole"), Reading()) as source:
                 whole = {name: part(stored, 0, 1) for name, stored in source.tensors()}
             assert all(torch.equal(whole[name], t) for name, t in full.items())
     finally:
-        os.fsync = fsync
+        os.fsync, lazy.CHUNK = fsync, before  # type: ignore[attr-defined]
 
 
 FULL = """
 import os, resource, sys
 import torch, tpcore
 from tpcore import checkpoint
-from tpcore.checkpoint import rewriting
+from tpcore.checkpoint import consolidating, rewriting
 tpcore.init(backend="cpu_gloo")
 os.fsync = lambda fd: None
 state = lambda v: {"model": {"w": torch.full((1000,), float(v))}, "n": v}
 checkpoint.save(state(1), "c")
 for limit in (0, 8, 100, 300, 1000, 4000, 4095):
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-    for run in (lambda: checkpoint.save(state(2), "c"), lambda: rewriting.consolidate("c", "whole"),
+    for run in (lambda: checkpoint.save(state(2), "c"), lambda: consolidating.consolidate("c", "whole"),
                 lambda: rewriting.reshard("c", "two", 2)):
         try:
             run()

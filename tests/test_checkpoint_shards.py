@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tpcore.checkpoint import rewriting
+from tpcore.checkpoint import consolidating, rewriting
 from tpcore.checkpoint.shards import read_shards
 from tpcore.checkpoint.source import CutRule
 from tpcore.errors import CheckpointError
@@ -56,7 +56,7 @@ def source(kind: str, home: Path) -> Path | Mapping[str, Any]:
         return home
     save_file(values, file)
     if kind == "hf":
-        rewriting.consolidate(file, home / "hf", max_shard_size=150)
+        consolidating.consolidate(file, home / "hf", max_shard_size=150)
         return home / "hf"
     if kind.startswith("ours"):
         rewriting.reshard(file, home / "c", int(kind[-1]), rules=RULES)

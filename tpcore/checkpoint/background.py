@@ -10,16 +10,19 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 from typing import Any
 
 from ..agree import together
 from ..context import ParallelContext, current
 from ..errors import CheckpointError
 from .files import read_file
+from .progress import Bar
 from .writing import Options, Save
 
 _log = logging.getLogger(__name__)
-_PATIENCE = 3600.0  # seconds that rank 0 waits for another's part after its own; a dead job is ended sooner
+_PATIENCE = 600.0  # seconds without a byte from a rank, after which rank 0 takes it for dead
+_PATIENCE_AT_EXIT = 120.0  # the program would end by now, were it not for the save
 _POLL = 0.05
 _under_way: dict[int, tuple[ParallelContext, _Background]] = {}  # by id of the context: threads have several
 
@@ -29,6 +32,7 @@ class _Background:
 
     def __init__(self, save: Save) -> None:
         self._save = save
+        self.patience = _PATIENCE
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="tpcore-save", daemon=True)
         self._thread.start()
@@ -41,47 +45,81 @@ class _Background:
         return os.path.join(self._save.root, f"said-{rank}")
 
     def _run(self) -> None:
-        save, began = self._save, time.monotonic()
         try:
-            if save.ctx.rank == 0:
-                _log.info("saving %s", save.target)
-            try:
-                self._say(save.write())
-            except Exception as e:
-                self._say(json.dumps({"error": str(e)}).encode())
-                if save.ctx.rank:
-                    raise
-            if save.ctx.rank == 0:
-                self._commit()
-                _log.info("saved %s in %.1f s", save.target, time.monotonic() - began)
+            if self._save.ctx.rank == 0:
+                self._lead()
+            else:
+                self._follow()
         except BaseException as e:  # noqa: BLE001  raised again where the main thread asks
             self.error = e
         finally:
-            save.close()
+            self._save.close()
 
-    def _commit(self) -> None:
-        """Once all ranks have written: also where one has failed, so that nobody writes any more."""
-        heard = [self._hear(rank) for rank in range(self._save.ctx.mesh.size)]
+    def _lead(self) -> None:
+        """On rank 0: show how far its part is, and put all parts together."""
+        save, began, bar, failed = self._save, time.monotonic(), Bar("saving"), None
+        _log.info("saving %s", save.target)
+        heard = [b"null"]
+        try:
+            heard = [save.write(bar)]
+        except Exception as e:  # noqa: BLE001  raised once nobody writes any more
+            failed = e
+        finally:
+            bar.close()
+        heard += [self._hear(rank) for rank in range(1, save.ctx.mesh.size)]
+        if failed is not None:
+            raise failed
         for rank, data in enumerate(heard):
-            said = json.loads(data)
+            said = _parsed(data)
             if isinstance(said, dict):
                 raise CheckpointError(f"rank {rank}: {said['error']}")
-            os.unlink(self._said(rank))
-        self._save.put_together(heard)
+            if rank:
+                os.unlink(self._said(rank))
+        save.put_together(heard)
+        _log.info("saved %s in %.1f s", save.target, time.monotonic() - began)
+
+    def _follow(self) -> None:
+        try:
+            self._say(self._save.write())
+        except Exception as e:
+            with suppress(OSError):
+                self._say(json.dumps({"error": str(e)}).encode())
+            raise
 
     def _say(self, data: bytes) -> None:
         path = self._said(self._save.ctx.rank)
-        with open(f"{path}.new", "wb") as f:
-            f.write(data)
-        os.rename(f"{path}.new", path)
+        try:
+            with open(f"{path}.new", "wb") as f:
+                f.write(data)
+        finally:  # a full disk still has room for a name, and what is cut off cannot be read
+            os.rename(f"{path}.new", path)
 
     def _hear(self, rank: int) -> bytes:
-        path, until = self._said(rank), time.monotonic() + _PATIENCE
+        path, seen, since = self._said(rank), -1, time.monotonic()
         while not os.path.exists(path):
-            if time.monotonic() > until:
-                raise CheckpointError(f"cannot save {self._save.target}: rank {rank} has written nothing")
+            written = _bytes_in(os.path.join(self._save.root, self._save.name_of(rank)))
+            if written != seen:
+                seen, since = written, time.monotonic()
+            elif time.monotonic() > since + self.patience:
+                raise CheckpointError(
+                    f"cannot save {self._save.target}: rank {rank} has written {written} bytes, "
+                    f"and nothing for {self.patience:.0f} s"
+                )
             time.sleep(_POLL)
         return read_file(path)
+
+
+def _parsed(said: bytes) -> Any:
+    try:
+        return json.loads(said)
+    except ValueError:
+        return {"error": "it could not write, not even why"}
+
+
+def _bytes_in(folder: str) -> int:
+    with suppress(FileNotFoundError):
+        return sum(entry.stat().st_size for entry in os.scandir(folder))
+    return 0
 
 
 def save_in_background(state: dict[Any, Any], save_dir: str | os.PathLike[str], options: Options) -> None:
@@ -106,8 +144,17 @@ def finish_save() -> None:
 
 @atexit.register
 def _at_exit() -> None:
+    failed = False
     for ctx, running in _under_way.values():
+        running.patience = _PATIENCE_AT_EXIT
         running.join()
         if running.error is not None:
+            failed = True
             print(f"tpcore: rank {ctx.rank}: the save in the background failed", file=sys.stderr)  # noqa: T201
             traceback.print_exception(running.error)
+    if failed:
+        # an error in an exit handler changes no exit status, and who started this program has to see it
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)

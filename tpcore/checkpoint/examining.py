@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import NamedTuple
 
@@ -14,15 +14,15 @@ from ..errors import CheckpointError
 from ..shard import ShardSpec
 from .files import CHUNK, crc32_of, naming
 from .manifest import MANIFEST
+from .progress import Steps, Tell, nothing
 from .reader import Checkpoint, View
 from .source import CutRule, Source, opened, part
 from .stored import Stored
 from .tensorfile import dtype_name
 from .tree import is_tensor, leaves, spell
-from .unsharded import Reading
+from .unsharded import Reading, unsound
 
 StrPath = str | os.PathLike[str]
-Tick = Callable[[int], None]
 
 
 class Row(NamedTuple):
@@ -76,18 +76,27 @@ def _row(name: str, stored: Stored) -> Row:
     cut = str(stored.cut).partition(" ")[2] if isinstance(stored.cut, ShardSpec) else stored.cut
     if cut is None:
         cut = "same on all ranks" if stored.bound() is None else "unknown"
-    return Row(
-        name, stored.shape, dtype_name(dtype), cut, local, math.prod(stored.shape) * stored.dtype.itemsize
-    )
+    return Row(name, stored.shape, dtype_name(dtype), cut, local, _bytes(stored))
+
+
+def _bytes(stored: Stored) -> int:
+    """Of the logical tensor."""
+    return math.prod(stored.shape) * stored.dtype.itemsize
 
 
 def diff(
-    a: StrPath, b: StrPath, *, rules: Sequence[CutRule] = (), how: Reading | None = None
+    a: StrPath,
+    b: StrPath,
+    *,
+    rules: Sequence[CutRule] = (),
+    how: Reading | None = None,
+    tell: Tell = nothing,
 ) -> Iterator[Difference]:
     """How the models in two checkpoints of any form and degree differ: an entry for each tensor that does."""
     how = how or Reading()
     with _opened(a, how, rules) as one, _opened(b, how, rules) as other:
         mine, theirs = dict(one.tensors()), dict(other.tensors())
+        tick = Steps(sum(map(_bytes, mine.values())), tell)
         for name in dict.fromkeys([*mine, *theirs]):
             if name not in mine or name not in theirs:
                 where = one.path if name in mine else other.path
@@ -96,6 +105,7 @@ def diff(
                 yield Difference(name, f"shape {mine[name].shape} and {theirs[name].shape}", 0.0, 0.0)
             else:
                 yield from _values(name, mine[name], theirs[name])
+            tick(_bytes(mine[name]) if name in mine else 0)
 
 
 def _opened(path: StrPath, how: Reading, rules: Sequence[CutRule]) -> AbstractContextManager[Source]:
@@ -128,34 +138,40 @@ def verify(
     *,
     rules: Sequence[CutRule] = (),
     how: Reading | None = None,
-    tick: Callable[[int], None] = lambda n: None,
+    tell: Tell = nothing,
 ) -> list[str]:
     """Everything that is wrong with a checkpoint: missing, surplus and damaged files and tensors."""
     try:
         with opened(path, how or Reading(), rules) as source:
             if source.checkpoint is not None:
-                return list(dict.fromkeys(_problems(source.checkpoint, tick)))
+                return list(dict.fromkeys(_problems(source.checkpoint, tell)))
             for _, stored in source.tensors():
                 for rank in range(stored.m):
                     stored.shard(rank).verify()
-            return []
+            return [text for file in _files(source.path) for text in unsound(file)]
     except CheckpointError as e:
         ours = os.path.isfile(os.path.join(path, MANIFEST))
-        return _problems_of_ours(path, tick, str(e)) if ours else [str(e)]
+        return _problems_of_ours(path, tell, str(e)) if ours else [str(e)]
 
 
-def _problems_of_ours(path: StrPath, tick: Tick, first: str) -> list[str]:
+def _files(path: str) -> list[str]:
+    walked = os.walk(path) if os.path.isdir(path) else [("", [], [path])]
+    return sorted(os.path.join(folder, name) for folder, _, names in walked for name in names)
+
+
+def _problems_of_ours(path: StrPath, tell: Tell, first: str) -> list[str]:
     """All of them where the directory can be opened at all."""
     with ExitStack() as stack:
         try:
             checkpoint = Checkpoint(path, stack)
         except CheckpointError as e:
             return [str(e)]
-        return list(dict.fromkeys([first, *_problems(checkpoint, tick)]))
+        return list(dict.fromkeys([first, *_problems(checkpoint, tell)]))
 
 
-def _problems(checkpoint: Checkpoint, tick: Tick) -> Iterator[str]:
+def _problems(checkpoint: Checkpoint, tell: Tell) -> Iterator[str]:
     manifest = checkpoint.manifest
+    tick = Steps(sum(record.size for record in manifest.files.values()), tell)
     for name in manifest.rank_dirs:
         folder = os.path.join(checkpoint.path, name)
         with naming("list", folder):

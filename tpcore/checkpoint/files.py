@@ -5,17 +5,19 @@ from __future__ import annotations
 import errno
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from queue import Queue
 from threading import Thread
 
 from ..errors import CheckpointError
 from .manifest import FileRecord
+from .progress import Tick, nothing
 from .sums import joined, spelled
 
 CHUNK = 8 << 20
 """Bytes handled at once: written, summed or read on the way to another dtype or layout."""
+_WAITING = 8  # chunks that are written and not yet summed
 _EARLY = 64 << 20  # written in steps of 8 MiB and 64 MiB, 1 GB took 0.99 and 0.60 of plain write and fsync
 
 
@@ -28,30 +30,54 @@ def naming(doing: str, path: str) -> Iterator[None]:
         raise CheckpointError(f"cannot {doing} {path}: {e.strerror or e}") from e
 
 
-def write_file(path: str, parts: Iterable[bytes | memoryview]) -> tuple[FileRecord, list[str]]:
-    """A new file of these bytes, durable, of the mode that the umask says; its record, and each part's crc32.
+Bytes = bytes | memoryview
 
-    Parts may not change before the file is written.
+
+def write_file(path: str, pieces: Iterable[Bytes]) -> FileRecord:
+    """A new file of these bytes, durable, with the mode that the umask says."""
+    return write_parts(path, [pieces])[0]
+
+
+def write_parts(
+    path: str, parts: Iterable[Iterable[Bytes]], tick: Tick = nothing, *, summed: bool = True
+) -> tuple[FileRecord, list[str]]:
+    """As ``write_file``; the file's record, and the crc32 of each part.
+
+    Each part comes in pieces, which may not change before the file is written. ``summed=False``: all sums
+    are of nothing.
     """
     sizes: list[int] = []
     done = begun = 0
     with naming("write", path), open(path, "xb") as f, _Summing() as summing:
         for part in parts:
-            sizes.append(len(part))
+            sizes.append(0)
             summing.crcs.append(0)
-            for i in range(0, len(part), CHUNK):
-                chunk = part[i : i + CHUNK]
-                summing.add(chunk)
+            for chunk in _chunks(part):
+                if summed:
+                    summing.add(chunk)
                 f.write(chunk)
+                tick(len(chunk))
+                sizes[-1] += len(chunk)
                 done += len(chunk)
-                if done - begun >= _EARLY and hasattr(os, "posix_fadvise"):
-                    # the disk begins with them now, so that there is little left to wait for in fsync
-                    os.posix_fadvise(f.fileno(), begun, done - begun, os.POSIX_FADV_DONTNEED)
-                    begun = done
+                begun = _begin(f.fileno(), begun, done)
         f.flush()
         os.fsync(f.fileno())
     total = joined(zip(summing.crcs, sizes, strict=True))
     return FileRecord(done, spelled(total)), [spelled(crc) for crc in summing.crcs]
+
+
+def _chunks(pieces: Iterable[Bytes]) -> Iterator[Bytes]:
+    for piece in pieces:
+        for i in range(0, len(piece), CHUNK):
+            yield piece[i : i + CHUNK]
+
+
+def _begin(fd: int, begun: int, done: int) -> int:
+    """Have the disk begin with what is written, every now and then, so that fsync has little to wait for."""
+    if done - begun < _EARLY or not hasattr(os, "posix_fadvise"):
+        return begun
+    os.posix_fadvise(fd, begun, done - begun, os.POSIX_FADV_DONTNEED)
+    return done
 
 
 class _Summing:
@@ -59,10 +85,10 @@ class _Summing:
 
     def __init__(self) -> None:
         self.crcs: list[int] = []
-        self._queue: Queue[tuple[int, bytes | memoryview] | None] = Queue(2)
+        self._queue: Queue[tuple[int, Bytes] | None] = Queue(_WAITING)
         self._thread = Thread(target=self._run, daemon=True)
 
-    def add(self, chunk: bytes | memoryview) -> None:
+    def add(self, chunk: Bytes) -> None:
         """To the last of ``crcs``."""
         self._queue.put((len(self.crcs) - 1, chunk))
 
@@ -85,8 +111,8 @@ def read_file(path: str) -> bytes:
         return f.read()
 
 
-def crc32_of(path: str, tick: Callable[[int], object] = lambda _: None) -> str:
-    """Of a whole file, ``tick`` called with the bytes of each step."""
+def crc32_of(path: str, tick: Tick = nothing) -> str:
+    """Of a whole file."""
     crc = 0
     with naming("read", path), open(path, "rb") as f:
         while chunk := f.read(CHUNK):

@@ -16,6 +16,17 @@ class Region(NamedTuple):
     dst_start: tuple[int, ...]
     size: tuple[int, ...]
 
+    def rows(self, start: int, end: int) -> Region:
+        """What lies in these rows of the wanted shard, with them as the shard."""
+        at = self.dst_start[0]
+        first, last = (min(max(row, start), end) for row in (at, at + self.size[0]))
+        return Region(
+            self.src,
+            (self.src_start[0] + first - at, *self.src_start[1:]),
+            (first - start, *self.dst_start[1:]),
+            (last - first, *self.size[1:]),
+        )
+
 
 _ALL = Piece(0, 0, 0)  # of a tensor that is not cut
 

@@ -185,14 +185,19 @@ class Stored:
             return self.first.shape
         return (want or self.whole()[0]).local_shape(n)
 
-    def job(self, out: Tensor, want: ShardSpec | None, rank: int, n: int) -> Job:
+    def parts(
+        self, want: ShardSpec | None, rank: int, n: int
+    ) -> tuple[tuple[tuple[Shard, Region], ...], bool]:
+        """What shard ``rank`` of ``n`` is made of, and whether that covers all of it."""
         if self.kept(want, n):
-            nothing = (0,) * out.ndim
-            return Job(out, ((self.first, Region(0, nothing, nothing, self.first.shape)),), True)
+            nothing = (0,) * len(self.first.shape)
+            return ((self.first, Region(0, nothing, nothing, self.first.shape)),), True
         cut, m = self.whole()
         want = want or cut
-        parts = tuple((self.shard(r.src), r) for r in regions(cut, m, want, rank, n))
-        return Job(out, parts, not want.padded(n))
+        return tuple((self.shard(r.src), r) for r in regions(cut, m, want, rank, n)), not want.padded(n)
+
+    def job(self, out: Tensor, want: ShardSpec | None, rank: int, n: int) -> Job:
+        return Job(out, *self.parts(want, rank, n))
 
 
 def _summary(shard: Shard) -> object:

@@ -8,7 +8,7 @@ import mmap
 import os
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,8 +17,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import CheckpointError
-from .files import CHUNK, naming, write_file
+from .files import CHUNK, naming, write_parts
 from .manifest import FileRecord, loads
+from .progress import Tick, nothing
 from .sums import spelled
 
 # The names that safetensors has had since before 0.4.3, so that every version reads what is written here.
@@ -75,17 +76,27 @@ def _as_stored(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[str, list[in
 
 # -- writing ------------------------------------------------------------------------------------------------
 class Writable(Protocol):
-    """What to write under a name; ``host()`` is called when its turn comes, so that one is held at a time."""
+    """What to write under a name."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
     @property
     def dtype(self) -> torch.dtype: ...
-    def host(self) -> Tensor: ...
+    def pieces(self) -> Iterable[Tensor]:
+        """Contiguous CPU tensors that follow each other; asked for when their turn comes."""
+
+
+def nbytes_of(t: Writable) -> int:
+    return math.prod(t.shape) * t.dtype.itemsize
 
 
 def write_tensors(
-    path: str, tensors: Mapping[str, Writable], metadata: Mapping[str, str]
+    path: str,
+    tensors: Mapping[str, Writable],
+    metadata: Mapping[str, str],
+    tick: Tick = nothing,
+    *,
+    summed: bool = True,
 ) -> tuple[FileRecord, dict[str, str]]:
     """Write one file. Returns its record, and the crc32 of each tensor as 8 hex digits."""
     # widest elements first, so that each starts at a multiple of its size, as safetensors itself does it
@@ -95,18 +106,18 @@ def write_tensors(
     for name in order:
         t = tensors[name]
         stored, shape = _as_stored(t.dtype, t.shape)
-        end = at + math.prod(t.shape) * t.dtype.itemsize
+        end = at + nbytes_of(t)
         header[name] = {"dtype": stored, "shape": shape, "data_offsets": [at, end]}
         at = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
 
-    def parts() -> Iterator[bytes | memoryview]:
-        yield len(text).to_bytes(8, "little") + text
+    def parts() -> Iterator[Iterable[bytes | memoryview]]:
+        yield [len(text).to_bytes(8, "little") + text]
         for name in order:
-            yield bytes_of(tensors[name].host().contiguous())
+            yield map(bytes_of, tensors[name].pieces())
 
-    record, (_, *sums) = write_file(path, parts())
+    record, (_, *sums) = write_parts(path, parts(), tick, summed=summed)
     return record, dict(zip(order, sums, strict=True))
 
 
@@ -139,6 +150,7 @@ class TensorFile:
         except BaseException:
             self.close()
             raise
+        self._sound: set[str] = set()  # what was verified
         self.metadata: dict[str, str] = self._entries.pop("__metadata__", None) or {}
 
     def close(self) -> None:
@@ -214,7 +226,7 @@ class TensorFile:
 
     def verify(self, layout: Layout) -> None:
         """Compare a tensor with its checksum, in bounded memory."""
-        if layout.crc32 is None:
+        if layout.crc32 is None or layout.name in self._sound:
             return
         crc = 0
         buffer = memoryview(bytearray(min(CHUNK, layout.nbytes)))
@@ -223,6 +235,7 @@ class TensorFile:
             self.read_bytes(chunk, layout.start + at)
             crc = zlib.crc32(chunk, crc)
         self._compare(layout, crc)
+        self._sound.add(layout.name)
 
     def _compare(self, layout: Layout, crc: int) -> None:
         if layout.crc32 != spelled(crc):

@@ -7,7 +7,7 @@ import pickle
 import re
 import warnings
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +23,8 @@ from .huggingface import weight_files
 from .stored import FileShard, MemoryShard, Shard, Stored
 from .tensorfile import TensorFile
 from .tree import is_nested
+
+_REPEATED = 64 << 20  # bytes of a tensor beyond those of its memory
 
 State = dict[str, Any]
 """A model's state by name: a Stored for every tensor, anything else as it is."""
@@ -112,7 +114,23 @@ def in_memory(state: Mapping[Any, Any], path: str) -> State:
 def mapped(t: Tensor, name: str, path: str) -> MemoryShard:
     if t.layout != torch.strided or t.is_quantized or t.is_meta:
         raise CheckpointError(f"{path}: {name!r} is of layout {t.layout}, dtype {t.dtype} on {t.device}")
+    if t.nbytes > t.untyped_storage().nbytes() + _REPEATED:  # strides of 0 make much of little
+        raise CheckpointError(f"{path}: {name!r} repeats {t.untyped_storage().nbytes()} bytes to {t.nbytes}")
     return MemoryShard(t)
+
+
+def unsound(path: str) -> Iterator[str]:
+    """Whether all of a file of torch.save has the crc32 that is on record in it. Nothing of other files."""
+    try:
+        if not zipfile.is_zipfile(path):
+            return
+        with zipfile.ZipFile(path) as records:
+            wrong = records.testzip()
+    except Exception as e:  # noqa: BLE001  a damaged file makes zipfile raise whatever its bytes mean
+        yield f"{path} is damaged: {type(e).__name__}: {e}"
+        return
+    if wrong is not None:
+        yield f"{path} is damaged: its {wrong!r} has another crc32"
 
 
 def _is(kind: type, value: Any) -> bool:
@@ -143,11 +161,13 @@ def unpickled(path: str, how: Reading, allow: Sequence[type] = ()) -> Any:
             "elsewhere with `tpcore checkpoint convert`",
             stacklevel=2,
         )
-    if not zipfile.is_zipfile(path):
-        raise CheckpointError(f"{path} is truncated: its directory, which is at its end, is missing")
     try:
+        if not zipfile.is_zipfile(path):
+            raise CheckpointError(f"{path} is truncated: its directory, which is at its end, is missing")
         with torch.serialization.safe_globals(list(allow)):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except CheckpointError:
+        raise
     except pickle.UnpicklingError as e:
         raise CheckpointError(
             f"{path} holds something besides tensors and plain values, and unpickling that could run code: "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import platform
 import re
@@ -24,10 +23,11 @@ from ..errors import CheckpointError
 from ..shard import ShardSpec
 from .files import naming, sync_dir, write_file
 from .manifest import FORMAT, MANIFEST, STATE, VERSION, FileRecord, Manifest, dumps, rank_dir
+from .progress import Steps, Tell, Tick, nothing
 from .retention import keep_last
 from .specs import Cut, cuts_of, memory_of
 from .staging import Staging, staging_path
-from .tensorfile import Writable, dtype_name, write_tensors
+from .tensorfile import Writable, dtype_name, nbytes_of, write_tensors
 from .tree import TAG, Path, encode, spell
 
 
@@ -62,6 +62,9 @@ class _Held:
     def shape(self) -> tuple[int, ...]:
         return tuple(self.tensor.shape)
 
+    def pieces(self) -> list[Tensor]:
+        return [self.host().contiguous()]
+
     def host(self) -> Tensor:
         # moved first: a lazy device would compile a program to convert it
         return self.tensor.detach().cpu().to(self.dtype).resolve_conj().resolve_neg()
@@ -80,7 +83,7 @@ class Part:
             )
         self._cut_of, self._down_cast = cut_of, down_cast_bf16
         self._places: dict[Any, dict[str, Any]] = {}
-        self.files: dict[str, dict[str, Entry]] = defaultdict(dict)
+        self.files: dict[str, dict[str, _Held]] = defaultdict(dict)
         self._stems: dict[Any, str] = {}
         self.tree = encode(state, self._leaf)
 
@@ -110,7 +113,7 @@ class Part:
             self._stems[top] = _unused(str(top[0]) if fits else "part", self._stems.values())
         return f"{self._stems[top]}.safetensors"
 
-    def share(self, rank: int, n: int) -> dict[str, dict[str, Entry]]:
+    def share(self, rank: int, n: int) -> Mapping[str, Mapping[str, Entry]]:
         """The files that ``rank`` of ``n`` ranks that hold the same writes; every rank names all alike."""
         if n == 1:
             return self.files
@@ -125,8 +128,7 @@ class Part:
         return out
 
     def _bytes(self, file: str, name: str) -> int:
-        entry = self.files[file][name]
-        return math.prod(entry.shape) * entry.dtype.itemsize
+        return nbytes_of(self.files[file][name])
 
     def to_host(self) -> None:
         """Copy all values, so that what is written later is what they are now."""
@@ -136,8 +138,12 @@ class Part:
                 entries[name] = _Held(entry.dtype, entry.cut, entry.host().clone())
 
 
+def total_of(files: Mapping[str, Mapping[str, Entry]]) -> int:
+    return sum(nbytes_of(entry) for entries in files.values() for entry in entries.values())
+
+
 def write_tensor_files(
-    root: str, name: str, save_id: str, files: Mapping[str, Mapping[str, Entry]]
+    root: str, name: str, save_id: str, files: Mapping[str, Mapping[str, Entry]], tick: Tick = nothing
 ) -> tuple[dict[str, FileRecord], dict[str, Any]]:
     """Write files of tensors into the directory ``name`` of ``root``; what goes on record."""
     here = os.path.join(root, name)
@@ -148,7 +154,7 @@ def write_tensor_files(
     records, tensors = {}, {}
     for file, entries in sorted(files.items()):
         metadata = {"format": "pt", "save_id": save_id, "rank": name}
-        records[f"{name}/{file}"], sums = write_tensors(os.path.join(here, file), entries, metadata)
+        records[f"{name}/{file}"], sums = write_tensors(os.path.join(here, file), entries, metadata, tick)
         tensors[file] = {key: _record(entry, sums[key]) for key, entry in entries.items()}
     return records, tensors
 
@@ -169,7 +175,7 @@ def write_state(root: str, name: str, save_id: str, tensors: Any, tree: Any) -> 
         "state": tree,
     }
     here = os.path.join(root, name)
-    record, _ = write_file(os.path.join(here, STATE), [dumps(state)])
+    record = write_file(os.path.join(here, STATE), [dumps(state)])
     sync_dir(here)
     return {f"{name}/{STATE}": record}
 
@@ -206,7 +212,6 @@ class Save:
         # on all ranks, for some do not read: what is still to be computed may need them
         ctx.backend.mark_step()
         at = ctx.mesh.coords(ctx.rank)
-        self.name = rank_dir(at.get("tp", 0), at.get("pp", 0), ctx.mesh.axes.get("pp", 1))
         self._dp = (at.get("dp", 0), ctx.mesh.axes.get("dp", 1)) if options.all_dp else (0, 1)
         self._first = at.get("dp", 0) == 0
         self._part: Part | None = None
@@ -225,18 +230,24 @@ class Save:
             if ctx.rank == 0:
                 self.staging = Staging(self.target, self.save_id)
 
-    def write(self) -> bytes:
+    def name_of(self, rank: int) -> str:
+        at = self.ctx.mesh.coords(rank)
+        return rank_dir(at.get("tp", 0), at.get("pp", 0), self.ctx.mesh.axes.get("pp", 1))
+
+    def write(self, tell: Tell = nothing) -> bytes:
         """Write this rank's tensors; what ``put_together`` has to hear of it from every rank."""
         if self._part is None:
             return b"null"
+        name = self.name_of(self.ctx.rank)
         with naming("save", self.target):
             files = self._part.share(*self._dp)
-            records, tensors = write_tensor_files(self.root, self.name, self.save_id, files)
+            steps = Steps(total_of(files), tell)
+            records, tensors = write_tensor_files(self.root, name, self.save_id, files, steps)
             if self._dp[1] > 1:
-                sync_dir(os.path.join(self.root, self.name))
+                sync_dir(os.path.join(self.root, name))
         tree = self._part.tree if self._first else None
         self._part = None  # in the background: frees the copy
-        return json.dumps([self.name, records, tensors, tree]).encode()
+        return json.dumps([name, records, tensors, tree]).encode()
 
     def put_together(self, heard: Sequence[bytes]) -> None:
         """On rank 0: each directory's state, the manifest, and the name. ``heard`` of all ranks."""

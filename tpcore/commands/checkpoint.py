@@ -12,7 +12,14 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Table
 
 from ..errors import CheckpointError
@@ -55,20 +62,20 @@ def consolidate(
     as_json: AsJson = False,
 ) -> None:
     """Write the whole model as one model.safetensors, which transformers' from_pretrained opens."""
-    from ..checkpoint import rewriting
+    from ..checkpoint import consolidating
 
     if output_format not in ("safetensors", "pytorch"):
         raise typer.BadParameter(f"--format {output_format}: safetensors or pytorch")
     size = _bytes(max_shard_size) if max_shard_size else None
-    with _reporting(as_json) as tick:
-        names = rewriting.consolidate(
+    with _reporting(as_json) as tell:
+        names = consolidating.consolidate(
             src,
             out,
             pickled=output_format == "pytorch",
             max_shard_size=size,
             rules=_rules(cut),
             how=_how(model_key, trust),
-            tick=tick,
+            tell=tell,
         )
     _wrote(out, names, as_json)
 
@@ -89,9 +96,9 @@ def reshard(
     """Write the checkpoint for another tensor-parallel degree, optimizer state included."""
     from ..checkpoint import rewriting
 
-    with _reporting(as_json) as tick:
+    with _reporting(as_json) as tell:
         left = rewriting.reshard(
-            src, out, tp, strict=strict, rules=_rules(cut), how=_how(model_key, trust), tick=tick
+            src, out, tp, strict=strict, rules=_rules(cut), how=_how(model_key, trust), tell=tell
         )
     if as_json:
         typer.echo(json.dumps({"out": out, "tp": tp, "left_out": left}, indent=2))
@@ -111,8 +118,8 @@ def convert(
     """Make safetensors of pickles: of an unsharded file a file, of another library's shards a checkpoint."""
     from ..checkpoint import rewriting
 
-    with _reporting(as_json) as tick:
-        names = rewriting.convert(src, out, rules=_rules(cut), how=_how(model_key, trust), tick=tick)
+    with _reporting(as_json) as tell:
+        names = rewriting.convert(src, out, rules=_rules(cut), how=_how(model_key, trust), tell=tell)
     _wrote(out, names, as_json)
 
 
@@ -158,8 +165,8 @@ def diff(
     """Compare the models in two checkpoints, of any form and degree. Exit status 1 if they differ."""
     from ..checkpoint import examining
 
-    with _reporting(True):
-        found = list(examining.diff(a, b, rules=_rules(cut), how=_how(model_key, trust)))
+    with _reporting(as_json) as tell:
+        found = list(examining.diff(a, b, rules=_rules(cut), how=_how(model_key, trust), tell=tell))
     if as_json:
         typer.echo(json.dumps([_finite(d._asdict()) for d in found], indent=2))
     elif not found:
@@ -187,8 +194,8 @@ def verify(
     """Compare all checksums and look for missing and surplus files. Exit status 1 if anything is wrong."""
     from ..checkpoint import examining
 
-    with _reporting(as_json) as tick:
-        wrong = examining.verify(src, rules=_rules(cut), how=_how(model_key, trust), tick=tick)
+    with _reporting(as_json) as tell:
+        wrong = examining.verify(src, rules=_rules(cut), how=_how(model_key, trust), tell=tell)
     if as_json:
         typer.echo(json.dumps({"path": src, "problems": wrong}, indent=2))
     else:
@@ -197,16 +204,17 @@ def verify(
 
 
 @contextmanager
-def _reporting(quiet: bool) -> Iterator[Callable[[int], None]]:
+def _reporting(quiet: bool) -> Iterator[Callable[[int, int], None]]:
     """A progress bar on a terminal; what is wrong with the input in one line on stderr, exit status 2."""
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
     console = Console(stderr=True)
-    progress = Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal)
+    shown = not quiet and console.is_terminal
+    progress = Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not shown)
     try:
         with progress, warnings.catch_warnings():
             warnings.showwarning = lambda message, *_, **__: typer.echo(f"warning: {message}", err=True)
             task = progress.add_task("done", total=None)
-            yield lambda n: progress.advance(task, n)
+            yield lambda done, total: progress.update(task, completed=done, total=total)
     except (CheckpointError, ValueError, OSError) as e:
         typer.echo(f"error: {e}", err=True)
         raise typer.Exit(2) from e

@@ -150,8 +150,8 @@ class Held:
     def dtype(self) -> torch.dtype:
         return self.tensor.dtype
 
-    def host(self) -> Tensor:
-        return self.tensor.detach().cpu()
+    def pieces(self) -> list[Tensor]:
+        return [self.tensor.detach().cpu().contiguous()]
 
 
 def write_weights(folder: Path, rank: int, weights: Mapping[str, Tensor]) -> FileRecord:

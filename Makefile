@@ -26,10 +26,10 @@ XLA_CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/tpcore/xla-$(XLA_KEY)
 XLA_PROJECT := $(XLA_VENV)/.project-$(XLA_KEY)-$(subst $(VENV)/.project-,,$(PROJECT))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-xla demo test test-cpu test-fast test-xla lint types docs bench lock clean
+.PHONY: help venv venv-xla demo test test-cpu test-fast test-xla lint types docs bench correctness lock clean
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 	@echo "  PYTHON=python3.12 chooses the interpreter; PIP_ARGS=... is passed to pip, for example an index"
 
 demo: venv  ## pretrain a small BERT at tp=1 and tp=2 and compare the loss curves (about 3 minutes)
@@ -65,6 +65,11 @@ docs: venv  ## build the documentation into site/; a broken link or reference is
 
 bench: venv  ## the benchmarks; numbers and how they were made: benchmarks/README.md
 	$(BIN)/python -m $(BENCH)
+
+correctness: venv  ## measure docs/correctness.md anew, with tpcore verify
+	$(BIN)/tpcore verify --backend cpu_gloo --tp 2 --json docs/verified/cpu_gloo-tp2.json
+	$(BIN)/tpcore verify --backend cpu_gloo --tp 4 --json docs/verified/cpu_gloo-tp4.json
+	$(BIN)/python -m tpcore.testing.correctness docs/verified docs/correctness.md
 
 lock: venv  ## write the versions installed in .venv to the lock
 	@sed -n '/^#/p' $(LOCK) > $(LOCK).new

@@ -6,9 +6,11 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 pytestmark = [pytest.mark.xdist_group("processes"), pytest.mark.processes]
 
@@ -33,22 +35,32 @@ def tpcore_backend(): return Here
 """
 
 
-def verify(*args: str, path: Path) -> subprocess.CompletedProcess[str]:
+def verify(*args: str, path: Path, save: Sequence[str] = ("--json",)) -> subprocess.CompletedProcess[str]:
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    command = [sys.executable, "-m", "tpcore", "verify", *args, "--json", str(path / "out.json")]
-    env |= {"PYTHONPATH": str(path), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, check=False, capture_output=True, text=True, env=env, timeout=110)
+    where = (str(path / "out.json"),) if save else ()
+    command = [sys.executable, "-m", "tpcore", "verify", *args, *save, *where]
+    env |= {"PYTHONPATH": os.pathsep.join([str(path), env.get("PYTHONPATH", "")]), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        command, check=False, capture_output=True, text=True, env=env, timeout=110, cwd=path
+    )
 
 
 def test_gloo_is_right(tmp_path: Path) -> None:
     done = verify("--backend", "cpu_gloo", "--tp", "2", path=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads((tmp_path / "out.json").read_text())
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert (report["backend"], report["mesh"]) == ("cpu_gloo", {"pp": 1, "dp": 1, "tp": 2})
+    assert report["versions"]["torch"] == torch.__version__
+    rows = report["rows"]
     names = {row["what"] for row in rows}
     assert {"all_gather", "column, sequence parallel", "training step", "checkpoint round trip"} <= names
+    assert {"trace", "BERT step"} <= names
+    measured = {row["what"] for row in rows if row["error"] > 0}
+    assert {"training step", "trace", "BERT step"} <= measured
     assert all(row["error"] <= row["allowed"] for row in rows)
     assert not any(row["wrong"] for row in rows)
     assert "WRONG" not in done.stdout
+    assert done.stdout.endswith(f"saved as {tmp_path / 'out.json'}\n")
 
 
 def test_a_wrong_backend_is_told_and_fails(tmp_path: Path) -> None:
@@ -57,7 +69,9 @@ def test_a_wrong_backend_is_told_and_fails(tmp_path: Path) -> None:
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tpcore-wrong\nVersion: 1\n")
     (info / "entry_points.txt").write_text("[tpcore]\nwrong = tpcore_wrong\n")
-    done = verify("--backend", "wrong", path=tmp_path)
+    done = verify("--backend", "wrong", path=tmp_path, save=())
     assert done.returncode == 1, done.stdout + done.stderr
+    assert "saved as tpcore-verify-wrong-tp2.json" in done.stdout  # also without being asked
+    assert json.loads((tmp_path / "tpcore-verify-wrong-tp2.json").read_text())["backend"] == "wrong"
     assert "WRONG" in done.stdout
     assert "all_gather dim" in done.stdout

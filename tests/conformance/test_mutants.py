@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from tpcore_cpu_gloo import programs
 
 from tpcore.capabilities import Capabilities
 from tpcore.comm import Comm, Op, Pending
+from tpcore.context import current
+from tpcore.errors import BackendError
 from tpcore.mesh import Group, Mesh
 from tpcore.testing import ThreadBackend, run_ranks, threads
 from tpcore.testing.conformance import Conformance
@@ -44,7 +51,7 @@ def mutant(caught_by: str, kind: type = ThreadComm) -> Callable[[type], type]:
     """Register a Comm, or a Backend, with the test that has to be the first to fail."""
 
     def register(cls: type) -> type:
-        made = cls if kind is Plain else type(cls.__name__, (Plain,), {"comm_class": cls})
+        made = cls if issubclass(kind, Plain) else type(cls.__name__, (Plain,), {"comm_class": cls})
         MUTANTS[cls.__name__] = (caught_by, made)
         return cls
 
@@ -321,6 +328,73 @@ class HasNoReduceScatter(Plain):
     capabilities = Capabilities(primitives=frozenset({"all_reduce", "all_gather"}))
 
 
+class Traces(Plain):
+    """Right, and traces as cpu_gloo does."""
+
+    capabilities = replace(Plain.capabilities, tracing=True)
+
+    def trace(self, fn: Any, weights: Any, inputs: Any, dims: Any, folder: Path) -> None:
+        ctx = current()
+        programs.trace(fn, weights, inputs, dims, [ctx.comm("tp"), ctx.world], ctx.world, folder)
+
+    def load_program(self, folder: Path, weights: Any) -> Any:
+        return programs.load(folder, weights, self.comm_for)
+
+    def comm_for(self, axes: str) -> Comm:
+        return current().comm(*axes.split("."))
+
+
+class Quiet(ThreadComm):
+    def all_reduce(self, x: Tensor, op: Op = "sum", *, donate: bool = False) -> Tensor:
+        return x
+
+
+@mutant("test_traces", Traces)
+class DropsACollectiveInAProgram(Traces):
+    def comm_for(self, axes: str) -> Comm:
+        found = current().comm(*axes.split("."))
+        return Quiet(found.group, self._rank, self._world)
+
+
+@mutant("test_traces", Traces)
+class BakesTheFirstRankIn(Traces):
+    def comm_for(self, axes: str) -> Comm:
+        found = copy.copy(super().comm_for(axes))
+        found.rank = torch.zeros_like(found.rank)
+        return found
+
+
+@mutant("test_traces", Traces)
+class KeepsTheWeightsOfTheFirstLoad(Traces):
+    def load_program(self, folder: Path, weights: Any) -> Any:
+        return super().load_program(folder, {name: t.clone() for name, t in weights.items()})
+
+
+@mutant("test_traces", Traces)
+class RunsTheBatchItWasTracedWith(Traces):
+    def load_program(self, folder: Path, weights: Any) -> Any:
+        program = super().load_program(folder, weights)
+        return lambda inputs: program([x[:2] for x in inputs])
+
+
+@mutant("test_traces", Traces)
+class TracesWhatDiffersByRank(Traces):
+    def trace(self, fn: Any, weights: Any, inputs: Any, dims: Any, folder: Path) -> None:
+        with suppress(BackendError):
+            super().trace(fn, weights, inputs, dims, folder)
+
+
+@mutant("test_traces", Plain)
+class DeclaresTracingAndHasNone(Plain):
+    capabilities = Traces.capabilities
+
+
+@mutant("test_traces", Plain)
+class TracesWithoutDeclaringIt(Plain):
+    def trace(self, fn: Any, weights: Any, inputs: Any, dims: Any, folder: Path) -> None:
+        pass
+
+
 class Kit(Conformance):
     worlds = (2, 4)
     every = 100
@@ -343,8 +417,8 @@ def first_failure(cls: type[Plain]) -> str:
     kit.tested = cls  # type: ignore[misc]  # of this instance
     choices = kit.choices() | {"run": [run_on(cls)]}
     for name, test in vars(Conformance).items():
-        if not name.startswith("test_"):
-            continue
+        if not name.startswith("test_") or (issubclass(cls, Traces) and name != "test_traces"):
+            continue  # in all other things Traces is Plain
         wanted = [a for a in inspect.signature(test).parameters if a != "self"]
         # the first argument varies slowest, as in the file: one primitive at all dtypes and sizes
         order = sorted(wanted, key=lambda a: a not in ("primitive", "moving", "mapping", "layer"))
@@ -358,8 +432,9 @@ def first_failure(cls: type[Plain]) -> str:
     return ""
 
 
-def test_the_right_one_passes() -> None:
-    assert first_failure(Plain) == ""
+@pytest.mark.parametrize("right", [Plain, Traces])
+def test_the_right_one_passes(right: type[Plain]) -> None:
+    assert first_failure(right) == ""
 
 
 @pytest.mark.parametrize("name", MUTANTS)

@@ -29,11 +29,6 @@ class TestNeuron(Conformance):
     worlds = (4,)
     every = 61  # test_xla_matrix runs many more of them
 
-    # Their bodies compute with the rank in Python, or fill tensors with it: other programs on other ranks.
-    # What they ask is asked by test_xla_primitives and test_xla_matrix, with the rank as data.
-    test_overlap = None
-    test_transpose_law = None
-
     def choices(self) -> dict[str, list[Any]]:
         """Layers not in float64: XLA's exp and erf are good to 1e-9 there, and the bounds ask for 1e-15."""
         found = super().choices()

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -21,10 +22,27 @@ from .. import ops
 from ..agree import gather_bytes
 from ..comm import Comm, Op
 from ..context import ParallelContext
+from ..errors import BackendError
+from ..program import DynamicDim, Function
 
 SHAPES = ((4,), (4, 8), (8, 4, 4), (4, 1, 8, 4))
 EMPTY = ((0, 4), (4, 0))
-Wrong = list[str]
+
+
+class Wrong(list[str]):
+    """What is wrong, in words; and the ``error`` that came nearest to what is ``allowed``, or passed it."""
+
+    error = allowed = 0.0
+
+    def measure(self, what: str, got: Tensor, want: Tensor, allowed: float = 0.0) -> None:
+        """The largest difference; 0 allowed: they are to be equal."""
+        got, want = (t.detach().cpu().double() for t in (got, want))
+        alike = got.shape == want.shape
+        error = float((got - want).abs().max()) if alike and got.numel() else (0.0 if alike else float("inf"))
+        if not error <= allowed:  # nan too
+            self.append(f"{what} is off by {error:.2e}, allowed {allowed:.0e}")
+        if not error / max(allowed, 1e-300) < self.error / max(self.allowed, 1e-300):
+            self.error, self.allowed = error, allowed
 
 
 def values(shape: tuple[int, ...], position: int, dtype: torch.dtype) -> Tensor:
@@ -99,7 +117,7 @@ def _differs(got: Tensor, want: Tensor) -> str:
 
 
 def _each(ctx: ParallelContext, comm: Comm, primitive: str, every: list[Tensor]) -> Wrong:
-    me, out = int(comm.rank.cpu()), []
+    me, out = int(comm.rank.cpu()), Wrong()
     for how, call, want in calls(comm, primitive, every):
         problem = _differs(call(every[me].to(ctx.device, copy=True)), want)
         if problem:
@@ -110,7 +128,7 @@ def _each(ctx: ParallelContext, comm: Comm, primitive: str, every: list[Tensor])
 
 def joined(ctx: ParallelContext) -> Wrong:
     """Rank, size, members and device say the same thing."""
-    out, comm = [], ctx.comm("tp")
+    out, comm = Wrong(), ctx.comm("tp")
     if comm.rank.dtype != torch.int64 or comm.rank.shape != (1,):
         out.append(f"comm.rank is {comm.rank.dtype} {tuple(comm.rank.shape)}, not one int64 element")
     elif int(comm.rank.cpu()) != ctx.coord("tp"):
@@ -125,14 +143,14 @@ def joined(ctx: ParallelContext) -> Wrong:
 
 
 def right_values(ctx: ParallelContext, primitive: str, dtype: torch.dtype) -> Wrong:
-    comm, out = ctx.comm("tp"), []
+    comm, out = ctx.comm("tp"), Wrong()
     for shape in SHAPES:
         out += _each(ctx, comm, primitive, [values(shape, p, dtype) for p in range(comm.size)])
     return out
 
 
 def empty(ctx: ParallelContext, primitive: str) -> Wrong:
-    comm, out = ctx.comm("tp"), []
+    comm, out = ctx.comm("tp"), Wrong()
     for shape in EMPTY:
         out += _each(ctx, comm, primitive, [values(shape, p, torch.float32) for p in range(comm.size)])
     return out
@@ -140,7 +158,7 @@ def empty(ctx: ParallelContext, primitive: str) -> Wrong:
 
 def strided(ctx: ParallelContext, primitive: str) -> Wrong:
     """An input that is transposed, and has gaps between its elements."""
-    comm, out = ctx.comm("tp"), []
+    comm, out = ctx.comm("tp"), Wrong()
     me = int(comm.rank.cpu())
     every = [values((4, 8, 4), p, torch.float32).transpose(0, 2)[:, ::2] for p in range(comm.size)]
     for how, call, want in calls(comm, primitive, every):
@@ -156,7 +174,7 @@ def strided(ctx: ParallelContext, primitive: str) -> Wrong:
 
 def memory(ctx: ParallelContext, primitive: str) -> Wrong:
     """Inputs are left as they were; outputs are contiguous, not the input, without autograd, and last."""
-    comm, out = ctx.comm("tp"), []
+    comm, out = ctx.comm("tp"), Wrong()
     me = int(comm.rank.cpu())
     every = [values((4, 8, 4), p, torch.float32) for p in range(comm.size)]
     kept: list[tuple[str, Tensor, Tensor]] = []
@@ -182,11 +200,10 @@ def memory(ctx: ParallelContext, primitive: str) -> Wrong:
 
 def overlapped(ctx: ParallelContext) -> Wrong:
     """Several all-reduces under way, waited for in another order, with one more collective between."""
-    comm = ctx.comm("tp")
-    n, me = comm.size, int(comm.rank.cpu())
-    waits = [comm.start_all_reduce(torch.full((9,), float(i + me), device=ctx.device)) for i in range(4)]
-    gathered = comm.all_gather(torch.full((1,), float(me), device=ctx.device), 0)
-    out = []
+    comm, out = ctx.comm("tp"), Wrong()
+    n, me = comm.size, comm.rank.float()  # as data: one program for all ranks of a compiling backend
+    waits = [comm.start_all_reduce(me.repeat(9) + i) for i in range(4)]
+    gathered = comm.all_gather(me, 0)
     for i, wait in reversed(list(enumerate(waits))):
         problem = _differs(wait(), torch.full((9,), float(n * i + n * (n - 1) // 2)))
         if problem:
@@ -198,7 +215,7 @@ def overlapped(ctx: ParallelContext) -> Wrong:
 
 def groups(ctx: ParallelContext, primitive: str) -> Wrong:
     """Every axis, every pair of axes and the world, each on its own members only."""
-    axes, out = list(ctx.mesh.axes), []
+    axes, out = list(ctx.mesh.axes), Wrong()
     for names in [(a,) for a in axes] + [tuple(axes[:2]), tuple(axes)]:
         comm = ctx.comm(*names)
         if comm.size == 1:
@@ -212,7 +229,7 @@ def groups(ctx: ParallelContext, primitive: str) -> Wrong:
 
 def many(ctx: ParallelContext) -> Wrong:
     """A long run of collectives of changing kind and size: nothing leaks from one into another."""
-    comm, out = ctx.comm("tp"), []
+    comm, out = ctx.comm("tp"), Wrong()
     for i in range(24):
         every = [values((4, 4 + i % 5), p + i, torch.float32) for p in range(comm.size)]
         out += _each(ctx, comm, PRIMITIVES[i % len(PRIMITIVES)], every)
@@ -228,8 +245,8 @@ def replicated(ctx: ParallelContext) -> Wrong:
         y = comm.all_reduce(x, op)
         seen = comm.all_gather(y.unsqueeze(0), 0).cpu()
         if not all(torch.equal(row, seen[0]) for row in seen):
-            return [f"all_reduce {op} differs between ranks in its last bits"]
-    return []
+            return Wrong([f"all_reduce {op} differs between ranks in its last bits"])
+    return Wrong()
 
 
 MAPPINGS: dict[str, tuple[Callable[[Tensor, Comm], Tensor], str, str]] = {
@@ -254,16 +271,17 @@ def transpose_law(ctx: ParallelContext, name: str) -> Wrong:
 
     def inner(a: Tensor, b: Tensor, kind: str) -> float:
         everywhere = comm.all_gather((a * b).sum().reshape(1), 0)
-        return float(everywhere[me] if kind == "replicated" else everywhere.sum())
+        mine = everywhere.index_select(0, comm.rank)
+        return float(mine if kind == "replicated" else everywhere.sum())
 
     x = some(torch.Size((4, 8)), source, 1).requires_grad_()
     out = fn(x, comm)
     y = some(out.shape, target, 2)
     out.backward(y)
     if x.grad is None:
-        return [f"{name}: no gradient"]
+        return Wrong([f"{name}: no gradient"])
     left, right = inner(out.detach(), y, target), inner(x.detach(), x.grad, source)
-    return [] if left == right else [f"{name}: <f(x), y> is {left} and <x, f_T(y)> is {right}"]
+    return Wrong([] if left == right else [f"{name}: <f(x), y> is {left} and <x, f_T(y)> is {right}"])
 
 
 def _net() -> nn.Module:
@@ -289,10 +307,8 @@ def _load(net: nn.Module, full: dict[str, Tensor], ctx: ParallelContext) -> nn.M
     return net.to(ctx.device)
 
 
-def _far(what: str, got: Tensor, want: Tensor, tolerance: float = 2e-5) -> Wrong:
-    """float32 through two layers of width 12: some tens of roundings of 6e-8 each."""
-    error = float((got.detach().cpu() - want).abs().max()) if got.shape == want.shape else float("nan")
-    return [] if error <= tolerance else [f"{what} is off by {error:.2e}, allowed {tolerance:.0e}"]
+NEAR = 2e-5
+"""float32 through two layers of width 12: some tens of roundings of 6e-8 each."""
 
 
 def training_step(ctx: ParallelContext) -> Wrong:
@@ -302,7 +318,7 @@ def training_step(ctx: ParallelContext) -> Wrong:
     plain, net = _plain(), _load(_net(), full, ctx)
     plain.load_state_dict(full)
     sgd, plain_sgd = (torch.optim.SGD(m.parameters(), lr=0.5) for m in (net, plain))
-    out: Wrong = []
+    out = Wrong()
     dp = ctx.mesh.axes.get("dp", 1)
     mine = batch.chunk(dp)[ctx.coord("dp") if dp > 1 else 0].to(ctx.device)
     for step in range(2):
@@ -312,18 +328,19 @@ def training_step(ctx: ParallelContext) -> Wrong:
         tpcore.reduce_gradients(net)
         norm = tpcore.clip_grad_norm(net, 1.0)
         want = nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
-        out += _far(f"gradient norm of step {step}", norm / want, torch.tensor(1.0))
+        out.measure(f"gradient norm of step {step}", norm.cpu() / want, torch.tensor(1.0), NEAR)
         sgd.step()
         plain_sgd.step()
     specs, n, r = tpcore.shard_specs(net), ctx.comm("tp").size, ctx.coord("tp")
     for name, p in net.named_parameters():
-        out += _far(f"{name} after two steps", p, specs[name].shard(plain.get_parameter(name).detach(), r, n))
+        whole = plain.get_parameter(name).detach()
+        out.measure(f"{name} after two steps", p, specs[name].shard(whole, r, n), NEAR)
     return out
 
 
 def random_streams(ctx: ParallelContext) -> Wrong:
     """Replicated draws are equal over tp, sharded ones differ, and a restored state draws the same again."""
-    comm, out = ctx.comm("tp"), []
+    comm, out = ctx.comm("tp"), Wrong()
     tpcore.random.manual_seed(11)
     state = tpcore.random.get_state()
 
@@ -337,8 +354,7 @@ def random_streams(ctx: ParallelContext) -> Wrong:
     first = [draw(), sharded(), draw()]
     tpcore.random.set_state(state)
     again = [draw(), sharded(), draw()]
-    if not all(torch.equal(a, b) for a, b in zip(first, again, strict=True)):
-        out.append("a restored random state does not draw the same numbers again")
+    out.measure("what a restored random state draws again", torch.stack(again), torch.stack(first))
     alike = [torch.equal(r, x) for x in first for r in comm.all_gather(x.unsqueeze(0), 0)]
     n, me = comm.size, int(comm.rank.cpu())
     if not all(alike[:n] + alike[2 * n :]):
@@ -350,32 +366,112 @@ def random_streams(ctx: ParallelContext) -> Wrong:
     return out
 
 
+@contextmanager
+def _shared_folder(ctx: ParallelContext) -> Iterator[Path]:
+    """One folder that all ranks see; gone when all have left the block."""
+    made = tempfile.mkdtemp(prefix="tpcore-kit-") if ctx.rank == 0 else ""
+    try:
+        yield Path(gather_bytes(made.encode(), ctx.world)[0].decode() if ctx.world.size > 1 else made)
+        _wait_for_all(ctx)
+    finally:
+        if ctx.rank == 0:
+            shutil.rmtree(made)
+
+
+def _wait_for_all(ctx: ParallelContext) -> None:
+    if ctx.world.size > 1:
+        gather_bytes(b"", ctx.world)
+
+
 def checkpoint_round_trip(ctx: ParallelContext) -> Wrong:
-    """A model saved by this job is read back bit for bit, and so is the optimizer's state."""
-    folder = tempfile.mkdtemp(prefix="tpcore-kit-") if ctx.rank == 0 else ""
-    folder = gather_bytes(folder.encode(), ctx.world)[0].decode() if ctx.world.size > 1 else folder
-    full = _full_state()
-    net = _load(_net(), full, ctx)
-    tpcore.checkpoint.save(net.state_dict(), Path(folder) / "saved")
-    other = _net().to(ctx.device)
+    """A model saved by this job is read back bit for bit."""
+    out = Wrong()
+    net, other = _load(_net(), _full_state(), ctx), _net().to(ctx.device)
     with torch.no_grad():
         for p in other.parameters():
             p.fill_(-1.0)
-    tpcore.checkpoint.load(Path(folder) / "saved", model=other)
-    out = [
-        f"{name} was not read back as it was saved"
-        for (name, a), b in zip(net.named_parameters(), other.parameters(), strict=True)
-        if not torch.equal(a, b)
-    ]
-    gather_bytes(b"", ctx.world) if ctx.world.size > 1 else None  # all have read
-    if ctx.rank == 0:
-        shutil.rmtree(folder)
+    with _shared_folder(ctx) as folder:
+        tpcore.checkpoint.save(net.state_dict(), folder / "saved")
+        tpcore.checkpoint.load(folder / "saved", model=other)
+    for (name, a), b in zip(net.named_parameters(), other.parameters(), strict=True):
+        out.measure(f"{name} as it was read back", b, a)
     return out
+
+
+def _network(linear: Callable[..., nn.Module], embedding: Callable[..., nn.Module]) -> nn.Module:
+    return nn.Sequential(
+        embedding(10, 8),
+        nn.Flatten(0, 1),  # a shape with the batch's size in it
+        nn.LayerNorm(8),
+        linear(0, 8, 12),
+        nn.GELU(),
+        linear(1, 12, 8),
+        linear(2, 8, 6),
+    )
+
+
+def _cut_linear(which: int, fan_in: int, fan_out: int) -> nn.Module:
+    if which == 1:
+        return tpcore.RowParallelLinear(fan_in, fan_out, input_is_parallel=True)
+    return tpcore.ColumnParallelLinear(fan_in, fan_out, gather_output=which == 2, pad=True)
+
+
+def traced_program(ctx: ParallelContext) -> Wrong:
+    """A traced model is the model: on every rank, at other batch sizes, with other weights in place. What
+    would need a program for each rank is refused by all; a backend that declares no tracing refuses all."""
+    plain = _network(lambda _, *sizes: nn.Linear(*sizes), nn.Embedding)
+    torch.manual_seed(5)
+    full = {name: torch.randn_like(t) / 2 for name, t in plain.state_dict().items()}
+    plain.load_state_dict(full)
+    net = _load(_network(_cut_linear, partial(tpcore.ParallelEmbedding, pad=True)), full, ctx)
+
+    def run(weights: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+        return [torch.func.functional_call(net, dict(weights), tuple(inputs))]
+
+    def ranks_differ(weights: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+        return [inputs[0] + ctx.coord("tp")]
+
+    def trace(fn: Function, folder: Path) -> None:
+        ctx.backend.trace(fn, net.state_dict(), [ids(2)], [{0: DynamicDim("batch", 1, 8)}], folder)
+
+    def ids(batch: int) -> Tensor:
+        return (torch.arange(batch * 5).view(batch, 5) * 3 % 10).to(ctx.device)
+
+    out = Wrong()
+    with _shared_folder(ctx) as folder, torch.no_grad():
+        if not ctx.backend.capabilities.tracing:
+            out += _not_refused(lambda: trace(run, folder), "tracing, which is not declared,")
+            return out
+        places = [folder / "model", folder / "refused"]
+        for place in places:
+            place.mkdir(exist_ok=True)
+        trace(run, places[0])
+        _wait_for_all(ctx)  # the first rank writes
+        weights = {name: t.detach().clone() for name, t in net.state_dict().items()}
+        program = ctx.backend.load_program(places[0], weights)
+        for change in ("as traced", "with its weights changed in place"):
+            for batch in (2, 1, 8):
+                what = f"the traced model at batch {batch}, {change}, on rank {ctx.rank}"
+                out.measure(what, program([ids(batch)])[0], plain(ids(batch).cpu()), NEAR)
+            for t in (*weights.values(), *plain.parameters()):
+                t.mul_(0.5)
+        if ctx.comm("tp").size > 1:
+            what = "a model that reads the rank in Python"
+            out += _not_refused(lambda: trace(ranks_differ, places[1]), what)
+    return out
+
+
+def _not_refused(call: Callable[[], None], what: str) -> list[str]:
+    try:
+        call()
+    except BackendError:
+        return []
+    return [f"{what} was not refused"]
 
 
 def refusals(ctx: ParallelContext) -> Wrong:
     """Bad arguments raise ValueError before anything is exchanged, and the group works afterwards."""
-    comm, out = ctx.comm("tp"), []
+    comm, out = ctx.comm("tp"), Wrong()
     three = torch.zeros(comm.size + 1, device=ctx.device)
     bad: dict[str, Callable[[], Tensor]] = {
         "reduce_scatter of what does not divide": lambda: comm.reduce_scatter(three, 0),

@@ -211,3 +211,7 @@ class Conformance:
     def test_checkpoint(self, run: Run, line: Mesh) -> None:
         """A failure is in gathering bytes, or in ``device``: what is saved is not what is read back."""
         self._check(run(line, bodies.checkpoint_round_trip))
+
+    def test_traces(self, run: Run, line: Mesh) -> None:
+        """A failure is in ``trace`` or ``load_program``; where no tracing is declared, in not refusing it."""
+        self._check(run(line, bodies.traced_program))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, TypeVar
 
@@ -34,9 +35,8 @@ def plain_bert() -> Any:
     torch.manual_seed(0)
     if not find_spec("transformers"):
         return _Bert()
-    from transformers import BertConfig, BertForMaskedLM
-
-    config = BertConfig(
+    transformers = import_module("transformers")  # no dependency of tpcore
+    config = transformers.BertConfig(
         vocab_size=VOCAB,
         hidden_size=WIDTH,
         num_attention_heads=HEADS,
@@ -47,7 +47,7 @@ def plain_bert() -> Any:
         attention_probs_dropout_prob=0.0,
         tie_word_embeddings=False,  # so that nothing has two names
     )
-    return BertForMaskedLM(config)
+    return transformers.BertForMaskedLM(config)
 
 
 class _Layer(nn.Module):

@@ -162,6 +162,33 @@ def test_the_instant_between_two_renames(tmp_path: Path, monkeypatch: pytest.Mon
     assert versions(path) == {2}
 
 
+def test_all_is_synced_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a power cut could take away: every file and directory is on the disk first, the name next."""
+    done: list[str] = []
+
+    def fsync(fd: int) -> None:
+        done.append(os.readlink(f"/proc/self/fd/{fd}"))
+
+    def named(real: Any) -> Any:
+        return lambda a, b: (done.append("named") if ".saving-" in str(a) else None, real(a, b))[1]
+
+    for first in (True, False):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", fsync)
+            patch.setattr(os, "rename", named(os.rename))
+            patch.setattr(staging, "_exchange", named(staging._exchange))
+            done.clear()
+            run_ranks(MESH, lambda ctx: write(ctx, tmp_path / "c", 1))
+        assert done.count("named") == 1
+        before, after = done[: done.index("named")], done[done.index("named") + 1 :]
+        synced = {path.partition(".saving-")[2].partition("/")[2] for path in before if ".saving-" in path}
+        there = {str(p.relative_to(tmp_path / "c")) for p in (tmp_path / "c").rglob("*")}
+        assert synced == {"", *there}, first
+        manifest = next(i for i, path in enumerate(before) if path.endswith("manifest.json"))
+        assert all(".safetensors" not in path and "state.json" not in path for path in before[manifest:])
+        assert after[-1] == str(tmp_path)
+
+
 def test_one_rank_fails_in_the_middle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks raise, name the first that failed, and the previous checkpoint is as it was."""
     path = tmp_path / "c"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,9 +14,10 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from ..shard import Block, ShardSpec
-from .files import naming, read_file
+from .files import naming
 from .huggingface import inside
-from .manifest import MANIFEST, STATE, loads
+from .manifest import MANIFEST, STATE
+from .optimum import Attention, Fused, Recorded, recorded
 from .specs import Cut
 from .stored import MemoryShard, Stored
 from .tree import is_nested
@@ -49,7 +50,7 @@ class ForeignCheckpoint:
 
     path: str
     stages: list[list[str]]
-    recorded: list[Mapping[str, int | None]]  # of each stage, the cut dim by name, where there are metadata
+    recorded: list[Recorded]  # of each stage, where there are metadata
 
     @property
     def tp(self) -> int:
@@ -68,8 +69,11 @@ class ForeignCheckpoint:
         for file, state in zip(files, states, strict=True):
             for name in sorted(state.keys() ^ first.keys()):
                 raise CheckpointError(f"{file} and {files[own_rank or 0]} do not both have {name!r}")
-        found: State = {}
+        found = self._originals(states, stage)
+        used = {name for made in self._made(stage) for name in made.used()}
         for name, value in first.items():
+            if name in used:
+                continue
             if not isinstance(value, Tensor):
                 found[name] = value
                 continue
@@ -82,9 +86,35 @@ class ForeignCheckpoint:
             found[name] = Stored(name, cut, self.tp, own_rank, shards.__getitem__)
         return found, own(rests[own_rank or 0])
 
+    def _made(self, stage: int) -> Sequence[Fused | Attention]:
+        return self.recorded[stage].made if self.recorded else ()
+
+    def _originals(self, states: Sequence[Mapping[str, Any]], stage: int) -> State:
+        """What the original model had in place of linears that were made one, or put in another order."""
+        found: State = {}
+        for made in self._made(stage):
+            held = [name for name in made.used() if name not in states[0]]
+            if held == made.used():
+                continue  # not saved
+            if held:
+                raise CheckpointError(f"{self.stages[stage][0]} has no {held[0]!r}, which its metadata name")
+            shards = {name: [state[name] for state in states] for name in made.used()}
+            try:
+                originals = list(made.originals(shards))
+            except (ArithmeticError, IndexError, RuntimeError, ValueError) as e:
+                why = f"{type(e).__name__}: {e}"
+                raise CheckpointError(
+                    f"{self.path}: {made.used()} are not as their metadata say: {why}"
+                ) from e
+            for name, dim, pieces in originals:
+                parts = [mapped(piece, name, self.path) for piece in pieces]
+                cut = even_cut(parts[0].shape, len(parts), dim)
+                found[name] = Stored(name, cut, len(parts), None, parts.__getitem__)
+        return found
+
     def _cut(self, name: str, shape: tuple[int, ...], stage: int, cuts: Cuts) -> Cut:
         cut = cuts(name, shape, self.tp)
-        dim = self.recorded[stage].get(name) if self.recorded else None
+        dim = self.recorded[stage].dims.get(name) if self.recorded else None
         if cut is None and dim is not None:
             cut = even_cut(shape, self.tp, dim)
         if isinstance(cut, ShardSpec) and cut.local_shape(self.tp) != shape:
@@ -110,7 +140,7 @@ def find(path: str) -> ForeignCheckpoint | None:
         stages = _stages(root) if os.path.isdir(root) else None
         if stages:
             above = os.path.dirname(root) if os.path.basename(root) == "model" else root
-            return ForeignCheckpoint(path, stages, _metadata(above, len(stages)))
+            return ForeignCheckpoint(path, stages, recorded(above, len(stages)))
     return None
 
 
@@ -158,25 +188,6 @@ def _file_of(root: str, name: str) -> str:
             f"{path} holds {len(held)} .pt files where one rank's state belongs: {held[:4]}"
         )
     return inside(root, os.path.join(name, held[0]), root)
-
-
-def _metadata(root: str, pp: int) -> list[Mapping[str, int | None]]:
-    """What optimum-neuron records of the parameters of each stage."""
-    found: list[Mapping[str, int | None]] = []
-    for stage in range(pp):
-        path = os.path.join(root, f"mp_metadata_pp_rank_{stage}.json")
-        if not os.path.isfile(path):
-            return []
-        top = loads(read_file(inside(root, os.path.basename(path), root)), path)
-        try:
-            if top.get("model_weight_transformation_specs") or top.get("gqa_qkv_metadata"):
-                return []  # fused or replicated by rules of its own: the parameters' dims do not tell enough
-            parameters = top.get("parameters", top.get("sharded_metadata"))
-            dims = {name: p["partition_dim"] for name, p in parameters.items() if p["kind"] == "sharded"}
-        except (AttributeError, KeyError, TypeError) as e:
-            raise CheckpointError(f"{path} is damaged: {type(e).__name__}: {e}") from e
-        found.append(dims)
-    return found
 
 
 def _read(file: str, how: Reading) -> tuple[Mapping[str, Any], dict[Any, Any]]:

@@ -138,6 +138,10 @@ def convert(
     with opened(src, how, rules) as source:
         if source.checkpoint is not None:
             raise CheckpointError(f"{source.path} is a tpcore checkpoint already: consolidate or reshard it")
+        if source.foreign is not None and any(stage.made for stage in source.foreign.recorded):
+            # what the original linears were is in no rank's shard as it is
+            reshard(src, out, source.tp, rules=rules, how=how, tell=tell)
+            return [rank_dir(rank) for rank in range(source.tp)]
         if source.foreign is not None:
             return _convert_shards(source.foreign, out, how, rules, tell)
         if not os.fspath(out).endswith(".safetensors"):

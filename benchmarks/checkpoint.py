@@ -102,7 +102,7 @@ class Run:
                 p.data.copy_(f.get_tensor(name).chunk(TP, dim_of(name))[self.rank])
 
     def clear(self) -> None:
-        """Nothing of the last turn is left, in memory or on its way to the disk."""
+        """Nothing of the last turn is left; what was on its way to the disk is dropped with its file."""
         checkpoint.wait()
         if self.kept is not None and hasattr(self.kept, "result"):
             self.kept.result()
@@ -112,8 +112,6 @@ class Run:
             path = self.home / left
             if self.rank == 0 or left != "out":
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-        if self.rank == 0:
-            os.sync()
         dist.barrier()
 
     # -- load ---------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.progress import Progress
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from typer.testing import CliRunner
@@ -227,3 +228,37 @@ def test_transformers_opens_it(tmp_path: Path) -> None:
     again, info = transformers.BertForPreTraining.from_pretrained(tmp_path / "hf", output_loading_info=True)
     assert not info["missing_keys"]
     assert torch.equal(again.eval()(ids).prediction_logits, want)
+
+
+@pytest.mark.parametrize(
+    ("words", "keys"),
+    [
+        (("consolidate", "a", "out"), {"out", "files"}),
+        (("reshard", "a", "out", "--tp", 3), {"out", "tp", "left_out"}),
+        (("convert", "w.pt", "out"), {"out", "files"}),
+        (("inspect", "a"), {"path", "form", "tp", "pp", "rows", "bytes"}),
+        (("diff", "a", "b"), set()),
+        (("verify", "a"), {"path", "problems"}),
+    ],
+)
+def test_json_and_progress(
+    words: tuple[Any, ...], keys: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every command: JSON and nothing else, or a bar on a terminal that gets to its end."""
+    monkeypatch.chdir(tmp_path)
+    values = write(Path("a"), 2)
+    write(Path("b"), 4)
+    torch.save(values, "w.pt")
+    said = json.loads(run(*words, "--json"))
+    assert (set(said) if isinstance(said, dict) else set()) == keys
+    told: list[tuple[int, int]] = []
+    monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal, as rich sees it
+    monkeypatch.setattr(
+        Progress, "update", lambda self, task, completed, total: told.append((completed, total))
+    )
+    run(*words[:1], *(f"{w}2" if w == "out" else w for w in words[1:]))
+    if words[0] == "inspect":
+        assert not told  # reads no tensors
+    else:
+        assert told[0][0] == 0
+        assert told[-1][0] == told[-1][1] > 0

@@ -436,3 +436,25 @@ def test_a_reader_sees_its_tensors(tmp_path: Path) -> None:
     record = {"bytes": len(data), "crc32": f"{zlib.crc32(data):08x}"}
     _edit(path / MANIFEST, lambda d: d["files"].update({"tp_rank_0/state.json": record}))
     assert "'b.weight' is F32 [3, 2], on record float32 [3, 2, 1]" in refuses(path, mesh=Mesh({"tp": 1}))[0]
+
+
+@pytest.mark.parametrize(
+    ("entry", "length"),
+    [
+        ({"dtype": "F32", "shape": [4, 3], "data_offsets": [0, 400]}, None),
+        ({"dtype": "F32", "shape": [4, 3], "data_offsets": [-8, 40]}, None),
+        ({"dtype": "F32", "shape": [4, 3], "data_offsets": [48, 0]}, None),
+        ({"dtype": "F32", "shape": [4, 300], "data_offsets": [0, 48]}, None),
+        ({"dtype": "F32", "shape": [1 << 40, 1 << 40], "data_offsets": [0, 48]}, None),
+        ({"dtype": "F64", "shape": [4, 3], "data_offsets": [0, 48]}, None),
+        ({"dtype": "F999", "shape": [4, 3], "data_offsets": [0, 48]}, None),
+        ({"dtype": "F32", "shape": [4, 3], "data_offsets": [0, 48]}, 1 << 50),
+        ({"dtype": "F32", "shape": [4, 3], "data_offsets": [0, 48]}, 7),
+    ],
+)
+def test_headers_that_lie(entry: dict[str, Any], length: int | None, tmp_path: Path) -> None:
+    """About offsets, sizes and the header's own length; a header of 1 PB is not even read."""
+    head = json.dumps({"a.weight": entry}).encode()
+    path = tmp_path / "w.safetensors"
+    path.write_bytes((length or len(head)).to_bytes(8, "little") + head + bytes(48))
+    assert all(str(path) in m for m in refuses(path, sharded=False))

@@ -39,7 +39,7 @@ def write_file(path: str, pieces: Iterable[Bytes]) -> FileRecord:
 
 
 def write_parts(
-    path: str, parts: Iterable[Iterable[Bytes]], tick: Tick = nothing, *, summed: bool = True
+    path: str, parts: Iterable[Iterable[Bytes]], *, summed: bool = True
 ) -> tuple[FileRecord, list[str]]:
     """As ``write_file``; the file's record, and the crc32 of each part.
 
@@ -52,11 +52,10 @@ def write_parts(
         for part in parts:
             sizes.append(0)
             summing.crcs.append(0)
-            for chunk in _chunks(part):
+            for chunk in chunks(part):
                 if summed:
                     summing.add(chunk)
                 f.write(chunk)
-                tick(len(chunk))
                 sizes[-1] += len(chunk)
                 done += len(chunk)
                 begun = _begin(f.fileno(), begun, done)
@@ -66,10 +65,13 @@ def write_parts(
     return FileRecord(done, spelled(total)), [spelled(crc) for crc in summing.crcs]
 
 
-def _chunks(pieces: Iterable[Bytes]) -> Iterator[Bytes]:
+def chunks(pieces: Iterable[Bytes], tick: Tick = nothing) -> Iterator[Bytes]:
+    """The same in steps; ``tick`` is called once the bytes of one are done with."""
     for piece in pieces:
         for i in range(0, len(piece), CHUNK):
-            yield piece[i : i + CHUNK]
+            chunk = piece[i : i + CHUNK]
+            yield chunk
+            tick(len(chunk))
 
 
 def _begin(fd: int, begun: int, done: int) -> int:

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import CheckpointError
-from .files import CHUNK, naming, write_parts
+from .files import CHUNK, chunks, naming, write_parts
 from .manifest import FileRecord, loads
 from .progress import Tick, nothing
 from .sums import spelled
@@ -115,9 +115,9 @@ def write_tensors(
     def parts() -> Iterator[Iterable[bytes | memoryview]]:
         yield [len(text).to_bytes(8, "little") + text]
         for name in order:
-            yield map(bytes_of, tensors[name].pieces())
+            yield chunks(map(bytes_of, tensors[name].pieces()), tick)
 
-    record, (_, *sums) = write_parts(path, parts(), tick, summed=summed)
+    record, (_, *sums) = write_parts(path, parts(), summed=summed)
     return record, dict(zip(order, sums, strict=True))
 
 

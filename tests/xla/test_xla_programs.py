@@ -66,6 +66,11 @@ LAYERS = {
     "column gathered": (lambda on: tpcore.ColumnParallelLinear(HIDDEN, 32, **on), HIDDEN),
     "row": (lambda on: tpcore.RowParallelLinear(4 * HIDDEN, 32, input_is_parallel=True, **on), HIDDEN),
     "row of whole": (lambda on: tpcore.RowParallelLinear(HIDDEN, 32, **on), HIDDEN),
+    "row unsummed": (
+        lambda on: tpcore.RowParallelLinear(HIDDEN, 32, bias=False, reduce_output=False, **on),
+        HIDDEN,
+    ),
+    "column padded": (lambda on: tpcore.ColumnParallelLinear(HIDDEN, 30, pad=True, **on), HIDDEN),
     "layer norm": (lambda on: tpcore.LayerNorm(HIDDEN, **on), HIDDEN),
     "rms norm": (lambda on: tpcore.RMSNorm(HIDDEN, **on), HIDDEN),
 }
@@ -75,10 +80,13 @@ THEORY = {
     ("column gathered", False): ([(AG, TOKENS * 8)], [(AR, X)]),
     ("row", False): ([(AR, TOKENS * 32)], []),
     ("row of whole", False): ([(AR, TOKENS * 32)], [(AG, X // 4)]),
+    ("row unsummed", False): ([], [(AG, X // 4)]),
+    ("column padded", False): ([(AG, TOKENS * 8)], [(AR, X)]),
     ("layer norm", False): ([], []),
     ("rms norm", False): ([], []),
     # x holds this rank's quarter of the tokens; backward gathers it again rather than keep it
     ("column", True): ([(AG, X)], [(RS, 4 * X), (AG, X)]),
+    ("column gathered", True): ([(AG, X), (AG, 4 * TOKENS * 8)], [(RS, 4 * X), (AG, X)]),
     ("row", True): ([(RS, TOKENS * 32)], [(AG, TOKENS * 8)]),
     ("layer norm", True): ([], [(AR, HIDDEN), (AR, HIDDEN)]),
     ("rms norm", True): ([], [(AR, HIDDEN)]),

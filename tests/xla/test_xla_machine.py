@@ -1,0 +1,62 @@
+"""What a Neuron machine takes, asked through ``init``: replicas that are told they are one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+import pytest
+from tpcore_neuron.testing import run_replicas
+
+import tpcore
+
+
+@contextmanager
+def machine(kind: str | None) -> Iterator[None]:
+    """As if torch_neuronx were here and named this kind of host. All ranks enter: they are one process."""
+    if kind is not None:
+        package, utils = ModuleType("torch_neuronx"), ModuleType("torch_neuronx.utils")
+        package.__spec__ = ModuleSpec("torch_neuronx", None)
+        vars(utils)["get_platform_target"] = lambda: kind
+        sys.modules |= {"torch_neuronx": package, "torch_neuronx.utils": utils}
+    try:
+        yield
+    finally:
+        for name in ("torch_neuronx", "torch_neuronx.utils"):
+            sys.modules.pop(name, None)
+
+
+def starts(tp: int, kind: str | None) -> dict[str, int]:
+    with machine(kind):
+        ctx = tpcore.init(backend="neuron", tp=tp)
+    tpcore.shutdown()
+    return dict(ctx.mesh.axes)
+
+
+def test_more_ranks_than_cores_are_refused():
+    with pytest.raises(
+        tpcore.BackendError, match=r"4 processes .* shows 2 NeuronCores.*start 2, or make more"
+    ):
+        run_replicas(starts, 4, 2, None, env={"NEURON_RT_VISIBLE_CORES": "4-5"})
+    assert run_replicas(starts, 4, 2, None, env={"NEURON_RT_VISIBLE_CORES": "4-7"})[0]["tp"] == 2
+
+
+@pytest.mark.parametrize(
+    ("tp", "said"), [(4, r"tp=4 on Trn1: .* 1, 2, 8, 16 or a multiple of 32"), (2, None), (8, None)]
+)
+@pytest.mark.parametrize("process", ["n8"])
+def test_tp_on_trn1(process, tp, said):
+    eight = {"NEURON_RT_VISIBLE_CORES": "0-7"}
+    if said is None:
+        assert run_replicas(starts, 8, tp, "trn1", env=eight)[0] == {"pp": 1, "dp": 8 // tp, "tp": tp}
+    else:
+        with pytest.raises(tpcore.BackendError, match=said):
+            run_replicas(starts, 8, tp, "trn1", env=eight)
+
+
+def test_a_number_of_ranks_that_a_trn1_host_does_not_take():
+    with pytest.raises(tpcore.BackendError, match="4 processes on a Trn1 host: collectives there take 1, 2"):
+        run_replicas(starts, 4, 2, "trn1", env={"NEURON_RT_VISIBLE_CORES": "0-31"})

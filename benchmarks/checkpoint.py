@@ -233,7 +233,8 @@ def main_of_rank(rank: int, options: argparse.Namespace) -> None:
         names = [name]
         dist.broadcast_object_list(names)
         run = Run(Path(names[0]), rank, options.layers, build(options.layers))
-        run.prepare()
+        if {"load", "rewrite"} & set(options.races):
+            run.prepare()
         size = f"{options.layers * NBYTES / 1e9:.1f} GB"
 
         def entry(title: str, fn: Callable[[], object]) -> Contestant:

@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tpcore.checkpoint import consolidating, lazy, rewriting
+from tpcore.checkpoint.contents import Part
 from tpcore.checkpoint.reader import View
 from tpcore.checkpoint.source import opened, part
 from tpcore.checkpoint.staging import Staging
 from tpcore.checkpoint.unsharded import Reading
-from tpcore.checkpoint.writing import Part, put_in_place, write_state, write_tensor_files
+from tpcore.checkpoint.writing import put_in_place, write_state, write_tensor_files
 from tpcore.shard import Block, ShardSpec
 
 DEGREES = st.integers(1, 8)

@@ -12,13 +12,13 @@ import torch
 
 from ..errors import CheckpointError
 from ..shard import ShardSpec
+from .dtypes import dtype_name
 from .files import CHUNK, crc32_of, naming
 from .manifest import MANIFEST
 from .progress import Steps, Tell, nothing
 from .reader import Checkpoint, View
 from .source import CutRule, Source, opened, part
 from .stored import Stored
-from .tensorfile import dtype_name
 from .tree import is_tensor, leaves, spell
 from .unsharded import Reading, unsound
 

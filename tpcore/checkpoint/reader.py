@@ -9,13 +9,14 @@ from typing import Any
 
 from ..errors import CheckpointError
 from ..shard import ShardSpec
+from .dtypes import dtype_of
 from .files import naming, read_file
 from .manifest import MANIFEST, PREFIX, STATE, Manifest, check_format, loads, rank_dir
 from .specs import Cut
 from .staging import resolve
 from .stored import FileShard, Stored
 from .sums import spelled
-from .tensorfile import TensorFile, dtype_of
+from .tensorfile import TensorFile
 from .tree import entries, is_tensor, leaves, spell
 
 

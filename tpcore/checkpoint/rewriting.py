@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from .consolidating import StrPath, consolidate, write_one
+from .contents import Entry, Part, total_of
 from .foreign import ForeignCheckpoint
 from .lazy import Lazy, once
 from .manifest import FileRecord, rank_dir
@@ -22,7 +23,7 @@ from .staging import Staging
 from .stored import MemoryShard, Stored
 from .tree import is_tensor, leaves, only, spell
 from .unsharded import Reading
-from .writing import Entry, Part, put_in_place, total_of, write_state, write_tensor_files
+from .writing import put_in_place, write_state, write_tensor_files
 
 __all__ = ["consolidate", "convert", "reshard"]
 

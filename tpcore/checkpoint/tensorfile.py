@@ -6,7 +6,6 @@ import json
 import math
 import mmap
 import os
-import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,61 +16,17 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import CheckpointError
+from .dtypes import DTYPES, as_stored, bytes_of, dtype_name
 from .files import CHUNK, chunks, naming, write_parts
 from .manifest import FileRecord, loads
 from .progress import Tick, nothing
 from .sums import spelled
 
-# The names that safetensors has had since before 0.4.3, so that every version reads what is written here.
-_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()} | {
-    "U16": torch.uint16,
-    "U32": torch.uint32,
-    "U64": torch.uint64,
-    "C64": torch.complex64,
-}
 RUN = 64 << 10
 """Runs of wanted bytes shorter than this are copied from the mapped file, longer ones read into their place.
 
 Half of each row of 256 MiB, from the page cache: runs of 4 KiB took 87 ms read one by one and 34 ms mapped,
 runs of 16 KiB 30 and 25 ms, of 64 KiB 27 and 31 ms, of 256 KiB 16 and 27 ms."""
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def dtype_of(name: str) -> torch.dtype:
-    found = getattr(torch, name, None) if re.fullmatch(r"[a-z0-9_]+", name) else None
-    if not isinstance(found, torch.dtype):
-        raise CheckpointError(f"torch {torch.__version__} has no dtype {name!r}")
-    return found
-
-
-def bytes_of(t: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor."""
-    flat = t.detach().as_strided((t.numel(),), (1,))  # whatever strides its dims of size 1 have
-    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
-
-
-def _as_stored(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[str, list[int]]:
-    """How safetensors is told of a tensor. What it has no name for is bytes, in one more dim."""
-    if dtype in _NAMES:
-        return _NAMES[dtype], list(shape)
-    return "U8", [*shape, dtype.itemsize]
 
 
 # -- writing ------------------------------------------------------------------------------------------------
@@ -105,7 +60,7 @@ def write_tensors(
     at = 0
     for name in order:
         t = tensors[name]
-        stored, shape = _as_stored(t.dtype, t.shape)
+        stored, shape = as_stored(t.dtype, t.shape)
         end = at + nbytes_of(t)
         header[name] = {"dtype": stored, "shape": shape, "data_offsets": [at, end]}
         at = end
@@ -186,9 +141,9 @@ class TensorFile:
     def layout(self, name: str) -> Layout:
         """Of a tensor as any safetensors file has it."""
         stored, shape, start, size = self._entry(name)
-        if stored not in _DTYPES:
+        if stored not in DTYPES:
             raise CheckpointError(f"{self.path}: {name!r} has dtype {stored}, which is not supported")
-        layout = Layout(name, tuple(shape), _DTYPES[stored], start)
+        layout = Layout(name, tuple(shape), DTYPES[stored], start)
         if layout.nbytes != size:
             raise CheckpointError(f"{self.path}: {name!r} of shape {shape} takes {size} bytes")
         return layout
@@ -197,7 +152,7 @@ class TensorFile:
         """Of a tensor on which there is a record of ours; the file has to agree with it."""
         stored, there, start, size = self._entry(name)
         layout = Layout(name, shape, dtype, start, crc32)
-        if (stored, there) != _as_stored(dtype, shape) or layout.nbytes != size:
+        if (stored, there) != as_stored(dtype, shape) or layout.nbytes != size:
             raise CheckpointError(
                 f"{self.path}: {name!r} is {stored} {there}, on record {dtype_name(dtype)} {list(shape)}"
             )

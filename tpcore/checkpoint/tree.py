@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
-from .tensorfile import dtype_name, dtype_of
+from .dtypes import dtype_name, dtype_of
 
 TAG = "$"
 _DICTS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}

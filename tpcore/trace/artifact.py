@@ -14,9 +14,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from ..checkpoint.dtypes import dtype_name, dtype_of
 from ..checkpoint.files import crc32_of, read_file
 from ..checkpoint.manifest import MANIFEST, dumps, loads, rank_dir
-from ..checkpoint.tensorfile import TensorFile, dtype_name, dtype_of, write_tensors
+from ..checkpoint.tensorfile import TensorFile, write_tensors
 from ..errors import CheckpointError
 from ..shard import ShardSpec
 from .inputs import Inputs, Shape

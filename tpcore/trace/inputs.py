@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ..checkpoint.tensorfile import dtype_name, dtype_of
+from ..checkpoint.dtypes import dtype_name, dtype_of
 from ..program import DynamicDim
 from .structure import Form, match, names_of, take_apart
 

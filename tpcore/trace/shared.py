@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..checkpoint.tensorfile import dtype_name, dtype_of
+from ..checkpoint.dtypes import dtype_name, dtype_of
 
 Place = tuple[int, str, list[int]]
 """Where a tensor lies: offset in bytes, dtype, shape."""

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from ..agree import gather_bytes
 from ..backend import say
+from ..checkpoint.dtypes import bytes_of
 from ..checkpoint.files import write_file
 from ..checkpoint.manifest import MANIFEST
-from ..checkpoint.tensorfile import bytes_of
 from ..context import ParallelContext, init, shutdown
 from ..errors import BackendError
 from ..module import sharding

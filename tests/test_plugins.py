@@ -162,3 +162,37 @@ def test_a_probe_that_fails_is_a_reason(install: Install) -> None:
     assert (info.usable, info.reason) == (False, "OSError: bus error")
     with pytest.raises(BackendError, match=r"backend 'mine' cannot tell if it can run: OSError: bus error"):
         tpcore.init("mine")
+
+
+@pytest.mark.parametrize(
+    ("comm", "said"),
+    [
+        (
+            "Half(group, torch.tensor([0]))",
+            "makes an unfinished Comm: Can't instantiate abstract class Half.*_all_gather",
+        ),
+        ("None", "returned None, not a tpcore Comm"),
+    ],
+)
+def test_a_comm_that_is_none_or_unfinished_is_told_at_init(comm: str, said: str, install: Install) -> None:
+    """Also of a plugin that does not say beforehand which class its Comm is of."""
+    code = f"""
+    import torch, tpcore
+
+    class Half(tpcore.Comm):
+        process_group = None
+        def _all_reduce(self, x, op, donate): return x
+        def _reduce_scatter(self, x, dim): return x
+
+    class Mine(tpcore.Backend):
+        interface = 1
+        def start(self, timeout): return 0, 1
+        def comm(self, group, rank): return {comm}
+        def device(self): return torch.device("cpu")
+
+    @tpcore.hookimpl
+    def tpcore_backend(): return Mine
+    """
+    install("half", code)
+    with pytest.raises(BackendError, match=rf"backend 'half' of tpcore-half 1\.2: its comm\(\) {said}"):
+        tpcore.init("half")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -230,6 +230,27 @@ def check_fits(backend: Backend, mesh: Mesh) -> None:
     misfit = backend.capabilities.misfit({**mesh.axes, "world": mesh.size})
     if misfit is not None:
         raise ValueError(f"{name} cannot form {misfit}; this job is {dict(mesh.axes)}")
+
+
+def check_comm(backend: Backend, made: Callable[[], Any]) -> None:
+    """Raise if what ``made`` gives, a Comm of ``backend``, is none, or is of a class that lacks a method."""
+    try:
+        comm = made()
+    except TypeError as e:
+        if "abstract" not in str(e):
+            raise
+        raise BackendError(f"{_named(backend)}: its comm() makes an unfinished Comm: {e}") from e
+    if not isinstance(comm, Comm):
+        raise BackendError(f"{_named(backend)}: its comm() returned {comm!r}, not a tpcore Comm")
+
+
+def _named(backend: Backend) -> str:
+    """The backend and the distribution that it is from, if a plugin provides it."""
+    package = type(backend).__module__.partition(".")[0]
+    for ep in _entry_points():
+        if ep.value.partition(":")[0].partition(".")[0] == package:
+            return f"backend {ep.name!r} of {' '.join(_origin(ep))}"
+    return type(backend).__name__
 
 
 def backends() -> list[BackendInfo]:

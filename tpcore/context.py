@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
-from .backend import Backend, backend_class, check_fits, load_backend, say
+from .backend import Backend, backend_class, check_comm, check_fits, load_backend, say
 from .comm import Comm
 from .mesh import Mesh
 
@@ -161,7 +162,7 @@ def init(
         check_fits(chosen, ctx.mesh)
         # now, on all ranks in one order: making a group is itself collective
         for axes in (tuple(ctx.mesh.axes), *((axis,) for axis in ctx.mesh.axes)):
-            ctx.comm(*axes)
+            check_comm(chosen, partial(ctx.comm, *axes))
     except BaseException:
         chosen.stop()
         raise

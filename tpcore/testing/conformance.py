@@ -13,7 +13,10 @@ names the fault, and later ones are often its consequence.
 from __future__ import annotations
 
 import os
+import sys
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import pytest
@@ -32,24 +35,57 @@ _NAMES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "
 
 
 class Launched:
-    """This process is one rank of a job that a launcher started: the backend finds out which."""
+    """This process is one rank of a job that a launcher started: the backend finds out which.
 
-    def __init__(self, name: str, timeout: float = 60.0) -> None:
+    A rank that fails alone leaves the others in a collective, and not every transport tells them. So a rank
+    whose error the others do not come to hear within ``grace`` seconds ends its process, upon which launchers
+    end the others'; and so does a rank that is ``timeout + grace`` seconds in one test. ``say``: prints what
+    that was, past whatever captures output.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        timeout: float = 60.0,
+        grace: float = 10.0,
+        say: Callable[[str], object] = sys.stderr.write,
+    ) -> None:
         self.backend = load_backend(name)
+        self._timeout, self._grace, self._say = timeout, grace, say
         self.rank, self.world = self.backend.start(timeout)
         self._contexts: dict[tuple[tuple[str, int], ...], ParallelContext] = {}
 
     def run(self, mesh: Mesh, fn: Callable[..., list[str]], *args: Any) -> list[list[str]]:
         key = tuple(mesh.axes.items())
         ctx = self._contexts.setdefault(key, ParallelContext(self.backend, mesh, self.rank))
+        limit, what = self._timeout + self._grace, f"rank {self.rank} did not come to an end"
         try:
-            with use(ctx):
+            with use(ctx), self._within(limit, what):
                 found = fn(ctx, *args)
         except Exception as e:  # noqa: BLE001  told to the other ranks, which else would go on to the next test
             found = [f"rank {self.rank}: {type(e).__name__}: {e}"]
+            limit, what = self._grace, f"{found[0]}\nThe other ranks did not come to hear of it"
         if self.world == 1:
             return [found]
-        return [t.decode().splitlines() for t in gather_bytes("\n".join(found).encode(), ctx.world)]
+        with self._within(limit, what):
+            return [t.decode().splitlines() for t in gather_bytes("\n".join(found).encode(), ctx.world)]
+
+    @contextmanager
+    def _within(self, seconds: float, what: str) -> Iterator[None]:
+        """End this process, and so the job, if the block takes longer."""
+
+        def end() -> None:
+            test = os.environ.get("PYTEST_CURRENT_TEST", "the test")
+            self._say(f"\ntpcore: {test}: {what} within {seconds:g} s: this process ends here\n")
+            os._exit(1)
+
+        timer = threading.Timer(seconds, end)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def close(self) -> None:
         self.backend.stop()
@@ -89,14 +125,24 @@ class Conformance:
 
     backend: ClassVar[str]
     worlds: ClassVar[tuple[int, ...]] = ()
+    grace: ClassVar[float] = 10.0
+    """Seconds after which a rank that failed alone ends the job (see ``Launched``)."""
     every: ClassVar[int] = 7
     """One of how many cases of each layer to run: 7 divides the length of no axis, so all values come up."""
 
     @pytest.fixture(scope="class")
     @classmethod
-    def run(cls) -> Iterator[Run]:
+    def run(cls, request: pytest.FixtureRequest) -> Iterator[Run]:
         """How ranks are run; override it for a backend that needs no launcher."""
-        job = Launched(cls.backend)
+        capture = request.config.pluginmanager.get_plugin("capturemanager")
+
+        def say(message: str) -> None:
+            if capture is not None:
+                capture.suspend_global_capture()
+            sys.stderr.write(message)
+            sys.stderr.flush()
+
+        job = Launched(cls.backend, grace=cls.grace, say=say)
         yield job.run
         job.close()
 

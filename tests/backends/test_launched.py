@@ -1,0 +1,86 @@
+"""The kit under a launcher: a rank that fails alone ends the job, with its error, and nothing hangs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.xdist_group("processes"), pytest.mark.processes]
+
+PLUGIN = """
+import torch
+from tpcore.c10d import C10dBackend
+from tpcore import hookimpl
+
+class Plain(C10dBackend):
+    interface = 1
+    transport = "gloo"
+    def device(self): return torch.device("cpu")
+
+@hookimpl
+def tpcore_backend(): return Plain
+"""
+KIT = """
+import os, time
+import pytest, torch
+from tpcore.testing.conformance import Conformance
+
+def body(ctx, how):
+    comm = ctx.comm("tp")
+    if ctx.rank == 0 and how == "fails alone":
+        raise RuntimeError("the driver lost its device")
+    if how == "all fail":
+        raise RuntimeError("all lost it")
+    comm.all_reduce(torch.ones(1))  # the other rank waits here
+    return []
+
+class TestPlain(Conformance):
+    backend = "plain"
+    grace = 1.0
+
+    def test_once(self, run, line):
+        self._check(run(line, body, os.environ["HOW"]))
+
+    def test_then(self, run, line):
+        self._check(run(line, body, "nothing"))
+"""
+
+
+def launched(tmp_path: Path, how: str) -> str:
+    (tmp_path / "tpcore_plain.py").write_text(PLUGIN)
+    info = tmp_path / "tpcore_plain-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tpcore-plain\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[tpcore]\nplain = tpcore_plain\n")
+    (tmp_path / "test_plain.py").write_text(KIT)
+    env = {
+        k: v for k, v in os.environ.items() if not k.startswith("PYTEST") and k not in ("RANK", "WORLD_SIZE")
+    }
+    env |= {"PYTHONPATH": f"{tmp_path}:{env.get('PYTHONPATH', '')}", "OMP_NUM_THREADS": "1", "HOW": how}
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "-m", "pytest", "-q"]
+    command += ["-p", "no:cacheprovider", "test_plain.py", "-k", "once or then"]
+    done = subprocess.run(
+        command, check=False, capture_output=True, text=True, env=env, cwd=tmp_path, timeout=100
+    )
+    assert done.returncode != 0
+    return done.stdout + done.stderr
+
+
+def test_a_rank_that_fails_alone_ends_the_job(tmp_path: Path) -> None:
+    """Before the 60 seconds that the other rank's collective would wait."""
+    out = launched(tmp_path, "fails alone")
+    assert "test_once" in out
+    assert "rank 0: RuntimeError: the driver lost its device" in out
+    assert "The other ranks did not come to hear of it within 1 s: this process ends here" in out
+    assert "passed" not in out  # the job has ended: nothing runs after it
+
+
+def test_ranks_that_all_fail_go_on_to_the_next_test(tmp_path: Path) -> None:
+    out = launched(tmp_path, "all fail")
+    assert "rank 1: RuntimeError: all lost it" in out
+    assert "1 failed, 1 passed" in out
+    assert "ends here" not in out

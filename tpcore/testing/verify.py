@@ -118,11 +118,11 @@ def _layer(ctx: ParallelContext, layer: str, dtype: str, sequence: bool) -> Row:
         case for case in matrix.cases(layer, dtype) if (dict(case.options).get("seq") is not None) == sequence
     ]
     some = some[:: 7 if len(some) > 20 else 1]
-    found = [matrix.findings_of(ctx, case) for case in some]
+    found = [matrix.findings_of(ctx, case) for case in matrix.runnable(ctx, some)]
     error, allowed = max((f.worst for f in found), key=lambda w: w[0] / max(w[1], 1e-300))
     name = f"{layer}, sequence parallel" if sequence else layer
     kind = str(matrix.DTYPES[dtype]).removeprefix("torch.")
-    return Row(name, kind, len(some), error, allowed, [m for f in found for m in f.messages])
+    return Row(name, kind, len(found), error, allowed, [m for f in found for m in f.messages])
 
 
 def _merged(ctx: ParallelContext, row: Row) -> Row:

@@ -25,7 +25,7 @@ from .linear import column, row
 from .loss import cross_entropy
 from .norm import layer_norm, rms_norm
 
-__all__ = ["AXES", "DTYPES", "Case", "cases", "check", "findings_of", "points", "report", "run"]
+__all__ = ["AXES", "DTYPES", "Case", "cases", "check", "findings_of", "points", "report", "run", "runnable"]
 
 CHECKS: dict[str, Callable[[ParallelContext, Case, Findings], None]] = {
     "column": column,
@@ -40,12 +40,14 @@ CHECKS: dict[str, Callable[[ParallelContext, Case, Findings], None]] = {
 def run(ctx: ParallelContext, some: list[Case]) -> list[str]:
     """Check every case on this rank; the findings, empty if all is well."""
     out: list[str] = []
-    for case in some:
-        if ("mode", "sparse") not in case.options or ctx.comm(
-            "tp"
-        ).eager:  # lazy devices have no sparse tensors
-            out += check(ctx, case)
+    for case in runnable(ctx, some):
+        out += check(ctx, case)
     return out
+
+
+def runnable(ctx: ParallelContext, some: list[Case]) -> list[Case]:
+    """Lazy devices have no sparse tensors."""
+    return [c for c in some if ctx.comm("tp").eager or ("mode", "sparse") not in c.options]
 
 
 def check(ctx: ParallelContext, case: Case) -> list[str]:

@@ -126,6 +126,7 @@ class _Rank:
         model, aliases = self._built()
         model.eval()
         weights, described = self._weights(model)
+        weights = {name: t.to(self._ctx.device) for name, t in weights.items()}
         self._check_replicas(weights, described)
         bound = [Arguments.of(model.forward, *call) for call in self._order.examples]
         arguments, examples = bound[0][0], [leaves for _, leaves in bound]
@@ -229,11 +230,11 @@ class _Rank:
                 weights[name].copy_(t)
             return weights
 
-        want = [t.clone() for t in fn(weights, leaves)]
+        want = [t.to("cpu", copy=True) for t in fn(weights, leaves)]
         seen = _Function(fn.model, fn.arguments, fn.returned_state, fn.form, fn.shapes)
         self._ctx.backend.trace(fn, restored(), leaves, dims, folder)
         gather_bytes(b"written", self._ctx.world)
-        got = self._ctx.backend.load_program(folder, restored())(leaves)
+        got = [t.cpu() for t in self._ctx.backend.load_program(folder, restored())(leaves)]
         restored()
         for i, (a, b) in enumerate(zip(got, want, strict=True)):
             if a.shape != b.shape or not torch.allclose(a, b, rtol=1e-3, atol=1e-4, equal_nan=True):

@@ -49,7 +49,7 @@ class Rank:
         found = self._programs[program]([t.to(self._ctx.device) for t in inputs])
         for name, t in zip(self._manifest.outputs.state, found[self._returned :], strict=True):
             self._weights[name].copy_(t)
-        return found[: self._returned]
+        return [t.cpu() for t in found[: self._returned]]
 
     def reshard(self, source: str, folder: str) -> dict[str, Any]:
         """Write this rank's part of another checkpoint. Changes nothing here."""

@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import socket
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tpcore.backend import Backend, ProgramInfo
+from tpcore.capabilities import Capabilities
 from tpcore.check import ALL, checked_calls
 from tpcore.comm import Comm
+from tpcore.context import current
 from tpcore.errors import BackendError
 from tpcore.mesh import Group
+from tpcore.program import Dims, Function, Program
 
-from . import platform
+from . import neuronx, platform
 
 
 class NeuronBackend(Backend):
     """One rank of a job on NeuronCores, or on any other PJRT device that ``PJRT_DEVICE`` names."""
 
     interface = 1
+    capabilities = Capabilities(tracing=True)  # sizes of groups depend on the host: see platform.check_tp
 
     @classmethod
     def unavailable(cls) -> str | None:
@@ -45,6 +51,16 @@ class NeuronBackend(Backend):
         return None
 
     @classmethod
+    def most_ranks(cls) -> int | None:
+        return platform.visible_cores(neuronx.platform()) or None
+
+    @classmethod
+    def job(cls, folder: Path) -> dict[str, str]:
+        with socket.create_server(("127.0.0.1", 0)) as taken:  # free a moment ago, as with any launcher
+            port = taken.getsockname()[1]
+        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+    @classmethod
     def compile_ahead(cls, command: Sequence[str], world: int | None) -> list[ProgramInfo]:
         from .extract import compile_ahead
 
@@ -56,7 +72,7 @@ class NeuronBackend(Backend):
         import torch_xla
         import torch_xla.runtime as xr
 
-        self._platform = platform.platform()
+        self._platform = neuronx.platform()
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         platform.check_cores(self._platform, local, platform.visible_cores(self._platform))
         self._owns = not dist.is_initialized()
@@ -128,6 +144,18 @@ class NeuronBackend(Backend):
         import torch_xla
 
         torch_xla.sync()
+
+    def trace(
+        self, fn: Function, weights: Mapping[str, Tensor], inputs: Sequence[Tensor], dims: Dims, folder: Path
+    ) -> None:
+        from . import programs
+
+        programs.trace(fn, weights, inputs, dims, current(), folder)
+
+    def load_program(self, folder: Path, weights: Mapping[str, Tensor]) -> Program:
+        from . import programs
+
+        return programs.load(folder, weights, lambda axes: current().comm(*axes.split(".")))
 
     def get_rng_state(self) -> Tensor:
         import torch_xla.core.xla_model as xm

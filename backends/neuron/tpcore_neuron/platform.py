@@ -69,15 +69,6 @@ def _span(part: str) -> int:
     return int(high or low) - int(low) + 1
 
 
-def platform() -> str | None:
-    """``trn1``, ``inf2``, ``trn2``...; None where there is no Neuron device."""
-    if find_spec("torch_neuronx") is None:
-        return None
-    from torch_neuronx.utils import get_platform_target
-
-    return str(get_platform_target())
-
-
 def check_cores(platform: str | None, local: int, cores: int | None) -> None:
     """Refuse a number of processes on this host that the hardware does not take."""
     if cores is not None and local > cores:

@@ -1,0 +1,59 @@
+"""All that tpcore calls of torch_neuronx, as its documentation describes it. Imported only where that is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from torch import Tensor, nn
+
+from tpcore.errors import BackendError
+from tpcore.program import Program
+
+
+def platform() -> str | None:
+    """``trn1``, ``inf2``, ``trn2``...; None where torch_neuronx is not installed."""
+    if find_spec("torch_neuronx") is None:
+        return None
+    from torch_neuronx.utils import get_platform_target
+
+    return str(get_platform_target())
+
+
+def keys(names: Iterable[str]) -> dict[str, str]:
+    """Names for weights that a module can register, and what they stand for."""
+    return {f"w{i}": name for i, name in enumerate(sorted(names))}
+
+
+def compile_module(module: nn.Module, examples: Sequence[Tensor], path: Path) -> None:
+    """Compile ``module`` for NeuronCores with its weights apart, and write it. ``examples`` on the CPU."""
+    import torch_neuronx
+
+    with TemporaryDirectory(prefix="tpcore-neuronx-") as workdir:
+        traced = torch_neuronx.trace(
+            module, tuple(examples), compiler_workdir=workdir, inline_weights_to_neff=False
+        )
+    torch.jit.save(traced, str(path))
+
+
+def load_compiled(path: Path, weights: Mapping[str, Tensor], ranks: Sequence[Tensor]) -> Program:
+    """What ``compile_module`` wrote, on this process's NeuronCore, with ``weights``."""
+    import torch_neuronx
+
+    try:
+        module = torch.jit.load(str(path))  # TorchScript: no code of Python's is in it
+    except RuntimeError as e:
+        raise BackendError(f"{path} is damaged: {str(e)[:200]}") from e
+    versions: list[int] = []
+
+    def call(inputs: Sequence[Tensor]) -> list[Tensor]:
+        now = [t._version for t in weights.values()]
+        if now != versions:  # the first call, and after a weight was changed in place
+            torch_neuronx.replace_weights(module, {k: weights[n].cpu() for k, n in keys(weights).items()})
+            versions[:] = now
+        return list(module(*ranks, *(t.cpu() for t in inputs)))
+
+    return call

@@ -1,0 +1,179 @@
+"""Traced programs: one HLO module for all ranks, whose parameters are weights, ranks and inputs.
+
+What is written is what the compiler is given: the same on a CPU and on Neuron. Where the Neuron tools are,
+the module is compiled too, by ``torch_neuronx.trace``, and that is then what runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from difflib import unified_diff
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch_xla
+import torch_xla.core.xla_builder as xb
+from safetensors.torch import load_file, save
+from torch import Tensor, nn
+
+from tpcore.agree import gather_bytes, together
+from tpcore.checkpoint.files import write_file
+from tpcore.comm import Comm
+from tpcore.context import ParallelContext
+from tpcore.errors import BackendError
+from tpcore.program import Dims, Function, Program
+
+from . import neuronx
+
+HLO, TEXT, PARAMETERS, CONSTANTS = "program.hlo", "program.mlir", "parameters.json", "constants.safetensors"
+COMPILED = "neuron.pt"
+_XLA: Any = torch_xla._XLAC
+_SHOWN = 12  # differing lines
+
+
+class _Pure(nn.Module):
+    """``fn`` as torch_neuronx takes it: weights are parameters, all else that it depends on are arguments."""
+
+    def __init__(self, fn: Function, weights: Mapping[str, Tensor], comms: Sequence[Comm]) -> None:
+        super().__init__()
+        self._of = fn, sorted(weights), comms  # in a tuple, so that no module in it becomes a part of this
+        for key, name in neuronx.keys(weights).items():
+            self.register_parameter(key, nn.Parameter(weights[name], requires_grad=False))
+
+    def forward(self, *given: Tensor) -> tuple[Tensor, ...]:
+        fn, names, comms = self._of
+        ranks, inputs = given[: len(comms)], given[len(comms) :]
+        with ExitStack() as stack:
+            for comm, rank in zip(comms, ranks, strict=True):
+                stack.enter_context(comm.rank_as(rank))
+            return tuple(fn(dict(zip(names, self.parameters(), strict=True)), inputs))
+
+
+def trace(
+    fn: Function,
+    weights: Mapping[str, Tensor],
+    inputs: Sequence[Tensor],
+    dims: Dims,
+    ctx: ParallelContext,
+    folder: Path,
+) -> None:
+    dynamic = [str(dim) for of in dims for dim in of.values()]
+    if dynamic:
+        raise BackendError(
+            f"the sizes {', '.join(dynamic)} are to change, and an XLA program has fixed ones: give examples of "
+            "the sizes that are needed as bucket_inputs, in place of dynamic_shapes"
+        )
+    comms = [ctx.comm(axis) for axis in ctx.mesh.axes] + [ctx.world]
+    with together(ctx):
+        program, said, constants = _lowered(fn, weights, inputs, comms)
+    _check_ranks(said.encode() + program.text.encode(), constants, ctx.world)
+    with together(ctx):
+        if ctx.rank == 0:
+            write_file(str(folder / HLO), [program.hlo])
+            write_file(str(folder / TEXT), [program.text.encode()])
+            write_file(str(folder / PARAMETERS), [said.encode()])
+            write_file(str(folder / CONSTANTS), [constants])
+            if neuronx.platform() is not None:
+                zeros = {name: torch.zeros(t.shape, dtype=t.dtype) for name, t in weights.items()}
+                examples = (*(c.rank.cpu() for c in comms), *(t.cpu() for t in inputs))
+                neuronx.compile_module(_Pure(fn, zeros, comms), examples, folder / COMPILED)
+
+
+class _Lowered:
+    """The pending computation of ``outputs``."""
+
+    def __init__(self, outputs: Sequence[Tensor]) -> None:
+        self._context = _XLA.lowering.LoweringContext("tpcore")
+        self._context.build(list(outputs))
+        self.hlo: bytes = self._context.hlo()
+        self.text: str = _XLA._get_stablehlo(list(outputs), str(outputs[0].device), [], False).decode()
+
+    def parameters(self) -> dict[int, Tensor]:
+        """By position."""
+        found: dict[int, Tensor] = self._context.device_parameter_id_tensor_mapping()
+        return found
+
+    def position(self, t: Tensor) -> int:
+        """-1 if it is no parameter: nothing depends on it."""
+        return int(self._context.tensor_parameter_id(t))
+
+
+def _lowered(
+    fn: Function, weights: Mapping[str, Tensor], inputs: Sequence[Tensor], comms: Sequence[Comm]
+) -> tuple[_Lowered, str, bytes]:
+    """The program; what its parameters are, as JSON; and those that are none of ours, as a file."""
+    # placeholders have no values: none can get into the program, or decide which way it takes
+    held = {name: _placeholder(t) for name, t in weights.items()}
+    ranks, given = [_placeholder(c.rank) for c in comms], [_placeholder(t) for t in inputs]
+    with torch.no_grad():
+        program = _Lowered(_Pure(fn, held, comms)(*ranks, *given))
+    sources: list[tuple[list[Any], Tensor]] = [(["weight", name], t) for name, t in held.items()]
+    sources += [(["rank", i], t) for i, t in enumerate(ranks)]
+    sources += [(["input", i], t) for i, t in enumerate(given)]
+    known = {program.position(t): source for source, t in sources}
+    parameters = program.parameters()
+    # numbers of Python that are not 0 or 1, which torch_xla makes parameters too, so as not to recompile
+    constants = {str(at): t.cpu() for at, t in parameters.items() if at not in known}
+    said = [known.get(at, ["constant", str(at)]) for at in range(len(parameters))]
+    groups = [".".join(c.group.axes) for c in comms]
+    text = json.dumps({"groups": groups, "parameters": said}, separators=(",", ":"))
+    return program, text, save({name: t.contiguous() for name, t in constants.items()})
+
+
+def _placeholder(t: Tensor) -> Tensor:
+    made: Tensor = xb.create_placeholder_tensor(t.shape, t.dtype)
+    return made
+
+
+def _check_ranks(text: bytes, constants: bytes, world: Comm) -> None:
+    """Raise on all ranks if they have traced different programs: the first's is what all will run."""
+    heard = gather_bytes(hashlib.sha256(text + constants).digest(), world)
+    other = next((rank for rank, said in enumerate(heard) if said != heard[0]), None)
+    if other is None:
+        return
+    texts = gather_bytes(text, world)
+    mine, theirs = (t.decode().splitlines() for t in (texts[0], texts[other]))
+    lines = [line for line in unified_diff(mine, theirs, lineterm="", n=0) if line[0] in "+-"][2:]
+    shown = "\n".join(line[:200] for line in lines[:_SHOWN])
+    raise BackendError(
+        f"ranks 0 and {other} would need different programs, so that one could not serve all: something in "
+        f"the model's forward depends on the rank as a Python number, or is a tensor that is no buffer\n{shown}"
+    )
+
+
+def load(folder: Path, weights: Mapping[str, Tensor], comm_of: Callable[[str], Comm]) -> Program:
+    """``comm_of``: the Comm of a group by its axes, joined with dots."""
+    try:
+        said = json.loads((folder / PARAMETERS).read_text())
+        ranks = [comm_of(axes).rank for axes in said["groups"]]
+        if (folder / COMPILED).is_file() and neuronx.platform() is not None:
+            return neuronx.load_compiled(folder / COMPILED, weights, [t.cpu() for t in ranks])
+        constants = load_file(folder / CONSTANTS)
+        computation = xb.computation_from_module_proto("tpcore", (folder / HLO).read_bytes())
+        device, fixed = torch_xla.device(), {}
+        of_weights, free = [], []
+        for at, (kind, key) in enumerate(said["parameters"]):
+            if kind == "input":
+                free.append((at, int(key)))
+            elif kind == "weight":
+                of_weights.append((at, weights[key]))
+            else:
+                fixed[at] = ranks[key] if kind == "rank" else constants[key].to(device)
+    except BackendError:
+        raise
+    except Exception as e:  # whatever a damaged file happens to mean
+        raise BackendError(f"{folder / HLO} is damaged: {type(e).__name__}: {str(e)[:200]}") from e
+
+    def call(inputs: Sequence[Tensor]) -> list[Tensor]:
+        given = dict(of_weights) | fixed | {at: inputs[i] for at, i in free}
+        found: list[Tensor] = _XLA._xla_user_computation(
+            "tpcore::program", [given[at] for at in range(len(given))], computation
+        )
+        torch_xla.sync()
+        return found
+
+    return call

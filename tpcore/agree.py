@@ -12,6 +12,7 @@ from .comm import Comm
 from .context import ParallelContext
 from .errors import BackendError
 
+_LEAST = 64  # bytes of a message where a program is compiled for each length
 _LIMIT = 4096  # characters of a message that travel
 
 
@@ -20,7 +21,10 @@ def gather_bytes(data: bytes, comm: Comm) -> list[bytes]:
     device = comm.rank.device
     length = torch.tensor([len(data)], dtype=torch.int64).to(device)
     lengths = [int(n) for n in comm.all_gather(length, 0).tolist()]
-    padded = torch.zeros((1, max(1, *lengths)), dtype=torch.uint8)
+    room = max(1, *lengths)
+    if not comm.eager:  # every length would be a program of its own to compile
+        room = max(_LEAST, 1 << (room - 1).bit_length())
+    padded = torch.zeros((1, room), dtype=torch.uint8)
     padded[0, : len(data)] = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[: len(data)]
     rows = comm.all_gather(padded.to(device), 0).cpu()
     return [bytes(row[:n].tolist()) for row, n in zip(rows, lengths, strict=True)]

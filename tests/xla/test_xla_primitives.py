@@ -7,8 +7,10 @@ import functools
 import pytest
 import torch
 from onreplicas import on_replicas
+from tpcore_neuron.testing import programs
 
 import tpcore
+from tpcore.agree import gather_bytes
 from tpcore.context import ParallelContext
 
 MESHES = [pytest.param(2, 2, id="n2-tp2"), pytest.param(2, 1, id="n2-dp2"), pytest.param(4, 4, id="n4-tp4")]
@@ -146,3 +148,14 @@ def test_a_tensor_on_the_wrong_device_is_refused():
     )
     with pytest.raises(ValueError, match=message):
         on_replicas(4, 2, wrong_device)
+
+
+def messages(ctx: ParallelContext) -> int:
+    for length in (0, 3, 40, 64, 100, 128, 3):
+        said = gather_bytes(bytes([ctx.rank + 1]) * length, ctx.world)
+        assert said == [bytes([rank + 1]) * length for rank in range(ctx.world.size)]
+    return len({p.digest for p in programs() if p.collectives})
+
+
+def test_messages_of_all_lengths_share_a_few_programs():
+    assert on_replicas(2, 2, messages) == [3] * 2  # of the lengths, of up to 64 bytes, of up to 128

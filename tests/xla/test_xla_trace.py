@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tpcore_neuron.testing import programs, run_replicas
+from safetensors.torch import load_file
+from tpcore_neuron.testing import Program, run_replicas
+from tpcore_neuron.testing.replicas import close
 
 import tpcore
-from tpcore.trace import TensorParallelModel
-from tpcore.trace.artifact import Manifest, opened
+from tpcore.checkpoint.manifest import MANIFEST
+from tpcore.trace import (
+    TensorParallelModel,
+    parallel_model_load,
+    parallel_model_save,
+    parallel_model_trace,
+)
+from tpcore.trace.artifact import Manifest, opened, read_weights
 from tpcore.trace.published import _call, _size
 from tpcore.trace.tracing import Order, Traced, assembled, trace_rank
 from tpcore.trace.worker import Rank
@@ -44,7 +54,13 @@ def serve(folder: Path, calls: Sequence[tuple[int, list[torch.Tensor]]]) -> list
 
 
 def traced(
-    folder: Path, func: Callable[[], Any], inputs: Any, tp: int, *, bucket_inputs: Sequence[Any] = (), **more: Any
+    folder: Path,
+    func: Callable[[], Any],
+    inputs: Any,
+    tp: int,
+    *,
+    bucket_inputs: Sequence[Any] = (),
+    **more: Any,
 ) -> TensorParallelModel:
     calls = sorted((_call(e) for e in (inputs, *bucket_inputs)), key=_size)
     order = Order(func, calls, more.get("dynamic_shapes"), "neuron", tp, None, folder)
@@ -65,3 +81,160 @@ def test_equals_the_unsharded_model(tp, tmp_path):
         got, want = model(ids, mask), plain(ids, mask)
         # float32 sums in another order
         assert differences(got, {k: v.detach() for k, v in want.items()}) < 1e-5
+
+
+def test_the_program_holds_no_weights_and_one_serves_all_ranks(tmp_path):
+    model = traced(tmp_path, make, batch(2, 8), 2)
+    files = {p.name: p.stat().st_size for p in (tmp_path / "programs/0").iterdir()}
+    assert sorted(files) == ["constants.safetensors", "parameters.json", "program.hlo", "program.mlir"]
+    assert {p.name for p in tmp_path.glob("tp_rank_*")} == {"tp_rank_0", "tp_rank_1"}
+    said = json.loads((tmp_path / "programs/0/parameters.json").read_text())["parameters"]
+    kinds = Counter(kind for kind, _ in said)
+    assert kinds["weight"] == len(model.manifest.weights)
+    assert (kinds["input"], kinds["rank"]) == (2, 1)  # of the groups, tp is used
+    constants = load_file(tmp_path / "programs/0/constants.safetensors")
+    assert kinds["constant"] == len(constants)
+    assert all(t.numel() == 1 for t in constants.values())
+    hlo = (tmp_path / "programs/0/program.hlo").read_bytes()
+    weights = load_file(tmp_path / "tp_rank_0/model.safetensors")
+    assert all(
+        bytes(t.reshape(-1)[:4].view(torch.uint8).tolist()) not in hlo for t in weights.values() if t.any()
+    )
+    program = Program((tmp_path / "programs/0/program.mlir").read_text())
+    # embedding, attention's and the MLP's row layers; the gathered head
+    assert Counter(c.kind for c in program.collectives) == {"all_reduce add": 3, "all_gather": 1}
+
+
+class Counting(torch.nn.Module):
+    """Adds to its state, and returns it as it was too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.row = tpcore.RowParallelLinear(4, 3, dtype=torch.float32)
+        self.register_buffer("seen", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.row(x) + self.seen, self.seen, self.seen + x.sum(0)[:3]
+
+
+def counting() -> tuple[Counting, dict]:
+    model = Counting()
+    return model, {model.seen: 2}
+
+
+CALLS = [torch.full((2, 4), float(i)) for i in (1, 2, 3)]
+
+
+def kept(folder: Path) -> list[list[torch.Tensor]]:
+    return serve(folder, [(0, [x]) for x in CALLS])
+
+
+def check_kept(found: list[list[torch.Tensor]]) -> None:
+    torch.manual_seed(0)
+    plain, seen = torch.nn.Linear(4, 3), torch.zeros(3)
+    for x, (y, before) in zip(CALLS, found, strict=True):
+        assert torch.equal(before, seen)
+        torch.testing.assert_close(y, plain(x) + seen, rtol=0, atol=1e-6)
+        seen = seen + x.sum(0)[:3]
+
+
+def test_state_is_kept_from_call_to_call(tmp_path):
+    traced(tmp_path, counting, CALLS[0], 2)
+    for rank in run_replicas(kept, 2, tmp_path):
+        check_kept(rank)
+
+
+class Stubborn(torch.nn.Module):
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.what == "rank":
+            return x + (tpcore.current().rank + 2)
+        return x * 2 if bool(x.sum() > 0) else x
+
+
+@pytest.mark.parametrize(
+    ("what", "said", "more"),
+    [
+        ("rank", "ranks 0 and 1 would need different programs", {}),
+        ("value", r"__bool__ at .*test_xla_trace\.py:\d+ reads a value, and a traced model has none", {}),
+        ("dims", r"rows .* are to change, and an XLA program has fixed ones.*bucket_inputs", {0: "rows"}),
+    ],
+)
+def test_what_cannot_be_traced_is_said(tmp_path, what, said, more):
+    with pytest.raises(tpcore.BackendError, match=said):
+        traced(
+            tmp_path,
+            lambda: Stubborn(what),
+            torch.ones(2, 3),
+            2,
+            dynamic_shapes={"x": more} if more else None,
+        )
+
+
+def test_a_damaged_program_is_an_error(tmp_path):
+    traced(tmp_path, make, batch(2, 8), 2)
+    (tmp_path / "programs/0/program.hlo").write_bytes(b"not a module")
+
+    def load() -> None:
+        ctx = tpcore.init("neuron", 2)
+        ctx.backend.load_program(
+            tmp_path / "programs/0", read_weights(tmp_path, ctx.rank, opened_unchecked(tmp_path))
+        )
+
+    with pytest.raises(tpcore.BackendError, match=r"program\.hlo is damaged"):
+        run_replicas(load, 2)
+
+
+def opened_unchecked(folder: Path) -> Manifest:
+    return Manifest.from_json((folder / MANIFEST).read_bytes(), str(folder))
+
+
+# -- through torch_neuronx ----------------------------------------------------------------------------------
+STANDIN = Path(__file__).parent / "standin"
+
+
+@pytest.fixture
+def neuronx(monkeypatch):
+    """Replicas in processes that find the stand-in for torch_neuronx."""
+    close()
+    monkeypatch.syspath_prepend(STANDIN)  # replicas import from where the caller does
+    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "0-7")
+    yield monkeypatch
+    close()
+
+
+@pytest.mark.parametrize("process", ["n2"])
+def test_where_the_neuron_tools_are_the_program_is_compiled_and_that_runs(process, neuronx, tmp_path):
+    with pytest.raises(
+        tpcore.BackendError, match="2 processes were started on this host, which shows 1 Neuron"
+    ):
+        run_replicas(lambda: tpcore.init("neuron", 2), 2, env={"NEURON_RT_VISIBLE_CORES": "0-0"})
+    model = traced(tmp_path / "encoder", make, batch(2, 8), 2)
+    assert (tmp_path / "encoder/programs/0/neuron.pt").is_file()
+    want = Encoder(False, dtype=torch.float32)(*batch(2, 8))
+    want = {k: v.detach() for k, v in want.items()}
+    assert differences(model(*batch(2, 8)), want) < 1e-5
+    (tmp_path / "counting").mkdir()
+    traced(tmp_path / "counting", counting, CALLS[0], 2)
+    for rank in run_replicas(kept, 2, tmp_path / "counting"):
+        check_kept(rank)
+    neuronx.undo()
+    close()
+    assert differences(model(*batch(2, 8)), want) < 1e-5  # what it was compiled from runs without the tools
+
+
+# -- from end to end ----------------------------------------------------------------------------------------
+def test_a_model_is_traced_saved_and_served(monkeypatch, tmp_path):
+    """In processes of their own, as on a NeuronCore: XLA on a CPU connects no more than one."""
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    model = parallel_model_trace(make, batch(2, 8), 1, backend="neuron")
+    parallel_model_save(model, tmp_path / "saved")
+    model.close()
+    with parallel_model_load(tmp_path / "saved", timeout=120) as served:
+        got = served(*batch(2, 8))
+    want = Encoder(False, dtype=torch.float32)(*batch(2, 8))
+    assert differences(got, {k: v.detach() for k, v in want.items()}) < 1e-5

@@ -27,7 +27,7 @@ from tpcore.context import ParallelContext
 from tpcore.errors import BackendError
 from tpcore.program import Dims, Function, Program
 
-from . import neuronx
+from . import neuronx, reads
 
 HLO, TEXT, PARAMETERS, CONSTANTS = "program.hlo", "program.mlir", "parameters.json", "constants.safetensors"
 COMPILED = "neuron.pt"
@@ -64,8 +64,8 @@ def trace(
     dynamic = [str(dim) for of in dims for dim in of.values()]
     if dynamic:
         raise BackendError(
-            f"the sizes {', '.join(dynamic)} are to change, and an XLA program has fixed ones: give examples of "
-            "the sizes that are needed as bucket_inputs, in place of dynamic_shapes"
+            f"the sizes {', '.join(dynamic)} are to change, and an XLA program has fixed ones: give examples "
+            "of the sizes that are needed as bucket_inputs, in place of dynamic_shapes"
         )
     comms = [ctx.comm(axis) for axis in ctx.mesh.axes] + [ctx.world]
     with together(ctx):
@@ -109,7 +109,7 @@ def _lowered(
     # placeholders have no values: none can get into the program, or decide which way it takes
     held = {name: _placeholder(t) for name, t in weights.items()}
     ranks, given = [_placeholder(c.rank) for c in comms], [_placeholder(t) for t in inputs]
-    with torch.no_grad():
+    with torch.no_grad(), reads.refused():
         program = _Lowered(_Pure(fn, held, comms)(*ranks, *given))
     sources: list[tuple[list[Any], Tensor]] = [(["weight", name], t) for name, t in held.items()]
     sources += [(["rank", i], t) for i, t in enumerate(ranks)]
@@ -141,7 +141,8 @@ def _check_ranks(text: bytes, constants: bytes, world: Comm) -> None:
     shown = "\n".join(line[:200] for line in lines[:_SHOWN])
     raise BackendError(
         f"ranks 0 and {other} would need different programs, so that one could not serve all: something in "
-        f"the model's forward depends on the rank as a Python number, or is a tensor that is no buffer\n{shown}"
+        "the model's forward depends on the rank as a Python number, or is a tensor that is no buffer\n"
+        f"{shown or 'their constants differ'}"
     )
 
 

@@ -1,17 +1,21 @@
-"""Debug mode: says where a program reads a value that XLA has not computed yet, which cuts its graph."""
+"""Where a program reads a value that XLA has not computed yet: told in debug mode, refused while tracing."""
 
 from __future__ import annotations
 
 import functools
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+import torch
 import torch_xla
 from torch import Tensor
 
 from tpcore.check import call_site
+from tpcore.errors import BackendError
 
 _HERE = str(Path(__file__).parent) + os.sep
 _READS = ("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__")
@@ -43,3 +47,39 @@ def _watched(name: str, read: Any) -> Any:
 
     reading.tpcore_watched = True  # type: ignore[attr-defined]
     return reading
+
+
+@contextmanager
+def refused() -> Iterator[None]:
+    """Within, this thread's program is traced: it has no values, and XLA ends the process that reads one."""
+    saved = {name: getattr(Tensor, name) for name in (*_READS, "cpu", "to")}
+    for name, read in saved.items():
+        setattr(Tensor, name, _refusing(name, read))
+    try:
+        yield
+    finally:
+        for name, read in saved.items():
+            setattr(Tensor, name, read)
+
+
+def _refusing(name: str, read: Any) -> Any:
+    @functools.wraps(read)
+    def reading(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.device.type == "xla" and (name != "to" or _leaves(*args, *kwargs.values())):
+            _refuse(name)
+        return read(self, *args, **kwargs)
+
+    return reading
+
+
+def _leaves(*given: Any) -> bool:
+    devices = [g.device if isinstance(g, Tensor) else g for g in given]
+    return any(torch.device(d).type != "xla" for d in devices if isinstance(d, str | torch.device))
+
+
+def _refuse(name: str) -> NoReturn:
+    code, line = call_site(_HERE)
+    raise BackendError(
+        f"{name} at {code.co_filename}:{line} reads a value, and a traced model has none: its program must "
+        "be the same whatever the values are. Compute with tensors there (torch.where in place of if)"
+    )

@@ -16,7 +16,6 @@ from tpcore_neuron.testing import Program, run_replicas
 from tpcore_neuron.testing.replicas import close
 
 import tpcore
-from tpcore.checkpoint.manifest import MANIFEST
 from tpcore.trace import (
     TensorParallelModel,
     parallel_model_load,
@@ -25,7 +24,7 @@ from tpcore.trace import (
 )
 from tpcore.trace.artifact import Manifest, opened, read_weights
 from tpcore.trace.published import _call, _size
-from tpcore.trace.tracing import Order, Traced, assembled, trace_rank
+from tpcore.trace.tracing import Order, assembled, trace_rank
 from tpcore.trace.worker import Rank
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "trace"))
@@ -176,21 +175,15 @@ def test_what_cannot_be_traced_is_said(tmp_path, what, said, more):
 
 
 def test_a_damaged_program_is_an_error(tmp_path):
-    traced(tmp_path, make, batch(2, 8), 2)
+    model = traced(tmp_path, make, batch(2, 8), 2)
     (tmp_path / "programs/0/program.hlo").write_bytes(b"not a module")
 
     def load() -> None:
         ctx = tpcore.init("neuron", 2)
-        ctx.backend.load_program(
-            tmp_path / "programs/0", read_weights(tmp_path, ctx.rank, opened_unchecked(tmp_path))
-        )
+        ctx.backend.load_program(tmp_path / "programs/0", read_weights(tmp_path, ctx.rank, model.manifest))
 
     with pytest.raises(tpcore.BackendError, match=r"program\.hlo is damaged"):
         run_replicas(load, 2)
-
-
-def opened_unchecked(folder: Path) -> Manifest:
-    return Manifest.from_json((folder / MANIFEST).read_bytes(), str(folder))
 
 
 # -- through torch_neuronx ----------------------------------------------------------------------------------

@@ -249,7 +249,7 @@ class _Rank:
 
     def _check_returned(self, i: int, t: Tensor) -> None:
         """A caller gets what the first rank returns, so all have to return the same."""
-        every = self._ctx.world.all_gather(t.unsqueeze(0), 0)
+        every = self._ctx.world.all_gather(t.unsqueeze(0).to(self._ctx.device), 0).cpu()
         for rank, theirs in enumerate(every):
             if not torch.allclose(theirs, every[0], rtol=1e-3, atol=1e-4, equal_nan=True):
                 raise ValueError(

@@ -175,12 +175,12 @@ def test_what_cannot_be_traced_is_said(tmp_path, what, said, more):
 
 
 def test_a_damaged_program_is_an_error(tmp_path):
-    model = traced(tmp_path, make, batch(2, 8), 2)
+    manifest = traced(tmp_path, make, batch(2, 8), 2).manifest
     (tmp_path / "programs/0/program.hlo").write_bytes(b"not a module")
 
     def load() -> None:
         ctx = tpcore.init("neuron", 2)
-        ctx.backend.load_program(tmp_path / "programs/0", read_weights(tmp_path, ctx.rank, model.manifest))
+        ctx.backend.load_program(tmp_path / "programs/0", read_weights(tmp_path, ctx.rank, manifest))
 
     with pytest.raises(tpcore.BackendError, match=r"program\.hlo is damaged"):
         run_replicas(load, 2)

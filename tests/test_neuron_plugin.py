@@ -12,6 +12,7 @@ from tpcore_neuron import platform
 
 import tpcore
 from tpcore.backend import backend_class
+from tpcore.capabilities import Capabilities
 from tpcore.mesh import Mesh
 
 PIP_LINE = "pip install 'tpcore[neuron]' --extra-index-url https://pip.repos.neuron.amazonaws.com"
@@ -118,6 +119,14 @@ def test_visible_cores(machine, monkeypatch, given, local_rank, cores):
 
 def test_the_plugin_is_registered_under_its_name():
     assert backend_class("neuron") is tpcore_neuron.NeuronBackend
+
+
+def test_it_says_what_it_can_do_before_anything_starts():
+    cls = tpcore_neuron.NeuronBackend
+    assert cls.comm_class is not None
+    assert not getattr(cls.comm_class, "__abstractmethods__", None)
+    assert set(Capabilities.dtypes) <= set(cls.capabilities.dtypes)
+    assert cls.capabilities.group_sizes is None  # dp groups of any size; tp is asked about at init
 
 
 def test_importing_the_plugin_imports_nothing_of_the_neuron_stack():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 import pytest
+import torch
 from tpcore_neuron.testing import run_replicas
 
 import tpcore
@@ -60,3 +62,19 @@ def test_tp_on_trn1(process, tp, said):
 def test_a_number_of_ranks_that_a_trn1_host_does_not_take():
     with pytest.raises(tpcore.BackendError, match="4 processes on a Trn1 host: collectives there take 1, 2"):
         run_replicas(starts, 4, 2, "trn1", env={"NEURON_RT_VISIBLE_CORES": "0-31"})
+
+
+def doubles(kind: str | None) -> torch.dtype:
+    os.environ["NEURON_RT_VISIBLE_CORES"] = "0-1"
+    with machine(kind):
+        tpcore.init(backend="neuron", tp=2)
+    try:
+        return tpcore.RowParallelLinear(4, 2, dtype=torch.float64).weight.dtype
+    finally:
+        tpcore.shutdown()
+
+
+def test_float64_is_refused_where_it_would_be_float32():
+    with pytest.raises(ValueError, match=r"weight of torch.float64: this backend computes on torch.float32"):
+        run_replicas(doubles, 2, "inf2")
+    assert run_replicas(doubles, 2, None) == [torch.float64] * 2

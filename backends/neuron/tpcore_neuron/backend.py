@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,14 @@ from tpcore.mesh import Group
 from tpcore.program import Dims, Function, Program
 
 from . import neuronx, platform
+from .comm import XlaComm
 
 
 class NeuronBackend(Backend):
     """One rank of a job on NeuronCores, or on any other PJRT device that ``PJRT_DEVICE`` names."""
 
     interface = 1
+    comm_class = XlaComm
     capabilities = Capabilities(tracing=True)  # sizes of groups depend on the host: see platform.check_tp
 
     @classmethod
@@ -75,6 +78,10 @@ class NeuronBackend(Backend):
         self._platform = neuronx.platform()
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         platform.check_cores(self._platform, local, platform.visible_cores(self._platform))
+        if self._platform is not None:  # torch_xla makes float32 of it there, without a word
+            can = type(self).capabilities
+            dtypes = tuple(d for d in can.dtypes if d is not torch.float64)
+            self.capabilities = replace(can, dtypes=dtypes)  # type: ignore[misc]  # of this machine
         self._owns = not dist.is_initialized()
         if self._owns:
             _join(timeout)
@@ -108,8 +115,6 @@ class NeuronBackend(Backend):
         self._owns = False
 
     def comm(self, group: Group, rank: int) -> Comm:
-        from .comm import XlaComm
-
         if "tp" in group.axes and len(group.axes) == 1:
             platform.check_tp(self._platform, group)
         members = group.members(rank)
@@ -120,8 +125,6 @@ class NeuronBackend(Backend):
     def comm_of(self, process_group: Any) -> Comm:
         """Collectives over a group of ``torch.distributed``'s xla backend that knows its whole partition."""
         import torch.distributed as dist
-
-        from .comm import XlaComm
 
         if process_group not in self._comms:
             mesh = getattr(process_group, "_mesh", None) or [list(range(dist.get_world_size()))]

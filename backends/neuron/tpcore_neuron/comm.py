@@ -1,4 +1,4 @@
-"""The collectives of one group, on torch_xla. Imports torch_xla: only a started backend may import this."""
+"""The collectives of one group, on torch_xla. Imported only when one is made, for it claims the device."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch_xla
-import torch_xla.core.xla_model as xm
 from torch import Tensor
 
 from tpcore.capabilities import Capabilities
@@ -15,7 +13,6 @@ from tpcore.comm import Comm, Op
 from tpcore.mesh import Group
 
 DTYPES = Capabilities().dtypes
-_REDUCE = {"sum": xm.REDUCE_SUM, "max": xm.REDUCE_MAX}
 
 
 class XlaComm(Comm):
@@ -30,6 +27,10 @@ class XlaComm(Comm):
     eager = False
 
     def __init__(self, group: Group, position: int, process_group: Any) -> None:
+        import torch_xla
+        import torch_xla.core.xla_model as xm
+
+        self._xla, self._xm = torch_xla._XLAC, xm
         # one element and moved: torch_xla folds 0-d zeros and ones, and fills, into the program
         super().__init__(group, torch.tensor([position]).to(torch_xla.device()))
         self._groups = group.as_list()
@@ -50,22 +51,23 @@ class XlaComm(Comm):
         return self._reduced(x, op)
 
     def _reduced(self, x: Tensor, op: Op) -> Tensor:
-        return self._unchained(xm.all_reduce(_REDUCE[op], x, groups=self._groups, pin_layout=False))
+        # xm.REDUCE_SUM and xm.REDUCE_MAX are the same two words
+        return self._unchained(self._xm.all_reduce(op, x, groups=self._groups, pin_layout=False))
 
     def _all_gather(self, x: Tensor, dim: int) -> Tensor:
         x = self._checked(x, f"all_gather dim {dim}")
         if x.numel() == 0:
             return torch.cat([x] * self.size, dim)
         wide = x.to(torch.int32) if x.dtype is torch.bool else x
-        out = self._unchained(xm.all_gather(wide, dim=dim, groups=self._groups, pin_layout=False))
+        out = self._unchained(self._xm.all_gather(wide, dim=dim, groups=self._groups, pin_layout=False))
         return out.to(x.dtype)
 
     def _reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
         x = self._checked(x, f"reduce_scatter dim {dim}", sums=True)
         if x.numel() == 0:
             return x.narrow(dim, 0, self.chunk(x, dim)).clone()
-        out = xm.reduce_scatter(
-            xm.REDUCE_SUM,
+        out = self._xm.reduce_scatter(
+            self._xm.REDUCE_SUM,
             x,
             scale=1.0,
             scatter_dim=dim,
@@ -76,7 +78,7 @@ class XlaComm(Comm):
         return self._unchained(out)
 
     def _unchained(self, result: Tensor) -> Tensor:
-        torch_xla._XLAC._set_all_reduce_token(str(self._device), None)
+        self._xla._set_all_reduce_token(str(self._device), None)
         return result
 
     def _checked(self, x: Tensor, what: str, sums: bool = False) -> Tensor:
@@ -99,7 +101,7 @@ class XlaComm(Comm):
         self.chunk(x, split_dim)
         if self.size == 1:
             return x
-        out = xm.all_to_all(x, split_dim, concat_dim, self.size, groups=self._groups, pin_layout=False)
+        out = self._xm.all_to_all(x, split_dim, concat_dim, self.size, groups=self._groups, pin_layout=False)
         return self._unchained(out)
 
     def permute(self, x: Tensor, to: Sequence[int]) -> Tensor:
@@ -108,4 +110,4 @@ class XlaComm(Comm):
         if len(to) != self.size or len(set(to)) != self.size or not set(to) <= set(range(self.size)):
             raise ValueError(f"to={list(to)} does not order the {self.size} members of {self.group.axes}")
         pairs = [[ranks[i], ranks[to[i]]] for ranks in self._groups for i in range(self.size)]
-        return self._unchained(xm.collective_permute(x, pairs))
+        return self._unchained(self._xm.collective_permute(x, pairs))

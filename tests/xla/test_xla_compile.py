@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 
 import pytest
+from torch.distributed.run import get_args_parser
 from typer.testing import CliRunner
 
 from tpcore.commands import app
@@ -58,6 +61,23 @@ def test_a_torchrun_command_says_how_many(process, script):
     status, text = run("--", "torchrun", "--nproc_per_node=2", script, "6")
     assert status == 0
     assert "all_reduce" in text
+
+
+@pytest.mark.parametrize("process", ["n2"])
+def test_where_the_neuron_tools_are_they_run_the_script_too(process, script, tmp_path, monkeypatch):
+    """The stand-in takes what ``neuron_parallel_compile`` is documented to take: a command, which it runs."""
+    tool, said = tmp_path / "bin/neuron_parallel_compile", tmp_path / "said"
+    tool.parent.mkdir()
+    tool.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {said}\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tool.parent), prepend=os.pathsep)
+    status, _ = run("--nprocs", "2", "--", "python", script, "6")
+    assert status == 0
+    command = said.read_text().splitlines()
+    assert command[:3] == [sys.executable, "-m", "torch.distributed.run"]
+    parsed = get_args_parser().parse_args(command[3:])
+    assert (parsed.nproc_per_node, parsed.training_script) == ("2", script)
+    assert parsed.training_script_args == ["6"]
 
 
 @pytest.mark.parametrize(

@@ -35,10 +35,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the marks in its own
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Every test that uses the pool runs in one xdist worker (--dist loadgroup): one pool per session."""
+    """The tests of one folder that use the pool run in one xdist worker (--dist loadgroup), on one pool."""
     for item in items:
-        if "pool" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("processes"))
+        params = getattr(getattr(item, "callspec", None), "params", {})
+        if "pool" in getattr(item, "fixturenames", ()) or params.get("ranks") == "processes":
+            item.add_marker(pytest.mark.xdist_group(f"pool of {item.path.parent.name}"))
             item.add_marker(pytest.mark.processes)
 
 
@@ -49,12 +50,7 @@ def pool() -> Iterator[RankPool]:
         yield ranks
 
 
-@pytest.fixture(
-    params=[
-        "threads",
-        pytest.param("processes", marks=[pytest.mark.xdist_group("processes"), pytest.mark.processes]),
-    ]
-)
+@pytest.fixture(params=["threads", "processes"])
 def ranks(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
     """``ranks(mesh, fn, *args)`` calls ``fn(ctx, *args)`` on every rank: the test runs on both kinds."""
     if request.param == "processes":

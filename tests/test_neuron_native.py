@@ -11,7 +11,7 @@ import tpcore
 from tpcore.context import ParallelContext
 from tpcore.testing import matrix
 
-pytestmark = pytest.mark.xdist_group("processes")
+pytestmark = pytest.mark.xdist_group("native")
 SOME = [c for layer in matrix.AXES for dtype in ("fp32", "bf16") for c in matrix.cases(layer, dtype)[::29]]
 
 

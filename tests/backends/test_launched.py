@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.xdist_group("processes"), pytest.mark.processes]
+pytestmark = [pytest.mark.xdist_group("launched"), pytest.mark.processes]
 
 PLUGIN = """
 import torch

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-pytestmark = [pytest.mark.xdist_group("processes"), pytest.mark.processes]
+pytestmark = [pytest.mark.xdist_group("verify"), pytest.mark.processes]
 
 WRONG = """
 import torch

@@ -12,7 +12,7 @@ from tpcore.c10d import C10dBackend
 from tpcore.testing.conformance import Conformance, Run
 from tpcore.testing.pool import RankPool
 
-pytestmark = [pytest.mark.xdist_group("processes"), pytest.mark.processes]
+pytestmark = [pytest.mark.xdist_group("kit"), pytest.mark.processes]
 
 
 class Simple(C10dBackend):

@@ -37,6 +37,8 @@ class Capabilities:
     """Sizes that a group may have, besides 1; None: any."""
     tracing: bool = False
     """Whether models can be traced for this backend."""
+    dynamic_shapes: bool = True
+    """Whether one traced program can take inputs of several sizes."""
 
     def lack(self) -> str | None:
         """What tpcore cannot do without and this does not declare; None if all is there."""

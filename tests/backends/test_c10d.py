@@ -116,7 +116,8 @@ INTERFACE = {
         "start_all_reduce",
     ],
     Capabilities: [
-        "dtypes", "group_sizes", "lack", "misfit", "moved", "primitives", "to_json", "tracing",
+        "dtypes", "dynamic_shapes", "group_sizes", "lack", "misfit", "moved", "primitives", "to_json",
+        "tracing",
     ],
 }  # fmt: skip
 

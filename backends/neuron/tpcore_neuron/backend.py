@@ -31,7 +31,8 @@ class NeuronBackend(Backend):
 
     interface = 1
     comm_class = XlaComm
-    capabilities = Capabilities(tracing=True)  # sizes of groups depend on the host: see platform.check_tp
+    # sizes of groups depend on the host: see platform.check_tp
+    capabilities = Capabilities(tracing=True, dynamic_shapes=False)
 
     @classmethod
     def unavailable(cls) -> str | None:

@@ -86,9 +86,8 @@ def test_a_rank_dies_in_a_save(victim: int, pool: RankPool, tmp_path: Path) -> N
     """The others hear of it, the previous checkpoint is whole, and the next save clears up."""
     path = str(tmp_path / "c")
     pool.run(MESH, _save, path, 5)
-    for rank, outcome in enumerate(pool.outcomes(MESH, _save_and_die, path, victim)):
-        assert isinstance(outcome.error, PeerLostError)
-        assert outcome.seconds < 20 or rank == victim
+    for outcome in pool.outcomes(MESH, _save_and_die, path, victim):
+        assert isinstance(outcome.error, PeerLostError)  # and not CollectiveTimeoutError
     _check(pool.run(MESH, _load, path), 5)
     pool.run(MESH, _save, path, 7)
     _check(pool.run(MESH, _load, path), 7)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import builtins
+import hashlib
 from contextlib import AbstractContextManager
+from difflib import unified_diff
 
 import torch
 
@@ -13,6 +15,7 @@ from .context import ParallelContext
 from .errors import BackendError
 
 _LEAST = 64  # bytes of a message where a program is compiled for each length
+_LINES = 12  # differing lines that are shown
 _LIMIT = 4096  # characters of a message that travel
 
 
@@ -28,6 +31,24 @@ def gather_bytes(data: bytes, comm: Comm) -> list[bytes]:
     padded[0, : len(data)] = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[: len(data)]
     rows = comm.all_gather(padded.to(device), 0).cpu()
     return [bytes(row[:n].tolist()) for row, n in zip(rows, lengths, strict=True)]
+
+
+def check_one_program(text: bytes, constants: bytes, world: Comm) -> None:
+    """Raise BackendError on all ranks if they have traced different programs, for the first's is what all
+    will run. ``text``: the program in lines, of which those that differ are shown."""
+    heard = gather_bytes(hashlib.sha256(text + constants).digest(), world)
+    other = next((rank for rank, said in enumerate(heard) if said != heard[0]), None)
+    if other is None:
+        return
+    texts = gather_bytes(text, world)
+    mine, theirs = (t.decode().splitlines() for t in (texts[0], texts[other]))
+    lines = [line for line in unified_diff(mine, theirs, lineterm="", n=0) if line[0] in "+-"][2:]
+    shown = "\n".join(line[:200] for line in lines[:_LINES])
+    raise BackendError(
+        f"ranks 0 and {other} would need different programs, so that one could not serve all: something in "
+        "the model's forward depends on the rank as a Python number, or is a tensor that is no buffer\n"
+        f"{shown or 'their constants differ'}"
+    )
 
 
 def together(ctx: ParallelContext) -> AbstractContextManager[None]:

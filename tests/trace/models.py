@@ -127,7 +127,7 @@ def traced_in(
     pad_value: Any = 0,
 ) -> TensorParallelModel:
     calls = sorted((_call(e) for e in (inputs, *bucket_inputs)), key=_size)
-    order = Order(func, calls, dynamic_shapes, "cpu_gloo", tp, None, folder)
+    order = Order(func, calls, dynamic_shapes, "cpu_gloo", tp, folder)
     ranks = pool.run(Mesh({"pp": 1, "dp": 1, "tp": tp}), _trace, order)
     manifest = assembled(order, ranks, pad_value)
     return TensorParallelModel(folder, manifest, workers=InPool(pool, folder, manifest))

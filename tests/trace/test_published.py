@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -118,11 +117,12 @@ def test_what_goes_wrong_in_a_process(
 
 
 SLOW = """
-import os, pathlib, time, torch, tpcore
+import os, signal, torch, tpcore
 
 def slow():
-    pathlib.Path(f"pid{os.getpid()}").touch()
-    time.sleep(100)
+    with open("started", "w") as told:
+        told.write(f"{os.getpid()} ")
+    signal.pause()
 
 tpcore.trace.parallel_model_trace(slow, torch.ones(1), 2, backend="cpu_gloo")
 """
@@ -131,6 +131,7 @@ tpcore.trace.parallel_model_trace(slow, torch.ones(1), 2, backend="cpu_gloo")
 def test_ctrl_c_ends_it(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SLOW)
     (tmp_path / "tmp").mkdir()
+    os.mkfifo(tmp_path / "started")
     process = subprocess.Popen(
         [sys.executable, "script.py"],
         cwd=tmp_path,
@@ -138,10 +139,9 @@ def test_ctrl_c_ends_it(tmp_path: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
     )
-    deadline = time.monotonic() + 60
-    while len(pids := [int(p.name[3:]) for p in tmp_path.glob("pid*")]) < 2 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert len(pids) == 2
+    pids: list[int] = []
+    while len(pids) < 2:  # a pipe: opening it waits for a rank to write
+        pids += map(int, (tmp_path / "started").read_text().split())
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
     assert process.returncode == -signal.SIGINT

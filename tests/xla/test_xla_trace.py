@@ -62,7 +62,7 @@ def traced(
     **more: Any,
 ) -> TensorParallelModel:
     calls = sorted((_call(e) for e in (inputs, *bucket_inputs)), key=_size)
-    order = Order(func, calls, more.get("dynamic_shapes"), "neuron", tp, None, folder)
+    order = Order(func, calls, more.get("dynamic_shapes"), "neuron", tp, folder)
     manifest = assembled(order, run_replicas(trace_rank, tp, order), 0)
     return TensorParallelModel(folder, manifest, workers=OnReplicas(folder, manifest))
 

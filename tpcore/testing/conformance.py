@@ -26,7 +26,7 @@ from ..agree import gather_bytes
 from ..backend import Backend, _unfit, backend_class, load_backend
 from ..context import ParallelContext, use
 from ..mesh import Mesh
-from . import bodies, matrix
+from . import bodies, matrix, programs
 
 Run = Callable[..., list[list[str]]]
 """``run(mesh, fn, *args)`` calls ``fn(ctx, *args)`` on every rank and returns what ranks found wrong."""
@@ -243,7 +243,7 @@ class Conformance:
 
     def test_random_streams(self, run: Run, line: Mesh) -> None:
         """A failure is in ``manual_seed``, ``get_rng_state`` or ``set_rng_state``."""
-        self._check(run(line, bodies.random_streams))
+        self._check(run(line, programs.random_streams))
 
     def test_layers(self, run: Run, line: Mesh, layer: str, precision: str) -> None:
         """A failure here alone is in how the backend's device computes, or in a shape no other test has."""
@@ -252,12 +252,12 @@ class Conformance:
 
     def test_training(self, run: Run, square: Mesh) -> None:
         """A failure here alone is in dp and tp together: reduced gradients, clipping, an optimizer's step."""
-        self._check(run(square, bodies.training_step))
+        self._check(run(square, programs.training_step))
 
     def test_checkpoint(self, run: Run, line: Mesh) -> None:
         """A failure is in gathering bytes, or in ``device``: what is saved is not what is read back."""
-        self._check(run(line, bodies.checkpoint_round_trip))
+        self._check(run(line, programs.checkpoint_round_trip))
 
     def test_traces(self, run: Run, line: Mesh) -> None:
         """A failure is in ``trace`` or ``load_program``; where no tracing is declared, in not refusing it."""
-        self._check(run(line, bodies.traced_program))
+        self._check(run(line, programs.traced_program))

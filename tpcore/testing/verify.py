@@ -19,7 +19,7 @@ from .. import context
 from ..agree import gather_bytes
 from ..backend import Backend, backend_class, backends
 from ..context import ParallelContext
-from . import bert, bodies, matrix
+from . import bert, bodies, matrix, programs
 from .bodies import Wrong
 
 
@@ -99,12 +99,12 @@ def _rows(ctx: ParallelContext) -> Iterator[Row]:
             if dtype in can.dtypes:
                 for sequence in (False, True) if "seq" in axes else (False,):
                     yield _layer(ctx, layer, name, sequence)
-    yield _row("training step", "float32", 2, bodies.training_step(ctx))
+    yield _row("training step", "float32", 2, programs.training_step(ctx))
     if ctx.comm("tp").size > 1:
-        yield _row("random streams", "float32", 3, bodies.random_streams(ctx))
-    yield _row("checkpoint round trip", "float32", 1, bodies.checkpoint_round_trip(ctx))
+        yield _row("random streams", "float32", 3, programs.random_streams(ctx))
+    yield _row("checkpoint round trip", "float32", 1, programs.checkpoint_round_trip(ctx))
     if can.tracing:
-        yield _row("trace", "float32", 6, bodies.traced_program(ctx))
+        yield _row("trace", "float32", 6, programs.traced_program(ctx))
     if bert.HEADS % ctx.comm("tp").size == 0:
         yield _row(bert.title(), "float32", bert.STEPS, bert.training_steps(ctx))
 

@@ -69,7 +69,7 @@ def parallel_model_trace(
     calls = sorted((_call(e) for e in (example, *(bucket_inputs or ()))), key=_size)
     directory = TemporaryDirectory(prefix="tpcore-trace-")
     folder = Path(directory.name)
-    order = Order(func, calls, dynamic_shapes, name, tp_degree, timeout, folder)
+    order = Order(func, calls, dynamic_shapes, name, tp_degree, folder)
     try:
         manifest = assembled(order, launch(trace_rank, nprocs=tp_degree, args=(order,)), pad_value)
     except BaseException:

@@ -51,7 +51,6 @@ class Order:
     dynamic_shapes: Any
     backend: str
     tp: int
-    timeout: float | None
     folder: Path
 
 
@@ -67,7 +66,7 @@ class Traced:
 
 def trace_rank(order: Order) -> Traced:
     """One rank's part of a trace, from ``init`` to ``shutdown``."""
-    ctx = init(order.backend, order.tp, timeout=order.timeout)
+    ctx = init(order.backend, order.tp)
     try:
         return trace_in(ctx, order)
     finally:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from difflib import unified_diff
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
-from tpcore.agree import gather_bytes
+from tpcore.agree import check_one_program
 from tpcore.checkpoint.files import write_file
 from tpcore.comm import Comm
 from tpcore.errors import BackendError
@@ -67,7 +65,9 @@ def trace(
         **to_json(module),
     }
     held = save({name: t.contiguous() for name, t in constants.items()})
-    _check_ranks(program, held, world)
+    nodes = [json.dumps(node) for node in program["nodes"]]
+    rest = json.dumps({**program, "nodes": []})
+    check_one_program("\n".join([*nodes, rest]).encode(), held, world)
     if int(world.rank) == 0:
         write_file(str(folder / GRAPH), [json.dumps(program, separators=(",", ":")).encode()])
         write_file(str(folder / CONSTANTS), [held])
@@ -113,25 +113,6 @@ def _has_it_already(to: Node) -> bool:
     source = to.args[0]
     dtype = getattr(source.meta.get("val"), "dtype", None) if isinstance(source, Node) else None
     return len(to.args) == 2 and not to.kwargs and dtype == to.args[1]
-
-
-def _check_ranks(program: dict[str, Any], constants: bytes, world: Comm) -> None:
-    """Raise on all ranks if they have traced different programs: the first's is what all will run."""
-    text = json.dumps(program, indent=0).encode()
-    digest = hashlib.sha256(text + constants).digest()
-    heard = gather_bytes(digest, world) if world.size > 1 else [digest]
-    other = next((rank for rank, said in enumerate(heard) if said != heard[0]), None)
-    if other is None:
-        return
-    nodes = [f"{json.dumps(n)}\n" for n in program["nodes"]]
-    texts = gather_bytes("".join(nodes).encode(), world)
-    mine, theirs = (t.decode().splitlines() for t in (texts[0], texts[other]))
-    shown = "\n".join([line for line in unified_diff(mine, theirs, lineterm="", n=0) if line[0] in "+-"][2:8])
-    raise BackendError(
-        f"ranks 0 and {other} would need different programs, so that one could not serve all: something in "
-        "the model's forward depends on the rank as a Python number, or is a tensor that is no buffer\n"
-        f"{shown or 'their constants differ: ' + ', '.join(program['constants'])}"
-    )
 
 
 def load(folder: Path, weights: Mapping[str, Tensor], comm_of: Callable[[str], Comm]) -> Program:

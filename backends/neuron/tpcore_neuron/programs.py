@@ -6,11 +6,9 @@ the module is compiled too, by ``torch_neuronx.trace``, and that is then what ru
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from difflib import unified_diff
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ import torch_xla.core.xla_builder as xb
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
-from tpcore.agree import gather_bytes, together
+from tpcore.agree import check_one_program, together
 from tpcore.checkpoint.files import write_file
 from tpcore.comm import Comm
 from tpcore.context import ParallelContext
@@ -32,7 +30,6 @@ from . import neuronx, reads
 HLO, TEXT, PARAMETERS, CONSTANTS = "program.hlo", "program.mlir", "parameters.json", "constants.safetensors"
 COMPILED = "neuron.pt"
 _XLA: Any = torch_xla._XLAC
-_SHOWN = 12  # differing lines
 
 
 class _Pure(nn.Module):
@@ -70,7 +67,7 @@ def trace(
     comms = [ctx.comm(axis) for axis in ctx.mesh.axes] + [ctx.world]
     with together(ctx):
         program, said, constants = _lowered(fn, weights, inputs, comms)
-    _check_ranks(said.encode() + program.text.encode(), constants, ctx.world)
+    check_one_program(said.encode() + program.text.encode(), constants, ctx.world)
     with together(ctx):
         if ctx.rank == 0:
             write_file(str(folder / HLO), [program.hlo])
@@ -127,23 +124,6 @@ def _lowered(
 def _placeholder(t: Tensor) -> Tensor:
     made: Tensor = xb.create_placeholder_tensor(t.shape, t.dtype)
     return made
-
-
-def _check_ranks(text: bytes, constants: bytes, world: Comm) -> None:
-    """Raise on all ranks if they have traced different programs: the first's is what all will run."""
-    heard = gather_bytes(hashlib.sha256(text + constants).digest(), world)
-    other = next((rank for rank, said in enumerate(heard) if said != heard[0]), None)
-    if other is None:
-        return
-    texts = gather_bytes(text, world)
-    mine, theirs = (t.decode().splitlines() for t in (texts[0], texts[other]))
-    lines = [line for line in unified_diff(mine, theirs, lineterm="", n=0) if line[0] in "+-"][2:]
-    shown = "\n".join(line[:200] for line in lines[:_SHOWN])
-    raise BackendError(
-        f"ranks 0 and {other} would need different programs, so that one could not serve all: something in "
-        "the model's forward depends on the rank as a Python number, or is a tensor that is no buffer\n"
-        f"{shown or 'their constants differ'}"
-    )
 
 
 def load(folder: Path, weights: Mapping[str, Tensor], comm_of: Callable[[str], Comm]) -> Program:

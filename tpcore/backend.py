@@ -80,6 +80,18 @@ class Backend(ABC):
     def device(self) -> torch.device:
         """Where this rank's tensors live."""
 
+    @classmethod
+    def memory_of(cls, t: Tensor) -> object:
+        """Equal for tensors that are the same memory, seen the same way: tied weights, and a weight and its
+        ``detach()``. A checkpoint stores those once."""
+        try:
+            memory = t.untyped_storage().data_ptr()
+        except RuntimeError:  # sparse, and devices that have no storage that Python may ask
+            return id(t)
+        view = t.device, t.dtype, t.storage_offset(), t.shape, t.stride(), t.is_conj(), t.is_neg()
+        # lazy devices give no address, and empty tensors have none
+        return (memory, view) if memory else id(t)
+
     def stop(self) -> None:
         """Leave the job."""
 

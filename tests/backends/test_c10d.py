@@ -107,8 +107,8 @@ def test_importing_tpcore_does_not_load_the_base_of_others(tmp_path) -> None:
 INTERFACE = {
     tpcore.Backend: [
         "capabilities", "comm", "comm_class", "comm_of", "compile_ahead", "device", "get_rng_state",
-        "interface", "job", "load_program", "manual_seed", "mark_step", "most_ranks", "set_rng_state",
-        "start", "stop", "trace", "unavailable",
+        "interface", "job", "load_program", "manual_seed", "mark_step", "memory_of", "most_ranks",
+        "set_rng_state", "start", "stop", "trace", "unavailable",
     ],
     tpcore.Comm: [
         "_all_gather", "_all_reduce", "_broadcast", "_reduce_scatter", "_start_all_reduce", "all_gather",

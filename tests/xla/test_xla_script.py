@@ -13,6 +13,7 @@ from onreplicas import on_replicas
 from tpcore_neuron.testing import programs, run_replicas
 
 import tpcore
+from tpcore.agree import gather_bytes
 from tpcore.context import ParallelContext
 
 GUIDE = Path(__file__).parents[2] / "docs/neuron.md"
@@ -45,6 +46,7 @@ def reads(ctx: ParallelContext) -> list[str]:
         warnings.simplefilter("always")
         for _ in range(3):
             (x * 2).sum().item()
+        gather_bytes(b"a checkpoint does this, between steps", ctx.world)
         y = (x * 3).sum()
         ctx.backend.mark_step()
         y.item()

@@ -11,7 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from .specs import Cut, memory_of
+from ..backend import Backend
+from .specs import Cut, MemoryOf
 from .tensorfile import Writable, nbytes_of
 from .tree import TAG, Path, encode, spell
 
@@ -49,12 +50,19 @@ CutOf = Callable[[Tensor, str], Cut]
 class Part:
     """What one rank writes: its state as JSON, and its tensors by file and name."""
 
-    def __init__(self, state: dict[Any, Any], cut_of: CutOf, *, down_cast_bf16: bool = False) -> None:
+    def __init__(
+        self,
+        state: dict[Any, Any],
+        cut_of: CutOf,
+        memory_of: MemoryOf = Backend.memory_of,
+        *,
+        down_cast_bf16: bool = False,
+    ) -> None:
         if not isinstance(state, dict):
             raise ValueError(
                 f"a checkpoint is made of a dict, a state_dict say, not of a {type(state).__name__}"
             )
-        self._cut_of, self._down_cast = cut_of, down_cast_bf16
+        self._cut_of, self._memory_of, self._down_cast = cut_of, memory_of, down_cast_bf16
         self._places: dict[Any, dict[str, Any]] = {}
         self.files: dict[str, dict[str, _Held]] = defaultdict(dict)
         self._stems: dict[Any, str] = {}
@@ -68,7 +76,7 @@ class Part:
             raise ValueError(f"cannot save {where}: a {kind}")
         if t.is_meta:
             raise ValueError(f"cannot save {where}: it is on the meta device and has no values")
-        place = memory_of(t), self._cut_of(t, where)
+        place = self._memory_of(t), self._cut_of(t, where)
         if place not in self._places:
             file = self._file(path)
             name = _unused(".".join(map(str, path[1:] or path)), (*self.files[file], "__metadata__"))

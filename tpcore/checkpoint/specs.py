@@ -15,6 +15,9 @@ from ..shard import ShardSpec
 Cut = ShardSpec | Literal["unknown"] | None
 """How a stored tensor is cut. None: nobody said, so it is whole, if all ranks hold the same."""
 
+MemoryOf = Callable[[Tensor], object]
+"""``Backend.memory_of``: what is equal for tensors that are one."""
+
 
 def spec_of(t: Tensor, ctx: ParallelContext, where: str) -> ShardSpec | None:
     """The cut of a parameter of a parallel layer, over the tp group; None for any other tensor."""
@@ -35,41 +38,34 @@ def spec_of(t: Tensor, ctx: ParallelContext, where: str) -> ShardSpec | None:
     return spec
 
 
-def memory_of(t: Tensor) -> object:
-    """Equal for tensors that are the same memory, seen the same way."""
-    try:
-        memory = t.untyped_storage().data_ptr()
-    except RuntimeError:  # sparse; and torch_xla up to 2.9, which has no storage that Python may ask
-        return id(t)
-    view = t.device, t.dtype, t.storage_offset(), t.shape, t.stride(), t.is_conj(), t.is_neg()
-    # lazy devices give no address, and empty tensors have none
-    return (memory, view) if memory else id(t)
-
-
 def cuts_of(state: Mapping[Any, Any], ctx: ParallelContext) -> Callable[[Tensor, str], Cut]:
     """What goes on record with each tensor of a state to be saved.
 
     An entry that a plain module made of a parallel layer's parameter (as ``cls.predictions.bias`` of
     transformers' BERT) has no mark of its own, but is the memory of one that has.
     """
+    memory_of = ctx.backend.memory_of
     marked: dict[object, Tensor] = {}
     for model in (state, *state.values()) if isinstance(state, Mapping) else ():
         if isinstance(model, Mapping) and not _is_optimizer(model):
             for t in model.values():
                 if isinstance(t, Tensor) and sharding(t) is not None and not t.is_meta:
                     marked[memory_of(t)] = t
-    cuts = optimizer_cuts(state, marked, ctx.mesh.axes.get("tp", 1)) if isinstance(state, Mapping) else {}
+    n = ctx.mesh.axes.get("tp", 1)
+    cuts = optimizer_cuts(state, marked, n, memory_of) if isinstance(state, Mapping) else {}
     return lambda t, where: spec_of(marked.get(memory_of(t), t), ctx, where) or cuts.get(id(t))
 
 
-def optimizer_cuts(state: Mapping[Any, Any], marked: Mapping[object, Tensor], n: int) -> dict[int, Cut]:
+def optimizer_cuts(
+    state: Mapping[Any, Any], marked: Mapping[object, Tensor], n: int, memory_of: MemoryOf
+) -> dict[int, Cut]:
     """By ``id``: cuts of the tensors in optimizers' state_dicts, which are those of their parameters.
 
     An optimizer numbers its parameters. They have names where it was made from ``named_parameters()``
     (torch 2.6 or newer); where not, the cut is unknown. What has another shape than its parameter, a step
     count say, is left to the general rule.
     """
-    known = _by_name(state, marked)
+    known = _by_name(state, marked, memory_of)
     cuts: dict[int, Cut] = {}
     for optimizer in state.values():
         if not _is_optimizer(optimizer):
@@ -99,7 +95,9 @@ def _names(groups: list[Any]) -> Iterator[tuple[int, str]]:
         yield from zip(group["params"], group.get("param_names") or (), strict=False)
 
 
-def _by_name(state: Mapping[Any, Any], marked: Mapping[object, Tensor]) -> dict[str, ShardSpec]:
+def _by_name(
+    state: Mapping[Any, Any], marked: Mapping[object, Tensor], memory_of: MemoryOf
+) -> dict[str, ShardSpec]:
     """Cuts of the parameters in the models' state_dicts, but for names that two of them use differently."""
     found: dict[str, set[ShardSpec]] = defaultdict(set)
     for model in (state, *state.values()):

@@ -107,8 +107,8 @@ class Save:
         self.staging: Staging | None = None
         with together(ctx):
             if self._first or options.all_dp:
-                cut_of = cuts_of(state, ctx)
-                self._part = Part(state, cut_of, down_cast_bf16=options.down_cast_bf16)
+                cut_of, memory_of = cuts_of(state, ctx), ctx.backend.memory_of
+                self._part = Part(state, cut_of, memory_of, down_cast_bf16=options.down_cast_bf16)
                 if options.background:
                     self._part.to_host()
         # rank 0 says where: a relative name may mean another place elsewhere

@@ -144,6 +144,15 @@ class NeuronBackend(Backend):
     def device(self) -> torch.device:
         return self._device
 
+    @classmethod
+    def memory_of(cls, t: Tensor) -> object:
+        if t.device.type != "xla":
+            return super().memory_of(t)
+        import torch_xla
+
+        # its storage is none, and views may share it; this number views do not share, nor what is one lacks
+        return "xla", torch_xla._XLAC._xla_get_tensor_id(t)
+
     def mark_step(self) -> None:
         import torch_xla
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 from tokenizers import Tokenizer
@@ -27,15 +27,8 @@ EXAMPLES = Path(bert_fill.__file__).parent
 
 
 def run(script: str, *options: object, cwd: Path) -> str:
-    command = [sys.executable, str(EXAMPLES / script), *map(str, options)]
-    done = subprocess.run(
-        command,
-        check=False,
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "100"},
-    )
+    words = ["python", str(EXAMPLES / script), *map(str, options)]
+    done = forked.run(words, cwd, os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "100"})
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

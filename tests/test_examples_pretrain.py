@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 import torch.nn.functional as F
@@ -191,14 +191,8 @@ class TestErrors:
 def test_under_torchrun(text, tmp_path):
     train(Mesh({"dp": 1, "tp": 1}), arguments(text, tmp_path / "one", dropout=0))
     argv = arguments(text, tmp_path / "two", "--tensorboard", tensor_parallel_degree=2, dropout=0)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    ran = subprocess.run(
-        [*command, SCRIPT, *argv],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    words = ["torchrun", "--standalone", "--nproc_per_node=2", SCRIPT, *argv]
+    ran = forked.run(words, tmp_path, os.environ | {"OMP_NUM_THREADS": "1"})
     assert ran.returncode == 0, ran.stderr
     assert "tp=2, dp=1; steps 1 to 6" in ran.stdout
     assert "sequences/s" in ran.stderr

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 import torch.nn.functional as F
@@ -468,8 +467,7 @@ def build():
 
 def test_the_command_ends_with_1_where_ranks_would_hang(tmp_path: Path) -> None:
     (tmp_path / "planted_model.py").write_text(PLANTED)
-    command = [sys.executable, "-m", "tpcore", "explain", "planted_model.py:build", "--tp", "2"]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    done = forked.run(["tpcore", "explain", "planted_model.py:build", "--tp", "2"], tmp_path)
     assert done.returncode == 1, done.stderr
     assert "disagree on collective #1 of the group" in done.stderr
     assert re.search(

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 import torch.distributed as dist
@@ -585,9 +586,8 @@ def test_script_under_torchrun_trains_as_the_unsharded_model(tmp_path: Path) -> 
     script = _load(SCRIPT)
     flags = script.parse(["--output_dir", str(tmp_path / "out")])
     env = {**os.environ, "TPCORE_BACKEND": "cpu_gloo", "OMP_NUM_THREADS": "1"}
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command = [*launcher, str(SCRIPT), "--output_dir", flags.output_dir]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    words = ["torchrun", "--standalone", "--nproc_per_node=2", str(SCRIPT), "--output_dir", flags.output_dir]
+    done = forked.run(words, tmp_path, env)
     assert done.returncode == 0, done.stderr
     _compare(json.loads(done.stdout), _dense_run(script, flags))
 

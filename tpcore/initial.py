@@ -123,8 +123,11 @@ def initial_shard(init: Init, spec: ShardSpec, rank: int, n: int, dtype: torch.d
     than fill in place, in which case the full tensor is, while this runs.
     """
     with torch.no_grad(), torch.inference_mode(False):
-        program = _record(init, spec, dtype)
-        if program is None or not spec.shape:
+        # one slab needs no program; and torch.distributed.tensor, which torch imports for the first tensor
+        # with a __torch_dispatch__, costs a process 0.6 s
+        small = torch.Size(spec.shape).numel() <= SLAB
+        program = None if small else _record(init, spec, dtype)
+        if program is None:
             full = torch.empty(spec.shape, dtype=dtype, device="cpu")
             init(full)
             return spec.shard(full, rank, n)

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import forked
 import psutil
 import pytest
 import torch
@@ -106,7 +107,8 @@ folder = sys.argv[1]
 
 def program():
     ctx = tpcore.init("cpu_gloo", tp=2)
-    open(f"{folder}/{os.getpid()}", "w").close()
+    with open(f"{folder}/pids", "w") as told:
+        told.write(f"{os.getpid()} ")
     for _ in range(20_000):  # longer than it takes to be ended, and not for ever if it is not
         ctx.comm("tp").all_reduce(torch.ones(1))
 
@@ -118,6 +120,7 @@ tpcore.launch(program, 2)
 def test_ranks_end_with_their_parent(tmp_path: Path, how: signal.Signals) -> None:
     folder, script = tmp_path / "pids", tmp_path / "script.py"
     folder.mkdir()
+    os.mkfifo(folder / "pids")
     script.write_text(SCRIPT)
     parent = subprocess.Popen(
         [sys.executable, str(script), str(folder)],
@@ -125,9 +128,10 @@ def test_ranks_end_with_their_parent(tmp_path: Path, how: signal.Signals) -> Non
         stderr=subprocess.STDOUT,
         text=True,
     )
-    while len(os.listdir(folder)) < 2:
-        assert parent.poll() is None, parent.communicate()[0]
-    ranks = [psutil.Process(int(name)) for name in os.listdir(folder)]
+    pids: list[str] = []
+    while len(pids) < 2:  # a pipe: opening it waits for a rank to write
+        pids += (folder / "pids").read_text().split()
+    ranks = [psutil.Process(int(pid)) for pid in pids]
     parent.send_signal(how)
     said = parent.communicate(timeout=60)[0]
     assert parent.returncode != 0
@@ -167,8 +171,7 @@ ctx.comm("tp").all_reduce(torch.ones(2))
 def test_under_torchrun_a_survivor_says_who_was_lost(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(TORCHRUN)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    run = subprocess.run([*command, str(script)], capture_output=True, text=True, check=False)
+    run = forked.run(["torchrun", "--standalone", "--nproc_per_node=2", str(script)], tmp_path)
     assert run.returncode != 0
     # gone: the launcher may be the first to take the wait status
     assert re.search(r"rank 1 \(pid \d+ on .*\) (was killed by SIGKILL|is gone)", run.stderr)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 
 pytestmark = [pytest.mark.xdist_group("launched"), pytest.mark.processes]
@@ -61,11 +60,8 @@ def launched(tmp_path: Path, how: str) -> str:
         k: v for k, v in os.environ.items() if not k.startswith("PYTEST") and k not in ("RANK", "WORLD_SIZE")
     }
     env |= {"PYTHONPATH": f"{tmp_path}:{env.get('PYTHONPATH', '')}", "OMP_NUM_THREADS": "1", "HOW": how}
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "-m", "pytest", "-q"]
-    command += ["-p", "no:cacheprovider", "test_plain.py", "-k", "once or then"]
-    done = subprocess.run(
-        command, check=False, capture_output=True, text=True, env=env, cwd=tmp_path, timeout=100
-    )
+    words = ["torchrun", "--nproc_per_node=2", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    done = forked.run([*words, "test_plain.py", "-k", "once or then"], tmp_path, env)
     assert done.returncode != 0
     return done.stdout + done.stderr
 

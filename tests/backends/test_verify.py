@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 
@@ -38,11 +38,8 @@ def tpcore_backend(): return Here
 def verify(*args: str, path: Path, save: Sequence[str] = ("--json",)) -> subprocess.CompletedProcess[str]:
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     where = (str(path / "out.json"),) if save else ()
-    command = [sys.executable, "-m", "tpcore", "verify", *args, *save, *where]
     env |= {"PYTHONPATH": os.pathsep.join([str(path), env.get("PYTHONPATH", "")]), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        command, check=False, capture_output=True, text=True, env=env, timeout=110, cwd=path
-    )
+    return forked.run(["tpcore", "verify", *args, *save, *where], path, env)
 
 
 def test_gloo_is_right(tmp_path: Path) -> None:

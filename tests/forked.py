@@ -1,0 +1,86 @@
+"""Python programs in processes forked from a server that has imported torch already: a second less for each.
+
+What a program sees is what it would see as a process of its own: arguments, directory, environment, import
+path, streams, the status that it ends with. It has torch in memory, and that is all it has.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import runpy
+import subprocess
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from multiprocessing import get_context
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+PROGRAMS = {"tpcore": "tpcore", "torchrun": "torch.distributed.run"}
+"""Console scripts and the modules that they run."""
+
+
+def run(
+    words: Sequence[str], cwd: Path, env: Mapping[str, str] | None = None, timeout: float = 110
+) -> subprocess.CompletedProcess[str]:
+    """``python FILE ...``, ``python -m MODULE ...``, ``tpcore ...`` or ``torchrun ...``, to its end."""
+    method = get_context("forkserver")
+    method.set_forkserver_preload(["torch"])
+    with TemporaryDirectory() as folder:
+        out, err = Path(folder) / "out", Path(folder) / "err"
+        process = method.Process(
+            target=_program, args=(list(words), cwd, dict(os.environ if env is None else env), out, err)
+        )
+        process.start()
+        process.join(timeout)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+            raise subprocess.TimeoutExpired(words, timeout, out.read_text(), err.read_text())
+        assert process.exitcode is not None
+        return subprocess.CompletedProcess(words, process.exitcode, out.read_text(), err.read_text())
+
+
+def _program(words: list[str], cwd: Path, env: dict[str, str], out: Path, err: Path) -> None:
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(cwd)
+    for number, path in ((1, out), (2, err)):
+        with path.open("w") as f:
+            os.dup2(f.fileno(), number)
+    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
+    try:
+        status = _status(words)
+    finally:
+        atexit._run_exitfuncs()  # which a forked process leaves out
+        sys.stdout.flush()
+        sys.stderr.flush()
+    sys.exit(status)
+
+
+def _status(words: list[str]) -> int:
+    try:
+        _run(words)
+    except SystemExit as e:
+        if isinstance(e.code, str):
+            sys.stderr.write(f"{e.code}\n")
+        return e.code if isinstance(e.code, int) else int(e.code is not None)
+    except BaseException:  # noqa: BLE001  whatever a program may end with
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def _run(words: list[str]) -> None:
+    first, *rest = words
+    path = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
+    words = ["-m", PROGRAMS[first], *rest] if first in PROGRAMS else rest
+    if words[0] == "-m":
+        sys.path[:0] = [os.getcwd(), *path]
+        sys.argv = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.path[:0] = [str(Path(words[0]).absolute().parent), *path]
+        sys.argv = words
+        runpy.run_path(words[0], run_name="__main__")

@@ -195,7 +195,7 @@ def _pages() -> list[object]:
         todo = [s for s in snippets(page) if s.language in ("python", "bash") and not s.left_out]
         starts = any("launch(" in s.code or program(w) in RUN for s in todo for w in _words(s))
         if todo:
-            marks = [pytest.mark.processes] if starts else []
+            marks = [pytest.mark.slow, pytest.mark.processes] if starts else []
             out.append(pytest.param(page, id=str(page.relative_to(ROOT)), marks=marks))
     return out
 

@@ -187,6 +187,7 @@ class TestErrors:
         assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_under_torchrun(text, tmp_path):
     train(Mesh({"dp": 1, "tp": 1}), arguments(text, tmp_path / "one", dropout=0))

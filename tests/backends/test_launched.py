@@ -8,7 +8,7 @@ from pathlib import Path
 import forked
 import pytest
 
-pytestmark = [pytest.mark.xdist_group("launched"), pytest.mark.processes]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("launched"), pytest.mark.processes]
 
 PLUGIN = """
 import torch

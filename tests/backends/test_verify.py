@@ -12,12 +12,12 @@ import forked
 import pytest
 import torch
 
-pytestmark = [pytest.mark.xdist_group("verify"), pytest.mark.processes]
+pytestmark = [pytest.mark.xdist_group("verify"), pytest.mark.slow, pytest.mark.processes]
 
 WRONG = """
 import torch
 from tpcore.c10d import C10dBackend, C10dComm
-from tpcore import hookimpl
+from tpcore import Capabilities, hookimpl
 
 class Comm(C10dComm):
     def _all_gather(self, x, dim):
@@ -26,6 +26,7 @@ class Comm(C10dComm):
 
 class Here(C10dBackend):
     transport = "gloo"
+    capabilities = Capabilities(dtypes=(torch.float32, torch.int64, torch.uint8), tracing=False)
     def device(self): return torch.device("cpu")
     def _comm(self, group, pg):
         return Comm(group, group.members(self._rank).index(self._rank), pg, self.device())

@@ -46,8 +46,8 @@ test-cpu: venv  ## lint, tests, types, documentation: all but the tests that nee
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 	@$(MAKE) --no-print-directory types docs
 
-test-fast: venv  ## the tests alone; PYTEST_ARGS='tests/test_cli.py' runs a part
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+test-fast: venv  ## the tests that are not slow: PYTEST_ARGS='tests/test_cli.py' runs a part
+	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
 
 test-xla: venv-xla  ## the tests of the neuron backend, on XLA replicas in an environment of their own
 	TPCORE_REQUIRE_XLA=1 $(XLA_VENV)/bin/python -m pytest tests/xla $(PYTEST_ARGS)

@@ -17,6 +17,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+PRELOAD = ["torch", "pytest"]  # the second for the test modules that processes are started from
 PROGRAMS = {"tpcore": "tpcore", "torchrun": "torch.distributed.run"}
 """Console scripts and the modules that they run."""
 
@@ -26,7 +27,7 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """``python FILE ...``, ``python -m MODULE ...``, ``tpcore ...`` or ``torchrun ...``, to its end."""
     method = get_context("forkserver")
-    method.set_forkserver_preload(["torch"])
+    method.set_forkserver_preload(PRELOAD)
     with TemporaryDirectory() as folder:
         out, err = Path(folder) / "out", Path(folder) / "err"
         process = method.Process(

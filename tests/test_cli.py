@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 from typer.testing import CliRunner
 
@@ -163,7 +164,7 @@ def test_the_installed_script_and_the_module_print_the_same(plugin):
 
 
 def test_an_unknown_command_is_an_error_that_names_it():
-    done = run(sys.executable, "-m", "tpcore", "bakends")
+    done = forked.run(["tpcore", "bakends"], Path.cwd())
     assert done.returncode == 2
     assert "bakends" in done.stderr
 

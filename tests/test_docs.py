@@ -35,6 +35,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MARK = "\x1e"  # ASCII record separator: begins each snippet's output
 FENCE = re.compile(r"^ *```(\w*)(.*)$")
+STARTS = re.compile(r"\b(launch|parallel_model_trace|run_replicas)\(")
 RUN, CHECKED, SHOWN = {"python", "torchrun", "tpcore"}, {"make", "pip"}, {"text", "toml", "json"}
 
 
@@ -149,7 +150,7 @@ def play(page: Path, directory: Path) -> str | None:
     """What is wrong with the page, or None."""
     printed_to = directory / "printed"
     method = get_context("forkserver")  # forks of a server that has imported torch: a second less a page
-    method.set_forkserver_preload(["torch"])
+    method.set_forkserver_preload(forked.PRELOAD)
     process = method.Process(target=_alone, args=(page, directory, printed_to), daemon=False)
     process.start()
     process.join(110)
@@ -193,7 +194,7 @@ def _pages() -> list[object]:
     out = []
     for page in PAGES:
         todo = [s for s in snippets(page) if s.language in ("python", "bash") and not s.left_out]
-        starts = any("launch(" in s.code or program(w) in RUN for s in todo for w in _words(s))
+        starts = any(STARTS.search(s.code) or program(w) in RUN for s in todo for w in _words(s))
         if todo:
             marks = [pytest.mark.slow, pytest.mark.processes] if starts else []
             out.append(pytest.param(page, id=str(page.relative_to(ROOT)), marks=marks))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import mmap
 import os
 import shutil
 import tempfile
@@ -62,6 +63,13 @@ def memory(t: Tensor) -> memoryview:
     return memoryview(t.detach().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
+def touch(size: int) -> None:
+    """Have memory that is free be there: a machine that is a virtual one may have given it back meanwhile."""
+    with mmap.mmap(-1, size) as pages:
+        for at in range(0, size, mmap.PAGESIZE):
+            pages[at] = 1
+
+
 def chunks(data: memoryview) -> Iterable[memoryview]:
     return (data[i : i + CHUNK] for i in range(0, len(data), CHUNK))
 
@@ -102,7 +110,7 @@ class Run:
                 p.data.copy_(f.get_tensor(name).chunk(TP, dim_of(name))[self.rank])
 
     def clear(self) -> None:
-        """Nothing of the last turn is left; what was on its way to the disk is dropped with its file."""
+        """Nothing of the last turn is left, neither on the disk nor on its way there."""
         checkpoint.wait()
         if self.kept is not None and hasattr(self.kept, "result"):
             self.kept.result()
@@ -112,6 +120,10 @@ class Run:
             path = self.home / left
             if self.rank == 0 or left != "out":
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        dist.barrier()
+        if self.rank == 0:
+            os.sync()  # with `discard` the disk hears of what was deleted when the journal is written
+        touch(self.layers * NBYTES // TP)
         dist.barrier()
 
     # -- load ---------------------------------------------------------------------------------------------

@@ -28,14 +28,18 @@ _under_way: dict[int, tuple[ParallelContext, _Background]] = {}  # by id of the 
 
 
 class _Background:
-    """The thread of one save on one rank."""
+    """The thread of one save on one rank. It waits for ``begin``."""
 
     def __init__(self, save: Save) -> None:
         self._save = save
         self.patience = _PATIENCE
         self.error: BaseException | None = None
+        self._begun = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tpcore-save", daemon=True)
         self._thread.start()
+
+    def begin(self) -> None:
+        self._begun.set()
 
     def join(self) -> None:
         self._thread.join()
@@ -45,6 +49,7 @@ class _Background:
         return os.path.join(self._save.root, f"said-{rank}")
 
     def _run(self) -> None:
+        self._begun.wait()
         try:
             if self._save.ctx.rank == 0:
                 self._lead()
@@ -125,8 +130,15 @@ def _bytes_in(folder: str) -> int:
 def save_in_background(state: dict[Any, Any], save_dir: str | os.PathLike[str], options: Options) -> None:
     """Returns when ``state`` is copied to host memory. Collective; the one before must be finished."""
     save = Save(state, save_dir, options)
-    with together(save.ctx):  # so that nobody waits for a part that is not being written yet
-        _under_way[id(save.ctx)] = save.ctx, _Background(save)
+    running = None
+    try:
+        with together(save.ctx):  # so that nobody waits for a part that is not being written yet
+            running = _Background(save)
+            _under_way[id(save.ctx)] = save.ctx, running
+    finally:
+        # not before: where cores are few, what the ranks say to each other would wait for what they write
+        if running is not None:
+            running.begin()
 
 
 def finish_save() -> None:
@@ -136,6 +148,8 @@ def finish_save() -> None:
     if found is None:
         return
     running = found[1]
+    with together(ctx):
+        pass  # all have begun by now: of ranks that are threads taking turns, one could wait for a later one
     with together(ctx):
         running.join()
         if running.error is not None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from queue import Queue
-from threading import Thread
+from functools import cache
+from typing import Any
 
 from ..errors import CheckpointError
 from .manifest import FileRecord
@@ -17,8 +18,10 @@ from .sums import joined, spelled
 
 CHUNK = 8 << 20
 """Bytes handled at once: written, summed or read on the way to another dtype or layout."""
-_WAITING = 8  # chunks that are written and not yet summed
-_EARLY = 64 << 20  # written in steps of 8 MiB and 64 MiB, 1 GB took 0.99 and 0.60 of plain write and fsync
+# Two ranks on two cores, each summing and writing 0.4 GB, against plain write and fsync: 1.29 without, 0.98
+# with a start every 64 MiB, 1.46 with one every 256 MiB; 1.08 by posix_fadvise; 1.5 with sums in a thread.
+_EARLY = 64 << 20
+_WRITE = 2  # SYNC_FILE_RANGE_WRITE of <fcntl.h>
 
 
 @contextmanager
@@ -43,26 +46,24 @@ def write_parts(
 ) -> tuple[FileRecord, list[str]]:
     """As ``write_file``; the file's record, and the crc32 of each part.
 
-    Each part comes in pieces, which may not change before the file is written. ``summed=False``: all sums
-    are of nothing.
+    Each part comes in pieces. ``summed=False``: all sums are of nothing.
     """
-    sizes: list[int] = []
+    sums: list[tuple[int, int]] = []
     done = begun = 0
-    with naming("write", path), open(path, "xb") as f, _Summing() as summing:
+    with naming("write", path), open(path, "xb") as f:
         for part in parts:
-            sizes.append(0)
-            summing.crcs.append(0)
+            crc, size = 0, 0
             for chunk in chunks(part):
                 if summed:
-                    summing.add(chunk)
+                    crc = zlib.crc32(chunk, crc)
                 f.write(chunk)
-                sizes[-1] += len(chunk)
-                done += len(chunk)
-                begun = _begin(f.fileno(), begun, done)
+                size += len(chunk)
+                begun = _begin(f.fileno(), begun, done + size)
+            sums.append((crc, size))
+            done += size
         f.flush()
         os.fsync(f.fileno())
-    total = joined(zip(summing.crcs, sizes, strict=True))
-    return FileRecord(done, spelled(total)), [spelled(crc) for crc in summing.crcs]
+    return FileRecord(done, spelled(joined(sums))), [spelled(crc) for crc, _ in sums]
 
 
 def chunks(pieces: Iterable[Bytes], tick: Tick = nothing) -> Iterator[Bytes]:
@@ -76,36 +77,17 @@ def chunks(pieces: Iterable[Bytes], tick: Tick = nothing) -> Iterator[Bytes]:
 
 def _begin(fd: int, begun: int, done: int) -> int:
     """Have the disk begin with what is written, every now and then, so that fsync has little to wait for."""
-    if done - begun < _EARLY or not hasattr(os, "posix_fadvise"):
+    start = _sync_file_range()
+    if done - begun < _EARLY or start is None:
         return begun
-    os.posix_fadvise(fd, begun, done - begun, os.POSIX_FADV_DONTNEED)
+    start(fd, ctypes.c_int64(begun), ctypes.c_int64(done - begun), _WRITE)  # advice: nothing hangs on it
     return done
 
 
-class _Summing:
-    """Sums beside the write, in a thread of its own: executors take no work any more while a program ends."""
-
-    def __init__(self) -> None:
-        self.crcs: list[int] = []
-        self._queue: Queue[tuple[int, Bytes] | None] = Queue(_WAITING)
-        self._thread = Thread(target=self._run, daemon=True)
-
-    def add(self, chunk: Bytes) -> None:
-        """To the last of ``crcs``."""
-        self._queue.put((len(self.crcs) - 1, chunk))
-
-    def _run(self) -> None:
-        while (task := self._queue.get()) is not None:
-            part, chunk = task
-            self.crcs[part] = zlib.crc32(chunk, self.crcs[part])
-
-    def __enter__(self) -> _Summing:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._queue.put(None)
-        self._thread.join()
+@cache
+def _sync_file_range() -> Any:
+    """Linux alone has it. posix_fadvise(DONTNEED) begins too, but looks at every page in the cache."""
+    return getattr(ctypes.CDLL(None), "sync_file_range", None)
 
 
 def read_file(path: str) -> bytes:

@@ -137,6 +137,7 @@ def imported(*paths: Path) -> set[str]:
     ("extra", "folder"),
     [
         ("", "tpcore"),
+        ("progress", "tpcore/checkpoint"),
         ("cli", "tpcore/commands"),
         ("plot", "tpcore/explaining"),
         ("testing", "tpcore/testing"),
@@ -146,6 +147,7 @@ def imported(*paths: Path) -> set[str]:
 def test_what_a_part_imports_its_extra_brings(metadata, extra, folder):
     separate = {
         "": ("commands", "explaining", "testing", "_remote.py"),
+        "progress": (),
         "cli": (),
         "plot": (),
         "testing": (),
@@ -158,7 +160,7 @@ def test_what_a_part_imports_its_extra_brings(metadata, extra, folder):
     ]
     declared = requirements(metadata) | requirements(metadata, extra)
     assert files
-    optional = {"tqdm"} if not extra else set()  # checkpoint/progress.py shows bars where it is
+    optional = {"tqdm"} if not extra else set()  # what `progress` brings is asked for in tpcore/checkpoint
     assert imported(*files) - optional <= {name.replace("-", "_") for name in declared}
 
 

@@ -27,10 +27,16 @@ class Entry(Writable, Protocol):
 
 
 @dataclass(frozen=True)
-class _Held:
-    dtype: torch.dtype
-    cut: Cut
+class Held:
+    """A tensor in memory, on any device. ``to``: the dtype in which it is written, if not its own."""
+
     tensor: Tensor
+    cut: Cut = None
+    to: torch.dtype | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.to or self.tensor.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -64,7 +70,7 @@ class Part:
             )
         self._cut_of, self._memory_of, self._down_cast = cut_of, memory_of, down_cast_bf16
         self._places: dict[Any, dict[str, Any]] = {}
-        self.files: dict[str, dict[str, _Held]] = defaultdict(dict)
+        self.files: dict[str, dict[str, Held]] = defaultdict(dict)
         self._stems: dict[Any, str] = {}
         self.tree = encode(state, self._leaf)
 
@@ -82,7 +88,7 @@ class Part:
             name = _unused(".".join(map(str, path[1:] or path)), (*self.files[file], "__metadata__"))
             # not where it has no dims: those count steps, and bfloat16 counts to 256
             narrow = self._down_cast and t.dtype == torch.float32 and t.ndim > 0
-            self.files[file][name] = _Held(torch.bfloat16 if narrow else t.dtype, place[1], t)
+            self.files[file][name] = Held(t, place[1], torch.bfloat16 if narrow else None)
             self._places[place] = {TAG: "tensor", "file": file, "name": name}
         return self._places[place]
 
@@ -116,7 +122,7 @@ class Part:
         for entries in self.files.values():
             for name, entry in entries.items():
                 # a copy on any device: what is on the CPU already is the model's own memory
-                entries[name] = _Held(entry.dtype, entry.cut, entry.host().clone())
+                entries[name] = Held(entry.host().clone(), entry.cut)
 
 
 def total_of(files: Mapping[str, Mapping[str, Entry]]) -> int:

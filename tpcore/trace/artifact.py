@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from ..checkpoint.contents import Held
 from ..checkpoint.dtypes import dtype_name, dtype_of
 from ..checkpoint.files import crc32_of, read_file
 from ..checkpoint.manifest import MANIFEST, dumps, loads, rank_dir
@@ -135,24 +136,6 @@ class Manifest:
             )
         except (KeyError, TypeError, AttributeError, ValueError) as e:
             raise CheckpointError(f"{path} is damaged: {type(e).__name__}: {e}") from e
-
-
-@dataclass(frozen=True)
-class Held:
-    """A tensor as a file's writer asks for it."""
-
-    tensor: Tensor
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.tensor.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.tensor.dtype
-
-    def pieces(self) -> list[Tensor]:
-        return [self.tensor.detach().cpu().contiguous()]
 
 
 def write_weights(folder: Path, rank: int, weights: Mapping[str, Tensor]) -> FileRecord:

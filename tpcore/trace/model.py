@@ -14,8 +14,9 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
+from ..checkpoint.contents import Held
 from ..checkpoint.tensorfile import write_tensors
-from .artifact import FileRecord, Held, Manifest, weights_file
+from .artifact import FileRecord, Manifest, weights_file
 from .structure import put_together
 from .workers import Workers
 

@@ -12,16 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..context import ParallelContext
 from ..errors import CheckpointError
 from ..shard import Block, ShardSpec
 from .files import naming
 from .huggingface import inside
 from .manifest import MANIFEST, STATE
 from .optimum import Attention, Fused, Recorded, recorded
-from .specs import Cut
+from .specs import Cut, is_optimizer
 from .stored import MemoryShard, Stored
 from .tree import is_nested
-from .unsharded import Reading, State, mapped, own, unpickled
+from .unsharded import Reading, State, mapped, unpickled
 
 Cuts = Callable[[str, tuple[int, ...], int], Cut]
 """How a tensor is cut, by name, shape of a shard and number of shards; None where all ranks hold the same."""
@@ -58,13 +59,13 @@ class ForeignCheckpoint:
 
     def open(
         self, how: Reading, cuts: Cuts, stage: int = 0, own_rank: int | None = None
-    ) -> tuple[State, dict[Any, Any]]:
-        """One stage's model, and what lies beside it, of rank ``own_rank`` or of rank 0.
+    ) -> tuple[State, list[dict[Any, Any]]]:
+        """One stage's model, and what lies beside it on each rank, still mapped.
 
         ``own_rank``: the rank whose shards are wanted as they are.
         """
         files = self.stages[stage]
-        states, rests = zip(*(_read(f, how) for f in files), strict=True)
+        states, rests = self.read(how, stage)
         first = states[own_rank or 0]
         for file, state in zip(files, states, strict=True):
             for name in sorted(state.keys() ^ first.keys()):
@@ -82,9 +83,21 @@ class ForeignCheckpoint:
                 raise CheckpointError(f"{self.path}: {name!r} has another shape or dtype on another rank")
             cut = self._cut(name, shards[0].shape, stage, cuts)
             if isinstance(cut, ShardSpec) and cut.dim is not None:
-                shards = _in_order(shards, cut, f"{self.path}: {name!r}")
+                shards = in_order(shards, cut, f"{self.path}: {name!r}")
             found[name] = Stored(name, cut, self.tp, own_rank, shards.__getitem__)
-        return found, own(rests[own_rank or 0])
+        return found, rests
+
+    def read(self, how: Reading, stage: int) -> tuple[list[Mapping[str, Any]], list[dict[Any, Any]]]:
+        """Of each rank: the entry ``how.model_key``, or all there is, and what lies beside it."""
+        states, rests = zip(*(_read(f, how) for f in self.stages[stage]), strict=True)
+        return list(states), list(rests)
+
+    def stage_of(self, ctx: ParallelContext) -> int:
+        """The stage of this rank."""
+        pp_rank, pp = ctx.mesh.coords(ctx.rank).get("pp", 0), ctx.mesh.axes.get("pp", 1)
+        if len(self.stages) != pp:
+            raise CheckpointError(f"{self.path} has {len(self.stages)} pp stages and this job has pp={pp}")
+        return pp_rank
 
     def _made(self, stage: int) -> Sequence[Fused | Attention]:
         return self.recorded[stage].made if self.recorded else ()
@@ -197,8 +210,41 @@ def _read(file: str, how: Reading) -> tuple[Mapping[str, Any], dict[Any, Any]]:
     top = _resolved(top, file, how)
     is_dict, is_tensor = partial(_is, Mapping), partial(_is, Tensor)
     nested = is_nested(top, how.model_key, file, is_dict, is_tensor)
-    state = top[how.model_key] if nested else {k: v for k, v in top.items() if k != "tp_rank"}
-    return state, {k: v for k, v in top.items() if k != how.model_key} if nested else {}
+    rest = {k: v for k, v in top.items() if k != "tp_rank" and not (nested and k == how.model_key)}
+    return (top[how.model_key], rest) if nested else (rest, {})
+
+
+def split(rests: Sequence[Mapping[Any, Any]]) -> tuple[dict[Any, Any], list[Any]]:
+    """Of what lies beside the model on each rank: what is the same on all, and the keys of what is not.
+
+    An optimizer's state is cut like its parameters even where all ranks hold zeros.
+    """
+    first, *others = rests
+    bound = [
+        key
+        for key, value in first.items()
+        if is_optimizer(value) or not all(key in rest and _same(value, rest[key]) for rest in others)
+    ]
+    return {key: value for key, value in first.items() if key not in bound}, bound
+
+
+def why_bound(keys: Sequence[Any], path: str, tp: int) -> str:
+    return (
+        f"{', '.join(map(str, keys))} in {path} can be had only at the degree of the save, tp={tp}: it "
+        "differs by rank or is an optimizer's state, and nothing there names the parameters that such a "
+        "state belongs to. The optimizer knows: load(path, model_or_optimizer=optimizer, model_key=...)"
+    )
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        alike = isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype
+        return alike and torch.equal(a, b)
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return bool(a == b)
 
 
 def _is(kind: type, value: Any) -> bool:
@@ -223,7 +269,7 @@ def _resolved(value: Any, file: str, how: Reading) -> Any:
     return value
 
 
-def _in_order(shards: list[MemoryShard], cut: ShardSpec, where: str) -> list[MemoryShard]:
+def in_order(shards: list[MemoryShard], cut: ShardSpec, where: str) -> list[MemoryShard]:
     """The shards such that neighbours hold one unit of replicated blocks, as ShardSpec has it.
 
     Some write the copies of ``a b`` as ``a b a b`` and not as ``a a b b``. The values tell, not a guess.

@@ -18,12 +18,12 @@ from ..module import _stamp, shard_specs
 from ..shard import ShardSpec
 from .files import naming
 from .fit import Fit
-from .foreign import ForeignCheckpoint, recognised
+from .foreign import ForeignCheckpoint, recognised, split, why_bound
 from .huggingface import aligned
 from .reader import Checkpoint, View
 from .stored import Job, Stored
 from .tree import decode, entries, is_dict, is_nested, is_tensor, only, spell
-from .unsharded import Reading, open_unsharded
+from .unsharded import Reading, open_unsharded, own
 
 StrPath = str | os.PathLike[str]
 
@@ -91,30 +91,27 @@ class _Loading:
 
     # -- what others wrote --------------------------------------------------------------------------------
     def open_unsharded(self, path: str, model: nn.Module, how: Reading) -> None:
-        found, self.rest = open_unsharded(path, how, self._stack)
+        found, rest = open_unsharded(path, how, self._stack)
+        self.rest = own(rest)
         found = aligned(found, set(model.state_dict(keep_vars=True)))
         self._fit = Fit(model, found, self._ctx, path, strict=self._strict)
 
     def open_foreign(self, there: ForeignCheckpoint, model: nn.Module | None, how: Reading) -> None:
-        pp_rank, pp = self._ctx.mesh.coords(self._ctx.rank).get("pp", 0), self._ctx.mesh.axes.get("pp", 1)
-        if len(there.stages) != pp:
-            raise CheckpointError(f"{there.path} has {len(there.stages)} pp stages and this job has pp={pp}")
-        own = self._rank if there.tp == self._n else None
+        mine = self._rank if there.tp == self._n else None
         specs = {} if model is None else shard_specs(model)
 
         def cut(name: str, shape: tuple[int, ...], m: int) -> ShardSpec | None:
             spec = specs.get(name)
             return spec if spec is not None and spec.dim is not None else None
 
-        found, self.rest = there.open(how, cut, pp_rank, own)
-        if own is None and self.rest:
+        found, rests = there.open(how, cut, there.stage_of(self._ctx), mine)
+        kept, bound = split(rests) if mine is None else (rests[mine], [])
+        if bound:
+            why = why_bound(bound, there.path, there.tp)
             if self._strict:
-                raise CheckpointError(
-                    f"{there.path} has {[spell((key,)) for key in self.rest]} beside the model, which can be "
-                    f"loaded only at the degree it was saved at, tp={there.tp}. strict=False leaves that out"
-                )
-            self.notes.append(f"left out: {list(self.rest)}, which are of tp={there.tp}")
-            self.rest = {}
+                raise CheckpointError(f"{why}. strict=False leaves that out")
+            self.notes.append(f"left out: {why}")
+        self.rest = own(kept)
         if model is not None:
             self._fit = Fit(model, found, self._ctx, there.path, strict=self._strict)
         else:
@@ -123,7 +120,7 @@ class _Loading:
 
     def _whole(self, stored: Any) -> Any:
         if not isinstance(stored, Stored):
-            return stored
+            return own(stored)
         out = torch.empty(stored.local_shape(None, self._n), dtype=stored.dtype)
         self._jobs.append(stored.job(out, None, self._rank, self._n))
         return out

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from torch import nn
 
-from ..agree import together
-from ..context import current
 from .background import finish_save, save_in_background
 from .loading import StrPath, read_checkpoint
+from .objects import load_object
 from .writing import Options, write_checkpoint
 
 
@@ -97,8 +95,9 @@ def load(
     warning, what is missing or surplus, and entries that cannot be had at this degree.
 
     ``chkpt_path`` is another name of ``load_dir``. ``model_or_optimizer``: a model, or an object whose
-    ``load_state_dict`` takes the entry ``model_key``. Collective over all ranks. Nothing is ever unpickled
-    but tensors and plain values.
+    ``load_state_dict`` takes the entry ``model_key``. An optimizer of torch knows its parameters, so its
+    state may be of any degree in files of others too, and of an unsharded file. Collective over all ranks.
+    Nothing is ever unpickled but tensors and plain values.
     """
     where = _one("load_dir", load_dir, "chkpt_path", chkpt_path)
     if not master_dp_only:
@@ -111,27 +110,12 @@ def load(
     target = model if model is not None else model_or_optimizer
     if target is None or isinstance(target, nn.Module):
         return read_checkpoint(where, target, model_key, sharded=sharded, strict=strict, trust=trust)
-    return _load_object(where, target, model_key, sharded=sharded, strict=strict, trust=trust)
+    return load_object(where, target, model_key, sharded=sharded, strict=strict, trust=trust)
 
 
 def wait() -> None:
     """Return when the save in the background, if any, is complete; raise if it failed. Collective."""
     finish_save()
-
-
-def _load_object(
-    where: StrPath, target: Any, key: str | None, *, sharded: bool, strict: bool, trust: bool
-) -> Any:
-    """Into an optimizer, say: it takes its whole state at once."""
-    if not hasattr(target, "load_state_dict") or not sharded:
-        how = "" if sharded else " with sharded=False"
-        raise ValueError(f"cannot load into a {type(target).__name__}{how}")
-    rest = read_checkpoint(where, None, key, sharded=True, strict=strict, trust=trust)
-    with together(current()):
-        if key not in rest:
-            raise ValueError(f"{os.fspath(where)} has no entry {key!r}; it has {list(rest)}")
-        target.load_state_dict(rest.pop(key))
-    return rest
 
 
 def _one(name: str, value: Any, other_name: str, other: Any) -> Any:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..errors import CheckpointError
 from .consolidating import StrPath, consolidate, write_one
 from .contents import Entry, Part, total_of
-from .foreign import ForeignCheckpoint
+from .foreign import ForeignCheckpoint, why_bound
 from .lazy import Lazy, once
 from .manifest import FileRecord, rank_dir
 from .progress import Steps, Tell, Tick, nothing
@@ -21,8 +21,8 @@ from .reader import View
 from .source import CutRule, Source, cuts_by, opened
 from .staging import Staging
 from .stored import MemoryShard, Stored
-from .tree import is_tensor, leaves, only, spell
-from .unsharded import Reading
+from .tree import is_tensor, leaves, only, spell, with_entry
+from .unsharded import Reading, own
 from .writing import put_in_place, write_state, write_tensor_files
 
 __all__ = ["consolidate", "convert", "reshard"]
@@ -75,7 +75,7 @@ def reshard(
 def _rank_of(source: Source, rank: int, n: int, stage: int, left: list[str] | None) -> _Rank:
     """One rank of ``n``. ``left``: where to add what is left out; None makes that an error."""
     if source.checkpoint is None:
-        return _rank_of_model(source, rank, n)
+        return _rank_of_model(source, rank, n, left)
     view = View(source.checkpoint, rank, n, stage)
     kept = dict(view.entries)
     for key in view.entries:
@@ -93,16 +93,23 @@ def _rank_of(source: Source, rank: int, n: int, stage: int, left: list[str] | No
     return _Rank(tree, files)
 
 
-def _rank_of_model(source: Source, rank: int, n: int) -> _Rank:
-    """Of what holds a model and nothing else that could be cut."""
+def _rank_of_model(source: Source, rank: int, n: int, left: list[str] | None) -> _Rank:
+    """Of what others wrote: the model, and what lies beside it on all ranks alike."""
+    if source.bound:
+        why = why_bound(source.bound, source.path, source.tp)
+        if left is None:
+            raise CheckpointError(f"{why}. It can be left out")
+        left.extend([why] if why not in left else [])
     tensors, ties = once(source)
     names = {name: name for name in tensors} | ties
     file = "model.safetensors"
     plain = {k: v for k, v in source.model.items() if not isinstance(v, Stored)}
     if plain:
         raise CheckpointError(f"{source.path}: {sorted(plain)[0]!r} is no tensor; only a model can say it")
-    tree = {"model": {k: {"$": "tensor", "file": file, "name": names[k]} for k in source.model}}
-    return _Rank(tree, {file: {k: Lazy(_recorded(t.stored), rank, n) for k, t in tensors.items()}})
+    rest = Part({key: value for key, value in source.rest.items() if key != "model"}, lambda t, where: None)
+    tree = {k: {"$": "tensor", "file": file, "name": names[k]} for k in source.model}
+    model = {k: Lazy(_recorded(t.stored), rank, n) for k, t in tensors.items()}
+    return _Rank(with_entry(rest.tree, "model", tree), {file: model, **rest.files})
 
 
 def _recorded(stored: Stored) -> Stored:
@@ -170,10 +177,10 @@ def _rank_of_foreign(
     foreign: ForeignCheckpoint, how: Reading, rules: Sequence[CutRule], stage: int, rank: int
 ) -> _Rank:
     """One rank's own shards: mapped, only read when they are written."""
-    found, rest = foreign.open(how, cuts_by(rules), stage, own_rank=rank)
+    found, rests = foreign.open(how, cuts_by(rules), stage, own_rank=rank)
     shards = {name: _tensor(s) if isinstance(s, Stored) else s for name, s in found.items()}
     cuts = {id(shards[name]): s.cut for name, s in found.items() if isinstance(s, Stored)}
-    part = Part({how.model_key: shards, **rest}, lambda t, where: cuts.get(id(t)))
+    part = Part({how.model_key: shards, **own(rests[rank])}, lambda t, where: cuts.get(id(t)))
     return _Rank(part.tree, part.files)
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from ..shard import ShardSpec
-from .foreign import Cuts, ForeignCheckpoint, even_cut, recognised
+from .foreign import Cuts, ForeignCheckpoint, even_cut, recognised, split
 from .manifest import MANIFEST
 from .reader import Checkpoint, View
 from .specs import Cut
@@ -33,7 +33,11 @@ class CutRule(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """``model`` by name; ``checkpoint`` or ``foreign`` where it is sharded."""
+    """``model`` by name; ``checkpoint`` or ``foreign`` where it is sharded.
+
+    ``rest``: what lies beside the model in files of others, the same on all ranks; ``bound``: what does not,
+    or is cut nobody knows how.
+    """
 
     path: str
     form: str
@@ -42,6 +46,8 @@ class Source:
     model: State
     checkpoint: Checkpoint | None = None
     foreign: ForeignCheckpoint | None = None
+    rest: Mapping[Any, Any] = field(default_factory=dict)
+    bound: Sequence[Any] = ()
 
     def tensors(self) -> Iterator[tuple[str, Stored]]:
         for name, item in self.model.items():
@@ -64,18 +70,18 @@ def open_source(path: str, how: Reading, cuts: Cuts, stack: ExitStack, rank: int
     there = recognised(path)
     if there is not None:
         own = rank if there.tp == n else None
-        states = [there.open(how, cuts, stage, own)[0] for stage in range(len(there.stages))]
-        model = _merged(states, path)
-        return Source(path, "pickled shards", there.tp, len(there.stages), model, foreign=there)
+        states, rests = zip(*(there.open(how, cuts, i, own) for i in range(len(there.stages))), strict=True)
+        model, beside = _merged(states, path), split([rest for of_stage in rests for rest in of_stage])
+        return Source(path, "pickled shards", there.tp, len(there.stages), model, None, there, *beside)
     folder = next((f for f in (path, os.path.join(path, "shards")) if _has_manifest(f)), None)
     if folder is None and os.path.exists(path):
         form = "directory" if os.path.isdir(path) else "file"
-        model = open_unsharded(path, how, stack)[0]
+        model, rest = open_unsharded(path, how, stack)
         for name, item in model.items():
             cut = cuts(name, item.shape, 1) if isinstance(item, Stored) else None
             if isinstance(cut, ShardSpec):
                 model[name] = Stored(name, cut, 1, None, item.shard)
-        return Source(path, f"unsharded {form}", 1, 1, model)
+        return Source(path, f"unsharded {form}", 1, 1, model, None, None, *split([rest]))
     # what is not there under its name may lie beside it
     checkpoint = Checkpoint(folder or path, stack)
     pp = checkpoint.manifest.axis("pp")
@@ -93,7 +99,7 @@ def _model_of(view: View, how: Reading) -> State:
     return {str(k): view.stored(v, str(k)) if is_tensor(v) else v for k, v in items.items()}
 
 
-def _merged(states: list[State], path: str) -> State:
+def _merged(states: Sequence[State], path: str) -> State:
     """The models of all pipeline stages as one."""
     model: State = {}
     for state in states:

@@ -47,7 +47,7 @@ def cuts_of(state: Mapping[Any, Any], ctx: ParallelContext) -> Callable[[Tensor,
     memory_of = ctx.backend.memory_of
     marked: dict[object, Tensor] = {}
     for model in (state, *state.values()) if isinstance(state, Mapping) else ():
-        if isinstance(model, Mapping) and not _is_optimizer(model):
+        if isinstance(model, Mapping) and not is_optimizer(model):
             for t in model.values():
                 if isinstance(t, Tensor) and sharding(t) is not None and not t.is_meta:
                     marked[memory_of(t)] = t
@@ -68,7 +68,7 @@ def optimizer_cuts(
     known = _by_name(state, marked, memory_of)
     cuts: dict[int, Cut] = {}
     for optimizer in state.values():
-        if not _is_optimizer(optimizer):
+        if not is_optimizer(optimizer):
             continue
         names = dict(_names(optimizer["param_groups"]))
         for index, values in optimizer["state"].items():
@@ -82,7 +82,7 @@ def optimizer_cuts(
     return cuts
 
 
-def _is_optimizer(value: Any) -> bool:
+def is_optimizer(value: Any) -> bool:
     return (
         isinstance(value, Mapping)
         and isinstance(value.get("state"), Mapping)
@@ -101,7 +101,7 @@ def _by_name(
     """Cuts of the parameters in the models' state_dicts, but for names that two of them use differently."""
     found: dict[str, set[ShardSpec]] = defaultdict(set)
     for model in (state, *state.values()):
-        if isinstance(model, Mapping) and not _is_optimizer(model):
+        if isinstance(model, Mapping) and not is_optimizer(model):
             for name, t in model.items():
                 if isinstance(t, Tensor) and isinstance(name, str):
                     cut = sharding(t if t.is_meta else marked.get(memory_of(t), t))

@@ -122,6 +122,11 @@ def only(tree: Any, kept: dict[Any, Any]) -> Any:
     return {**tree, "items": [item for item, key in items if key in kept]}
 
 
+def with_entry(tree: Any, key: str, item: Any) -> Any:
+    """An encoded dict with this entry, encoded too, before its own."""
+    return {key: item, **tree} if TAG not in tree else {**tree, "items": [[key, item], *tree["items"]]}
+
+
 def _no_tensor(tree: dict[str, Any]) -> Any:
     raise CheckpointError("a tensor is a key of a dict")
 

@@ -40,7 +40,7 @@ class Reading:
 
 
 def open_unsharded(path: str, how: Reading, stack: ExitStack) -> tuple[State, dict[Any, Any]]:
-    """The model in a file or directory, and the rest of a torch file. Reads no parameter yet."""
+    """The model in a file or directory, and the rest of a torch file, mapped. Reads no parameter yet."""
     if not os.path.isdir(path):
         return _open_file(path, how, stack)
     files = weight_files(path)
@@ -97,7 +97,7 @@ def _torch(path: str, how: Reading) -> tuple[State, dict[Any, Any]]:
     if not isinstance(found, Mapping):
         raise CheckpointError(f"{path} holds a {type(found).__name__}, not a dict of tensors")
     nested = is_nested(found, how.model_key, path, partial(_is, Mapping), partial(_is, Tensor))
-    rest = {key: own(value) for key, value in found.items() if key != how.model_key} if nested else {}
+    rest = {key: value for key, value in found.items() if key != how.model_key} if nested else {}
     return in_memory(found[how.model_key] if nested else found, path), rest
 
 

@@ -30,6 +30,9 @@ class ParallelContext:
     rank: int  # host-side only: file names, logs. Graphs use comm.rank
     _comms: dict[tuple[str, ...], Comm] = field(default_factory=dict, init=False, repr=False)
 
+    def __repr__(self) -> str:
+        return f"ParallelContext({type(self.backend).__name__}, {self.mesh}, rank {self.rank})"
+
     def comm(self, *axes: str) -> Comm:
         """Collectives over ``axes``. The first call for an axis is itself collective."""
         if axes not in self._comms:

@@ -50,6 +50,9 @@ class Mesh:
             raise ValueError(f"a mesh needs axes of size 1 or more, not {dict(self.axes)}")
         object.__setattr__(self, "axes", MappingProxyType(dict(self.axes)))
 
+    def __repr__(self) -> str:
+        return f"Mesh({dict(self.axes)})"
+
     @property
     def size(self) -> int:
         return math.prod(self.axes.values())

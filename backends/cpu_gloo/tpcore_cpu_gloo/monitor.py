@@ -234,8 +234,10 @@ class Monitor(threading.Thread):
 
     def _died(self, rank: int) -> None:
         """A neighbour's process ended. Fatal at once if it failed, and had not left the job before."""
-        how, said = self._fate(rank), self._board.ended(rank) or "ended"
-        if how in (None, CLEAN, GONE) or not said.startswith("ended"):
+        how, said = self._fate(rank), self._board.ended(rank)
+        if how == GONE and said is None:  # its launcher was faster; nothing is wrong if os._exit(0) ended it
+            say(self._lost(rank, GONE).text)
+        if how in (None, CLEAN, GONE) or not (said or "ended").startswith("ended"):
             return
         before, verdict = self.verdict, self._lost(rank, str(how))
         verdict = self._accept(self._board.post(verdict) or verdict)

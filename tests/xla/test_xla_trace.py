@@ -6,6 +6,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 from tpcore_neuron.testing import Program, run_replicas
 from tpcore_neuron.testing.replicas import close
+from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification, BertPreTrainedModel
 
 import tpcore
 from tpcore.trace import (
@@ -27,7 +29,10 @@ from tpcore.trace.published import _call, _size
 from tpcore.trace.tracing import Order, assembled, trace_rank
 from tpcore.trace.worker import Rank
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "trace"))
+
+from bert_model import shard_bert
 from models import Encoder, batch, differences
 
 
@@ -102,6 +107,36 @@ def test_the_program_holds_no_weights_and_one_serves_all_ranks(tmp_path):
     program = Program((tmp_path / "programs/0/program.mlir").read_text())
     # embedding, attention's and the MLP's row layers; the gathered head
     assert Counter(c.kind for c in program.collectives) == {"all_reduce add": 3, "all_gather": 1}
+
+
+def hugging_face(kind: type[BertPreTrainedModel], sharded: bool) -> BertPreTrainedModel:
+    """With transformers' own masks, which look for padding."""
+    # weights of 0.2, not 0.02: what is masked must matter by far more than rounding
+    sizes = {"vocab_size": 67, "hidden_size": 32, "intermediate_size": 64, "initializer_range": 0.2}
+    config = BertConfig(num_hidden_layers=1, num_attention_heads=4, **sizes)
+    torch.manual_seed(0)
+    model = kind(config).eval()
+    if sharded:
+        shard_bert(model, gather_logits=True)
+    model.set_attn_implementation("sdpa")
+    return model
+
+
+@pytest.mark.parametrize("kind", [BertForSequenceClassification, BertForMaskedLM])
+@pytest.mark.parametrize("process", ["n2"])
+def test_a_hugging_face_model_with_an_attention_mask(process, kind, tmp_path):
+    ids = torch.randint(67, (2, 8), generator=torch.Generator().manual_seed(0))
+    full, padded = torch.ones(2, 8, dtype=torch.int64), torch.ones(2, 8, dtype=torch.int64)
+    padded[1, 5:] = 0
+    # what it is traced with has no padding: the program must not have taken it for granted
+    model = traced(tmp_path, partial(hugging_face, kind, True), (ids, full), 2)
+    plain = hugging_face(kind, False)
+    with torch.no_grad():
+        want = [plain(ids, mask).logits for mask in (padded, full)]
+    assert float((want[0] - want[1]).abs().max()) > 0.01
+    for mask, logits in zip((padded, full), want, strict=True):
+        # float32 sums in another order
+        torch.testing.assert_close(model(ids, mask).logits, logits, rtol=0, atol=1e-5)
 
 
 class Counting(torch.nn.Module):

@@ -17,6 +17,7 @@ import torch_xla
 import torch_xla.core.xla_builder as xb
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
+from torch._export.utils import _compiling_state_context as exporting
 
 from tpcore.agree import check_one_program, together
 from tpcore.checkpoint.files import write_file
@@ -45,6 +46,9 @@ class _Pure(nn.Module):
         fn, names, comms = self._of
         ranks, inputs = given[: len(comms)], given[len(comms) :]
         with ExitStack() as stack:
+            # torch.compiler.is_exporting() is true within, which torch has no public way to say: models ask
+            # it where they would look at a value, as transformers does for a mask without padding
+            stack.enter_context(exporting())
             for comm, rank in zip(comms, ranks, strict=True):
                 stack.enter_context(comm.rank_as(rank))
             return tuple(fn(dict(zip(names, self.parameters(), strict=True)), inputs))

@@ -40,6 +40,15 @@ def test_cpu_gloo_was_measured_at_two_degrees_with_everything() -> None:
         assert report.wrong == []
 
 
+def test_what_was_measured_without_hardware_says_so() -> None:
+    report = Report.from_json((DOCS / "verified/neuron-tp2.json").read_text())
+    assert "torch_xla" in report.versions
+    assert {row.dtype for row in report.rows} >= {"float32", "bfloat16", "float16"}
+    assert "float64" not in {row.dtype for row in report.rows}  # Neuron has none
+    section = (DOCS / "correctness.md").read_text().partition("## neuron, tp2\n")[2]
+    assert "XLA:CPU in one process, **not on Neuron hardware**" in section.partition("|")[0]
+
+
 def test_what_is_wrong_is_shown(tmp_path: Path) -> None:
     report = Report.from_json(STORED[0].read_text())
     report.rows[-1] = replace(report.rows[-1], wrong=["far off"], error=1.0)

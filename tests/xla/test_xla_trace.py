@@ -266,3 +266,10 @@ def test_a_model_is_traced_saved_and_served(monkeypatch, tmp_path):
         got = served(*batch(2, 8))
     want = Encoder(False, dtype=torch.float32)(*batch(2, 8))
     assert differences(got, {k: v.detach() for k, v in want.items()}) < 1e-5
+
+
+def test_several_processes_on_a_cpu_are_refused_in_favour_of_replicas(monkeypatch):
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    said = r"2 processes were started and the XLA runtime connects 1: on a CPU it .*run_replicas\(fn, 2\)"
+    with pytest.raises(tpcore.BackendError, match=said):
+        parallel_model_trace(make, batch(2, 8), 2, backend="neuron")

@@ -41,6 +41,7 @@ def _section(report: Report) -> str:
         "",
         f"{report.date} UTC, {versions}, {report.machine}. {verdict}",
         "",
+        *([report.note, ""] if report.note else []),
         "| | dtype | cases | worst error | allowed | |",
         "|---|---|---:|---:|---:|---|",
     ]

@@ -46,6 +46,7 @@ class Report:
     versions: dict[str, str]
     machine: str
     rows: list[Row]
+    note: str = ""  # what a reader must know of where it was measured
 
     @property
     def wrong(self) -> list[str]:

@@ -79,10 +79,8 @@ class NeuronBackend(Backend):
         self._platform = neuronx.platform()
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         platform.check_cores(self._platform, local, platform.visible_cores(self._platform))
-        if self._platform is not None:  # torch_xla makes float32 of it there, without a word
-            can = type(self).capabilities
-            dtypes = tuple(d for d in can.dtypes if d is not torch.float64)
-            self.capabilities = replace(can, dtypes=dtypes)  # type: ignore[misc]  # of this machine
+        if self._platform is not None:
+            self.capabilities = as_on_neuron(self.capabilities)  # type: ignore[misc]  # of this machine
         self._owns = not dist.is_initialized()
         if self._owns:
             _join(timeout)
@@ -97,8 +95,8 @@ class NeuronBackend(Backend):
         if asked != world:
             self.stop()
             raise BackendError(
-                f"{asked} processes were started and the XLA runtime connects {world}: start one process for "
-                "each NeuronCore with torchrun, and init tpcore before anything else touches the device"
+                f"{asked} processes were started and the XLA runtime connects {world}: "
+                + platform.connect(str(xr.device_type()), asked)
             )
         self._made: list[Any] = []
         self._comms: dict[Any, Comm] = {}
@@ -184,6 +182,11 @@ class NeuronBackend(Backend):
         import torch_xla.core.xla_model as xm
 
         xm.set_rng_state(seed)
+
+
+def as_on_neuron(can: Capabilities) -> Capabilities:
+    """Without float64, of which torch_xla makes float32 there, without a word."""
+    return replace(can, dtypes=tuple(d for d in can.dtypes if d is not torch.float64))
 
 
 def _join(timeout: float) -> None:

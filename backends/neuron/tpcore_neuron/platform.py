@@ -80,6 +80,19 @@ def check_cores(platform: str | None, local: int, cores: int | None) -> None:
         raise BackendError(f"{local} processes on a Trn1 host: {_TRN1_RULE}")
 
 
+def connect(device: str, processes: int) -> str:
+    """What to do so that the XLA runtime of this kind of device has so many ranks."""
+    if device == "CPU":
+        return (
+            "on a CPU it connects no processes. Without the hardware run the ranks as replicas in one "
+            f"process: tpcore_neuron.testing.run_replicas(fn, {processes})"
+        )
+    return (
+        "start one process for each NeuronCore with torchrun, and init tpcore before anything else touches "
+        "the device"
+    )
+
+
 def check_tp(platform: str | None, group: Group) -> None:
     """Refuse tensor parallel groups that the hardware cannot connect."""
     if platform == "trn1" and not _trn1(group.size):

@@ -102,7 +102,7 @@ def _choose(name: str | None) -> str:
     if not chosen:
         usable = backend_class("neuron").unavailable() is None
         chosen = "neuron" if usable else "cpu_gloo"
-        why = "a Neuron device is present" if usable else "no Neuron device is present"
+        why = "it can run here" if usable else "no Neuron device is present"
     if os.environ.get("RANK", "0") == "0":
         say(f"backend {chosen} ({why})")
     return chosen

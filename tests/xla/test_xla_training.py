@@ -80,6 +80,35 @@ def test_dropout_streams():
     assert len({tuple(rank["sharded"].tolist()) for rank in got}) == 4
 
 
+def two_masks(ctx: ParallelContext) -> torch.Tensor:
+    shared = F.dropout(torch.ones(64).to(ctx.device), 0.5)
+    with tpcore.random.sharded():
+        return torch.stack([shared, F.dropout(torch.ones(64).to(ctx.device), 0.5)])
+
+
+def masks_of_steps(ctx: ParallelContext) -> tuple[list[torch.Tensor], list[int]]:
+    """Between steps torch_xla makes a new seed, of 64 bits; each is kept and put back."""
+    tpcore.random.manual_seed(-7)  # as torch takes them
+    tpcore.random.manual_seed(7)
+    drawn, states = [], []
+    for _ in range(6):
+        states.append(tpcore.random.get_state())
+        drawn.append(two_masks(ctx))
+        ctx.backend.mark_step()
+    for state, masks in zip(states, list(drawn), strict=True):
+        tpcore.random.set_state(state)
+        drawn.append((two_masks(ctx) == masks).all())
+        ctx.backend.mark_step()
+    return drawn, [int(state["device"]) for state in states]
+
+
+def test_dropout_streams_of_many_steps():
+    for drawn, states in on_replicas(2, 2, masks_of_steps):
+        assert min(states) < 0 < max(states)  # with and without the highest bit
+        assert all(drawn[6:])
+        assert len({tuple(mask.flatten().tolist()) for mask in drawn[:6]}) == 6
+
+
 def infinite_logits(ctx: ParallelContext) -> tuple[torch.Tensor, torch.Tensor]:
     """One rank has nothing but -inf: forbidden tokens. What is gathered later must not notice."""
     logits = torch.zeros(3, 8)

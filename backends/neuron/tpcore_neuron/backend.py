@@ -25,6 +25,8 @@ from tpcore.program import Dims, Function, Program
 from . import neuronx, platform
 from .comm import XlaComm
 
+_BITS = (1 << 64) - 1
+
 
 class NeuronBackend(Backend):
     """One rank of a job on NeuronCores, or on any other PJRT device that ``PJRT_DEVICE`` names."""
@@ -171,17 +173,18 @@ class NeuronBackend(Backend):
     def get_rng_state(self) -> Tensor:
         import torch_xla.core.xla_model as xm
 
-        return torch.tensor([xm.get_rng_state()])
+        state = xm.get_rng_state()  # 64 bits without a sign, which tensors have
+        return torch.tensor([state - (1 << 64) if state >> 63 else state])
 
     def set_rng_state(self, state: Tensor) -> None:
         import torch_xla.core.xla_model as xm
 
-        xm.set_rng_state(int(state))
+        xm.set_rng_state(int(state) & _BITS)
 
     def manual_seed(self, seed: int) -> None:
         import torch_xla.core.xla_model as xm
 
-        xm.set_rng_state(seed)
+        xm.set_rng_state(seed & _BITS)
 
 
 def as_on_neuron(can: Capabilities) -> Capabilities:

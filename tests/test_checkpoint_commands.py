@@ -188,6 +188,15 @@ def test_verify_finds_all(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["c"]
 
 
+def test_without_a_manifest(tmp_path: Path) -> None:
+    write(tmp_path / "c", 2)
+    (tmp_path / "c" / "manifest.json").unlink()
+    for command in (("verify", tmp_path / "c"), ("consolidate", tmp_path / "c", tmp_path / "out")):
+        said = run(*command, status=1 if command[0] == "verify" else 2)
+        assert "c is no checkpoint: " in said
+        assert "manifest.json is missing" in said
+
+
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     write(tmp_path / "c", 2)
     (tmp_path / "out").mkdir()

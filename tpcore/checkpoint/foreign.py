@@ -238,8 +238,9 @@ def why_bound(keys: Sequence[Any], path: str, tp: int) -> str:
 
 def _same(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) or isinstance(b, Tensor):
-        alike = isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype
-        return alike and torch.equal(a, b)
+        if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or a.dtype != b.dtype:
+            return False
+        return torch.equal(*(mapped(t, "a tensor beside the model", "a checkpoint").tensor for t in (a, b)))
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):

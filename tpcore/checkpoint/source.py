@@ -15,7 +15,7 @@ from torch import Tensor
 from ..errors import CheckpointError
 from ..shard import ShardSpec
 from .foreign import Cuts, ForeignCheckpoint, even_cut, recognised, split
-from .manifest import MANIFEST
+from .manifest import MANIFEST, PREFIX
 from .reader import Checkpoint, View
 from .specs import Cut
 from .stored import Stored
@@ -74,7 +74,7 @@ def open_source(path: str, how: Reading, cuts: Cuts, stack: ExitStack, rank: int
         model, beside = _merged(states, path), split([rest for of_stage in rests for rest in of_stage])
         return Source(path, "pickled shards", there.tp, len(there.stages), model, None, there, *beside)
     folder = next((f for f in (path, os.path.join(path, "shards")) if _has_manifest(f)), None)
-    if folder is None and os.path.exists(path):
+    if folder is None and os.path.exists(path) and not _has_ranks(path):
         form = "directory" if os.path.isdir(path) else "file"
         model, rest = open_unsharded(path, how, stack)
         for name, item in model.items():
@@ -91,6 +91,11 @@ def open_source(path: str, how: Reading, cuts: Cuts, stack: ExitStack, rank: int
 
 def _has_manifest(folder: str) -> bool:
     return os.path.isfile(os.path.join(folder, MANIFEST))
+
+
+def _has_ranks(path: str) -> bool:
+    """Whether ranks have written here: then what is missing is the manifest."""
+    return os.path.isdir(path) and any(name.startswith(PREFIX) for name in os.listdir(path))
 
 
 def _model_of(view: View, how: Reading) -> State:

@@ -60,16 +60,21 @@ class Arguments:
 
     @cached_property
     def _plain(self) -> tuple[str, ...]:
-        """The arguments, if all are tensors and can be given by position in this order."""
+        """The arguments, if all are tensors and can be given by name, or by position in this order."""
         given = [name for name, form in self.form["dict"] if "tensor" in form]
-        first = [name for name, kind, _ in self.parameters if kind <= Parameter.POSITIONAL_OR_KEYWORD]
+        first = [name for name, kind, _ in self.parameters if kind == Parameter.POSITIONAL_OR_KEYWORD]
         return tuple(given) if given == first[: len(self.form["dict"])] else ()
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
         """The tensors of a call. TypeError or ValueError where it is not of the traced form."""
-        # past inspect, which takes 30 us
-        if args and len(args) == len(self._plain) and not kwargs and all(isinstance(t, Tensor) for t in args):
-            return list(args)
+        plain = self._plain
+        if plain and len(args) + len(kwargs) == len(plain):  # past inspect, which takes 30 us
+            found = [*args, *map(kwargs.get, plain[len(args) :])]
+            for t in found:
+                if not isinstance(t, Tensor):
+                    break
+            else:
+                return found
         given = self._signature.bind(*args, **kwargs).arguments
         leaves: list[Tensor] = []
         for name, form in self.form["dict"]:

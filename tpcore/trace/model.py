@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from threading import Condition
-from typing import Any, NoReturn
+from threading import Lock
+from typing import Any, NamedTuple, NoReturn
 
+import torch
 from torch import Tensor, nn
 
 from ..checkpoint.contents import Held
 from ..checkpoint.tensorfile import write_tensors
 from .artifact import FileRecord, Manifest, weights_file
+from .messages import request
 from .structure import put_together
 from .workers import Workers
+
+
+class _Plan(NamedTuple):
+    """What calls of one layout, the dtypes and shapes of the inputs, have in common. ``sizes``: of the dims
+    that a bucket pads; empty where there are no buckets."""
+
+    layout: list[tuple[torch.dtype, torch.Size]]
+    program: int
+    sizes: Mapping[str, int]
 
 
 class TensorParallelModel(nn.Module):
@@ -47,6 +58,7 @@ class TensorParallelModel(nn.Module):
         self.folder, self.manifest, self.timeout, self.restart = folder, manifest, timeout, restart
         self._workers: Workers = workers or Workers(folder, manifest)
         self._turn = _Turn()
+        self._plan = _Plan([], 0, {})
         self._owned = [] if owned is None else [owned]  # directories that live as long as this does
         self._replaced: TemporaryDirectory[str] | None = None
         self._end = weakref.finalize(self, _end, self._workers, self._owned)
@@ -63,23 +75,33 @@ class TensorParallelModel(nn.Module):
 
     def start(self) -> TensorParallelModel:
         """Start the processes now and not in the first call. Returns this model."""
-        with self._turn, self._running():
-            return self
+        with self._turn:
+            self._running()
+        return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        inputs = self.manifest.inputs
-        leaves = inputs.arguments.bind(args, kwargs)
-        sizes = inputs.sizes(leaves)
-        number = inputs.program(sizes, leaves)
-        if inputs.buckets:
-            pad = self.manifest.pad_value
-            names = enumerate(inputs.arguments.names)
-            leaves = [inputs.padded(leaves[i], i, number, pad.get(name, 0)) for i, name in names]
-        with self._turn, self._running() as workers:
-            found = workers.call(number, leaves, self.timeout)
-        if inputs.buckets:
-            found = [self._cut(i, t, sizes) for i, t in enumerate(found)]
+        leaves = self.manifest.inputs.arguments.bind(args, kwargs)
+        layout = [(t.dtype, t.shape) for t in leaves]
+        plan = self._plan
+        if plan.layout != layout:  # else what was found for the call before holds for this one
+            plan = self._plan = self._planned(layout, leaves)
+        if plan.sizes:
+            leaves = self._padded(leaves, plan.program)
+        with self._turn:
+            found = self._running().call(plan.program, leaves, self.timeout)
+        if plan.sizes:
+            found = [self._cut(i, t, plan.sizes) for i, t in enumerate(found)]
         return put_together(self.manifest.outputs.form, found)
+
+    def _planned(self, layout: list[Any], leaves: Sequence[Tensor]) -> _Plan:
+        inputs = self.manifest.inputs
+        sizes = inputs.sizes(leaves)
+        return _Plan(layout, inputs.program(sizes, leaves), sizes if inputs.buckets else {})
+
+    def _padded(self, leaves: Sequence[Tensor], program: int) -> list[Tensor]:
+        inputs, pad = self.manifest.inputs, self.manifest.pad_value
+        names = enumerate(inputs.arguments.names)
+        return [inputs.padded(leaves[i], i, program, pad.get(name, 0)) for i, name in names]
 
     def _cut(self, i: int, t: Tensor, sizes: Mapping[str, int]) -> Tensor:
         """Output ``i`` without what padding has added."""
@@ -108,13 +130,14 @@ class TensorParallelModel(nn.Module):
             write_tensors(path, held, {})
         else:
             path = str(Path(source).absolute())
-        with self._turn, self._running() as workers:
-            records = workers.ask({"do": "reshard", "source": path, "folder": str(folder)}, None)
-            workers.ask({"do": "take", "folder": str(folder)}, None)
+        with self._turn:
+            workers = self._running()
+            records = workers.ask(request("reshard", source=path, folder=str(folder)), None)
+            workers.ask(request("take", folder=str(folder)), None)
             workers.weights = folder
         files = dict(self.manifest.files)
         for rank, record in enumerate(records):
-            files[weights_file(Path(), rank).as_posix()] = FileRecord(**record)
+            files[weights_file(Path(), rank).as_posix()] = FileRecord(*record)
         self.manifest = replace(self.manifest, files=files)
 
     @property
@@ -132,13 +155,12 @@ class TensorParallelModel(nn.Module):
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    @contextmanager
-    def _running(self) -> Iterator[Workers]:
+    def _running(self) -> Workers:
         if not self._end.alive:
             raise RuntimeError("this traced model was closed: load it again")
         if not self._workers.running and (self.restart or not self._workers.failed):
             self._workers.start()
-        yield self._workers
+        return self._workers
 
     def train(self, mode: bool = True) -> TensorParallelModel:
         if mode:
@@ -166,21 +188,31 @@ class _Turn:
     """A lock that is given in the order in which it was asked for, which threading.Lock does not promise."""
 
     def __init__(self) -> None:
-        self._changed = Condition()
-        self._tickets: list[object] = []
+        self._lock, self._taken = Lock(), False
+        self._waiting: deque[Lock] = deque()  # a lock of each; to release it is to hand this one over
 
     def __enter__(self) -> None:
-        ticket = object()
-        with self._changed:
-            self._tickets.append(ticket)
-            try:
-                self._changed.wait_for(lambda: self._tickets[0] is ticket)
-            except BaseException:
-                self._tickets.remove(ticket)
-                self._changed.notify_all()
-                raise
+        with self._lock:
+            if not self._taken:
+                self._taken = True
+                return
+            mine = Lock()
+            mine.acquire()
+            self._waiting.append(mine)
+        try:
+            mine.acquire()
+        except BaseException:
+            with self._lock:
+                handed_over = mine not in self._waiting
+                if not handed_over:
+                    self._waiting.remove(mine)
+            if handed_over:
+                self.__exit__()
+            raise
 
     def __exit__(self, *error: object) -> None:
-        with self._changed:
-            del self._tickets[0]
-            self._changed.notify_all()
+        with self._lock:
+            if self._waiting:
+                self._waiting.popleft().release()
+            else:
+                self._taken = False

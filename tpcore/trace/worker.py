@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -20,7 +18,8 @@ from torch import Tensor
 from .._remote import Outcome, outcome_of, pack_outcome
 from ..context import ParallelContext, init
 from ..program import Program
-from .artifact import Manifest, opened, program_dir, read_weights, write_weights
+from .artifact import FileRecord, Manifest, opened, program_dir, read_weights, write_weights
+from .messages import answer, failure, receive, requested, send
 from .replacing import shards_of
 from .shared import SharedBuffer
 
@@ -51,46 +50,50 @@ class Rank:
             self._weights[name].copy_(t)
         return [t.cpu() for t in found[: self._returned]]
 
-    def reshard(self, source: str, folder: str) -> dict[str, Any]:
+    def reshard(self, source: str, folder: str) -> FileRecord:
         """Write this rank's part of another checkpoint. Changes nothing here."""
         found = shards_of(source, self._manifest, self._ctx.rank)
         found = {name: found.get(name, t) for name, t in self._weights.items()}
-        return write_weights(Path(folder), self._ctx.rank, found)._asdict()
+        return write_weights(Path(folder), self._ctx.rank, found)
 
 
 class _Service:
-    """Answers messages, ``{"do": name, argument: value}``, until the model is closed."""
+    """Answers requests until the model is closed. ``seconds``: of the rank's own forward in the last."""
 
     def __init__(self, rank: Rank, first: bool, inputs: SharedBuffer, outputs: SharedBuffer) -> None:
         self._rank, self._first, self._inputs, self._outputs = rank, first, inputs, outputs
+        self.seconds = 0.0
+        self._known: dict[str, Callable[..., Hashable]] = {
+            "call": self.call,
+            "take": rank.take,
+            "reshard": rank.reshard,
+        }
 
-    def call(self, program: int, inputs: list[Any]) -> dict[str, Any]:
+    def call(self, program: int, inputs: list[Any]) -> Hashable:
         given = self._inputs.get(inputs)
         started = time.perf_counter()
         found = self._rank.run(program, given)
-        seconds = time.perf_counter() - started
-        # the same on all ranks
-        return {"outputs": self._outputs.put(found) if self._first else [], "seconds": seconds}
+        self.seconds = time.perf_counter() - started
+        return self._outputs.put(found) if self._first else ()  # the same on all ranks
 
-    def serve(self, conn: Connection) -> None:
-        known: dict[str, Callable[..., Any]] = {
-            "call": self.call,
-            "take": self._rank.take,
-            "reshard": self._rank.reshard,
-        }
+    def do(self, data: bytes) -> Hashable:
+        name, arguments = requested(data)
+        return self._known[name](**arguments)
+
+    def serve(self, messages: int) -> None:
         while True:
             try:
-                message = json.loads(conn.recv_bytes())
+                data = receive(messages)
             except EOFError:
                 return
-            _reply(conn, outcome_of(partial(known[message.pop("do")], **message)))
+            _reply(messages, outcome_of(partial(self.do, data)), self.seconds)
 
 
-def _reply(conn: Connection, outcome: Outcome) -> None:
+def _reply(messages: int, outcome: Outcome, seconds: float = 0.0) -> None:
     if outcome.error is None:
-        conn.send_bytes(b"\0" + json.dumps(outcome.value).encode())
+        send(messages, answer(seconds, outcome.value))
     else:
-        conn.send_bytes(b"\1" + pack_outcome(outcome, int(os.environ["RANK"])))
+        send(messages, failure(pack_outcome(outcome, int(os.environ["RANK"]))))
 
 
 def _end_with(lifeline: int) -> None:
@@ -107,15 +110,14 @@ def _started(folder: Path, weights: Path) -> Rank:
 def main(folder: Path, weights: Path, fds: list[int]) -> None:
     messages, inputs, outputs, lifeline = fds
     Thread(target=_end_with, args=(lifeline,), daemon=True).start()
-    conn = Connection(messages)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     outcome = outcome_of(lambda: _started(folder, weights))
     rank = outcome.value
-    _reply(conn, replace(outcome, value=None))
+    _reply(messages, replace(outcome, value=None))
     if outcome.error is not None:
         raise outcome.error
     first = os.environ["RANK"] == "0"
-    _Service(rank, first, SharedBuffer(inputs), SharedBuffer(outputs)).serve(conn)
+    _Service(rank, first, SharedBuffer(inputs), SharedBuffer(outputs)).serve(messages)
     # not by way of shutdown: what it would wait for are ranks that are ending too
     sys.stdout.flush()
     sys.stderr.flush()

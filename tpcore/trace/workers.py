@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
@@ -23,10 +21,12 @@ from .._remote import Outcome, death, root_cause, unpack_outcome
 from ..backend import backend_class
 from ..errors import BackendError, PeerLostError
 from .artifact import Manifest
+from .messages import answered, receive, request, send, value_of
 from .shared import SharedBuffer
 
 START = 120.0
 """Seconds that starting may take."""
+_FOREVER = float("inf")
 _GRACE = 1.0  # seconds for the other ranks to answer once one has failed
 _LOG = 2000  # characters of a log that are shown
 # what a launcher of this process may have set, and would be taken for the workers' own
@@ -55,7 +55,7 @@ class Workers:
         self._inputs, self._outputs = SharedBuffer(), SharedBuffer()
         self._lifeline = os.pipe()
         self._poll = select.poll()
-        self._conns: list[Connection] = []
+        self._sockets: list[int] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._owed: set[int] = set()
         self.running = True
@@ -63,15 +63,16 @@ class Workers:
             job = backend_class(self._manifest.backend).job(Path(self._home.name))
             for rank in range(self._manifest.tp):
                 self._spawn(rank, job)
+            self._owed.update(range(self._manifest.tp))
             self._answers("start", time.monotonic() + START, START)
         except BaseException:
             self.close()
             raise
 
     def _spawn(self, rank: int, job: dict[str, str]) -> None:
-        mine, theirs = Pipe()
-        self._conns.append(mine)
-        self._poll.register(mine.fileno(), select.POLLIN)
+        mine, theirs = socket.socketpair()
+        self._sockets.append(mine.detach())
+        self._poll.register(self._sockets[rank], select.POLLIN)
         fds = (theirs.fileno(), self._inputs.fd, self._outputs.fd, self._lifeline[0])
         command = [sys.executable, "-m", "tpcore.trace.worker", str(self._folder), str(self.weights)]
         with theirs, self._log(rank).open("wb") as log:
@@ -107,8 +108,8 @@ class Workers:
         if not self.running or os.getpid() != self._pid:  # a fork has no children of its parent's
             return
         self.running = False
-        for conn in self._conns:
-            conn.close()
+        for fd in self._sockets:
+            os.close(fd)
         idle = self._failure is None and not self._owed
         deadline = time.monotonic() + (5.0 if idle else 0.0)
         for process in self._processes:
@@ -126,59 +127,62 @@ class Workers:
     def call(self, program: int, inputs: Sequence[Tensor], timeout: float | None) -> list[Tensor]:
         """Outputs of the first rank, in memory of their own."""
         self._settle(timeout)
-        places = self._inputs.put(inputs)
-        answers = self.ask({"do": "call", "program": program, "inputs": places}, timeout)
-        self.seconds = [answer["seconds"] for answer in answers]
-        return [t.clone() for t in self._outputs.get(answers[0]["outputs"])]
+        answers = self._ask(request("call", program=program, inputs=self._inputs.put(inputs)), timeout)
+        self.seconds = [seconds for seconds, _ in answers]
+        return [t.clone() for t in self._outputs.get(value_of(answers[0][1]))]
 
-    def ask(self, message: dict[str, Any], timeout: float | None) -> list[Any]:
-        """What each rank answers. Raises the error of a rank that failed."""
+    def ask(self, message: bytes, timeout: float | None) -> list[Any]:
+        """What each rank answers to a request. Raises the error of a rank that failed."""
         self._settle(timeout)
-        data = json.dumps(message).encode()
-        for rank, conn in enumerate(self._conns):
-            with suppress(OSError):  # it has ended: its end of the pipe says so below
-                conn.send_bytes(data)
-            self._owed.add(rank)
-        return self._answers(message["do"], _deadline(timeout), timeout)
+        return [value_of(said) for _, said in self._ask(message, timeout)]
+
+    def _ask(self, message: bytes, timeout: float | None) -> list[tuple[float, bytes]]:
+        try:
+            for rank, fd in enumerate(self._sockets):
+                self._owed.add(rank)
+                with suppress(OSError):  # it has ended: its end of the socket says so below
+                    send(fd, message)
+        except BaseException as e:  # an interrupt between two ranks, of which one would wait for the other
+            with suppress(BackendError):
+                self._fail(BackendError, "traced model: interrupted while its ranks were being asked", e)
+            raise
+        return self._answers("call", _deadline(timeout), timeout)
 
     def _settle(self, timeout: float | None) -> None:
         """Wait for the answers to a message whose sender was interrupted."""
+        if self._owed and self._failure is None:
+            with suppress(Exception):
+                self._answers("call", _deadline(timeout), timeout)
         if self._failure is not None:
             kind, text = self._failure
             raise kind(text)
-        if self._owed:
-            with suppress(Exception):
-                self._answers("call", _deadline(timeout), timeout)
-            if self._failure is not None:
-                kind, text = self._failure
-                raise kind(text)
 
-    def _answers(self, doing: str, deadline: float, timeout: float | None) -> list[Any]:
-        waiting = self._owed = self._owed or set(range(len(self._conns)))
+    def _answers(self, doing: str, deadline: float, timeout: float | None) -> list[tuple[float, bytes]]:
+        """Seconds and value of every rank that owes an answer."""
+        waiting, sockets = self._owed, self._sockets
         outcomes: dict[int, Outcome] = {}
-        rank_of = {conn.fileno(): rank for rank, conn in enumerate(self._conns)}
-        values: list[Any] = [None] * len(self._conns)
+        values = [(0.0, b"")] * len(sockets)
         while waiting:
             left = deadline - time.monotonic()
-            ready = self._poll.poll(None if left == float("inf") else max(0.0, left * 1e3))
+            ready = self._poll.poll(None if left == _FOREVER else max(0.0, left * 1e3))
             if not ready:
                 self._give_up(doing, waiting, outcomes, timeout)
             for fd, _ in ready:
-                rank = rank_of[fd]
+                rank = sockets.index(fd)
                 try:
-                    data = self._conns[rank].recv_bytes()
+                    well, seconds, said = answered(receive(fd))
                 except (EOFError, OSError):
                     self._lost(rank, outcomes)
                 waiting.discard(rank)
-                if data[:1] == b"\0":
-                    values[rank] = json.loads(data[1:])
+                if well:
+                    values[rank] = seconds, said
                 else:
-                    outcomes[rank] = unpack_outcome(data[1:])
+                    outcomes[rank] = unpack_outcome(said)
                     deadline = min(deadline, time.monotonic() + _GRACE)
-        error = root_cause(list(outcomes.values()))
+        error = root_cause(list(outcomes.values())) if outcomes else None
         if error is None:
             return values
-        if isinstance(error, BackendError) or len(outcomes) < len(self._conns):
+        if isinstance(error, BackendError) or len(outcomes) < len(sockets):
             self._fail(type(error) if isinstance(error, BackendError) else BackendError, str(error), error)
         raise error
 
@@ -221,4 +225,4 @@ class Workers:
 
 
 def _deadline(timeout: float | None) -> float:
-    return float("inf") if timeout is None else time.monotonic() + timeout
+    return _FOREVER if timeout is None else time.monotonic() + timeout

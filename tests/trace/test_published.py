@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import nn
 
 import tpcore as neuronx_distributed
 from tpcore._remote import RankTraceback
+from tpcore.backend import backend_class
 from tpcore.errors import BackendError, PeerLostError
 
 trace = neuronx_distributed.trace
@@ -175,6 +177,14 @@ X = torch.ones(1)
 def test_arguments(args: Any, options: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         trace.parallel_model_trace(nn.Identity, *args, **{"backend": "cpu_gloo", **options})
+
+
+def test_dynamic_shapes_are_refused_before_any_process_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = backend_class("cpu_gloo")
+    monkeypatch.setattr(backend, "capabilities", replace(backend.capabilities, dynamic_shapes=False))
+    monkeypatch.setattr("tpcore.trace.published.launch", lambda *_, **__: pytest.fail("started"))
+    with pytest.raises(BackendError, match=r"'cpu_gloo' has programs of fixed sizes only.*bucket_inputs"):
+        trace.parallel_model_trace(nn.Identity, X, 1, backend="cpu_gloo", dynamic_shapes={"input": {0: "n"}})
 
 
 def test_loading_takes_one_directory() -> None:

@@ -22,10 +22,11 @@ import torch
 from models import VOCABULARY, Encoder, batch, differences
 
 import tpcore
-from tpcore.errors import CheckpointError, PeerLostError
+from tpcore.errors import BackendError, CheckpointError, PeerLostError
 from tpcore.mesh import Mesh
 from tpcore.testing import run_ranks
 from tpcore.trace import TensorParallelModel, parallel_model_load, parallel_model_save
+from tpcore.trace.messages import send
 
 EXACT = 1e-12  # float64: another order of summation and nothing else
 
@@ -63,6 +64,23 @@ def test_calls_are_the_original_ones(served: TensorParallelModel) -> None:
     assert torch.equal(kept, first)  # outputs are the caller's own
     assert len(served.rank_seconds) == served.tp_degree == 2
     assert "ids [rows, length]" in repr(served)
+
+
+def test_outputs_are_the_callers_own(served: TensorParallelModel) -> None:
+    """Whatever it does with them, and however many it holds."""
+    calls = [batch(1 + n % 4, 8 + n) for n in range(6)]
+    want = [plain()(*call) for call in calls]
+    for _ in range(2):
+        got = [served(*call) for call in calls]
+        assert all(differences(a, b) < EXACT for a, b in zip(got, want, strict=True))
+        views = [out["hidden"][0].numpy() for out in got]  # all that is held of them
+        saved = [view.copy() for view in views]
+        del got
+        for call, b in zip(calls, want, strict=True):
+            out = served(*call)
+            assert differences(out, b) < EXACT
+            out["logits"].zero_()
+        assert all((view == before).all() for view, before in zip(views, saved, strict=True))
 
 
 def test_threads_are_served_in_their_order(served: TensorParallelModel) -> None:
@@ -204,6 +222,29 @@ def test_a_call_that_is_interrupted(artifact: Path) -> None:
         os.kill(numbers[1], signal.SIGCONT)
         assert differences(model(*batch(2, 8)), plain()(*batch(2, 8))) < EXACT
         assert pids(model) == numbers
+
+
+def test_interrupted_between_two_ranks(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One was asked and the other was not, which it would wait for: both are ended, and that is said."""
+    asked: list[int] = []
+
+    def once(fd: int, message: bytes) -> None:
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(fd)
+        send(fd, message)
+
+    with parallel_model_load(artifact) as model:
+        numbers = pids(model)
+        monkeypatch.setattr("tpcore.trace.workers.send", once)
+        with pytest.raises(KeyboardInterrupt):
+            model(*batch(1, 8))
+        assert gone(numbers)
+        with pytest.raises(BackendError, match="interrupted while its ranks were being asked"):
+            model(*batch(1, 8))
+        monkeypatch.undo()
+        model.restart = True
+        assert differences(model(*batch(1, 8)), plain()(*batch(1, 8))) < EXACT
 
 
 def test_nobody_holds_it_any_more(artifact: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 _SIZE = Struct("<Q")
 _HEAD = Struct("<?d")
-_CHUNK = 1 << 16
+_CHUNK = 1 << 12
 
 
 @lru_cache(16)
@@ -30,7 +30,7 @@ def requested(data: bytes) -> tuple[str, dict[str, Any]]:
     return do, arguments
 
 
-def answer(seconds: float, value: Hashable) -> bytes:
+def answer(value: Hashable, seconds: float = 0.0) -> bytes:
     return _framed(_HEAD.pack(True, seconds) + _said(value))
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from threading import Lock
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -20,6 +18,7 @@ from ..checkpoint.tensorfile import write_tensors
 from .artifact import FileRecord, Manifest, weights_file
 from .messages import request
 from .structure import put_together
+from .turn import Turn
 from .workers import Workers
 
 
@@ -57,7 +56,7 @@ class TensorParallelModel(nn.Module):
         super().__init__()
         self.folder, self.manifest, self.timeout, self.restart = folder, manifest, timeout, restart
         self._workers: Workers = workers or Workers(folder, manifest)
-        self._turn = _Turn()
+        self._turn = Turn()
         self._plan = _Plan([], 0, {})
         self._owned = [] if owned is None else [owned]  # directories that live as long as this does
         self._replaced: TemporaryDirectory[str] | None = None
@@ -182,37 +181,3 @@ def _end(workers: Workers, owned: list[TemporaryDirectory[str]]) -> None:
     workers.close()
     for directory in owned:
         directory.cleanup()
-
-
-class _Turn:
-    """A lock that is given in the order in which it was asked for, which threading.Lock does not promise."""
-
-    def __init__(self) -> None:
-        self._lock, self._taken = Lock(), False
-        self._waiting: deque[Lock] = deque()  # a lock of each; to release it is to hand this one over
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if not self._taken:
-                self._taken = True
-                return
-            mine = Lock()
-            mine.acquire()
-            self._waiting.append(mine)
-        try:
-            mine.acquire()
-        except BaseException:
-            with self._lock:
-                handed_over = mine not in self._waiting
-                if not handed_over:
-                    self._waiting.remove(mine)
-            if handed_over:
-                self.__exit__()
-            raise
-
-    def __exit__(self, *error: object) -> None:
-        with self._lock:
-            if self._waiting:
-                self._waiting.popleft().release()
-            else:
-                self._taken = False

@@ -66,6 +66,11 @@ def parallel_model_trace(
         raise ValueError("dynamic_shapes and bucket_inputs are two ways to the same: give one")
     name = _choose(backend)
     _check_degree(tp_degree, name)
+    if dynamic_shapes and not backend_class(name).capabilities.dynamic_shapes:
+        raise BackendError(
+            f"backend {name!r} has programs of fixed sizes only, and takes no dynamic_shapes: give examples "
+            "of the sizes that are needed as bucket_inputs"
+        )
     calls = sorted((_call(e) for e in (example, *(bucket_inputs or ()))), key=_size)
     directory = TemporaryDirectory(prefix="tpcore-trace-")
     folder = Path(directory.name)

@@ -6,8 +6,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -15,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._remote import Outcome, outcome_of, pack_outcome
+from .._remote import Outcome, pack_outcome
 from ..context import ParallelContext, init
 from ..program import Program
 from .artifact import FileRecord, Manifest, opened, program_dir, read_weights, write_weights
@@ -60,8 +58,9 @@ class Rank:
 class _Service:
     """Answers requests until the model is closed. ``seconds``: of the rank's own forward in the last."""
 
-    def __init__(self, rank: Rank, first: bool, inputs: SharedBuffer, outputs: SharedBuffer) -> None:
-        self._rank, self._first, self._inputs, self._outputs = rank, first, inputs, outputs
+    def __init__(self, rank: Rank, inputs: SharedBuffer, outputs: SharedBuffer) -> None:
+        self._rank, self._inputs, self._outputs = rank, inputs, outputs
+        self._first = os.environ["RANK"] == "0"
         self.seconds = 0.0
         self._known: dict[str, Callable[..., Hashable]] = {
             "call": self.call,
@@ -76,24 +75,21 @@ class _Service:
         self.seconds = time.perf_counter() - started
         return self._outputs.put(found) if self._first else ()  # the same on all ranks
 
-    def do(self, data: bytes) -> Hashable:
-        name, arguments = requested(data)
-        return self._known[name](**arguments)
-
     def serve(self, messages: int) -> None:
         while True:
             try:
-                data = receive(messages)
+                name, arguments = requested(receive(messages))
             except EOFError:
                 return
-            _reply(messages, outcome_of(partial(self.do, data)), self.seconds)
+            try:
+                said = answer(self._known[name](**arguments), self.seconds)
+            except BaseException as e:  # noqa: BLE001  carried to the owner
+                said = _failed(e)
+            send(messages, said)
 
 
-def _reply(messages: int, outcome: Outcome, seconds: float = 0.0) -> None:
-    if outcome.error is None:
-        send(messages, answer(seconds, outcome.value))
-    else:
-        send(messages, failure(pack_outcome(outcome, int(os.environ["RANK"]))))
+def _failed(error: BaseException) -> bytes:
+    return failure(pack_outcome(Outcome(None, error, time.time()), int(os.environ["RANK"])))
 
 
 def _end_with(lifeline: int) -> None:
@@ -111,13 +107,13 @@ def main(folder: Path, weights: Path, fds: list[int]) -> None:
     messages, inputs, outputs, lifeline = fds
     Thread(target=_end_with, args=(lifeline,), daemon=True).start()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    outcome = outcome_of(lambda: _started(folder, weights))
-    rank = outcome.value
-    _reply(messages, replace(outcome, value=None))
-    if outcome.error is not None:
-        raise outcome.error
-    first = os.environ["RANK"] == "0"
-    _Service(rank, first, SharedBuffer(inputs), SharedBuffer(outputs)).serve(messages)
+    try:
+        rank = _started(folder, weights)
+    except BaseException as e:
+        send(messages, _failed(e))
+        raise
+    send(messages, answer(None))
+    _Service(rank, SharedBuffer(inputs), SharedBuffer(outputs)).serve(messages)
     # not by way of shutdown: what it would wait for are ranks that are ending too
     sys.stdout.flush()
     sys.stderr.flush()

@@ -222,11 +222,7 @@ def _clear(hidden: Tensor, weight: Tensor) -> None:
 
 def _check(entry: Entry, case: Case, hidden: Tensor) -> None:
     """Loss and gradients against the unsharded ones, of the logits alone and through the head."""
-    whole = [
-        case.logits.detach().requires_grad_(),
-        *(t.clone().requires_grad_() for t in (hidden, case.weight)),
-    ]
-    logits, states, weight = (t.detach().requires_grad_() for t in whole)
+    logits, states, weight = (t.detach().clone().requires_grad_() for t in (case.logits, hidden, case.weight))
     for source in (logits, states @ weight.t()):
         want = F.cross_entropy(source[:, : entry.vocab], case.target, reduction="none")
         want.backward(case.grad)
@@ -234,9 +230,8 @@ def _check(entry: Entry, case: Case, hidden: Tensor) -> None:
     check_equal(entry.name, "loss", peers.local(entry.alone(mine, case.grad)), want, TOLERANCE)
     _equal_grad(entry, "gradient of the logits", mine, part(_grad(logits), 1, case.rank))
     _clear(hidden, entry.weight)
-    check_equal(
-        entry.name, "loss with the head", peers.local(entry.with_head(hidden, case.grad)), want, TOLERANCE
-    )
+    with_head = peers.local(entry.with_head(hidden, case.grad))
+    check_equal(entry.name, "loss with the head", with_head, want, TOLERANCE)
     _equal_grad(entry, "gradient of the hidden states", hidden, _grad(states))
     _equal_grad(entry, "gradient of the head", entry.weight, part(_grad(weight), 0, case.rank))
 
@@ -285,11 +280,9 @@ def _compare(case: Case, made: list[Entry], hidden: Tensor, options: argparse.Na
         say(f"| {contestant.name} | {shown} |")
     logits.grad = None
 
-    whole = [
-        Contestant(e.name, partial(e.with_head, hidden, grad), partial(_clear, hidden, e.weight))
-        for e in all_
-    ]
     say()
+    clear = partial(_clear, hidden)
+    whole = [Contestant(e.name, partial(e.with_head, hidden, grad), partial(clear, e.weight)) for e in all_]
     say(table(race(f"head and cross entropy, {size}", whole, max(2, rounds // 3), size.inner, 1), "floor"))
 
 

@@ -167,6 +167,32 @@ def _status(key: str) -> int:
     return int(found[1]) * 1024
 
 
+def descendants() -> list[int]:
+    """Of this process. Linux only, as is all below."""
+    out, todo = [], [os.getpid()]
+    while todo:
+        for file in Path(f"/proc/{todo.pop()}/task").glob("*/children"):
+            found = [int(pid) for pid in file.read_text().split()]
+            out += found
+            todo += found
+    return out
+
+
+def cpu_seconds() -> float:
+    """Of this process and all below it, in all threads."""
+    total = 0
+    for pid in (os.getpid(), *descendants()):
+        for file in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+            total += int(file.read_text().split()[0])
+    return total * 1e-9
+
+
+def resident_bytes() -> int:
+    """Of this process and all below it."""
+    pages = (int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in (os.getpid(), *descendants()))
+    return sum(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
 def part(full: Tensor, dim: int, rank: int) -> Tensor:
     """This rank's contiguous part of an unsharded tensor."""
     return full.detach().chunk(TP, dim)[rank].contiguous()

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 import tpcore
 from tpcore.trace import parallel_model_load, parallel_model_save, parallel_model_trace
 
-from .harness import TP, Contestant, check_equal, conditions, race, table
+from .harness import TP, Contestant, check_equal, conditions, cpu_seconds, race, resident_bytes, table
 
 TOLERANCE = 1e-5
 """Of the largest value: float32 sums of up to 3072 terms, added in another order."""
@@ -167,33 +167,6 @@ def _floor_rank(rank: int, size: Size, store: str, ids: Tensor, out: Tensor, go:
             if rank == 0:
                 out.copy_(y)
             done.release()
-
-
-# -- processes ------------------------------------------------------------------------------------------
-def descendants() -> list[int]:
-    """Of this process. Linux only, as is all below."""
-    out, todo = [], [os.getpid()]
-    while todo:
-        for file in Path(f"/proc/{todo.pop()}/task").glob("*/children"):
-            found = [int(pid) for pid in file.read_text().split()]
-            out += found
-            todo += found
-    return out
-
-
-def cpu_seconds() -> float:
-    """Of this process and all below it, in all threads."""
-    total = 0
-    for pid in (os.getpid(), *descendants()):
-        for file in Path(f"/proc/{pid}/task").glob("*/schedstat"):
-            total += int(file.read_text().split()[0])
-    return total * 1e-9
-
-
-def resident_bytes() -> int:
-    """Of this process and all below it."""
-    pages = (int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in (os.getpid(), *descendants()))
-    return sum(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 # -- what is measured -----------------------------------------------------------------------------------

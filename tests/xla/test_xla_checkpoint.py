@@ -11,6 +11,7 @@ import torch
 from nets import assert_same_parameters, cut_net, plain_net
 from onreplicas import on_replicas
 from safetensors.torch import load_file
+from tpcore_neuron.testing import replicas
 
 import tpcore
 from tpcore.checkpoint import load, save
@@ -60,3 +61,16 @@ def test_a_tied_weight_is_written_once_and_loads_tied(process, tmp_path):
     assert here["tp_rank_0/views.safetensors"].keys() == {"whole", "low", "high"}
     for tp in (2, 1):  # the other degree: two data parallel ranks that hold all of it
         assert on_replicas(2, tp, loaded, tmp_path / "xla") == [True, True]
+
+
+def left_to_end(ctx: ParallelContext, folder: Path) -> None:
+    save({"model": {"w": torch.ones(3).to(ctx.device)}}, folder, async_save=True)
+
+
+@pytest.mark.parametrize("process", ["n2"])
+def test_a_save_in_the_background_is_finished_when_the_replicas_end(process, tmp_path):
+    on_replicas(2, 2, left_to_end, tmp_path / "c")
+    ended = replicas._processes[2]
+    replicas.close()
+    assert ended._process.returncode == 0  # by itself: it was not killed
+    assert [p.name for p in tmp_path.iterdir()] == ["c"]

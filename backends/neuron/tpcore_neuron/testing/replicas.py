@@ -17,6 +17,9 @@ from tpcore.errors import BackendError, PeerLostError
 START = 120.0
 """Seconds beyond the timeout that a process of replicas may take to start and to answer."""
 
+END = 60.0
+"""Seconds that it may take to end: a save in the background may be under way."""
+
 
 def run_replicas(
     fn: Callable[..., Any],
@@ -98,7 +101,7 @@ class _Process:
     def close(self) -> None:
         self._conn.close()
         try:
-            self._process.wait(5)
+            self._process.wait(END)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import sys
@@ -77,6 +78,7 @@ def _on_cpu(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 if __name__ == "__main__":
     die_with(int(sys.argv[3]))
     serve(int(sys.argv[1]), Connection(int(sys.argv[2])))
+    atexit._run_exitfuncs()  # a checkpoint's save in the background is finished there
     # not by way of the interpreter's end, which frees every program that was compiled, for seconds
     sys.stdout.flush()
     sys.stderr.flush()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import mmap
 import os
 import shutil
 import tempfile
@@ -33,7 +32,7 @@ from tpcore import checkpoint
 from tpcore.checkpoint import consolidating, rewriting
 from tpcore.checkpoint.source import CutRule
 
-from .harness import TP, Contestant, Race, check_equal, conditions, peak_bytes, race, say, start, table
+from .harness import TP, Contestant, Race, check_equal, conditions, peak_bytes, race, say, start, table, touch
 
 WIDTH, CHUNK = 4096, 8 << 20
 NBYTES = WIDTH * WIDTH * 4
@@ -61,13 +60,6 @@ def build(layers: int) -> nn.Module:
 
 def memory(t: Tensor) -> memoryview:
     return memoryview(t.detach().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-
-
-def touch(size: int) -> None:
-    """Have memory that is free be there: a machine that is a virtual one may have given it back meanwhile."""
-    with mmap.mmap(-1, size) as pages:
-        for at in range(0, size, mmap.PAGESIZE):
-            pages[at] = 1
 
 
 def chunks(data: memoryview) -> Iterable[memoryview]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import os
 import platform
 import random
@@ -191,6 +192,13 @@ def resident_bytes() -> int:
     """Of this process and all below it."""
     pages = (int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in (os.getpid(), *descendants()))
     return sum(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def touch(size: int) -> None:
+    """Have memory that is free be there: a machine that is a virtual one may have given it back meanwhile."""
+    with mmap.mmap(-1, size) as pages:
+        for at in range(0, size, mmap.PAGESIZE):
+            pages[at] = 1
 
 
 def part(full: Tensor, dim: int, rank: int) -> Tensor:

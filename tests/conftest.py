@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +19,8 @@ from tpcore.testing import run_ranks
 from tpcore.testing.pool import RankPool
 
 torch.set_num_threads(1)
+# tests send it; jobs that a shell starts in the background ignore it, and so would all that they start
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # no assertion on time, and the same examples on every run
 settings.register_profile(

@@ -11,6 +11,7 @@ import statistics
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -28,13 +29,7 @@ pytestmark = [
 
 
 def descendants() -> list[int]:
-    found, todo = [], [os.getpid()]
-    while todo:
-        for file in Path(f"/proc/{todo.pop()}/task").glob("*/children"):
-            pids = [int(pid) for pid in file.read_text().split()]
-            found += pids
-            todo += pids
-    return found
+    return [process.pid for process in psutil.Process().children(recursive=True)]
 
 
 def resident(pid: int) -> int:

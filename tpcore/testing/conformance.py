@@ -26,7 +26,7 @@ from ..agree import gather_bytes
 from ..backend import Backend, _unfit, backend_class, load_backend
 from ..context import ParallelContext, use
 from ..mesh import Mesh
-from . import bodies, matrix, programs
+from . import bodies, law, matrix, programs
 
 Run = Callable[..., list[list[str]]]
 """``run(mesh, fn, *args)`` calls ``fn(ctx, *args)`` on every rank and returns what ranks found wrong."""
@@ -164,7 +164,7 @@ class Conformance:
             "moved": list(can.moved),
             "primitive": list(bodies.PRIMITIVES),
             "moving": ["all_gather", "broadcast"],
-            "mapping": list(bodies.MAPPINGS),
+            "mapping": list(law.MAPPINGS),
             "layer": list(matrix.AXES),
             "precision": layers,
         }
@@ -239,7 +239,7 @@ class Conformance:
 
     def test_transpose_law(self, run: Run, line: Mesh, mapping: str) -> None:
         """A failure here alone is in collectives made during backward."""
-        self._check(run(line, bodies.transpose_law, mapping))
+        self._check(run(line, law.transpose_law, mapping))
 
     def test_random_streams(self, run: Run, line: Mesh) -> None:
         """A failure is in ``manual_seed``, ``get_rng_state`` or ``set_rng_state``."""

@@ -236,14 +236,19 @@ class Monitor(threading.Thread):
         """A neighbour's process ended. Fatal at once if it failed, and had not left the job before."""
         how, said = self._fate(rank), self._board.ended(rank)
         if how == GONE and said is None:  # its launcher was faster; nothing is wrong if os._exit(0) ended it
-            say(self._lost(rank, GONE).text)
+            self._tell(self._lost(rank, GONE))
         if how in (None, CLEAN, GONE) or not (said or "ended").startswith("ended"):
             return
         before, verdict = self.verdict, self._lost(rank, str(how))
         verdict = self._accept(self._board.post(verdict) or verdict)
+        if verdict is not before:
+            self._tell(verdict)
+
+    def _tell(self, verdict: Verdict) -> None:
+        """Now: a launcher may end this rank before its error is printed. One rank of a host is enough."""
         alive = (r for r in self._neighbours if self._fate(r) is None)
-        if verdict is not before and self.rank == next(alive, self.rank):  # one rank of a host is enough
-            say(verdict.text)  # now: a launcher may end this rank before its error is printed
+        if self.rank == next(alive, self.rank):
+            say(verdict.text)
 
     def _look(self, ranks: Sequence[int]) -> Verdict | None:
         said = {r: how for r in ranks if (how := self._board.ended(r)) is not None}

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import psutil
 import pytest
 import torch
@@ -155,3 +156,24 @@ def test_started_by_hand_and_the_host_of_the_store_dies(tmp_path: Path, port: in
     assert [rank.returncode for rank in ranks] == [-9, 1]
     # gone: this test's own wait for rank 0 has taken the wait status away
     assert re.search(r"PeerLostError: rank 0 \(pid \d+ on .*\) (was killed by SIGKILL|is gone)", said)
+
+
+REAPED_AT_ONCE = """
+import os, signal, subprocess, sys
+
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no child of this process is ever a zombie
+values = [dict(zip(sys.argv[2].split(","), (str(r), "2", "127.0.0.1", sys.argv[3]))) for r in range(2)]
+for rank in [subprocess.Popen([sys.executable, sys.argv[1]], env=os.environ | v) for v in values]:
+    rank.wait()
+"""
+
+
+@pytest.mark.processes
+def test_a_rank_whose_launcher_leaves_no_wait_status_is_named(tmp_path: Path, port: int) -> None:
+    (tmp_path / "train.py").write_text(BY_HAND.replace("ctx.rank == 0", "ctx.rank == 1"))
+    (tmp_path / "launcher.py").write_text(REAPED_AT_ONCE)
+    words = ["python", "launcher.py", "train.py", ",".join(VARIABLES), str(port)]
+    said = forked.run(words, tmp_path).stderr
+    lines = [line for line in said.splitlines() if line.startswith("tpcore: rank 1 (pid")]
+    assert [line.rpartition(") is gone")[2] for line in lines] == [" (killed, or ended by os._exit)"], said
+    assert "PeerLostError: rank 1" in said

@@ -16,6 +16,7 @@ from tpcore.mesh import Mesh
 from tpcore.testing.pool import RankPool
 from tpcore.trace import TensorParallelModel
 from tpcore.trace.artifact import Manifest
+from tpcore.trace.inputs import Plan
 from tpcore.trace.published import _call, _size
 from tpcore.trace.tracing import Order, Traced, assembled, trace_in
 from tpcore.trace.worker import Rank
@@ -87,9 +88,9 @@ class InPool:
         self.running, self.failed = True, False
         self.seconds: list[float] = []
 
-    def call(self, program: int, inputs: Sequence[Tensor], timeout: float | None) -> list[Tensor]:
+    def call(self, plan: Plan, inputs: Sequence[Tensor], timeout: float | None) -> list[Tensor]:
         mesh = Mesh({"pp": 1, "dp": 1, "tp": self._manifest.tp})
-        every = self._pool.run(mesh, _run, self._folder, self._manifest, [(program, list(inputs))])
+        every = self._pool.run(mesh, _run, self._folder, self._manifest, [(plan.program, list(inputs))])
         return every[0][0]
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from inspect import Parameter, Signature
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -103,6 +103,18 @@ class Arguments:
         return cls(tuple((str(n), int(k), d) for n, k, d in data["parameters"]), data["form"])
 
 
+Layout = list[tuple[torch.dtype, torch.Size]]
+
+
+class Plan(NamedTuple):
+    """What calls of one layout have in common. ``sizes``: of the dims that a bucket pads; empty where there
+    are no buckets."""
+
+    layout: Layout
+    program: int
+    sizes: Mapping[str, int]
+
+
 @dataclass(frozen=True)
 class Inputs:
     """``shapes``: one for each tensor of ``arguments``, in sizes and names of ``dims``. ``buckets``: for
@@ -138,6 +150,10 @@ class Inputs:
             if all(sizes[name] <= bucket[name] for name in bucket):
                 return number
         return self._refuse(leaves) if self.buckets else 0
+
+    def plan(self, layout: Layout, leaves: Sequence[Tensor]) -> Plan:
+        sizes = self.sizes(leaves)
+        return Plan(layout, self.program(sizes, leaves), sizes if self.buckets else {})
 
     def padded(self, t: Tensor, i: int, number: int, value: float) -> Tensor:
         """Input ``i``, filled up at the end of each dim to the sizes of a program."""

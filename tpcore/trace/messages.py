@@ -1,77 +1,64 @@
 """What a traced model's owner and its processes say to each other, over a socket of each.
 
-Most calls say what the call before said. So what was once made into bytes, or out of them, is kept: after a
-forward that has emptied the caches, the few microseconds that JSON takes are fifty.
+After a forward that has emptied the caches, every line of Python costs ten times what it costs in a loop. So
+what calls say over and over is handed on as bytes, and made or read anew only where it changes.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Hashable
-from functools import lru_cache
 from struct import Struct
 from typing import Any
 
 _SIZE = Struct("<Q")
-_HEAD = Struct("<?d")
+_ANSWER = Struct("<Q?d")
 _CHUNK = 1 << 12
 
 
-@lru_cache(16)
-def request(do: str, **arguments: Hashable) -> bytes:
-    return _framed(json.dumps([do, arguments]).encode())
-
-
-@lru_cache(16)
-def requested(data: bytes) -> tuple[str, dict[str, Any]]:
-    """The name and the arguments, which are nobody's to change."""
-    do, arguments = json.loads(data)
-    return do, arguments
-
-
-def answer(value: Hashable, seconds: float = 0.0) -> bytes:
-    return _framed(_HEAD.pack(True, seconds) + _said(value))
-
-
-def failure(packed: bytes) -> bytes:
-    return _framed(_HEAD.pack(False, 0.0) + packed)
-
-
-def answered(data: bytes) -> tuple[bool, float, bytes]:
-    """Whether it went well, seconds, and what ``value_of`` or ``unpack_outcome`` reads."""
-    well, seconds = _HEAD.unpack_from(data)
-    return well, seconds, data[_HEAD.size :]
-
-
-@lru_cache(16)
-def _said(value: Hashable) -> bytes:
+def said(value: Any) -> bytes:
     return json.dumps(value).encode()
 
 
-@lru_cache(16)
 def value_of(data: bytes) -> Any:
-    """The value, with lists for tuples, which is nobody's to change."""
+    """What was said, with lists for tuples."""
     return json.loads(data)
 
 
-# -- a message and its size, so that one system call is enough for most -------------------------------------
-def _framed(data: bytes) -> bytes:
+def request(do: str, **arguments: Any) -> bytes:
+    data = said([do, arguments])
     return _SIZE.pack(len(data)) + data
 
 
+def requested(fd: int) -> bytes:
+    """The next request, of which ``value_of`` makes the name and the arguments. EOFError at the end."""
+    return _whole(fd, os.read(fd, _CHUNK))[_SIZE.size :]
+
+
+def answer(well: bool, data: bytes, seconds: float = 0.0) -> bytes:
+    """``data``: of ``said`` if it went well, else of ``pack_outcome``."""
+    return _ANSWER.pack(_ANSWER.size - _SIZE.size + len(data), well, seconds) + data
+
+
+def answered(fd: int) -> tuple[bool, bytes, float]:
+    """What ``answer`` was given. EOFError at the end."""
+    message = _whole(fd, os.read(fd, _CHUNK))
+    _, well, seconds = _ANSWER.unpack_from(message)
+    return well, message[_ANSWER.size :], seconds
+
+
+# -- a message begins with the size of the rest, so that one system call is enough for most -----------------
 def send(fd: int, message: bytes) -> None:
     sent = os.write(fd, message)
     while sent < len(message):
         sent += os.write(fd, message[sent:])
 
 
-def receive(fd: int) -> bytes:
-    """The next message; nothing may come after it before it is answered. EOFError at the end."""
-    data = os.read(fd, _CHUNK)
-    while len(data) < _SIZE.size or len(data) < _SIZE.size + _SIZE.unpack_from(data)[0]:
+def _whole(fd: int, message: bytes) -> bytes:
+    """The message that begins so; nothing may come after it before it is answered."""
+    while len(message) < _SIZE.size or len(message) < _SIZE.size + _SIZE.unpack_from(message)[0]:
         more = os.read(fd, _CHUNK)
         if not more:
             raise EOFError
-        data += more
-    return data[_SIZE.size :]
+        message += more
+    return message

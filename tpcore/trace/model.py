@@ -8,27 +8,18 @@ from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
-import torch
 from torch import Tensor, nn
 
 from ..checkpoint.contents import Held
 from ..checkpoint.tensorfile import write_tensors
 from .artifact import FileRecord, Manifest, weights_file
+from .inputs import Plan
 from .messages import request
 from .structure import put_together
 from .turn import Turn
 from .workers import Workers
-
-
-class _Plan(NamedTuple):
-    """What calls of one layout, the dtypes and shapes of the inputs, have in common. ``sizes``: of the dims
-    that a bucket pads; empty where there are no buckets."""
-
-    layout: list[tuple[torch.dtype, torch.Size]]
-    program: int
-    sizes: Mapping[str, int]
 
 
 class TensorParallelModel(nn.Module):
@@ -57,7 +48,7 @@ class TensorParallelModel(nn.Module):
         self.folder, self.manifest, self.timeout, self.restart = folder, manifest, timeout, restart
         self._workers: Workers = workers or Workers(folder, manifest)
         self._turn = Turn()
-        self._plan = _Plan([], 0, {})
+        self._plan = Plan([], 0, {})
         self._owned = [] if owned is None else [owned]  # directories that live as long as this does
         self._replaced: TemporaryDirectory[str] | None = None
         self._end = weakref.finalize(self, _end, self._workers, self._owned)
@@ -83,19 +74,14 @@ class TensorParallelModel(nn.Module):
         layout = [(t.dtype, t.shape) for t in leaves]
         plan = self._plan
         if plan.layout != layout:  # else what was found for the call before holds for this one
-            plan = self._plan = self._planned(layout, leaves)
+            plan = self._plan = self.manifest.inputs.plan(layout, leaves)
         if plan.sizes:
             leaves = self._padded(leaves, plan.program)
         with self._turn:
-            found = self._running().call(plan.program, leaves, self.timeout)
+            found = self._running().call(plan, leaves, self.timeout)
         if plan.sizes:
             found = [self._cut(i, t, plan.sizes) for i, t in enumerate(found)]
         return put_together(self.manifest.outputs.form, found)
-
-    def _planned(self, layout: list[Any], leaves: Sequence[Tensor]) -> _Plan:
-        inputs = self.manifest.inputs
-        sizes = inputs.sizes(leaves)
-        return _Plan(layout, inputs.program(sizes, leaves), sizes if inputs.buckets else {})
 
     def _padded(self, leaves: Sequence[Tensor], program: int) -> list[Tensor]:
         inputs, pad = self.manifest.inputs, self.manifest.pad_value
@@ -155,10 +141,11 @@ class TensorParallelModel(nn.Module):
         self.close()
 
     def _running(self) -> Workers:
-        if not self._end.alive:
-            raise RuntimeError("this traced model was closed: load it again")
-        if not self._workers.running and (self.restart or not self._workers.failed):
-            self._workers.start()
+        if not self._workers.running:
+            if not self._end.alive:
+                raise RuntimeError("this traced model was closed: load it again")
+            if self.restart or not self._workers.failed:
+                self._workers.start()
         return self._workers
 
     def train(self, mode: bool = True) -> TensorParallelModel:

@@ -6,7 +6,6 @@ import mmap
 import os
 import tempfile
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,21 +23,9 @@ class SharedBuffer:
     def __init__(self, fd: int | None = None) -> None:
         self.fd = _nameless() if fd is None else fd
         self._bytes = torch.empty(0, dtype=torch.uint8)
-        # most calls are of the shapes of the one before
-        self._layout: tuple[list[Any], tuple[Place, ...]] = [], ()
-        self._seen: tuple[Sequence[Place], list[Tensor]] = (), []
 
-    def put(self, tensors: Sequence[Tensor]) -> tuple[Place, ...]:
-        """Copy tensors in, over what was there. The memory grows if it has to."""
-        layout = [(t.dtype, t.shape) for t in tensors]
-        if layout != self._layout[0]:
-            self._layout = layout, self._placed(tensors)
-        places = self._layout[1]
-        for view, t in zip(self.get(places), tensors, strict=True):
-            view.copy_(t)
-        return places
-
-    def _placed(self, tensors: Sequence[Tensor]) -> tuple[Place, ...]:
+    def place(self, tensors: Sequence[Tensor]) -> tuple[Place, ...]:
+        """Where to copy tensors like these, over what was there. The memory grows if it has to."""
         places: list[Place] = []
         end = 0
         for t in tensors:
@@ -50,9 +37,7 @@ class SharedBuffer:
 
     def get(self, places: Sequence[Place]) -> list[Tensor]:
         """Views of tensors that either side has put there."""
-        if places is not self._seen[0]:
-            self._seen = places, [self._view(*place) for place in places]
-        return self._seen[1]
+        return [self._view(*place) for place in places]
 
     def _view(self, at: int, name: str, shape: Sequence[int]) -> Tensor:
         dtype = dtype_of(name)
@@ -67,7 +52,6 @@ class SharedBuffer:
 
     def close(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
-        self._layout, self._seen = ([], ()), ((), [])
         os.close(self.fd)
 
 

@@ -167,7 +167,7 @@ def test_weights_are_replaced(artifact: Path, tmp_path: Path) -> None:
         model.restart = True
         with pytest.raises(PeerLostError):
             model(ids, mask)
-        assert differences(model(ids, mask), plain(5)(ids, mask)) < EXACT
+        assert differences(model(ids.flip(1), mask), plain(5)(ids.flip(1), mask)) < EXACT  # not the last ones
     with parallel_model_load(tmp_path / "saved", verify=True) as model:
         assert differences(model(ids, mask), plain(5)(ids, mask)) < EXACT
 

@@ -60,12 +60,11 @@ class Rank:
 
 
 class _Service:
-    """Answers requests until the model is closed. ``seconds``: of the rank's own forward in the last."""
+    """Answers requests until the model is closed."""
 
     def __init__(self, rank: Rank, inputs: SharedBuffer, outputs: SharedBuffer) -> None:
         self._rank, self._inputs, self._outputs = rank, inputs, outputs
         self._first = os.environ["RANK"] == "0"
-        self.seconds = 0.0
         self._layout: list[tuple[torch.dtype, torch.Size]] | None = None
         self._meant = lru_cache(16)(self._meaning)  # calls come in few shapes
 
@@ -74,13 +73,13 @@ class _Service:
         if name == "call":
             return partial(self.call, arguments["program"], self._inputs.get(arguments["inputs"]))
         known: dict[str, Callable[..., Any]] = {"take": self._rank.take, "reshard": self._rank.reshard}
-        return lambda: said(known[name](**arguments))
+        return lambda: answer(True, said(known[name](**arguments)))
 
     def call(self, program: int, inputs: list[Tensor]) -> bytes:
         started = time.perf_counter()
         found = self._rank.run(program, inputs)
-        self.seconds = time.perf_counter() - started
-        return self._put(found) if self._first else b""  # the same on all ranks
+        seconds = time.perf_counter() - started
+        return answer(True, self._put(found) if self._first else b"", seconds)  # the same on all ranks
 
     def _put(self, tensors: Sequence[Tensor]) -> bytes:
         layout = [(t.dtype, t.shape) for t in tensors]
@@ -103,10 +102,10 @@ class _Service:
             except EOFError:
                 return
             try:
-                data = answer(True, self._meant(message)(), self.seconds)
+                answered = self._meant(message)()
             except BaseException as e:  # noqa: BLE001  carried to the owner
-                data = _failed(e)
-            send(messages, data)
+                answered = _failed(e)
+            send(messages, answered)
 
 
 def _stay_awake(request: select.poll) -> None:

@@ -153,8 +153,9 @@ class Workers:
         try:
             for rank, fd in enumerate(self._sockets):
                 self._owed.add(rank)
-                with suppress(OSError):  # it has ended: its end of the socket says so below
-                    send(fd, message)
+                send(fd, message)
+        except OSError:
+            pass  # the rank has ended: its end of the socket says so below
         except BaseException as e:  # an interrupt between two ranks, of which one would wait for the other
             with suppress(BackendError):
                 self._fail(BackendError, "traced model: interrupted while its ranks were being asked", e)

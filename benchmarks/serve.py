@@ -124,15 +124,16 @@ class Floor:
         context = mp.get_context("spawn")
         self.ids = torch.zeros(size.batch, size.sequence, dtype=torch.long).share_memory_()
         self.out = torch.zeros(size.batch, size.sequence, size.hidden).share_memory_()
+        self.rank_seconds = context.RawArray("d", TP)  # of the last call, as the traced model has them
         self.go = [context.Semaphore(0) for _ in range(TP)]
         self.done = [context.Semaphore(0) for _ in range(TP)]
         self.processes = [
             context.Process(
                 target=_floor_rank,
-                args=(rank, size, f"{folder}/store", self.ids, self.out, self.go[rank], self.done[rank]),
+                args=(rank, size, f"{folder}/store", self.ids, self.out, self.rank_seconds, go, done),
                 daemon=True,
             )
-            for rank in range(TP)
+            for rank, (go, done) in enumerate(zip(self.go, self.done, strict=True))
         ]
         for process in self.processes:
             process.start()
@@ -154,7 +155,9 @@ class Floor:
             process.join()
 
 
-def _floor_rank(rank: int, size: Size, store: str, ids: Tensor, out: Tensor, go: Any, done: Any) -> None:
+def _floor_rank(
+    rank: int, size: Size, store: str, ids: Tensor, out: Tensor, seconds: Any, go: Any, done: Any
+) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, TP), rank=rank, world_size=TP)
     tpcore.init(backend="cpu_gloo", tp=TP)
@@ -163,7 +166,9 @@ def _floor_rank(rank: int, size: Size, store: str, ids: Tensor, out: Tensor, go:
     with torch.inference_mode():
         while True:
             go.acquire()
+            started = time.perf_counter()
             y = encoder(ids)
+            seconds[rank] = time.perf_counter() - started
             if rank == 0:
                 out.copy_(y)
             done.release()
@@ -194,18 +199,25 @@ def start_up(artifact: Path, ids: Tensor, times: int) -> None:
     )
 
 
-def above_forward(model: Any, ids: Tensor, calls: int) -> None:
-    """How much longer a call takes than the forward of the rank that was slower in it."""
-    extra = []
-    for _ in range(calls):
-        started = time.perf_counter()
-        model(ids)
-        extra.append(time.perf_counter() - started - max(model.rank_seconds))
-    low, middle, high = (s * 1e6 for s in statistics.quantiles(extra, n=4))
-    print(
-        f"\na call takes {middle:.0f} microseconds more than the slower rank's own forward "
-        f"(median of {calls}; middle half {low:.0f} to {high:.0f})"
-    )
+def above_forward(models: dict[str, Any], ids: Tensor, turns: int) -> None:
+    """How much longer a call takes than the forward of the rank that was slower in it. In turns of ten calls,
+    of which the first finds its ranks asleep and is not counted."""
+    extra: dict[str, list[float]] = {name: [] for name in models}
+    for _ in range(turns):
+        for name, model in models.items():
+            for call in range(10):
+                started = time.perf_counter()
+                model(ids)
+                seconds = time.perf_counter() - started - max(model.rank_seconds)
+                if call:
+                    extra[name].append(seconds)
+    print()
+    for name, found in extra.items():
+        low, middle, high = (s * 1e6 for s in statistics.quantiles(found, n=4))
+        print(
+            f"{name}: a call takes {middle:.0f} microseconds more than the slower rank's own forward "
+            f"(median of {len(found)}; middle half {low:.0f} to {high:.0f})"
+        )
 
 
 def endurance(model: Any, ids: Tensor, calls: int) -> None:
@@ -251,8 +263,8 @@ def run(size: Size, options: argparse.Namespace, folder: Path) -> None:
         rounds = options.rounds or size.rounds
         title = f"one call, {size}"
         print(table(race(title, contestants, rounds, size.inner, options.warm, cpu_seconds), "floor"))
+        above_forward({"floor": floor, "tpcore": model}, ids, max(1, rounds // 3))
         floor.close()
-        above_forward(model, ids, 5 * rounds)
         endurance(model, ids, options.calls or size.calls)
 
 

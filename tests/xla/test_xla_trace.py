@@ -25,6 +25,7 @@ from tpcore.trace import (
     parallel_model_trace,
 )
 from tpcore.trace.artifact import Manifest, opened, read_weights
+from tpcore.trace.inputs import Plan
 from tpcore.trace.published import _call, _size
 from tpcore.trace.tracing import Order, assembled, trace_rank
 from tpcore.trace.worker import Rank
@@ -43,8 +44,8 @@ class OnReplicas:
         self._folder, self._manifest, self.weights = folder, manifest, folder
         self.running, self.failed = True, False
 
-    def call(self, program: int, inputs: Sequence[torch.Tensor], timeout: float | None) -> list[torch.Tensor]:
-        every = run_replicas(serve, self._manifest.tp, self._folder, [(program, list(inputs))])
+    def call(self, plan: Plan, inputs: Sequence[torch.Tensor], timeout: float | None) -> list[torch.Tensor]:
+        every = run_replicas(serve, self._manifest.tp, self._folder, [(plan.program, list(inputs))])
         return every[0][0]
 
     def close(self) -> None:

@@ -302,6 +302,36 @@ def test_a_plain_program_that_has_not_the_models_code(artifact: Path, tmp_path: 
     assert gone(numbers)
 
 
+FORKED = """
+import os, sys, torch
+from tpcore.trace import parallel_model_load
+model, ids = parallel_model_load(sys.argv[1]), torch.ones(1, 8, dtype=torch.long)
+before = model(ids, ids)["logits"]
+for close in (False, True):
+    if not (child := os.fork()):
+        if close:
+            model.close()
+        try:
+            model(ids, ids)
+        except RuntimeError as e:
+            print(e, flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+print(torch.equal(model(ids, ids)["logits"], before))
+"""
+
+
+def test_a_fork_is_refused_and_changes_nothing(artifact: Path, tmp_path: Path) -> None:
+    script = tmp_path / "forked.py"
+    script.write_text(FORKED)
+    run = [sys.executable, str(script), str(artifact)]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=100, check=True)
+    *told, equal = done.stdout.splitlines()
+    assert len(told) == 2
+    assert all("of which this one is a fork: load it here again" in line for line in told)
+    assert equal == "True"
+
+
 def damage(what: str, folder: Path) -> None:
     weights, graph, manifest = (
         folder / name for name in ("tp_rank_1/model.safetensors", "programs/0/graph.json", "manifest.json")

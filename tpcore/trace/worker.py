@@ -19,6 +19,7 @@ from .._remote import Outcome, pack_outcome
 from ..context import ParallelContext, init
 from ..program import Program
 from .artifact import FileRecord, Manifest, opened, program_dir, read_weights, write_weights
+from .inputs import Layout
 from .messages import answer, requested, said, send, value_of
 from .replacing import shards_of
 from .shared import SharedBuffer
@@ -65,7 +66,7 @@ class _Service:
     def __init__(self, rank: Rank, inputs: SharedBuffer, outputs: SharedBuffer) -> None:
         self._rank, self._inputs, self._outputs = rank, inputs, outputs
         self._first = os.environ["RANK"] == "0"
-        self._layout: list[tuple[torch.dtype, torch.Size]] | None = None
+        self._layout: Layout | None = None
         self._meant = lru_cache(16)(self._meaning)  # calls come in few shapes
 
     def _meaning(self, message: bytes) -> Callable[[], bytes]:

@@ -41,7 +41,6 @@ class Workers:
         self.running = False
         self.seconds: list[float] = []
         self._failure: tuple[type[Exception], str] | None = None
-        self._pid = os.getpid()
 
     @property
     def failed(self) -> bool:
@@ -50,7 +49,7 @@ class Workers:
     # -- from start to end --------------------------------------------------------------------------------
     def start(self) -> None:
         """Returns when all ranks are ready. Raises what keeps one from it."""
-        self._failure = None
+        self._failure, self._pid = None, os.getpid()
         self._home = TemporaryDirectory(prefix="tpcore-serve-")
         self._inputs, self._outputs = SharedBuffer(), SharedBuffer()
         self._lifeline = os.pipe()
@@ -58,9 +57,9 @@ class Workers:
         self._sockets: list[int] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._owed: set[int] = set()
-        # most calls are like the one before
-        self._plan: Plan | None = None
-        self._answer = b""
+        # most calls are like the one before; each in one assignment, which no interrupt cuts in two
+        self._asking: tuple[Plan | None, bytes, list[Tensor]] = None, b"", []
+        self._answered: tuple[bytes, list[Tensor]] = b"", []
         self.running = True
         try:
             job = backend_class(self._manifest.backend).job(Path(self._home.name))
@@ -129,20 +128,21 @@ class Workers:
     # -- messages -----------------------------------------------------------------------------------------
     def call(self, plan: Plan, inputs: Sequence[Tensor], timeout: float | None) -> list[Tensor]:
         """Outputs of the first rank, in memory of their own. ``inputs``: of the same layout for each plan."""
-        if self._owed or self._failure is not None:
+        if self._owed or self._failure is not None or os.getpid() != self._pid:
             self._settle(timeout)
-        if plan is not self._plan:
+        if plan is not self._asking[0]:
             places = self._inputs.place(inputs)
-            self._request = request("call", program=plan.program, inputs=places)
-            self._plan, self._given = plan, self._inputs.get(places)
-        for view, t in zip(self._given, inputs, strict=True):
+            message = request("call", program=plan.program, inputs=places)
+            self._asking = plan, message, self._inputs.get(places)
+        _, message, views = self._asking
+        for view, t in zip(views, inputs, strict=True):
             view.copy_(t)
-        answers = self._ask(self._request, timeout)
+        answers = self._ask(message, timeout)
         self.seconds = [seconds for _, seconds in answers]
         answer = answers[0][0]
-        if answer != self._answer:
-            self._answer, self._found = answer, self._outputs.get(value_of(answer))
-        return [t.clone() for t in self._found]
+        if answer != self._answered[0]:
+            self._answered = answer, self._outputs.get(value_of(answer))
+        return [t.clone() for t in self._answered[1]]
 
     def ask(self, message: bytes, timeout: float | None) -> list[Any]:
         """What each rank answers to a request. Raises the error of a rank that failed."""
@@ -164,6 +164,11 @@ class Workers:
 
     def _settle(self, timeout: float | None) -> None:
         """Wait for the answers to a message whose sender was interrupted."""
+        if os.getpid() != self._pid:  # both would read the answers, each some of the other's
+            raise RuntimeError(
+                f"this traced model belongs to process {self._pid}, of which this one is a fork: "
+                "load it here again"
+            )
         if self._owed and self._failure is None:
             with suppress(Exception):
                 self._answers("call", timeout)

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
-from multiprocessing import get_context
+from multiprocessing import forkserver, get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -22,12 +22,18 @@ PROGRAMS = {"tpcore": "tpcore", "torchrun": "torch.distributed.run"}
 """Console scripts and the modules that they run."""
 
 
+def ready() -> None:
+    """Start the server, which stays until this process ends."""
+    get_context("forkserver").set_forkserver_preload(PRELOAD)
+    forkserver.ensure_running()
+
+
 def run(
     words: Sequence[str], cwd: Path, env: Mapping[str, str] | None = None, timeout: float = 110
 ) -> subprocess.CompletedProcess[str]:
     """``python FILE ...``, ``python -m MODULE ...``, ``tpcore ...`` or ``torchrun ...``, to its end."""
+    ready()
     method = get_context("forkserver")
-    method.set_forkserver_preload(PRELOAD)
     with TemporaryDirectory() as folder:
         out, err = Path(folder) / "out", Path(folder) / "err"
         process = method.Process(

@@ -59,6 +59,14 @@ def _pickler() -> Any:
     return cloudpickle
 
 
+def module_command(module: str) -> list[str]:
+    """``python -m module`` that finds modules where this process does, from the first import on. With ``-m``
+    alone the directory at hand comes first, whatever lies there."""
+    path = [p or os.getcwd() for p in sys.path]
+    run = f"import runpy; runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+    return [sys.executable, "-c", f"import sys; sys.path[:] = {path!r}; {run}"]
+
+
 def pack_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
     """A call, and where this process finds modules. ValueError if it cannot be sent."""
     pickler = _pickler()

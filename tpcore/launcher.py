@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from ._remote import Outcome, death, pack_call, root_cause, unpack_outcome
+from ._remote import Outcome, death, module_command, pack_call, root_cause, unpack_outcome
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
@@ -77,7 +76,7 @@ def _run(folder: Path, nprocs: int, variables: Mapping[str, str]) -> dict[int, i
         logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs")),
     )
     # env and not a change of this process's environment, which other threads may be reading
-    command = ["env", *(f"{k}={v}" for k, v in variables.items()), sys.executable, "-m", "tpcore._worker"]
+    command = ["env", *(f"{k}={v}" for k, v in variables.items()), *module_command("tpcore._worker")]
     try:
         with _as_before(), _quiet():
             elastic_launch(config, command[0])(*command[1:], str(folder), str(os.getpid()))

@@ -26,6 +26,7 @@ pytestmark = pytest.mark.processes
 
 @pytest.fixture(autouse=True)
 def no_process_is_left() -> Iterator[None]:
+    forked.ready()
     before = set(psutil.Process().children(recursive=True))
     yield
     left = set(psutil.Process().children(recursive=True)) - before
@@ -138,6 +139,25 @@ def test_ranks_end_with_their_parent(tmp_path: Path, how: signal.Signals) -> Non
     assert ("KeyboardInterrupt" in said) == (how is signal.SIGINT)
     assert said.count("this file runs once") == 1
     assert not psutil.wait_procs(ranks, timeout=30)[1]
+
+
+ELSEWHERE = """
+import os, tpcore
+print(set(tpcore.launch(lambda: __import__("tpcore").__file__, nprocs=2)) == {tpcore.__file__})
+"""
+
+
+def test_ranks_import_what_their_parent_does(tmp_path: Path) -> None:
+    """And not what lies in the directory at hand, where the script does not look either."""
+    script = tmp_path / "script.py"
+    script.write_text(ELSEWHERE)
+    here = tmp_path / "here"
+    here.mkdir()
+    for name in ("tpcore", "runpy", "queue"):
+        (here / f"{name}.py").write_text("raise SystemExit(f'{__file__} was imported')")
+    run = [sys.executable, str(script)]
+    done = subprocess.run(run, cwd=here, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.stdout, done.returncode) == ("True\n", 0), done.stderr
 
 
 def test_what_cannot_be_started() -> None:

@@ -280,9 +280,13 @@ def test_a_plain_program_that_has_not_the_models_code(artifact: Path, tmp_path: 
     """However it ends, its processes end too. It has neither a main guard nor the class of the model."""
     script = tmp_path / "serve.py"
     script.write_text(SCRIPT)
+    here = tmp_path / "here"
+    here.mkdir()
+    (here / "tpcore.py").write_text("raise SystemExit('imported from the directory at hand')")
     ids, _ = batch(1, 8)
     done = subprocess.run(
         [sys.executable, str(script), str(artifact), json.dumps(ids.tolist()), end],
+        cwd=here,
         capture_output=True,
         text=True,
         timeout=100,
@@ -319,6 +323,52 @@ for close in (False, True):
     os.waitpid(child, 0)
 print(torch.equal(model(ids, ids)["logits"], before))
 """
+
+
+HELD = """
+import os, sys, torch
+from tpcore.trace import parallel_model_load
+model = parallel_model_load(sys.argv[1])
+ids = [torch.full((1, 8), n) for n in range(4)]
+want = [model(i, i)["hidden"].clone() for i in ids]
+out = model(ids[0], ids[0])["hidden"]
+go = os.pipe()
+if not (child := os.fork()):
+    os.close(go[1])
+    os.read(go[0], 1)
+    print("the child's is as it was:", torch.equal(out, want[0]))
+    out.zero_()
+    sys.stdout.flush()
+    os._exit(0)
+view = out[0]
+del out
+if sys.argv[2] == "given up":
+    del view
+for n in (1, 2, 3, 1, 2, 3):
+    assert torch.equal(model(ids[n], ids[n])["hidden"], want[n])
+os.write(go[1], b".")
+os.waitpid(child, 0)
+print("the parent's too:", sys.argv[2] == "given up" or torch.equal(view, want[0][0]))
+view = None
+for n in (1, 2, 3):
+    assert torch.equal(model(ids[n], ids[n])["hidden"], want[n])
+held = [model(ids[n], ids[n]) for n in (0, 1, 2, 3)]
+print("and so are all that are held:", all(torch.equal(held[n]["hidden"], want[n]) for n in (0, 1, 2, 3)))
+"""
+
+
+@pytest.mark.parametrize("parent", ["held", "given up"])
+def test_a_fork_that_holds_an_output(artifact: Path, tmp_path: Path, parent: str) -> None:
+    """Each has its own: neither sees what the other writes, nor what a rank writes later."""
+    script = tmp_path / "held.py"
+    script.write_text(HELD)
+    run = [sys.executable, str(script), str(artifact), parent]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=100, check=True)
+    assert done.stdout.splitlines() == [
+        "the child's is as it was: True",
+        "the parent's too: True",
+        "and so are all that are held: True",
+    ]
 
 
 def test_a_fork_is_refused_and_changes_nothing(artifact: Path, tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
-"""What a traced model's owner and its processes say to each other, over a socket of each.
+"""What a traced model's owner and its processes say to each other, over two pipes for each.
 
 After a forward that has emptied the caches, every line of Python costs ten times what it costs in a loop. So
-what calls say over and over is handed on as bytes, and made or read anew only where it changes.
+what calls say over and over is handed on as bytes, and made or read anew only where it changes; and to read
+from a pipe takes 18 us then, from a socket 30.
 """
 
 from __future__ import annotations

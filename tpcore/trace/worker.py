@@ -19,8 +19,8 @@ from .._remote import Outcome, pack_outcome
 from ..context import ParallelContext, init
 from ..program import Program
 from .artifact import FileRecord, Manifest, opened, program_dir, read_weights, write_weights
-from .inputs import Layout
 from .messages import answer, requested, said, send, value_of
+from .outputs import Written
 from .replacing import shards_of
 from .shared import SharedBuffer
 
@@ -63,50 +63,40 @@ class Rank:
 class _Service:
     """Answers requests until the model is closed."""
 
-    def __init__(self, rank: Rank, inputs: SharedBuffer, outputs: SharedBuffer) -> None:
+    def __init__(self, rank: Rank, inputs: SharedBuffer, outputs: list[Written]) -> None:
         self._rank, self._inputs, self._outputs = rank, inputs, outputs
         self._first = os.environ["RANK"] == "0"
-        self._layout: Layout | None = None
-        self._meant = lru_cache(16)(self._meaning)  # calls come in few shapes
+        self._meant = lru_cache(64)(self._meaning)  # calls come in few shapes
 
     def _meaning(self, message: bytes) -> Callable[[], bytes]:
         name, arguments = value_of(message)
         if name == "call":
-            return partial(self.call, arguments["program"], self._inputs.get(arguments["inputs"]))
+            inputs, outputs = self._inputs.get(arguments["inputs"]), self._outputs[arguments["outputs"]]
+            return partial(self.call, arguments["program"], inputs, outputs)
         known: dict[str, Callable[..., Any]] = {"take": self._rank.take, "reshard": self._rank.reshard}
         return lambda: answer(True, said(known[name](**arguments)))
 
-    def call(self, program: int, inputs: list[Tensor]) -> bytes:
+    def call(self, program: int, inputs: list[Tensor], outputs: Written) -> bytes:
         started = time.perf_counter()
         found = self._rank.run(program, inputs)
         seconds = time.perf_counter() - started
-        return answer(True, self._put(found) if self._first else b"", seconds)  # the same on all ranks
+        return answer(True, outputs.put(found) if self._first else b"", seconds)  # the same on all ranks
 
-    def _put(self, tensors: Sequence[Tensor]) -> bytes:
-        layout = [(t.dtype, t.shape) for t in tensors]
-        if layout != self._layout:
-            places = self._outputs.place(tensors)
-            self._views, self._places = self._outputs.get(places), said(places)
-            self._layout = layout
-        for view, t in zip(self._views, tensors, strict=True):
-            view.copy_(t)
-        return self._places
-
-    def serve(self, messages: int) -> None:
+    def serve(self, requests: int, replies: int) -> None:
         request = select.poll()
-        request.register(messages, select.POLLIN)
+        request.register(requests, select.POLLIN)
         while True:
             if self._first:
                 _stay_awake(request)
             try:
-                message = requested(messages)
+                message = requested(requests)
             except EOFError:
                 return
             try:
                 answered = self._meant(message)()
             except BaseException as e:  # noqa: BLE001  carried to the owner
                 answered = _failed(e)
-            send(messages, answered)
+            send(replies, answered)
 
 
 def _stay_awake(request: select.poll) -> None:
@@ -137,16 +127,16 @@ def _started(folder: Path, weights: Path) -> Rank:
 
 
 def main(folder: Path, weights: Path, fds: list[int]) -> None:
-    messages, inputs, outputs, lifeline = fds
+    requests, replies, inputs, lifeline, *outputs = fds
     Thread(target=_end_with, args=(lifeline,), daemon=True).start()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     try:
         rank = _started(folder, weights)
     except BaseException as e:
-        send(messages, _failed(e))
+        send(replies, _failed(e))
         raise
-    send(messages, answer(True, said(None)))
-    _Service(rank, SharedBuffer(inputs), SharedBuffer(outputs)).serve(messages)
+    send(replies, answer(True, said(None)))
+    _Service(rank, SharedBuffer(inputs), [Written(fd) for fd in outputs]).serve(requests, replies)
     # not by way of shutdown: what it would wait for are ranks that are ending too
     sys.stdout.flush()
     sys.stderr.flush()

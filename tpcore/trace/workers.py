@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import select
 import signal
-import socket
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -17,12 +15,13 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from .._remote import Outcome, death, root_cause, unpack_outcome
+from .._remote import Outcome, death, module_command, root_cause, unpack_outcome
 from ..backend import backend_class
 from ..errors import BackendError, PeerLostError
 from .artifact import Manifest
 from .inputs import Plan
 from .messages import answered, request, send, value_of
+from .outputs import Outputs
 from .shared import SharedBuffer
 
 START = 120.0
@@ -51,15 +50,15 @@ class Workers:
         """Returns when all ranks are ready. Raises what keeps one from it."""
         self._failure, self._pid = None, os.getpid()
         self._home = TemporaryDirectory(prefix="tpcore-serve-")
-        self._inputs, self._outputs = SharedBuffer(), SharedBuffer()
+        self._inputs, self._outputs = SharedBuffer(), Outputs()
         self._lifeline = os.pipe()
         self._poll = select.poll()
-        self._sockets: list[int] = []
+        self._requests: list[int] = []  # a pipe to each rank
+        self._replies: list[int] = []  # and one from it
         self._processes: list[subprocess.Popen[bytes]] = []
         self._owed: set[int] = set()
-        # most calls are like the one before; each in one assignment, which no interrupt cuts in two
-        self._asking: tuple[Plan | None, bytes, list[Tensor]] = None, b"", []
-        self._answered: tuple[bytes, list[Tensor]] = b"", []
+        # most calls are like the one before; in one assignment, which no interrupt cuts in two
+        self._asking: tuple[Plan | None, list[bytes], list[Tensor]] = None, [], []
         self.running = True
         try:
             job = backend_class(self._manifest.backend).job(Path(self._home.name))
@@ -72,14 +71,16 @@ class Workers:
             raise
 
     def _spawn(self, rank: int, job: dict[str, str]) -> None:
-        mine, theirs = socket.socketpair()
-        self._sockets.append(mine.detach())
-        self._poll.register(self._sockets[rank], select.POLLIN)
-        fds = (theirs.fileno(), self._inputs.fd, self._outputs.fd, self._lifeline[0])
-        command = [sys.executable, "-m", "tpcore.trace.worker", str(self._folder), str(self.weights)]
-        with theirs, self._log(rank).open("wb") as log:
-            self._processes.append(
-                subprocess.Popen(
+        (requests, mine), (from_rank, replies) = os.pipe(), os.pipe()
+        self._requests.append(mine)
+        self._replies.append(from_rank)
+        self._poll.register(from_rank, select.POLLIN)
+        outputs = [buffer.fd for buffer in self._outputs.buffers]
+        fds = (requests, replies, self._inputs.fd, self._lifeline[0], *outputs)
+        command = [*module_command("tpcore.trace.worker"), str(self._folder), str(self.weights)]
+        try:
+            with self._log(rank).open("wb") as log:
+                process = subprocess.Popen(
                     [*command, *map(str, fds)],
                     env=self._environment(rank) | job,
                     stdin=subprocess.DEVNULL,
@@ -88,14 +89,16 @@ class Workers:
                     pass_fds=fds,
                     start_new_session=True,  # Ctrl-C in a terminal is for the owner to deal with
                 )
-            )
+        finally:
+            os.close(requests)
+            os.close(replies)
+        self._processes.append(process)
 
     def _environment(self, rank: int) -> dict[str, str]:
         n = self._manifest.tp
         kept = {k: v for k, v in os.environ.items() if not k.startswith(_FOREIGN)}
         threads = str(max(1, len(os.sched_getaffinity(0)) // n))
-        path = os.pathsep.join(p for p in sys.path if p)
-        return {"OMP_NUM_THREADS": threads, **kept, "PYTHONPATH": path} | {
+        return {"OMP_NUM_THREADS": threads, **kept} | {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(n),
@@ -110,7 +113,7 @@ class Workers:
         if not self.running or os.getpid() != self._pid:  # a fork has no children of its parent's
             return
         self.running = False
-        for fd in self._sockets:
+        for fd in (*self._requests, *self._replies):
             os.close(fd)
         idle = self._failure is None and not self._owed
         deadline = time.monotonic() + (5.0 if idle else 0.0)
@@ -127,40 +130,43 @@ class Workers:
 
     # -- messages -----------------------------------------------------------------------------------------
     def call(self, plan: Plan, inputs: Sequence[Tensor], timeout: float | None) -> list[Tensor]:
-        """Outputs of the first rank, in memory of their own. ``inputs``: of the same layout for each plan."""
+        """Outputs of the first rank, the caller's to keep. ``inputs``: of the same layout for each plan."""
         if self._owed or self._failure is not None or os.getpid() != self._pid:
             self._settle(timeout)
         if plan is not self._asking[0]:
             places = self._inputs.place(inputs)
-            message = request("call", program=plan.program, inputs=places)
-            self._asking = plan, message, self._inputs.get(places)
-        _, message, views = self._asking
+            messages = [
+                request("call", program=plan.program, inputs=places, outputs=n)
+                for n in range(len(self._outputs.buffers))
+            ]
+            self._asking = plan, messages, self._inputs.get(places)
+        _, messages, views = self._asking
         for view, t in zip(views, inputs, strict=True):
             view.copy_(t)
-        answers = self._ask(message, timeout)
+        n = self._outputs.free()
+        self._tell(messages[n])
+        expected = self._outputs.buffers[n].expected()
+        answers = self._answers("call", timeout)
         self.seconds = [seconds for _, seconds in answers]
-        answer = answers[0][0]
-        if answer != self._answered[0]:
-            self._answered = answer, self._outputs.get(value_of(answer))
-        return [t.clone() for t in self._answered[1]]
+        return self._outputs.taken(n, answers[0][0], expected)
 
     def ask(self, message: bytes, timeout: float | None) -> list[Any]:
         """What each rank answers to a request. Raises the error of a rank that failed."""
         self._settle(timeout)
-        return [value_of(data) for data, _ in self._ask(message, timeout)]
+        self._tell(message)
+        return [value_of(data) for data, _ in self._answers("call", timeout)]
 
-    def _ask(self, message: bytes, timeout: float | None) -> list[tuple[bytes, float]]:
+    def _tell(self, message: bytes) -> None:
         try:
-            for rank, fd in enumerate(self._sockets):
+            for rank, fd in enumerate(self._requests):
                 self._owed.add(rank)
                 send(fd, message)
         except OSError:
-            pass  # the rank has ended: its end of the socket says so below
+            pass  # the rank has ended: the pipe from it says so
         except BaseException as e:  # an interrupt between two ranks, of which one would wait for the other
             with suppress(BackendError):
                 self._fail(BackendError, "traced model: interrupted while its ranks were being asked", e)
             raise
-        return self._answers("call", timeout)
 
     def _settle(self, timeout: float | None) -> None:
         """Wait for the answers to a message whose sender was interrupted."""
@@ -178,17 +184,17 @@ class Workers:
 
     def _answers(self, doing: str, timeout: float | None) -> list[tuple[bytes, float]]:
         """What every rank that owes an answer said, and its seconds."""
-        waiting, sockets = self._owed, self._sockets
+        waiting, replies = self._owed, self._replies
         deadline = None if timeout is None else time.monotonic() + timeout
         outcomes: dict[int, Outcome] = {}
-        values = [(b"", 0.0)] * len(sockets)
+        values = [(b"", 0.0)] * len(replies)
         while waiting:
             left = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1e3
             ready = self._poll.poll(left)
             if not ready:
                 self._give_up(doing, waiting, outcomes, timeout)
             for fd, _ in ready:
-                rank = sockets.index(fd)
+                rank = replies.index(fd)
                 try:
                     well, data, seconds = answered(fd)
                 except (EOFError, OSError):
@@ -203,7 +209,7 @@ class Workers:
         error = root_cause(list(outcomes.values())) if outcomes else None
         if error is None:
             return values
-        if isinstance(error, BackendError) or len(outcomes) < len(sockets):
+        if isinstance(error, BackendError) or len(outcomes) < len(replies):
             self._fail(type(error) if isinstance(error, BackendError) else BackendError, str(error), error)
         raise error
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import atexit
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from multiprocessing import Pipe
 from typing import Any
 
-from tpcore._remote import Outcome, death, pack_call, root_cause, unpack_outcome
+from tpcore._remote import Outcome, death, module_command, pack_call, root_cause, unpack_outcome
 from tpcore.errors import BackendError, PeerLostError
 
 START = 120.0
@@ -65,9 +64,7 @@ class _Process:
         self._conn, theirs = Pipe()
         fd = theirs.fileno()
         command = [
-            sys.executable,
-            "-m",
-            "tpcore_neuron.testing.server",
+            *module_command("tpcore_neuron.testing.server"),
             str(world),
             str(fd),
             str(os.getpid()),

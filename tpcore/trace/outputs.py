@@ -6,6 +6,7 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from .inputs import Layout
 from .messages import said, value_of
 from .shared import SharedBuffer
 
+_POPULATE_READ = 22  # MADV_POPULATE_READ of Linux 5.14, which the mmap module does not name
 LENT = 3
 """Buffers that are lent. A caller in a loop still holds one output while it asks for the next."""
 
@@ -51,6 +53,7 @@ class Lent:
         self.fd = self._buffer.fd
         self._answer = b""
         self._form: list[tuple[torch.dtype, int, int, torch.Size]] = []
+        self._end = 0
         self._map: mmap.mmap | None = None
         self._view: Callable[[], memoryview | None] = _nothing  # torch.frombuffer keeps it for its tensor
         self._kept: memoryview | None = None
@@ -78,6 +81,8 @@ class Lent:
             mapped.madvise(mmap.MADV_DONTNEED)  # drops pages that the last holder has written into
         except OSError:  # it has locked them into memory
             mapped = self._map = mmap.mmap(self.fd, len(mapped), access=mmap.ACCESS_COPY)
+        with suppress(OSError):  # an older kernel, where the caller's first look costs more
+            mapped.madvise(_POPULATE_READ, 0, self._end)
         view = memoryview(mapped)
         self._view = weakref.ref(view)
         return view
@@ -88,9 +93,9 @@ class Lent:
             return expected
         shapes = [(at, dtype_of(name), torch.Size(shape)) for at, name, shape in value_of(answer)]
         self._form = [(dtype, shape.numel(), at, shape) for at, dtype, shape in shapes]
-        end = max((at + count * dtype.itemsize for dtype, count, at, _ in self._form), default=0)
-        if end > (0 if self._map is None else len(self._map)):
-            self._map = mmap.mmap(self.fd, end, access=mmap.ACCESS_COPY)
+        self._end = max((at + count * dtype.itemsize for dtype, count, at, _ in self._form), default=0)
+        if self._end > (0 if self._map is None else len(self._map)):
+            self._map = mmap.mmap(self.fd, self._end, access=mmap.ACCESS_COPY)
         self._answer = answer
         return self.expected()
 

@@ -200,23 +200,29 @@ def start_up(artifact: Path, ids: Tensor, times: int) -> None:
 
 
 def above_forward(models: dict[str, Any], ids: Tensor, turns: int) -> None:
-    """How much longer a call takes than the forward of the rank that was slower in it. In turns of ten calls,
-    of which the first finds its ranks asleep and is not counted."""
+    """How much longer a call takes than the forward of the rank that was slower in it; and how long it takes
+    to sum up the output, which tells whether it is at hand. In turns of ten calls, of which the first finds its
+    ranks asleep and is not counted."""
     extra: dict[str, list[float]] = {name: [] for name in models}
+    looks: dict[str, list[float]] = {name: [] for name in models}
     for _ in range(turns):
         for name, model in models.items():
             for call in range(10):
                 started = time.perf_counter()
-                model(ids)
-                seconds = time.perf_counter() - started - max(model.rank_seconds)
+                out = model(ids)
+                returned = time.perf_counter()
+                out.sum()
+                looked = time.perf_counter()
                 if call:
-                    extra[name].append(seconds)
+                    extra[name].append(returned - started - max(model.rank_seconds))
+                    looks[name].append(looked - returned)
     print()
     for name, found in extra.items():
         low, middle, high = (s * 1e6 for s in statistics.quantiles(found, n=4))
         print(
             f"{name}: a call takes {middle:.0f} microseconds more than the slower rank's own forward "
-            f"(median of {len(found)}; middle half {low:.0f} to {high:.0f})"
+            f"(median of {len(found)}; middle half {low:.0f} to {high:.0f}); the sum of its output "
+            f"{statistics.median(looks[name]) * 1e6:.0f}"
         )
 
 

@@ -200,9 +200,9 @@ def start_up(artifact: Path, ids: Tensor, times: int) -> None:
 
 
 def above_forward(models: dict[str, Any], ids: Tensor, turns: int) -> None:
-    """How much longer a call takes than the forward of the rank that was slower in it; and how long it takes
-    to sum up the output, which tells whether it is at hand. In turns of ten calls, of which the first finds its
-    ranks asleep and is not counted."""
+    """How much longer a call takes than the forward of the rank that was slower in it; and how long the sum
+    of its output takes, which tells whether that is at hand. In turns of ten calls, of which the first finds
+    its ranks asleep and is not counted."""
     extra: dict[str, list[float]] = {name: [] for name in models}
     looks: dict[str, list[float]] = {name: [] for name in models}
     for _ in range(turns):

@@ -142,7 +142,7 @@ def test_ranks_end_with_their_parent(tmp_path: Path, how: signal.Signals) -> Non
 
 
 ELSEWHERE = """
-import os, tpcore
+import tpcore
 print(set(tpcore.launch(lambda: __import__("tpcore").__file__, nprocs=2)) == {tpcore.__file__})
 """
 

@@ -69,8 +69,8 @@ bench: venv  ## the benchmarks; numbers and how they were made: benchmarks/READM
 correctness: venv venv-xla  ## measure docs/correctness.md anew, with tpcore verify
 	$(BIN)/tpcore verify --backend cpu_gloo --tp 2 --json docs/verified/cpu_gloo-tp2.json
 	$(BIN)/tpcore verify --backend cpu_gloo --tp 4 --json docs/verified/cpu_gloo-tp4.json
-	$(XLA_VENV)/bin/python -m tpcore_neuron.testing.verify 2 docs/verified/neuron-tp2.json
-	$(BIN)/python -m tpcore.testing.correctness docs/verified docs/correctness.md
+	$(XLA_VENV)/bin/python -m tpcore_neuron.replicas.verify 2 docs/verified/neuron-tp2.json
+	$(BIN)/python -m tpcore.testing.verify.page docs/verified docs/correctness.md
 
 lock: venv  ## write the versions installed in .venv to the lock
 	@sed -n '/^#/p' $(LOCK) > $(LOCK).new

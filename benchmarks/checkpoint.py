@@ -29,8 +29,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 import tpcore
 from tpcore import checkpoint
-from tpcore.checkpoint import consolidating, rewriting
-from tpcore.checkpoint.source import CutRule
+from tpcore.checkpoint.offline.consolidate import consolidate
+from tpcore.checkpoint.offline.reshard import reshard
+from tpcore.checkpoint.read.source import CutRule
 
 from .harness import TP, Contestant, Race, check_equal, conditions, peak_bytes, race, say, start, table, touch
 
@@ -95,7 +96,7 @@ class Run:
             torch.save(state, self.home / "whole.pt")
             dcp.save(state, checkpoint_id=dcp_dir, no_dist=True)
             rules = [CutRule(name, dim_of(name)) for name in self.params]
-            rewriting.reshard(whole, ours, TP, rules=rules)
+            reshard(whole, ours, TP, rules=rules)
         dist.barrier()
         with safe_open(whole, "pt") as f:
             for name, p in self.params.items():
@@ -196,10 +197,10 @@ class Run:
                 os.fsync(dst.fileno())
 
     def consolidate(self) -> None:
-        consolidating.consolidate(self.home / "c", self.home / "out")
+        consolidate(self.home / "c", self.home / "out")
 
     def reshard(self) -> None:
-        rewriting.reshard(self.home / "c", self.home / "out", 2 * TP)
+        reshard(self.home / "c", self.home / "out", 2 * TP)
 
     def dcp_to_torch(self) -> None:
         dcp_to_torch_save(self.home / "dcp", self.home / "out")

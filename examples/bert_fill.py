@@ -30,7 +30,7 @@ from transformers import BertConfig, BertForPreTraining
 from transformers.utils.logging import disable_progress_bar
 
 from tpcore import parallel_layers
-from tpcore.checkpoint.rewriting import consolidate
+from tpcore.checkpoint.offline.consolidate import consolidate
 from tpcore.trace import parallel_model_load, parallel_model_save, parallel_model_trace
 
 SHOWN = 3  # words for each mask

@@ -11,8 +11,11 @@ from typing import Any
 
 import torch
 
-from tpcore.checkpoint import background, files, save, staging, wait
+from tpcore.checkpoint import save, wait
+from tpcore.checkpoint.write import background
 from tpcore.context import ParallelContext
+from tpcore.storage import files
+from tpcore.storage import publish as staging
 
 EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "fcntl.flock", "ctypes.dlsym")
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tpcore.agree import gather_bytes, together
+from tpcore.consensus import gather_bytes, together
 from tpcore.context import ParallelContext
 from tpcore.errors import BackendError, CheckpointError
 from tpcore.mesh import Mesh

@@ -18,7 +18,9 @@ import pytest
 import torch
 
 import tpcore
-from tpcore.checkpoint import background, load, save, wait, writing
+from tpcore.checkpoint import load, save, wait
+from tpcore.checkpoint.write import background
+from tpcore.checkpoint.write import save as writing
 from tpcore.context import ParallelContext
 from tpcore.errors import CheckpointError
 from tpcore.mesh import Mesh

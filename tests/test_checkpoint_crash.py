@@ -12,10 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from tpcore.checkpoint import files, load, save, staging, writing
+from tpcore.checkpoint import load, save
+from tpcore.checkpoint.write import save as writing
 from tpcore.context import ParallelContext
 from tpcore.errors import CheckpointError
 from tpcore.mesh import Mesh
+from tpcore.storage import files
+from tpcore.storage import publish as staging
 from tpcore.testing import run_ranks
 
 MESH = Mesh({"tp": 2})

@@ -18,9 +18,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import tpcore
-from tpcore.checkpoint import consolidating, load, rewriting
-from tpcore.checkpoint.source import CutRule, opened, part
-from tpcore.checkpoint.unsharded import Reading
+from tpcore.checkpoint import load
+from tpcore.checkpoint.forms.whole import Reading
+from tpcore.checkpoint.offline.consolidate import consolidate
+from tpcore.checkpoint.offline.convert import convert
+from tpcore.checkpoint.offline.reshard import reshard
+from tpcore.checkpoint.read.source import CutRule, opened, part
 from tpcore.context import ParallelContext
 from tpcore.errors import CheckpointError
 from tpcore.mesh import Mesh
@@ -156,12 +159,12 @@ def test_offline(layout: str, tmp_path: Path, reference: type) -> None:
     with opened(tmp_path / "c", Reading(), rules) as source:
         for name, stored in source.tensors():
             assert torch.equal(part(stored, 0, 1), full()[name]), name
-    rewriting.convert(tmp_path / "c", tmp_path / "ours", rules=rules)
+    convert(tmp_path / "c", tmp_path / "ours", rules=rules)
     with opened(tmp_path / "ours", Reading(trust=False)) as source:
         assert source.tp == TP
         for name, stored in source.tensors():
             assert torch.equal(part(stored, 0, 1), full()[name]), name
-    rewriting.reshard(tmp_path / "c", tmp_path / "three", 3, rules=rules)
+    reshard(tmp_path / "c", tmp_path / "three", 3, rules=rules)
     with opened(tmp_path / "three", Reading(trust=False)) as source:
         assert source.tp == 3
         for name, stored in source.tensors():
@@ -256,7 +259,7 @@ def test_what_optimum_neuron_has_fused(fuse: bool, tmp_path: Path) -> None:
             assert torch.equal(model.state_dict()[name], spec.shard(want[name], ctx.rank, 2)), name
 
     run_ranks(Mesh({"tp": 2}), read)
-    rewriting.convert(tmp_path / "c", tmp_path / "ours")
+    convert(tmp_path / "c", tmp_path / "ours")
     with opened(tmp_path / "ours", Reading(trust=False)) as source:
         assert source.tp == 4
         found = {name: part(stored, 0, 1) for name, stored in source.tensors()}
@@ -289,7 +292,7 @@ def test_a_cut_that_nobody_knows(tmp_path: Path, reference: type) -> None:
     """Neither guessed nor averaged: what differs between ranks has to be said."""
     write(tmp_path / "c", "directory", reference)
     with pytest.raises(CheckpointError, match=r"(?s)how it is cut is not on record.*--cut"):
-        consolidating.consolidate(tmp_path / "c", tmp_path / "out")
+        consolidate(tmp_path / "c", tmp_path / "out")
     assert sorted(os.listdir(tmp_path)) == ["c"]
 
 
@@ -301,7 +304,7 @@ def test_order_of_copied_heads(order: tuple[int, ...], tmp_path: Path) -> None:
         (tmp_path / "c" / f"tp_rank_{rank}").mkdir(parents=True)
         torch.save({"model": {"k": heads[head]}}, tmp_path / "c" / f"tp_rank_{rank}" / "checkpoint.pt")
     spec = ShardSpec((4, 2), 0, (Block(4, 2, True),))
-    from tpcore.checkpoint.foreign import find
+    from tpcore.checkpoint.forms.pickled import find
 
     there = find(str(tmp_path / "c"))
     assert there is not None
@@ -328,7 +331,7 @@ def test_code_is_not_run(
     ]
     torch.save({"model": {"x": Bomb()}}, tmp_path / "c" / file, pickle_module=pickle)
     with pytest.raises(CheckpointError, match="could run code"):
-        consolidating.consolidate(tmp_path / "c", tmp_path / "out", rules=RULES)
+        consolidate(tmp_path / "c", tmp_path / "out", rules=RULES)
     assert sorted(os.listdir(tmp_path)) == ["c"]
 
 
@@ -347,14 +350,14 @@ def test_a_reference_out_of_its_folder(tmp_path: Path, reference: type) -> None:
     for tid in ("../../secret", -1, None):
         torch.save({"model": {"x": reference(tid)}}, tmp_path / "c" / "tp_rank_01_pp_rank_00")
         with pytest.raises(CheckpointError, match="is damaged: it refers to a tensor"):
-            consolidating.consolidate(tmp_path / "c", tmp_path / "out", rules=RULES)
+            consolidate(tmp_path / "c", tmp_path / "out", rules=RULES)
 
 
 def test_missing_rank(tmp_path: Path, reference: type) -> None:
     write(tmp_path / "c", "file", reference)
     os.rename(tmp_path / "c" / "tp_rank_01", tmp_path / "c" / "tp_rank_02")
     with pytest.raises(CheckpointError, match="not tp rank 1 of pp rank 0"):
-        consolidating.consolidate(tmp_path / "c", tmp_path / "out", rules=RULES)
+        consolidate(tmp_path / "c", tmp_path / "out", rules=RULES)
 
 
 # -- optimizers ---------------------------------------------------------------------------------------------
@@ -426,8 +429,8 @@ def test_what_lies_beside_a_model_goes_with_it(tmp_path: Path) -> None:
     write_trained(tmp_path / "c", 2)
     rules = [CutRule("up.*", 0), CutRule("down.weight", 1), CutRule("gate_up.weight", 0, 2)]
     with pytest.raises(CheckpointError, match=r"optimizer in .* only at the degree of the save, tp=2"):
-        rewriting.reshard(tmp_path / "c", tmp_path / "out", 4, rules=rules)
-    (left,) = rewriting.reshard(tmp_path / "c", tmp_path / "out", 4, rules=rules, strict=False)
+        reshard(tmp_path / "c", tmp_path / "out", 4, rules=rules)
+    (left,) = reshard(tmp_path / "c", tmp_path / "out", 4, rules=rules, strict=False)
     assert left.startswith("optimizer in")
     (rest,) = run_ranks(Mesh({"tp": 1}), lambda ctx: load(tmp_path / "out", stepped(0)[0]))
     assert rest == {"epoch": 3}
@@ -477,5 +480,5 @@ def test_an_index_that_points_elsewhere(file: Any, message: str, tmp_path: Path)
     index = tmp_path / "hf" / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": dict.fromkeys(full(), file)}))
     with pytest.raises(CheckpointError, match=message):
-        consolidating.consolidate(tmp_path / "hf", tmp_path / "out")
+        consolidate(tmp_path / "hf", tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -18,10 +18,11 @@ import torch
 from torch import nn
 
 import tpcore
-from tpcore.checkpoint import consolidating, save
-from tpcore.checkpoint.examining import verify
-from tpcore.checkpoint.source import CutRule, opened, part
-from tpcore.checkpoint.unsharded import Reading
+from tpcore.checkpoint import save
+from tpcore.checkpoint.forms.whole import Reading
+from tpcore.checkpoint.offline.consolidate import consolidate
+from tpcore.checkpoint.offline.verify import verify
+from tpcore.checkpoint.read.source import CutRule, opened, part
 from tpcore.errors import CheckpointError
 from tpcore.mesh import Mesh
 from tpcore.testing import run_ranks
@@ -70,7 +71,7 @@ def test_mutated_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         save({"model": model.state_dict(), "epoch": 1}, tmp_path / "c")
 
     run_ranks(Mesh({"tp": 2}), one)
-    consolidating.consolidate(tmp_path / "c", tmp_path / "hf", max_shard_size=64)
+    consolidate(tmp_path / "c", tmp_path / "hf", max_shard_size=64)
     with opened(tmp_path / "c", Reading()) as source:
         want = {name: part(stored, 0, 1) for name, stored in source.tensors()}
     files = sorted(p for p in (tmp_path / "c").rglob("*") if p.is_file())

@@ -13,8 +13,8 @@ from tpcore.checkpoint import load, save
 from tpcore.context import ParallelContext
 from tpcore.errors import CheckpointError, PeerLostError
 from tpcore.mesh import Mesh
+from tpcore.processes.pool import RankPool
 from tpcore.testing import run_ranks
-from tpcore.testing.pool import RankPool
 
 TP = 2
 

@@ -14,14 +14,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tpcore.checkpoint import consolidating, lazy, rewriting
-from tpcore.checkpoint.contents import Part
-from tpcore.checkpoint.reader import View
-from tpcore.checkpoint.source import opened, part
-from tpcore.checkpoint.staging import Staging
-from tpcore.checkpoint.unsharded import Reading
-from tpcore.checkpoint.writing import put_in_place, write_state, write_tensor_files
+from tpcore.checkpoint.format.directory import View
+from tpcore.checkpoint.forms.whole import Reading
+from tpcore.checkpoint.offline.consolidate import consolidate
+from tpcore.checkpoint.offline.reshard import reshard
+from tpcore.checkpoint.read import lazy
+from tpcore.checkpoint.read.source import opened, part
+from tpcore.checkpoint.write.save import put_in_place, write_state, write_tensor_files
+from tpcore.checkpoint.write.snapshot import Part
 from tpcore.shard import Block, ShardSpec
+from tpcore.storage.publish import Staging
 
 DEGREES = st.integers(1, 8)
 
@@ -91,12 +93,12 @@ def test_any_degree_into_any(drawn: list[ShardSpec], a: int, b: int, c: int, chu
         with tempfile.TemporaryDirectory() as home:
             write(Path(home, "0"), full, cuts, a)
             for step, n in enumerate((b, c, a)):
-                rewriting.reshard(Path(home, str(step)), Path(home, str(step + 1)), n)
+                reshard(Path(home, str(step)), Path(home, str(step + 1)), n)
                 for rank, state in enumerate(states(Path(home, str(step + 1)))):
                     for name, spec in cuts.items():
                         assert torch.equal(state[name], spec.shard(full[name], rank, n))
                     assert torch.equal(state["tied"], state["0"])
-            consolidating.consolidate(Path(home, "3"), Path(home, "whole"))
+            consolidate(Path(home, "3"), Path(home, "whole"))
             with opened(Path(home, "whole"), Reading()) as source:
                 whole = {name: part(stored, 0, 1) for name, stored in source.tensors()}
             assert all(torch.equal(whole[name], t) for name, t in full.items())
@@ -108,15 +110,16 @@ FULL = """
 import os, resource, sys
 import torch, tpcore
 from tpcore import checkpoint
-from tpcore.checkpoint import consolidating, rewriting
+from tpcore.checkpoint.offline.consolidate import consolidate
+from tpcore.checkpoint.offline.reshard import reshard
 tpcore.init(backend="cpu_gloo")
 os.fsync = lambda fd: None
 state = lambda v: {"model": {"w": torch.full((1000,), float(v))}, "n": v}
 checkpoint.save(state(1), "c")
 for limit in (0, 8, 100, 300, 1000, 4000, 4095):
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-    for run in (lambda: checkpoint.save(state(2), "c"), lambda: consolidating.consolidate("c", "whole"),
-                lambda: rewriting.reshard("c", "two", 2)):
+    for run in (lambda: checkpoint.save(state(2), "c"), lambda: consolidate("c", "whole"),
+                lambda: reshard("c", "two", 2)):
         try:
             run()
         except tpcore.CheckpointError as e:

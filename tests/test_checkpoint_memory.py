@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tpcore.checkpoint import consolidating, rewriting
-from tpcore.checkpoint.source import CutRule
+from tpcore.checkpoint.offline.consolidate import consolidate
+from tpcore.checkpoint.offline.reshard import reshard
+from tpcore.checkpoint.read.source import CutRule
 
 MB = 1 << 20
 LARGEST, COUNT = 16 * MB, 24  # 384 MB in all
@@ -40,9 +41,9 @@ def test_peaks_do_not_grow_with_the_total(tmp_path: Path, monkeypatch: pytest.Mo
     save_file({str(i): t + i for i in range(COUNT)}, tmp_path / "whole.safetensors")
     rules = [CutRule(str(i), i % 2) for i in range(COUNT)]  # half of them along rows, half along columns
     steps: dict[str, Callable[[], Any]] = {
-        "cut": lambda: rewriting.reshard(tmp_path / "whole.safetensors", tmp_path / "2", 2, rules=rules),
-        "reshard": lambda: rewriting.reshard(tmp_path / "2", tmp_path / "4", 4),
-        "consolidate": lambda: consolidating.consolidate(tmp_path / "4", tmp_path / "out"),
+        "cut": lambda: reshard(tmp_path / "whole.safetensors", tmp_path / "2", 2, rules=rules),
+        "reshard": lambda: reshard(tmp_path / "2", tmp_path / "4", 4),
+        "consolidate": lambda: consolidate(tmp_path / "4", tmp_path / "out"),
     }
     peaks = {name: grown(run) for name, run in steps.items()}
     # far below the 256 MB beyond twice the largest tensor that are allowed, and below a quarter of the total

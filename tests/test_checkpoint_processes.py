@@ -10,11 +10,13 @@ import pytest
 import torch
 
 import tpcore
-from tpcore.checkpoint import load, save, stored, writing
+from tpcore.checkpoint import load, save
+from tpcore.checkpoint.format import stored
+from tpcore.checkpoint.write import save as writing
 from tpcore.context import ParallelContext
 from tpcore.errors import CheckpointError, PeerLostError
 from tpcore.mesh import Mesh
-from tpcore.testing.pool import RankPool
+from tpcore.processes.pool import RankPool
 
 MESH = Mesh({"dp": 2, "tp": 2})
 

@@ -12,9 +12,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tpcore.checkpoint import consolidating, rewriting
-from tpcore.checkpoint.shards import read_shards
-from tpcore.checkpoint.source import CutRule
+from tpcore.checkpoint.offline.consolidate import consolidate
+from tpcore.checkpoint.offline.reshard import reshard
+from tpcore.checkpoint.read.by_name import read_shards
+from tpcore.checkpoint.read.source import CutRule
 from tpcore.errors import CheckpointError
 from tpcore.shard import Block, ShardSpec
 
@@ -56,10 +57,10 @@ def source(kind: str, home: Path) -> Path | Mapping[str, Any]:
         return home
     save_file(values, file)
     if kind == "hf":
-        consolidating.consolidate(file, home / "hf", max_shard_size=150)
+        consolidate(file, home / "hf", max_shard_size=150)
         return home / "hf"
     if kind.startswith("ours"):
-        rewriting.reshard(file, home / "c", int(kind[-1]), rules=RULES)
+        reshard(file, home / "c", int(kind[-1]), rules=RULES)
         return home / "c"
     return file
 

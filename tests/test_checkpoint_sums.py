@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tpcore.checkpoint import files
-from tpcore.checkpoint.sums import joined
+from tpcore.storage import files
+from tpcore.storage.crc32 import joined
 
 
 @given(st.lists(st.binary(max_size=300), max_size=6), st.integers(0, 5000))

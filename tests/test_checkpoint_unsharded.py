@@ -15,13 +15,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import tpcore
-from tpcore.checkpoint import load, tensorfile
-from tpcore.checkpoint.tensorfile import TensorFile
+from tpcore.checkpoint import load
 from tpcore.context import ParallelContext
 from tpcore.errors import CheckpointError
 from tpcore.mesh import Mesh
+from tpcore.processes.pool import RankPool
+from tpcore.storage import tensorfile
+from tpcore.storage.tensorfile import TensorFile
 from tpcore.testing import run_ranks
-from tpcore.testing.pool import RankPool
 
 
 class Parallel(nn.Module):

@@ -13,8 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 import tpcore
-from tpcore.backend import backend_class
-from tpcore.commands import app
+from tpcore.backend.registry import backend_class
+from tpcore.cli import app
 
 GOOD = """
 import torch, tpcore

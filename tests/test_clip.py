@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import tpcore
 from tpcore.context import ParallelContext
+from tpcore.layers.module import ParallelModule
 from tpcore.mesh import Mesh
-from tpcore.module import ParallelModule
 from tpcore.shard import Block, ShardSpec
 from tpcore.testing import run_ranks
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tpcore.testing.correctness import page
-from tpcore.testing.verify import Report
+from tpcore.testing.verify.page import page
+from tpcore.testing.verify.report import Report
 
 DOCS = Path(__file__).parents[1] / "docs"
 STORED = sorted((DOCS / "verified").glob("*.json"))

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from transformers import BertConfig, BertForPreTraining
 
 from tpcore import Mesh, shard_specs
-from tpcore.module import sharding
+from tpcore.layers.sharding import sharding
 from tpcore.testing import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))

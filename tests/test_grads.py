@@ -11,10 +11,10 @@ from nets import assert_same_parameters, cut_net, ids_of, loss_of, plain_net
 from torch import Tensor, nn
 
 import tpcore
-from tpcore import grads
 from tpcore.context import ParallelContext
 from tpcore.mesh import Mesh
 from tpcore.testing import run_ranks
+from tpcore.train import grads
 
 Ranks = Callable[..., list[Any]]
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import tpcore
-from tpcore import initial
 from tpcore.context import ParallelContext
-from tpcore.initial import initial_shard
+from tpcore.layers import initial
+from tpcore.layers.initial import initial_shard
 from tpcore.mesh import Mesh
 from tpcore.shard import Block, ShardSpec
 from tpcore.testing import run_ranks

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tpcore.mesh import Mesh
+from tpcore.processes.pool import RankPool
 from tpcore.testing import matrix, run_ranks
-from tpcore.testing.pool import RankPool
 
 POINTS = [pytest.param(*point, id="{}-tp{}-{}".format(*point)) for point in matrix.points()]
 

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tpcore
-from tpcore import loss
 from tpcore.context import ParallelContext
+from tpcore.layers import loss
 from tpcore.mesh import Mesh
 from tpcore.testing import run_ranks
 

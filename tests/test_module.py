@@ -14,8 +14,8 @@ from torch import nn
 
 import tpcore
 from tpcore.context import ParallelContext
+from tpcore.layers.sharding import sharding
 from tpcore.mesh import Mesh
-from tpcore.module import sharding
 from tpcore.shard import ShardSpec
 from tpcore.testing import run_ranks
 

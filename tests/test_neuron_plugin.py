@@ -11,8 +11,8 @@ import tpcore_neuron
 from tpcore_neuron import platform
 
 import tpcore
-from tpcore.backend import backend_class
-from tpcore.capabilities import Capabilities
+from tpcore.backend.capabilities import Capabilities
+from tpcore.backend.registry import backend_class
 from tpcore.mesh import Mesh
 
 PIP_LINE = "pip install 'tpcore[neuron]' --extra-index-url https://pip.repos.neuron.amazonaws.com"

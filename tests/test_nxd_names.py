@@ -31,8 +31,8 @@ from tpcore import parallel_layers as pl
 from tpcore.context import ParallelContext
 from tpcore.mesh import Mesh
 from tpcore.parallel_layers import mappings, parallel_state, utils
+from tpcore.processes.pool import RankPool
 from tpcore.testing import run_ranks
-from tpcore.testing.pool import RankPool
 
 SCRIPT = Path(__file__).parent / "scripts" / "nxd_training.py"
 EMPTY = inspect.Parameter.empty

@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import tpcore
-from tpcore import parallel_state as ps
-from tpcore.backend import Backend
+from tpcore.backend.interface import Backend
 from tpcore.comm import Comm
 from tpcore.context import ParallelContext
 from tpcore.mesh import Group, Mesh
+from tpcore.parallel_layers import parallel_state as ps
+from tpcore.processes.pool import RankPool
 from tpcore.testing import run_ranks
-from tpcore.testing.pool import RankPool
 
 GETTERS = [n for n in ps.__all__ if n.startswith(("get_", "is_global"))]
 

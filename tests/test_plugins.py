@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import tpcore
-from tpcore.backend import backend_class, load_backend
+from tpcore.backend.registry import backend_class, load_backend
 from tpcore.errors import BackendError
 
 

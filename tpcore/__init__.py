@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from . import random
-from .backend import Backend, backends, hookimpl
-from .capabilities import Capabilities
+from .backend.capabilities import Capabilities
+from .backend.interface import Backend, hookimpl
+from .backend.registry import backends
 from .comm import Comm
-from .context import ParallelContext, current, init, is_initialized, shutdown, use
+from .context import ParallelContext, current, is_initialized, use
 from .errors import (
     BackendError,
     CheckpointError,
@@ -16,17 +17,22 @@ from .errors import (
     CollectiveTimeoutError,
     PeerLostError,
 )
-from .grads import clip_grad_norm, optimizer_step, reduce_gradients
+from .init import init, shutdown
 from .layers import ColumnParallelLinear, LayerNorm, ParallelEmbedding, RMSNorm, RowParallelLinear
-from .loss import parallel_cross_entropy
+from .layers.loss import parallel_cross_entropy
+from .layers.module import ParallelModule, move_model_to_device
+from .layers.sharding import shard_specs
 from .mesh import Group, Mesh
-from .module import ParallelModule, move_model_to_device, shard_specs
 from .shard import Block, ShardSpec
+from .train.clip import clip_grad_norm
+from .train.data_parallel import reduce_gradients
+from .train.step import optimizer_step
 
 if TYPE_CHECKING:
-    from . import checkpoint, parallel_layers, parallel_state, trace
+    from . import checkpoint, parallel_layers, trace
     from .explaining import explain
-    from .launcher import launch
+    from .parallel_layers import parallel_state
+    from .processes.launch import launch
 
 __version__ = "0.1.0"
 
@@ -34,7 +40,7 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     # on first use: the launcher pulls in torch's elastic agent, few programs need all of them
     if name == "launch":
-        from .launcher import launch
+        from .processes.launch import launch
 
         return launch
     if name == "explain":

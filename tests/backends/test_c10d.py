@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import tpcore
-from tpcore.c10d import C10dBackend
-from tpcore.capabilities import Capabilities
+from tpcore.backend.capabilities import Capabilities
+from tpcore.c10d.backend import C10dBackend
 from tpcore.context import ParallelContext
 from tpcore.mesh import Mesh
+from tpcore.processes.pool import RankPool
 from tpcore.testing import ThreadBackend
-from tpcore.testing.pool import RankPool
 from tpcore.testing.threads import World
 
 

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tpcore.comm import Comm
 from tpcore.context import ParallelContext
 from tpcore.mesh import Mesh
-from tpcore.testing.pool import RankPool
+from tpcore.processes.pool import RankPool
 
 MESHES = {"tp2": {"tp": 2}, "tp4": {"tp": 4}, "dp2xtp2": {"dp": 2, "tp": 2}}
 SUMMED = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")

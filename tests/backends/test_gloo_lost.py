@@ -19,7 +19,7 @@ from tpcore.context import ParallelContext
 from tpcore.errors import CollectiveTimeoutError, PeerLostError
 from tpcore.layers import ColumnParallelLinear, RowParallelLinear
 from tpcore.mesh import Mesh
-from tpcore.testing.pool import RankPool
+from tpcore.processes.pool import RankPool
 
 TP2, TP4, SQUARE = Mesh({"tp": 2}), Mesh({"tp": 4}), Mesh({"dp": 2, "tp": 2})
 # how: what the others are told

@@ -20,7 +20,7 @@ from tpcore.context import ParallelContext
 from tpcore.errors import CollectiveMismatchError
 from tpcore.layers import ColumnParallelLinear
 from tpcore.mesh import Mesh
-from tpcore.testing.pool import RankPool
+from tpcore.processes.pool import RankPool
 
 Program = Callable[[Comm, bool], object]
 

@@ -22,7 +22,7 @@ import tpcore
 from tpcore.context import ParallelContext
 from tpcore.errors import BackendError, CollectiveTimeoutError
 from tpcore.mesh import Mesh
-from tpcore.testing.pool import RankPool
+from tpcore.processes.pool import RankPool
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

@@ -19,7 +19,7 @@ import torch
 
 import tpcore
 from tpcore import PeerLostError
-from tpcore._remote import RankTraceback, pack_call
+from tpcore.processes.transfer import RankTraceback, pack_call
 
 pytestmark = pytest.mark.processes
 

@@ -10,11 +10,11 @@ from typing import NoReturn
 import pytest
 import torch
 
-from tpcore._remote import RankTraceback
 from tpcore.context import ParallelContext, current
 from tpcore.errors import PeerLostError
 from tpcore.mesh import Mesh
-from tpcore.testing.pool import RankPool, RankStuck
+from tpcore.processes.pool import RankPool, RankStuck
+from tpcore.processes.transfer import RankTraceback
 
 
 def _where(ctx: ParallelContext) -> tuple[int, int, bool, int, str | None]:

@@ -6,8 +6,9 @@ import pytest
 from torch import Tensor
 
 from tpcore.mesh import Mesh
-from tpcore.testing import ThreadBackend, bert, run_ranks
+from tpcore.testing import ThreadBackend, run_ranks
 from tpcore.testing.threads import ThreadComm
+from tpcore.testing.verify import bert
 
 MESHES = [{"dp": 1, "tp": 1}, {"dp": 1, "tp": 4}, {"dp": 2, "tp": 2}]
 

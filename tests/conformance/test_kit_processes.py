@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tpcore.backend import Backend
-from tpcore.c10d import C10dBackend
-from tpcore.testing.conformance import Conformance, Run
-from tpcore.testing.pool import RankPool
+from tpcore.backend.interface import Backend
+from tpcore.c10d.backend import C10dBackend
+from tpcore.processes.pool import RankPool
+from tpcore.testing.kit.conformance import Conformance, Run
 
 pytestmark = [pytest.mark.xdist_group("kit"), pytest.mark.processes]
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tpcore.testing import ThreadBackend, run_ranks
-from tpcore.testing.conformance import Conformance
+from tpcore.testing.kit.conformance import Conformance
 
 
 class TestThreads(Conformance):

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from tpcore_cpu_gloo import programs
 
-from tpcore.capabilities import Capabilities
+from tpcore.backend.capabilities import Capabilities
 from tpcore.comm import Comm, Op, Pending
 from tpcore.context import current
 from tpcore.errors import BackendError
 from tpcore.mesh import Group, Mesh
 from tpcore.testing import ThreadBackend, run_ranks, threads
-from tpcore.testing.conformance import Conformance
+from tpcore.testing.kit.conformance import Conformance
 from tpcore.testing.threads import ThreadComm, World
 
 

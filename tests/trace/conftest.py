@@ -8,12 +8,7 @@ from pathlib import Path
 import pytest
 from models import DYNAMIC, Encoder, batch
 
-from tpcore.trace import (
-    TensorParallelModel,
-    parallel_model_load,
-    parallel_model_save,
-    parallel_model_trace,
-)
+from tpcore.trace import TensorParallelModel, parallel_model_load, parallel_model_save, parallel_model_trace
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 import tpcore
 from tpcore.context import ParallelContext
 from tpcore.mesh import Mesh
-from tpcore.testing.pool import RankPool
+from tpcore.processes.pool import RankPool
 from tpcore.trace import TensorParallelModel
+from tpcore.trace.api import _call, _size
 from tpcore.trace.artifact import Manifest
 from tpcore.trace.inputs import Plan
-from tpcore.trace.published import _call, _size
-from tpcore.trace.tracing import Order, Traced, assembled, trace_in
-from tpcore.trace.worker import Rank
+from tpcore.trace.make.tracing import Order, Traced, assembled, trace_in
+from tpcore.trace.serve.worker import Rank
 
 VOCABULARY = 30
 

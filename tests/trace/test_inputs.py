@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.export import Dim
 
-from tpcore.program import DynamicDim
-from tpcore.trace.dynamic import by_example, declared, output_shapes
+from tpcore.backend.programs import DynamicDim
 from tpcore.trace.inputs import Arguments, Inputs
+from tpcore.trace.make.dynamic import by_example, declared, output_shapes
 
 X, Y = torch.zeros(2, 5), torch.ones(2, 5)
 

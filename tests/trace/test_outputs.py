@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
-from tpcore.trace.outputs import LENT, Outputs, Written
+from tpcore.trace.serve.outputs import LENT, Outputs, Written
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float64]
 

@@ -19,9 +19,9 @@ from models import Encoder, batch
 from torch import nn
 
 import tpcore as neuronx_distributed
-from tpcore._remote import RankTraceback
-from tpcore.backend import backend_class
+from tpcore.backend.registry import backend_class
 from tpcore.errors import BackendError, PeerLostError
+from tpcore.processes.transfer import RankTraceback
 
 trace = neuronx_distributed.trace
 
@@ -182,7 +182,7 @@ def test_arguments(args: Any, options: Any, error: type[Exception], message: str
 def test_dynamic_shapes_are_refused_before_any_process_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = backend_class("cpu_gloo")
     monkeypatch.setattr(backend, "capabilities", replace(backend.capabilities, dynamic_shapes=False))
-    monkeypatch.setattr("tpcore.trace.published.launch", lambda *_, **__: pytest.fail("started"))
+    monkeypatch.setattr("tpcore.trace.api.launch", lambda *_, **__: pytest.fail("started"))
     with pytest.raises(BackendError, match=r"'cpu_gloo' has programs of fixed sizes only.*bucket_inputs"):
         trace.parallel_model_trace(nn.Identity, X, 1, backend="cpu_gloo", dynamic_shapes={"input": {0: "n"}})
 

@@ -26,7 +26,7 @@ from tpcore.errors import BackendError, CheckpointError, PeerLostError
 from tpcore.mesh import Mesh
 from tpcore.testing import run_ranks
 from tpcore.trace import TensorParallelModel, parallel_model_load, parallel_model_save
-from tpcore.trace.messages import send
+from tpcore.trace.serve.messages import send
 
 EXACT = 1e-12  # float64: another order of summation and nothing else
 
@@ -236,7 +236,7 @@ def test_interrupted_between_two_ranks(artifact: Path, monkeypatch: pytest.Monke
 
     with parallel_model_load(artifact) as model:
         numbers = pids(model)
-        monkeypatch.setattr("tpcore.trace.workers.send", once)
+        monkeypatch.setattr("tpcore.trace.serve.workers.send", once)
         with pytest.raises(KeyboardInterrupt):
             model(*batch(1, 8))
         assert gone(numbers)

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from tpcore.trace.shared import Place, SharedBuffer
+from tpcore.processes.shared_memory import Place, SharedBuffer
 
 
 def put(buffer: SharedBuffer, tensors: list[torch.Tensor]) -> tuple[Place, ...]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import tpcore
 from tpcore.errors import BackendError
-from tpcore.testing.pool import RankPool
+from tpcore.processes.pool import RankPool
 
 # in float64, where a wrong term is larger by many orders of magnitude than another order of summation
 EXACT = 1e-12

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from tpcore.trace.turn import Turn
+from tpcore.trace.serve.fair_lock import Turn
 
 
 def test_turns_are_given_in_the_order_in_which_they_were_asked_for() -> None:
@@ -48,7 +48,7 @@ def test_a_turn_that_is_interrupted_is_the_next_ones(given: bool, monkeypatch: p
         def release(self) -> None:
             pass
 
-    monkeypatch.setattr("tpcore.trace.turn.Lock", Interrupted)
+    monkeypatch.setattr("tpcore.trace.serve.fair_lock.Lock", Interrupted)
     turn.__enter__()
     with pytest.raises(KeyboardInterrupt):
         turn.__enter__()

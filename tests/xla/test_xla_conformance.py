@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tpcore_neuron.testing import run_replicas
+from tpcore_neuron.replicas import run_replicas
 
-from tpcore.backend import load_backend
+from tpcore.backend.registry import load_backend
 from tpcore.context import ParallelContext, use
 from tpcore.mesh import Mesh
-from tpcore.testing.conformance import Conformance
+from tpcore.testing.kit.conformance import Conformance
 
 
 def one_rank(axes: dict[str, int], fn: Callable[..., list[str]], args: tuple[Any, ...]) -> list[str]:

@@ -7,10 +7,10 @@ import functools
 import pytest
 import torch
 from onreplicas import on_replicas
-from tpcore_neuron.testing import programs
+from tpcore_neuron.replicas import programs
 
 import tpcore
-from tpcore.agree import gather_bytes
+from tpcore.consensus import gather_bytes
 from tpcore.context import ParallelContext
 
 MESHES = [pytest.param(2, 2, id="n2-tp2"), pytest.param(2, 1, id="n2-dp2"), pytest.param(4, 4, id="n4-tp4")]

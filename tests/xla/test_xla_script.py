@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from onreplicas import on_replicas
-from tpcore_neuron.testing import programs, run_replicas
+from tpcore_neuron.replicas import programs, run_replicas
 
 import tpcore
-from tpcore.agree import gather_bytes
+from tpcore.consensus import gather_bytes
 from tpcore.context import ParallelContext
 
 GUIDE = Path(__file__).parents[2] / "docs/neuron.md"

@@ -13,22 +13,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tpcore_neuron.testing import Program, run_replicas
-from tpcore_neuron.testing.replicas import close
+from tpcore_neuron.replicas import Program, run_replicas
+from tpcore_neuron.replicas.api import close
 from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification, BertPreTrainedModel
 
 import tpcore
-from tpcore.trace import (
-    TensorParallelModel,
-    parallel_model_load,
-    parallel_model_save,
-    parallel_model_trace,
-)
+from tpcore.trace import TensorParallelModel, parallel_model_load, parallel_model_save, parallel_model_trace
+from tpcore.trace.api import _call, _size
 from tpcore.trace.artifact import Manifest, opened, read_weights
 from tpcore.trace.inputs import Plan
-from tpcore.trace.published import _call, _size
-from tpcore.trace.tracing import Order, assembled, trace_rank
-from tpcore.trace.worker import Rank
+from tpcore.trace.make.tracing import Order, assembled, trace_rank
+from tpcore.trace.serve.worker import Rank
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "trace"))

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ..backend import Backend
-from ..capabilities import Capabilities
+from ..backend.capabilities import Capabilities
+from ..backend.interface import Backend
 from ..comm import Comm, Op
 from ..mesh import Group
 

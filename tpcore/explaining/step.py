@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..backend import check_fits
+from ..backend.registry import check_fits
 from ..context import ParallelContext, use
-from ..grads import clip_grad_norm, reduce_gradients
+from ..layers.module import move_model_to_device
+from ..layers.sharding import sharding
 from ..mesh import Mesh
-from ..module import move_model_to_device, sharding
+from ..train.clip import clip_grad_norm
+from ..train.data_parallel import reduce_gradients
 from .recording import _LIBRARY, Collective, Recorder, RecordingBackend, tensors
 from .target import Inputs
 

@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import ops
-from ..check import check_ids
-from ..initial import Init
-from ..module import Device, ParallelModule
 from ..shard import ShardSpec
+from .ids import check_ids
+from .initial import Init
 from .linear import _sequence_dim
+from .module import Device, ParallelModule
 
 
 class _ScaleGradient(torch.autograd.Function):

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import ops
-from ..initial import Init
-from ..module import Device, ParallelModule
+from ..fused import column_linear, row_linear
 from ..shard import ShardSpec
-from .fused import column_linear, row_linear
+from .initial import Init
+from .module import Device, ParallelModule
 
 Result = Tensor | tuple[Tensor, Tensor | None]
 

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import ops
-from ..module import ParallelModule
 from ..shard import ShardSpec
+from .module import ParallelModule
 
 
 class _Norm(ParallelModule):

@@ -23,11 +23,7 @@ from .mappings import (
 )
 from .parallel_state import initialize_model_parallel
 from .random import get_xla_rng_tracker, model_parallel_xla_manual_seed
-from .utils import (
-    copy_tensor_model_parallel_attributes,
-    move_model_to_device,
-    split_tensor_along_last_dim,
-)
+from .utils import copy_tensor_model_parallel_attributes, move_model_to_device, split_tensor_along_last_dim
 
 __all__ = [
     "ColumnParallelLinear",

@@ -1,5 +1,5 @@
 """The vocabulary-parallel loss under its NeuronX Distributed path."""
 
-from ..loss import parallel_cross_entropy
+from ..layers.loss import parallel_cross_entropy
 
 __all__ = ["parallel_cross_entropy"]

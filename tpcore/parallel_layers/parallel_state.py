@@ -1,4 +1,236 @@
-"""``tpcore.parallel_state`` under its second documented path."""
+"""The names by which NeuronX Distributed scripts ask who they are: each a question to the current context.
 
-from ..parallel_state import *  # noqa: F403  whatever it publishes, so that the two cannot differ
-from ..parallel_state import __all__ as __all__
+There is no state here. Ranks lie as ``tpcore.Mesh`` lays them: those of a tp group are contiguous, those
+of a dp group ``tp`` apart. Before ``initialize_model_parallel`` (or ``tpcore.init``) every getter raises
+the RuntimeError of ``tpcore.current``, which names the remedy. An axis that the mesh lacks has size 1.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from ..context import current, is_initialized
+from ..errors import BackendError
+from ..init import init, shutdown
+
+
+def initialize_model_parallel(
+    tensor_model_parallel_size: int = 1,
+    pipeline_model_parallel_size: int = 1,
+    context_parallel_size: int = 1,
+    expert_model_parallel_size: int = 1,
+    skip_collective_init: bool = False,
+    lnc_size: int = 1,
+) -> None:
+    """``tpcore.init(tp=tensor_model_parallel_size)``, then one collective unless ``skip_collective_init``.
+
+    ``TPCORE_BACKEND`` chooses the backend. A process group that the script made before is used as it is.
+    The first collective over the world brings a rank that cannot be reached to light here, and lets
+    devices open all their connections at once.
+
+    Raises ValueError for a tp that does not divide the world (it is never lowered) and for any other size
+    than 1, RuntimeError if initialized already.
+    """
+    others = {
+        "pipeline_model_parallel_size": pipeline_model_parallel_size,
+        "context_parallel_size": context_parallel_size,
+        "expert_model_parallel_size": expert_model_parallel_size,
+        "lnc_size": lnc_size,
+    }
+    for name, size in others.items():
+        if size != 1:
+            raise ValueError(
+                f"initialize_model_parallel: {name}={size!r} is not supported, only 1: "
+                "tpcore has tensor and data parallelism, with contiguous tp ranks on every device"
+            )
+    ctx = init(tp=tensor_model_parallel_size)
+    if not skip_collective_init:
+        heard = int(ctx.world.all_reduce(torch.ones((1,), dtype=torch.int64).to(ctx.device)))
+        if heard != ctx.mesh.size:
+            shutdown()
+            raise BackendError(
+                f"the first all-reduce over {ctx.mesh.size} ranks counted {heard}: "
+                f"{type(ctx.backend).__name__} does not reach every rank"
+            )
+
+
+def model_parallel_is_initialized() -> bool:
+    return is_initialized()
+
+
+def destroy_model_parallel() -> None:
+    """``tpcore.shutdown()``, or nothing before initialization. A process group of the script's own stays."""
+    if is_initialized():
+        shutdown()
+
+
+def _size(axis: str) -> int:
+    return current().mesh.axes.get(axis, 1)
+
+
+def _rank(axis: str) -> int:
+    ctx = current()
+    return ctx.mesh.coords(ctx.rank).get(axis, 0)
+
+
+def _axes(axis: str) -> tuple[str, ...]:
+    return tuple(a for a in current().mesh.axes if a == axis)  # without axes: every rank is a group
+
+
+def _replica_groups(axis: str) -> list[list[int]]:
+    return current().mesh.group(*_axes(axis)).as_list()
+
+
+def _group(axis: str, as_list: bool) -> Any:
+    return _replica_groups(axis) if as_list else current().comm(*_axes(axis)).process_group
+
+
+def _src_rank(axis: str) -> int:
+    ctx = current()
+    return ctx.mesh.group(*_axes(axis)).members(ctx.rank)[0]
+
+
+# -- the world ----------------------------------------------------------------------------------------
+def get_world_group(as_list: bool = False) -> Any:
+    """This job's group of all ranks as the backend's own object; ``as_list``: ``[[0, 1, ...]]``."""
+    ctx = current()
+    return ctx.mesh.world().as_list() if as_list else ctx.world.process_group
+
+
+def is_global_rank_zero() -> bool:
+    return current().rank == 0
+
+
+# -- tensor parallel ----------------------------------------------------------------------------------
+def get_tensor_model_parallel_group(as_list: bool = False) -> Any:
+    """This rank's tp group as the backend's own object (on cpu_gloo a ``torch.distributed`` group);
+    ``as_list``: the ranks of *all* tp groups, ``[[0, 1], [2, 3]]``."""
+    return _group("tp", as_list)
+
+
+def get_tensor_model_parallel_replica_groups() -> list[list[int]]:
+    return _replica_groups("tp")
+
+
+def get_tensor_model_parallel_size() -> int:
+    return _size("tp")
+
+
+def get_tensor_model_parallel_rank() -> int:
+    return _rank("tp")
+
+
+def get_tensor_model_parallel_src_rank() -> int:
+    """Global rank of the first member of this rank's tp group: the ``src`` of a broadcast over it."""
+    return _src_rank("tp")
+
+
+# published samples call the same getters by these names too
+get_tensor_parallel_size = get_tensor_model_parallel_size
+get_tensor_model_parallel_world_size = get_tensor_model_parallel_size
+
+
+# -- data parallel ------------------------------------------------------------------------------------
+def get_data_parallel_group(as_list: bool = False) -> Any:
+    """This rank's dp group as the backend's own object (on cpu_gloo a ``torch.distributed`` group, fit for
+    DistributedDataParallel); ``as_list``: the ranks of *all* dp groups, ``[[0, 2], [1, 3]]``."""
+    return _group("dp", as_list)
+
+
+def get_data_parallel_replica_groups() -> list[list[int]]:
+    return _replica_groups("dp")
+
+
+def get_data_parallel_size() -> int:
+    return _size("dp")
+
+
+def get_data_parallel_rank() -> int:
+    return _rank("dp")
+
+
+def get_data_parallel_src_rank() -> int:
+    """Global rank of the first member of this rank's dp group."""
+    return _src_rank("dp")
+
+
+get_data_parallel_world_size = get_data_parallel_size
+
+
+# -- axes that scripts ask about even where they do not use them: of size 1 here ----------------------
+def get_pipeline_model_parallel_group(as_list: bool = False) -> Any:
+    return _group("pp", as_list)
+
+
+def get_pipeline_model_parallel_replica_groups() -> list[list[int]]:
+    return _replica_groups("pp")
+
+
+def get_pipeline_model_parallel_size() -> int:
+    return _size("pp")
+
+
+def get_pipeline_model_parallel_rank() -> int:
+    return _rank("pp")
+
+
+def get_context_model_parallel_group(as_list: bool = False) -> Any:
+    return _group("cp", as_list)
+
+
+def get_context_model_parallel_replica_groups() -> list[list[int]]:
+    return _replica_groups("cp")
+
+
+def get_context_model_parallel_size() -> int:
+    return _size("cp")
+
+
+def get_context_model_parallel_rank() -> int:
+    return _rank("cp")
+
+
+# -- messages -----------------------------------------------------------------------------------------
+def rmsg(msg: str) -> str:
+    """``msg`` behind this rank's coordinates, for logs; before initialization each of them is -1."""
+    if is_initialized():
+        rank = current().rank
+        where = {axis: _rank(axis) for axis in ("pp", "tp", "dp", "cp")}
+    else:
+        rank = int(os.environ.get("RANK", "0"))
+        where = dict.fromkeys(("pp", "tp", "dp", "cp"), -1)
+    return f"[{'_'.join([f'rank_{rank}', *(f'{axis}{at}' for axis, at in where.items())])}] {msg}"
+
+
+__all__ = [
+    "destroy_model_parallel",
+    "get_context_model_parallel_group",
+    "get_context_model_parallel_rank",
+    "get_context_model_parallel_replica_groups",
+    "get_context_model_parallel_size",
+    "get_data_parallel_group",
+    "get_data_parallel_rank",
+    "get_data_parallel_replica_groups",
+    "get_data_parallel_size",
+    "get_data_parallel_src_rank",
+    "get_data_parallel_world_size",
+    "get_pipeline_model_parallel_group",
+    "get_pipeline_model_parallel_rank",
+    "get_pipeline_model_parallel_replica_groups",
+    "get_pipeline_model_parallel_size",
+    "get_tensor_model_parallel_group",
+    "get_tensor_model_parallel_rank",
+    "get_tensor_model_parallel_replica_groups",
+    "get_tensor_model_parallel_size",
+    "get_tensor_model_parallel_src_rank",
+    "get_tensor_model_parallel_world_size",
+    "get_tensor_parallel_size",
+    "get_world_group",
+    "initialize_model_parallel",
+    "is_global_rank_zero",
+    "model_parallel_is_initialized",
+    "rmsg",
+]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..module import _stamp, move_model_to_device, sharding
+from ..layers.module import move_model_to_device
+from ..layers.sharding import sharding, stamp
 
 
 def ensure_divisibility(numerator: int, denominator: int) -> None:
@@ -37,7 +38,7 @@ def copy_tensor_model_parallel_attributes(destination_tensor: Tensor, source_ten
     for a float32 master copy of a parameter. Nothing if the source belongs to no parallel layer."""
     found = sharding(source_tensor)
     if found is not None:
-        _stamp(destination_tensor, found.spec, found.comm)
+        stamp(destination_tensor, found.spec, found.comm)
 
 
 __all__ = [

@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..backend import Backend
-from ..capabilities import Capabilities
-from ..check import Call, call_site, disagreement
+from ..backend.capabilities import Capabilities
+from ..backend.interface import Backend
+from ..calls import Call, call_site, disagreement
 from ..comm import Comm, Op
 from ..context import ParallelContext, use
 from ..errors import BackendError, CollectiveMismatchError, PeerLostError

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .model import TensorParallelModel
-from .published import parallel_model_load, parallel_model_save, parallel_model_trace
+from .api import parallel_model_load, parallel_model_save, parallel_model_trace
+from .serve.model import TensorParallelModel
 
 __all__ = ["TensorParallelModel", "parallel_model_load", "parallel_model_save", "parallel_model_trace"]

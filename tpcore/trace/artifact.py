@@ -14,13 +14,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ..checkpoint.contents import Held
-from ..checkpoint.dtypes import dtype_name, dtype_of
-from ..checkpoint.files import crc32_of, read_file
-from ..checkpoint.manifest import MANIFEST, dumps, loads, rank_dir
-from ..checkpoint.tensorfile import TensorFile, write_tensors
+from ..checkpoint.format.manifest import rank_dir
+from ..checkpoint.write.snapshot import Held
 from ..errors import CheckpointError
 from ..shard import ShardSpec
+from ..storage.dtypes import dtype_name, dtype_of
+from ..storage.files import crc32_of, read_file
+from ..storage.jsonfile import MANIFEST, dumps, loads
+from ..storage.tensorfile import TensorFile, write_tensors
 from .inputs import Inputs, Shape
 from .structure import Form
 

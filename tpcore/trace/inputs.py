@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from ..checkpoint.dtypes import dtype_name, dtype_of
-from ..program import DynamicDim
+from ..backend.programs import DynamicDim
+from ..storage.dtypes import dtype_name, dtype_of
 from .structure import Form, match, names_of, take_apart
 
 Shape = tuple[int | str, ...]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tpcore.backend import Backend, hookimpl
+from tpcore.backend.interface import Backend, hookimpl
 
 from .backend import GlooBackend
-from .comm import GlooComm
+from .gloo import GlooComm
 
 __all__ = ["GlooBackend", "GlooComm"]
 

@@ -20,21 +20,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tpcore.c10d import C10dBackend, Members, job_of_environment
-from tpcore.check import checked_calls
+from tpcore.backend.programs import Dims, Function, Program
+from tpcore.c10d.backend import C10dBackend, Members, job_of_environment
+from tpcore.c10d.supervision.flight_recorder import Journal
+from tpcore.c10d.supervision.host import RANK_MEMORY, Identity, available_memory, sever, sockets
+from tpcore.c10d.supervision.peers import Monitor
+from tpcore.c10d.supervision.rendezvous import Lobby, own_client, store_of_environment
+from tpcore.c10d.supervision.status_store import Board, Verdict
+from tpcore.c10d.supervision.waiting import Guard
+from tpcore.calls import checked_calls
 from tpcore.comm import Comm
 from tpcore.context import current
 from tpcore.errors import BackendError, CollectiveMismatchError
 from tpcore.mesh import Group
-from tpcore.program import Dims, Function, Program
 
-from .board import Board, Verdict
-from .comm import GlooComm
-from .guard import Guard
-from .journal import Journal
-from .lobby import Lobby, own_client, store_of_environment
-from .monitor import Monitor
-from .process import RANK_MEMORY, Identity, available_memory, sever, sockets
+from .gloo import GlooComm
+
+_HERE = os.path.dirname(__file__) + os.sep
 
 
 class GlooBackend(C10dBackend):
@@ -185,7 +187,7 @@ class GlooBackend(C10dBackend):
             with self._connecting(members):
                 side = dist.ProcessGroupGloo(store, members.index(self._rank), len(members), seconds)
         checked = self._checked, side
-        return Guard(axes, members, self._rank, checked, self._timeout, self._journal, self._monitor)
+        return Guard(axes, members, self._rank, checked, self._timeout, self._journal, self._monitor, _HERE)
 
     def _single(self) -> Any:
         with _loopback():

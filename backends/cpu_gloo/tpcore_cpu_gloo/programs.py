@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
-from tpcore.agree import check_one_program
-from tpcore.checkpoint.files import write_file
+from tpcore.backend.programs import Dims, DynamicDim, Function, Program
 from tpcore.comm import Comm
+from tpcore.consensus import check_one_program
 from tpcore.errors import BackendError
-from tpcore.program import Dims, DynamicDim, Function, Program
+from tpcore.storage.files import write_file
 
 from .graphs import Target, from_json, to_json
 from .operators import axes_of, fast, recorded

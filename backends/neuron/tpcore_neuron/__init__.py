@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from tpcore.backend import Backend, hookimpl, say
+from tpcore.backend.interface import Backend, hookimpl
+from tpcore.log import say
 
 from . import platform
 from .backend import NeuronBackend

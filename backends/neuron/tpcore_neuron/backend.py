@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpcore.backend import Backend, ProgramInfo
-from tpcore.capabilities import Capabilities
-from tpcore.check import ALL, checked_calls
+from tpcore.backend.capabilities import Capabilities
+from tpcore.backend.interface import Backend, ProgramInfo
+from tpcore.backend.programs import Dims, Function, Program
+from tpcore.calls import ALL, checked_calls
 from tpcore.comm import Comm
 from tpcore.context import current
 from tpcore.errors import BackendError
 from tpcore.mesh import Group
-from tpcore.program import Dims, Function, Program
 
 from . import neuronx, platform
 from .comm import XlaComm
@@ -68,7 +68,7 @@ class NeuronBackend(Backend):
 
     @classmethod
     def compile_ahead(cls, command: Sequence[str], world: int | None) -> list[ProgramInfo]:
-        from .extract import compile_ahead
+        from .compile_ahead import compile_ahead
 
         return compile_ahead(command, world)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpcore.capabilities import Capabilities
+from tpcore.backend.capabilities import Capabilities
 from tpcore.comm import Comm, Op
 from tpcore.mesh import Group
 

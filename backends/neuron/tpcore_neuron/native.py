@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpcore.c10d import C10dBackend
+from tpcore.c10d.backend import C10dBackend
 
 from . import platform
 

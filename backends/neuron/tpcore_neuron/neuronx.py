@@ -10,8 +10,8 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor, nn
 
+from tpcore.backend.programs import Program
 from tpcore.errors import BackendError
-from tpcore.program import Program
 
 
 def platform() -> str | None:

@@ -19,12 +19,12 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from torch._export.utils import _compiling_state_context as exporting
 
-from tpcore.agree import check_one_program, together
-from tpcore.checkpoint.files import write_file
+from tpcore.backend.programs import Dims, Function, Program
 from tpcore.comm import Comm
+from tpcore.consensus import check_one_program, together
 from tpcore.context import ParallelContext
 from tpcore.errors import BackendError
-from tpcore.program import Dims, Function, Program
+from tpcore.storage.files import write_file
 
 from . import neuronx, reads
 

@@ -16,8 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tpcore.context import ParallelContext
-
+from ...context import ParallelContext
 from .cases import AXES, DTYPES, Case, cases, points
 from .compare import Findings
 from .embedding import embedding

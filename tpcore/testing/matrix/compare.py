@@ -8,9 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tpcore.comm import Comm
-from tpcore.context import ParallelContext
-
+from ...comm import Comm
+from ...context import ParallelContext
 from .cases import Case
 
 

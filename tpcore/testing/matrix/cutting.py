@@ -6,9 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tpcore.context import ParallelContext
-from tpcore.shard import ShardSpec
-
+from ...context import ParallelContext
+from ...shard import ShardSpec
 from .cases import Case
 from .compare import Findings
 

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tpcore
-from tpcore import ops
-from tpcore.context import ParallelContext
 
+from ... import ops
+from ...context import ParallelContext
 from .cases import LEADS, Case
 from .compare import Findings
 from .cutting import (

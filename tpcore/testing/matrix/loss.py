@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 
 import tpcore
-from tpcore.context import ParallelContext
 
+from ...context import ParallelContext
 from .cases import LEADS, Case
 from .compare import Findings, accumulator, unit
 from .cutting import GARBAGE, cut_features, features, grad_of, leaf, scrambled

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import tpcore
-from tpcore.context import ParallelContext
 
+from ...context import ParallelContext
 from .cases import LEADS, Case
 from .compare import Findings
 from .cutting import chunk, grad_of, leaf, scrambled

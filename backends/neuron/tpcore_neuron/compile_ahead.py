@@ -1,0 +1,85 @@
+"""The programs of a training script, before it meets a device: what ``tpcore compile`` shows."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from tpcore.backend.interface import ProgramInfo
+from tpcore.errors import BackendError
+
+from .replicas.api import run_replicas
+from .replicas.stablehlo import Program, programs
+
+HOUR = 3600.0
+
+
+def compile_ahead(command: Sequence[str], world: int | None) -> list[ProgramInfo]:
+    """Run ``command`` on replicas and describe each distinct program. On a machine with the Neuron tools
+    ``neuron_parallel_compile`` then runs it too and compiles what it finds into the cache."""
+    world, script = _parse(list(command), world)
+    # scripts written for neuron_parallel_compile ask for this where they would act on a value
+    found = run_replicas(_run_script, world, script, timeout=HOUR, env={"NEURON_EXTRACT_GRAPHS_ONLY": "1"})[0]
+    tool = shutil.which("neuron_parallel_compile")
+    if tool is not None:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={world}"]
+        subprocess.run([tool, *torchrun, *script], check=True)
+    return _distinct(found)
+
+
+def _parse(command: list[str], world: int | None) -> tuple[int, list[str]]:
+    """How many ranks, and the script with its arguments: of ``python ...`` or ``torchrun ...``."""
+    name = Path(command[0]).name if command else ""
+    if name == "torchrun":
+        from torch.distributed.run import get_args_parser
+
+        asked = get_args_parser().parse_args(command[1:])
+        script = ["-m"] * bool(asked.module) + [asked.training_script, *asked.training_script_args]
+        return world or int(asked.nproc_per_node) * int(asked.nnodes.split(":")[-1]), script
+    if not name.startswith("python") or len(command) < 2:
+        raise BackendError(
+            f"cannot compile {' '.join(command) or 'nothing'}: give what starts one rank, as in\n"
+            "    tpcore compile --nprocs 2 -- python train.py --steps 10"
+        )
+    return world or 1, command[1:]
+
+
+def _run_script(script: list[str]) -> list[Program]:
+    path, *arguments = script[1:] if script[0] == "-m" else script
+    if script[0] == "-m":
+        spec = importlib.util.find_spec(path)
+        if spec is None or spec.origin is None:
+            raise BackendError(f"there is no module {path}")
+        path = spec.origin
+    if not Path(path).is_file():
+        raise BackendError(f"there is no script {path}")
+    sys.argv[:] = [path, *arguments]
+    folder = str(Path(path).resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    code = compile(Path(path).read_text(), path, "exec", dont_inherit=True)
+    try:
+        exec(code, {"__name__": "__main__", "__file__": path, "__builtins__": __builtins__})
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise BackendError(f"{path} ended with status {end.code}") from end
+    return [p for p in programs() if p.operations]
+
+
+def _distinct(found: list[Program]) -> list[ProgramInfo]:
+    runs = Counter(p.digest for p in found)
+    first = {p.digest: p for p in reversed(found)}
+    return [_info(first[digest], runs[digest]) for digest in dict.fromkeys(p.digest for p in found)]
+
+
+def _info(program: Program, runs: int) -> ProgramInfo:
+    kinds = Counter((c.kind, len(c.groups[0])) for c in program.collectives)
+    collectives = ", ".join(f"{n} {kind} over {size}" for (kind, size), n in kinds.items())
+    return ProgramInfo(
+        program.digest, program.site, runs, program.operations, collectives, program.parameter_bytes
+    )

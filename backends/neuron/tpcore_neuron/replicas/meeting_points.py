@@ -1,0 +1,206 @@
+"""Where a replica must meet the others: the few calls by which torch_xla compiles and runs a program.
+
+All ranks of a run share one executable: collectives of different executables never meet. torch_xla keeps
+executables by the hash of the graph, so it is enough that the graphs are equal, which is checked here,
+and that one rank compiles before the others ask.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import os
+import re
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+from torch import Tensor
+
+from tpcore.calls import call_site
+from tpcore.errors import CollectiveMismatchError
+
+from .scheduler import Arrival, World
+from .stablehlo import Program, pending
+
+_XLA: Any = torch_xla._XLAC
+_COLLECTIVE = re.compile(r"xla::(cross_replica_sum|all_gather|reduce_scatter|all_to_all|collective_permute)")
+_READS = (
+    *("item", "cpu", "tolist", "numpy", "__repr__", "__format__"),
+    *("__bool__", "__float__", "__int__", "__index__"),
+)
+_COMPARISONS = ("equal", "allclose")  # read both of their arguments, in C++
+_SHOWN = 12  # differing lines
+_HERE = threading.local()
+
+
+class Run:
+    """One run of a function on all replicas: the world it runs in and the programs it has run."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.programs: list[Program] = []
+
+
+_running: list[Run] = []
+
+
+def as_rank(fn: Callable[[], Any], rank: int) -> Any:
+    """``fn()`` in this thread, as ``rank``."""
+    device = f"xla:{rank}"
+    _XLA._xla_set_default_device(device)
+    _XLA._set_all_reduce_token(device, None)
+    _HERE.rank = rank
+    try:
+        return fn()
+    finally:
+        _HERE.rank = None
+
+
+def _rank() -> int | None:
+    """The rank of this thread; None outside of a run."""
+    rank: int | None = getattr(_HERE, "rank", None)
+    if rank is None and _running and isinstance(threading.current_thread(), threading._DummyThread):
+        # a worker of autograd: there is one for each XLA device, which is its default device
+        return int(_XLA._xla_get_default_device_ordinal())
+    return rank
+
+
+_LIBRARIES = (str(Path(torch_xla.__file__).parent) + os.sep, str(Path(__file__).parents[1]) + os.sep)
+
+
+def _site() -> str:
+    code, line = call_site(*_LIBRARIES)
+    return f"{code.co_filename}:{line} in {code.co_name}"
+
+
+def recorded() -> list[Program]:
+    return list(_running[-1].programs)
+
+
+def lowered(tensors: list[Tensor]) -> Program:
+    rank = _rank()
+    if rank is None:
+        raise RuntimeError("lower() is called inside of run_replicas only")
+    text, site = pending(tensors), _site()
+    _running[-1].world.meet(rank, Arrival("lower", site, text), _same_program)
+    return Program(text, "lower", site)
+
+
+def _same_program(arrivals: Sequence[Arrival]) -> None:
+    texts = [a.payload for a in arrivals]
+    differ = [r for r, text in enumerate(texts) if text != texts[0]]
+    if not differ:
+        return
+    lines = difflib.unified_diff(
+        texts[0].splitlines(), texts[differ[0]].splitlines(), "rank 0", f"rank {differ[0]}", lineterm="", n=0
+    )
+    shown = "\n".join(line[:200] for line in list(lines)[:_SHOWN])
+    raise CollectiveMismatchError(
+        f"ranks {differ} would run another program than rank 0 at {arrivals[0].what} ({arrivals[0].site}), "
+        "so that their collectives never meet. A rank, or something computed from it, has become part of the "
+        f"program; it must be data, as tpcore's comm.rank is. The first lines that differ:\n{shown}"
+    )
+
+
+def _run(rank: int, what: str, dispatch: Callable[[], None], tensors: list[Tensor] | None = None) -> None:
+    """Meet, compare what all are about to run, and start it on one after the other."""
+    run = _running[-1]
+    site = _site()
+    text = pending(tensors)
+    run.world.meet(rank, Arrival(what, site, text), _same_program)
+    before = _compiled()
+    dispatch()
+    made = _compiled() > before
+    # Nobody may go on before all have started: freeing a tensor that a started program still reads waits for
+    # that program, and does so without letting go of Python's lock.
+
+    def record(arrivals: Sequence[Arrival]) -> None:
+        run.programs.append(Program(text, what, site, any(a.payload for a in arrivals)))
+
+    run.world.meet(rank, Arrival(f"{what} started", site, made), record)
+
+
+def _compiled() -> int:
+    return int(_XLA._xla_counter_value("UncachedCompile") or 0)
+
+
+def install() -> None:
+    """For the life of the process."""
+    _patch_steps()
+    for name in _READS:
+        setattr(Tensor, name, _meeting(getattr(Tensor, name), lambda args, kwargs: True))
+    Tensor.to = _meeting(Tensor.to, _to_cpu)  # type: ignore[method-assign]
+    for owner in (torch, Tensor):
+        for name in _COMPARISONS:
+            setattr(owner, name, _meeting(getattr(owner, name), lambda args, kwargs: True))
+    _patch_rendezvous()
+
+
+def _patch_steps() -> None:
+    step, multi = _XLA._xla_step_marker, _XLA._xla_sync_multi
+
+    def step_marker(
+        device: str = "", devices: Sequence[str] = (), wait: bool = True, reset_scope: bool = True
+    ) -> None:
+        rank = _rank()
+        if rank is None:
+            step(device, list(devices), wait=wait, reset_scope=reset_scope)
+            return
+        own = _XLA._xla_get_default_device()
+        _run(rank, "sync", lambda: step(own, [], wait=False, reset_scope=reset_scope))
+        if wait:
+            _XLA._xla_wait_device_ops([])
+
+    def sync_multi(
+        tensors: Sequence[Tensor], devices: Sequence[str] = (), wait: bool = True, sync_xla_data: bool = True
+    ) -> None:
+        rank, some = _rank(), list(tensors)
+        alone = not any(_XLA._check_tensor_need_materialization(some)) or not _COLLECTIVE.search(
+            _XLA._get_xla_tensors_text(some)
+        )
+        if rank is None or alone:  # no collective is pending: a rank may read its own values
+            multi(some, list(devices), wait=wait, sync_xla_data=sync_xla_data)
+            return
+        _run(rank, "read", lambda: multi(some, list(devices), wait=False, sync_xla_data=sync_xla_data), some)
+        if wait:
+            _XLA._xla_wait_device_ops([])
+
+    _XLA._xla_step_marker, _XLA._xla_sync_multi = step_marker, sync_multi
+
+
+def _meeting(read: Any, applies: Callable[[tuple[Any, ...], dict[str, Any]], bool]) -> Any:
+    @functools.wraps(read)
+    def reading(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.device.type == "xla" and _rank() is not None and applies(args, kwargs):
+            others = [a for a in args if isinstance(a, Tensor) and a.device.type == "xla"]
+            _XLA._xla_sync_multi([self, *others], [], wait=False, sync_xla_data=False)
+        return read(self, *args, **kwargs)
+
+    return reading
+
+
+def _to_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, str | torch.device) and torch.device(value).type == "cpu":
+            return True
+        if isinstance(value, Tensor) and value.device.type == "cpu":
+            return True
+    return False
+
+
+def _patch_rendezvous() -> None:
+    original = xm.xla_rendezvous
+
+    def xla_rendezvous(payload: bytes = b"", ordinals: Any = None, tag: str | None = None) -> list[bytes]:
+        rank = _rank()
+        if rank is None:
+            return list(original(payload, ordinals, tag))
+        # torch_xla's own gathers with the rank as part of the program
+        return _running[-1].world.meet(rank, Arrival(f"rendezvous {tag!r}", _site(), payload))
+
+    xm.xla_rendezvous = xla_rendezvous

@@ -1,0 +1,86 @@
+"""The process that holds the replicas: ``python -m tpcore_neuron.replicas.process WORLD FD PARENT``."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+
+from tpcore.processes.transfer import die_with, pack_outcome, unpack_call
+
+
+def _environment(size: int) -> None:
+    """To be set before torch_xla is imported."""
+    os.environ["PJRT_DEVICE"] = "CPU"
+    os.environ["CPU_NUM_DEVICES"] = str(size)
+    # the default is the number of cores; where a collective waits in each of fewer threads, none ever ends
+    os.environ.setdefault("XLA_THREAD_POOL_SIZE", str(max(8, 2 * size)))
+    # a program that may write to its inputs keeps them until it ends, and freeing one then waits for it
+    os.environ["XLA_ENABLE_PARAM_ALIASING"] = "0"
+    # LLVM's optimizations take twice as long as they save on what a test computes
+    level = "--xla_backend_optimization_level=0"
+    os.environ.setdefault("XLA_FLAGS", level)
+
+
+def serve(size: int, conn: Connection) -> None:
+    _environment(size)
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+
+    from . import meeting_points as patches
+    from . import torch_groups as groups
+    from .scheduler import World
+
+    torch.set_num_threads(1)
+    devices = xm.get_xla_supported_devices()
+    xm.set_replication(torch_xla.device(), devices)  # makes xr.world_size() the number of replicas
+    patches.install()
+    worlds = groups.install(patches._rank, size)
+    while True:
+        try:
+            call, timeout, env = conn.recv()
+        except EOFError:
+            return
+        fn, args, kwargs = unpack_call(call)
+        world = World(size, timeout)
+        patches._running.append(patches.Run(world))
+
+        one = partial(patches.as_rank, partial(_on_cpu, fn, *args, **kwargs))
+        outcomes = world.run(one, [{**env, **_launched(rank, size)} for rank in range(size)])
+        patches._running.pop()
+        conn.send((world.broken, [pack_outcome(o, r) for r, o in enumerate(outcomes)]))
+        if world.broken:
+            os._exit(1)  # a thread that runs cannot be stopped
+        del world, one, fn, args, kwargs, outcomes  # and what their errors' tracebacks hold
+        worlds.forget()
+        gc.collect()  # what a failed run has traced and not run is dropped, so that the next does not run it
+
+
+def _launched(rank: int, size: int) -> dict[str, str]:
+    """As torchrun sets it."""
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    return {**{k: str(v) for k, v in ranks.items()}, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+
+
+def _on_cpu(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    result = fn(*args, **kwargs)
+    return _pytree.tree_map(lambda x: x.detach().cpu() if isinstance(x, Tensor) else x, result)
+
+
+if __name__ == "__main__":
+    die_with(int(sys.argv[3]))
+    serve(int(sys.argv[1]), Connection(int(sys.argv[2])))
+    atexit._run_exitfuncs()  # a checkpoint's save in the background is finished there
+    # not by way of the interpreter's end, which frees every program that was compiled, for seconds
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

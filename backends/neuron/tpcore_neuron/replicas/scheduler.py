@@ -1,0 +1,191 @@
+"""Ranks as threads, of which one runs Python at a time; they meet where XLA programs are run.
+
+As in ``tpcore.testing.threads`` a rank holds the turn while it runs and gives it away only where it meets
+the others; what is global to a process (random state, environment, tpcore's own context) changes hands
+with it. So per-rank programs run as in processes of their own, and who waits for whom is known.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from contextvars import copy_context
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from tpcore.context import swap_process
+from tpcore.errors import BackendError, CollectiveMismatchError, CollectiveTimeoutError, PeerLostError
+from tpcore.processes.transfer import Outcome, outcome_of
+
+GRACE = 5.0
+"""Seconds for ranks to unwind once one has failed."""
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """What a rank waits at: all must come to the same, from wherever."""
+
+    what: str
+    site: str
+    payload: Any
+
+    def __str__(self) -> str:
+        return f"waits at {self.what}, called at {self.site}"
+
+
+Judge = Callable[[Sequence[Arrival]], None]
+"""Looks at what all ranks brought; an error it raises is raised on every rank."""
+
+
+class World:
+    def __init__(self, size: int, timeout: float) -> None:
+        self.size, self.timeout = size, timeout
+        self._turn = threading.Condition()
+        self._holder: int | None = None
+        self._waiting: dict[int, Arrival] = {}
+        self._ended: dict[int, Outcome] = {}
+        self._met: list[Arrival] = []
+        self._meetings = 0
+        self._failure: BaseException | None = None
+        self._threads: dict[int, threading.Thread] = {}
+
+    def meet(self, rank: int, arrival: Arrival, judge: Judge = lambda arrivals: None) -> list[Any]:
+        """Wait for every rank to come here; the payloads of all, in rank order."""
+        with self._turn:
+            meeting = self._meetings
+            self._waiting[rank] = arrival
+            kept = _Kept()
+            self._holder = None
+            if len(self._waiting) == self.size:
+                self._complete(judge)
+            elif len(self._waiting) + len(self._ended) == self.size:
+                self._fail(PeerLostError(f"a rank has finished and others wait for it:\n{self._report()}"))
+            self._turn.notify_all()
+            self._turn.wait_for(lambda: self._meetings > meeting or self._failure is not None)
+            met, passed = self._met, self._meetings > meeting
+            self._turn.wait_for(lambda: self._holder is None)
+            self._holder = rank
+            kept.restore()
+            if self._failure is not None and not passed:
+                raise _again(self._failure)
+            return [a.payload for a in met]
+
+    def _complete(self, judge: Judge) -> None:
+        arrivals = [self._waiting[r] for r in range(self.size)]
+        other = [r for r in range(self.size) if arrivals[r].what != arrivals[0].what]
+        try:
+            if other:
+                raise CollectiveMismatchError(
+                    f"ranks 0 and {other[0]} do not come to the same point of the program:\n{self._report()}"
+                )
+            judge(arrivals)
+        except Exception as e:  # noqa: BLE001  raised on every rank
+            self._fail(e)
+            return
+        self._met = arrivals
+        self._meetings += 1
+        self._waiting.clear()
+
+    def _fail(self, error: BaseException) -> None:
+        if self._failure is None:
+            self._failure = error
+        self._turn.notify_all()
+
+    def _report(self) -> str:
+        return "\n".join(f"  rank {r} {self._state(r)}" for r in range(self.size))
+
+    def _state(self, rank: int) -> str:
+        if rank in self._waiting:
+            return str(self._waiting[rank])
+        if rank in self._ended:
+            error = self._ended[rank].error
+            return "has finished" if error is None else f"failed with {type(error).__name__}: {error}"
+        frame = sys._current_frames().get(self._threads[rank].ident or 0)
+        lines = traceback.extract_stack(frame)[-3:] if frame else []
+        where = " < ".join(f"{f.filename}:{f.lineno} in {f.name}" for f in reversed(lines))
+        return f"runs at {where}" if self._holder == rank else f"waits for its turn at {where}"
+
+    def run(self, fn: Callable[[int], Any], envs: Sequence[dict[str, str]]) -> list[Outcome]:
+        """``fn(rank)`` on every rank; how each ended. One that never came back is among them as an error."""
+        for rank in range(self.size):
+            target, args = copy_context().run, (self._one, rank, fn, envs[rank])
+            self._threads[rank] = threading.Thread(target=target, args=args, name=f"rank {rank}", daemon=True)
+        caller = _Kept()
+        for thread in self._threads.values():
+            thread.start()
+        with self._turn:
+            while len(self._ended) < self.size and self._failure is None:
+                before = self._meetings, len(self._ended)
+                if not self._turn.wait_for(partial(self._moved, before), self.timeout):
+                    text = f"no rank has moved on for {self.timeout:g} s:\n{self._report()}"
+                    self._fail(CollectiveTimeoutError(text))
+            self._turn.wait_for(lambda: len(self._ended) == self.size, GRACE)
+            caller.restore()
+            left = CollectiveTimeoutError(str(self._failure or "")) if self._failure else None
+            return [self._ended.get(r, Outcome(error=left)) for r in range(self.size)]
+
+    @property
+    def broken(self) -> bool:
+        """A rank is still running, and nothing can stop a thread."""
+        return len(self._ended) < self.size
+
+    def _moved(self, before: tuple[int, int]) -> bool:
+        return (self._meetings, len(self._ended)) != before or self._failure is not None
+
+    def _one(self, rank: int, fn: Callable[[int], Any], env: dict[str, str]) -> None:
+        with self._turn:
+            self._turn.wait_for(lambda: self._holder is None)
+            self._holder = rank
+            self._begin(env)
+        outcome = outcome_of(lambda: fn(rank))
+        with self._turn:
+            self._ended[rank] = outcome
+            self._holder = None
+            error = outcome.error
+            if error is not None:
+                lost = PeerLostError(f"rank {rank} failed with {type(error).__name__}: {error}")
+                self._fail(lost)
+            elif self._waiting and len(self._waiting) + len(self._ended) == self.size:
+                self._fail(PeerLostError(f"a rank has finished and others wait for it:\n{self._report()}"))
+            self._turn.notify_all()
+
+    @staticmethod
+    def _begin(env: dict[str, str]) -> None:
+        torch.manual_seed(0)  # what a process of its own would start from is not reproducible; this is
+        random.seed(0)
+        np.random.seed(0)
+        os.environ.update(env)
+        swap_process([])
+
+
+def _again(error: BaseException) -> BaseException:
+    """An error for one more thread: the same object would gather the tracebacks of all."""
+    if isinstance(error, BackendError):
+        return type(error)(*error.args)
+    return RuntimeError(str(error))
+
+
+class _Kept:
+    """What is global to the process and belongs to the rank that runs."""
+
+    def __init__(self) -> None:
+        self._torch, self._random = torch.get_rng_state(), random.getstate()
+        self._numpy = np.random.get_state()
+        self._env, self._contexts = dict(os.environ), swap_process([])
+
+    def restore(self) -> None:
+        torch.set_rng_state(self._torch)
+        random.setstate(self._random)
+        np.random.set_state(self._numpy)
+        for name in [k for k in os.environ if k not in self._env]:
+            del os.environ[name]
+        os.environ.update(self._env)
+        swap_process(self._contexts)

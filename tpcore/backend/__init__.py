@@ -1,0 +1,19 @@
+"""What a plugin provides, what it says that it can do, and how it is found."""
+
+from __future__ import annotations
+
+from .capabilities import Capabilities
+from .interface import INTERFACE, Backend, ProgramInfo, hookimpl
+from .registry import BackendInfo, backend_class, backends, load_backend
+
+__all__ = [
+    "INTERFACE",
+    "Backend",
+    "BackendInfo",
+    "Capabilities",
+    "ProgramInfo",
+    "backend_class",
+    "backends",
+    "hookimpl",
+    "load_backend",
+]

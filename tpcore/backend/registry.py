@@ -1,0 +1,157 @@
+"""How a backend is found among the installed plugins, and whether it fits this tpcore and this job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+import pluggy
+
+from ..comm import Comm
+from ..errors import BackendError
+from ..mesh import Mesh
+from .interface import INTERFACE, PROJECT, Backend, hookspec
+
+
+class Specs:
+    """The plugin interface: one hook."""
+
+    @hookspec(firstresult=True)
+    def tpcore_backend(self) -> type[Backend] | None:
+        """Return the Backend class this plugin provides."""
+
+
+@dataclass(frozen=True)
+class BackendInfo:
+    """One installed plugin, as ``tpcore backends`` lists it."""
+
+    name: str
+    distribution: str
+    version: str
+    module: str
+    usable: bool
+    reason: str  # why not usable; empty if it is
+    capabilities: dict[str, Any] = field(default_factory=dict)  # as JSON has them; empty if it is broken
+
+
+def _entry_points(name: str | None = None) -> list[EntryPoint]:
+    found = entry_points(group=PROJECT) if name is None else entry_points(group=PROJECT, name=name)
+    return sorted(set(found), key=lambda ep: ep.name)
+
+
+def _origin(ep: EntryPoint) -> tuple[str, str]:
+    return (ep.dist.name, ep.dist.version) if ep.dist else ("unknown distribution", "?")
+
+
+def _load(ep: EntryPoint) -> type[Backend]:
+    where = f"backend {ep.name!r} of {' '.join(_origin(ep))}"
+    manager = pluggy.PluginManager(PROJECT)
+    manager.add_hookspecs(Specs)
+    try:
+        manager.register(ep.load())
+        manager.check_pending()
+        hooked = manager.hook.tpcore_backend.get_hookimpls()
+        cls = manager.hook.tpcore_backend()
+    except (Exception, SystemExit) as e:  # a module that ends the program must not end the listing either
+        raise BackendError(f"{where} cannot be loaded: {type(e).__name__}: {e}") from e
+    if not hooked:
+        raise BackendError(
+            f"{where}: {ep.value} has no hook: define tpcore_backend() there, decorated with tpcore.hookimpl"
+        )
+    if not (isinstance(cls, type) and issubclass(cls, Backend)):
+        raise BackendError(f"{where}: its tpcore_backend hook returned {cls!r}, not a Backend class")
+    why = unfit(cls)
+    if why is not None:
+        raise BackendError(f"{where}: {why}")
+    return cls
+
+
+def unfit(cls: type[Backend]) -> str | None:
+    """Why this class cannot be a backend of this tpcore, on any machine."""
+    if cls.interface != INTERFACE:
+        return (
+            f"it was written for version {cls.interface} of the plugin interface and this tpcore has version "
+            f"{INTERFACE}: install releases of the two that fit"
+        )
+    for part in (cls, cls.comm_class):
+        missing = sorted(getattr(part, "__abstractmethods__", ()))
+        if part is not None and missing:
+            return f"{part.__name__} lacks {', '.join(missing)}"
+    return cls.capabilities.lack()
+
+
+def backend_class(name: str) -> type[Backend]:
+    """Import only the plugin called ``name``, so that nobody pays for torch_xla unasked."""
+    found = _entry_points(name)
+    if not found:
+        installed = sorted({ep.name for ep in _entry_points()})
+        raise BackendError(f"no backend {name!r} is installed; there are {installed}")
+    if len(found) > 1:
+        owners = sorted(" ".join(_origin(ep)) for ep in found)
+        raise BackendError(
+            f"backend {name!r} is provided by several distributions: {owners}; uninstall all but one"
+        )
+    return _load(found[0])
+
+
+def load_backend(name: str) -> Backend:
+    """An instance of the backend called ``name``, or BackendError saying why it cannot run here."""
+    cls = backend_class(name)
+    try:
+        why = cls.unavailable()
+    except Exception as e:
+        raise BackendError(f"backend {name!r} cannot tell if it can run: {type(e).__name__}: {e}") from e
+    if why is not None:
+        raise BackendError(f"backend {name!r} cannot run here: {why}")
+    return cls()
+
+
+def check_fits(backend: Backend, mesh: Mesh) -> None:
+    """Raise what ``backend`` cannot do for a job on ``mesh``, from what it declares."""
+    name = type(backend).__name__
+    why = unfit(type(backend))
+    if why is not None:
+        raise BackendError(f"{name}: {why}")
+    misfit = backend.capabilities.misfit({**mesh.axes, "world": mesh.size})
+    if misfit is not None:
+        raise ValueError(f"{name} cannot form {misfit}; this job is {dict(mesh.axes)}")
+
+
+def check_comm(backend: Backend, made: Callable[[], Any]) -> None:
+    """Raise if what ``made`` gives, a Comm of ``backend``, is none, or is of a class that lacks a method."""
+    try:
+        comm = made()
+    except TypeError as e:
+        if "abstract" not in str(e):
+            raise
+        raise BackendError(f"{_named(backend)}: its comm() makes an unfinished Comm: {e}") from e
+    if not isinstance(comm, Comm):
+        raise BackendError(f"{_named(backend)}: its comm() returned {comm!r}, not a tpcore Comm")
+
+
+def _named(backend: Backend) -> str:
+    """The backend and the distribution that it is from, if a plugin provides it."""
+    package = type(backend).__module__.partition(".")[0]
+    for ep in _entry_points():
+        if ep.value.partition(":")[0].partition(".")[0] == package:
+            return f"backend {ep.name!r} of {' '.join(_origin(ep))}"
+    return type(backend).__name__
+
+
+def backends() -> list[BackendInfo]:
+    """Every installed plugin; one that is broken is listed with its error and hides no other."""
+    out = []
+    for ep in _entry_points():
+        can: dict[str, Any] = {}
+        try:
+            cls = _load(ep)
+            can = cls.capabilities.to_json()
+            reason = cls.unavailable() or ""
+        except BackendError as e:
+            reason = str(e)
+        except Exception as e:  # noqa: BLE001  a plugin's hook or probe may fail in any way; list the others
+            reason = f"{type(e).__name__}: {e}"
+        out.append(BackendInfo(ep.name, *_origin(ep), ep.value, not reason, reason, can))
+    return out

@@ -1,0 +1,8 @@
+"""A base for backends that torch.distributed drives. Core never imports it: third parties derive from it."""
+
+from __future__ import annotations
+
+from .backend import C10dBackend
+from .comm import C10dComm
+
+__all__ = ["C10dBackend", "C10dComm"]

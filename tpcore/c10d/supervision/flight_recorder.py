@@ -1,0 +1,113 @@
+"""What the ranks did last and whom they wait for: the report when a collective does not complete."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from ...calls import Call, Site
+
+if TYPE_CHECKING:
+    from .waiting import Guard
+
+_KEPT = 10
+
+Entry = tuple["Guard", int, str, Sequence[int], torch.dtype, Site]
+"""Group, seq, op, shape, dtype, site: a plain tuple, because one is made per collective."""
+
+
+class Journal:
+    """Written by the rank at every collective, read by its monitor's thread."""
+
+    def __init__(self) -> None:
+        self.entries: deque[Entry] = deque(maxlen=_KEPT)
+        self.waiting: Guard | None = None
+        self.guards: list[Guard] = []
+
+    def last(self) -> str:
+        return describe(self.entries[-1]) if self.entries else "no collective yet"
+
+    def report(self) -> Report:
+        waiting = self.waiting
+        return Report(
+            calls=tuple(describe(e) for e in list(self.entries)),
+            counts={_key(g.members): g.seq for g in list(self.guards)},
+            waiting=() if waiting is None else waiting.members,
+        )
+
+
+def describe(entry: Entry) -> str:
+    guard, seq, op, shape, dtype, site = entry
+    return f"{' x '.join(guard.axes)} {list(guard.members)} {Call.of(seq, op, shape, dtype, site)}"
+
+
+def _key(members: Sequence[int]) -> str:
+    return ",".join(map(str, members))
+
+
+@dataclass(frozen=True)
+class Report:
+    """One rank's journal as it travels. ``counts``: collectives entered so far, per group."""
+
+    calls: tuple[str, ...] = ()
+    counts: Mapping[str, int] | None = None
+    waiting: tuple[int, ...] = ()
+    at: float = 0.0  # wall clock of its writing: between hosts as true as their clocks
+
+    def pack(self) -> str:
+        return json.dumps([self.calls, self.counts, self.waiting, self.at])
+
+    @classmethod
+    def unpack(cls, data: str) -> Report:
+        calls, counts, waiting, at = json.loads(data)
+        return cls(tuple(calls), counts, tuple(waiting), at)
+
+    def count(self, members: Sequence[int]) -> int:
+        return (self.counts or {}).get(_key(members), 0)
+
+
+def absent(members: Sequence[int], rank: int, reports: Mapping[int, Report]) -> list[int]:
+    """Members that have entered fewer collectives of this group than ``rank`` has."""
+    mine = reports[rank].count(members)
+    return [m for m in members if m != rank and reports.get(m, Report()).count(members) < mine]
+
+
+def timeout_report(
+    rank: int,
+    members: Sequence[int],
+    seconds: float,
+    reports: Mapping[int, Report],
+    state: Callable[[int], str],
+) -> str:
+    """Who kept ``rank`` waiting, followed through ranks that themselves wait, and everyone's last calls.
+
+    ``state`` tells what else is known of a rank: that it is stopped, or silent for so long.
+    """
+    lines = [f"rank {rank} waited {seconds:g} s in a collective of group {list(members)}"]
+    seen, queue = {rank}, [(rank, tuple(members))]
+    while queue:
+        waiter, group = queue.pop(0)
+        missing = absent(group, waiter, reports)
+        if not missing:
+            what = "all came, but not to one call that could complete; TPCORE_CHECK=1 tells which"
+            lines.append(f"  rank {waiter} in group {list(group)}: {what}")
+        for m in missing:
+            # a stopped rank said that it waits before it was stopped; in this group it no longer does
+            further = () if state(m) or reports[m].waiting == group else reports[m].waiting
+            told = f"itself waits in group {list(further)}" if further else "did not come"
+            lines.append(f"  rank {waiter} waits for rank {m}, which {told}{state(m)}")
+            if further and m not in seen:
+                queue.append((m, further))
+            seen.add(m)
+    lines.append("last collectives:")
+    for r, report in sorted(reports.items()):
+        age = f", as of {time.time() - report.at:.1f} s ago" if r != rank and report.at else ""
+        lines.append(f"  rank {r}{state(r)}{age}:")
+        lines.extend(f"    {call}" for call in report.calls or ("none yet",))
+    return "\n".join(lines)

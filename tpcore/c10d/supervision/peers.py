@@ -1,0 +1,258 @@
+"""Why a collective failed: a thread of each process that knows how the other ranks are."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import queue
+import selectors
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import replace
+from types import TracebackType
+from typing import TypeVar
+
+from ...errors import BackendError, CollectiveTimeoutError, PeerLostError
+from ...log import say
+from .flight_recorder import Journal, Report
+from .host import CLEAN, GONE, Identity, sever
+from .status_store import Board, Verdict
+
+T = TypeVar("T")
+
+_BEAT = 0.5  # seconds between two signs of life
+_SILENT = 3.0  # seconds without one that are worth telling
+_ANSWER = 2.0  # seconds the store may take: it does not answer while its host is stopped
+_GRACE = 3.0  # seconds to find out who closed a connection; a dying process closes before it is a zombie
+_LINGER = 1.0  # seconds for collectives that can still complete, before a lost job's sockets are cut
+
+
+def of_gloo(error: BaseException) -> bool:
+    """Whether a connection broke: the path of gloo's own file is part of each such message."""
+    ours = isinstance(error, BackendError)
+    return isinstance(error, RuntimeError) and not ours and "transport/" in str(error)
+
+
+class Monitor(threading.Thread):
+    """Publishes this rank's journal, watches its neighbours, and finds out who was lost.
+
+    Only this thread uses the board, so that a store that does not answer holds up nobody else.
+    """
+
+    def __init__(self, board: Board, rank: int, peers: Sequence[Identity], journal: Journal) -> None:
+        super().__init__(name="tpcore monitor", daemon=True)
+        self.rank, self.peers, self.journal = rank, peers, journal
+        self.verdict: Verdict | None = None
+        self.sockets: set[int] = set()  # of the groups, to be cut when the job is lost
+        self._neighbours = [r for r, p in enumerate(peers) if p.neighbour_of(peers[rank]) or r == rank]
+        self._board = board
+        self._requests: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._selector = selectors.DefaultSelector()
+        self._wake_read, self._wake_write = os.pipe()
+        self._selector.register(self._wake_read, selectors.EVENT_READ, None)
+        self._unwatched: list[int] = []
+        self._closed = False
+        self._cut_at: float | None = None
+        self._hook = sys.excepthook
+
+    # -- called by the rank's own threads ---------------------------------------------------------------
+    def open(self) -> None:
+        self.start()
+        self._hook, sys.excepthook = sys.excepthook, self._excepthook
+        atexit.register(self._at_exit)
+
+    def close(self, how: str) -> None:
+        """Say how this rank ended, unless that was said before, and stop watching."""
+        self._ask(lambda: self._board.end(self.rank, how), None)
+        atexit.unregister(self._at_exit)
+        if sys.excepthook == self._excepthook:
+            sys.excepthook = self._hook
+        self._closed = True
+        os.write(self._wake_write, b"x")
+        self.join(_ANSWER)
+        if not self.is_alive():
+            self._selector.close()
+            os.close(self._wake_read)
+            os.close(self._wake_write)
+
+    def fail(self, error: BaseException) -> None:
+        """This rank gives up with ``error``: all others will."""
+        what = f"raised {type(error).__name__}: {error}"
+        if isinstance(error, SystemExit):
+            what = f"called sys.exit({error.code!r})"
+        self._ask(lambda: self._board.end(self.rank, what), None)
+        if isinstance(error, (PeerLostError, CollectiveTimeoutError)):
+            return  # it follows from a verdict
+        if of_gloo(error):  # and did not pass through a Comm, which would have named the cause: DDP's
+            say(self.diagnose(range(len(self.peers)), error).text)
+        else:
+            self.post(self._lost(self.rank, what))
+
+    def post(self, verdict: Verdict) -> Verdict:
+        """Make ``verdict`` that of the job, unless another came first; return the one that holds."""
+        holds = self._ask(lambda: self._board.post(verdict), None)
+        return self._accept(self.verdict or holds or verdict)
+
+    def final(self) -> Verdict | None:
+        """The verdict, once collectives that could still complete have had the time to."""
+        return self.verdict if self._cut_at is None else None
+
+    def find(self, ranks: Sequence[int]) -> Verdict | None:
+        """The verdict, if there is one or one of ``ranks`` is known to have ended."""
+        found = self.verdict or self._ask(lambda: self._look(ranks), None) or self._look_around(ranks)
+        return None if found is None else self.post(found)
+
+    def diagnose(self, members: Sequence[int], error: BaseException) -> Verdict:
+        """A connection within ``members`` broke: whose, and why."""
+        deadline = time.monotonic() + _GRACE
+        others = [m for m in members if m != self.rank]
+        while time.monotonic() < deadline:
+            found = self.find(others)
+            if found is not None:
+                return found
+            time.sleep(0.02)
+        reports = self.reports()
+        silent = "; ".join(f"rank {m}{self.state(m, reports[m])}" for m in others)
+        text = f"a rank of group {list(members)} is lost: {silent}: {error}\n{self._board.trouble}"
+        return self.post(Verdict("lost", text.rstrip()))
+
+    def reports(self) -> dict[int, Report]:
+        """The last published journal of each rank, and this rank's own as it is now."""
+        ranks = range(len(self.peers))
+        nothing: dict[int, Report] = {}
+        found = self._ask(lambda: self._board.reports(ranks), nothing)
+        return {r: found.get(r, Report()) for r in ranks} | {self.rank: self.journal.report()}
+
+    def state(self, rank: int, report: Report) -> str:
+        """What can be said of a rank that does not come, as the end of a sentence."""
+        peer, how = self.peers[rank], self._fate(rank)
+        if rank == self.rank:
+            return ""
+        if how is not None:
+            return f" ({peer} {how})"
+        if rank in self._neighbours and peer.stopped():
+            return f" ({peer} is stopped, by SIGSTOP or a debugger)"
+        silent = time.time() - report.at
+        return f" ({peer}, no sign of life for {silent:.0f} s)" if silent > _SILENT else ""
+
+    def _ask(self, fn: Callable[[], T], default: T) -> T:
+        """``fn`` in the monitor's thread, or ``default`` if the store does not answer."""
+        if self._closed or not self.is_alive() or threading.current_thread() is self:
+            return default
+        answer: Future[T] = Future()
+        self._requests.put(lambda: answer.set_result(fn()))
+        os.write(self._wake_write, b"x")
+        try:
+            return answer.result(_ANSWER)
+        except FutureTimeout:
+            self._board.trouble = "the job's store does not answer: its host may be stopped"
+            return default
+
+    def _excepthook(self, kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
+        # torch's own hook may hold this one beyond close(), and a data loader's fork has it too
+        if os.getpid() == self.peers[self.rank].pid and not self._closed:
+            self.fail(error)
+        self._hook(kind, error, tb)
+
+    def _at_exit(self) -> None:
+        if os.getpid() == self.peers[self.rank].pid:
+            ended = "ended: its program finished or called sys.exit"
+            self._ask(lambda: self._board.end(self.rank, ended), None)
+            sever(self.sockets)
+
+    # -- in either thread -------------------------------------------------------------------------------
+    def _accept(self, verdict: Verdict) -> Verdict:
+        if self.verdict is None:
+            self._cut_at = time.monotonic() + _LINGER
+            self.verdict = verdict
+        return self.verdict
+
+    def _lost(self, rank: int, how: str) -> Verdict:
+        return Verdict("lost", f"rank {rank} ({self.peers[rank]}) {how}")
+
+    def _fate(self, rank: int) -> str | None:
+        return self.peers[rank].fate() if rank in self._neighbours else None
+
+    def _look_around(self, ranks: Sequence[int]) -> Verdict | None:
+        dead = [(r, how) for r in ranks if (how := self._fate(r)) is not None]
+        return self._lost(*dead[0]) if dead else None
+
+    # -- in the monitor's own thread --------------------------------------------------------------------
+    def run(self) -> None:
+        # here and not by the caller: torch asks the name server for the name of its peer's address, and
+        # where none answers that takes 5 s (seen in one connection of 25)
+        self._board.open()
+        watched = self._watch()
+        due = 0.0
+        while not self._closed:
+            if time.monotonic() >= due:
+                self._beat()
+                due = time.monotonic() + _BEAT
+            # a cut may have been set by the other thread since, but no later than a beat from now
+            for key, _ in self._selector.select(max(0.0, min(due, self._cut_at or due) - time.monotonic())):
+                if key.data is None:
+                    os.read(self._wake_read, 4096)
+                else:
+                    self._selector.unregister(key.fileobj)
+                    self._died(key.data)
+            while not self._requests.empty():
+                self._requests.get()()
+            if self._cut_at is not None and time.monotonic() >= self._cut_at:
+                sever(self.sockets)
+                self._cut_at = None
+        for fd in watched:
+            os.close(fd)
+
+    def _watch(self) -> list[int]:
+        """Wake when a neighbour dies, early enough to read its exit status before its parent does."""
+        fds = []
+        for rank in self._neighbours:
+            if rank != self.rank:
+                try:
+                    fds.append(os.pidfd_open(self.peers[rank].pid))
+                except (AttributeError, OSError):  # an old Python or kernel, or dead already
+                    self._unwatched.append(rank)
+                else:
+                    self._selector.register(fds[-1], selectors.EVENT_READ, rank)
+        return fds
+
+    def _beat(self) -> None:
+        self._board.publish(self.rank, replace(self.journal.report(), at=time.time()))
+        self._heard()
+        for rank in [r for r in self._unwatched if self._fate(r) is not None]:
+            self._unwatched.remove(rank)
+            self._died(rank)
+
+    def _heard(self) -> Verdict | None:
+        found = self.verdict or self._board.verdict()
+        return None if found is None else self._accept(found)
+
+    def _died(self, rank: int) -> None:
+        """A neighbour's process ended. Fatal at once if it failed, and had not left the job before."""
+        how, said = self._fate(rank), self._board.ended(rank)
+        if how == GONE and said is None:  # its launcher was faster; nothing is wrong if os._exit(0) ended it
+            self._tell(self._lost(rank, GONE))
+        if how in (None, CLEAN, GONE) or not (said or "ended").startswith("ended"):
+            return
+        before, verdict = self.verdict, self._lost(rank, str(how))
+        verdict = self._accept(self._board.post(verdict) or verdict)
+        if verdict is not before:
+            self._tell(verdict)
+
+    def _tell(self, verdict: Verdict) -> None:
+        """Now: a launcher may end this rank before its error is printed. One rank of a host is enough."""
+        alive = (r for r in self._neighbours if self._fate(r) is None)
+        if self.rank == next(alive, self.rank):
+            say(verdict.text)
+
+    def _look(self, ranks: Sequence[int]) -> Verdict | None:
+        said = {r: how for r in ranks if (how := self._board.ended(r)) is not None}
+        for r, how in sorted(said.items(), key=lambda item: not item[1].startswith("raised")):
+            fate = self._fate(r)
+            known = how.startswith("raised") or fate in (None, GONE)
+            return self._heard() or self._lost(r, how if known else str(fate))
+        return self._heard()

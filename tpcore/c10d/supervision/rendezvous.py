@@ -1,0 +1,114 @@
+"""Where ranks meet before they have groups to talk over, so that one that does not come is named."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from ...errors import BackendError, CollectiveTimeoutError, PeerLostError
+
+_NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+Lost = Callable[[Sequence[int]], BackendError | None]
+
+
+class Lobby:
+    """All ranks of a job at its store."""
+
+    def __init__(self, store: dist.Store, rank: int, world: int, timeout: float) -> None:
+        self.store, self.rank, self.world, self.timeout = store, rank, world, timeout
+
+    def meet(self, what: str, mine: str, lost: Lost) -> list[str]:
+        """``mine`` of every rank, in rank order.
+
+        Raises CollectiveTimeoutError naming who did not come, and what ``lost`` says of the missing.
+        """
+        keys = [f"{what}/{r}" for r in range(self.world)]
+        try:
+            self.store.set(keys[self.rank], mine)
+            self._wait(what, keys, lost)
+            return [self.store.get(k).decode() for k in keys]
+        except dist.DistNetworkError as e:
+            raise PeerLostError(
+                f"rank {self.rank}: the job's store is gone while ranks meet to {what}: {e}"
+            ) from e
+
+    def _wait(self, what: str, keys: list[str], lost: Lost) -> None:
+        # by asking again and again: a wait of the store's own that ends in vain prints warnings
+        deadline, pause = time.monotonic() + self.timeout, 0.001
+        while not self.store.check(keys):
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)
+            if pause < 0.1:
+                continue
+            missing = [r for r, k in enumerate(keys) if not self.store.check([k])]
+            error = lost(missing)
+            if error is not None:
+                raise error
+            if missing and time.monotonic() > deadline:
+                who = ", ".join(map(str, missing))
+                waited = f"rank {self.rank} waited {self.timeout:g} s to {what}"
+                raise CollectiveTimeoutError(f"{waited}: rank {who} of {self.world} did not come")
+
+
+def store_of_environment(timeout: float) -> tuple[dist.Store, int, int] | None:
+    """(store, rank, world size) as torchrun's variables say, or None in a process on its own."""
+    values = {name: os.environ.get(name, "") for name in _NAMES}
+    if not values["RANK"] and not values["WORLD_SIZE"]:
+        return None
+    unset = [name for name, value in values.items() if not value]
+    if unset:
+        given = {name: value for name, value in values.items() if value}
+        raise BackendError(
+            f"{given} is set, but not {', '.join(unset)}: torchrun sets all of them, or none must be"
+        )
+    rank, world, port = (_number(name, values[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    if rank >= world:
+        raise BackendError(f"RANK={rank} is outside WORLD_SIZE={world}")
+    store = _tcp_store(values["MASTER_ADDR"], port, rank, world, timeout)
+    # an elastic agent may keep its store when it starts its ranks again
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"attempt {attempt}", store), rank, world
+
+
+def _number(name: str, text: str) -> int:
+    if not text.isdecimal():
+        raise BackendError(f"{name}={text!r} is not a whole number")
+    return int(text)
+
+
+def _tcp_store(host: str, port: int, rank: int, world: int, timeout: float) -> dist.Store:
+    """As torch's env:// makes it, but without its wait for all ranks: ``Lobby.meet`` knows their names."""
+    of_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    try:
+        return dist.TCPStore(
+            host,
+            port,
+            world,
+            is_master=rank == 0 and not of_launcher,
+            timeout=timedelta(seconds=timeout),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except (dist.DistNetworkError, dist.DistStoreError) as e:
+        owner = "the launcher" if of_launcher else "rank 0"
+        raise CollectiveTimeoutError(
+            f"rank {rank} waited {timeout:g} s for {owner}, which hosts the store at {host}:{port}: {e}"
+        ) from e
+
+
+def own_client(store: dist.Store, prefix: str, timeout: float) -> dist.Store:
+    """``store`` under ``prefix`` through a connection of its own, for calls of one wait for each other."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, dist.TCPStore):
+        seconds = timedelta(seconds=timeout)
+        store = dist.TCPStore(store.host, store.port, timeout=seconds, wait_for_workers=False)
+    elif isinstance(store, dist.FileStore):
+        store = dist.FileStore(store.path, -1)  # type: ignore[attr-defined]  # not in torch's stub
+    return dist.PrefixStore(prefix, store)

@@ -1,0 +1,87 @@
+"""What ranks tell each other at the job's store: their journals, how they ended, and why the job is lost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from ...errors import BackendError, CollectiveTimeoutError, PeerLostError
+from .flight_recorder import Report
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why the job is lost. The first one posted holds for every rank."""
+
+    kind: str  # "lost" or "timeout"
+    text: str
+
+    def error(self, doing: str) -> BackendError:
+        cls = CollectiveTimeoutError if self.kind == "timeout" else PeerLostError
+        return cls(f"{self.text}\nthis rank's last collective: {doing}")
+
+
+class Board:
+    """Used by one thread. Once the store is gone it says nothing and ``trouble`` why, which is no alarm by
+    itself: whoever hosts the store may simply have finished first."""
+
+    def __init__(self, connect: Callable[[], dist.Store]) -> None:
+        self._connect = connect
+        self._store: dist.Store | None = None
+        self.trouble = ""
+
+    def open(self) -> None:
+        try:
+            self._store = self._connect()
+        except RuntimeError as e:
+            self._lose(e)
+
+    def publish(self, rank: int, report: Report) -> None:
+        self._do(lambda store: store.set(f"report/{rank}", report.pack()))
+
+    def reports(self, ranks: Iterable[int]) -> dict[int, Report]:
+        """The last one of each rank that published any."""
+        found = {r: self._get(f"report/{r}") for r in ranks}
+        return {r: Report.unpack(data) for r, data in found.items() if data}
+
+    def post(self, verdict: Verdict) -> Verdict | None:
+        """The verdict that holds from now on; None if that cannot be known."""
+        return _verdict(self._first("verdict", json.dumps(asdict(verdict))))
+
+    def verdict(self) -> Verdict | None:
+        return _verdict(self._get("verdict"))
+
+    def end(self, rank: int, how: str) -> None:
+        """``how`` a rank ended: the first word on it counts."""
+        self._first(f"end/{rank}", how)
+
+    def ended(self, rank: int) -> str | None:
+        return self._get(f"end/{rank}")
+
+    def _get(self, key: str) -> str | None:
+        return self._do(lambda store: store.get(key).decode() if store.check([key]) else None)
+
+    def _first(self, key: str, value: str) -> str | None:
+        return self._do(lambda store: store.compare_set(key, "", value).decode())
+
+    def _do(self, call: Callable[[dist.Store], T]) -> T | None:
+        if self._store is not None:
+            try:
+                return call(self._store)
+            except RuntimeError as e:  # what every error of a store derives from
+                self._lose(e)
+        return None
+
+    def _lose(self, error: RuntimeError) -> None:
+        self._store = None
+        self.trouble = f"the job's store is gone ({str(error).splitlines()[0]}): its host has ended"
+
+
+def _verdict(data: str | None) -> Verdict | None:
+    return Verdict(**json.loads(data)) if data else None

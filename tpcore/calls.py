@@ -1,0 +1,97 @@
+"""Checks made before work starts: that ranks agree on a collective, that ids fit a vocabulary."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from types import CodeType
+
+import torch
+
+_LIBRARY = (*(str(Path(f).parent) + os.sep for f in (__file__, torch.__file__)), "<frozen", "<eval")
+ALL = sys.maxsize
+_WARMUP = 512
+_SITE = 1000  # characters of a call site that travel: the end of the path tells most
+
+Site = tuple[CodeType, int]
+"""A place in the code, as cheap to take as possible: it is written out only if somebody asks."""
+
+
+def call_site(*also: str) -> Site:
+    """Innermost frame outside tpcore, torch and files whose path starts with one of ``also``."""
+    skip = (*_LIBRARY, *also) if also else _LIBRARY
+    frame = outermost = sys._getframe(1)
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(skip):
+            return frame.f_code, frame.f_lineno
+        outermost, frame = frame, frame.f_back  # type: ignore[assignment]
+    return outermost.f_code, outermost.f_lineno
+
+
+def checked_calls() -> int:
+    """How many collectives of each group to check first, as ``TPCORE_CHECK`` says.
+
+    ``1`` or ``always``: ALL, and then the same call from two places of the program counts as different
+    too, which tells calls of one shape that were swapped. ``0`` or ``off``: none. ``warmup``, the default:
+    the first 512. A count and not a time, so that all ranks of a group stop at the same call.
+    """
+    choices = {"1": ALL, "always": ALL, "0": 0, "off": 0, "warmup": _WARMUP}
+    chosen = os.environ.get("TPCORE_CHECK") or "warmup"
+    if chosen not in choices:
+        raise ValueError(f"TPCORE_CHECK={chosen!r} is none of {', '.join(choices)}")
+    return choices[chosen]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective as one rank is about to make it. Equal calls may run; the site is only told."""
+
+    seq: int
+    op: str  # with its reduction and dim: "all_reduce sum", "all_gather dim 0"
+    shape: tuple[int, ...]
+    dtype: str
+    site: str = field(compare=False)
+
+    @classmethod
+    def of(cls, seq: int, op: str, shape: Sequence[int], dtype: torch.dtype, site: Site) -> Call:
+        code, line = site
+        where = f"{code.co_filename}:{line} in {code.co_name}"
+        return cls(seq, op, tuple(shape), str(dtype).removeprefix("torch."), where)
+
+    def key(self, place: bool) -> tuple[object, ...]:
+        """What ranks must agree on; with ``place`` also where: file name, line and function."""
+        return (self.seq, self.op, self.shape, self.dtype, os.path.basename(self.site) if place else "")
+
+    def digest(self, place: bool) -> bytes:
+        """32 bytes that two calls share only if their keys are equal."""
+        return blake2b(repr(self.key(place)).encode(), digest_size=32).digest()
+
+    def pack(self) -> bytes:
+        """For the wire; at most 4096 bytes, as no tensor has more than 64 dims."""
+        site = self.site.encode()[-_SITE:].decode(errors="replace")
+        return json.dumps([self.seq, self.op, self.shape, self.dtype, site], ensure_ascii=False).encode()
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Call:
+        seq, op, shape, dtype, site = json.loads(data)
+        return cls(seq, op, tuple(shape), dtype, site)
+
+    def __str__(self) -> str:
+        return f"#{self.seq} {self.op} of {self.dtype} {list(self.shape)} at {self.site}"
+
+
+def disagreement(calls: Sequence[Call], ranks: Sequence[int], place: bool = False) -> str | None:
+    """None if all ranks make the same call; else a message naming the first two that differ."""
+    for rank, call in zip(ranks[1:], calls[1:], strict=True):
+        if call.key(place) != calls[0].key(place):
+            return (
+                f"ranks {ranks[0]} and {rank} of group {tuple(ranks)} disagree on their next collective:\n"
+                f"  rank {ranks[0]}: {calls[0]}\n  rank {rank}: {call}\n"
+                "Every rank of a group must make the same collectives in the same order."
+            )
+    return None

@@ -1,0 +1,109 @@
+"""Which cut goes on record with a tensor of a state."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
+
+from torch import Tensor
+
+from ...context import ParallelContext
+from ...layers.sharding import sharding
+from ...shard import ShardSpec
+
+Cut = ShardSpec | Literal["unknown"] | None
+"""How a stored tensor is cut. None: nobody said, so it is whole, if all ranks hold the same."""
+
+MemoryOf = Callable[[Tensor], object]
+"""``Backend.memory_of``: what is equal for tensors that are one."""
+
+
+def spec_of(t: Tensor, ctx: ParallelContext, where: str) -> ShardSpec | None:
+    """The cut of a parameter of a parallel layer, over the tp group; None for any other tensor."""
+    found = sharding(t)
+    if found is None:
+        return None
+    spec, n = found.spec, ctx.mesh.axes.get("tp", 1)
+    mine = found.comm.group.members(ctx.rank)
+    tp = ctx.mesh.group("tp").members(ctx.rank) if n > 1 else (ctx.rank,)
+    if spec.dim is not None and mine != tp:
+        raise ValueError(
+            f"{where} is cut over ranks {mine}; a checkpoint holds what is cut over the tp group {tp}"
+        )
+    if tuple(t.shape) != spec.local_shape(n):
+        raise ValueError(
+            f"{where} has shape {tuple(t.shape)}, but its layer cuts {spec} to {spec.local_shape(n)}"
+        )
+    return spec
+
+
+def cuts_of(state: Mapping[Any, Any], ctx: ParallelContext) -> Callable[[Tensor, str], Cut]:
+    """What goes on record with each tensor of a state to be saved.
+
+    An entry that a plain module made of a parallel layer's parameter (as ``cls.predictions.bias`` of
+    transformers' BERT) has no mark of its own, but is the memory of one that has.
+    """
+    memory_of = ctx.backend.memory_of
+    marked: dict[object, Tensor] = {}
+    for model in (state, *state.values()) if isinstance(state, Mapping) else ():
+        if isinstance(model, Mapping) and not is_optimizer(model):
+            for t in model.values():
+                if isinstance(t, Tensor) and sharding(t) is not None and not t.is_meta:
+                    marked[memory_of(t)] = t
+    n = ctx.mesh.axes.get("tp", 1)
+    cuts = optimizer_cuts(state, marked, n, memory_of) if isinstance(state, Mapping) else {}
+    return lambda t, where: spec_of(marked.get(memory_of(t), t), ctx, where) or cuts.get(id(t))
+
+
+def optimizer_cuts(
+    state: Mapping[Any, Any], marked: Mapping[object, Tensor], n: int, memory_of: MemoryOf
+) -> dict[int, Cut]:
+    """By ``id``: cuts of the tensors in optimizers' state_dicts, which are those of their parameters.
+
+    An optimizer numbers its parameters. They have names where it was made from ``named_parameters()``
+    (torch 2.6 or newer); where not, the cut is unknown. What has another shape than its parameter, a step
+    count say, is left to the general rule.
+    """
+    known = _by_name(state, marked, memory_of)
+    cuts: dict[int, Cut] = {}
+    for optimizer in state.values():
+        if not is_optimizer(optimizer):
+            continue
+        names = dict(_names(optimizer["param_groups"]))
+        for index, values in optimizer["state"].items():
+            if not isinstance(values, Mapping):
+                continue
+            spec = known.get(names.get(index, ""))
+            for value in values.values():
+                if isinstance(value, Tensor) and value.ndim:
+                    fits = spec is not None and tuple(value.shape) == spec.local_shape(n)
+                    cuts[id(value)] = spec if fits else "unknown"
+    return cuts
+
+
+def is_optimizer(value: Any) -> bool:
+    return (
+        isinstance(value, Mapping)
+        and isinstance(value.get("state"), Mapping)
+        and isinstance(value.get("param_groups"), list)
+    )
+
+
+def _names(groups: list[Any]) -> Iterator[tuple[int, str]]:
+    for group in groups:
+        yield from zip(group["params"], group.get("param_names") or (), strict=False)
+
+
+def _by_name(
+    state: Mapping[Any, Any], marked: Mapping[object, Tensor], memory_of: MemoryOf
+) -> dict[str, ShardSpec]:
+    """Cuts of the parameters in the models' state_dicts, but for names that two of them use differently."""
+    found: dict[str, set[ShardSpec]] = defaultdict(set)
+    for model in (state, *state.values()):
+        if isinstance(model, Mapping) and not is_optimizer(model):
+            for name, t in model.items():
+                if isinstance(t, Tensor) and isinstance(name, str):
+                    cut = sharding(t if t.is_meta else marked.get(memory_of(t), t))
+                    found[name].add(cut.spec if cut else ShardSpec(tuple(t.shape)))
+    return {name: specs.pop() for name, specs in found.items() if len(specs) == 1}

@@ -1,0 +1,101 @@
+"""The manifest, which makes a directory a checkpoint, and the names in the layout."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ...errors import CheckpointError
+from ...storage.jsonfile import PREFIX, FileRecord, dumps, loads
+
+FORMAT = "tpcore.checkpoint"
+VERSION = 1
+STATE = "state.json"
+
+_FILE = re.compile(r"tp_rank_\d+(_pp_rank_\d+)?/[A-Za-z0-9_][A-Za-z0-9_.-]*")
+
+
+def rank_dir(tp_rank: int, pp_rank: int = 0, pp: int = 1) -> str:
+    """Directory of one rank; the pp rank is named only where there are several."""
+    return f"{PREFIX}{tp_rank}" + (f"_pp_rank_{pp_rank}" if pp > 1 else "")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a save wrote. ``files`` by path relative to the checkpoint, with forward slashes."""
+
+    save_id: str
+    mesh: Mapping[str, int]
+    files: Mapping[str, FileRecord]
+    written_by: Mapping[str, str]
+
+    def axis(self, name: str) -> int:
+        return self.mesh.get(name, 1)
+
+    @property
+    def rank_dirs(self) -> list[str]:
+        pp = self.axis("pp")
+        return [rank_dir(t, p, pp) for t in range(self.axis("tp")) for p in range(pp)]
+
+    def to_json(self) -> bytes:
+        return dumps(
+            {
+                "format": FORMAT,
+                "version": VERSION,
+                "save_id": self.save_id,
+                "mesh": dict(self.mesh),
+                "written_by": dict(self.written_by),
+                "files": {p: {"bytes": f.size, "crc32": f.crc32} for p, f in sorted(self.files.items())},
+            },
+            indent=1,
+        )
+
+    @classmethod
+    def from_json(cls, data: bytes, path: str) -> Manifest:
+        """Raises CheckpointError, naming ``path``, for anything that is not a manifest of this version."""
+        top = loads(data, path)
+        check_format(top, path)
+        try:
+            manifest = cls(
+                save_id=_of(str, top["save_id"]),
+                mesh={_of(str, axis): _of(int, size) for axis, size in top["mesh"].items()},
+                files={
+                    _of(str, name): FileRecord(_of(int, f["bytes"]), _of(str, f["crc32"]))
+                    for name, f in top["files"].items()
+                },
+                written_by=dict(top["written_by"]),
+            )
+        except (KeyError, TypeError, AttributeError) as e:
+            raise CheckpointError(f"{path} is damaged: {type(e).__name__}: {e}") from e
+        manifest._check(path)
+        return manifest
+
+    def _check(self, path: str) -> None:
+        if any(size < 1 for size in self.mesh.values()):
+            raise CheckpointError(f"{path} is damaged: mesh {dict(self.mesh)}")
+        for name in self.files:
+            if not _FILE.fullmatch(name):
+                raise CheckpointError(f"{path} lists {name!r}, which is no file of a rank's directory")
+        dirs = {name.partition("/")[0] for name in self.files}
+        if dirs != set(self.rank_dirs):
+            raise CheckpointError(
+                f"{path} lists files of {sorted(dirs)}, but its mesh {dict(self.mesh)} has {self.rank_dirs}"
+            )
+
+
+def _of(kind: type, value: Any) -> Any:
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise TypeError(f"{value!r} where {kind} belongs")
+    return value
+
+
+def check_format(top: Any, path: str) -> None:
+    if not isinstance(top, dict) or top.get("format") != FORMAT:
+        raise CheckpointError(f"{path} is not of a checkpoint of the format {FORMAT!r}")
+    if top.get("version") != VERSION:
+        raise CheckpointError(
+            f"{path} is of format version {top.get('version')!r} and this tpcore reads version {VERSION}: "
+            "use the tpcore that wrote it, or a newer one"
+        )

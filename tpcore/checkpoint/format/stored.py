@@ -1,0 +1,205 @@
+"""One tensor as a checkpoint holds it, and the work of making this rank's shard of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ...errors import CheckpointError
+from ...shard import ShardSpec
+from ...storage.tensorfile import Layout, TensorFile
+from .cuts import Cut
+from .regions import Region, regions
+
+
+class Shard(Protocol):
+    """Stored bytes that can be read in part."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def identity(self) -> object:
+        """Equal for shards that are the same stored bytes."""
+
+    def verify(self) -> None:
+        """Compare with the checksum on record, if there is one."""
+
+    def read(self, starts: Sequence[int], out: Tensor, check: bool) -> None:
+        """Fill ``out``, a CPU tensor, with the region from ``starts`` on; ``check`` it as ``verify`` does."""
+
+
+@dataclass(frozen=True)
+class FileShard:
+    file: TensorFile
+    layout: Layout
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.layout.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.layout.dtype
+
+    @property
+    def identity(self) -> object:
+        return self.file.path, self.layout.start, self.layout.nbytes
+
+    def verify(self) -> None:
+        self.file.verify(self.layout)
+
+    def read(self, starts: Sequence[int], out: Tensor, check: bool) -> None:
+        self.file.read(self.layout, starts, out, check=check)
+
+
+@dataclass(frozen=True, eq=False)
+class MemoryShard:
+    """A tensor that ``torch.load`` has mapped: only what is read of it comes off the disk."""
+
+    tensor: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    @property
+    def identity(self) -> object:
+        t = self.tensor
+        return t.untyped_storage().data_ptr(), t.storage_offset(), t.shape, t.stride(), t.dtype
+
+    def verify(self) -> None:
+        pass  # no checksums in torch's format beyond those of the zip file, which torch does not compare
+
+    def read(self, starts: Sequence[int], out: Tensor, check: bool) -> None:
+        out.copy_(_box(self.tensor, starts, out.shape))
+
+
+def _box(t: Tensor, starts: Sequence[int], size: Sequence[int]) -> Tensor:
+    for dim, (start, length) in enumerate(zip(starts, size, strict=True)):
+        t = t.narrow(dim, start, length)
+    return t
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """Fill ``out`` from regions of shards; what no region covers becomes zero."""
+
+    out: Tensor
+    parts: tuple[tuple[Shard, Region], ...]
+    covered: bool
+
+    def verify(self) -> None:
+        """Compare with their checksums the shards that will be read whole."""
+        for shard, region in self.parts:
+            if region.size == shard.shape:
+                shard.verify()
+
+    def run(self, *, check: bool = True) -> None:
+        out = self.out.detach()
+        direct = out if out.device.type == "cpu" else torch.empty(out.shape, dtype=out.dtype)
+        with torch.no_grad():
+            if not self.covered:
+                direct.zero_()
+            for shard, region in self.parts:
+                shard.read(region.src_start, _box(direct, region.dst_start, region.size), check)
+            if direct is not out:
+                out.copy_(direct)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in ``m`` shards. ``own``: which of them is this rank's, if the degree is the same."""
+
+    where: str
+    cut: Cut
+    m: int
+    own: int | None
+    shard: Callable[[int], Shard]  # opened when asked for: mostly a rank needs its own only
+
+    @property
+    def first(self) -> Shard:
+        return self.shard(0 if self.own is None else self.own)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.first.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The logical shape, as far as it is on record."""
+        return self.cut.shape if isinstance(self.cut, ShardSpec) else self.first.shape
+
+    def kept(self, want: ShardSpec | None, n: int) -> bool:
+        """Whether this rank's shard is what is wanted, as it is."""
+        if self.own is None or n != self.m:
+            return False
+        if want is None or self.cut == want:
+            return True
+        return not isinstance(self.cut, ShardSpec) and self.first.shape == want.local_shape(n)
+
+    def bound(self) -> str | None:
+        """Why it can be loaded only at the degree it was saved at, or None."""
+        if isinstance(self.cut, ShardSpec):
+            return None
+        if self.cut is None and self._alike():
+            return None
+        why = (
+            "its optimizer was saved without the model, or not made from model.named_parameters() (torch 2.6)"
+            if self.cut == "unknown"
+            else "the ranks hold different values, and nothing says how they are cut: a model's own "
+            "state_dict() knows, and the command line takes --cut"
+        )
+        return (
+            f"{self.where} can be loaded only at the degree it was saved at, tp={self.m}: "
+            f"how it is cut is not on record, since {why}"
+        )
+
+    def _alike(self) -> bool:
+        """Whether all ranks hold the same."""
+        shards = [self.shard(i) for i in range(self.m)]
+        if all(isinstance(s, MemoryShard) for s in shards):
+            first, *others = [s.tensor for s in shards if isinstance(s, MemoryShard)]
+            return all(torch.equal(first, t) for t in others)
+        return len({_summary(s) for s in shards}) == 1
+
+    def whole(self) -> tuple[ShardSpec, int]:
+        """How it is cut and in how many shards."""
+        why = self.bound()
+        if why is not None:
+            raise CheckpointError(why)
+        return (self.cut, self.m) if isinstance(self.cut, ShardSpec) else (ShardSpec(self.first.shape), 1)
+
+    def local_shape(self, want: ShardSpec | None, n: int) -> tuple[int, ...]:
+        """Shape of this rank's part of ``n``; ``want``: the cut to make, or None for that on record."""
+        if self.kept(want, n):
+            return self.first.shape
+        return (want or self.whole()[0]).local_shape(n)
+
+    def parts(
+        self, want: ShardSpec | None, rank: int, n: int
+    ) -> tuple[tuple[tuple[Shard, Region], ...], bool]:
+        """What shard ``rank`` of ``n`` is made of, and whether that covers all of it."""
+        if self.kept(want, n):
+            nothing = (0,) * len(self.first.shape)
+            return ((self.first, Region(0, nothing, nothing, self.first.shape)),), True
+        cut, m = self.whole()
+        want = want or cut
+        return tuple((self.shard(r.src), r) for r in regions(cut, m, want, rank, n)), not want.padded(n)
+
+    def job(self, out: Tensor, want: ShardSpec | None, rank: int, n: int) -> Job:
+        return Job(out, *self.parts(want, rank, n))
+
+
+def _summary(shard: Shard) -> object:
+    crc32 = shard.layout.crc32 if isinstance(shard, FileShard) else None
+    return shard.shape, shard.dtype, crc32

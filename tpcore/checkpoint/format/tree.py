@@ -1,0 +1,168 @@
+"""A nested state and the JSON that stands for it: what JSON has no form of is tagged, nothing is pickled."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import CheckpointError
+from ...storage.dtypes import dtype_name, dtype_of
+
+TAG = "$"
+_DICTS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
+_DEPTH = 100
+Path = tuple[Any, ...]
+
+
+def spell(path: Path) -> str:
+    """``("optimizer", "state", 0)`` as ``optimizer.state[0]``."""
+    text = ""
+    for key in path:
+        text += (f".{key}" if text else key) if isinstance(key, str) else f"[{key!r}]"
+    return text or "the state"
+
+
+def encode(value: Any, leaf: Callable[[Tensor, Path], Any], path: Path = ()) -> Any:
+    """``leaf`` gives the JSON of a tensor. ValueError, naming the entry, for what a checkpoint cannot hold.
+
+    Types are matched exactly: a subclass of a number or a container would come back as something else.
+    """
+    kind = type(value)
+    if value is None or kind in (bool, int, str):
+        return value
+    if kind is float:
+        return value if math.isfinite(value) else {TAG: "float", "value": str(value)}
+    if isinstance(value, Tensor):
+        return leaf(value, path)
+    if kind is torch.dtype:
+        return {TAG: "dtype", "value": dtype_name(value)}
+    if len(path) > _DEPTH:
+        raise ValueError(f"{spell(path[:8])}... is nested more than {_DEPTH} deep: does it contain itself?")
+    if kind in (list, tuple):
+        items = [encode(item, leaf, (*path, i)) for i, item in enumerate(value)]
+        return items if kind is list else {TAG: "tuple", "items": items}
+    if kind in _DICTS.values():
+        return _encode_dict(value, leaf, path)
+    raise ValueError(f"cannot save {spell(path)}: {kind.__module__}.{kind.__qualname__}{_remedy(value)}")
+
+
+def _remedy(value: Any) -> str:
+    if type(value).__module__ == "numpy":
+        return "; pass torch.from_numpy(x) for an array, x.item() for a number"
+    if hasattr(value, "state_dict"):
+        return "; pass its state_dict()"
+    return "; a checkpoint holds tensors, numbers, strings, None, and lists, tuples and dicts of these"
+
+
+def _encode_dict(value: dict[Any, Any], leaf: Callable[[Tensor, Path], Any], path: Path) -> Any:
+    items = []
+    for key, item in value.items():
+        if isinstance(key, Tensor):
+            raise ValueError(f"cannot save {spell(path)}: a tensor is a key of it")
+        items.append((encode(key, leaf, (*path, key)), encode(item, leaf, (*path, key))))
+    if type(value) is dict and TAG not in value and all(type(key) is str for key in value):
+        return dict(items)
+    out = {TAG: type(value).__name__, "items": [list(item) for item in items]}
+    # what nn.Module.state_dict() says about the versions of its modules
+    metadata = getattr(value, "_metadata", None)
+    if metadata is not None:
+        out["metadata"] = encode(metadata, leaf, (*path, "_metadata"))
+    return out
+
+
+def decode(tree: Any, leaf: Callable[[dict[str, Any]], Any]) -> Any:
+    """The state; ``leaf`` gives the tensor for its JSON. CheckpointError for JSON that stands for nothing."""
+    if isinstance(tree, list):
+        return [decode(item, leaf) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    tag = tree.get(TAG)
+    try:
+        if tag is None:
+            return {key: decode(item, leaf) for key, item in tree.items()}
+        if tag == "tensor":
+            return leaf(tree)
+        if tag == "tuple":
+            return tuple(decode(item, leaf) for item in tree["items"])
+        if tag == "float":
+            return float(tree["value"])
+        if tag == "dtype":
+            return dtype_of(tree["value"])
+        if tag in _DICTS:
+            out = _DICTS[tag]()
+            for key, item in tree["items"]:
+                out[decode(key, leaf)] = decode(item, leaf)
+            if tree.get("metadata") is not None:
+                out._metadata = decode(tree["metadata"], leaf)  # type: ignore[attr-defined]
+            return out
+    except (KeyError, TypeError, ValueError, AttributeError) as e:
+        raise CheckpointError(f"an entry tagged {tag!r} is damaged: {type(e).__name__}: {e}") from e
+    raise CheckpointError(f"unknown tag {tag!r}: written by a newer tpcore?")
+
+
+def entries(tree: Any) -> dict[Any, Any]:
+    """The still encoded values of an encoded dict, by decoded key."""
+    if isinstance(tree, dict) and TAG not in tree:
+        return tree
+    if isinstance(tree, dict) and tree[TAG] in _DICTS:
+        return {decode(key, _no_tensor): item for key, item in tree["items"]}
+    raise CheckpointError("a dict is missing where a checkpoint has one")
+
+
+def only(tree: Any, kept: dict[Any, Any]) -> Any:
+    """An encoded dict with only these of its entries, of the type it was."""
+    if TAG not in tree:
+        return kept
+    items = zip(tree["items"], entries(tree), strict=True)
+    return {**tree, "items": [item for item, key in items if key in kept]}
+
+
+def with_entry(tree: Any, key: str, item: Any) -> Any:
+    """An encoded dict with this entry, encoded too, before its own."""
+    return {key: item, **tree} if TAG not in tree else {**tree, "items": [[key, item], *tree["items"]]}
+
+
+def _no_tensor(tree: dict[str, Any]) -> Any:
+    raise CheckpointError("a tensor is a key of a dict")
+
+
+def is_dict(tree: Any) -> bool:
+    return isinstance(tree, dict) and (TAG not in tree or tree[TAG] in _DICTS)
+
+
+def is_tensor(tree: Any) -> bool:
+    return isinstance(tree, dict) and tree.get(TAG) == "tensor"
+
+
+def leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Everything that is not a container of other entries, with where it is."""
+    if is_dict(tree):
+        for key, item in entries(tree).items():
+            yield from leaves(item, (*path, key))
+    elif isinstance(tree, list) or (isinstance(tree, dict) and tree[TAG] == "tuple"):
+        for i, item in enumerate(tree if isinstance(tree, list) else tree["items"]):
+            yield from leaves(item, (*path, i))
+    else:
+        yield path, tree
+
+
+def is_nested(
+    top: Mapping[Any, Any],
+    model_key: str | None,
+    where: str,
+    is_dict: Callable[[Any], bool],
+    is_tensor: Callable[[Any], bool],
+) -> bool:
+    """Whether the model's state is an entry of ``top``, or ``top`` itself: then that has tensors in it."""
+    if model_key is not None and is_dict(top.get(model_key)):
+        return True
+    if any(is_tensor(value) for value in top.values()):
+        return False
+    raise CheckpointError(
+        f"{where} has no model under {model_key!r}, nor is it one's state itself: it has {list(top)[:20]}"
+    )

@@ -1,0 +1,172 @@
+"""A whole model out of a checkpoint of any form, as the files that ``from_pretrained`` opens."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from safetensors.torch import load_file
+
+from ...errors import CheckpointError
+from ...storage.files import make_dirs, naming, sync_dir, write_file
+from ...storage.jsonfile import dumps
+from ...storage.progress import Steps, Tell, Tick, nothing
+from ...storage.tensorfile import nbytes_of, write_tensors
+from ..forms.huggingface import INDEX
+from ..forms.whole import Reading
+from ..read.lazy import Lazy, once
+from ..read.source import CutRule, Source, opened
+
+StrPath = str | os.PathLike[str]
+
+# what from_pretrained reads beside the weights
+_BESIDE = ("config.json", "generation_config.json", "vocab.txt", "vocab.json", "merges.txt", "spiece.model")
+_BESIDE_STEMS = ("tokenizer", "special_tokens_map", "added_tokens", "preprocessor_config", "chat_template")
+
+
+def consolidate(
+    src: StrPath,
+    out: StrPath,
+    *,
+    pickled: bool = False,
+    max_shard_size: int | None = None,
+    rules: Sequence[CutRule] = (),
+    how: Reading | None = None,
+    tell: Tell = nothing,
+) -> list[str]:
+    """Write the model in ``src``, whole, into the directory ``out``; returns the names of the files.
+
+    ``model.safetensors``, or ``pytorch_model.bin`` if ``pickled``; several of at most ``max_shard_size``
+    bytes and an index where it takes more than one. Configuration and tokenizer files are copied.
+    """
+    with opened(src, how or Reading(), rules) as source:
+        tensors, ties = once(source)
+        groups = _groups(tensors, max_shard_size)
+        tick = Steps(sum(map(nbytes_of, tensors.values())), tell)
+        stem, end = ("pytorch_model", ".bin") if pickled else ("model", ".safetensors")
+        width = f"{len(groups):05d}"
+        names = [
+            f"{stem}{end}" if len(groups) == 1 else f"{stem}-{i:05d}-of-{width}{end}"
+            for i in range(1, len(groups) + 1)
+        ]
+        with _new_files(os.fspath(out)) as stage:
+            for name, group in zip(names, groups, strict=True):
+                here = {other: kept for other, kept in ties.items() if kept in group}
+                _write_weights(os.path.join(stage, name), group, here, pickled, tick)
+            if len(groups) > 1:
+                where = {t: name for name, group in zip(names, groups, strict=True) for t in group}
+                total = {"total_size": sum(map(nbytes_of, tensors.values()))}
+                text = dumps({"metadata": total, "weight_map": where}, indent=2)
+                names.append(f"{stem}{end}{INDEX}")
+                write_file(os.path.join(stage, names[-1]), [text])
+            names += _copy_beside(os.fspath(src), stage, os.fspath(out))
+            sync_dir(stage)
+    return names
+
+
+def write_one(source: Source, out: str, tell: Tell) -> None:
+    """The model in ``source``, whole, as the one file ``out``."""
+    if os.path.lexists(out):
+        raise CheckpointError(f"{out} is there already: give another name")
+    tensors, ties = once(source)
+    temporary = _beside_name(out)
+    make_dirs(os.path.dirname(out))
+    try:
+        tick = Steps(sum(map(nbytes_of, tensors.values())), tell)
+        write_tensors(temporary, tensors, {"format": "pt", **ties}, tick, summed=False)
+        with naming("put in place", out):
+            os.rename(temporary, out)
+        sync_dir(os.path.dirname(out))
+    finally:
+        if os.path.lexists(temporary):
+            os.unlink(temporary)
+
+
+def _groups(tensors: Mapping[str, Lazy], limit: int | None) -> list[dict[str, Lazy]]:
+    """In order, each of at most ``limit`` bytes or of one tensor."""
+    groups: list[dict[str, Lazy]] = []
+    held = 0
+    for name, t in tensors.items():
+        if not groups or (limit is not None and held + nbytes_of(t) > limit):
+            groups.append({})
+            held = 0
+        groups[-1][name] = t
+        held += nbytes_of(t)
+    return groups
+
+
+def _write_weights(
+    path: str, tensors: Mapping[str, Lazy], ties: Mapping[str, str], pickled: bool, tick: Tick
+) -> None:
+    if not pickled:
+        write_tensors(path, tensors, {"format": "pt", **ties}, tick, summed=False)
+        return
+    # torch.save takes all tensors at once: they go to the disk first, and come mapped from there
+    scratch = f"{path}.safetensors"
+    write_tensors(scratch, tensors, {"format": "pt"}, tick, summed=False)
+    state = load_file(scratch)
+    with naming("write", path):
+        with open(path, "xb") as f:
+            torch.save({name: state[name] for name in tensors} | {o: state[k] for o, k in ties.items()}, f)
+            f.flush()
+            os.fsync(f.fileno())
+        os.unlink(scratch)
+
+
+def _copy_beside(src: str, stage: str, out: str) -> list[str]:
+    """Copy configuration and tokenizer, which lie in a model's directory or above its folder of shards."""
+    names = []
+    for path in _beside(src):
+        name = os.path.basename(path)
+        if not os.path.lexists(os.path.join(out, name)):
+            with naming("copy", path), open(path, "rb") as f:
+                write_file(os.path.join(stage, name), [f.read()])
+            names.append(name)
+    return names
+
+
+def _beside(src: str) -> Iterator[str]:
+    for folder in (src, os.path.dirname(os.path.realpath(src))):
+        if os.path.isfile(os.path.join(folder, "config.json")):
+            for name in sorted(os.listdir(folder)):
+                wanted = name in _BESIDE or name.partition(".")[0] in _BESIDE_STEMS
+                if wanted and os.path.isfile(os.path.join(folder, name)):
+                    yield os.path.join(folder, name)
+            return
+
+
+@contextmanager
+def _new_files(out: str) -> Iterator[str]:
+    """A directory to write in, whose files then appear in ``out``, the index last. None may be there."""
+    out = os.path.realpath(out)
+    held = os.listdir(out) if os.path.isdir(out) else []
+    for name in sorted(held):
+        if name.startswith(("model.", "model-", "pytorch_model")):
+            raise CheckpointError(f"{os.path.join(out, name)} is there already: give another directory")
+    make_dirs(os.path.dirname(out))
+    stage = _beside_name(out)
+    try:
+        with naming("make the directory", stage):
+            os.mkdir(stage)
+        yield stage
+        if not os.path.isdir(out):
+            with naming("put in place", out):
+                os.rename(stage, out)
+        else:
+            for name in sorted(os.listdir(stage), key=lambda n: (n.endswith(INDEX), n)):
+                with naming("put in place", os.path.join(out, name)):
+                    os.rename(os.path.join(stage, name), os.path.join(out, name))
+            sync_dir(out)
+        sync_dir(os.path.dirname(out))
+    finally:
+        shutil.rmtree(stage, ignore_errors=True)
+
+
+def _beside_name(out: str) -> str:
+    """Where to write until it is complete."""
+    parent, name = os.path.split(out)
+    return os.path.join(parent, f".{name}.writing-{uuid.uuid4().hex}")

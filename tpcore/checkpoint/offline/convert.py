@@ -1,0 +1,84 @@
+"""Checkpoints of other libraries in the same cut, without pickle."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ...errors import CheckpointError
+from ...storage.jsonfile import FileRecord
+from ...storage.progress import Steps, Tell, nothing
+from ..format.manifest import rank_dir
+from ..format.stored import MemoryShard, Stored
+from ..forms.pickled import ForeignCheckpoint
+from ..forms.whole import Reading, own
+from ..read.source import CutRule, cuts_by, opened
+from ..write.save import put_in_place
+from ..write.snapshot import Part, total_of
+from .consolidate import StrPath, consolidate, write_one
+from .reshard import RankContents, reshard, staged
+
+
+# -- without pickle, in the same cut -------------------------------------------------------------------------
+def convert(
+    src: StrPath,
+    out: StrPath,
+    *,
+    rules: Sequence[CutRule] = (),
+    how: Reading | None = None,
+    tell: Tell = nothing,
+) -> list[str]:
+    """Write what ``src`` holds in the same cut, but without pickle; returns the names of what was written.
+
+    Shards that others wrote become a checkpoint of the same degree, with all that lies beside the model.
+    The model in an unsharded file becomes ``out`` if that ends in ``.safetensors``, else a directory.
+    """
+    how = how or Reading()
+    with opened(src, how, rules) as source:
+        if source.checkpoint is not None:
+            raise CheckpointError(f"{source.path} is a tpcore checkpoint already: consolidate or reshard it")
+        if source.foreign is not None and any(stage.made for stage in source.foreign.recorded):
+            # what the original linears were is in no rank's shard as it is
+            reshard(src, out, source.tp, rules=rules, how=how, tell=tell)
+            return [rank_dir(rank) for rank in range(source.tp)]
+        if source.foreign is not None:
+            return _convert_shards(source.foreign, out, how, rules, tell)
+        if not os.fspath(out).endswith(".safetensors"):
+            return consolidate(src, out, how=how, tell=tell)
+        target = os.path.realpath(out)
+        write_one(source, target, tell)
+    return [os.path.basename(target)]
+
+
+def _convert_shards(
+    foreign: ForeignCheckpoint, out: StrPath, how: Reading, rules: Sequence[CutRule], tell: Tell
+) -> list[str]:
+    pp, files, tick = len(foreign.stages), dict[str, FileRecord](), None
+    with staged(out) as (staging, save_id):
+        for stage in range(pp):
+            for i in range(foreign.tp):
+                rank = _rank_of_foreign(foreign, how, rules, stage, i)
+                tick = tick or Steps(total_of(rank.files) * foreign.tp * pp, tell)  # they are alike
+                files |= rank.write(staging.path, rank_dir(i, stage, pp), save_id, tick)
+        put_in_place(staging, save_id, {"pp": pp, "tp": foreign.tp}, files)
+    return sorted({name.partition("/")[0] for name in files})
+
+
+def _rank_of_foreign(
+    foreign: ForeignCheckpoint, how: Reading, rules: Sequence[CutRule], stage: int, rank: int
+) -> RankContents:
+    """One rank's own shards: mapped, only read when they are written."""
+    found, rests = foreign.open(how, cuts_by(rules), stage, own_rank=rank)
+    shards = {name: _tensor(s) if isinstance(s, Stored) else s for name, s in found.items()}
+    cuts = {id(shards[name]): s.cut for name, s in found.items() if isinstance(s, Stored)}
+    part = Part({how.model_key: shards, **own(rests[rank])}, lambda t, where: cuts.get(id(t)))
+    return RankContents(part.tree, part.files)
+
+
+def _tensor(stored: Stored) -> Tensor:
+    shard = stored.first
+    if not isinstance(shard, MemoryShard):
+        raise TypeError(f"{shard} is of no pickle")
+    return shard.tensor

@@ -1,0 +1,79 @@
+"""How the models in two checkpoints differ."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+import torch
+
+from ...storage.dtypes import dtype_name
+from ...storage.files import CHUNK
+from ...storage.jsonfile import MANIFEST
+from ...storage.progress import Steps, Tell, nothing
+from ..format.stored import Stored
+from ..forms.whole import Reading
+from ..read.source import CutRule, Source, opened, part
+from .consolidate import StrPath
+from .inspect import bytes_of_logical
+
+
+class Difference(NamedTuple):
+    """``why``: what is different in kind; else by how much the values differ at most."""
+
+    name: str
+    why: str | None
+    absolute: float
+    relative: float
+
+
+def diff(
+    a: StrPath,
+    b: StrPath,
+    *,
+    rules: Sequence[CutRule] = (),
+    how: Reading | None = None,
+    tell: Tell = nothing,
+) -> Iterator[Difference]:
+    """How the models in two checkpoints of any form and degree differ: an entry for each tensor that does."""
+    how = how or Reading()
+    with _opened(a, how, rules) as one, _opened(b, how, rules) as other:
+        mine, theirs = dict(one.tensors()), dict(other.tensors())
+        tick = Steps(sum(map(bytes_of_logical, mine.values())), tell)
+        for name in dict.fromkeys([*mine, *theirs]):
+            if name not in mine or name not in theirs:
+                where = one.path if name in mine else other.path
+                yield Difference(name, f"only in {where}", 0.0, 0.0)
+            elif mine[name].shape != theirs[name].shape:
+                yield Difference(name, f"shape {mine[name].shape} and {theirs[name].shape}", 0.0, 0.0)
+            else:
+                yield from _values(name, mine[name], theirs[name])
+            tick(bytes_of_logical(mine[name]) if name in mine else 0)
+
+
+def _opened(path: StrPath, how: Reading, rules: Sequence[CutRule]) -> AbstractContextManager[Source]:
+    ours = os.path.isfile(os.path.join(path, MANIFEST))
+    return opened(path, how, () if ours else rules)
+
+
+def _values(name: str, a: Stored, b: Stored) -> Iterator[Difference]:
+    why = None if a.dtype == b.dtype else f"dtype {dtype_name(a.dtype)} and {dtype_name(b.dtype)}"
+    x, y = part(a, 0, 1).flatten(), part(b, 0, 1).flatten()
+    absolute = relative = 0.0
+    for i in range(0, x.numel(), CHUNK):
+        absolute, relative = _furthest(x[i : i + CHUNK], y[i : i + CHUNK], absolute, relative)
+    if why is not None or absolute > 0 or math.isnan(absolute):
+        yield Difference(name, why, absolute, relative)
+
+
+def _furthest(x: torch.Tensor, y: torch.Tensor, absolute: float, relative: float) -> tuple[float, float]:
+    wide = torch.complex128 if x.is_complex() or y.is_complex() else torch.float64
+    x, y = x.to(wide), y.to(wide)
+    same = (x == y) | (x.isnan() & y.isnan())
+    gap = (x - y).abs().masked_fill(same, 0.0).nan_to_num(nan=math.inf, posinf=math.inf)
+    size = torch.maximum(x.abs(), y.abs()).nan_to_num(nan=1.0, posinf=math.inf)
+    ratio = (gap / size).masked_fill(same, 0.0).nan_to_num(nan=math.inf)
+    return max(absolute, float(gap.max())), max(relative, float(ratio.max()))

@@ -1,0 +1,68 @@
+"""What is in a checkpoint, whether it is whole, and how two of them differ."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from ...shard import ShardSpec
+from ...storage.dtypes import dtype_name
+from ..format.directory import View
+from ..format.stored import Stored
+from ..format.tree import is_tensor, leaves, spell
+from ..forms.whole import Reading
+from ..read.source import CutRule, Source, opened
+
+StrPath = str | os.PathLike[str]
+
+
+class Row(NamedTuple):
+    """One tensor. ``local``: the shape of a shard; ``bytes``: of the logical tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    cut: str
+    local: tuple[int, ...]
+    bytes: int
+
+
+class Inspected(NamedTuple):
+    path: str
+    form: str
+    tp: int
+    pp: int
+    rows: list[Row]
+
+
+def inspect(path: StrPath, *, rules: Sequence[CutRule] = (), how: Reading | None = None) -> Inspected:
+    """Every tensor in a checkpoint of any form; of this library's, with what lies beside the model."""
+    with opened(path, how or Reading(), rules) as source:
+        rows = [_row(name, stored) for name, stored in _all(source)]
+        return Inspected(source.path, source.form, source.tp, source.pp, rows)
+
+
+def _all(source: Source) -> Iterator[tuple[str, Stored]]:
+    if source.checkpoint is None:
+        yield from source.tensors()
+        return
+    for pp_rank in range(source.pp):
+        view = View(source.checkpoint, 0, 1, pp_rank)
+        for path, leaf in leaves(view.tree):
+            if is_tensor(leaf):
+                yield spell(path), view.stored(leaf, spell(path))
+
+
+def _row(name: str, stored: Stored) -> Row:
+    dtype, local = stored.dtype, stored.first.shape
+    cut = str(stored.cut).partition(" ")[2] if isinstance(stored.cut, ShardSpec) else stored.cut
+    if cut is None:
+        cut = "same on all ranks" if stored.bound() is None else "unknown"
+    return Row(name, stored.shape, dtype_name(dtype), cut, local, bytes_of_logical(stored))
+
+
+def bytes_of_logical(stored: Stored) -> int:
+    """Of the logical tensor."""
+    return math.prod(stored.shape) * stored.dtype.itemsize

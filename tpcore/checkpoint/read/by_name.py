@@ -1,0 +1,94 @@
+"""One rank's part of a model out of any source, by name: needs no module, no process group, no other rank."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import CheckpointError
+from ...shard import ShardSpec
+from ...storage.files import naming
+from ..format.cuts import Cut
+from ..format.stored import Stored
+from ..format.tree import is_nested
+from ..forms.huggingface import aligned
+from ..forms.whole import Reading, State, in_memory
+from .fit import listed, misfits
+from .source import open_source
+
+Wanted = Mapping[str, tuple[ShardSpec, torch.dtype]]
+
+
+def read_shards(
+    source: str | os.PathLike[str] | Mapping[str, Any],
+    wanted: Wanted,
+    rank: int,
+    n: int,
+    *,
+    ties: Mapping[str, str] | None = None,
+    strict: bool = True,
+    how: Reading | None = None,
+) -> dict[str, Tensor]:
+    """Shard ``rank`` of ``n`` of every tensor in ``wanted``, of its dtype, contiguous in memory of its own.
+
+    ``source``: a checkpoint of any form and degree, or a whole model's state in memory (or a dict with it
+    under ``how.model_key``). ``ties``: other names of tensors in ``wanted``, by which they may be stored.
+    Of files only the bytes that are kept are read. Names, shapes and dtypes are compared first:
+    CheckpointError lists what is missing, does not fit or, if ``strict``, is surplus. Floats are converted.
+    """
+    how, ties = how or Reading(), ties or {}
+    with ExitStack() as stack:
+        if isinstance(source, Mapping):
+            where, found = "the state", _state(source, how)
+        else:
+            where = os.fspath(source)
+            with naming("load", where):
+                found = dict(open_source(where, how, partial(_cut, wanted, ties), stack, rank, n).model)
+        found = aligned(found, {*wanted, *ties})
+        for other, name in ties.items():
+            if other in found:
+                found.setdefault(name, found[other])
+        wrong = [text for name, want in wanted.items() for text in _wrong(found.get(name), name, want, n)]
+        if strict:
+            surplus = [name for name in found if name not in wanted and name not in ties]
+            wrong += [f"{name!r}: the checkpoint has it, the model not" for name in surplus]
+        if wrong:
+            raise CheckpointError(listed(f"{where} does not fit the model", wrong))
+        made = {name: _read(found[name], spec, dtype, rank, n) for name, (spec, dtype) in wanted.items()}
+        for other, name in ties.items():
+            twice = other in found and found[other].first.identity != found[name].first.identity
+            if twice and not torch.equal(_read(found[other], *wanted[name], rank, n), made[name]):
+                raise CheckpointError(f"{where}: {name!r} and {other!r} are one in the model, not there")
+        return made
+
+
+def _state(source: Mapping[str, Any], how: Reading) -> State:
+    nested = is_nested(
+        source, how.model_key, "the state", lambda v: isinstance(v, Mapping), lambda v: isinstance(v, Tensor)
+    )
+    return in_memory(source[how.model_key or ""] if nested else source, "the state")
+
+
+def _cut(wanted: Wanted, ties: Mapping[str, str], name: str, shape: tuple[int, ...], m: int) -> Cut:
+    """Says of a foreign file what it does not say itself."""
+    spec = wanted[ties.get(name, name)][0] if ties.get(name, name) in wanted else None
+    return spec if spec is not None and spec.dim is not None else None
+
+
+def _wrong(stored: Any, name: str, want: tuple[ShardSpec, torch.dtype], n: int) -> list[str]:
+    if not isinstance(stored, Stored):
+        held = "nothing" if stored is None else f"a {type(stored).__name__}"
+        return [f"{name!r}: the model has shape {want[0].shape}, the checkpoint {held}"]
+    return list(misfits(name, stored, *want, n))
+
+
+def _read(stored: Stored, spec: ShardSpec, dtype: torch.dtype, rank: int, n: int) -> Tensor:
+    out = torch.empty(spec.local_shape(n), dtype=dtype)
+    stored.job(out, spec, rank, n).run()
+    return out

@@ -1,0 +1,171 @@
+"""A model and what a checkpoint holds for it: everything is compared before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...context import ParallelContext
+from ...errors import CheckpointError
+from ...shard import ShardSpec
+from ..format.cuts import spec_of
+from ..format.stored import Job, Stored
+
+_SHOWN = 8
+_EXTRA_STATE = "_extra_state"  # torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
+
+
+class Fit:
+    """Loads a state into a model. Built, then ``verify``, ``run`` and ``finish``, each on all ranks.
+
+    Parameters and buffers are filled in place; those on meta get memory on the context's device and are
+    put in their place by ``finish``, ties kept. The model's dtype rules: floats are converted to it, and
+    any other difference of dtype is an error.
+    """
+
+    def __init__(
+        self, model: nn.Module, found: Mapping[str, Any], ctx: ParallelContext, where: str, *, strict: bool
+    ) -> None:
+        self._model, self._ctx = model, ctx
+        self._n = ctx.mesh.axes.get("tp", 1)
+        self._rank = ctx.mesh.coords(ctx.rank).get("tp", 0)
+        self._wanted = dict(model.state_dict(keep_vars=True))
+        self._owned = {id(t) for t in (*model.parameters(), *model.buffers())}
+        self._jobs: dict[int, tuple[str, Stored, Job]] = {}  # by the model's tensor
+        self._assign: dict[str, Tensor] = {}
+        self._hand_over: dict[str, Any] = {}
+        self._in_place: set[int] = set()
+        self.notes: list[str] = []
+        self._compare(found, where, strict)
+
+    # -- comparing ----------------------------------------------------------------------------------------
+    def _compare(self, found: Mapping[str, Any], where: str, strict: bool) -> None:
+        both = [name for name in self._wanted if name in found]
+        tied = {id(self._wanted[name]) for name in both}  # may be stored under one of its names only
+        missing = [n for n, t in self._wanted.items() if n not in found and id(t) not in tied]
+        extra = [name for name in found if name not in self._wanted]
+        absent = [f"{n!r}: the model has {_shape(self._wanted[n])}, the checkpoint nothing" for n in missing]
+        absent += [f"{n!r}: the checkpoint has {_shape(found[n])}, the model nothing" for n in extra]
+        wrong = [text for name in both for text in self._misfits(name, found[name])]
+        if wrong or (strict and absent):
+            if strict:
+                wrong += absent
+            raise CheckpointError(listed(f"{where} does not fit the model", wrong))
+        if absent:
+            self.notes.append(listed(f"{where} does not fit the model everywhere, and strict=False", absent))
+        for name in both:
+            self._plan(name, found[name])
+        self._note_precision()
+
+    def _want(self, name: str) -> ShardSpec:
+        t = self._wanted[name]
+        return spec_of(t, self._ctx, f"the model's {name!r}") or ShardSpec(tuple(t.shape))
+
+    def _misfits(self, name: str, stored: Any) -> Iterator[str]:
+        t = self._wanted[name]
+        if name.rpartition(".")[2] == _EXTRA_STATE:
+            return
+        if isinstance(t, Tensor) and isinstance(stored, Stored):
+            yield from misfits(name, stored, self._want(name), t.dtype, self._n)
+        elif isinstance(t, Tensor) or isinstance(stored, Stored):
+            yield f"{name!r}: the checkpoint has {_shape(stored)}, the model {_shape(t)}"
+
+    def _plan(self, name: str, stored: Any) -> None:
+        t = self._wanted[name]
+        if not isinstance(stored, Stored) or not isinstance(t, Tensor):
+            self._hand_over[name] = stored
+            return
+        if id(t) in self._jobs:
+            self._check_tie(name, stored, self._jobs[id(t)])
+        elif id(t) in self._owned and not t.is_meta:
+            self._add(name, stored, t)
+            self._in_place.add(id(t))
+        else:
+            device = self._ctx.device if t.is_meta else torch.device("cpu")
+            self._add(name, stored, torch.empty(t.shape, dtype=t.dtype, device=device))
+
+    def _add(self, name: str, stored: Stored, out: Tensor) -> None:
+        job = stored.job(out, self._want(name), self._rank, self._n)
+        self._jobs[id(self._wanted[name])] = name, stored, job
+
+    def _check_tie(self, name: str, stored: Stored, first: tuple[str, Stored, Job]) -> None:
+        """The model has one tensor under two names. An untied checkpoint must hold the same values twice."""
+        other, theirs, job = first
+        if stored.first.identity == theirs.first.identity:
+            return
+        a, b = (torch.empty(job.out.shape, dtype=job.out.dtype) for _ in range(2))
+        for s, out in ((stored, a), (theirs, b)):
+            s.job(out, self._want(name), self._rank, self._n).run()
+        if not torch.equal(a, b):
+            raise CheckpointError(
+                f"{name!r} and {other!r} are one tensor in the model, two in the checkpoint"
+            )
+
+    def _note_precision(self) -> None:
+        lossy = [(n, s.dtype, j.out.dtype) for n, s, j in self._jobs.values() if _loses(s.dtype, j.out.dtype)]
+        if lossy:
+            lines = [f"{name!r}: from {have} to the model's {want}" for name, have, want in lossy]
+            self.notes.append(listed("tensors lose precision", lines))
+
+    # -- changing -----------------------------------------------------------------------------------------
+    def verify(self) -> None:
+        """Compare checksums of what will be read straight into the model."""
+        for key in self._in_place:
+            self._jobs[key][2].verify()
+
+    def run(self) -> None:
+        for key, (_, _, job) in self._jobs.items():
+            job.run(check=key not in self._in_place)
+
+    def finish(self) -> None:
+        """Give the model the tensors that had to be made. Cannot fail for a reason of the checkpoint's."""
+        made: dict[int, Tensor] = {}
+        for name, t in self._wanted.items():
+            if id(t) not in self._jobs or not isinstance(t, Tensor):
+                continue
+            out = self._jobs[id(t)][2].out
+            if t.is_meta:
+                if isinstance(t, nn.Parameter):  # the same one for all names: it stays tied
+                    out = made.setdefault(id(t), nn.Parameter(out, requires_grad=t.requires_grad))
+                self._assign[name] = out
+            elif id(t) not in self._owned:
+                self._hand_over[name] = out
+        if self._assign:
+            self._model.load_state_dict(self._assign, strict=False, assign=True)
+        if self._hand_over:  # extra state, and entries that a hook of the model makes up
+            self._model.load_state_dict(self._hand_over, strict=False)
+        tensors = (*self._model.named_parameters(), *self._model.named_buffers())
+        left = [repr(name) for name, t in tensors if t.is_meta]
+        if left:
+            self.notes.append(listed("still on meta, because the checkpoint does not hold them", left))
+
+
+def misfits(name: str, stored: Stored, want: ShardSpec, dtype: torch.dtype, n: int) -> Iterator[str]:
+    """Why a stored tensor cannot become a shard of ``n`` of what a model has."""
+    if not stored.kept(want, n) and stored.shape != want.shape:
+        cut = "" if want.dim is None else f", of which this rank holds {want.local_shape(n)}"
+        yield f"{name!r}: the checkpoint has shape {stored.shape}, the model {want.shape}{cut}"
+    elif not _converts(stored.dtype, dtype):
+        yield f"{name!r}: the checkpoint has dtype {stored.dtype}, the model {dtype}"
+
+
+def _shape(value: Any) -> str:
+    if isinstance(value, (Tensor, Stored)):
+        return f"shape {tuple(value.shape)}"
+    return f"a {type(value).__name__}"
+
+
+def listed(title: str, lines: list[str]) -> str:
+    more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+    return "\n  ".join([f"{title}:", *lines[:_SHOWN], *more])
+
+
+def _converts(have: torch.dtype, want: torch.dtype) -> bool:
+    return have == want or (have.is_floating_point and want.is_floating_point)
+
+
+def _loses(have: torch.dtype, want: torch.dtype) -> bool:
+    return have != want and have.itemsize >= want.itemsize

@@ -1,0 +1,69 @@
+"""Shards that are made when their turn to be written comes: memory for one at a time, whatever the total."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...errors import CheckpointError
+from ...storage.files import CHUNK
+from ..format.cuts import Cut
+from ..format.stored import Job, Stored
+from .source import Source
+
+
+@dataclass(frozen=True)
+class Lazy:
+    """Shard ``rank`` of ``n`` of a stored tensor, as what writes a file takes it."""
+
+    stored: Stored
+    rank: int = 0
+    n: int = 1
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.stored.local_shape(None, self.n)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.stored.dtype
+
+    @property
+    def cut(self) -> Cut:
+        return self.stored.cut
+
+    def pieces(self) -> Iterator[Tensor]:
+        """Rows of about a chunk. Those of glibc's allocator are used again and again, larger ones never."""
+        parts, covered = self.stored.parts(None, self.rank, self.n)
+        for shard in dict.fromkeys(shard for shard, _ in parts):
+            shard.verify()
+        shape, size = self.shape, self.dtype.itemsize
+        rows = shape[0] if shape else 1
+        step = max(1, CHUNK // max(1, math.prod(shape[1:]) * size))
+        for start in range(0, rows, step):
+            out = torch.empty((min(step, rows - start), *shape[1:]), dtype=self.dtype)
+            band = [(shard, r.rows(start, start + len(out)) if shape else r) for shard, r in parts]
+            out = out if shape else out[0]
+            Job(out, tuple((s, r) for s, r in band if 0 not in r.size), covered).run(check=False)
+            yield out
+
+
+def once(source: Source) -> tuple[dict[str, Lazy], dict[str, str]]:
+    """Every tensor of the model, whole, under its first name, and that name by each further one."""
+    first: dict[object, str] = {}
+    tensors: dict[str, Lazy] = {}
+    ties: dict[str, str] = {}
+    for name, stored in source.tensors():
+        kept = first.setdefault((stored.first.identity, stored.cut), name)
+        if kept == name:
+            stored.whole()  # says why not before anything is written
+            tensors[name] = Lazy(stored)
+        else:
+            ties[name] = kept
+    if not tensors:
+        raise CheckpointError(f"{source.path} holds no tensors of a model")
+    return tensors, ties

@@ -1,0 +1,1 @@
+"""From a model and an optimizer to files."""

@@ -1,0 +1,174 @@
+"""A save that goes on while training does: ranks hear of each other through files, not collectives."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+from contextlib import suppress
+from typing import Any
+
+from ...consensus import together
+from ...context import ParallelContext, current
+from ...errors import CheckpointError
+from ...storage.files import read_file
+from ...storage.progress import Bar
+from .save import Options, Save
+
+_log = logging.getLogger(__name__)
+_PATIENCE = 600.0  # seconds without a byte from a rank, after which rank 0 takes it for dead
+_PATIENCE_AT_EXIT = 120.0  # the program would end by now, were it not for the save
+_POLL = 0.05
+_under_way: dict[int, tuple[ParallelContext, _Background]] = {}  # by id of the context: threads have several
+
+
+class _Background:
+    """The thread of one save on one rank. It waits for ``begin``."""
+
+    def __init__(self, save: Save) -> None:
+        self._save = save
+        self.patience = _PATIENCE
+        self.error: BaseException | None = None
+        self._begun = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="tpcore-save", daemon=True)
+        self._thread.start()
+
+    def begin(self) -> None:
+        self._begun.set()
+
+    def join(self) -> None:
+        self._thread.join()
+
+    def _said(self, rank: int) -> str:
+        """Where a rank leaves what it has written, or why it has not."""
+        return os.path.join(self._save.root, f"said-{rank}")
+
+    def _run(self) -> None:
+        self._begun.wait()
+        try:
+            if self._save.ctx.rank == 0:
+                self._lead()
+            else:
+                self._follow()
+        except BaseException as e:  # noqa: BLE001  raised again where the main thread asks
+            self.error = e
+        finally:
+            self._save.close()
+
+    def _lead(self) -> None:
+        """On rank 0: show how far its part is, and put all parts together."""
+        save, began, bar, failed = self._save, time.monotonic(), Bar("saving"), None
+        _log.info("saving %s", save.target)
+        heard = [b"null"]
+        try:
+            heard = [save.write(bar)]
+        except Exception as e:  # noqa: BLE001  raised once nobody writes any more
+            failed = e
+        finally:
+            bar.close()
+        heard += [self._hear(rank) for rank in range(1, save.ctx.mesh.size)]
+        if failed is not None:
+            raise failed
+        for rank, data in enumerate(heard):
+            said = _parsed(data)
+            if isinstance(said, dict):
+                raise CheckpointError(f"rank {rank}: {said['error']}")
+            if rank:
+                os.unlink(self._said(rank))
+        save.put_together(heard)
+        _log.info("saved %s in %.1f s", save.target, time.monotonic() - began)
+
+    def _follow(self) -> None:
+        try:
+            self._say(self._save.write())
+        except Exception as e:
+            with suppress(OSError):
+                self._say(json.dumps({"error": str(e)}).encode())
+            raise
+
+    def _say(self, data: bytes) -> None:
+        path = self._said(self._save.ctx.rank)
+        try:
+            with open(f"{path}.new", "wb") as f:
+                f.write(data)
+        finally:  # a full disk still has room for a name, and what is cut off cannot be read
+            os.rename(f"{path}.new", path)
+
+    def _hear(self, rank: int) -> bytes:
+        path, seen, since = self._said(rank), -1, time.monotonic()
+        while not os.path.exists(path):
+            written = _bytes_in(os.path.join(self._save.root, self._save.name_of(rank)))
+            if written != seen:
+                seen, since = written, time.monotonic()
+            elif time.monotonic() > since + self.patience:
+                raise CheckpointError(
+                    f"cannot save {self._save.target}: rank {rank} has written {written} bytes, "
+                    f"and nothing for {self.patience:.0f} s"
+                )
+            time.sleep(_POLL)
+        return read_file(path)
+
+
+def _parsed(said: bytes) -> Any:
+    try:
+        return json.loads(said)
+    except ValueError:
+        return {"error": "it could not write, not even why"}
+
+
+def _bytes_in(folder: str) -> int:
+    with suppress(FileNotFoundError):
+        return sum(entry.stat().st_size for entry in os.scandir(folder))
+    return 0
+
+
+def save_in_background(state: dict[Any, Any], save_dir: str | os.PathLike[str], options: Options) -> None:
+    """Returns when ``state`` is copied to host memory. Collective; the one before must be finished."""
+    save = Save(state, save_dir, options)
+    running = None
+    try:
+        with together(save.ctx):  # so that nobody waits for a part that is not being written yet
+            running = _Background(save)
+            _under_way[id(save.ctx)] = save.ctx, running
+    finally:
+        # not before: where cores are few, what the ranks say to each other would wait for what they write
+        if running is not None:
+            running.begin()
+
+
+def finish_save() -> None:
+    """Wait for the save in the background, if there is one, and raise its error on every rank."""
+    ctx = current()
+    found = _under_way.pop(id(ctx), None)
+    if found is None:
+        return
+    running = found[1]
+    with together(ctx):
+        pass  # all have begun by now: of ranks that are threads taking turns, one could wait for a later one
+    with together(ctx):
+        running.join()
+        if running.error is not None:
+            raise CheckpointError(f"the save in the background failed: {running.error}") from running.error
+
+
+@atexit.register
+def _at_exit() -> None:
+    failed = False
+    for ctx, running in _under_way.values():
+        running.patience = _PATIENCE_AT_EXIT
+        running.join()
+        if running.error is not None:
+            failed = True
+            print(f"tpcore: rank {ctx.rank}: the save in the background failed", file=sys.stderr)  # noqa: T201
+            traceback.print_exception(running.error)
+    if failed:
+        # an error in an exit handler changes no exit status, and who started this program has to see it
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)

@@ -1,0 +1,197 @@
+"""Writing a checkpoint: what each rank contributes, and the steps by which it becomes one."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import uuid
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import safetensors
+import torch
+
+from ...consensus import gather_bytes, together
+from ...context import current
+from ...errors import CheckpointError
+from ...shard import ShardSpec
+from ...storage.dtypes import dtype_name
+from ...storage.files import naming, sync_dir, write_file
+from ...storage.jsonfile import MANIFEST, FileRecord, dumps
+from ...storage.progress import Steps, Tell, Tick, nothing
+from ...storage.publish import Staging, staging_path
+from ...storage.tensorfile import write_tensors
+from ..format.cuts import cuts_of
+from ..format.manifest import FORMAT, STATE, VERSION, Manifest, rank_dir
+from ..format.retention import keep_last
+from .snapshot import Entry, Part, total_of
+
+
+@dataclass(frozen=True)
+class Options:
+    """``all_dp``: every dp rank writes a share. ``background``: the values are copied first."""
+
+    serially: bool = False
+    down_cast_bf16: bool = False
+    all_dp: bool = False
+    background: bool = False
+    keep_last: int | None = None
+
+
+def write_tensor_files(
+    root: str, name: str, save_id: str, files: Mapping[str, Mapping[str, Entry]], tick: Tick = nothing
+) -> tuple[dict[str, FileRecord], dict[str, Any]]:
+    """Write files of tensors into the directory ``name`` of ``root``; what goes on record."""
+    here = os.path.join(root, name)
+    if not os.path.isdir(root):
+        raise CheckpointError(f"{root}, made by rank 0, is not here: do all ranks share the file system?")
+    with naming("make the directory", here), suppress(FileExistsError):
+        os.mkdir(here)
+    records, tensors = {}, {}
+    for file, entries in sorted(files.items()):
+        metadata = {"format": "pt", "save_id": save_id, "rank": name}
+        records[f"{name}/{file}"], sums = write_tensors(os.path.join(here, file), entries, metadata, tick)
+        tensors[file] = {key: _record(entry, sums[key]) for key, entry in entries.items()}
+    return records, tensors
+
+
+def _record(entry: Entry, crc32: str) -> dict[str, Any]:
+    cut = entry.cut.to_json() if isinstance(entry.cut, ShardSpec) else entry.cut
+    return {"dtype": dtype_name(entry.dtype), "shape": list(entry.shape), "crc32": crc32, "spec": cut}
+
+
+def write_state(root: str, name: str, save_id: str, tensors: Any, tree: Any) -> dict[str, FileRecord]:
+    """Write what says where each tensor of the directory is, and everything that is no tensor."""
+    state = {
+        "format": FORMAT,
+        "version": VERSION,
+        "save_id": save_id,
+        "rank": name,
+        "tensors": tensors,
+        "state": tree,
+    }
+    here = os.path.join(root, name)
+    record = write_file(os.path.join(here, STATE), [dumps(state)])
+    sync_dir(here)
+    return {f"{name}/{STATE}": record}
+
+
+def put_in_place(
+    staging: Staging, save_id: str, mesh: Mapping[str, int], files: Mapping[str, FileRecord]
+) -> None:
+    """Write the manifest over what the ranks have written, and make it the checkpoint of its name."""
+    manifest = Manifest(save_id, dict(mesh), files, _versions())
+    write_file(os.path.join(staging.path, MANIFEST), [manifest.to_json()])
+    sync_dir(staging.path)
+    staging.commit()
+
+
+class Save:
+    """One save on one rank. ``prepare`` and ``start`` are collective over the world; so is ``finish``.
+
+    Between them ``write`` needs no other rank, and may run in a thread of its own.
+    """
+
+    def __init__(self, state: dict[Any, Any], save_dir: str | os.PathLike[str], options: Options) -> None:
+        self.ctx, self.options = current(), options
+        ctx = self.ctx
+        # on all ranks, for some do not read: what is still to be computed may need them
+        ctx.backend.mark_step()
+        at = ctx.mesh.coords(ctx.rank)
+        self._dp = (at.get("dp", 0), ctx.mesh.axes.get("dp", 1)) if options.all_dp else (0, 1)
+        self._first = at.get("dp", 0) == 0
+        self._part: Part | None = None
+        self.staging: Staging | None = None
+        with together(ctx):
+            if self._first or options.all_dp:
+                cut_of, memory_of = cuts_of(state, ctx), ctx.backend.memory_of
+                self._part = Part(state, cut_of, memory_of, down_cast_bf16=options.down_cast_bf16)
+                if options.background:
+                    self._part.to_host()
+        # rank 0 says where: a relative name may mean another place elsewhere
+        said = json.dumps([uuid.uuid4().hex, os.path.realpath(save_dir)]).encode()
+        self.save_id, self.target = json.loads(gather_bytes(said, ctx.world)[0])
+        self.root = staging_path(self.target, self.save_id)
+        with together(ctx), naming("save", self.target):
+            if ctx.rank == 0:
+                self.staging = Staging(self.target, self.save_id)
+
+    def name_of(self, rank: int) -> str:
+        at = self.ctx.mesh.coords(rank)
+        return rank_dir(at.get("tp", 0), at.get("pp", 0), self.ctx.mesh.axes.get("pp", 1))
+
+    def write(self, tell: Tell = nothing) -> bytes:
+        """Write this rank's tensors; what ``put_together`` has to hear of it from every rank."""
+        if self._part is None:
+            return b"null"
+        name = self.name_of(self.ctx.rank)
+        with naming("save", self.target):
+            files = self._part.share(*self._dp)
+            steps = Steps(total_of(files), tell)
+            records, tensors = write_tensor_files(self.root, name, self.save_id, files, steps)
+            if self._dp[1] > 1:
+                sync_dir(os.path.join(self.root, name))
+        tree = self._part.tree if self._first else None
+        self._part = None  # in the background: frees the copy
+        return json.dumps([name, records, tensors, tree]).encode()
+
+    def put_together(self, heard: Sequence[bytes]) -> None:
+        """On rank 0: each directory's state, the manifest, and the name. ``heard`` of all ranks."""
+        if self.staging is None:
+            return
+        files: dict[str, FileRecord] = {}
+        tensors: dict[str, dict[str, Any]] = defaultdict(dict)
+        trees: dict[str, Any] = {}
+        for data in heard:
+            said = json.loads(data)
+            if said is not None:
+                name, records, its_tensors, tree = said
+                files |= {path: FileRecord(*record) for path, record in records.items()}
+                tensors[name] |= its_tensors
+                trees[name] = trees.get(name) or tree
+        with naming("save", self.target):
+            for name, tree in trees.items():
+                files |= write_state(self.root, name, self.save_id, tensors[name], tree)
+            put_in_place(self.staging, self.save_id, self.ctx.mesh.axes, files)
+            if self.options.keep_last is not None:
+                keep_last(self.target, self.options.keep_last)
+
+    def close(self) -> None:
+        if self.staging is not None:
+            self.staging.close()
+            self.staging = None
+
+
+def write_checkpoint(state: dict[Any, Any], save_dir: str | os.PathLike[str], options: Options) -> None:
+    """Write ``state``, each tp rank its own, as the checkpoint ``save_dir``. Collective over the world.
+
+    The previous checkpoint of that name stays whole until the new one takes its place. Raises on every
+    rank if one fails, and then leaves nothing behind.
+    """
+    save = Save(state, save_dir, options)
+    ctx, said = save.ctx, b"null"
+    try:
+        for turn in range(ctx.mesh.size) if options.serially else (ctx.rank,):
+            with together(ctx):
+                if turn == ctx.rank:
+                    said = save.write()
+        heard = gather_bytes(said, ctx.world)
+        with together(ctx):
+            save.put_together(heard)
+    finally:
+        save.close()
+
+
+def _versions() -> dict[str, str]:
+    from ... import __version__  # here: tpcore itself is not whole while this module is imported
+
+    return {
+        "tpcore": __version__,
+        "torch": str(torch.__version__),
+        "safetensors": safetensors.__version__,
+        "python": platform.python_version(),
+    }

@@ -1,0 +1,139 @@
+"""What one rank writes of a state: JSON that says where each tensor is, and the tensors by file and name."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ...backend.interface import Backend
+from ...storage.tensorfile import Writable, nbytes_of
+from ..format.cuts import Cut, MemoryOf
+from ..format.tree import TAG, Path, encode, spell
+
+_FILE_STEM = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}")
+
+
+class Entry(Writable, Protocol):
+    """One tensor to write, and how it is cut."""
+
+    @property
+    def cut(self) -> Cut: ...
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tensor in memory, on any device. ``to``: the dtype in which it is written, if not its own."""
+
+    tensor: Tensor
+    cut: Cut = None
+    to: torch.dtype | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.to or self.tensor.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    def pieces(self) -> list[Tensor]:
+        return [self.host().contiguous()]
+
+    def host(self) -> Tensor:
+        # moved first: a lazy device would compile a program to convert it
+        return self.tensor.detach().cpu().to(self.dtype).resolve_conj().resolve_neg()
+
+
+CutOf = Callable[[Tensor, str], Cut]
+
+
+class Part:
+    """What one rank writes: its state as JSON, and its tensors by file and name."""
+
+    def __init__(
+        self,
+        state: dict[Any, Any],
+        cut_of: CutOf,
+        memory_of: MemoryOf = Backend.memory_of,
+        *,
+        down_cast_bf16: bool = False,
+    ) -> None:
+        if not isinstance(state, dict):
+            raise ValueError(
+                f"a checkpoint is made of a dict, a state_dict say, not of a {type(state).__name__}"
+            )
+        self._cut_of, self._memory_of, self._down_cast = cut_of, memory_of, down_cast_bf16
+        self._places: dict[Any, dict[str, Any]] = {}
+        self.files: dict[str, dict[str, Held]] = defaultdict(dict)
+        self._stems: dict[Any, str] = {}
+        self.tree = encode(state, self._leaf)
+
+    def _leaf(self, t: Tensor, path: Path) -> dict[str, Any]:
+        """Where ``t`` is stored. Tensors that are the same memory are stored once."""
+        where = spell(path)
+        if type(t) not in (Tensor, nn.Parameter) or t.layout != torch.strided or t.is_quantized:
+            kind = f"{type(t).__name__} of layout {t.layout}, dtype {t.dtype}"
+            raise ValueError(f"cannot save {where}: a {kind}")
+        if t.is_meta:
+            raise ValueError(f"cannot save {where}: it is on the meta device and has no values")
+        place = self._memory_of(t), self._cut_of(t, where)
+        if place not in self._places:
+            file = self._file(path)
+            name = _unused(".".join(map(str, path[1:] or path)), (*self.files[file], "__metadata__"))
+            # not where it has no dims: those count steps, and bfloat16 counts to 256
+            narrow = self._down_cast and t.dtype == torch.float32 and t.ndim > 0
+            self.files[file][name] = Held(t, place[1], torch.bfloat16 if narrow else None)
+            self._places[place] = {TAG: "tensor", "file": file, "name": name}
+        return self._places[place]
+
+    def _file(self, path: Path) -> str:
+        """One file per top-level entry, called like it where that makes a file name."""
+        top = path[:1] if len(path) > 1 else ("tensors", "of the top level")
+        if top not in self._stems:
+            fits = isinstance(top[0], str) and _FILE_STEM.fullmatch(top[0])
+            self._stems[top] = _unused(str(top[0]) if fits else "part", self._stems.values())
+        return f"{self._stems[top]}.safetensors"
+
+    def share(self, rank: int, n: int) -> Mapping[str, Mapping[str, Entry]]:
+        """The files that ``rank`` of ``n`` ranks that hold the same writes; every rank names all alike."""
+        if n == 1:
+            return self.files
+        load, out = [0] * n, defaultdict[str, dict[str, Entry]](dict)
+        places = {(p["file"], p["name"]): p for p in self._places.values()}
+        for (file, name), place in sorted(places.items(), key=lambda at: (-self._bytes(*at[0]), at[0])):
+            who = load.index(min(load))
+            load[who] += self._bytes(file, name)
+            place["file"] = file.removesuffix(".safetensors") + f".dp{who}.safetensors"
+            if who == rank:
+                out[place["file"]][name] = self.files[file][name]
+        return out
+
+    def _bytes(self, file: str, name: str) -> int:
+        return nbytes_of(self.files[file][name])
+
+    def to_host(self) -> None:
+        """Copy all values, so that what is written later is what they are now."""
+        for entries in self.files.values():
+            for name, entry in entries.items():
+                # a copy on any device: what is on the CPU already is the model's own memory
+                entries[name] = Held(entry.host().clone(), entry.cut)
+
+
+def total_of(files: Mapping[str, Mapping[str, Entry]]) -> int:
+    return sum(nbytes_of(entry) for entries in files.values() for entry in entries.values())
+
+
+def _unused(name: str, used: Iterable[str]) -> str:
+    """``name``, or with a number if it is taken; case does not count, as on some file systems."""
+    taken = {u.lower() for u in used}
+    candidate, i = name, 1
+    while candidate.lower() in taken:
+        i += 1
+        candidate = f"{name}-{i}"
+    return candidate

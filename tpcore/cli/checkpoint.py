@@ -1,0 +1,261 @@
+"""``tpcore checkpoint ...``: checkpoints examined and rewritten on any machine, without a process group."""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.table import Table
+
+from ..errors import CheckpointError
+
+checkpoint = typer.Typer(
+    help="Examine, check, combine and reshard checkpoints. DIR is of any form that can be read.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+Src = Annotated[str, typer.Argument(metavar="DIR", help="A checkpoint: a directory or an unsharded file.")]
+Out = Annotated[str, typer.Argument(metavar="OUT", help="What to write. Nothing there is overwritten.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+ModelKey = Annotated[str, typer.Option("--model-key", help="The entry that holds the model's state.")]
+Trust = Annotated[bool, typer.Option("--trust/--no-trust", help="Whether to read pickles (.pt, .bin).")]
+Cut = Annotated[
+    list[str],
+    typer.Option(
+        "--cut",
+        metavar="PATTERN=DIM[:STRIDE]",
+        help="How tensors are cut where no record says so; STRIDE blocks if fused. Repeatable.",
+    ),
+]
+
+
+@checkpoint.command()
+def consolidate(
+    src: Src,
+    out: Out,
+    output_format: Annotated[
+        str, typer.Option("--format", "-f", help="safetensors or pytorch.")
+    ] = "safetensors",
+    max_shard_size: Annotated[
+        str, typer.Option("--max-shard-size", help="Several files of at most this size, such as 5GB.")
+    ] = "",
+    model_key: ModelKey = "model",
+    cut: Cut = [],  # noqa: B006  typer reads it
+    trust: Trust = True,
+    as_json: AsJson = False,
+) -> None:
+    """Write the whole model as one model.safetensors, which transformers' from_pretrained opens."""
+    from ..checkpoint.offline.consolidate import consolidate as consolidate_checkpoint
+
+    if output_format not in ("safetensors", "pytorch"):
+        raise typer.BadParameter(f"--format {output_format}: safetensors or pytorch")
+    size = _bytes(max_shard_size) if max_shard_size else None
+    with _reporting(as_json) as tell:
+        names = consolidate_checkpoint(
+            src,
+            out,
+            pickled=output_format == "pytorch",
+            max_shard_size=size,
+            rules=_rules(cut),
+            how=_how(model_key, trust),
+            tell=tell,
+        )
+    _wrote(out, names, as_json)
+
+
+@checkpoint.command()
+def reshard(
+    src: Src,
+    out: Out,
+    tp: Annotated[int, typer.Option("--tp", "--tp-size", min=1, help="The degree to write for.")],
+    strict: Annotated[
+        bool, typer.Option("--strict/--no-strict", help="Whether to leave out what is bound to its degree.")
+    ] = True,
+    model_key: ModelKey = "model",
+    cut: Cut = [],  # noqa: B006
+    trust: Trust = True,
+    as_json: AsJson = False,
+) -> None:
+    """Write the checkpoint for another tensor-parallel degree, optimizer state included."""
+    from ..checkpoint.offline.reshard import reshard as reshard_checkpoint
+
+    with _reporting(as_json) as tell:
+        left = reshard_checkpoint(
+            src, out, tp, strict=strict, rules=_rules(cut), how=_how(model_key, trust), tell=tell
+        )
+    if as_json:
+        typer.echo(json.dumps({"out": out, "tp": tp, "left_out": left}, indent=2))
+    else:
+        typer.echo(f"{out}: for tp={tp}" + "".join(f"\nleft out: {why}" for why in left))
+
+
+@checkpoint.command()
+def convert(
+    src: Src,
+    out: Out,
+    model_key: ModelKey = "model",
+    cut: Cut = [],  # noqa: B006
+    trust: Trust = True,
+    as_json: AsJson = False,
+) -> None:
+    """Make safetensors of pickles: of an unsharded file a file, of another library's shards a checkpoint."""
+    from ..checkpoint.offline.convert import convert as convert_checkpoint
+
+    with _reporting(as_json) as tell:
+        names = convert_checkpoint(src, out, rules=_rules(cut), how=_how(model_key, trust), tell=tell)
+    _wrote(out, names, as_json)
+
+
+@checkpoint.command()
+def inspect(
+    src: Src,
+    model_key: ModelKey = "model",
+    cut: Cut = [],  # noqa: B006
+    trust: Trust = True,
+    as_json: AsJson = False,
+) -> None:
+    """List the tensors: logical shape, dtype, how it is cut, and the shape on each rank."""
+    from ..checkpoint.offline.inspect import inspect as inspect_checkpoint
+
+    with _reporting(True):
+        found = inspect_checkpoint(src, rules=_rules(cut), how=_how(model_key, trust))
+    total = sum(row.bytes for row in found.rows)
+    if as_json:
+        tensors = [row._asdict() for row in found.rows]
+        typer.echo(json.dumps({**found._asdict(), "rows": tensors, "bytes": total}, indent=2))
+        return
+    table = Table(box=None, pad_edge=False)
+    for title in ("name", "shape", "dtype", "cut", "on each rank", "bytes"):
+        table.add_column(title, overflow="fold", justify="right" if title == "bytes" else "left")
+    for row in found.rows:
+        sizes = _shape(row.shape), row.dtype, row.cut, _shape(row.local)
+        table.add_row(row.name, *sizes, f"{row.bytes:,}")
+    console = Console(highlight=False, markup=False)
+    console.print(table)
+    stages = f", pp={found.pp}" if found.pp > 1 else ""
+    typer.echo(f"{found.form}, tp={found.tp}{stages}: {len(found.rows)} tensors, {total:,} bytes")
+
+
+@checkpoint.command()
+def diff(
+    a: Annotated[str, typer.Argument(metavar="A")],
+    b: Annotated[str, typer.Argument(metavar="B")],
+    model_key: ModelKey = "model",
+    cut: Cut = [],  # noqa: B006
+    trust: Trust = True,
+    as_json: AsJson = False,
+) -> None:
+    """Compare the models in two checkpoints, of any form and degree. Exit status 1 if they differ."""
+    from ..checkpoint.offline.diff import diff as diff_checkpoint
+
+    with _reporting(as_json) as tell:
+        found = list(diff_checkpoint(a, b, rules=_rules(cut), how=_how(model_key, trust), tell=tell))
+    if as_json:
+        typer.echo(json.dumps([_finite(d._asdict()) for d in found], indent=2))
+    elif not found:
+        typer.echo("the same")
+    else:
+        table = Table(box=None, pad_edge=False)
+        for title in ("name", "difference", "max absolute", "max relative"):
+            table.add_column(title, overflow="fold")
+        for d in found:
+            kind = d.why is not None and not d.absolute
+            amounts = ("", "") if kind else (f"{d.absolute:.3g}", f"{d.relative:.3g}")
+            table.add_row(d.name, d.why or "values", *amounts)
+        Console(highlight=False, markup=False).print(table)
+    raise typer.Exit(1 if found else 0)
+
+
+@checkpoint.command()
+def verify(
+    src: Src,
+    model_key: ModelKey = "model",
+    cut: Cut = [],  # noqa: B006
+    trust: Trust = True,
+    as_json: AsJson = False,
+) -> None:
+    """Compare all checksums and look for missing and surplus files. Exit status 1 if anything is wrong."""
+    from ..checkpoint.offline.verify import verify as verify_checkpoint
+
+    with _reporting(as_json) as tell:
+        wrong = verify_checkpoint(src, rules=_rules(cut), how=_how(model_key, trust), tell=tell)
+    if as_json:
+        typer.echo(json.dumps({"path": src, "problems": wrong}, indent=2))
+    else:
+        typer.echo("\n".join(wrong) or f"{src}: complete and undamaged")
+    raise typer.Exit(1 if wrong else 0)
+
+
+@contextmanager
+def _reporting(quiet: bool) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on a terminal; what is wrong with the input in one line on stderr, exit status 2."""
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    console = Console(stderr=True)
+    shown = not quiet and console.is_terminal
+    progress = Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not shown)
+    try:
+        with progress, warnings.catch_warnings():
+            warnings.showwarning = lambda message, *_, **__: typer.echo(f"warning: {message}", err=True)
+            task = progress.add_task("done", total=None)
+            yield lambda done, total: progress.update(task, completed=done, total=total)
+    except (CheckpointError, ValueError, OSError) as e:
+        typer.echo(f"error: {e}", err=True)
+        raise typer.Exit(2) from e
+
+
+def _how(model_key: str, trust: bool) -> Any:
+    from ..checkpoint.forms.whole import Reading
+
+    return Reading(model_key, trust)
+
+
+def _rules(cuts: list[str]) -> list[Any]:
+    from ..checkpoint.read.source import CutRule
+
+    rules = []
+    for text in cuts:
+        match = re.fullmatch(r"(.+)=(\d+)(?::(\d+))?", text)
+        if match is None or match[3] == "0":
+            raise typer.BadParameter(f"--cut {text}: PATTERN=DIM or PATTERN=DIM:STRIDE")
+        rules.append(CutRule(match[1], int(match[2]), int(match[3] or 1)))
+    return rules
+
+
+def _bytes(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?B?)", text.upper())
+    if match is None or not (size := int(float(match[1]) * _UNITS[match[2].rstrip("B") + "B"])):
+        raise typer.BadParameter(f"--max-shard-size {text}: a size such as 5GB or 500MB")
+    return size
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape)) or "scalar"
+
+
+def _finite(entry: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no infinity: text in its place."""
+    return {k: str(v) if isinstance(v, float) and v - v != 0 else v for k, v in entry.items()}
+
+
+def _wrote(out: str, names: list[str], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps({"out": out, "files": names}, indent=2))
+    else:
+        typer.echo("\n".join(str(Path(out) / name) if Path(out).is_dir() else out for name in names))

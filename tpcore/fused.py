@@ -1,0 +1,148 @@
+"""A matmul and its collective as one autograd step, so that the two can overlap and share memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from . import ops
+from .comm import Comm
+
+Backward = Callable[[Any, Tensor], tuple[Tensor | None, ...]]
+How = tuple[Comm, int | None, torch.dtype]
+"""Over which ranks, the sequence dim if there is sequence parallelism, the least precision to sum in."""
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _widen(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x`` in the dtype to sum it in."""
+    # asked first: even a ``to`` that changes nothing takes a microsecond
+    return x if x.dtype is dtype else x.to(ops.sum_dtype(x, dtype))
+
+
+def _narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x if x.dtype is dtype else x.to(dtype)
+
+
+def _once(backward: Backward) -> Backward:
+    """torch's ``once_differentiable``, left out where no second derivative can be asked for: it would cost
+    as much as a small layer's matmul."""
+    refusing: Backward = once_differentiable(backward)
+
+    def chosen(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return refusing(ctx, grad) if torch.is_grad_enabled() else backward(ctx, grad)
+
+    return chosen
+
+
+def _column(x: Tensor, weight: Tensor, bias: Tensor | None, how: How) -> Tensor:
+    comm, seq, _ = how
+    return F.linear(x if seq is None else comm.all_gather(x, seq), weight, bias)
+
+
+class _Column(torch.autograd.Function):
+    """Forward without communication; backward overlaps the input gradient's sum with the weight gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: How) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.how = how
+        return _column(x, weight, bias, how)
+
+    @staticmethod
+    @_once
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        comm, seq, dtype = ctx.how
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        rows = _rows(grad)
+        grad_x = grad_weight = grad_bias = None
+        wait: Callable[[], Tensor] | None = None
+        if needs_x:
+            partial = _widen(rows.mm(weight), dtype)
+            if seq is None:
+                wait = comm.start_all_reduce(partial, donate=True)
+            else:
+                partial = partial.view(*grad.shape[:-1], weight.shape[1])
+                grad_x = _narrow(comm.reduce_scatter(partial, seq), x.dtype)
+        if needs_weight:
+            # gathered again rather than kept: sequence parallelism is there to save that memory
+            grad_weight = rows.t().mm(_rows(x if seq is None else comm.all_gather(x, seq)))
+        if needs_bias:
+            grad_bias = rows.sum(0)
+        if wait is not None:
+            grad_x = _narrow(wait(), x.dtype).view(x.shape)
+        return grad_x, grad_weight, grad_bias, None
+
+
+def _row(x: Tensor, weight: Tensor, bias: Tensor | None, how: How) -> Tensor:
+    comm, seq, dtype = how
+    y = F.linear(x, weight)
+    wide = _widen(y, dtype)
+    out = comm.all_reduce(wide, donate=True) if seq is None else comm.reduce_scatter(wide, seq)
+    out = _narrow(out, y.dtype)
+    return out if bias is None else out.add_(bias)
+
+
+class _Row(torch.autograd.Function):
+    """Forward sums over the ranks; backward needs no communication, or a gather along the sequence."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: How) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.how = how
+        return _row(x, weight, bias, how)
+
+    @staticmethod
+    @_once
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        comm, seq, _ = ctx.how
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        rows = _rows(grad if seq is None else comm.all_gather(grad, seq))
+        grad_x = rows.mm(weight).view(x.shape) if needs_x else None
+        grad_weight = rows.t().mm(_rows(x)) if needs_weight else None
+        # of the gathered gradient: the bias is replicated, so every rank needs the sum over all tokens
+        grad_bias = rows.sum(0) if needs_bias else None
+        return grad_x, grad_weight, grad_bias, None
+
+
+def _cast(
+    x: Tensor, weight: Tensor, bias: Tensor | None, to: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    return x.to(to), weight.to(to), None if bias is None else bias.to(to)
+
+
+# Below, plainly where no gradient can be asked for: that saves autograd's overhead.
+
+
+def column_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, comm: Comm, sequence_dim: int | None, dtype: torch.dtype
+) -> Tensor:
+    """``x @ weight.T + bias`` of a weight cut by output features; ``dtype`` sums the input gradient."""
+    kind = x.device.type
+    if kind != "meta" and torch.is_autocast_enabled(kind):  # which does not know that device
+        x, weight, bias = _cast(x, weight, bias, torch.get_autocast_dtype(kind))
+    run = _Column.apply if torch.is_grad_enabled() else _column
+    y: Tensor = run(x, weight, bias, (comm, sequence_dim, dtype))
+    return y
+
+
+def row_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, comm: Comm, sequence_dim: int | None, dtype: torch.dtype
+) -> Tensor:
+    """``sum over ranks of x @ weight.T, + bias`` of a weight cut by input features; ``dtype`` sums it."""
+    kind = x.device.type
+    if kind != "meta" and torch.is_autocast_enabled(kind):
+        x, weight, bias = _cast(x, weight, bias, torch.get_autocast_dtype(kind))
+    run = _Row.apply if torch.is_grad_enabled() else _row
+    y: Tensor = run(x, weight, bias, (comm, sequence_dim, dtype))
+    return y

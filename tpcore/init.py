@@ -1,0 +1,103 @@
+"""Joining a job and leaving it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import partial
+
+from .backend.interface import Backend
+from .backend.registry import backend_class, check_comm, check_fits, load_backend
+from .context import ParallelContext, current, enter_process, is_initialized, leave_process
+from .log import say
+from .mesh import Mesh
+
+DEFAULT_TIMEOUT = 120.0
+"""Seconds a collective may wait for its peers."""
+
+
+def choose_backend(name: str | None) -> str:
+    """Explicit name, TPCORE_BACKEND, neuron where it can run, cpu_gloo: the first that says something."""
+    if name is not None:
+        return name
+    chosen, why = os.environ.get("TPCORE_BACKEND"), "TPCORE_BACKEND is set"
+    if not chosen:
+        usable = backend_class("neuron").unavailable() is None
+        chosen = "neuron" if usable else "cpu_gloo"
+        why = "it can run here" if usable else "no Neuron device is present"
+    if os.environ.get("RANK", "0") == "0":
+        say(f"backend {chosen} ({why})")
+    return chosen
+
+
+def _mesh(tp: int, world: int) -> Mesh:
+    if tp > world == 1 and "WORLD_SIZE" not in os.environ:
+        script = " ".join(sys.argv) if sys.argv and sys.argv[0].endswith(".py") else "your_script.py"
+        raise ValueError(
+            f"tp={tp} needs {tp} processes and this is one process alone. Start them with\n"
+            f"    torchrun --nproc_per_node={tp} {script}\nor from Python with tpcore.launch(fn, nprocs={tp})"
+        )
+    if tp > world:
+        raise ValueError(f"tp={tp} is larger than the world of {world} processes: start {tp} or lower tp")
+    if world % tp:
+        raise ValueError(
+            f"tp={tp} does not divide the world of {world} processes: dp would be {world / tp:g}"
+        )
+    return Mesh({"pp": 1, "dp": world // tp, "tp": tp})
+
+
+def _seconds(timeout: float | None) -> float:
+    given = os.environ.get("TPCORE_TIMEOUT") if timeout is None else timeout
+    if given is None:
+        return DEFAULT_TIMEOUT
+    what = "TPCORE_TIMEOUT" if timeout is None else "timeout"
+    try:
+        seconds = float(given)
+    except ValueError:
+        raise ValueError(f"{what} must be a positive number of seconds, not {given!r}") from None
+    if not seconds > 0:
+        raise ValueError(f"{what} must be a positive number of seconds, not {seconds}")
+    return seconds
+
+
+def init(
+    backend: str | Backend | None = None, tp: int = 1, *, timeout: float | None = None
+) -> ParallelContext:
+    """Join the job that ``torchrun`` started and cut it into tp groups; dp is what remains of the world.
+
+    ``backend``: a plugin's name, an instance, or None to choose one (``TPCORE_BACKEND``, else neuron where
+    a Neuron device is present, else cpu_gloo). ``timeout``: seconds that a collective may wait for a rank
+    before every rank gets an error; default ``TPCORE_TIMEOUT`` or 120.
+
+    Raises ValueError if tp does not fit the world, RuntimeError if called twice, BackendError if the
+    backend is missing or cannot run here. Nothing is clamped and nothing is left running on error.
+    """
+    if is_initialized():
+        mesh = dict(current().mesh.axes)
+        raise RuntimeError(
+            f"tpcore is already initialized with mesh {mesh}: call tpcore.shutdown() before init(tp={tp})"
+        )
+    if not isinstance(tp, int) or tp < 1:
+        raise ValueError(f"tp must be a whole number of ranks, 1 or more, not {tp!r}")
+    seconds = _seconds(timeout)
+    chosen = backend if isinstance(backend, Backend) else load_backend(choose_backend(backend))
+    rank, world = chosen.start(seconds)
+    try:
+        ctx = ParallelContext(chosen, _mesh(tp, world), rank)
+        check_fits(chosen, ctx.mesh)
+        # now, on all ranks in one order: making a group is itself collective
+        for axes in (tuple(ctx.mesh.axes), *((axis,) for axis in ctx.mesh.axes)):
+            check_comm(chosen, partial(ctx.comm, *axes))
+    except BaseException:
+        chosen.stop()
+        raise
+    enter_process(ctx)
+    return ctx
+
+
+def shutdown() -> None:
+    """Leave the job; ``init`` may be called again. Without ``init`` an error."""
+    ctx = leave_process()
+    if ctx is None:
+        raise RuntimeError("tpcore.shutdown() without tpcore.init()")
+    ctx.backend.stop()

@@ -1,0 +1,31 @@
+"""Whether ids fit a vocabulary."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def _exporting() -> bool:
+    ask = getattr(torch.compiler, "is_exporting", None)  # torch 2.7
+    return bool(ask and ask())
+
+
+def check_ids(ids: Tensor, size: int, what: str, ignore: int | None = None) -> None:
+    """Raise IndexError if an id is outside ``range(size)`` and not ``ignore``.
+
+    Reads values: callers skip it on lazy backends, where that would cut the graph. In a graph that
+    torch.export makes it becomes an assertion.
+    """
+    if _exporting():
+        fits = (ids >= 0) & (ids < size)
+        fits = fits if ignore is None else fits | (ids == ignore)
+        torch._assert_async(fits.all(), f"{what}: an id does not fit a vocabulary of {size}")
+        return
+    if not ids.numel() or ids.is_meta or torch.compiler.is_compiling():
+        return
+    seen = ids if ignore is None else ids.masked_fill(ids == ignore, 0)
+    low, high = (int(v) for v in torch.aminmax(seen))
+    if low < 0 or high >= size:
+        kept = "" if ignore is None else f" (ignore_index={ignore})"
+        raise IndexError(f"{what}: ids from {low} to {high} do not fit a vocabulary of {size}{kept}")

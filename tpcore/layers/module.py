@@ -1,0 +1,123 @@
+"""Base of every parallel layer: parameters are declared by spec, allocated and initialised here."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..comm import Comm
+from ..context import current
+from ..shard import ShardSpec
+from .initial import Init, initial_shard
+from .sharding import stamp
+
+Device = torch.device | str | bool | None
+"""Where to allocate. False is a published default of NxD's RowParallelLinear; it means None."""
+
+
+class ParallelModule(nn.Module):
+    """Owns ``shard_specs``, the single source of truth on how its parameters are cut.
+
+    torch drops attributes of a Parameter in ``deepcopy``, ``load_state_dict(assign=True)``, ``to("meta")``
+    and ``to("xla")``; a dict on the module survives all of these. So parameters are stamped from it again
+    wherever torch may have replaced them.
+    """
+
+    shard_specs: dict[str, ShardSpec]  # by local parameter name
+
+    def __init__(self, group: Any = None) -> None:
+        super().__init__()
+        ctx = current()
+        self.tp: Comm = ctx.comm_for(group)
+        self._dtypes = (*ctx.backend.capabilities.dtypes, *ctx.backend.capabilities.moved)
+        members = self.tp.group.members(ctx.rank)
+        self._tp_rank = members.index(ctx.rank)  # host side: initial values only
+        self.shard_specs = {}
+
+    def shard_parameter(
+        self, name: str, spec: ShardSpec, init: Init, dtype: torch.dtype, device: Device
+    ) -> None:
+        """Register this rank's shard, with the values that ``init`` gives the unsharded tensor.
+
+        ValueError for a dtype that the backend does not declare, unless this group is of one rank.
+        """
+        if self.tp.size > 1 and dtype not in self._dtypes:
+            known = ", ".join(map(str, self._dtypes))
+            raise ValueError(f"{type(self).__name__}.{name} of {dtype}: this backend computes on {known}")
+        # empty((0,)): asks torch which device is meant, a `with torch.device(...)` block included
+        where = torch.empty((0,), device=None if isinstance(device, bool) else device).device
+        if where.type == "meta":
+            local = torch.empty(spec.local_shape(self.tp.size), dtype=dtype, device=where)
+        else:
+            local = initial_shard(init, spec, self._tp_rank, self.tp.size, dtype).to(where)
+        self.register_parameter(name, nn.Parameter(local))
+        self.shard_specs[name] = spec
+        self._stamp_all()
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        super().register_parameter(name, param)
+        if name in self.shard_specs:  # a new one in its place, as `layer.weight = ...` puts it
+            self._stamp_all()
+
+    def _stamp_all(self) -> None:
+        for name, spec in self.shard_specs.items():
+            parameter = self._parameters.get(name)
+            if parameter is not None:
+                stamp(parameter, spec, self.tp)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> ParallelModule:
+        super()._apply(fn, recurse)
+        self._stamp_all()
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._stamp_all()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._stamp_all()
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, spec in self.shard_specs.items():
+            if prefix + name in destination:
+                stamp(destination[prefix + name], spec, self.tp)
+
+    def _mask(self, x: Tensor) -> Tensor:
+        """``x`` with this rank's padded features zeroed, and so their gradients. The rank stays data."""
+        spec = self.shard_specs["weight"]
+        held = (spec.source_index(self.tp.size) >= 0).to(x.device)
+        return x * held.index_select(0, self.tp.rank).squeeze(0).to(x.dtype)
+
+    def _shapes(self) -> str:
+        """For ``extra_repr``: logical and local shape of the weight."""
+        spec, n = self.shard_specs["weight"], self.tp.size
+        return f"weight={tuple(spec.shape)}, local={spec.local_shape(n)}, tp={n}"
+
+
+def move_model_to_device(model: nn.Module, device: torch.device | str) -> nn.Module:
+    """``model.to(device)`` that keeps weight tying and every attribute set on a parameter.
+
+    On devices whose tensors cannot share an object with the CPU's, such as XLA, ``to`` makes new
+    Parameters: ties and attributes would be lost. Build the optimizer afterwards.
+    """
+    places: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
+    attributes: dict[int, dict[str, Any]] = {}
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is not None:
+                places[id(p)].append((module, name))
+                attributes[id(p)] = dict(p.__dict__)
+    model.to(device)
+    for key, owners in places.items():
+        first_owner, first_name = owners[0]
+        parameter = first_owner._parameters[first_name]
+        for owner, name in owners:
+            owner._parameters[name] = parameter
+        if parameter is not None:
+            parameter.__dict__.update(attributes[key])
+    return model

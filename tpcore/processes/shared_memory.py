@@ -1,0 +1,62 @@
+"""Memory that two processes see, for tensors on their way between them."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..storage.dtypes import dtype_name, dtype_of
+
+Place = tuple[int, str, tuple[int, ...]]
+"""Where a tensor lies: offset in bytes, dtype, shape."""
+_ALIGNED = 64
+
+
+class SharedBuffer:
+    """Has a file descriptor, to be passed on, and no name: it is gone with its holders."""
+
+    def __init__(self, fd: int | None = None) -> None:
+        self.fd = _nameless() if fd is None else fd
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def place(self, tensors: Sequence[Tensor]) -> tuple[Place, ...]:
+        """Where to copy tensors like these, over what was there. The memory grows if it has to."""
+        places: list[Place] = []
+        end = 0
+        for t in tensors:
+            places.append((end, dtype_name(t.dtype), tuple(t.shape)))
+            end += -(-t.nbytes // _ALIGNED) * _ALIGNED
+        if end > self._bytes.numel():
+            os.ftruncate(self.fd, end)
+        return tuple(places)
+
+    def get(self, places: Sequence[Place]) -> list[Tensor]:
+        """Views of tensors that either side has put there."""
+        return [self._view(*place) for place in places]
+
+    def _view(self, at: int, name: str, shape: Sequence[int]) -> Tensor:
+        dtype = dtype_of(name)
+        size = torch.Size(shape).numel() * dtype.itemsize
+        if not size:
+            return torch.empty(shape, dtype=dtype)
+        if at + size > self._bytes.numel():
+            # views of the smaller map keep it; both are the same memory
+            mapped = mmap.mmap(self.fd, os.fstat(self.fd).st_size)
+            self._bytes = torch.frombuffer(mapped, dtype=torch.uint8)
+        return self._bytes[at : at + size].view(dtype).view(shape)
+
+    def close(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        os.close(self.fd)
+
+
+def _nameless() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("tpcore")  # not in /dev/shm, which containers make small
+    with tempfile.TemporaryFile() as f:
+        return os.dup(f.fileno())

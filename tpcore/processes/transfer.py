@@ -1,0 +1,128 @@
+"""Functions, results and errors on their way between processes."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import CollectiveTimeoutError, PeerLostError
+
+
+class RankTraceback(Exception):
+    """The cause of an error that another process raised: the traceback it had there, as text."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a function ended on one rank."""
+
+    value: Any = None
+    error: BaseException | None = None
+    at: float = 0.0  # wall clock of the end, to tell the first of several errors
+    seconds: float = 0.0
+
+
+def outcome_of(call: Callable[[], Any]) -> Outcome:
+    started = time.monotonic()
+    value, error = None, None
+    try:
+        value = call()
+    except BaseException as e:  # noqa: BLE001  carried to the process that asked
+        error = e
+    return Outcome(value, error, time.time(), time.monotonic() - started)
+
+
+def root_cause(outcomes: Sequence[Outcome]) -> BaseException | None:
+    """The earliest error that is not the consequence of another rank's."""
+    failed = [o for o in outcomes if o.error is not None]
+    failed.sort(key=lambda o: (isinstance(o.error, (PeerLostError, CollectiveTimeoutError)), o.at))
+    return failed[0].error if failed else None
+
+
+def _pickler() -> Any:
+    """cloudpickle, which sends closures and classes of __main__ by value, or pickle where it is missing."""
+    try:
+        import cloudpickle
+    except ModuleNotFoundError:
+        return pickle
+    return cloudpickle
+
+
+def module_command(module: str) -> list[str]:
+    """``python -m module`` that finds modules where this process does, from the first import on. With ``-m``
+    alone the directory at hand comes first, whatever lies there."""
+    path = [p or os.getcwd() for p in sys.path]
+    run = f"import runpy; runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+    return [sys.executable, "-c", f"import sys; sys.path[:] = {path!r}; {run}"]
+
+
+def pack_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+    """A call, and where this process finds modules. ValueError if it cannot be sent."""
+    pickler = _pickler()
+    hint = "" if pickler is not pickle else ": pip install cloudpickle, or define it in a module"
+    if pickler is pickle and getattr(fn, "__module__", None) == "__main__":
+        raise ValueError(f"{fn!r} of __main__ cannot be imported by other processes{hint}")
+    try:
+        return pickle.dumps((list(sys.path), pickler.dumps((fn, args, kwargs))))
+    except Exception as e:
+        what = f"{fn!r} or its arguments cannot be sent to other processes"
+        raise ValueError(f"{what} ({type(e).__name__}: {e}){hint}") from e
+
+
+def unpack_call(data: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    path, call = pickle.loads(data)
+    sys.path[:] = path
+    fn, args, kwargs = pickle.loads(call)
+    return fn, args, kwargs
+
+
+def pack_outcome(outcome: Outcome, rank: int) -> bytes:
+    """Bytes that ``unpack_outcome`` can read, whatever the value or the error is made of."""
+    error = outcome.error
+    text = (
+        "" if error is None else "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    )
+    try:
+        data = _pickler().dumps(outcome)
+        pickle.loads(data)
+    except Exception as e:  # noqa: BLE001  whatever a user's object raises when it is pickled
+        stand_in: Exception = RuntimeError(f"{type(error).__name__}: {error}")
+        if error is None:
+            what = f"the result of rank {rank} cannot be sent to the caller"
+            stand_in = ValueError(f"{what} ({type(e).__name__}: {e})")
+        data = pickle.dumps(Outcome(None, stand_in, outcome.at, outcome.seconds))
+    return pickle.dumps((rank, text, data))
+
+
+def unpack_outcome(packed: bytes) -> Outcome:
+    rank, text, data = pickle.loads(packed)
+    outcome: Outcome = pickle.loads(data)
+    if outcome.error is not None:
+        outcome.error.__cause__ = RankTraceback(f"rank {rank}:\n{text}".rstrip())
+    return outcome
+
+
+def death(rank: int, code: int) -> PeerLostError:
+    """What the exit code of a rank that left no outcome says, as subprocess gives it."""
+    known = {-s.value: s.name for s in signal.Signals}
+    killed = f"was killed by {known.get(code, f'signal {-code}')}"
+    return PeerLostError(f"rank {rank} {killed if code < 0 else f'exited with status {code}'}")
+
+
+def die_with(parent: int) -> None:
+    """Ask the kernel to end this process when its parent ends, however that comes about. Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:
+            os._exit(1)  # the parent was faster

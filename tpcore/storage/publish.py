@@ -1,0 +1,155 @@
+"""A directory that appears under its name whole, or not at all."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Collection
+from contextlib import suppress
+from typing import IO
+
+from ..errors import CheckpointError
+from .files import make_dirs, naming, sync_dir
+from .jsonfile import MANIFEST, PREFIX
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # <fcntl.h> and <linux/fs.h>
+_CANNOT = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}
+
+
+def _sibling(target: str, kind: str) -> str:
+    parent, name = os.path.split(target)
+    return os.path.join(parent, f".{name}.{kind}")
+
+
+def staging_path(target: str, save_id: str) -> str:
+    return _sibling(target, f"saving-{save_id}")
+
+
+def _siblings(target: str, kind: str) -> list[str]:
+    """All ``.name.kind-*`` beside ``target``."""
+    parent, prefix = os.path.dirname(target), os.path.basename(_sibling(target, kind)) + "-"
+    names = os.listdir(parent) if os.path.isdir(parent) else []
+    return [os.path.join(parent, name) for name in sorted(names) if name.startswith(prefix)]
+
+
+def resolve(target: str) -> str:
+    """Where the checkpoint called ``target`` lies: under its name, but for the one instant that is left.
+
+    Where the file system cannot swap two names in one step, a save may die after it moved the previous
+    checkpoint away and before it moved the new one in. The new one is complete by then, beside the name.
+    """
+    if not os.path.lexists(target):
+        for replaced in _siblings(target, "replaced"):
+            new = staging_path(target, replaced.rpartition("-")[2])
+            if os.path.isfile(os.path.join(new, MANIFEST)):
+                return new
+    return target
+
+
+class Staging:
+    """Where a save writes, beside ``target``, until ``commit`` puts it in its place. One job at a time.
+
+    ``also``: names in it besides those of a checkpoint.
+    """
+
+    def __init__(self, target: str, save_id: str, also: Collection[str] = ()) -> None:
+        self.target = target
+        self.path = staging_path(target, save_id)
+        self._old = _sibling(target, f"replaced-{save_id}")
+        make_dirs(os.path.dirname(target))
+        self._lock = _lock(target)
+        try:
+            self._clean_up()
+            _refuse_other_files(target, also)
+            with naming("make the directory", self.path):
+                os.mkdir(self.path)
+        except BaseException:
+            self.close()
+            raise
+
+    def _clean_up(self) -> None:
+        """Finish or remove what saves that were killed have left."""
+        found = resolve(self.target)
+        if found != self.target:
+            with naming("rename", found):
+                os.rename(found, self.target)
+            sync_dir(os.path.dirname(self.target))
+        for left in (*_siblings(self.target, "saving"), *_siblings(self.target, "replaced")):
+            shutil.rmtree(left, ignore_errors=True)
+
+    def commit(self) -> None:
+        """From here on the name stands for the new checkpoint, and at no instant for none or half of one."""
+        with naming("put in place", self.target):
+            if not os.path.lexists(self.target) or not os.listdir(self.target):
+                os.rename(self.path, self.target)
+            elif not _exchange(self.path, self.target):
+                os.rename(self.target, self._old)
+                os.rename(self.path, self.target)
+        sync_dir(os.path.dirname(self.target))
+
+    def close(self) -> None:
+        """Remove what is not the checkpoint: after ``commit`` the previous one, else what was written."""
+        try:
+            if os.path.lexists(self._old) and not os.path.lexists(self.target):
+                os.rename(self._old, self.target)  # the second rename of two failed
+            # what cannot be removed now is harmless, and the next save tries again
+            shutil.rmtree(self.path, ignore_errors=True)
+            shutil.rmtree(self._old, ignore_errors=True)
+        finally:
+            if self._lock is not None:
+                with self._lock, suppress(OSError):
+                    os.unlink(self._lock.name)
+                self._lock = None
+
+
+def _refuse_other_files(target: str, also: Collection[str]) -> None:
+    """Saving replaces the directory: refuse to where that would take files that no checkpoint put there."""
+    if not os.path.lexists(target):
+        return
+    with naming("list", target):
+        names = sorted(os.listdir(target))
+    if MANIFEST in names:
+        names = [name for name in names if name not in (MANIFEST, *also) and not name.startswith(PREFIX)]
+    if names:
+        raise CheckpointError(
+            f"cannot save to {target}: saving would replace the directory, and it holds {names[0]!r}"
+            + (f" and {len(names) - 1} more" if names[1:] else "")
+            + ", not from a checkpoint of this format; give another name, or a new directory inside it"
+        )
+
+
+def _exchange(a: str, b: str) -> bool:
+    """Swap two names in one step; False where the file system (NFS, say) cannot."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    if rename(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in _CANNOT:
+        return False
+    raise OSError(code, os.strerror(code))
+
+
+def _lock(target: str) -> IO[bytes] | None:
+    """A file beside ``target`` that this job alone holds; None where the file system has no locks."""
+    path = _sibling(target, "lock")
+    with naming("lock", path):
+        while True:
+            f = open(path, "ab")  # noqa: SIM115  held until the save is over
+            try:
+                fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.path.lexists(path) and os.path.samestat(os.fstat(f.fileno()), os.stat(path)):
+                    return f
+                f.close()  # removed by its last holder before we had it: the name is another file, or none
+            except BlockingIOError:
+                f.close()
+                raise CheckpointError(f"another job is saving to {target} at this moment") from None
+            except OSError as e:
+                f.close()
+                if e.errno in _CANNOT:
+                    return None
+                raise

@@ -1,0 +1,1 @@
+"""The conformance kit: what every backend must do."""

@@ -1,0 +1,274 @@
+"""What the conformance kit asks of a backend: functions of (ctx, ...) that return what is wrong.
+
+They return and do not raise, so that ranks stay in step and all of it is seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ...comm import Comm, Op
+from ...context import ParallelContext
+from ...errors import BackendError
+
+SHAPES = ((4,), (4, 8), (8, 4, 4), (4, 1, 8, 4))
+EMPTY = ((0, 4), (4, 0))
+
+
+class Wrong(list[str]):
+    """What is wrong, in words; and the ``error`` that came nearest to what is ``allowed``, or passed it."""
+
+    error = allowed = 0.0
+
+    def measure(self, what: str, got: Tensor, want: Tensor, allowed: float = 0.0) -> None:
+        """The largest difference; 0 allowed: they are to be equal."""
+        got, want = (t.detach().cpu().double() for t in (got, want))
+        alike = got.shape == want.shape
+        error = float((got - want).abs().max()) if alike and got.numel() else (0.0 if alike else float("inf"))
+        if not error <= allowed:  # nan too
+            self.append(f"{what} is off by {error:.2e}, allowed {allowed:.0e}")
+        if not error / max(allowed, 1e-300) < self.error / max(self.allowed, 1e-300):
+            self.error, self.allowed = error, allowed
+
+
+def values(shape: tuple[int, ...], position: int, dtype: torch.dtype) -> Tensor:
+    """Small whole numbers, which every dtype holds and sums exactly; different at each position."""
+    n = torch.Size(shape).numel()
+    whole = (torch.arange(n) * (position + 3) + position) % 7
+    out = (whole % 2 if dtype is torch.bool else whole).to(dtype).view(shape)
+    return out * (1 + 2j) if dtype.is_complex else out
+
+
+def _reduced(every: list[Tensor], op: str) -> Tensor:
+    if op == "max":
+        return torch.stack(every).amax(0)
+    return torch.stack(every).sum(0, dtype=every[0].dtype)
+
+
+def _cat(parts: list[Tensor], dim: int) -> Tensor:
+    """torch.cat, which does not take every dtype that can be moved."""
+    if parts[0].dtype.itemsize > 1:
+        return torch.cat(parts, dim)
+    return torch.cat([t.view(torch.uint8) for t in parts], dim).view(parts[0].dtype)
+
+
+Calls = list[tuple[str, Callable[[Tensor], Tensor], Tensor]]
+
+
+def calls(comm: Comm, primitive: str, every: list[Tensor], dims: list[int] | None = None) -> Calls:
+    """Each way to call ``primitive`` on tensors like ``every``: (how, call, the right result)."""
+    me, shape = int(comm.rank.cpu()), every[0].shape
+    dims = list(range(-len(shape), len(shape))) if dims is None else dims
+    if primitive == "all_gather":
+        return [(f"dim {d}", partial(comm.all_gather, dim=d), _cat(every, d)) for d in dims]
+    if primitive == "broadcast":
+        return [(f"src {s}", partial(comm.broadcast, src=s), every[s]) for s in range(comm.size)]
+    if primitive == "reduce_scatter":
+        total = _reduced(every, "sum")
+        return [
+            (f"dim {d}", partial(comm.reduce_scatter, dim=d), total.chunk(comm.size, d)[me])
+            for d in dims
+            if shape[d] % comm.size == 0
+        ]
+    how = {
+        "all_reduce": ("sum", comm.all_reduce),
+        "all_reduce max": ("max", lambda x: comm.all_reduce(x, "max")),
+        "start_all_reduce": ("sum", lambda x: comm.start_all_reduce(x)()),
+        "all_reduce donate": ("sum", lambda x: comm.all_reduce(x, donate=True)),
+    }
+    op, call = how[primitive]
+    return [("", call, _reduced(every, op))]
+
+
+PRIMITIVES = (
+    "all_gather",
+    "all_reduce",
+    "all_reduce max",
+    "all_reduce donate",
+    "start_all_reduce",
+    "reduce_scatter",
+    "broadcast",
+)
+REDUCING = tuple(p for p in PRIMITIVES if "reduce" in p)
+
+
+def _differs(got: Tensor, want: Tensor) -> str:
+    """How a result is wrong in value, dtype, shape; empty if it is right."""
+    if (got.dtype, got.shape) != (want.dtype, want.shape):
+        return f"is {got.dtype} {tuple(got.shape)}, not {want.dtype} {tuple(want.shape)}"
+    got, want = (t.detach().cpu().contiguous() for t in (got, want))
+    if not torch.equal(got.view(-1).view(torch.uint8), want.view(-1).view(torch.uint8)):
+        return f"is {got.flatten()[:8].tolist()}..., not {want.flatten()[:8].tolist()}..."
+    return ""
+
+
+def _each(ctx: ParallelContext, comm: Comm, primitive: str, every: list[Tensor]) -> Wrong:
+    me, out = int(comm.rank.cpu()), Wrong()
+    for how, call, want in calls(comm, primitive, every):
+        problem = _differs(call(every[me].to(ctx.device, copy=True)), want)
+        if problem:
+            where = f"{primitive} {how} of {tuple(every[me].shape)} over {comm.group.axes} on rank {ctx.rank}"
+            out.append(f"{where} {problem}")
+    return out
+
+
+def joined(ctx: ParallelContext) -> Wrong:
+    """Rank, size, members and device say the same thing."""
+    out, comm = Wrong(), ctx.comm("tp")
+    if comm.rank.dtype != torch.int64 or comm.rank.shape != (1,):
+        out.append(f"comm.rank is {comm.rank.dtype} {tuple(comm.rank.shape)}, not one int64 element")
+    elif int(comm.rank.cpu()) != ctx.coord("tp"):
+        out.append(f"comm.rank is {int(comm.rank.cpu())} on the rank at {ctx.coord('tp')}")
+    if comm.rank.device.type != ctx.device.type:
+        out.append(f"comm.rank is on {comm.rank.device}, the backend's tensors on {ctx.device}")
+    if comm.size != ctx.mesh.axes["tp"]:
+        out.append(f"a tp group of size {comm.size}, not {ctx.mesh.axes['tp']}")
+    if comm.process_group is None:
+        out.append("process_group is None")
+    return out
+
+
+def right_values(ctx: ParallelContext, primitive: str, dtype: torch.dtype) -> Wrong:
+    comm, out = ctx.comm("tp"), Wrong()
+    for shape in SHAPES:
+        out += _each(ctx, comm, primitive, [values(shape, p, dtype) for p in range(comm.size)])
+    return out
+
+
+def empty(ctx: ParallelContext, primitive: str) -> Wrong:
+    comm, out = ctx.comm("tp"), Wrong()
+    for shape in EMPTY:
+        out += _each(ctx, comm, primitive, [values(shape, p, torch.float32) for p in range(comm.size)])
+    return out
+
+
+def strided(ctx: ParallelContext, primitive: str) -> Wrong:
+    """An input that is transposed, and has gaps between its elements."""
+    comm, out = ctx.comm("tp"), Wrong()
+    me = int(comm.rank.cpu())
+    every = [values((4, 8, 4), p, torch.float32).transpose(0, 2)[:, ::2] for p in range(comm.size)]
+    for how, call, want in calls(comm, primitive, every):
+        whole = values((4, 8, 4), me, torch.float32).to(ctx.device)
+        problem = _differs(call(whole.transpose(0, 2)[:, ::2]), want.contiguous())
+        if problem:
+            out.append(f"{primitive} {how} of a strided tensor on rank {ctx.rank} {problem}")
+        between = values((4, 8, 4), me, torch.float32).transpose(0, 2)[:, 1::2]
+        if _differs(whole.transpose(0, 2)[:, 1::2], between):
+            out.append(f"{primitive} {how} wrote between the elements of its input on rank {ctx.rank}")
+    return out
+
+
+def memory(ctx: ParallelContext, primitive: str) -> Wrong:
+    """Inputs are left as they were; outputs are contiguous, not the input, without autograd, and last."""
+    comm, out = ctx.comm("tp"), Wrong()
+    me = int(comm.rank.cpu())
+    every = [values((4, 8, 4), p, torch.float32) for p in range(comm.size)]
+    kept: list[tuple[str, Tensor, Tensor]] = []
+    for how, call, want in calls(comm, primitive, every):
+        x = every[me].to(ctx.device, copy=True).requires_grad_("donate" not in primitive)
+        y = call(x)
+        what = f"{primitive} {how} on rank {ctx.rank}:"
+        if not y.is_contiguous():
+            out.append(f"{what} the output is not contiguous, its strides are {y.stride()}")
+        if "donate" not in primitive and _differs(x, every[me]):
+            out.append(f"{what} the input was changed")
+        if "donate" not in primitive and y.numel() and y.data_ptr() == x.data_ptr() != 0:  # 0: lazy
+            out.append(f"{what} the output is the input's memory")
+        if y.requires_grad:
+            out.append(f"{what} the output is part of an autograd graph, whose gradient would be wrong")
+        kept.append((what, y, want))
+    for what, y, want in kept:  # after all the others: a buffer that was used again holds their values
+        problem = _differs(y, want)
+        if problem:
+            out.append(f"{what} after later collectives the output {problem}")
+    return out
+
+
+def overlapped(ctx: ParallelContext) -> Wrong:
+    """Several all-reduces under way, waited for in another order, with one more collective between."""
+    comm, out = ctx.comm("tp"), Wrong()
+    n, me = comm.size, comm.rank.float()  # as data: one program for all ranks of a compiling backend
+    waits = [comm.start_all_reduce(me.repeat(9) + i) for i in range(4)]
+    gathered = comm.all_gather(me, 0)
+    for i, wait in reversed(list(enumerate(waits))):
+        problem = _differs(wait(), torch.full((9,), float(n * i + n * (n - 1) // 2)))
+        if problem:
+            out.append(f"all-reduce {i} of 4 under way {problem}")
+    if _differs(gathered, torch.arange(n).float()):
+        out.append("a gather between the start of an all-reduce and its wait is wrong")
+    return out
+
+
+def groups(ctx: ParallelContext, primitive: str) -> Wrong:
+    """Every axis, every pair of axes and the world, each on its own members only."""
+    axes, out = list(ctx.mesh.axes), Wrong()
+    for names in [(a,) for a in axes] + [tuple(axes[:2]), tuple(axes)]:
+        comm = ctx.comm(*names)
+        if comm.size == 1:
+            continue
+        members = ctx.mesh.group(*names).members(ctx.rank)
+        if members[int(comm.rank.cpu())] != ctx.rank:
+            out.append(f"rank {ctx.rank} is at {int(comm.rank.cpu())} of {names} group {members}")
+        out += _each(ctx, comm, primitive, [values((4, 4), r, torch.float32) for r in members])
+    return out
+
+
+def many(ctx: ParallelContext) -> Wrong:
+    """A long run of collectives of changing kind and size: nothing leaks from one into another."""
+    comm, out = ctx.comm("tp"), Wrong()
+    for i in range(24):
+        every = [values((4, 4 + i % 5), p + i, torch.float32) for p in range(comm.size)]
+        out += _each(ctx, comm, PRIMITIVES[i % len(PRIMITIVES)], every)
+    return out
+
+
+def replicated(ctx: ParallelContext) -> Wrong:
+    """A sum of numbers that round has the same bits on every rank: ranks would drift apart otherwise."""
+    comm = ctx.comm("tp")
+    x = torch.rand(257, generator=torch.Generator().manual_seed(ctx.rank)).to(ctx.device)
+    ops_: tuple[Op, ...] = ("sum", "max")
+    for op in ops_:
+        y = comm.all_reduce(x, op)
+        seen = comm.all_gather(y.unsqueeze(0), 0).cpu()
+        if not all(torch.equal(row, seen[0]) for row in seen):
+            return Wrong([f"all_reduce {op} differs between ranks in its last bits"])
+    return Wrong()
+
+
+def not_refused(call: Callable[[], None], what: str) -> list[str]:
+    try:
+        call()
+    except BackendError:
+        return []
+    return [f"{what} was not refused"]
+
+
+def refusals(ctx: ParallelContext) -> Wrong:
+    """Bad arguments raise ValueError before anything is exchanged, and the group works afterwards."""
+    comm, out = ctx.comm("tp"), Wrong()
+    three = torch.zeros(comm.size + 1, device=ctx.device)
+    bad: dict[str, Callable[[], Tensor]] = {
+        "reduce_scatter of what does not divide": lambda: comm.reduce_scatter(three, 0),
+        "all_gather along a dim that is not there": lambda: comm.all_gather(three, 1),
+        "broadcast from nobody": lambda: comm.broadcast(three, comm.size),
+    }
+    unheard = [d for d in (torch.float8_e4m3fn, torch.uint16) if d not in ctx.backend.capabilities.dtypes]
+    for dtype in unheard:
+        x = torch.zeros(4 * comm.size, dtype=dtype, device=ctx.device)
+        bad[f"the sum of {dtype}, which is not declared"] = partial(comm.all_reduce, x)
+    for what, call in bad.items():
+        try:
+            call()
+        except ValueError:
+            continue
+        except Exception as e:  # noqa: BLE001  any other error is what this looks for
+            out.append(f"{what} raised {type(e).__name__}, not ValueError: {e}")
+        else:
+            out.append(f"{what} was not refused")
+    if float(comm.all_reduce(torch.ones(1, device=ctx.device))) != comm.size:
+        out.append("after refused calls the group no longer works")
+    return out

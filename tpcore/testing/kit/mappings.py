@@ -1,0 +1,47 @@
+"""The transpose law, which a pair of mappings and their gradients keeps: what the kit asks of autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ... import ops
+from ...comm import Comm
+from ...context import ParallelContext
+from .collectives import Wrong
+
+MAPPINGS: dict[str, tuple[Callable[[Tensor, Comm], Tensor], str, str]] = {
+    "copy": (ops.copy, "replicated", "parts"),
+    "reduce": (ops.reduce, "parts", "replicated"),
+    "scatter": (lambda x, c: ops.scatter(x, c, 1), "replicated", "parts"),
+    "gather": (lambda x, c: ops.gather(x, c, 1), "parts", "replicated"),
+    "all_gather": (lambda x, c: ops.all_gather(x, c, 1), "parts", "parts"),
+    "reduce_scatter": (lambda x, c: ops.reduce_scatter(x, c, 1), "parts", "parts"),
+}
+
+
+def transpose_law(ctx: ParallelContext, name: str) -> Wrong:
+    """<f(x), y> == <x, f_T(y)>, a replicated value counted once; in whole numbers, so exactly."""
+    comm = ctx.comm("tp")
+    fn, source, target = MAPPINGS[name]
+    me = int(comm.rank.cpu())
+
+    def some(shape: torch.Size, kind: str, seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed + (me + 1) * 100 * (kind == "parts"))
+        return torch.randint(-8, 9, shape, generator=generator).float().to(ctx.device)
+
+    def inner(a: Tensor, b: Tensor, kind: str) -> float:
+        everywhere = comm.all_gather((a * b).sum().reshape(1), 0)
+        mine = everywhere.index_select(0, comm.rank)
+        return float(mine if kind == "replicated" else everywhere.sum())
+
+    x = some(torch.Size((4, 8)), source, 1).requires_grad_()
+    out = fn(x, comm)
+    y = some(out.shape, target, 2)
+    out.backward(y)
+    if x.grad is None:
+        return Wrong([f"{name}: no gradient"])
+    left, right = inner(out.detach(), y, target), inner(x.detach(), x.grad, source)
+    return Wrong([] if left == right else [f"{name}: <f(x), y> is {left} and <x, f_T(y)> is {right}"])

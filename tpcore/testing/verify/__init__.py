@@ -1,0 +1,1 @@
+"""Reports on how close a backend comes to the unsharded modules."""

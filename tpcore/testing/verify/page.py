@@ -1,0 +1,76 @@
+"""What ``tpcore verify`` saved, as a page of the documentation.
+
+python -m tpcore.testing.verify.page docs/verified docs/correctness.md
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from .report import Report, Row, figures
+
+ABOUT = """\
+# Correctness, as measured
+
+This page is made by `make correctness` from what `tpcore verify` saved, not by hand. Each row
+compares results with the unsharded computation on the CPU: collectives with what plain tensor
+operations give, layers with those of `torch.nn`, forward and every gradient, training steps with
+the same steps of the whole model. *Worst error* is the one that came nearest to what is allowed,
+over all cases and ranks. What is allowed follows from the number of roundings and the size of what
+is summed (Higham, Accuracy and Stability of Numerical Algorithms, section 3.1). *exact*: compared
+bit for bit.
+
+`tpcore verify --backend NAME --tp N` measures the same on your machine.
+"""
+
+
+def page(folder: Path) -> str:
+    """The text of the page, from every file in ``folder``."""
+    reports = [Report.from_json(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    return "\n".join([ABOUT, *map(_section, reports)])
+
+
+def _section(report: Report) -> str:
+    axes = " x ".join(f"{axis}{n}" for axis, n in report.mesh.items() if n > 1)
+    versions = ", ".join(f"{name} {number}" for name, number in report.versions.items())
+    wrong = len(report.wrong)
+    verdict = f"{wrong} results are wrong." if wrong else "Nothing is wrong."
+    lines = [
+        f"## {report.backend}, {axes}",
+        "",
+        f"{report.date} UTC, {versions}, {report.machine}. {verdict}",
+        "",
+        *([report.note, ""] if report.note else []),
+        "| | dtype | cases | worst error | allowed | |",
+        "|---|---|---:|---:|---:|---|",
+    ]
+    return "\n".join([*lines, *map(_line, _merged(report.rows)), ""])
+
+
+def _merged(rows: list[Row]) -> list[Row]:
+    """Rows that differ in nothing but the dtype, as one: the exact ones, of the collectives."""
+    out: list[Row] = []
+    for row in rows:
+        last = out[-1] if out else None
+        same = last is not None and last.what == row.what and _exact(last) and _exact(row)
+        if last is not None and same:
+            last.dtype += f", {row.dtype}"
+            last.cases += row.cases
+        else:
+            out.append(row)
+    return out
+
+
+def _exact(row: Row) -> bool:
+    return not (row.error or row.allowed or row.wrong)
+
+
+def _line(row: Row) -> str:
+    error, allowed = figures(row)
+    verdict = "**wrong**" if row.wrong else "ok"
+    return f"| {row.what} | {row.dtype} | {row.cases} | {error} | {allowed} | {verdict} |"
+
+
+if __name__ == "__main__":
+    Path(sys.argv[2]).write_text(page(Path(sys.argv[1])))

@@ -1,0 +1,151 @@
+"""What ``tpcore verify`` runs on every rank: the checks of the kit on the job at hand, as rows of a table."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from importlib.metadata import version
+from importlib.util import find_spec
+
+import torch
+
+import tpcore
+
+from ...backend.interface import Backend
+from ...backend.registry import backend_class, backends
+from ...consensus import gather_bytes
+from ...context import ParallelContext
+from ...init import init, shutdown
+from .. import matrix
+from ..kit import collectives as bodies
+from ..kit import programs
+from ..kit.collectives import Wrong
+from . import bert
+
+
+@dataclass
+class Row:
+    """One line: ``error`` is the one that came nearest to what is ``allowed``, over cases and ranks. Where 0
+    is allowed, results are compared bit for bit."""
+
+    what: str
+    dtype: str
+    cases: int
+    error: float
+    allowed: float
+    wrong: list[str]
+
+
+@dataclass
+class Report:
+    """What ``tpcore verify`` saves."""
+
+    backend: str
+    mesh: dict[str, int]
+    date: str  # UTC
+    versions: dict[str, str]
+    machine: str
+    rows: list[Row]
+    note: str = ""  # what a reader must know of where it was measured
+
+    @property
+    def wrong(self) -> list[str]:
+        return [message for row in self.rows for message in row.wrong]
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Report:
+        fields = json.loads(text)
+        return cls(**{**fields, "rows": [Row(**row) for row in fields["rows"]]})
+
+
+def verify(backend: str | None, tp: int) -> Report:
+    """Start this rank and check everything; the same report on every rank."""
+    ctx = init(backend, tp=tp)
+    try:
+        return checked(ctx)
+    finally:
+        shutdown()
+
+
+def checked(ctx: ParallelContext) -> Report:
+    now = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M")
+    versions = {"tpcore": tpcore.__version__, "torch": torch.__version__, "python": platform.python_version()}
+    for name in ("transformers", "torch_xla"):
+        if find_spec(name):
+            versions[name] = version(name)
+    machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"
+    rows = [_merged(ctx, row) for row in _rows(ctx)]
+    return Report(_name(ctx.backend), dict(ctx.mesh.axes), now, versions, machine, rows)
+
+
+def _name(backend: Backend) -> str:
+    """What its plugin is called, or the class of one that none provides."""
+    for info in backends():
+        if info.usable and backend_class(info.name) is type(backend):
+            return info.name
+    return type(backend).__name__
+
+
+def _rows(ctx: ParallelContext) -> Iterator[Row]:
+    can = ctx.backend.capabilities
+    for primitive in bodies.PRIMITIVES:
+        for dtype in can.dtypes:
+            wrong = bodies.right_values(ctx, primitive, dtype)
+            yield _row(primitive, str(dtype).removeprefix("torch."), len(bodies.SHAPES), wrong)
+    for layer, axes in matrix.AXES.items():
+        for name, dtype in matrix.DTYPES.items():
+            if dtype in can.dtypes:
+                for sequence in (False, True) if "seq" in axes else (False,):
+                    yield _layer(ctx, layer, name, sequence)
+    yield _row("training step", "float32", 2, programs.training_step(ctx))
+    if ctx.comm("tp").size > 1:
+        yield _row("random streams", "float32", 3, programs.random_streams(ctx))
+    yield _row("checkpoint round trip", "float32", 1, programs.checkpoint_round_trip(ctx))
+    if can.tracing:
+        yield _row("trace", "float32", 6, programs.traced_program(ctx))
+    if bert.HEADS % ctx.comm("tp").size == 0:
+        yield _row(bert.title(), "float32", bert.STEPS, bert.training_steps(ctx))
+
+
+def _row(what: str, dtype: str, cases: int, wrong: Wrong) -> Row:
+    return Row(what, dtype, cases, wrong.error, wrong.allowed, list(wrong))
+
+
+def _layer(ctx: ParallelContext, layer: str, dtype: str, sequence: bool) -> Row:
+    some = [
+        case for case in matrix.cases(layer, dtype) if (dict(case.options).get("seq") is not None) == sequence
+    ]
+    some = some[:: 7 if len(some) > 20 else 1]
+    found = [matrix.findings_of(ctx, case) for case in matrix.runnable(ctx, some)]
+    error, allowed = max((f.worst for f in found), key=lambda w: w[0] / max(w[1], 1e-300))
+    name = f"{layer}, sequence parallel" if sequence else layer
+    kind = str(matrix.DTYPES[dtype]).removeprefix("torch.")
+    return Row(name, kind, len(found), error, allowed, [m for f in found for m in f.messages])
+
+
+def _merged(ctx: ParallelContext, row: Row) -> Row:
+    if ctx.world.size == 1:
+        return row
+    heard = [Row(**json.loads(t)) for t in gather_bytes(json.dumps(asdict(row)).encode(), ctx.world)]
+    worst = max(heard, key=lambda r: r.error / max(r.allowed, 1e-300))
+    row.error, row.allowed = worst.error, worst.allowed
+    row.wrong = [message for r in heard for message in r.wrong]
+    return row
+
+
+def on_rank(backend: str | None, tp: int) -> Report:
+    """For a process that was started for this alone."""
+    torch.set_num_threads(1)
+    return verify(backend, tp)
+
+
+def figures(row: Row) -> tuple[str, str]:
+    """Its error and what is allowed, in words of a table."""
+    return (f"{row.error:.1e}", f"{row.allowed:.1e}") if row.allowed else (f"{row.error:.3g}", "exact")

@@ -1,0 +1,179 @@
+"""``parallel_model_trace``, ``_save`` and ``_load``, as NeuronX Distributed documents them and more."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..backend.registry import backend_class
+from ..errors import BackendError, CheckpointError
+from ..init import choose_backend
+from ..processes.launch import launch
+from ..storage.files import make_dirs, naming, sync_dir, write_file
+from ..storage.jsonfile import MANIFEST
+from ..storage.publish import Staging
+from .artifact import PROGRAMS, opened
+from .make.tracing import Call, Order, assembled, trace_rank
+from .serve.model import TensorParallelModel
+
+StrPath = str | os.PathLike[str]
+
+
+def parallel_model_trace(
+    func: Callable[[], Any],
+    inputs: Any = None,
+    tp_degree: int = 1,
+    *,
+    example_inputs: Any = None,
+    backend: str | None = None,
+    dynamic_shapes: Any = None,
+    bucket_inputs: Sequence[Any] | None = None,
+    pad_value: float | Mapping[str, float] = 0,
+    timeout: float | None = None,
+    restart: bool = False,
+) -> TensorParallelModel:
+    """Trace the model that ``func()`` returns, over ``tp_degree`` processes of this machine.
+
+    ``func`` is called in each of them, after ``tpcore.init``; it returns the model, with its weights
+    loaded, or ``(model, aliases)``, where ``aliases`` maps parameters and buffers to the positions of the
+    outputs that they become for the next call (a cache of keys and values, say); these are then not
+    returned. It may be a closure. The processes are fresh interpreters: no main guard is needed.
+
+    ``inputs``, also called ``example_inputs``: a tensor; a tuple or list of arguments; or a dict of
+    keyword arguments, numbers and strings among them, which are then fixed. Other shapes are served if
+    ``dynamic_shapes`` says which dimensions may change, as ``torch.export`` has it: for each argument a
+    dict from dimension to ``torch.export.Dim`` or to a name. Or if ``bucket_inputs`` has examples of other
+    sizes: a call is padded with ``pad_value`` (one, or by argument) to the smallest that holds it, and the
+    outputs are cut back. The model must then ignore padding, by an attention mask for instance.
+
+    ``backend``: as of ``tpcore.init``. ``timeout``, ``restart``: as of ``parallel_model_load``.
+
+    The error of a process is raised here, with its traceback. ValueError if the machine cannot hold that
+    many ranks, BackendError if the ranks would need different programs or the program is not right.
+    """
+    example = example_inputs if inputs is None else inputs
+    if example is None or (inputs is not None and example_inputs is not None):
+        raise TypeError("inputs and example_inputs are two names of one argument: give one")
+    if dynamic_shapes is not None and bucket_inputs is not None:
+        raise ValueError("dynamic_shapes and bucket_inputs are two ways to the same: give one")
+    name = choose_backend(backend)
+    _check_degree(tp_degree, name)
+    if dynamic_shapes and not backend_class(name).capabilities.dynamic_shapes:
+        raise BackendError(
+            f"backend {name!r} has programs of fixed sizes only, and takes no dynamic_shapes: give examples "
+            "of the sizes that are needed as bucket_inputs"
+        )
+    calls = sorted((_call(e) for e in (example, *(bucket_inputs or ()))), key=_size)
+    directory = TemporaryDirectory(prefix="tpcore-trace-")
+    folder = Path(directory.name)
+    order = Order(func, calls, dynamic_shapes, name, tp_degree, folder)
+    try:
+        manifest = assembled(order, launch(trace_rank, nprocs=tp_degree, args=(order,)), pad_value)
+    except BaseException:
+        directory.cleanup()
+        raise
+    return TensorParallelModel(folder, manifest, timeout=timeout, restart=restart, owned=directory)
+
+
+def parallel_model_save(model: TensorParallelModel, save_dir: StrPath) -> None:
+    """Write a traced model as the directory ``save_dir``; whole or not at all. An earlier one is replaced.
+
+    Weights that ``replace_weights`` has put in are those that are saved. CheckpointError where the disk
+    says no, or the directory holds other files.
+    """
+    if not isinstance(model, TensorParallelModel):
+        raise TypeError(
+            f"parallel_model_save takes what parallel_model_trace returned, not a {type(model).__name__}"
+        )
+    staging = Staging(os.path.abspath(os.fspath(save_dir)), uuid.uuid4().hex, {PROGRAMS})
+    try:
+        where = Path(staging.path)
+        for name in model.manifest.files:
+            source = model.weights_folder if name.startswith("tp_rank_") else model.folder
+            _copy(source / name, where / name)
+        write_file(str(where / MANIFEST), [model.manifest.to_json()])
+        for folder in {path.parent for path in where.rglob("*")}:
+            sync_dir(str(folder))
+        staging.commit()
+    finally:
+        staging.close()
+
+
+def parallel_model_load(
+    load_dir: StrPath | None = None,
+    *,
+    model_dir: StrPath | None = None,
+    timeout: float | None = None,
+    restart: bool = False,
+    verify: bool = False,
+) -> TensorParallelModel:
+    """Load a traced model and start its processes, one per rank, on this machine.
+
+    The code that the model was made from is not needed. Weights are mapped from their files, which
+    therefore have to stay. ``timeout``: seconds that a call may take. ``restart``: after processes were
+    lost, start them again in the next call. ``verify``: compare the checksums of the weights as well,
+    which reads all of them; those of programs are always compared. ``model_dir`` is another name of
+    ``load_dir``.
+
+    A program is code: load what you trust. CheckpointError for files that are missing, damaged, or of
+    another version; ValueError if the machine cannot hold that many ranks.
+    """
+    where = load_dir if model_dir is None else model_dir
+    if where is None or (load_dir is not None and model_dir is not None):
+        raise TypeError("load_dir and model_dir are two names of one argument: give one")
+    folder = Path(where).absolute()
+    manifest = opened(folder, verify=verify)
+    _check_degree(manifest.tp, manifest.backend)
+    return TensorParallelModel(folder, manifest, timeout=timeout, restart=restart).start()
+
+
+def _check_degree(tp: Any, backend: str) -> None:
+    if not isinstance(tp, int) or isinstance(tp, bool) or tp < 1:
+        raise ValueError(f"tp_degree must be a whole number of ranks, 1 or more, not {tp!r}")
+    cls = backend_class(backend)
+    why = cls.unavailable()
+    if why is None and not cls.capabilities.tracing:
+        why = f"it traces no models with torch {torch.__version__}"
+    if why is not None:
+        raise BackendError(f"backend {backend!r} cannot run traced models here: {why}")
+    most = cls.most_ranks()
+    if most is not None and tp > most:
+        raise ValueError(f"tp_degree={tp}: this machine can hold {most} ranks of backend {backend!r}")
+
+
+def _call(inputs: Any) -> Call:
+    if isinstance(inputs, Tensor):
+        return (inputs,), {}
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    if isinstance(inputs, tuple | list):
+        return tuple(inputs), {}
+    raise TypeError(f"inputs must be a tensor, a tuple, a list or a dict, not a {type(inputs).__name__}")
+
+
+def _size(call: Call) -> int:
+    return sum(t.numel() for t in (*call[0], *call[1].values()) if isinstance(t, Tensor))
+
+
+def _copy(source: Path, target: Path) -> None:
+    """The same file where both are on one file system, else a copy. Nobody changes them."""
+    make_dirs(str(target.parent))
+    with naming("write", str(target)):
+        try:
+            os.link(source, target)
+        except OSError:
+            if not source.is_file():
+                raise CheckpointError(
+                    f"{source} is gone; the model was closed, or its directory removed"
+                ) from None
+            shutil.copyfile(source, target)
+        with target.open("rb") as f:
+            os.fsync(f.fileno())

@@ -1,0 +1,1 @@
+"""From a model to programs and weights on the disk."""

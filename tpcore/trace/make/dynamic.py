@@ -1,0 +1,131 @@
+"""Which dimensions of the inputs may change: as the caller says, in torch.export's words or by example."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.export import Dim
+
+from ...backend.programs import DynamicDim
+from ..inputs import Arguments, Shape
+from ..structure import Form
+
+
+def declared(
+    said: Any, arguments: Arguments, leaves: Sequence[Tensor]
+) -> tuple[tuple[Shape, ...], dict[str, DynamicDim]]:
+    """Shapes and dims of ``dynamic_shapes``: for each argument, by name or in order, a dict from dimension
+    to ``torch.export.Dim``, name or None; a sequence of these; or None. ValueError for anything else."""
+    found: list[Mapping[int, Any]] = [{} for _ in leaves]
+    given = dict(arguments.form["dict"])
+    if said is not None:
+        by_name = said if isinstance(said, Mapping) else dict(zip(given, _all(said, given), strict=True))
+        for name, one in by_name.items():
+            if name not in given:
+                raise ValueError(f"dynamic_shapes has {name!r}; the traced arguments are {list(given)}")
+            _walk(one, given[name], f"dynamic_shapes[{name!r}]", found)
+    dims: dict[str, DynamicDim] = {}
+    shapes: list[Shape] = []
+    for i, t in enumerate(leaves):
+        shape: list[int | str] = list(t.shape)
+        for at, value in found[i].items():
+            name = arguments.names[i]
+            if not isinstance(at, int) or not -t.ndim <= at < t.ndim:
+                raise ValueError(f"dynamic_shapes: no dim {at!r} in {name} of shape {list(t.shape)}")
+            dim = _dim(value, f"{name} dim {at % t.ndim}")
+            if dims.setdefault(dim.name, dim) != dim:
+                raise ValueError(f"dynamic_shapes: {dim.name!r} has two ranges, {dim} and {dims[dim.name]}")
+            if t.shape[at] < dim.min or (dim.max is not None and t.shape[at] > dim.max):
+                raise ValueError(f"{name} has shape {list(t.shape)}: its dim {at} is outside of {dim}")
+            shape[at] = dim.name
+        shapes.append(tuple(shape))
+    return tuple(shapes), dims
+
+
+def _all(said: Any, given: Mapping[str, Form]) -> Sequence[Any]:
+    if not isinstance(said, Sequence) or isinstance(said, str) or len(said) != len(given):
+        raise ValueError(f"dynamic_shapes must be a dict or have one entry for each of {list(given)}")
+    return said
+
+
+def _walk(said: Any, form: Form, where: str, found: list[Mapping[int, Any]]) -> None:
+    ((kind, inner),) = form.items()
+    if said is None:
+        return
+    if kind == "tensor":
+        if isinstance(said, Mapping):
+            found[inner] = {at: value for at, value in said.items() if not _static(value)}
+        elif isinstance(said, Sequence) and not isinstance(said, str):
+            found[inner] = {at: value for at, value in enumerate(said) if not _static(value)}
+        else:
+            raise ValueError(f"{where} must be a dict from dimension to Dim, or a list, not {said!r}")
+    elif kind in ("tuple", "list"):
+        for i, (one, f) in enumerate(zip(said, inner, strict=True)):
+            _walk(one, f, f"{where}[{i}]", found)
+    elif kind != "value":
+        for key, f in inner:
+            _walk(said.get(key), f, f"{where}[{key!r}]", found)
+
+
+def _static(value: Any) -> bool:
+    return value is None or isinstance(value, int) or value is Dim.STATIC
+
+
+def _dim(value: Any, place: str) -> DynamicDim:
+    if isinstance(value, str):
+        return DynamicDim(value)
+    if not isinstance(value, Dim) or hasattr(value, "root"):  # which only those have that are computed
+        raise ValueError(
+            f"dynamic_shapes: {value!r} for {place}; give a torch.export.Dim, or a name (of any size)"
+        )
+    high = value.max if isinstance(value.max, int) and value.max < sys.maxsize else None
+    # a size of 0 is no call, and torch.export writes "no maximum" as an infinity of its own
+    return DynamicDim(value.__name__, max(1, int(value.min)), high)
+
+
+def by_example(
+    arguments: Arguments, examples: Sequence[Sequence[Tensor]]
+) -> tuple[tuple[Shape, ...], dict[str, DynamicDim], tuple[dict[str, int], ...]]:
+    """Shapes, dims and buckets of several examples, smallest first. Sizes that change alike are one dim."""
+    dims: dict[str, DynamicDim] = {}
+    named: dict[tuple[int, ...], str] = {}
+    shapes: list[Shape] = []
+    for i, leaves in enumerate(zip(*examples, strict=True)):
+        name = arguments.names[i]
+        if len({t.ndim for t in leaves}) > 1 or len({t.dtype for t in leaves}) > 1:
+            said = [f"{t.dtype} {list(t.shape)}" for t in leaves]
+            raise ValueError(f"bucket_inputs: {name} differs in more than sizes: {said}")
+        shape: list[int | str] = list(leaves[0].shape)
+        for at, sizes in enumerate(zip(*(t.shape for t in leaves), strict=True)):
+            if len(set(sizes)) > 1:
+                shape[at] = named.setdefault(sizes, f"{name} dim {at}")
+                dims[named[sizes]] = DynamicDim(named[sizes], 1, max(sizes))
+        shapes.append(tuple(shape))
+    buckets = tuple({name: sizes[k] for sizes, name in named.items()} for k in range(len(examples)))
+    return tuple(shapes), dims, buckets if dims else ()
+
+
+def output_shapes(
+    outputs: Sequence[Sequence[Sequence[int]]], buckets: Sequence[Mapping[str, int]]
+) -> tuple[Shape, ...]:
+    """Shapes of the outputs in the names of the inputs' dims, from what the programs of all buckets give.
+
+    ValueError where an output's size changes from bucket to bucket and is that of no input.
+    """
+    found: list[Shape] = []
+    sizes_of = {name: tuple(bucket[name] for bucket in buckets) for name in (buckets[0] if buckets else ())}
+    for i, shapes in enumerate(zip(*outputs, strict=True)):
+        shape: list[int | str] = []
+        for at, sizes in enumerate(zip(*shapes, strict=True)):
+            names = [name for name, wanted in sizes_of.items() if wanted == sizes]
+            if len(set(sizes)) > 1 and not names:
+                raise ValueError(
+                    f"output {i} has the sizes {list(sizes)} in dim {at}, which are those of no input: it "
+                    "cannot be cut back after padding; use dynamic_shapes instead of bucket_inputs"
+                )
+            shape.append(names[0] if names else sizes[0])
+        found.append(tuple(shape))
+    return tuple(found)

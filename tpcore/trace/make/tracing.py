@@ -1,0 +1,267 @@
+"""Tracing on one rank: a model becomes a function of its weights and inputs, and that a program."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...consensus import gather_bytes
+from ...context import ParallelContext
+from ...errors import BackendError
+from ...init import init, shutdown
+from ...layers.sharding import sharding
+from ...log import say
+from ...shard import ShardSpec
+from ...storage.dtypes import bytes_of
+from ...storage.files import write_file
+from ...storage.jsonfile import MANIFEST
+from ..artifact import (
+    PROGRAMS,
+    FileRecord,
+    Manifest,
+    Outputs,
+    Weight,
+    program_dir,
+    record_of,
+    weights_file,
+    write_weights,
+    written_by,
+)
+from ..inputs import Arguments, Inputs
+from ..structure import Form, put_together, take_apart
+from .dynamic import by_example, declared, output_shapes
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """What to trace. ``examples``: one call, or one for each bucket, smallest first."""
+
+    func: Callable[[], Any]
+    examples: Sequence[Call]
+    dynamic_shapes: Any
+    backend: str
+    tp: int
+    folder: Path
+
+
+@dataclass(frozen=True)
+class Traced:
+    """What one rank made."""
+
+    inputs: Inputs
+    outputs: Outputs
+    weights: dict[str, Weight]
+    file: FileRecord
+
+
+def trace_rank(order: Order) -> Traced:
+    """One rank's part of a trace, from ``init`` to ``shutdown``."""
+    ctx = init(order.backend, order.tp)
+    try:
+        return trace_in(ctx, order)
+    finally:
+        shutdown()
+
+
+def trace_in(ctx: ParallelContext, order: Order) -> Traced:
+    return _Rank(order, ctx).trace()
+
+
+def assembled(order: Order, ranks: Sequence[Traced], pad_value: float | Mapping[str, float]) -> Manifest:
+    """Make one traced model of what the ranks have written: all that is missing is the manifest."""
+    first = ranks[0]
+    names = first.inputs.arguments.names
+    pads = dict(pad_value) if isinstance(pad_value, Mapping) else dict.fromkeys(names, pad_value)
+    if unknown := pads.keys() - set(names):
+        raise ValueError(f"pad_value: no inputs {sorted(unknown)}; there are {names}")
+    files = {weights_file(Path(), r).as_posix(): rank.file for r, rank in enumerate(ranks)}
+    for path in sorted(p for p in (order.folder / PROGRAMS).rglob("*") if p.is_file()):
+        files[path.relative_to(order.folder).as_posix()] = record_of(path)
+    manifest = Manifest(
+        order.backend, order.tp, first.inputs, first.outputs, pads, first.weights, files, written_by()
+    )
+    write_file(str(order.folder / MANIFEST), [manifest.to_json()])
+    return manifest
+
+
+@dataclass
+class _Function:
+    """The model as a function of weights by name and of tensors; and what it was seen to return."""
+
+    model: nn.Module
+    arguments: Arguments
+    returned_state: tuple[int, ...]  # positions of the outputs that become weights
+    form: Form = field(default_factory=dict)
+    shapes: list[list[int]] = field(default_factory=list)
+
+    def __call__(self, weights: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+        given = put_together(self.arguments.form, inputs)
+        bound = inspect.BoundArguments(inspect.signature(self.model.forward), given)
+        out = torch.func.functional_call(self.model, dict(weights), bound.args, bound.kwargs)
+        state = [out[i] for i in self.returned_state]
+        if state:
+            out = tuple(value for i, value in enumerate(out) if i not in self.returned_state)
+        leaves, self.form = take_apart(out, "the output")
+        self.shapes = [list(t.shape) for t in leaves]
+        return leaves + state
+
+
+class _Rank:
+    def __init__(self, order: Order, ctx: ParallelContext) -> None:
+        self._order, self._ctx = order, ctx
+
+    def trace(self) -> Traced:
+        self._say("building the model")
+        model, aliases = self._built()
+        model.eval()
+        weights, described = self._weights(model)
+        weights = {name: t.to(self._ctx.device) for name, t in weights.items()}
+        self._check_replicas(weights, described)
+        bound = [Arguments.of(model.forward, *call) for call in self._order.examples]
+        arguments, examples = bound[0][0], [leaves for _, leaves in bound]
+        if any(other != arguments for other, _ in bound):
+            raise ValueError("bucket_inputs: the examples differ in more than the sizes of their tensors")
+        state = _names_of(aliases, model)
+        inputs = self._inputs(arguments, examples)
+        seen: list[_Function] = []
+        for number, leaves in enumerate(examples):
+            said = f" for {[list(t.shape) for t in leaves]}" if inputs.buckets else ""
+            self._say(f"tracing{said}")
+            seen.append(
+                self._program(
+                    _Function(model, arguments, tuple(aliases.values())), weights, leaves, inputs, number
+                )
+            )
+        self._say("writing weights")
+        record = write_weights(self._order.folder, self._ctx.rank, weights)
+        shapes = output_shapes([s.shapes for s in seen], inputs.buckets)
+        return Traced(inputs, Outputs(seen[0].form, shapes, state), described, record)
+
+    def _say(self, doing: str) -> None:
+        say(f"trace: rank {self._ctx.rank} of {self._order.tp}: {doing}")
+
+    def _built(self) -> tuple[nn.Module, dict[Tensor, int]]:
+        made = self._order.func()
+        model, aliases = made if isinstance(made, tuple) and len(made) == 2 else (made, {})
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                f"the function to trace returned a {type(made).__name__}; it must return the model, or "
+                "(model, aliases)"
+            )
+        return model, dict(aliases or {})
+
+    def _weights(self, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Weight]]:
+        """Parameters and buffers, those too that are not in the state_dict, each once."""
+        named: dict[int, list[str]] = {}
+        tensors: dict[int, Tensor] = {}
+        for found in (model.named_parameters, model.named_buffers):
+            for name, t in found(remove_duplicate=False):
+                if t.is_meta:
+                    raise ValueError(
+                        f"{name!r} is on the meta device: load weights before the function returns"
+                    )
+                named.setdefault(id(t), []).append(name)
+                tensors[id(t)] = t
+        weights = {names[0]: tensors[key] for key, names in named.items()}
+        described = {}
+        saved = model.state_dict().keys()
+        for names in named.values():
+            t = weights[names[0]]
+            cut = sharding(t)
+            spec = cut.spec if cut else ShardSpec(tuple(t.shape))
+            described[names[0]] = Weight(spec, t.dtype, tuple(names[1:]), not saved.isdisjoint(names))
+        return {name: t.detach() for name, t in weights.items()}, described
+
+    def _check_replicas(self, weights: Mapping[str, Tensor], described: Mapping[str, Weight]) -> None:
+        """What is not cut must be the same on all ranks, or they compute with different models."""
+        sums = {
+            name: zlib.crc32(bytes_of(t.cpu().contiguous()))
+            for name, t in weights.items()
+            if described[name].spec.dim is None
+        }
+        heard = [json.loads(said) for said in gather_bytes(json.dumps(sums).encode(), self._ctx.world)]
+        for rank, theirs in enumerate(heard):
+            for name in heard[0]:
+                if theirs.get(name) != heard[0][name]:
+                    raise ValueError(
+                        f"{name!r} is not cut, and ranks 0 and {rank} hold different values: load a "
+                        "checkpoint, or seed (torch.manual_seed) before the model is built"
+                    )
+
+    def _inputs(self, arguments: Arguments, examples: Sequence[Sequence[Tensor]]) -> Inputs:
+        dtypes = tuple(t.dtype for t in examples[0])
+        if len(examples) > 1:
+            return Inputs(arguments, dtypes, *by_example(arguments, examples))
+        return Inputs(arguments, dtypes, *declared(self._order.dynamic_shapes, arguments, examples[0]))
+
+    @torch.no_grad()
+    def _program(
+        self,
+        fn: _Function,
+        weights: Mapping[str, Tensor],
+        leaves: Sequence[Tensor],
+        inputs: Inputs,
+        number: int,
+    ) -> _Function:
+        """Trace one program, and see that it computes what the model computes."""
+        device = self._ctx.device
+        leaves = [t.to(device) for t in leaves]
+        folder = program_dir(self._order.folder, number)
+        folder.mkdir(parents=True, exist_ok=True)
+        dims = [
+            {} if inputs.buckets else {at: inputs.dims[m] for at, m in enumerate(shape) if isinstance(m, str)}
+            for shape in inputs.shapes
+        ]
+        before = {name: t.clone() for name, t in weights.items() if name in dict(fn.model.named_buffers())}
+
+        def restored() -> Mapping[str, Tensor]:
+            for name, t in before.items():
+                weights[name].copy_(t)
+            return weights
+
+        want = [t.to("cpu", copy=True) for t in fn(weights, leaves)]
+        seen = _Function(fn.model, fn.arguments, fn.returned_state, fn.form, fn.shapes)
+        self._ctx.backend.trace(fn, restored(), leaves, dims, folder)
+        gather_bytes(b"written", self._ctx.world)
+        got = [t.cpu() for t in self._ctx.backend.load_program(folder, restored())(leaves)]
+        restored()
+        for i, (a, b) in enumerate(zip(got, want, strict=True)):
+            if a.shape != b.shape or not torch.allclose(a, b, rtol=1e-3, atol=1e-4, equal_nan=True):
+                worst = float((a.double() - b.double()).abs().max()) if a.shape == b.shape else float("inf")
+                raise BackendError(
+                    f"output {i} of the traced program differs from the model's by {worst:.3g}: something in "
+                    "the model's forward does not survive tracing"
+                )
+            if i < len(seen.shapes):  # the others are state, which may be cut
+                self._check_returned(i, a)
+        return seen
+
+    def _check_returned(self, i: int, t: Tensor) -> None:
+        """A caller gets what the first rank returns, so all have to return the same."""
+        every = self._ctx.world.all_gather(t.unsqueeze(0).to(self._ctx.device), 0).cpu()
+        for rank, theirs in enumerate(every):
+            if not torch.allclose(theirs, every[0], rtol=1e-3, atol=1e-4, equal_nan=True):
+                raise ValueError(
+                    f"output {i}, of shape {list(t.shape)}, is another on rank {rank} than on rank 0, whose "
+                    "outputs are returned: gather it (gather_output=True in a last ColumnParallelLinear)"
+                )
+
+
+def _names_of(aliases: Mapping[Tensor, int], model: nn.Module) -> tuple[str, ...]:
+    """Of the parameters and buffers that outputs become."""
+    names = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
+    missing = [i for t, i in aliases.items() if id(t) not in names]
+    if missing:
+        raise ValueError(f"aliases: what outputs {missing} become is no parameter or buffer of the model")
+    return tuple(names[id(t)] for t in aliases)

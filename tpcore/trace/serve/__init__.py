@@ -1,0 +1,1 @@
+"""From programs and weights on the disk to a model that answers."""

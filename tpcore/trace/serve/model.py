@@ -1,0 +1,170 @@
+"""A traced model in use: called like the module it was made from, running in processes of its own."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from os import PathLike
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+
+from ...checkpoint.write.snapshot import Held
+from ...storage.tensorfile import write_tensors
+from ..artifact import FileRecord, Manifest, weights_file
+from ..inputs import Plan
+from ..structure import put_together
+from .fair_lock import Turn
+from .messages import request
+from .workers import Workers
+
+
+class TensorParallelModel(nn.Module):
+    """What ``parallel_model_trace`` and ``parallel_model_load`` return.
+
+    Called like the model that was traced, with the same arguments, positional or by name, and returns
+    what that returns, dicts with attribute access where it has one. Tensors come back on the CPU, and no
+    gradients flow. The ranks are processes of this object's: ``close()`` ends them, and so do the end of
+    a with block, of the program, and of the object. Calls from several threads are served in their order.
+
+    ``timeout``: seconds that a call may take, or None. ``restart``: start the processes again in the next
+    call after they were lost; without, every call says how they were.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        manifest: Manifest,
+        *,
+        timeout: float | None = None,
+        restart: bool = False,
+        owned: TemporaryDirectory[str] | None = None,
+        workers: Any = None,
+    ) -> None:
+        super().__init__()
+        self.folder, self.manifest, self.timeout, self.restart = folder, manifest, timeout, restart
+        self._workers: Workers = workers or Workers(folder, manifest)
+        self._turn = Turn()
+        self._plan = Plan([], 0, {})
+        self._owned = [] if owned is None else [owned]  # directories that live as long as this does
+        self._replaced: TemporaryDirectory[str] | None = None
+        self._end = weakref.finalize(self, _end, self._workers, self._owned)
+        self.eval()
+
+    @property
+    def tp_degree(self) -> int:
+        return self.manifest.tp
+
+    @property
+    def rank_seconds(self) -> list[float]:
+        """How long each rank's own forward took in the last call."""
+        return list(self._workers.seconds)
+
+    def start(self) -> TensorParallelModel:
+        """Start the processes now and not in the first call. Returns this model."""
+        with self._turn:
+            self._running()
+        return self
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        leaves = self.manifest.inputs.arguments.bind(args, kwargs)
+        layout = [(t.dtype, t.shape) for t in leaves]
+        plan = self._plan
+        if plan.layout != layout:  # else what was found for the call before holds for this one
+            plan = self._plan = self.manifest.inputs.plan(layout, leaves)
+        if plan.sizes:
+            leaves = self._padded(leaves, plan.program)
+        with self._turn:
+            found = self._running().call(plan, leaves, self.timeout)
+        if plan.sizes:
+            found = [self._cut(i, t, plan.sizes) for i, t in enumerate(found)]
+        return put_together(self.manifest.outputs.form, found)
+
+    def _padded(self, leaves: Sequence[Tensor], program: int) -> list[Tensor]:
+        inputs, pad = self.manifest.inputs, self.manifest.pad_value
+        names = enumerate(inputs.arguments.names)
+        return [inputs.padded(leaves[i], i, program, pad.get(name, 0)) for i, name in names]
+
+    def _cut(self, i: int, t: Tensor, sizes: Mapping[str, int]) -> Tensor:
+        """Output ``i`` without what padding has added."""
+        shape = self.manifest.outputs.shapes[i]
+        return t[tuple(slice(sizes[m] if isinstance(m, str) else m) for m in shape)].contiguous()
+
+    def replace_weights(self, source: str | PathLike[str] | Mapping[str, Tensor]) -> None:
+        """Other weights, without tracing again: a checkpoint in any form and at any degree, or an unsharded
+        state_dict. CheckpointError if it does not fit; then nothing is changed."""
+        new = TemporaryDirectory(prefix="tpcore-weights-")
+        try:
+            self._replace(source, Path(new.name))
+        except BaseException:
+            new.cleanup()
+            raise
+        if self._replaced is not None:
+            self._owned.remove(self._replaced)
+            self._replaced.cleanup()
+        self._replaced = new
+        self._owned.append(new)
+
+    def _replace(self, source: str | PathLike[str] | Mapping[str, Tensor], folder: Path) -> None:
+        path = str(folder / "unsharded.safetensors")
+        if isinstance(source, Mapping):
+            held = {name: Held(t) for name, t in source.items() if isinstance(t, Tensor)}
+            write_tensors(path, held, {})
+        else:
+            path = str(Path(source).absolute())
+        with self._turn:
+            workers = self._running()
+            records = workers.ask(request("reshard", source=path, folder=str(folder)), None)
+            workers.ask(request("take", folder=str(folder)), None)
+            workers.weights = folder
+        files = dict(self.manifest.files)
+        for rank, record in enumerate(records):
+            files[weights_file(Path(), rank).as_posix()] = FileRecord(*record)
+        self.manifest = replace(self.manifest, files=files)
+
+    @property
+    def weights_folder(self) -> Path:
+        return self._workers.weights
+
+    def close(self) -> None:
+        """End the processes. A call afterwards is an error, and so is saving what was never saved."""
+        with self._turn:
+            self._end()
+
+    def __enter__(self) -> TensorParallelModel:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _running(self) -> Workers:
+        if not self._workers.running:
+            if not self._end.alive:
+                raise RuntimeError("this traced model was closed: load it again")
+            if self.restart or not self._workers.failed:
+                self._workers.start()
+        return self._workers
+
+    def train(self, mode: bool = True) -> TensorParallelModel:
+        if mode:
+            raise RuntimeError("a traced model computes outputs only: train the model it was traced from")
+        return super().train(mode)
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise TypeError("a traced model owns processes and cannot be copied: load it a second time")
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a traced model owns processes and cannot be pickled: parallel_model_save writes it")
+
+    def extra_repr(self) -> str:
+        m = self.manifest
+        return f"{m.inputs}, tp={m.tp}, backend={m.backend!r}"
+
+
+def _end(workers: Workers, owned: list[TemporaryDirectory[str]]) -> None:
+    workers.close()
+    for directory in owned:
+        directory.cleanup()

@@ -1,0 +1,252 @@
+"""The processes that a traced model runs in, one per rank, as their owner sees them."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from ...backend.registry import backend_class
+from ...errors import BackendError, PeerLostError
+from ...processes.shared_memory import SharedBuffer
+from ...processes.transfer import Outcome, death, module_command, root_cause, unpack_outcome
+from ..artifact import Manifest
+from ..inputs import Plan
+from .messages import answered, request, send, value_of
+from .outputs import Outputs
+
+START = 120.0
+"""Seconds that starting may take."""
+_GRACE = 1.0  # seconds for the other ranks to answer once one has failed
+_LOG = 2000  # characters of a log that are shown
+# what a launcher of this process may have set, and would be taken for the workers' own
+_FOREIGN = ("MASTER_", "TORCHELASTIC_", "GROUP_", "ROLE_")
+
+
+class Workers:
+    """``start``, then ``ask`` and ``call``, one at a time; ``close``. After a failure all say what it was."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self._folder, self._manifest, self.weights = folder, manifest, folder
+        self.running = False
+        self.seconds: list[float] = []
+        self._failure: tuple[type[Exception], str] | None = None
+
+    @property
+    def failed(self) -> bool:
+        return self._failure is not None
+
+    # -- from start to end --------------------------------------------------------------------------------
+    def start(self) -> None:
+        """Returns when all ranks are ready. Raises what keeps one from it."""
+        self._failure, self._pid = None, os.getpid()
+        self._home = TemporaryDirectory(prefix="tpcore-serve-")
+        self._inputs, self._outputs = SharedBuffer(), Outputs()
+        self._lifeline = os.pipe()
+        self._poll = select.poll()
+        self._requests: list[int] = []  # a pipe to each rank
+        self._replies: list[int] = []  # and one from it
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._owed: set[int] = set()
+        # most calls are like the one before; in one assignment, which no interrupt cuts in two
+        self._asking: tuple[Plan | None, list[bytes], list[Tensor]] = None, [], []
+        self.running = True
+        try:
+            job = backend_class(self._manifest.backend).job(Path(self._home.name))
+            for rank in range(self._manifest.tp):
+                self._spawn(rank, job)
+            self._owed.update(range(self._manifest.tp))
+            self._answers("start", START)
+        except BaseException:
+            self.close()
+            raise
+
+    def _spawn(self, rank: int, job: dict[str, str]) -> None:
+        (requests, mine), (from_rank, replies) = os.pipe(), os.pipe()
+        self._requests.append(mine)
+        self._replies.append(from_rank)
+        self._poll.register(from_rank, select.POLLIN)
+        outputs = [buffer.fd for buffer in self._outputs.buffers]
+        fds = (requests, replies, self._inputs.fd, self._lifeline[0], *outputs)
+        command = [*module_command("tpcore.trace.serve.worker"), str(self._folder), str(self.weights)]
+        try:
+            with self._log(rank).open("wb") as log:
+                process = subprocess.Popen(
+                    [*command, *map(str, fds)],
+                    env=self._environment(rank) | job,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=fds,
+                    start_new_session=True,  # Ctrl-C in a terminal is for the owner to deal with
+                )
+        finally:
+            os.close(requests)
+            os.close(replies)
+        self._processes.append(process)
+
+    def _environment(self, rank: int) -> dict[str, str]:
+        n = self._manifest.tp
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(_FOREIGN)}
+        threads = str(max(1, len(os.sched_getaffinity(0)) // n))
+        return {"OMP_NUM_THREADS": threads, **kept} | {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(n),
+            "LOCAL_WORLD_SIZE": str(n),
+        }
+
+    def _log(self, rank: int) -> Path:
+        return Path(self._home.name) / f"rank{rank}.log"
+
+    def close(self) -> None:
+        """End the processes and wait for that. Twice is once."""
+        if not self.running or os.getpid() != self._pid:  # a fork has no children of its parent's
+            return
+        self.running = False
+        for fd in (*self._requests, *self._replies):
+            os.close(fd)
+        idle = self._failure is None and not self._owed
+        deadline = time.monotonic() + (5.0 if idle else 0.0)
+        for process in self._processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+            process.kill()
+            process.wait()
+        for fd in self._lifeline:
+            os.close(fd)
+        self._inputs.close()
+        self._outputs.close()
+        self._home.cleanup()
+
+    # -- messages -----------------------------------------------------------------------------------------
+    def call(self, plan: Plan, inputs: Sequence[Tensor], timeout: float | None) -> list[Tensor]:
+        """Outputs of the first rank, the caller's to keep. ``inputs``: of the same layout for each plan."""
+        if self._owed or self._failure is not None or os.getpid() != self._pid:
+            self._settle(timeout)
+        if plan is not self._asking[0]:
+            places = self._inputs.place(inputs)
+            messages = [
+                request("call", program=plan.program, inputs=places, outputs=n)
+                for n in range(len(self._outputs.buffers))
+            ]
+            self._asking = plan, messages, self._inputs.get(places)
+        _, messages, views = self._asking
+        for view, t in zip(views, inputs, strict=True):
+            view.copy_(t)
+        n = self._outputs.free()
+        self._tell(messages[n])
+        os.sched_yield()  # a rank that waits for this core begins 0.05 ms sooner
+        expected = self._outputs.buffers[n].expected()
+        answers = self._answers("call", timeout)
+        self.seconds = [seconds for _, seconds in answers]
+        return self._outputs.taken(n, answers[0][0], expected)
+
+    def ask(self, message: bytes, timeout: float | None) -> list[Any]:
+        """What each rank answers to a request. Raises the error of a rank that failed."""
+        self._settle(timeout)
+        self._tell(message)
+        return [value_of(data) for data, _ in self._answers("call", timeout)]
+
+    def _tell(self, message: bytes) -> None:
+        try:
+            for rank, fd in enumerate(self._requests):
+                self._owed.add(rank)
+                send(fd, message)
+        except OSError:
+            pass  # the rank has ended: the pipe from it says so
+        except BaseException as e:  # an interrupt between two ranks, of which one would wait for the other
+            with suppress(BackendError):
+                self._fail(BackendError, "traced model: interrupted while its ranks were being asked", e)
+            raise
+
+    def _settle(self, timeout: float | None) -> None:
+        """Wait for the answers to a message whose sender was interrupted."""
+        if os.getpid() != self._pid:  # both would read the answers, each some of the other's
+            raise RuntimeError(
+                f"this traced model belongs to process {self._pid}, of which this one is a fork: "
+                "load it here again"
+            )
+        if self._owed and self._failure is None:
+            with suppress(Exception):
+                self._answers("call", timeout)
+        if self._failure is not None:
+            kind, text = self._failure
+            raise kind(text)
+
+    def _answers(self, doing: str, timeout: float | None) -> list[tuple[bytes, float]]:
+        """What every rank that owes an answer said, and its seconds."""
+        waiting, replies = self._owed, self._replies
+        deadline = None if timeout is None else time.monotonic() + timeout
+        outcomes: dict[int, Outcome] = {}
+        values = [(b"", 0.0)] * len(replies)
+        while waiting:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1e3
+            ready = self._poll.poll(left)
+            if not ready:
+                self._give_up(doing, waiting, outcomes, timeout)
+            for fd, _ in ready:
+                rank = replies.index(fd)
+                try:
+                    well, data, seconds = answered(fd)
+                except (EOFError, OSError):
+                    self._lost(rank, outcomes)
+                waiting.discard(rank)
+                if well:
+                    values[rank] = data, seconds
+                else:
+                    outcomes[rank] = unpack_outcome(data)
+                    soon = time.monotonic() + _GRACE
+                    deadline = soon if deadline is None else min(deadline, soon)
+        error = root_cause(list(outcomes.values())) if outcomes else None
+        if error is None:
+            return values
+        if isinstance(error, BackendError) or len(outcomes) < len(replies):
+            self._fail(type(error) if isinstance(error, BackendError) else BackendError, str(error), error)
+        raise error
+
+    # -- failures -----------------------------------------------------------------------------------------
+    def _lost(self, rank: int, outcomes: dict[int, Outcome]) -> NoReturn:
+        process = self._processes[rank]
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_GRACE)
+        code = process.poll()
+        if code is None:
+            process.kill()
+            code = process.wait()
+        error = root_cause(list(outcomes.values()))
+        said = self._log(rank).read_text(errors="replace")[-_LOG:].strip()
+        log = f"; the end of its log:\n{said}" if said else "; its log is empty"
+        self._fail(PeerLostError, f"traced model: {death(rank, code)}{log}", error)
+
+    def _give_up(
+        self, doing: str, waiting: set[int], outcomes: dict[int, Outcome], timeout: float | None
+    ) -> NoReturn:
+        error = root_cause(list(outcomes.values()))
+        late = ", ".join(map(str, sorted(waiting)))
+        if error is not None:
+            text = f"{error}\n(rank {late} did not come to an end after this, and all were ended)"
+            self._fail(type(error) if isinstance(error, BackendError) else BackendError, text, error)
+        self._fail(
+            TimeoutError,
+            f"traced model: rank {late} did not answer within the timeout of {timeout:g} s ({doing}); "
+            "all ranks were ended",
+            None,
+        )
+
+    def _fail(self, kind: type[Exception], text: str, cause: BaseException | None) -> NoReturn:
+        self._failure = kind, f"{text}\nThe model can be used no more: load it again, or with restart=True"
+        with suppress(ProcessLookupError):
+            for process in self._processes:
+                process.send_signal(signal.SIGKILL)
+        self.close()
+        raise kind(self._failure[1]) from cause

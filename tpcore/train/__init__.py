@@ -1,0 +1,1 @@
+"""The end of a training step: mean over data parallel, clipping, the optimizer."""

@@ -92,7 +92,8 @@ def test_an_error_shows_at_exit(tmp_path: Path) -> None:
     """Also, a program that ends at once still has its checkpoint."""
     program = """if True:
         import sys, torch, tpcore
-        from tpcore.checkpoint import save, writing
+        from tpcore.checkpoint import save
+        from tpcore.checkpoint.write import save as writing
         tpcore.init(backend="cpu_gloo")
         if sys.argv[2] == "fail":
             def full(*args): raise OSError(28, "No space left on device")

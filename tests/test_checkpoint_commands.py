@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import tpcore
 from tpcore.checkpoint import load, save
-from tpcore.cli import app
+from tpcore.cli.app import app
 from tpcore.context import ParallelContext
 from tpcore.mesh import Mesh
 from tpcore.testing import run_ranks

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import tpcore
 from tpcore.backend.registry import backend_class
-from tpcore.cli import app
+from tpcore.cli.app import app
 
 GOOD = """
 import torch, tpcore

@@ -13,14 +13,14 @@ from tpcore.context import ParallelContext
 from tpcore.errors import BackendError
 from tpcore.mesh import Mesh
 from tpcore.testing import ThreadBackend, run_ranks
-from tpcore.testing.threads import World
+from tpcore.testing.threads import ThreadWorld
 
 
 class Recorded(ThreadBackend):
     """Rank 0 of a world of threads, which notes what is asked of it."""
 
     def __init__(self, world: int = 1, rank: int = 0) -> None:
-        super().__init__(rank, World(world))
+        super().__init__(rank, ThreadWorld(world))
         self.log: list[str] = []
 
     def start(self, timeout: float) -> tuple[int, int]:
@@ -182,7 +182,7 @@ def test_a_backend_that_cannot_make_its_groups_is_stopped() -> None:
 
 def context(rank: int = 0, **axes: int) -> ParallelContext:
     mesh = Mesh(axes or {"dp": 1, "tp": 1})
-    return ParallelContext(ThreadBackend(rank, World(mesh.size)), mesh, rank)
+    return ParallelContext(ThreadBackend(rank, ThreadWorld(mesh.size)), mesh, rank)
 
 
 def test_use_is_nested_and_over_init() -> None:

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 import tpcore
 from tpcore import ColumnParallelLinear, Mesh, ParallelEmbedding, RowParallelLinear, ops
-from tpcore.cli import app
+from tpcore.cli.app import app
 from tpcore.explaining.summary import kinds, pattern, size
 from tpcore.testing import ThreadBackend, run_ranks
 from tpcore.testing.threads import ThreadComm

@@ -14,7 +14,7 @@ import tpcore
 from tpcore.context import ParallelContext
 from tpcore.mesh import Mesh
 from tpcore.testing import run_ranks
-from tpcore.train import grads
+from tpcore.train import data_parallel
 
 Ranks = Callable[..., list[Any]]
 
@@ -22,7 +22,7 @@ Ranks = Callable[..., list[Any]]
 @pytest.fixture(params=[1, 200, 25 * 2**20])
 def bucket(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Bytes: a gradient each, a few together, all together."""
-    monkeypatch.setattr(grads, "BUCKET", request.param)
+    monkeypatch.setattr(data_parallel, "BUCKET", request.param)
     return int(request.param)
 
 

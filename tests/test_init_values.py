@@ -230,7 +230,7 @@ import tpcore
 from tpcore import initial
 from tpcore.context import ParallelContext, use
 from tpcore.mesh import Mesh
-from tpcore.testing.threads import ThreadBackend, World
+from tpcore.testing.threads import ThreadBackend, ThreadWorld
 
 def peak():
     for line in open("/proc/self/status"):
@@ -243,7 +243,7 @@ def reset():
 torch.set_num_threads(1)
 kind, device, rows = sys.argv[1], sys.argv[2], int(sys.argv[3])
 # one rank of eight, alone: making a layer needs no other rank
-with use(ParallelContext(ThreadBackend(5, World(8)), Mesh({"tp": 8}), 5)):
+with use(ParallelContext(ThreadBackend(5, ThreadWorld(8)), Mesh({"tp": 8}), 5)):
     make = {
         "column": lambda size, width: tpcore.ColumnParallelLinear(width, size, device=device),
         "row": lambda size, width: tpcore.RowParallelLinear(size, width, device=device),

@@ -238,7 +238,7 @@ MEASURE = """
 import sys, torch, tpcore
 from tpcore.context import ParallelContext, use
 from tpcore.mesh import Mesh
-from tpcore.testing.threads import ThreadBackend, World
+from tpcore.testing.threads import ThreadBackend, ThreadWorld
 
 def peak():
     for line in open("/proc/self/status"):
@@ -247,7 +247,7 @@ def peak():
 
 torch.set_num_threads(1)
 dtype, smoothing = getattr(torch, sys.argv[1]), float(sys.argv[2])
-with use(ParallelContext(ThreadBackend(0, World(1)), Mesh({"tp": 1}), 0)):
+with use(ParallelContext(ThreadBackend(0, ThreadWorld(1)), Mesh({"tp": 1}), 0)):
     def step(tokens, width):
         logits = torch.ones(tokens, width, dtype=dtype, requires_grad=True)
         target = torch.zeros(tokens, dtype=torch.int64)

@@ -428,7 +428,7 @@ def _mapping(ctx: ParallelContext, case: Case, group: str) -> None:
         keywords = {**keywords, "process_group": parallel_state.get_tensor_model_parallel_group()}
     elif group != "none":
         keywords = {**keywords, "process_group": comm}
-    n, rank = comm.size, int(comm.rank)
+    n, rank = comm.size, int(comm.position)
     x = _integers((4, 8, 4), rank).requires_grad_()
     y = getattr(mappings, name)(x, **keywords)
     xs = [_integers((4, 8, 4), r) for r in range(n)]

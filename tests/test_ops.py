@@ -47,7 +47,7 @@ def integers(kind: str, cut: bool, dim: int, comm: Comm, seed: int) -> Tensor:
     shape = list(SHAPE)
     if cut:
         shape[dim] //= comm.size
-    generator = torch.Generator().manual_seed(seed + (int(comm.rank) + 1) * 100 * (kind == "parts"))
+    generator = torch.Generator().manual_seed(seed + (int(comm.position) + 1) * 100 * (kind == "parts"))
     return torch.randint(-8, 9, shape, generator=generator).double()
 
 

@@ -28,11 +28,11 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 GOOD = """
     from tpcore.backend import hookimpl
-    from tpcore.testing.threads import ThreadBackend, World
+    from tpcore.testing.threads import ThreadBackend, ThreadWorld
 
     class Mine(ThreadBackend):
         def __init__(self):
-            super().__init__(0, World(1))
+            super().__init__(0, ThreadWorld(1))
 
     @hookimpl
     def tpcore_backend():

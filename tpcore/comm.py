@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -23,17 +23,17 @@ class Comm(ABC):
     Contract, the same for every backend: any dim, negative ones too, any strides, zero-size tensors;
     inputs are left as they were (unless ``donate``) and outputs are contiguous.
 
-    ``rank`` is data: a one-element int64 tensor on the backend's device. Python control flow must never
-    depend on it, so that a compiling backend builds one graph for all ranks.
+    ``position``, this rank's place in the group, is data: a one-element int64 tensor on the backend's device.
+    Python control flow must never depend on it, so that a compiling backend builds one graph for all ranks.
     """
 
     eager = True
     """Whether reading a value on the host is cheap. False for lazy backends: there it cuts the graph."""
 
-    def __init__(self, group: Group, rank: Tensor) -> None:
+    def __init__(self, group: Group, position: Tensor) -> None:
         self.group = group
         self.size = group.size
-        self.rank = rank
+        self.position = position
 
     def __deepcopy__(self, memo: object) -> Comm:
         return self  # a copied model talks over the same group
@@ -78,7 +78,7 @@ class Comm(ABC):
         n = self.chunk(x, dim)
         if self.size == 1:
             return x
-        return x.index_select(dim, self.rank * n + torch.arange(n, device=x.device))
+        return x.index_select(dim, self.position * n + torch.arange(n, device=x.device))
 
     def chunk(self, x: Tensor, dim: int) -> int:
         """Length of one rank's chunk of ``x`` along ``dim``."""
@@ -90,13 +90,21 @@ class Comm(ABC):
         return x.shape[dim] // self.size
 
     @contextmanager
-    def rank_as(self, rank: Tensor) -> Iterator[None]:
-        """Substitute the rank tensor, so that a tracer can make it a graph input."""
-        saved, self.rank = self.rank, rank
+    def position_as(self, position: Tensor) -> Iterator[None]:
+        """Substitute the position, so that a tracer can make it a graph input."""
+        saved, self.position = self.position, position
         try:
             yield
         finally:
-            self.rank = saved
+            self.position = saved
+
+    @property
+    def rank(self) -> NoReturn:
+        """Not there: ``if comm.rank == 0`` cuts the graph of a lazy backend, or gives each rank its own."""
+        raise AttributeError(
+            "a Comm has no rank: comm.position, its place in the group, is a tensor, as graphs need it; "
+            "for file names and logs use ctx.rank, an int"
+        )
 
     @property
     @abstractmethod
@@ -120,7 +128,7 @@ class Comm(ABC):
 
     def _broadcast(self, x: Tensor, src: int) -> Tensor:
         # where, not a product: 0 * nan is nan
-        return self._all_reduce(torch.where(self.rank == src, x, torch.zeros_like(x)), "sum", True)
+        return self._all_reduce(torch.where(self.position == src, x, torch.zeros_like(x)), "sum", True)
 
 
 def _positive(x: Tensor, dim: int) -> int:

@@ -21,7 +21,7 @@ _LIMIT = 4096  # characters of a message that travel
 
 def gather_bytes(data: bytes, comm: Comm) -> list[bytes]:
     """``data`` of every rank of the group, in group order."""
-    device = comm.rank.device
+    device = comm.position.device
     length = torch.tensor([len(data)], dtype=torch.int64).to(device)
     lengths = [int(n) for n in comm.all_gather(length, 0).tolist()]
     room = max(1, *lengths)

@@ -21,7 +21,7 @@ class ParallelContext:
 
     backend: Backend
     mesh: Mesh
-    rank: int  # host-side only: file names, logs. Graphs use comm.rank
+    rank: int  # host-side only: file names, logs. Graphs use comm.position
     _comms: dict[tuple[str, ...], Comm] = field(default_factory=dict, init=False, repr=False)
 
     def __repr__(self) -> str:

@@ -14,7 +14,7 @@ from tpcore.context import ParallelContext
 from tpcore.mesh import Mesh
 from tpcore.processes.pool import RankPool
 from tpcore.testing import ThreadBackend
-from tpcore.testing.threads import World
+from tpcore.testing.threads import ThreadWorld
 
 
 class Simple(C10dBackend):
@@ -65,7 +65,7 @@ class Limited(ThreadBackend):
     )
 
     def __init__(self, world: int) -> None:
-        super().__init__(0, World(world))
+        super().__init__(0, ThreadWorld(world))
 
 
 def test_a_group_that_it_cannot_form_is_refused_by_init() -> None:
@@ -112,8 +112,8 @@ INTERFACE = {
     ],
     tpcore.Comm: [
         "_all_gather", "_all_reduce", "_broadcast", "_reduce_scatter", "_start_all_reduce", "all_gather",
-        "all_reduce", "broadcast", "chunk", "eager", "process_group", "rank_as", "reduce_scatter", "split",
-        "start_all_reduce",
+        "all_reduce", "broadcast", "chunk", "eager", "position_as", "process_group", "rank", "reduce_scatter",
+        "split", "start_all_reduce",
     ],
     Capabilities: [
         "dtypes", "dynamic_shapes", "group_sizes", "lack", "misfit", "moved", "primitives", "to_json",

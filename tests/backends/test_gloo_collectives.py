@@ -44,7 +44,7 @@ def _cat(parts: list[Tensor], dim: int) -> Tensor:
 
 def _inputs(comm: Comm, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
     every = [_values(shape, p, dtype) for p in range(comm.size)]
-    return every[int(comm.rank)].clone(), every
+    return every[int(comm.position)].clone(), every
 
 
 def _move(ctx: ParallelContext, dtype: torch.dtype) -> None:
@@ -56,7 +56,7 @@ def _move(ctx: ParallelContext, dtype: torch.dtype) -> None:
                 _same(comm.all_gather(x, dim), _cat(every, dim))
             for src in range(comm.size):
                 _same(comm.broadcast(x, src), every[src])
-            _same(x, every[int(comm.rank)])
+            _same(x, every[int(comm.position)])
 
 
 @meshes
@@ -68,7 +68,7 @@ def test_gather_and_broadcast_move_any_dtype(pool: RankPool, axes: dict[str, int
 def _sum(ctx: ParallelContext, dtype: torch.dtype) -> None:
     for axis in ctx.mesh.axes:
         comm = ctx.comm(axis)
-        me = int(comm.rank)
+        me = int(comm.position)
         for shape in SHAPES:
             x, every = _inputs(comm, shape, dtype)
             total = torch.stack(every).sum(0, dtype=dtype)
@@ -90,7 +90,7 @@ def test_reductions(pool: RankPool, axes: dict[str, int], dtype: str) -> None:
 
 def _strided(ctx: ParallelContext) -> None:
     comm = ctx.comm("tp")
-    me = int(comm.rank)
+    me = int(comm.position)
     every = [_values((4, 8, 4), p, torch.float64).transpose(0, 2)[:, ::2] for p in range(comm.size)]
     x = every[me]
     assert not x.is_contiguous()

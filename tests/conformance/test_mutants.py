@@ -23,7 +23,7 @@ from tpcore.errors import BackendError
 from tpcore.mesh import Group, Mesh
 from tpcore.testing import ThreadBackend, run_ranks, threads
 from tpcore.testing.kit.conformance import Conformance
-from tpcore.testing.threads import ThreadComm, World
+from tpcore.testing.threads import ThreadComm, ThreadWorld
 
 
 def in_backward() -> bool:
@@ -126,7 +126,7 @@ class StartedReduceForgetsTheOp(ThreadComm):
 class KeepsTheNextRanksChunk(ThreadComm):
     def _reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
         total = threads._sum(self._peers("reduce_scatter", x))
-        return total.chunk(self.size, dim)[(int(self.rank) + 1) % self.size].contiguous()
+        return total.chunk(self.size, dim)[(int(self.position) + 1) % self.size].contiguous()
 
 
 @mutant("test_values reduce_scatter")
@@ -163,16 +163,16 @@ class DropsTheImaginaryPart(ThreadComm):
 
 @mutant("test_joined")
 class RankOffByOne(ThreadComm):
-    def __init__(self, group: Group, rank: int, world: World) -> None:
+    def __init__(self, group: Group, rank: int, world: ThreadWorld) -> None:
         super().__init__(group, rank, world)
-        self.rank = (self.rank + 1) % self.size
+        self.position = (self.position + 1) % self.size
 
 
 @mutant("test_joined")
 class RankIsAScalar(ThreadComm):
-    def __init__(self, group: Group, rank: int, world: World) -> None:
+    def __init__(self, group: Group, rank: int, world: ThreadWorld) -> None:
         super().__init__(group, rank, world)
-        self.rank = self.rank[0]
+        self.position = self.position[0]
 
 
 @mutant("test_strides all_gather")
@@ -215,7 +215,7 @@ class ReturnsATransposedView(ThreadComm):
 class ReturnsASliceOfALargerTensor(ThreadComm):
     def _reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
         total = threads._sum(self._peers("reduce_scatter", x))
-        return total.chunk(self.size, dim)[int(self.rank)]
+        return total.chunk(self.size, dim)[int(self.position)]
 
 
 @mutant("test_memory all_gather")
@@ -233,7 +233,7 @@ class UsesOneBufferAgain(ThreadComm):
 class SendersOutputIsItsInput(ThreadComm):
     def _broadcast(self, x: Tensor, src: int) -> Tensor:
         out = super()._broadcast(x, src)
-        return x.detach() if int(self.rank) == src else out
+        return x.detach() if int(self.position) == src else out
 
 
 @mutant("test_memory all_reduce")
@@ -253,7 +253,7 @@ class MixesUpWhatIsUnderWay(ThreadComm):
 @mutant("test_same_bits")
 class EachRankStartsItsSumWithItself(ThreadComm):
     def _all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
-        peers, me = self._peers(op, x), int(self.rank)
+        peers, me = self._peers(op, x), int(self.position)
         peers = peers[me:] + peers[:me]
         return threads._sum(peers) if op == "sum" else torch.stack(peers).amax(0)
 

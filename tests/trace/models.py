@@ -16,7 +16,7 @@ from tpcore.mesh import Mesh
 from tpcore.processes.pool import RankPool
 from tpcore.trace import TensorParallelModel
 from tpcore.trace.api import _call, _size
-from tpcore.trace.artifact import Manifest
+from tpcore.trace.artifact import TraceManifest
 from tpcore.trace.inputs import Plan
 from tpcore.trace.make.tracing import Order, Traced, assembled, trace_in
 from tpcore.trace.serve.worker import Rank
@@ -83,7 +83,7 @@ def differences(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> float:
 class InPool:
     """Answers for ``Workers``, with the ranks of the pool: their state lasts as long as one ``session``."""
 
-    def __init__(self, pool: RankPool, folder: Path, manifest: Manifest) -> None:
+    def __init__(self, pool: RankPool, folder: Path, manifest: TraceManifest) -> None:
         self._pool, self._folder, self._manifest, self.weights = pool, folder, manifest, folder
         self.running, self.failed = True, False
         self.seconds: list[float] = []
@@ -98,7 +98,7 @@ class InPool:
 
 
 def _run(
-    ctx: ParallelContext, folder: Path, manifest: Manifest, calls: Sequence[tuple[int, list[Tensor]]]
+    ctx: ParallelContext, folder: Path, manifest: TraceManifest, calls: Sequence[tuple[int, list[Tensor]]]
 ) -> list[list[Tensor]]:
     rank = Rank(ctx, folder, manifest, folder)
     return [[t.clone() for t in rank.run(program, inputs)] for program, inputs in calls]

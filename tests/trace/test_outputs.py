@@ -1,4 +1,4 @@
-"""Outputs lie in memory that a rank has written, and are the caller's own; here, both sides at once."""
+"""OutputBuffers lie in memory that a rank has written, and are the caller's own; here, both sides at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
-from tpcore.trace.serve.outputs import LENT, Outputs, Written
+from tpcore.trace.serve.outputs import LENT, OutputBuffers, Written
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float64]
 
@@ -24,7 +24,7 @@ class Both:
     """A call of this is one of a model that returns its inputs."""
 
     def __init__(self) -> None:
-        self.outputs = Outputs()
+        self.outputs = OutputBuffers()
         self.rank = [Written(os.dup(b.fd)) for b in self.outputs.buffers]
         self.used: list[int] = []
 

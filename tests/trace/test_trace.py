@@ -107,7 +107,7 @@ class Cache(nn.Module):
             self.layer.weight.fill_(1.0)
 
     def forward(self, x: Tensor) -> Any:
-        x = x * (1 + self.layer.tp.rank)  # what is remembered is another thing on every rank
+        x = x * (1 + self.layer.tp.position)  # what is remembered is another thing on every rank
         total = self.total.add_(x) if self.in_place else self.total + x
         seen = tpcore.ops.reduce(total, self.layer.tp)
         return self.layer(seen) if self.in_place else (self.layer(seen), total)

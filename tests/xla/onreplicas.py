@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tpcore_neuron.replicas import run_replicas
+from tpcore_neuron.testing import run_replicas
 
 import tpcore
 

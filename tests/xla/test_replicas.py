@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from onreplicas import on_replicas
-from tpcore_neuron.replicas import Program, lower, programs, run_replicas
+from tpcore_neuron.testing import Program, lower, programs, run_replicas
 
 import tpcore
 from tpcore.context import ParallelContext

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from tpcore_neuron.replicas import programs, run_replicas
+from tpcore_neuron.testing import programs, run_replicas
 from transformers import BertForPreTraining
 
 import tpcore

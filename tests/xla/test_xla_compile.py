@@ -10,7 +10,7 @@ import pytest
 from torch.distributed.run import get_args_parser
 from typer.testing import CliRunner
 
-from tpcore.cli import app
+from tpcore.cli.app import app
 
 SCRIPT = """
 import sys

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tpcore_neuron.replicas import run_replicas
+from tpcore_neuron.testing import run_replicas
 
 from tpcore.backend.registry import load_backend
 from tpcore.context import ParallelContext, use

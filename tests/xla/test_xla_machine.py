@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from tpcore_neuron.replicas import run_replicas
+from tpcore_neuron.testing import run_replicas
 
 import tpcore
 

@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 from onreplicas import on_replicas
-from tpcore_neuron.replicas import programs
+from tpcore_neuron.testing import programs
 
 import tpcore
 from tpcore.consensus import gather_bytes

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from block import HIDDEN, VOCAB, Block
 from onreplicas import on_replicas
-from tpcore_neuron.replicas import Program, lower, programs
+from tpcore_neuron.testing import Program, lower, programs
 
 import tpcore
 from tpcore.context import ParallelContext

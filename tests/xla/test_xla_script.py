@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from onreplicas import on_replicas
-from tpcore_neuron.replicas import programs, run_replicas
+from tpcore_neuron.testing import programs, run_replicas
 
 import tpcore
 from tpcore.consensus import gather_bytes

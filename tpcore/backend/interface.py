@@ -16,7 +16,7 @@ from ..comm import Comm
 from ..errors import BackendError
 from ..mesh import Group
 from .capabilities import Capabilities
-from .programs import Dims, Function, Program
+from .programs import Dims, Function, LoadedProgram
 
 PROJECT = "tpcore"
 hookspec = pluggy.HookspecMarker(PROJECT)
@@ -119,7 +119,7 @@ class Backend(ABC):
         """
         raise BackendError(f"{type(self).__name__} traces no models")
 
-    def load_program(self, folder: Path, weights: Mapping[str, Tensor]) -> Program:
+    def load_program(self, folder: Path, weights: Mapping[str, Tensor]) -> LoadedProgram:
         """What ``trace`` wrote, ready to run on this rank. ``weights`` may change in place later on.
 
         BackendError for files that are damaged, or that would run code of their own.

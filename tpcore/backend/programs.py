@@ -9,7 +9,7 @@ from torch import Tensor
 
 Function = Callable[[Mapping[str, Tensor], Sequence[Tensor]], list[Tensor]]
 """What is traced: outputs from weights by name and inputs, and from nothing else."""
-Program = Callable[[Sequence[Tensor]], list[Tensor]]
+LoadedProgram = Callable[[Sequence[Tensor]], list[Tensor]]
 """A traced function, loaded, with its weights in place."""
 
 

@@ -135,7 +135,7 @@ class ParallelEmbedding(ParallelModule):
     def _own(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Row of this rank's shard for each id (0 where another rank has it), and whether it is ours."""
         rows = self.weight.shape[0]
-        local = ids - self.tp.rank * rows
+        local = ids - self.tp.position * rows
         mine = (local >= 0) & (local < rows)
         return local * mine, mine
 

@@ -58,7 +58,7 @@ class _CrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         width = logits.shape[-1]
         wide = torch.promote_types(logits.dtype, torch.float32)
-        local = target - comm.rank * width
+        local = target - comm.position * width
         kept = target != ignore
         mine = (local >= 0) & (local < width) & kept
         local = local * mine
@@ -121,7 +121,7 @@ def _padding(logits: Tensor, comm: Comm, vocab: int) -> Tensor | None:
     some = min(width, width * comm.size - vocab)
     if not some:
         return None
-    return comm.rank * width + torch.arange(width - some, width, device=logits.device) >= vocab
+    return comm.position * width + torch.arange(width - some, width, device=logits.device) >= vocab
 
 
 def _fill(logits: Tensor, padding: Tensor | None, value: float) -> Tensor:

@@ -91,7 +91,7 @@ class ParallelModule(nn.Module):
         """``x`` with this rank's padded features zeroed, and so their gradients. The rank stays data."""
         spec = self.shard_specs["weight"]
         held = (spec.source_index(self.tp.size) >= 0).to(x.device)
-        return x * held.index_select(0, self.tp.rank).squeeze(0).to(x.dtype)
+        return x * held.index_select(0, self.tp.position).squeeze(0).to(x.dtype)
 
     def _shapes(self) -> str:
         """For ``extra_repr``: logical and local shape of the weight."""

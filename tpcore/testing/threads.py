@@ -28,7 +28,7 @@ T = TypeVar("T")
 _Entry = tuple[Call, Tensor]
 
 
-class World:
+class ThreadWorld:
     """Where the threads meet."""
 
     def __init__(self, size: int) -> None:
@@ -104,7 +104,7 @@ def _check_reducible(x: Tensor, op: Op) -> None:
 
 
 class ThreadComm(Comm):
-    def __init__(self, group: Group, rank: int, world: World) -> None:
+    def __init__(self, group: Group, rank: int, world: ThreadWorld) -> None:
         self.members = group.members(rank)
         super().__init__(group, torch.tensor([self.members.index(rank)]))
         self._world, self._me = world, rank
@@ -139,7 +139,7 @@ class ThreadBackend(Backend):
         dtypes=(*Capabilities.dtypes, torch.int16, torch.int8), moved=(torch.complex64, torch.complex128)
     )
 
-    def __init__(self, rank: int, world: World) -> None:
+    def __init__(self, rank: int, world: ThreadWorld) -> None:
         self._rank, self._world = rank, world
 
     def start(self, timeout: float) -> tuple[int, int]:
@@ -160,7 +160,7 @@ def run_ranks(
     Every rank starts from the caller's random state, which is as it was afterwards. If ranks fail, the
     first failure that is not a consequence of another is raised.
     """
-    world = World(mesh.size)
+    world = ThreadWorld(mesh.size)
     results: dict[int, T] = {}
     state = torch.get_rng_state()
 

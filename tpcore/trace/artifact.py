@@ -31,7 +31,7 @@ PROGRAMS = "programs"
 WEIGHTS = "model.safetensors"
 
 
-class FileRecord(NamedTuple):
+class TracedFile(NamedTuple):
     """``checksum``: sha256 of a program, which is code; crc32 of weights, summed while they are written."""
 
     size: int
@@ -49,7 +49,7 @@ class Weight:
 
 
 @dataclass(frozen=True)
-class Outputs:
+class OutputSpec:
     """``shapes``: in the names of the inputs' dims where a bucket pads them; else empty. ``state``: the
     weights that the outputs after those of ``form`` become, for the next call."""
 
@@ -59,16 +59,16 @@ class Outputs:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class TraceManifest:
     """What a trace made. ``files`` by path relative to the directory, with forward slashes."""
 
     backend: str
     tp: int
     inputs: Inputs
-    outputs: Outputs
+    outputs: OutputSpec
     pad_value: Mapping[str, float]
     weights: Mapping[str, Weight]
-    files: Mapping[str, FileRecord]
+    files: Mapping[str, TracedFile]
     written_by: Mapping[str, str]
 
     @property
@@ -108,7 +108,7 @@ class Manifest:
         )
 
     @classmethod
-    def from_json(cls, data: bytes, path: str) -> Manifest:
+    def from_json(cls, data: bytes, path: str) -> TraceManifest:
         """CheckpointError, naming ``path``, for anything that is not a manifest of this version."""
         top = loads(data, path)
         if not isinstance(top, dict) or top.get("format") != FORMAT:
@@ -124,7 +124,7 @@ class Manifest:
                 str(top["backend"]),
                 int(top["tp"]),
                 Inputs.from_json(top["inputs"]),
-                Outputs(out["form"], tuple(tuple(s) for s in out["shapes"]), tuple(out["state"])),
+                OutputSpec(out["form"], tuple(tuple(s) for s in out["shapes"]), tuple(out["state"])),
                 dict(top["pad_value"]),
                 {
                     name: Weight(
@@ -132,23 +132,23 @@ class Manifest:
                     )
                     for name, w in top["weights"].items()
                 },
-                {name: FileRecord(int(f["bytes"]), str(f["checksum"])) for name, f in top["files"].items()},
+                {name: TracedFile(int(f["bytes"]), str(f["checksum"])) for name, f in top["files"].items()},
                 dict(top["written_by"]),
             )
         except (KeyError, TypeError, AttributeError, ValueError) as e:
             raise CheckpointError(f"{path} is damaged: {type(e).__name__}: {e}") from e
 
 
-def write_weights(folder: Path, rank: int, weights: Mapping[str, Tensor]) -> FileRecord:
+def write_weights(folder: Path, rank: int, weights: Mapping[str, Tensor]) -> TracedFile:
     """The file of one rank."""
     path = weights_file(folder, rank)
     path.parent.mkdir()
     held = {name: Held(t) for name, t in weights.items()}
     record, _ = write_tensors(str(path), held, {"format": "pt"})
-    return FileRecord(record.size, f"crc32:{record.crc32}")
+    return TracedFile(record.size, f"crc32:{record.crc32}")
 
 
-def read_weights(folder: Path, rank: int, manifest: Manifest) -> dict[str, Tensor]:
+def read_weights(folder: Path, rank: int, manifest: TraceManifest) -> dict[str, Tensor]:
     """The file of one rank, mapped: only what is used of it comes off the disk. CheckpointError if it does
     not hold what the manifest says."""
     path = weights_file(folder, rank)
@@ -179,14 +179,14 @@ def program_dir(folder: Path, number: int) -> Path:
     return folder / PROGRAMS / str(number)
 
 
-def record_of(path: Path) -> FileRecord:
+def record_of(path: Path) -> TracedFile:
     if path.name == WEIGHTS:
-        return FileRecord(path.stat().st_size, f"crc32:{crc32_of(str(path))}")
+        return TracedFile(path.stat().st_size, f"crc32:{crc32_of(str(path))}")
     data = path.read_bytes()
-    return FileRecord(len(data), f"sha256:{hashlib.sha256(data).hexdigest()}")
+    return TracedFile(len(data), f"sha256:{hashlib.sha256(data).hexdigest()}")
 
 
-def opened(folder: Path, *, verify: bool = False) -> Manifest:
+def opened(folder: Path, *, verify: bool = False) -> TraceManifest:
     """The manifest of a traced model whose files are all there, whole, and the ones that it names.
 
     The sums of programs are compared always, for a program is code; of weights if ``verify``, which reads
@@ -198,7 +198,7 @@ def opened(folder: Path, *, verify: bool = False) -> Manifest:
             f"{folder} is not a traced model: it has no {MANIFEST}; "
             "parallel_model_trace makes one and parallel_model_save writes it"
         )
-    manifest = Manifest.from_json(read_file(str(path)), str(path))
+    manifest = TraceManifest.from_json(read_file(str(path)), str(path))
     for rank in range(manifest.tp):
         if str(weights_file(Path(), rank)) not in manifest.files or not weights_file(folder, rank).is_file():
             raise CheckpointError(
@@ -209,7 +209,7 @@ def opened(folder: Path, *, verify: bool = False) -> Manifest:
     return manifest
 
 
-def _check_file(folder: Path, name: str, record: FileRecord, verify: bool) -> None:
+def _check_file(folder: Path, name: str, record: TracedFile, verify: bool) -> None:
     if os.path.isabs(name) or ".." in name.split("/"):
         raise CheckpointError(f"{folder / MANIFEST} names {name!r}, which is not a file in {folder}")
     path = folder / name

@@ -20,14 +20,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tpcore.backend.programs import Dims, Function, Program
+from tpcore.backend.programs import Dims, Function, LoadedProgram
 from tpcore.c10d.backend import C10dBackend, Members, job_of_environment
-from tpcore.c10d.supervision.flight_recorder import Journal
+from tpcore.c10d.supervision.flight_recorder import FlightRecorder
 from tpcore.c10d.supervision.host import RANK_MEMORY, Identity, available_memory, sever, sockets
-from tpcore.c10d.supervision.peers import Monitor
-from tpcore.c10d.supervision.rendezvous import Lobby, own_client, store_of_environment
-from tpcore.c10d.supervision.status_store import Board, Verdict
-from tpcore.c10d.supervision.waiting import Guard
+from tpcore.c10d.supervision.peers import Peers
+from tpcore.c10d.supervision.rendezvous import Rendezvous, own_client, store_of_environment
+from tpcore.c10d.supervision.status_store import StatusStore, Verdict
+from tpcore.c10d.supervision.waiting import Waiting
 from tpcore.calls import checked_calls
 from tpcore.comm import Comm
 from tpcore.context import current
@@ -52,11 +52,11 @@ class GlooBackend(C10dBackend):
 
     def __init__(self, store: dist.Store | None = None, rank: int = 0, world: int = 1) -> None:
         super().__init__(store, rank, world)
-        self._guards: dict[Any, Guard] = {}
+        self._guards: dict[Any, Waiting] = {}
         self._sides: Counter[Members] = Counter()
         self._comms: list[GlooComm] = []
-        self._journal = Journal()
-        self._monitor: Monitor | None = None
+        self._journal = FlightRecorder()
+        self._monitor: Peers | None = None
 
     def start(self, timeout: float) -> tuple[int, int]:
         self._timeout, self._checked = timeout, checked_calls()
@@ -81,7 +81,7 @@ class GlooBackend(C10dBackend):
         if world > 1:
             # a program may start, stop and start again at one store, where what was said stays
             store = dist.PrefixStore(f"tpcore{store.add(f'tpcore/starts/{rank}', 1)}", store)
-            self._lobby = Lobby(store, rank, world, self._timeout)
+            self._lobby = Rendezvous(store, rank, world, self._timeout)
             self._monitor = self._watch(store)
         if not adopted:
             with self._connecting(range(world)):
@@ -123,7 +123,7 @@ class GlooBackend(C10dBackend):
         comms = [ctx.comm(axis) for axis in ctx.mesh.axes] + [ctx.world]
         programs.trace(fn, weights, inputs, dims, comms, ctx.world, folder)
 
-    def load_program(self, folder: Path, weights: Mapping[str, Tensor]) -> Program:
+    def load_program(self, folder: Path, weights: Mapping[str, Tensor]) -> LoadedProgram:
         from . import programs
 
         return programs.load(folder, weights, lambda axes: current().comm(*axes.split(".")))
@@ -140,7 +140,7 @@ class GlooBackend(C10dBackend):
         self._comms.append(comm)
         return comm
 
-    def _watch(self, store: dist.Store) -> Monitor:
+    def _watch(self, store: dist.Store) -> Peers:
         """Who is here, and whether all mean to check the same; then the thread that watches them."""
         said = [
             json.loads(text) for text in self._lobby.meet("start", self._introduction(), lambda missing: None)
@@ -150,7 +150,9 @@ class GlooBackend(C10dBackend):
             told = ", ".join(f"rank {r}: {checked}" for r, (_, checked, _) in enumerate(said))
             raise ValueError(f"TPCORE_CHECK must be the same on all ranks; calls to check are {told}")
         connect = partial(own_client, store, f"tpcore monitor {said[0][2]}", self._timeout)
-        monitor = Monitor(Board(connect), self._rank, [Identity(*peer) for peer, _, _ in said], self._journal)
+        monitor = Peers(
+            StatusStore(connect), self._rank, [Identity(*peer) for peer, _, _ in said], self._journal
+        )
         monitor.open()
         return monitor
 
@@ -176,7 +178,7 @@ class GlooBackend(C10dBackend):
         verdict = None if self._monitor is None else self._monitor.find(missing)
         return None if verdict is None else verdict.error(self._journal.last())
 
-    def _guard(self, axes: Sequence[str], members: Members) -> Guard:
+    def _guard(self, axes: Sequence[str], members: Members) -> Waiting:
         if self._monitor is None:
             raise BackendError(f"group {members} was made after tpcore.shutdown()")
         side = None
@@ -187,7 +189,7 @@ class GlooBackend(C10dBackend):
             with self._connecting(members):
                 side = dist.ProcessGroupGloo(store, members.index(self._rank), len(members), seconds)
         checked = self._checked, side
-        return Guard(axes, members, self._rank, checked, self._timeout, self._journal, self._monitor, _HERE)
+        return Waiting(axes, members, self._rank, checked, self._timeout, self._journal, self._monitor, _HERE)
 
     def _single(self) -> Any:
         with _loopback():

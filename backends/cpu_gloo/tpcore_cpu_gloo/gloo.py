@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tpcore.c10d.comm import ALL_REDUCE, C10dComm, copied
-from tpcore.c10d.supervision.waiting import Guard
+from tpcore.c10d.supervision.waiting import Waiting
 from tpcore.comm import Op
 from tpcore.mesh import Group
 
@@ -22,7 +22,7 @@ class GlooComm(C10dComm):
     """``pg`` is a torch.distributed group; its calls go to gloo's object inside, past the dispatcher and
     past torch.distributed's wrappers, which cost more than our layers do (7 to 15 us a call)."""
 
-    def __init__(self, group: Group, position: int, pg: Callable[[], Any], guard: Guard | None) -> None:
+    def __init__(self, group: Group, position: int, pg: Callable[[], Any], guard: Waiting | None) -> None:
         super().__init__(group, position, pg, _CPU)
         if guard is not None:
             self._guard, self._enter, self._finish = guard, guard.enter, guard.finish  # type: ignore[method-assign]

@@ -87,7 +87,7 @@ def recorded(comm: Comm, rank: Tensor) -> Iterator[None]:
         "_reduce_scatter": lambda x, dim: ops.reduce_scatter(x, dim, size, axes),
         "_broadcast": lambda x, src: ops.broadcast(x, src, axes),
     }
-    with comm.rank_as(rank):
+    with comm.position_as(rank):
         vars(comm).update(instead)
         try:
             yield

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
-from tpcore.backend.programs import Dims, DynamicDim, Function, Program
+from tpcore.backend.programs import Dims, DynamicDim, Function, LoadedProgram
 from tpcore.comm import Comm
 from tpcore.consensus import check_one_program
 from tpcore.errors import BackendError
@@ -68,7 +68,7 @@ def trace(
     nodes = [json.dumps(node) for node in program["nodes"]]
     rest = json.dumps({**program, "nodes": []})
     check_one_program("\n".join([*nodes, rest]).encode(), held, world)
-    if int(world.rank) == 0:
+    if int(world.position) == 0:
         write_file(str(folder / GRAPH), [json.dumps(program, separators=(",", ":")).encode()])
         write_file(str(folder / CONSTANTS), [held])
 
@@ -82,7 +82,7 @@ def _exported(
     with torch.no_grad():
         return torch.export.export(
             pure,
-            (weights, [c.rank for c in comms], roomy),
+            (weights, [c.position for c in comms], roomy),
             dynamic_shapes=([None] * len(weights), [None] * len(comms), shapes),
             strict=False,
         )
@@ -115,14 +115,14 @@ def _has_it_already(to: Node) -> bool:
     return len(to.args) == 2 and not to.kwargs and dtype == to.args[1]
 
 
-def load(folder: Path, weights: Mapping[str, Tensor], comm_of: Callable[[str], Comm]) -> Program:
+def load(folder: Path, weights: Mapping[str, Tensor], comm_of: Callable[[str], Comm]) -> LoadedProgram:
     """``comm_of``: the Comm of a group by the name that ``axes_of`` gave it."""
     try:
         program = json.loads((folder / GRAPH).read_text())
         constants = load_file(folder / CONSTANTS)
         module = from_json(program, _instead(comm_of, program["groups"]))
         given = [weights[name] for name in program["weights"]]
-        given += [comm_of(axes).rank for axes in program["groups"]]
+        given += [comm_of(axes).position for axes in program["groups"]]
         fixed = [constants[name] if name else None for name in program["inputs"]]
         places = [at for at, name in enumerate(program["inputs"]) if name is None]
         for at, t in zip(places, given, strict=False):

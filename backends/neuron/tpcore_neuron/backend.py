@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tpcore.backend.capabilities import Capabilities
 from tpcore.backend.interface import Backend, ProgramInfo
-from tpcore.backend.programs import Dims, Function, Program
+from tpcore.backend.programs import Dims, Function, LoadedProgram
 from tpcore.calls import ALL, checked_calls
 from tpcore.comm import Comm
 from tpcore.context import current
@@ -165,7 +165,7 @@ class NeuronBackend(Backend):
 
         programs.trace(fn, weights, inputs, dims, current(), folder)
 
-    def load_program(self, folder: Path, weights: Mapping[str, Tensor]) -> Program:
+    def load_program(self, folder: Path, weights: Mapping[str, Tensor]) -> LoadedProgram:
         from . import programs
 
         return programs.load(folder, weights, lambda axes: current().comm(*axes.split(".")))

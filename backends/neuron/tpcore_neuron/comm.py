@@ -34,7 +34,7 @@ class XlaComm(Comm):
         # one element and moved: torch_xla folds 0-d zeros and ones, and fills, into the program
         super().__init__(group, torch.tensor([position]).to(torch_xla.device()))
         self._groups = group.as_list()
-        self._device = self.rank.device
+        self._device = self.position.device
         self._pg = process_group
 
     @property

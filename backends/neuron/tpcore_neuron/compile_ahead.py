@@ -14,7 +14,7 @@ from tpcore.backend.interface import ProgramInfo
 from tpcore.errors import BackendError
 
 from .replicas.api import run_replicas
-from .replicas.stablehlo import Program, programs
+from .replicas.stablehlo import HloProgram, programs
 
 HOUR = 3600.0
 
@@ -49,7 +49,7 @@ def _parse(command: list[str], world: int | None) -> tuple[int, list[str]]:
     return world or 1, command[1:]
 
 
-def _run_script(script: list[str]) -> list[Program]:
+def _run_script(script: list[str]) -> list[HloProgram]:
     path, *arguments = script[1:] if script[0] == "-m" else script
     if script[0] == "-m":
         spec = importlib.util.find_spec(path)
@@ -71,13 +71,13 @@ def _run_script(script: list[str]) -> list[Program]:
     return [p for p in programs() if p.operations]
 
 
-def _distinct(found: list[Program]) -> list[ProgramInfo]:
+def _distinct(found: list[HloProgram]) -> list[ProgramInfo]:
     runs = Counter(p.digest for p in found)
     first = {p.digest: p for p in reversed(found)}
     return [_info(first[digest], runs[digest]) for digest in dict.fromkeys(p.digest for p in found)]
 
 
-def _info(program: Program, runs: int) -> ProgramInfo:
+def _info(program: HloProgram, runs: int) -> ProgramInfo:
     kinds = Counter((c.kind, len(c.groups[0])) for c in program.collectives)
     collectives = ", ".join(f"{n} {kind} over {size}" for (kind, size), n in kinds.items())
     return ProgramInfo(

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor, nn
 
-from tpcore.backend.programs import Program
+from tpcore.backend.programs import LoadedProgram
 from tpcore.errors import BackendError
 
 
@@ -39,7 +39,7 @@ def compile_module(module: nn.Module, examples: Sequence[Tensor], path: Path) ->
     torch.jit.save(traced, str(path))
 
 
-def load_compiled(path: Path, weights: Mapping[str, Tensor], ranks: Sequence[Tensor]) -> Program:
+def load_compiled(path: Path, weights: Mapping[str, Tensor], ranks: Sequence[Tensor]) -> LoadedProgram:
     """What ``compile_module`` wrote, on this process's NeuronCore, with ``weights``."""
     import torch_neuronx
 

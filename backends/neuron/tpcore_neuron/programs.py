@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from torch._export.utils import _compiling_state_context as exporting
 
-from tpcore.backend.programs import Dims, Function, Program
+from tpcore.backend.programs import Dims, Function, LoadedProgram
 from tpcore.comm import Comm
 from tpcore.consensus import check_one_program, together
 from tpcore.context import ParallelContext
@@ -50,7 +50,7 @@ class _Pure(nn.Module):
             # it where they would look at a value, as transformers does for a mask without padding
             stack.enter_context(exporting())
             for comm, rank in zip(comms, ranks, strict=True):
-                stack.enter_context(comm.rank_as(rank))
+                stack.enter_context(comm.position_as(rank))
             return tuple(fn(dict(zip(names, self.parameters(), strict=True)), inputs))
 
 
@@ -80,7 +80,7 @@ def trace(
             write_file(str(folder / CONSTANTS), [constants])
             if neuronx.platform() is not None:
                 zeros = {name: torch.zeros(t.shape, dtype=t.dtype) for name, t in weights.items()}
-                examples = (*(c.rank.cpu() for c in comms), *(t.cpu() for t in inputs))
+                examples = (*(c.position.cpu() for c in comms), *(t.cpu() for t in inputs))
                 neuronx.compile_module(_Pure(fn, zeros, comms), examples, folder / COMPILED)
 
 
@@ -109,7 +109,7 @@ def _lowered(
     """The program; what its parameters are, as JSON; and those that are none of ours, as a file."""
     # placeholders have no values: none can get into the program, or decide which way it takes
     held = {name: _placeholder(t) for name, t in weights.items()}
-    ranks, given = [_placeholder(c.rank) for c in comms], [_placeholder(t) for t in inputs]
+    ranks, given = [_placeholder(c.position) for c in comms], [_placeholder(t) for t in inputs]
     with torch.no_grad(), reads.refused():
         program = _Lowered(_Pure(fn, held, comms)(*ranks, *given))
     sources: list[tuple[list[Any], Tensor]] = [(["weight", name], t) for name, t in held.items()]
@@ -130,11 +130,11 @@ def _placeholder(t: Tensor) -> Tensor:
     return made
 
 
-def load(folder: Path, weights: Mapping[str, Tensor], comm_of: Callable[[str], Comm]) -> Program:
+def load(folder: Path, weights: Mapping[str, Tensor], comm_of: Callable[[str], Comm]) -> LoadedProgram:
     """``comm_of``: the Comm of a group by its axes, joined with dots."""
     try:
         said = json.loads((folder / PARAMETERS).read_text())
-        ranks = [comm_of(axes).rank for axes in said["groups"]]
+        ranks = [comm_of(axes).position for axes in said["groups"]]
         if (folder / COMPILED).is_file() and neuronx.platform() is not None:
             return neuronx.load_compiled(folder / COMPILED, weights, [t.cpu() for t in ranks])
         constants = load_file(folder / CONSTANTS)

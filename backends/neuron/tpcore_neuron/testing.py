@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
-from .replicas import Collective, Program, lower, programs, run_replicas
+from .replicas import HloCollective as Collective
+from .replicas import HloProgram as Program
+from .replicas import lower, programs, run_replicas
 
 __all__ = ["Collective", "Program", "lower", "programs", "run_replicas"]

@@ -14,28 +14,28 @@ import torch
 from ...calls import Call, Site
 
 if TYPE_CHECKING:
-    from .waiting import Guard
+    from .waiting import Waiting
 
 _KEPT = 10
 
-Entry = tuple["Guard", int, str, Sequence[int], torch.dtype, Site]
+Entry = tuple["Waiting", int, str, Sequence[int], torch.dtype, Site]
 """Group, seq, op, shape, dtype, site: a plain tuple, because one is made per collective."""
 
 
-class Journal:
+class FlightRecorder:
     """Written by the rank at every collective, read by its monitor's thread."""
 
     def __init__(self) -> None:
         self.entries: deque[Entry] = deque(maxlen=_KEPT)
-        self.waiting: Guard | None = None
-        self.guards: list[Guard] = []
+        self.waiting: Waiting | None = None
+        self.guards: list[Waiting] = []
 
     def last(self) -> str:
         return describe(self.entries[-1]) if self.entries else "no collective yet"
 
-    def report(self) -> Report:
+    def report(self) -> RankReport:
         waiting = self.waiting
-        return Report(
+        return RankReport(
             calls=tuple(describe(e) for e in list(self.entries)),
             counts={_key(g.members): g.seq for g in list(self.guards)},
             waiting=() if waiting is None else waiting.members,
@@ -52,7 +52,7 @@ def _key(members: Sequence[int]) -> str:
 
 
 @dataclass(frozen=True)
-class Report:
+class RankReport:
     """One rank's journal as it travels. ``counts``: collectives entered so far, per group."""
 
     calls: tuple[str, ...] = ()
@@ -64,7 +64,7 @@ class Report:
         return json.dumps([self.calls, self.counts, self.waiting, self.at])
 
     @classmethod
-    def unpack(cls, data: str) -> Report:
+    def unpack(cls, data: str) -> RankReport:
         calls, counts, waiting, at = json.loads(data)
         return cls(tuple(calls), counts, tuple(waiting), at)
 
@@ -72,17 +72,17 @@ class Report:
         return (self.counts or {}).get(_key(members), 0)
 
 
-def absent(members: Sequence[int], rank: int, reports: Mapping[int, Report]) -> list[int]:
+def absent(members: Sequence[int], rank: int, reports: Mapping[int, RankReport]) -> list[int]:
     """Members that have entered fewer collectives of this group than ``rank`` has."""
     mine = reports[rank].count(members)
-    return [m for m in members if m != rank and reports.get(m, Report()).count(members) < mine]
+    return [m for m in members if m != rank and reports.get(m, RankReport()).count(members) < mine]
 
 
 def timeout_report(
     rank: int,
     members: Sequence[int],
     seconds: float,
-    reports: Mapping[int, Report],
+    reports: Mapping[int, RankReport],
     state: Callable[[int], str],
 ) -> str:
     """Who kept ``rank`` waiting, followed through ranks that themselves wait, and everyone's last calls.

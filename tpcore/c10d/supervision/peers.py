@@ -18,9 +18,9 @@ from typing import TypeVar
 
 from ...errors import BackendError, CollectiveTimeoutError, PeerLostError
 from ...log import say
-from .flight_recorder import Journal, Report
+from .flight_recorder import FlightRecorder, RankReport
 from .host import CLEAN, GONE, Identity, sever
-from .status_store import Board, Verdict
+from .status_store import StatusStore, Verdict
 
 T = TypeVar("T")
 
@@ -37,13 +37,15 @@ def of_gloo(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and not ours and "transport/" in str(error)
 
 
-class Monitor(threading.Thread):
+class Peers(threading.Thread):
     """Publishes this rank's journal, watches its neighbours, and finds out who was lost.
 
     Only this thread uses the board, so that a store that does not answer holds up nobody else.
     """
 
-    def __init__(self, board: Board, rank: int, peers: Sequence[Identity], journal: Journal) -> None:
+    def __init__(
+        self, board: StatusStore, rank: int, peers: Sequence[Identity], journal: FlightRecorder
+    ) -> None:
         super().__init__(name="tpcore monitor", daemon=True)
         self.rank, self.peers, self.journal = rank, peers, journal
         self.verdict: Verdict | None = None
@@ -120,14 +122,14 @@ class Monitor(threading.Thread):
         text = f"a rank of group {list(members)} is lost: {silent}: {error}\n{self._board.trouble}"
         return self.post(Verdict("lost", text.rstrip()))
 
-    def reports(self) -> dict[int, Report]:
+    def reports(self) -> dict[int, RankReport]:
         """The last published journal of each rank, and this rank's own as it is now."""
         ranks = range(len(self.peers))
-        nothing: dict[int, Report] = {}
+        nothing: dict[int, RankReport] = {}
         found = self._ask(lambda: self._board.reports(ranks), nothing)
-        return {r: found.get(r, Report()) for r in ranks} | {self.rank: self.journal.report()}
+        return {r: found.get(r, RankReport()) for r in ranks} | {self.rank: self.journal.report()}
 
-    def state(self, rank: int, report: Report) -> str:
+    def state(self, rank: int, report: RankReport) -> str:
         """What can be said of a rank that does not come, as the end of a sentence."""
         peer, how = self.peers[rank], self._fate(rank)
         if rank == self.rank:

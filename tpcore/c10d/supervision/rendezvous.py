@@ -17,7 +17,7 @@ _NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 Lost = Callable[[Sequence[int]], BackendError | None]
 
 
-class Lobby:
+class Rendezvous:
     """All ranks of a job at its store."""
 
     def __init__(self, store: dist.Store, rank: int, world: int, timeout: float) -> None:
@@ -83,7 +83,7 @@ def _number(name: str, text: str) -> int:
 
 
 def _tcp_store(host: str, port: int, rank: int, world: int, timeout: float) -> dist.Store:
-    """As torch's env:// makes it, but without its wait for all ranks: ``Lobby.meet`` knows their names."""
+    """As torch's env:// makes it, without its wait for all ranks: ``Rendezvous.meet`` knows their names."""
     of_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
         return dist.TCPStore(

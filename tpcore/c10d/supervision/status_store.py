@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from ...errors import BackendError, CollectiveTimeoutError, PeerLostError
-from .flight_recorder import Report
+from .flight_recorder import RankReport
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ class Verdict:
         return cls(f"{self.text}\nthis rank's last collective: {doing}")
 
 
-class Board:
+class StatusStore:
     """Used by one thread. Once the store is gone it says nothing and ``trouble`` why, which is no alarm by
     itself: whoever hosts the store may simply have finished first."""
 
@@ -42,13 +42,13 @@ class Board:
         except RuntimeError as e:
             self._lose(e)
 
-    def publish(self, rank: int, report: Report) -> None:
+    def publish(self, rank: int, report: RankReport) -> None:
         self._do(lambda store: store.set(f"report/{rank}", report.pack()))
 
-    def reports(self, ranks: Iterable[int]) -> dict[int, Report]:
+    def reports(self, ranks: Iterable[int]) -> dict[int, RankReport]:
         """The last one of each rank that published any."""
         found = {r: self._get(f"report/{r}") for r in ranks}
-        return {r: Report.unpack(data) for r, data in found.items() if data}
+        return {r: RankReport.unpack(data) for r, data in found.items() if data}
 
     def post(self, verdict: Verdict) -> Verdict | None:
         """The verdict that holds from now on; None if that cannot be known."""

@@ -13,15 +13,15 @@ from torch import Tensor
 
 from ...calls import ALL, Call, call_site, disagreement
 from ...errors import BackendError, CollectiveMismatchError
-from .flight_recorder import Entry, Journal, timeout_report
-from .peers import Monitor, of_gloo
+from .flight_recorder import Entry, FlightRecorder, timeout_report
+from .peers import Peers, of_gloo
 from .status_store import Verdict
 
 _SLICE = timedelta(seconds=1)  # a wait returns to Python this often, for Ctrl-C and for a verdict
 _TEXT = 4096  # bytes of a packed Call
 
 
-class Guard:
+class Waiting:
     """``members`` are world ranks in group order, ``rank`` the world rank of this process.
 
     ``checked`` is (n, side): the first n collectives are compared over ``side``, a second gloo group of
@@ -36,8 +36,8 @@ class Guard:
         rank: int,
         checked: tuple[int, Any],
         timeout: float,
-        journal: Journal,
-        monitor: Monitor,
+        journal: FlightRecorder,
+        monitor: Peers,
         library: str,
     ) -> None:
         self.axes, self.members, self.rank, self.seq = tuple(axes), members, rank, 0

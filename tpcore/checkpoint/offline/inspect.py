@@ -18,7 +18,7 @@ from ..read.source import CutRule, Source, opened
 StrPath = str | os.PathLike[str]
 
 
-class Row(NamedTuple):
+class TensorRow(NamedTuple):
     """One tensor. ``local``: the shape of a shard; ``bytes``: of the logical tensor."""
 
     name: str
@@ -34,7 +34,7 @@ class Inspected(NamedTuple):
     form: str
     tp: int
     pp: int
-    rows: list[Row]
+    rows: list[TensorRow]
 
 
 def inspect(path: StrPath, *, rules: Sequence[CutRule] = (), how: Reading | None = None) -> Inspected:
@@ -55,12 +55,12 @@ def _all(source: Source) -> Iterator[tuple[str, Stored]]:
                 yield spell(path), view.stored(leaf, spell(path))
 
 
-def _row(name: str, stored: Stored) -> Row:
+def _row(name: str, stored: Stored) -> TensorRow:
     dtype, local = stored.dtype, stored.first.shape
     cut = str(stored.cut).partition(" ")[2] if isinstance(stored.cut, ShardSpec) else stored.cut
     if cut is None:
         cut = "same on all ranks" if stored.bound() is None else "unknown"
-    return Row(name, stored.shape, dtype_name(dtype), cut, local, bytes_of_logical(stored))
+    return TensorRow(name, stored.shape, dtype_name(dtype), cut, local, bytes_of_logical(stored))
 
 
 def bytes_of_logical(stored: Stored) -> int:

@@ -61,7 +61,7 @@ Calls = list[tuple[str, Callable[[Tensor], Tensor], Tensor]]
 
 def calls(comm: Comm, primitive: str, every: list[Tensor], dims: list[int] | None = None) -> Calls:
     """Each way to call ``primitive`` on tensors like ``every``: (how, call, the right result)."""
-    me, shape = int(comm.rank.cpu()), every[0].shape
+    me, shape = int(comm.position.cpu()), every[0].shape
     dims = list(range(-len(shape), len(shape))) if dims is None else dims
     if primitive == "all_gather":
         return [(f"dim {d}", partial(comm.all_gather, dim=d), _cat(every, d)) for d in dims]
@@ -107,7 +107,7 @@ def _differs(got: Tensor, want: Tensor) -> str:
 
 
 def _each(ctx: ParallelContext, comm: Comm, primitive: str, every: list[Tensor]) -> Wrong:
-    me, out = int(comm.rank.cpu()), Wrong()
+    me, out = int(comm.position.cpu()), Wrong()
     for how, call, want in calls(comm, primitive, every):
         problem = _differs(call(every[me].to(ctx.device, copy=True)), want)
         if problem:
@@ -119,12 +119,14 @@ def _each(ctx: ParallelContext, comm: Comm, primitive: str, every: list[Tensor])
 def joined(ctx: ParallelContext) -> Wrong:
     """Rank, size, members and device say the same thing."""
     out, comm = Wrong(), ctx.comm("tp")
-    if comm.rank.dtype != torch.int64 or comm.rank.shape != (1,):
-        out.append(f"comm.rank is {comm.rank.dtype} {tuple(comm.rank.shape)}, not one int64 element")
-    elif int(comm.rank.cpu()) != ctx.coord("tp"):
-        out.append(f"comm.rank is {int(comm.rank.cpu())} on the rank at {ctx.coord('tp')}")
-    if comm.rank.device.type != ctx.device.type:
-        out.append(f"comm.rank is on {comm.rank.device}, the backend's tensors on {ctx.device}")
+    if comm.position.dtype != torch.int64 or comm.position.shape != (1,):
+        out.append(
+            f"comm.position is {comm.position.dtype} {tuple(comm.position.shape)}, not one int64 element"
+        )
+    elif int(comm.position.cpu()) != ctx.coord("tp"):
+        out.append(f"comm.position is {int(comm.position.cpu())} on the rank at {ctx.coord('tp')}")
+    if comm.position.device.type != ctx.device.type:
+        out.append(f"comm.position is on {comm.position.device}, the backend's tensors on {ctx.device}")
     if comm.size != ctx.mesh.axes["tp"]:
         out.append(f"a tp group of size {comm.size}, not {ctx.mesh.axes['tp']}")
     if comm.process_group is None:
@@ -149,7 +151,7 @@ def empty(ctx: ParallelContext, primitive: str) -> Wrong:
 def strided(ctx: ParallelContext, primitive: str) -> Wrong:
     """An input that is transposed, and has gaps between its elements."""
     comm, out = ctx.comm("tp"), Wrong()
-    me = int(comm.rank.cpu())
+    me = int(comm.position.cpu())
     every = [values((4, 8, 4), p, torch.float32).transpose(0, 2)[:, ::2] for p in range(comm.size)]
     for how, call, want in calls(comm, primitive, every):
         whole = values((4, 8, 4), me, torch.float32).to(ctx.device)
@@ -165,7 +167,7 @@ def strided(ctx: ParallelContext, primitive: str) -> Wrong:
 def memory(ctx: ParallelContext, primitive: str) -> Wrong:
     """Inputs are left as they were; outputs are contiguous, not the input, without autograd, and last."""
     comm, out = ctx.comm("tp"), Wrong()
-    me = int(comm.rank.cpu())
+    me = int(comm.position.cpu())
     every = [values((4, 8, 4), p, torch.float32) for p in range(comm.size)]
     kept: list[tuple[str, Tensor, Tensor]] = []
     for how, call, want in calls(comm, primitive, every):
@@ -191,7 +193,7 @@ def memory(ctx: ParallelContext, primitive: str) -> Wrong:
 def overlapped(ctx: ParallelContext) -> Wrong:
     """Several all-reduces under way, waited for in another order, with one more collective between."""
     comm, out = ctx.comm("tp"), Wrong()
-    n, me = comm.size, comm.rank.float()  # as data: one program for all ranks of a compiling backend
+    n, me = comm.size, comm.position.float()  # as data: one program for all ranks of a compiling backend
     waits = [comm.start_all_reduce(me.repeat(9) + i) for i in range(4)]
     gathered = comm.all_gather(me, 0)
     for i, wait in reversed(list(enumerate(waits))):
@@ -211,8 +213,8 @@ def groups(ctx: ParallelContext, primitive: str) -> Wrong:
         if comm.size == 1:
             continue
         members = ctx.mesh.group(*names).members(ctx.rank)
-        if members[int(comm.rank.cpu())] != ctx.rank:
-            out.append(f"rank {ctx.rank} is at {int(comm.rank.cpu())} of {names} group {members}")
+        if members[int(comm.position.cpu())] != ctx.rank:
+            out.append(f"rank {ctx.rank} is at {int(comm.position.cpu())} of {names} group {members}")
         out += _each(ctx, comm, primitive, [values((4, 4), r, torch.float32) for r in members])
     return out
 

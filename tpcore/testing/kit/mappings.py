@@ -26,7 +26,7 @@ def transpose_law(ctx: ParallelContext, name: str) -> Wrong:
     """<f(x), y> == <x, f_T(y)>, a replicated value counted once; in whole numbers, so exactly."""
     comm = ctx.comm("tp")
     fn, source, target = MAPPINGS[name]
-    me = int(comm.rank.cpu())
+    me = int(comm.position.cpu())
 
     def some(shape: torch.Size, kind: str, seed: int) -> Tensor:
         generator = torch.Generator().manual_seed(seed + (me + 1) * 100 * (kind == "parts"))
@@ -34,7 +34,7 @@ def transpose_law(ctx: ParallelContext, name: str) -> Wrong:
 
     def inner(a: Tensor, b: Tensor, kind: str) -> float:
         everywhere = comm.all_gather((a * b).sum().reshape(1), 0)
-        mine = everywhere.index_select(0, comm.rank)
+        mine = everywhere.index_select(0, comm.position)
         return float(mine if kind == "replicated" else everywhere.sum())
 
     x = some(torch.Size((4, 8)), source, 1).requires_grad_()

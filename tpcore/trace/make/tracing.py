@@ -25,9 +25,9 @@ from ...storage.files import write_file
 from ...storage.jsonfile import MANIFEST
 from ..artifact import (
     PROGRAMS,
-    FileRecord,
-    Manifest,
-    Outputs,
+    OutputSpec,
+    TracedFile,
+    TraceManifest,
     Weight,
     program_dir,
     record_of,
@@ -60,9 +60,9 @@ class Traced:
     """What one rank made."""
 
     inputs: Inputs
-    outputs: Outputs
+    outputs: OutputSpec
     weights: dict[str, Weight]
-    file: FileRecord
+    file: TracedFile
 
 
 def trace_rank(order: Order) -> Traced:
@@ -78,7 +78,7 @@ def trace_in(ctx: ParallelContext, order: Order) -> Traced:
     return _Rank(order, ctx).trace()
 
 
-def assembled(order: Order, ranks: Sequence[Traced], pad_value: float | Mapping[str, float]) -> Manifest:
+def assembled(order: Order, ranks: Sequence[Traced], pad_value: float | Mapping[str, float]) -> TraceManifest:
     """Make one traced model of what the ranks have written: all that is missing is the manifest."""
     first = ranks[0]
     names = first.inputs.arguments.names
@@ -88,7 +88,7 @@ def assembled(order: Order, ranks: Sequence[Traced], pad_value: float | Mapping[
     files = {weights_file(Path(), r).as_posix(): rank.file for r, rank in enumerate(ranks)}
     for path in sorted(p for p in (order.folder / PROGRAMS).rglob("*") if p.is_file()):
         files[path.relative_to(order.folder).as_posix()] = record_of(path)
-    manifest = Manifest(
+    manifest = TraceManifest(
         order.backend, order.tp, first.inputs, first.outputs, pads, first.weights, files, written_by()
     )
     write_file(str(order.folder / MANIFEST), [manifest.to_json()])
@@ -146,7 +146,7 @@ class _Rank:
         self._say("writing weights")
         record = write_weights(self._order.folder, self._ctx.rank, weights)
         shapes = output_shapes([s.shapes for s in seen], inputs.buckets)
-        return Traced(inputs, Outputs(seen[0].form, shapes, state), described, record)
+        return Traced(inputs, OutputSpec(seen[0].form, shapes, state), described, record)
 
     def _say(self, doing: str) -> None:
         say(f"trace: rank {self._ctx.rank} of {self._order.tp}: {doing}")

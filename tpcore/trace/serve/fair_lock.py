@@ -6,7 +6,7 @@ from collections import deque
 from threading import Lock
 
 
-class Turn:
+class FairLock:
     """For a with block. Costs next to nothing where nobody else asks."""
 
     def __init__(self) -> None:

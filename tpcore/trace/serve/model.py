@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from ...checkpoint.write.snapshot import Held
 from ...storage.tensorfile import write_tensors
-from ..artifact import FileRecord, Manifest, weights_file
+from ..artifact import TracedFile, TraceManifest, weights_file
 from ..inputs import Plan
 from ..structure import put_together
-from .fair_lock import Turn
+from .fair_lock import FairLock
 from .messages import request
 from .workers import Workers
 
@@ -37,7 +37,7 @@ class TensorParallelModel(nn.Module):
     def __init__(
         self,
         folder: Path,
-        manifest: Manifest,
+        manifest: TraceManifest,
         *,
         timeout: float | None = None,
         restart: bool = False,
@@ -47,7 +47,7 @@ class TensorParallelModel(nn.Module):
         super().__init__()
         self.folder, self.manifest, self.timeout, self.restart = folder, manifest, timeout, restart
         self._workers: Workers = workers or Workers(folder, manifest)
-        self._turn = Turn()
+        self._turn = FairLock()
         self._plan = Plan([], 0, {})
         self._owned = [] if owned is None else [owned]  # directories that live as long as this does
         self._replaced: TemporaryDirectory[str] | None = None
@@ -122,7 +122,7 @@ class TensorParallelModel(nn.Module):
             workers.weights = folder
         files = dict(self.manifest.files)
         for rank, record in enumerate(records):
-            files[weights_file(Path(), rank).as_posix()] = FileRecord(*record)
+            files[weights_file(Path(), rank).as_posix()] = TracedFile(*record)
         self.manifest = replace(self.manifest, files=files)
 
     @property

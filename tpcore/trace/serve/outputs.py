@@ -105,7 +105,7 @@ class Lent:
         self._buffer.close()
 
 
-class Outputs:
+class OutputBuffers:
     """``LENT`` buffers, and one more that outputs are copied from while the caller holds all of those."""
 
     def __init__(self) -> None:

@@ -6,10 +6,10 @@ from torch import Tensor
 
 from ...checkpoint.forms.whole import Reading
 from ...checkpoint.read.by_name import read_shards
-from ..artifact import Manifest
+from ..artifact import TraceManifest
 
 
-def shards_of(path: str, manifest: Manifest, rank: int) -> dict[str, Tensor]:
+def shards_of(path: str, manifest: TraceManifest, rank: int) -> dict[str, Tensor]:
     """By the traced names, of all that is in the model's state_dict.
 
     CheckpointError names what is missing, surplus, or of another shape or kind.

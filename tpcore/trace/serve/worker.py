@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...backend.programs import Program
+from ...backend.programs import LoadedProgram
 from ...context import ParallelContext
 from ...init import init
 from ...processes.shared_memory import SharedBuffer
 from ...processes.transfer import Outcome, pack_outcome
-from ..artifact import FileRecord, Manifest, opened, program_dir, read_weights, write_weights
+from ..artifact import TracedFile, TraceManifest, opened, program_dir, read_weights, write_weights
 from .messages import answer, requested, said, send, value_of
 from .outputs import Written
 from .replacing import shards_of
@@ -31,7 +31,7 @@ _AWAKE = 1e-3  # seconds
 class Rank:
     """One rank of a traced model."""
 
-    def __init__(self, ctx: ParallelContext, folder: Path, manifest: Manifest, weights: Path) -> None:
+    def __init__(self, ctx: ParallelContext, folder: Path, manifest: TraceManifest, weights: Path) -> None:
         self._ctx, self._folder, self._manifest = ctx, folder, manifest
         self._returned = len(self._manifest.outputs.shapes)
         self.take(str(weights))
@@ -42,7 +42,7 @@ class Rank:
         load = self._ctx.backend.load_program
         device = self._ctx.device
         self._weights = {name: t.to(device) for name, t in self._weights.items()}
-        self._programs: list[Program] = [
+        self._programs: list[LoadedProgram] = [
             load(program_dir(self._folder, i), self._weights) for i in range(self._manifest.programs)
         ]
 
@@ -54,7 +54,7 @@ class Rank:
             self._weights[name].copy_(t)
         return [t.cpu() for t in found[: self._returned]]
 
-    def reshard(self, source: str, folder: str) -> FileRecord:
+    def reshard(self, source: str, folder: str) -> TracedFile:
         """Write this rank's part of another checkpoint. Changes nothing here."""
         found = shards_of(source, self._manifest, self._ctx.rank)
         found = {name: found.get(name, t) for name, t in self._weights.items()}

@@ -19,10 +19,10 @@ from ...backend.registry import backend_class
 from ...errors import BackendError, PeerLostError
 from ...processes.shared_memory import SharedBuffer
 from ...processes.transfer import Outcome, death, module_command, root_cause, unpack_outcome
-from ..artifact import Manifest
+from ..artifact import TraceManifest
 from ..inputs import Plan
 from .messages import answered, request, send, value_of
-from .outputs import Outputs
+from .outputs import OutputBuffers
 
 START = 120.0
 """Seconds that starting may take."""
@@ -35,7 +35,7 @@ _FOREIGN = ("MASTER_", "TORCHELASTIC_", "GROUP_", "ROLE_")
 class Workers:
     """``start``, then ``ask`` and ``call``, one at a time; ``close``. After a failure all say what it was."""
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
+    def __init__(self, folder: Path, manifest: TraceManifest) -> None:
         self._folder, self._manifest, self.weights = folder, manifest, folder
         self.running = False
         self.seconds: list[float] = []
@@ -50,7 +50,7 @@ class Workers:
         """Returns when all ranks are ready. Raises what keeps one from it."""
         self._failure, self._pid = None, os.getpid()
         self._home = TemporaryDirectory(prefix="tpcore-serve-")
-        self._inputs, self._outputs = SharedBuffer(), Outputs()
+        self._inputs, self._outputs = SharedBuffer(), OutputBuffers()
         self._lifeline = os.pipe()
         self._poll = select.poll()
         self._requests: list[int] = []  # a pipe to each rank

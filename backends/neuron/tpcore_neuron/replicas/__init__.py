@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from .api import run_replicas
-from .stablehlo import Collective, Program, lower, programs
+from .stablehlo import HloCollective, HloProgram, lower, programs
 
-__all__ = ["Collective", "Program", "lower", "programs", "run_replicas"]
+__all__ = ["HloCollective", "HloProgram", "lower", "programs", "run_replicas"]

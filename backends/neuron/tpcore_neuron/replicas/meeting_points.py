@@ -24,8 +24,8 @@ from torch import Tensor
 from tpcore.calls import call_site
 from tpcore.errors import CollectiveMismatchError
 
-from .scheduler import Arrival, World
-from .stablehlo import Program, pending
+from .scheduler import Arrival, Scheduler
+from .stablehlo import HloProgram, pending
 
 _XLA: Any = torch_xla._XLAC
 _COLLECTIVE = re.compile(r"xla::(cross_replica_sum|all_gather|reduce_scatter|all_to_all|collective_permute)")
@@ -41,9 +41,9 @@ _HERE = threading.local()
 class Run:
     """One run of a function on all replicas: the world it runs in and the programs it has run."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: Scheduler) -> None:
         self.world = world
-        self.programs: list[Program] = []
+        self.programs: list[HloProgram] = []
 
 
 _running: list[Run] = []
@@ -78,17 +78,17 @@ def _site() -> str:
     return f"{code.co_filename}:{line} in {code.co_name}"
 
 
-def recorded() -> list[Program]:
+def recorded() -> list[HloProgram]:
     return list(_running[-1].programs)
 
 
-def lowered(tensors: list[Tensor]) -> Program:
+def lowered(tensors: list[Tensor]) -> HloProgram:
     rank = _rank()
     if rank is None:
         raise RuntimeError("lower() is called inside of run_replicas only")
     text, site = pending(tensors), _site()
     _running[-1].world.meet(rank, Arrival("lower", site, text), _same_program)
-    return Program(text, "lower", site)
+    return HloProgram(text, "lower", site)
 
 
 def _same_program(arrivals: Sequence[Arrival]) -> None:
@@ -103,7 +103,7 @@ def _same_program(arrivals: Sequence[Arrival]) -> None:
     raise CollectiveMismatchError(
         f"ranks {differ} would run another program than rank 0 at {arrivals[0].what} ({arrivals[0].site}), "
         "so that their collectives never meet. A rank, or something computed from it, has become part of the "
-        f"program; it must be data, as tpcore's comm.rank is. The first lines that differ:\n{shown}"
+        f"program; it must be data, as tpcore's comm.position is. The first lines that differ:\n{shown}"
     )
 
 
@@ -120,7 +120,7 @@ def _run(rank: int, what: str, dispatch: Callable[[], None], tensors: list[Tenso
     # that program, and does so without letting go of Python's lock.
 
     def record(arrivals: Sequence[Arrival]) -> None:
-        run.programs.append(Program(text, what, site, any(a.payload for a in arrivals)))
+        run.programs.append(HloProgram(text, what, site, any(a.payload for a in arrivals)))
 
     run.world.meet(rank, Arrival(f"{what} started", site, made), record)
 

@@ -38,7 +38,7 @@ def serve(size: int, conn: Connection) -> None:
 
     from . import meeting_points as patches
     from . import torch_groups as groups
-    from .scheduler import World
+    from .scheduler import Scheduler
 
     torch.set_num_threads(1)
     devices = xm.get_xla_supported_devices()
@@ -51,7 +51,7 @@ def serve(size: int, conn: Connection) -> None:
         except EOFError:
             return
         fn, args, kwargs = unpack_call(call)
-        world = World(size, timeout)
+        world = Scheduler(size, timeout)
         patches._running.append(patches.Run(world))
 
         one = partial(patches.as_rank, partial(_on_cpu, fn, *args, **kwargs))

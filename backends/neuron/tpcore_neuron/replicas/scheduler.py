@@ -45,7 +45,7 @@ Judge = Callable[[Sequence[Arrival]], None]
 """Looks at what all ranks brought; an error it raises is raised on every rank."""
 
 
-class World:
+class Scheduler:
     def __init__(self, size: int, timeout: float) -> None:
         self.size, self.timeout = size, timeout
         self._turn = threading.Condition()

@@ -23,7 +23,7 @@ _BODY = re.compile(r"stablehlo\.(add|maximum|minimum|multiply|or|and) ")
 
 
 @dataclass(frozen=True)
-class Collective:
+class HloCollective:
     """One collective: over which replica groups it goes, and what each rank puts in."""
 
     kind: str  # "all_reduce add", "all_gather", "reduce_scatter add", "all_to_all", "collective_permute"
@@ -33,7 +33,7 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class Program:
+class HloProgram:
     """What one call of ``sync`` (or of a read) runs, the same on every rank."""
 
     text: str
@@ -56,10 +56,10 @@ class Program:
         return sum(_nbytes(*t) for t in _tensors(head.group(1))) if head else 0
 
     @cached_property
-    def collectives(self) -> tuple[Collective, ...]:
+    def collectives(self) -> tuple[HloCollective, ...]:
         return tuple(self._collectives())
 
-    def _collectives(self) -> Iterator[Collective]:
+    def _collectives(self) -> Iterator[HloCollective]:
         for found in _OP.finditer(self.text):
             rest = self.text[found.end() :]
             kind, types, groups = found.group(1), _TYPES.search(rest), _GROUPS.search(rest)
@@ -71,7 +71,7 @@ class Program:
             if kind in ("all_reduce", "reduce_scatter"):
                 body = _BODY.search(rest)
                 kind = f"{kind} {body.group(1) if body else '?'}"
-            yield Collective(
+            yield HloCollective(
                 kind,
                 _parse_groups(groups.group(1)),
                 tuple(operands),
@@ -106,7 +106,7 @@ def pending(tensors: list[Tensor] | None = None) -> str:
     return re.sub(r"^module @\S+", "module @program", text.decode(), count=1)
 
 
-def lower(*tensors: Tensor) -> Program:
+def lower(*tensors: Tensor) -> HloProgram:
     """The program that computes ``tensors``, without compiling or running it; the same on every rank, or
     every rank gets an error that shows the differing lines. To be called inside ``run_replicas``."""
     from . import meeting_points as patches
@@ -114,7 +114,7 @@ def lower(*tensors: Tensor) -> Program:
     return patches.lowered(list(tensors))
 
 
-def programs() -> list[Program]:
+def programs() -> list[HloProgram]:
     """The programs that this run has run so far. To be called inside ``run_replicas``."""
     from . import meeting_points as patches
 

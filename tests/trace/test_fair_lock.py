@@ -6,11 +6,11 @@ import threading
 
 import pytest
 
-from tpcore.trace.serve.fair_lock import Turn
+from tpcore.trace.serve.fair_lock import FairLock
 
 
 def test_turns_are_given_in_the_order_in_which_they_were_asked_for() -> None:
-    turn = Turn()
+    turn = FairLock()
     order: list[int] = []
 
     def take(n: int) -> None:
@@ -33,7 +33,7 @@ def test_turns_are_given_in_the_order_in_which_they_were_asked_for() -> None:
 @pytest.mark.parametrize("given", [False, True])
 def test_a_turn_that_is_interrupted_is_the_next_ones(given: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C in the wait, and in the moment in which the turn was given."""
-    turn = Turn()
+    turn = FairLock()
 
     class Interrupted:
         taken = False

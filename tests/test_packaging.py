@@ -137,8 +137,8 @@ def imported(*paths: Path) -> set[str]:
     ("extra", "folder"),
     [
         ("", "tpcore"),
-        ("progress", "tpcore/checkpoint"),
-        ("cli", "tpcore/commands"),
+        ("progress", "tpcore/storage"),
+        ("cli", "tpcore/cli"),
         ("plot", "tpcore/explaining"),
         ("testing", "tpcore/testing"),
         ("examples", "examples"),
@@ -146,7 +146,7 @@ def imported(*paths: Path) -> set[str]:
 )
 def test_what_a_part_imports_its_extra_brings(metadata, extra, folder):
     separate = {
-        "": ("commands", "explaining", "testing", "_remote.py"),
+        "": ("cli", "explaining", "testing", "processes"),
         "progress": (),
         "cli": (),
         "plot": (),
@@ -160,7 +160,7 @@ def test_what_a_part_imports_its_extra_brings(metadata, extra, folder):
     ]
     declared = requirements(metadata) | requirements(metadata, extra)
     assert files
-    optional = {"tqdm"} if not extra else set()  # what `progress` brings is asked for in tpcore/checkpoint
+    optional = {"tqdm"} if not extra else set()  # what `progress` brings is asked for in tpcore/storage
     assert imported(*files) - optional <= {name.replace("-", "_") for name in declared}
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from tpcore.backend.interface import ProgramInfo
 from tpcore.errors import BackendError
 
-from .replicas.api import run_replicas
-from .replicas.stablehlo import HloProgram, programs
+from .replicas.api import programs, run_replicas
+from .replicas.stablehlo import HloProgram
 
 HOUR = 3600.0
 

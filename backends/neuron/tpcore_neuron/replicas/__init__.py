@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .api import run_replicas
-from .stablehlo import HloCollective, HloProgram, lower, programs
+from .api import lower, programs, run_replicas
+from .stablehlo import HloCollective, HloProgram
 
 __all__ = ["HloCollective", "HloProgram", "lower", "programs", "run_replicas"]

@@ -10,8 +10,12 @@ from importlib.util import find_spec
 from multiprocessing import Pipe
 from typing import Any
 
+from torch import Tensor
+
 from tpcore.errors import BackendError, PeerLostError
 from tpcore.processes.transfer import Outcome, death, module_command, pack_call, root_cause, unpack_outcome
+
+from .stablehlo import HloProgram
 
 START = 120.0
 """Seconds beyond the timeout that a process of replicas may take to start and to answer."""
@@ -112,3 +116,18 @@ def close() -> None:
     """End the processes that hold replicas; the next call starts anew."""
     while _processes:
         _processes.popitem()[1].close()
+
+
+def lower(*tensors: Tensor) -> HloProgram:
+    """The program that computes ``tensors``, without compiling or running it; the same on every rank, or
+    every rank gets an error that shows the differing lines. To be called inside ``run_replicas``."""
+    from . import meeting_points
+
+    return meeting_points.lowered(list(tensors))
+
+
+def programs() -> list[HloProgram]:
+    """The programs that this run has run so far. To be called inside ``run_replicas``."""
+    from . import meeting_points
+
+    return meeting_points.recorded()

@@ -104,18 +104,3 @@ def pending(tensors: list[Tensor] | None = None) -> str:
     text: bytes = xla._get_stablehlo(tensors or [], xla._xla_get_default_device(), [], False)
     # the name counts the instructions that were made on the way
     return re.sub(r"^module @\S+", "module @program", text.decode(), count=1)
-
-
-def lower(*tensors: Tensor) -> HloProgram:
-    """The program that computes ``tensors``, without compiling or running it; the same on every rank, or
-    every rank gets an error that shows the differing lines. To be called inside ``run_replicas``."""
-    from . import meeting_points as patches
-
-    return patches.lowered(list(tensors))
-
-
-def programs() -> list[HloProgram]:
-    """The programs that this run has run so far. To be called inside ``run_replicas``."""
-    from . import meeting_points as patches
-
-    return patches.recorded()

@@ -20,7 +20,7 @@ from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassificat
 import tpcore
 from tpcore.trace import TensorParallelModel, parallel_model_load, parallel_model_save, parallel_model_trace
 from tpcore.trace.api import _call, _size
-from tpcore.trace.artifact import Manifest, opened, read_weights
+from tpcore.trace.artifact import TraceManifest, opened, read_weights
 from tpcore.trace.inputs import Plan
 from tpcore.trace.make.tracing import Order, assembled, trace_rank
 from tpcore.trace.serve.worker import Rank
@@ -35,7 +35,7 @@ from models import Encoder, batch, differences
 class OnReplicas:
     """Answers for ``Workers``, with a run of replicas for every call."""
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
+    def __init__(self, folder: Path, manifest: TraceManifest) -> None:
         self._folder, self._manifest, self.weights = folder, manifest, folder
         self.running, self.failed = True, False
 

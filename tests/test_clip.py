@@ -14,6 +14,8 @@ from torch import Tensor, nn
 import tpcore
 from tpcore.context import ParallelContext
 from tpcore.layers.module import ParallelModule
+from tpcore.layers.sharding import sharding
+from tpcore.layout import Slot
 from tpcore.mesh import Mesh
 from tpcore.shard import Block, ShardSpec
 from tpcore.testing import run_ranks
@@ -267,3 +269,90 @@ def test_impossible_norms_are_refused(max_norm: float, norm_type: Any, said: str
             tpcore.clip_grad_norm(tpcore.ColumnParallelLinear(4, 4), max_norm, norm_type)
 
     run_ranks(Mesh({"tp": 2}), rank)
+
+
+class Fused(ParallelModule):
+    """q of 4 heads, k and v of 2 in one weight: on 4 ranks each key head is held twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        heads = (Block(8, 2), Block(4, 2, replicate=True), Block(4, 2, replicate=True))
+        self.shard_parameter("weight", ShardSpec((16, 3), 0, heads), nn.init.normal_, torch.float64, None)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("p", [1.0, 2.0, 3.0, INF])
+def test_blocks_held_by_different_numbers_of_ranks(tp: int, p: float) -> None:
+    full = torch.randn(16, 3, dtype=torch.float64)
+
+    def rank(ctx: ParallelContext) -> None:
+        layer = Fused()
+        layer.weight.grad = layer.shard_specs["weight"].shard(full, ctx.rank, tp)
+        norm = tpcore.clip_grad_norm(layer, 0.1, p)
+        torch.testing.assert_close(norm, torch.linalg.vector_norm(full, p), rtol=1e-12, atol=0)
+        clipped = layer.shard_specs["weight"].shard(full * (0.1 / (norm + 1e-6)), ctx.rank, tp)
+        torch.testing.assert_close(layer.weight.grad, clipped, rtol=1e-12, atol=0)
+
+    run_ranks(Mesh({"tp": tp}), rank)
+
+
+@pytest.mark.parametrize("p", [2.0, INF])
+def test_a_table_over_stages_and_what_one_stage_alone_holds(p: float) -> None:
+    """pp2 x dp2 x tp2: an embedding over pp x tp, a layer of each stage, a norm that all ranks hold."""
+    whole = {name: torch.randn(8, 4, dtype=torch.float64) for name in ("table", "layer0", "layer1", "norm")}
+    want = torch.linalg.vector_norm(torch.cat(list(whole.values())), p)
+
+    def rank(ctx: ParallelContext) -> int:
+        double = torch.float64
+        table = tpcore.ParallelEmbedding(8, 4, dtype=double, tensor_model_parallel_group=ctx.comm("pp", "tp"))
+        mine = tpcore.ColumnParallelLinear(4, 8, bias=False, dtype=double)
+        stage = ctx.coord("pp")
+        mine.place(Slot("pp", stage, 2))
+        norm = nn.Parameter(torch.zeros(8, 4, dtype=double))
+        for parameter, name in ((table.weight, "table"), (mine.weight, f"layer{stage}")):
+            found = sharding(parameter)
+            assert found is not None
+            assert found.axes == ("pp", "tp")
+            parameter.grad = found.layout.shard(whole[name], ctx.rank, ctx.mesh)
+        norm.grad = whole["norm"].clone()
+        got = tpcore.clip_grad_norm([table.weight, mine.weight, norm], 1e9, p)
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=0)
+        return hash(float(got))
+
+    assert len(set(run_ranks(Mesh({"pp": 2, "dp": 2, "tp": 2}), rank))) == 1
+
+
+def test_one_all_reduce_for_each_set_of_axes() -> None:
+    def rank(ctx: ParallelContext) -> None:
+        pp_tp = ctx.comm("pp", "tp")
+        layers = [tpcore.ColumnParallelLinear(4, 8) for _ in range(3)]
+        layers += [tpcore.ColumnParallelLinear(4, 8, tensor_model_parallel_group=pp_tp) for _ in range(3)]
+        calls: list[tuple[str, ...]] = []
+        for comm in (ctx.comm("tp"), pp_tp):
+            wrapped = comm._all_reduce
+
+            def counted(
+                x: Tensor, op: Any, donate: bool, run: Any = wrapped, axes: tuple[str, ...] = comm.group.axes
+            ) -> Tensor:
+                calls.append(axes)
+                out: Tensor = run(x, op, donate)
+                return out
+
+            comm._all_reduce = counted  # type: ignore[method-assign]
+        tpcore.clip_grad_norm(nn.ModuleList(layers), 1.0)
+        assert calls == [("pp", "tp"), ("tp",)]
+
+    run_ranks(Mesh({"pp": 2, "dp": 1, "tp": 2}), rank)
+
+
+def test_a_group_that_no_axes_make_is_summed_over() -> None:
+    def rank(ctx: ParallelContext) -> None:
+        ring = ctx.comm("tp", within=2)
+        layer = tpcore.ColumnParallelLinear(4, 8, bias=False, tensor_model_parallel_group=ring)
+        layer.weight.grad = torch.ones_like(layer.weight)
+        found = sharding(layer.weight)
+        assert found is not None
+        assert (found.axes, found.ctx.mesh) == (("group",), Mesh({"group": 2}))
+        assert tpcore.clip_grad_norm(layer, 1e9, 1) == 32
+
+    run_ranks(Mesh({"dp": 1, "tp": 4}), rank)

@@ -64,6 +64,16 @@ def test_init_and_shutdown() -> None:
     tpcore.shutdown()
 
 
+def test_pp_is_the_outermost_axis() -> None:
+    ctx = tpcore.init(Recorded(world=8, rank=5), tp=2, pp=2)
+    assert dict(ctx.mesh.axes) == {"pp": 2, "dp": 2, "tp": 2}
+    assert (ctx.coord("pp"), ctx.coord("dp"), ctx.coord("tp")) == (1, 0, 1)
+    assert ctx.comm("pp", "tp").group.members(5) == (0, 1, 4, 5)
+    with pytest.raises(RuntimeError, match=r"before init\(tp=4, pp=2\)"):
+        tpcore.init(Recorded(8), tp=4, pp=2)
+    tpcore.shutdown()
+
+
 def test_a_world_of_one() -> None:
     ctx = tpcore.init(Recorded())
     layer = tpcore.ColumnParallelLinear(4, 8)
@@ -85,6 +95,11 @@ def test_a_world_of_one() -> None:
         ),
         (4, 3, "tp=3 does not divide the world of 4 processes"),
         (4, 8, "tp=8 is larger than the world of 4 processes"),
+        (1, (2, 2), r"pp=2 times tp=2 needs 4 processes(.|\n)*nproc_per_node=4"),
+        (8, (3, 2), r"pp=2 times tp=3 does not divide the world of 8 processes: dp would be 1\.33333"),
+        (4, (4, 2), "pp=2 times tp=4 is larger than the world of 4 processes: start 8 or lower pp or tp"),
+        (4, (2, 0), "pp must be a whole number of ranks, 1 or more, not 0"),
+        (4, (2, 2.5), r"pp must be .* not 2\.5"),
         (4, 0, "tp must be a whole number of ranks, 1 or more, not 0"),
         (4, -2, "not -2"),
         (4, 2.0, r"not 2\.0"),
@@ -95,8 +110,9 @@ def test_a_tp_that_does_not_fit_is_an_error_and_leaves_nothing_running(
     world: int, tp: object, said: str
 ) -> None:
     backend = Recorded(world)
+    tp, pp = tp if isinstance(tp, tuple) else (tp, 1)
     with pytest.raises(ValueError, match=said):
-        tpcore.init(backend, tp=tp)  # type: ignore[arg-type]
+        tpcore.init(backend, tp=tp, pp=pp)  # type: ignore[arg-type]
     assert not tpcore.is_initialized()
     assert backend.log in ([], ["start 120", "stop"])
 
@@ -232,6 +248,23 @@ def test_ranks_do_not_see_each_others_context() -> None:
             return tpcore.current() is mine
 
     assert run_ranks(Mesh({"tp": 4}), rank) == [True] * 4
+
+
+def test_a_hundred_layers_make_one_group_inside_an_axis() -> None:
+    asked: list[tpcore.Group] = []
+
+    class Counted(Recorded):
+        def comm(self, group: tpcore.Group, rank: int) -> tpcore.Comm:
+            asked.append(group)
+            return super().comm(group, rank)
+
+    ctx = tpcore.init(Counted(world=8, rank=5), tp=4)
+    made = len(asked)
+    comms = {ctx.comm("tp", within=2) for _ in range(100)}
+    assert [g.members(5) for g in asked[made:]] == [(4, 5)]
+    assert len(comms) == 1
+    assert ctx.comm("tp", within=4) is ctx.comm("tp")
+    tpcore.shutdown()
 
 
 def test_groups_are_made_once_and_found_again() -> None:

@@ -136,9 +136,7 @@ def test_what_is_cut_and_what_is_tied():
         assert model.cls.predictions.decoder.bias is model.cls.predictions.bias
         for module in (model, copy.deepcopy(model)):
             state = module.state_dict()
-            marked = {
-                name for name, t in state.items() if (found := sharding(t)) and found.spec.dim is not None
-            }
+            marked = {name for name, t in state.items() if (found := sharding(t)) and found.layout.cuts}
             # a plain module's entry has no mark: a checkpoint knows it by the memory it shares
             assert marked == cut - {"cls.predictions.bias"}
             assert state.keys() == unsharded(config()).state_dict().keys()

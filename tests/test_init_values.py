@@ -16,7 +16,8 @@ from torch import Tensor, nn
 import tpcore
 from tpcore.context import ParallelContext
 from tpcore.layers import initial
-from tpcore.layers.initial import initial_shard
+from tpcore.layers.initial import initial_part
+from tpcore.layout import Layout
 from tpcore.mesh import Mesh
 from tpcore.shard import Block, ShardSpec
 from tpcore.testing import run_ranks
@@ -87,7 +88,7 @@ def test_a_shard_holds_its_part_of_the_unsharded_values(name: str, dtype: torch.
         full, after = expected(fill, spec.shape, dtype)
         for n, rank in ((1, 0), (2, 0), (2, 1), (4, 3)):
             torch.manual_seed(11)
-            shard = initial_shard(fill, spec, rank, n, dtype)
+            shard = initial_part(fill, Layout.of(spec, "tp"), rank, Mesh({"tp": n}), dtype)
             assert torch.equal(shard, spec.shard(full, rank, n)), f"{spec} on rank {rank} of {n}"
             assert torch.equal(torch.rand(3), after), f"{spec}: the random stream goes on elsewhere"
 
@@ -102,7 +103,8 @@ def test_shapes_of_any_number_of_dims(name: str, shape: tuple[int, ...], slab: i
         for rank in range(3):
             torch.manual_seed(11)
             assert torch.equal(
-                initial_shard(FILLS[name], spec, rank, 3, torch.float32), spec.shard(full, rank, 3)
+                initial_part(FILLS[name], Layout.of(spec, "tp"), rank, Mesh({"tp": 3}), torch.float32),
+                spec.shard(full, rank, 3),
             )
             assert torch.equal(torch.rand(3), after)
 
@@ -112,7 +114,7 @@ def test_an_error_of_the_init_method_is_the_callers() -> None:
         raise ArithmeticError("the user's own")
 
     with pytest.raises(ArithmeticError, match="the user's own"):
-        initial_shard(broken, ShardSpec((4, 4), 0), 0, 2, torch.float32)
+        initial_part(broken, Layout.of(ShardSpec((4, 4), 0), "tp"), 0, Mesh({"tp": 2}), torch.float32)
 
 
 # -- layers ------------------------------------------------------------------------------------------------
@@ -227,7 +229,7 @@ MEASURE = """
 import sys
 import torch
 import tpcore
-from tpcore import initial
+from tpcore.layers import initial
 from tpcore.context import ParallelContext, use
 from tpcore.mesh import Mesh
 from tpcore.testing.threads import ThreadBackend, ThreadWorld

@@ -40,6 +40,24 @@ def test_every_group_partitions_the_world(axes: dict[str, int], data: st.DataObj
         assert all(group.members(r) == ranks for r in ranks)
 
 
+def test_groups_inside_an_axis_are_runs_of_consecutive_ranks() -> None:
+    """What key heads need that several ranks hold."""
+    mesh = Mesh({"dp": 2, "tp": 4})
+    assert mesh.group("tp", within=2).partition == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert mesh.group("tp", within=4) == mesh.group("tp")
+    assert mesh.group("tp", within=1).size == 1
+    assert mesh.group("dp", within=2).partition == mesh.group("dp").partition
+    assert mesh.group("tp", "dp", within=4).partition == ((0, 4, 1, 5), (2, 6, 3, 7))
+    for within in (0, 3, 8):
+        with pytest.raises(ValueError, match=f"within={within} does not divide a group of 4 ranks over"):
+            mesh.group("tp", within=within)
+
+
+def test_the_order_of_axes_is_part_of_a_mesh() -> None:
+    assert Mesh({"dp": 2, "tp": 2}) != Mesh({"tp": 2, "dp": 2})
+    assert hash(Mesh({"dp": 2, "tp": 3})) == hash(Mesh({"dp": 2, "tp": 3}))
+
+
 def test_mesh_is_a_value() -> None:
     axes = {"dp": 2, "tp": 2}
     mesh = Mesh(axes)

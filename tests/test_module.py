@@ -113,7 +113,7 @@ def test_marks_that_other_libraries_scripts_read() -> None:
         for tensor in (layer.state_dict()["weight"], copy.deepcopy(layer).weight, layer.double().weight):
             found = sharding(tensor)
             assert found is not None
-            assert found.spec == layer.shard_specs["weight"]
+            assert found.layout.spec == layer.shard_specs["weight"]
         assert sharding(nn.Linear(2, 2).weight) is None
 
     on_two(rank)

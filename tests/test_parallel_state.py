@@ -90,6 +90,25 @@ def test_every_rank_knows_its_place(world: int, tp: int) -> None:
     run_ranks(_mesh(world, tp), ask)
 
 
+def test_getters_answer_for_pipeline_stages() -> None:
+    """pp is the outermost axis: stages lie world / pp apart."""
+
+    def ask(ctx: ParallelContext) -> None:
+        groups = [[0, 4], [1, 5], [2, 6], [3, 7]]
+        assert ps.get_pipeline_model_parallel_group(as_list=True) == groups
+        assert ps.get_pipeline_model_parallel_replica_groups() == groups
+        assert ps.get_pipeline_model_parallel_size() == 2
+        assert ps.get_pipeline_model_parallel_rank() == ctx.rank // 4
+        assert ps.get_data_parallel_group(as_list=True) == [[0, 2], [1, 3], [4, 6], [5, 7]]
+        assert ps.get_tensor_model_parallel_src_rank() == ctx.rank // 2 * 2
+        assert ps.get_data_parallel_src_rank() == ctx.rank // 4 * 4 + ctx.rank % 2
+        assert ps.get_pipeline_model_parallel_group() is ctx.comm("pp").process_group
+        where = f"pp{ctx.rank // 4}_tp{ctx.rank % 2}_dp{ctx.rank // 2 % 2}_cp0"
+        assert ps.rmsg("ready") == f"[rank_{ctx.rank}_{where}] ready"
+
+    run_ranks(Mesh({"pp": 2, "dp": 2, "tp": 2}), ask)
+
+
 def test_aliases_are_the_getters() -> None:
     assert ps.get_data_parallel_world_size is ps.get_data_parallel_size
     assert ps.get_tensor_parallel_size is ps.get_tensor_model_parallel_size
@@ -151,7 +170,7 @@ def test_world_of_one(alone: None) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size", "lnc_size"],
+    ["context_parallel_size", "expert_model_parallel_size", "lnc_size"],
 )
 def test_other_sizes_are_refused(alone: None, name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}=2 is not supported"):
@@ -277,6 +296,13 @@ def _adopt(ctx: ParallelContext) -> dict[str, Any]:
         ps.initialize_model_parallel(4)
         said["again"] = ps.get_tensor_model_parallel_size()
         ps.destroy_model_parallel()
+        ps.initialize_model_parallel(2, pipeline_model_parallel_size=2)
+        said["stages"] = ps.get_pipeline_model_parallel_group(as_list=True)
+        said["stage"] = ps.get_pipeline_model_parallel_rank()
+        x = torch.tensor([1 << dist.get_rank()])
+        dist.all_reduce(x, group=ps.get_pipeline_model_parallel_group())
+        said["pp members"] = x.item()
+        ps.destroy_model_parallel()
         return said
 
     return Context().run(script)
@@ -292,3 +318,6 @@ def test_initialize_in_a_job_the_script_joined_itself(
         assert said["rank"] == (rank % 2, rank // 2)
         assert said["dp members"] == [0b0101, 0b1010][rank % 2]
         assert said["again"] == 4
+        assert said["stages"] == [[0, 2], [1, 3]]
+        assert said["stage"] == rank // 2
+        assert said["pp members"] == [0b0101, 0b1010][rank % 2]

@@ -29,6 +29,7 @@ PUBLIC = {
         "Comm",
         "Group",
         "LayerNorm",
+        "Layout",
         "Mesh",
         "ParallelContext",
         "ParallelModule",

@@ -22,6 +22,7 @@ from .layers import ColumnParallelLinear, LayerNorm, ParallelEmbedding, RMSNorm,
 from .layers.loss import parallel_cross_entropy
 from .layers.module import ParallelModule, move_model_to_device
 from .layers.sharding import shard_specs
+from .layout import Layout
 from .mesh import Group, Mesh
 from .shard import Block, ShardSpec
 from .train.clip import clip_grad_norm
@@ -66,6 +67,7 @@ __all__ = [
     "Comm",
     "Group",
     "LayerNorm",
+    "Layout",
     "Mesh",
     "ParallelContext",
     "ParallelEmbedding",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from itertools import permutations
 from typing import Any
 
 import torch
@@ -22,16 +24,29 @@ class ParallelContext:
     backend: Backend
     mesh: Mesh
     rank: int  # host-side only: file names, logs. Graphs use comm.position
-    _comms: dict[tuple[str, ...], Comm] = field(default_factory=dict, init=False, repr=False)
+    _comms: dict[tuple[tuple[str, ...], int | None], Comm] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def __deepcopy__(self, memo: object) -> ParallelContext:
+        return self  # a copied model lies on the same mesh
 
     def __repr__(self) -> str:
         return f"ParallelContext({type(self.backend).__name__}, {self.mesh}, rank {self.rank})"
 
-    def comm(self, *axes: str) -> Comm:
-        """Collectives over ``axes``. The first call for an axis is itself collective."""
-        if axes not in self._comms:
-            self._comms[axes] = self.backend.comm(self.mesh.group(*axes), self.rank)
-        return self._comms[axes]
+    def comm(self, *axes: str, within: int | None = None) -> Comm:
+        """Collectives over ``axes``, or over runs of ``within`` consecutive ranks of such a group.
+
+        The first call for a group is itself collective over the world: all ranks make their groups in one
+        order. ``init`` makes those of single axes, layers make theirs in their constructors; later calls
+        return what was made.
+        """
+        if within is not None and within == math.prod(self.mesh.axes.get(axis, 1) for axis in axes):
+            within = None
+        if (axes, within) not in self._comms:
+            group = self.mesh.group(*axes, within=within)
+            self._comms[axes, within] = self.backend.comm(group, self.rank)
+        return self._comms[axes, within]
 
     @property
     def world(self) -> Comm:
@@ -40,6 +55,24 @@ class ParallelContext:
     def coord(self, axis: str) -> int:
         """Position on ``axis``; host-side only, as ``rank``."""
         return self.mesh.coords(self.rank)[axis]
+
+    def over(self, comm: Comm) -> tuple[ParallelContext, tuple[str, ...]]:
+        """What a tensor that is cut over ``comm`` lies on: a context, and the axes of its mesh.
+
+        This context where its axes make that group, also where the group is the program's own and of the
+        same ranks. A group that no axes make is a mesh of one axis, ``group``: gradients are summed over
+        it, and a checkpoint, which holds what is cut over mesh axes, refuses the tensor.
+        """
+        mine, axes = comm.group.members(self.rank), comm.group.axes
+        if axes and set(axes) <= set(self.mesh.axes) and self.mesh.group(*axes).members(self.rank) == mine:
+            return self, axes
+        for count in range(1, len(self.mesh.axes) + 1):
+            for names in permutations(self.mesh.axes, count):
+                if self.mesh.group(*names).members(self.rank) == mine:
+                    return self, names
+        alone = ParallelContext(self.backend, Mesh({"group": comm.size}), mine.index(self.rank))
+        alone._comms[("group",), None] = comm
+        return alone, ("group",)
 
     def comm_for(self, group: Any) -> Comm:
         """The Comm behind ``group``: None (the tp group), a Comm, or the backend's own group object."""

@@ -30,20 +30,26 @@ def choose_backend(name: str | None) -> str:
     return chosen
 
 
-def _mesh(tp: int, world: int) -> Mesh:
-    if tp > world == 1 and "WORLD_SIZE" not in os.environ:
+def _mesh(tp: int, pp: int, world: int) -> Mesh:
+    need = pp * tp
+    asked = f"tp={tp}" if pp == 1 else f"pp={pp} times tp={tp}"
+    if need > world == 1 and "WORLD_SIZE" not in os.environ:
         script = " ".join(sys.argv) if sys.argv and sys.argv[0].endswith(".py") else "your_script.py"
         raise ValueError(
-            f"tp={tp} needs {tp} processes and this is one process alone. Start them with\n"
-            f"    torchrun --nproc_per_node={tp} {script}\nor from Python with tpcore.launch(fn, nprocs={tp})"
+            f"{asked} needs {need} processes and this is one process alone. Start them with\n"
+            f"    torchrun --nproc_per_node={need} {script}\n"
+            f"or from Python with tpcore.launch(fn, nprocs={need})"
         )
-    if tp > world:
-        raise ValueError(f"tp={tp} is larger than the world of {world} processes: start {tp} or lower tp")
-    if world % tp:
+    if need > world:
+        lower = "tp" if pp == 1 else "pp or tp"
         raise ValueError(
-            f"tp={tp} does not divide the world of {world} processes: dp would be {world / tp:g}"
+            f"{asked} is larger than the world of {world} processes: start {need} or lower {lower}"
         )
-    return Mesh({"pp": 1, "dp": world // tp, "tp": tp})
+    if world % need:
+        raise ValueError(
+            f"{asked} does not divide the world of {world} processes: dp would be {world / need:g}"
+        )
+    return Mesh({"pp": pp, "dp": world // need, "tp": tp})
 
 
 def _seconds(timeout: float | None) -> float:
@@ -61,29 +67,32 @@ def _seconds(timeout: float | None) -> float:
 
 
 def init(
-    backend: str | Backend | None = None, tp: int = 1, *, timeout: float | None = None
+    backend: str | Backend | None = None, tp: int = 1, pp: int = 1, *, timeout: float | None = None
 ) -> ParallelContext:
     """Join the job that ``torchrun`` started and cut it into tp groups; dp is what remains of the world.
 
+    ``pp``: pipeline stages, the outermost axis of the mesh; ``ctx.comm("pp", "tp")`` spans stages and tp.
     ``backend``: a plugin's name, an instance, or None to choose one (``TPCORE_BACKEND``, else neuron where
     a Neuron device is present, else cpu_gloo). ``timeout``: seconds that a collective may wait for a rank
     before every rank gets an error; default ``TPCORE_TIMEOUT`` or 120.
 
-    Raises ValueError if tp does not fit the world, RuntimeError if called twice, BackendError if the
+    Raises ValueError if pp times tp does not fit the world, RuntimeError if called twice, BackendError if the
     backend is missing or cannot run here. Nothing is clamped and nothing is left running on error.
     """
     if is_initialized():
         mesh = dict(current().mesh.axes)
         raise RuntimeError(
-            f"tpcore is already initialized with mesh {mesh}: call tpcore.shutdown() before init(tp={tp})"
+            f"tpcore is already initialized with mesh {mesh}: call tpcore.shutdown() before init("
+            f"tp={tp}{'' if pp == 1 else f', pp={pp}'})"
         )
-    if not isinstance(tp, int) or tp < 1:
-        raise ValueError(f"tp must be a whole number of ranks, 1 or more, not {tp!r}")
+    for name, size in (("tp", tp), ("pp", pp)):
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"{name} must be a whole number of ranks, 1 or more, not {size!r}")
     seconds = _seconds(timeout)
     chosen = backend if isinstance(backend, Backend) else load_backend(choose_backend(backend))
     rank, world = chosen.start(seconds)
     try:
-        ctx = ParallelContext(chosen, _mesh(tp, world), rank)
+        ctx = ParallelContext(chosen, _mesh(tp, pp, world), rank)
         check_fits(chosen, ctx.mesh)
         # now, on all ranks in one order: making a group is itself collective
         for axes in (tuple(ctx.mesh.axes), *((axis,) for axis in ctx.mesh.axes)):

@@ -35,7 +35,7 @@ class Group:
         return [list(ranks) for ranks in self.partition]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Mesh:
     """Named axes over ranks, outermost first: ``Mesh({"dp": 2, "tp": 4})``.
 
@@ -53,12 +53,23 @@ class Mesh:
     def __repr__(self) -> str:
         return f"Mesh({dict(self.axes)})"
 
+    def __eq__(self, other: object) -> bool:
+        # in order: dp x tp and tp x dp place the same rank differently
+        return isinstance(other, Mesh) and list(self.axes.items()) == list(other.axes.items())
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.axes.items()))
+
     @property
     def size(self) -> int:
         return math.prod(self.axes.values())
 
-    def group(self, *names: str) -> Group:
-        """All groups of ranks that differ only in their coordinates on ``names``."""
+    def group(self, *names: str, within: int | None = None) -> Group:
+        """All groups of ranks that differ only in their coordinates on ``names``.
+
+        ``within``: such a group is divided into runs of that many consecutive members: ``within=2`` over tp
+        for key heads that two neighbouring ranks hold both.
+        """
         unknown = set(names) - set(self.axes)
         if unknown:
             raise ValueError(f"no mesh axis {sorted(unknown)}; this mesh has {list(self.axes)}")
@@ -67,7 +78,9 @@ class Mesh:
         kept = [order.index(n) for n in order if n not in names]
         moved = [order.index(n) for n in names]
         size = math.prod(self.axes[n] for n in names)
-        rows = grid.transpose(kept + moved).reshape(-1, size)
+        if within is not None and (within < 1 or size % within):
+            raise ValueError(f"within={within} does not divide a group of {size} ranks over {names}")
+        rows = grid.transpose(kept + moved).reshape(-1, within or size)
         return Group(names, tuple(tuple(int(r) for r in row) for row in rows))
 
     def world(self) -> Group:

@@ -103,11 +103,15 @@ class ShardSpec:
         """Whether some rank of ``n`` holds entries that are in no full tensor."""
         return any(sum(p.length for p in self.pieces(r, n)) < self._width(n) for r in range(n))
 
+    def block_copies(self, n: int) -> tuple[int, ...]:
+        """By block: how many of ``n`` ranks hold each entry of it."""
+        return tuple(self._chunk(block, n)[1] for block in self.blocks)
+
     def copies(self, n: int) -> int:
         """How many of ``n`` ranks hold each entry: n if uncut, above 1 where a block is replicated."""
         if self.dim is None:
             return n
-        copies = {self._chunk(b, n)[1] for b in self.blocks if b.size} or {1}
+        copies = {c for c, b in zip(self.block_copies(n), self.blocks, strict=True) if b.size} or {1}
         if len(copies) > 1:
             raise ValueError(
                 f"blocks {self.blocks} are held by {sorted(copies)} of {n} ranks each, not alike"

@@ -125,8 +125,8 @@ def _kind(value: Any) -> str:
 
 def _held(name: str, p: nn.Parameter, layer: str, state: Mapping[Any, Any]) -> Parameter:
     found = sharding(p)
-    full = tuple(p.shape) if found is None else found.spec.shape
-    cut = found is not None and found.spec.dim is not None and found.comm.size > 1
+    full = tuple(p.shape) if found is None else found.layout.shape
+    cut = found is not None and bool(found.axes)
     dtype = str(p.dtype).removeprefix("torch.")
     kept = sum(_nbytes(t) for t in tensors(list(state.get(p, {}).values())))
     gradient = 0 if p.grad is None else _nbytes(p.grad)

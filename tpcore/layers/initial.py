@@ -1,20 +1,21 @@
-"""Initial values of one shard: those of the unsharded tensor with the same seed, in bounded memory.
+"""Initial values of one rank's part: those of the unsharded tensor with the same seed, in bounded memory.
 
 An ``init_method`` expects the full tensor. It gets a stand-in that has the full shape, holds no data and
 notes the in-place fills that are asked of it; these are then replayed over slabs of the full tensor, of
-which the shard keeps its part. The random stream is drawn in full on every rank, so what comes after
+which the rank keeps its boxes. The random stream is drawn in full on every rank, so what comes after
 draws the same numbers at every tp degree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..shard import ShardSpec
+from ..layout import Box, Layout, narrowed
+from ..mesh import Mesh
 
 Init = Callable[[Tensor], object]
 _Step = tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]
@@ -47,8 +48,8 @@ class _Recorder(Tensor):
     program: list[_Step]
 
     @staticmethod
-    def __new__(cls: type[_Recorder], spec: ShardSpec, dtype: torch.dtype) -> _Recorder:
-        self: _Recorder = Tensor._make_wrapper_subclass(cls, spec.shape, dtype=dtype)
+    def __new__(cls: type[_Recorder], shape: tuple[int, ...], dtype: torch.dtype) -> _Recorder:
+        self: _Recorder = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
         self.program = []
         return self
 
@@ -70,10 +71,10 @@ class _Recorder(Tensor):
         return self
 
 
-def _record(init: Init, spec: ShardSpec, dtype: torch.dtype) -> list[_Step] | None:
+def _record(init: Init, shape: tuple[int, ...], dtype: torch.dtype) -> list[_Step] | None:
     """The fills that ``init`` asks for, or None if it does more than fill (orthogonal_, say)."""
     state = torch.get_rng_state()
-    recorder = _Recorder(spec, dtype)
+    recorder = _Recorder(shape, dtype)
     try:
         init(recorder)
     except Exception:  # noqa: BLE001  whatever the stand-in cannot do: a real error comes back with the real tensor
@@ -100,45 +101,39 @@ def _slabs(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
         start = stop
 
 
-def _keep(local: Tensor, slab: Tensor, start: int, spec: ShardSpec, rank: int, n: int) -> None:
-    """Copy what rank ``rank`` of ``n`` holds of rows ``start``... of the full tensor."""
-    stop = start + slab.shape[0]
-    if spec.dim is None:
-        local[start:stop] = slab
-        return
-    for p in spec.pieces(rank, n):
-        if spec.dim == 0:
-            lo, hi = max(p.full, start), min(p.full + p.length, stop)
-            if lo < hi:
-                local[p.local + lo - p.full : p.local + hi - p.full] = slab[lo - start : hi - start]
-        else:
-            part = slab.narrow(spec.dim, p.full, p.length)
-            local[start:stop].narrow(spec.dim, p.local, p.length).copy_(part)
+def _keep(local: Tensor, slab: Tensor, start: int, boxes: Iterable[Box]) -> None:
+    """Copy what lies in ``boxes`` of rows ``start``... of the full tensor."""
+    for box in boxes:
+        lo = max(box.full[0], start)
+        size = (min(box.full[0] + box.size[0], start + slab.shape[0]) - lo, *box.size[1:])
+        if size[0] > 0:
+            to = narrowed(local, (box.local[0] + lo - box.full[0], *box.local[1:]), size)
+            to.copy_(narrowed(slab, (lo - start, *box.full[1:]), size))
 
 
-def initial_shard(init: Init, spec: ShardSpec, rank: int, n: int, dtype: torch.dtype) -> Tensor:
-    """Shard ``rank`` of ``n`` of the tensor that ``init`` fills, on the CPU; padding is zero.
+def initial_part(init: Init, layout: Layout, rank: int, mesh: Mesh, dtype: torch.dtype) -> Tensor:
+    """What ``rank`` of ``mesh`` holds of the tensor that ``init`` fills, on the CPU; padding is zero.
 
-    Beside the shard itself at most one slab of the full tensor is in memory, unless ``init`` does more
+    Beside the part itself at most one slab of the full tensor is in memory, unless ``init`` does more
     than fill in place, in which case the full tensor is, while this runs.
     """
     with torch.no_grad(), torch.inference_mode(False):
         # one slab needs no program; and torch.distributed.tensor, which torch imports for the first tensor
         # with a __torch_dispatch__, costs a process 0.6 s
-        small = torch.Size(spec.shape).numel() <= SLAB
-        program = None if small else _record(init, spec, dtype)
+        small = torch.Size(layout.shape).numel() <= SLAB
+        program = None if small else _record(init, layout.shape, dtype)
         if program is None:
-            full = torch.empty(spec.shape, dtype=dtype, device="cpu")
+            full = torch.empty(layout.shape, dtype=dtype, device="cpu")
             init(full)
-            return spec.shard(full, rank, n)
-        local = torch.zeros(spec.local_shape(n), dtype=dtype, device="cpu")
-        slabs = list(_slabs(spec.shape))
-        # one buffer for all: a new one each time left holes in the heap, up to ten slabs for a shard of eight
+            return layout.shard(full, rank, mesh)
+        local = torch.zeros(layout.local_shape(mesh), dtype=dtype, device="cpu")
+        slabs = list(_slabs(layout.shape))
+        # one buffer for all: a new one each time left holes in the heap, up to ten slabs for a part of eight
         rows = max((stop - start for start, stop in slabs), default=0)
-        buffer = torch.empty((rows, *spec.shape[1:]), dtype=dtype, device="cpu")
+        buffer = torch.empty((rows, *layout.shape[1:]), dtype=dtype, device="cpu")
         for start, stop in slabs:
             slab = buffer[: stop - start]
             for func, args, kwargs in program:
                 func(slab, *args, **kwargs)
-            _keep(local, slab, start, spec, rank, n)
+            _keep(local, slab, start, layout.boxes(rank, mesh))
         return local

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from ..comm import Comm
 from ..context import current
+from ..layout import Layout, Slot
 from ..shard import ShardSpec
-from .initial import Init, initial_shard
-from .sharding import stamp
+from .initial import Init, initial_part
+from .sharding import Sharding, stamp
 
 Device = torch.device | str | bool | None
 """Where to allocate. False is a published default of NxD's RowParallelLinear; it means None."""
@@ -27,11 +28,14 @@ class ParallelModule(nn.Module):
     """
 
     shard_specs: dict[str, ShardSpec]  # by local parameter name
+    slot: Slot | None = None
+    """The one coordinate of an axis at which the parameters live, as those of a pipeline stage do."""
 
     def __init__(self, group: Any = None) -> None:
         super().__init__()
         ctx = current()
         self.tp: Comm = ctx.comm_for(group)
+        self._lies_on, self._axes = ctx.over(self.tp)
         self._dtypes = (*ctx.backend.capabilities.dtypes, *ctx.backend.capabilities.moved)
         members = self.tp.group.members(ctx.rank)
         self._tp_rank = members.index(ctx.rank)  # host side: initial values only
@@ -52,7 +56,8 @@ class ParallelModule(nn.Module):
         if where.type == "meta":
             local = torch.empty(spec.local_shape(self.tp.size), dtype=dtype, device=where)
         else:
-            local = initial_shard(init, spec, self._tp_rank, self.tp.size, dtype).to(where)
+            on = self._lies_on
+            local = initial_part(init, Layout.of(spec, *self._axes), on.rank, on.mesh, dtype).to(where)
         self.register_parameter(name, nn.Parameter(local))
         self.shard_specs[name] = spec
         self._stamp_all()
@@ -62,11 +67,20 @@ class ParallelModule(nn.Module):
         if name in self.shard_specs:  # a new one in its place, as `layer.weight = ...` puts it
             self._stamp_all()
 
+    def sharding_of(self, name: str) -> Sharding:
+        """How the parameter ``name`` lies on the mesh."""
+        return Sharding(Layout.of(self.shard_specs[name], *self._axes, slot=self.slot), self._lies_on)
+
+    def place(self, slot: Slot) -> None:
+        """Let the parameters count as living at one coordinate of an axis only."""
+        self.slot = slot
+        self._stamp_all()
+
     def _stamp_all(self) -> None:
-        for name, spec in self.shard_specs.items():
+        for name in self.shard_specs:
             parameter = self._parameters.get(name)
             if parameter is not None:
-                stamp(parameter, spec, self.tp)
+                stamp(parameter, self.sharding_of(name))
 
     def _apply(self, fn: Any, recurse: bool = True) -> ParallelModule:
         super()._apply(fn, recurse)
@@ -83,9 +97,9 @@ class ParallelModule(nn.Module):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name, spec in self.shard_specs.items():
+        for name in self.shard_specs:
             if prefix + name in destination:
-                stamp(destination[prefix + name], spec, self.tp)
+                stamp(destination[prefix + name], self.sharding_of(name))
 
     def _mask(self, x: Tensor) -> Tensor:
         """``x`` with this rank's padded features zeroed, and so their gradients. The rank stays data."""

@@ -1,4 +1,4 @@
-"""What a parameter carries about itself: how it is cut, and over which ranks."""
+"""What a parameter carries about itself: how it lies on which mesh."""
 
 from __future__ import annotations
 
@@ -8,23 +8,29 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..comm import Comm
+from ..context import ParallelContext
+from ..layout import Layout
 from ..shard import ShardSpec
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """What a parameter carries about itself: how it is cut and over which ranks."""
+    """A parameter's layout, and the context whose mesh it lies on: rank, and Comms over any of its axes."""
 
-    spec: ShardSpec
-    comm: Comm
+    layout: Layout
+    ctx: ParallelContext
 
     def __deepcopy__(self, memo: object) -> Sharding:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
         # torch.save(model.state_dict()) pickles attributes too: as data that weights_only loading accepts
-        return OrderedDict, (list(self.spec.to_json().items()),)
+        return OrderedDict, (list(self.layout.to_json().items()),)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes along which other ranks hold other entries."""
+        return self.layout.axes_on(self.ctx.mesh)
 
 
 def sharding(tensor: Tensor) -> Sharding | None:
@@ -33,24 +39,30 @@ def sharding(tensor: Tensor) -> Sharding | None:
     return found if isinstance(found, Sharding) else None
 
 
-def stamp(tensor: Tensor, spec: ShardSpec, comm: Comm) -> None:
+def stamp(tensor: Tensor, found: Sharding) -> None:
     """Mark ``tensor``, with the attributes that NxD and Megatron scripts read as well."""
+    cut = found.layout.cuts[0] if found.layout.cuts else None
     marks = {
-        "tpcore_sharding": Sharding(spec, comm),
-        "tensor_model_parallel": spec.dim is not None,
-        "partition_dim": -1 if spec.dim is None else spec.dim,
-        "partition_stride": max(1, len(spec.blocks)),
-        "num_partitions": 1 if spec.dim is None else comm.size,
+        "tpcore_sharding": found,
+        "tensor_model_parallel": cut is not None,
+        "partition_dim": -1 if cut is None else cut.spec.dim,
+        "partition_stride": 1 if cut is None else len(cut.spec.blocks),
+        "num_partitions": 1 if cut is None else cut.degree(found.ctx.mesh),
     }
     for name, value in marks.items():
         setattr(tensor, name, value)
 
 
-def shard_specs(model: nn.Module) -> dict[str, ShardSpec]:
-    """Specs of every state_dict entry; what no parallel layer owns is replicated."""
-    specs = {}
+def layouts(model: nn.Module) -> dict[str, Layout]:
+    """Layouts of every state_dict entry; what no parallel layer owns is replicated."""
+    found = {}
     for name, t in model.state_dict(keep_vars=True).items():
         if isinstance(t, Tensor):  # not the extra state that a module may add
-            found = sharding(t)
-            specs[name] = found.spec if found else ShardSpec(tuple(t.shape))
-    return specs
+            mark = sharding(t)
+            found[name] = mark.layout if mark else Layout(tuple(t.shape))
+    return found
+
+
+def shard_specs(model: nn.Module) -> dict[str, ShardSpec]:
+    """The cut of every state_dict entry; what no parallel layer owns is replicated."""
+    return {name: layout.spec for name, layout in layouts(model).items()}

@@ -25,17 +25,16 @@ def initialize_model_parallel(
     skip_collective_init: bool = False,
     lnc_size: int = 1,
 ) -> None:
-    """``tpcore.init(tp=tensor_model_parallel_size)``, then one collective unless ``skip_collective_init``.
+    """``tpcore.init`` with these sizes for tp and pp, then one collective unless ``skip_collective_init``.
 
     ``TPCORE_BACKEND`` chooses the backend. A process group that the script made before is used as it is.
     The first collective over the world brings a rank that cannot be reached to light here, and lets
     devices open all their connections at once.
 
-    Raises ValueError for a tp that does not divide the world (it is never lowered) and for any other size
-    than 1, RuntimeError if initialized already.
+    Raises ValueError where pp times tp does not divide the world (neither is ever lowered) and for any other
+    size than 1 of the rest, RuntimeError if initialized already.
     """
     others = {
-        "pipeline_model_parallel_size": pipeline_model_parallel_size,
         "context_parallel_size": context_parallel_size,
         "expert_model_parallel_size": expert_model_parallel_size,
         "lnc_size": lnc_size,
@@ -44,9 +43,9 @@ def initialize_model_parallel(
         if size != 1:
             raise ValueError(
                 f"initialize_model_parallel: {name}={size!r} is not supported, only 1: "
-                "tpcore has tensor and data parallelism, with contiguous tp ranks on every device"
+                "tpcore has tensor, pipeline and data parallelism, with contiguous tp ranks on every device"
             )
-    ctx = init(tp=tensor_model_parallel_size)
+    ctx = init(tp=tensor_model_parallel_size, pp=pipeline_model_parallel_size)
     if not skip_collective_init:
         heard = int(ctx.world.all_reduce(torch.ones((1,), dtype=torch.int64).to(ctx.device)))
         if heard != ctx.mesh.size:
@@ -160,7 +159,7 @@ def get_data_parallel_src_rank() -> int:
 get_data_parallel_world_size = get_data_parallel_size
 
 
-# -- axes that scripts ask about even where they do not use them: of size 1 here ----------------------
+# -- pipeline parallel --------------------------------------------------------------------------------
 def get_pipeline_model_parallel_group(as_list: bool = False) -> Any:
     return _group("pp", as_list)
 
@@ -177,6 +176,7 @@ def get_pipeline_model_parallel_rank() -> int:
     return _rank("pp")
 
 
+# -- an axis that scripts ask about even where they do not use it: of size 1 here ---------------------
 def get_context_model_parallel_group(as_list: bool = False) -> Any:
     return _group("cp", as_list)
 

@@ -38,7 +38,7 @@ def copy_tensor_model_parallel_attributes(destination_tensor: Tensor, source_ten
     for a float32 master copy of a parameter. Nothing if the source belongs to no parallel layer."""
     found = sharding(source_tensor)
     if found is not None:
-        stamp(destination_tensor, found.spec, found.comm)
+        stamp(destination_tensor, found)
 
 
 __all__ = [

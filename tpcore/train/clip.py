@@ -8,8 +8,12 @@ import torch
 from torch import Tensor
 
 from ..comm import Comm
-from ..layers.sharding import sharding
+from ..layers.sharding import Sharding, sharding
+from ..layout import narrowed
 from .parameters import Parameters, unique_parameters
+
+Parts = list[tuple[Tensor, int]]
+"""Pieces of gradients, each held by so many of the ranks that are summed over."""
 
 
 def _gradient(p: Tensor) -> Tensor | None:
@@ -18,7 +22,19 @@ def _gradient(p: Tensor) -> Tensor | None:
     return p.grad.coalesce().values()
 
 
-def _power_sum(parts: list[tuple[Tensor, int]], p: float, zero: Tensor) -> Tensor:
+def _parts(parameter: Tensor, found: Sharding) -> Parts:
+    """The gradient as pieces that equally many ranks hold: one, unless blocks are replicated unlike."""
+    grad, shares = parameter.grad, found.layout.shares(found.ctx.mesh)
+    if grad is None:
+        return []
+    if len(shares) == 1:
+        values = _gradient(parameter)
+        return [] if values is None else [(values, shares[0].copies)]
+    whole = grad.to_dense() if grad.is_sparse else grad
+    return [(narrowed(whole, s.start, s.size), s.copies) for s in shares]
+
+
+def _power_sum(parts: Parts, p: float, zero: Tensor) -> Tensor:
     """Sum of ``|g|^p`` (largest ``|g|`` for infinity) over gradients, each held by ``copies`` ranks."""
     total = zero
     for grad, copies in parts:
@@ -31,26 +47,23 @@ def _power_sum(parts: list[tuple[Tensor, int]], p: float, zero: Tensor) -> Tenso
 
 @torch.no_grad()
 def _total_norm(parameters: list[Tensor], p: float) -> Tensor:
-    cut: dict[Comm, list[tuple[Tensor, int]]] = defaultdict(list)
-    whole: list[tuple[Tensor, int]] = []
+    # by the ranks that hold other numbers, and so in one order on all of them: stages hold other parameters
+    cut: dict[tuple[str, ...], dict[Comm, Parts]] = defaultdict(lambda: defaultdict(list))
+    whole: Parts = []
     wide = torch.float32
     for parameter in parameters:
         # of the parameter and not of its gradient, which not every rank need have
         wide = torch.promote_types(wide, parameter.dtype)
         found, grad = sharding(parameter), _gradient(parameter)
-        is_cut = found is not None and found.spec.dim is not None and found.comm.size > 1
-        if is_cut and found is not None:
-            cut[found.comm]  # takes part in the sum even where no rank has a gradient
-        if grad is None:
-            continue
-        if is_cut and found is not None:
-            cut[found.comm].append((grad, found.spec.copies(found.comm.size)))
-        else:
+        if found is not None and found.axes:
+            # takes part in the sum even where no rank has a gradient
+            cut[found.axes][found.ctx.comm(*found.axes)] += _parts(parameter, found)
+        elif grad is not None:
             whole.append((grad, 1))
     device = parameters[0].device if parameters else None
     zero = torch.zeros((), dtype=wide, device=device)
     total = _power_sum(whole, p, zero)
-    for comm, parts in cut.items():
+    for comm, parts in (item for axes in sorted(cut) for item in cut[axes].items()):
         # one element, not 0-d: backends move tensors with dims
         part = _power_sum(parts, p, zero).to(wide).reshape(1)
         if p == float("inf"):
@@ -65,11 +78,12 @@ def clip_grad_norm(parameters: Parameters, max_norm: float, norm_type: float | s
     """Scale gradients in place so that the norm of the *full* gradient is at most ``max_norm``.
 
     As ``torch.nn.utils.clip_grad_norm_`` on the unsharded model: what is cut is summed over its ranks,
-    what is replicated or shared counts once. ``parameters``: a model, a parameter, or any iterable of
-    them, generators too. ``norm_type``: a positive number, ``float("inf")`` or ``"inf"``.
+    what is replicated or shared counts once. The sum goes over exactly the mesh axes along which ranks hold
+    other entries, in one all-reduce for each set of axes. ``parameters``: a model, a parameter, or any
+    iterable of them, generators too. ``norm_type``: a positive number, ``float("inf")`` or ``"inf"``.
 
     Returns the norm before clipping, 0-d, float32 or wider, the same on every rank. Call it after the
-    mean over data parallel. Collective: every rank of the tp group must call it.
+    mean over data parallel. Collective: every rank that the layouts name must call it.
     """
     p = float(norm_type)
     if not p > 0:

@@ -24,10 +24,10 @@ def spec_of(t: Tensor, ctx: ParallelContext, where: str) -> ShardSpec | None:
     found = sharding(t)
     if found is None:
         return None
-    spec, n = found.spec, ctx.mesh.axes.get("tp", 1)
-    mine = found.comm.group.members(ctx.rank)
-    tp = ctx.mesh.group("tp").members(ctx.rank) if n > 1 else (ctx.rank,)
-    if spec.dim is not None and mine != tp:
+    spec, n = found.layout.spec, ctx.mesh.axes.get("tp", 1)
+    if not set(found.axes) <= {"tp"}:
+        mine = found.ctx.comm(*found.axes).group.members(found.ctx.rank)
+        tp = ctx.mesh.group("tp").members(ctx.rank) if n > 1 else (ctx.rank,)
         raise ValueError(
             f"{where} is cut over ranks {mine}; a checkpoint holds what is cut over the tp group {tp}"
         )
@@ -105,5 +105,5 @@ def _by_name(
             for name, t in model.items():
                 if isinstance(t, Tensor) and isinstance(name, str):
                     cut = sharding(t if t.is_meta else marked.get(memory_of(t), t))
-                    found[name].add(cut.spec if cut else ShardSpec(tuple(t.shape)))
+                    found[name].add(cut.layout.spec if cut else ShardSpec(tuple(t.shape)))
     return {name: specs.pop() for name, specs in found.items() if len(specs) == 1}

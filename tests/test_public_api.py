@@ -19,6 +19,8 @@ REGIONS = [
 PUBLIC = {
     "tpcore": [
         *LAYERS,
+        "ColumnParallelConv1D",
+        "RowParallelConv1D",
         "Backend",
         "BackendError",
         "Block",

@@ -18,7 +18,15 @@ from .errors import (
     PeerLostError,
 )
 from .init import init, shutdown
-from .layers import ColumnParallelLinear, LayerNorm, ParallelEmbedding, RMSNorm, RowParallelLinear
+from .layers import (
+    ColumnParallelConv1D,
+    ColumnParallelLinear,
+    LayerNorm,
+    ParallelEmbedding,
+    RMSNorm,
+    RowParallelConv1D,
+    RowParallelLinear,
+)
 from .layers.loss import parallel_cross_entropy
 from .layers.module import ParallelModule, move_model_to_device
 from .layers.sharding import shard_specs
@@ -63,6 +71,7 @@ __all__ = [
     "CheckpointError",
     "CollectiveMismatchError",
     "CollectiveTimeoutError",
+    "ColumnParallelConv1D",
     "ColumnParallelLinear",
     "Comm",
     "Group",
@@ -74,6 +83,7 @@ __all__ = [
     "ParallelModule",
     "PeerLostError",
     "RMSNorm",
+    "RowParallelConv1D",
     "RowParallelLinear",
     "ShardSpec",
     "backends",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -10,10 +10,15 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..shard import ShardSpec
+from .features import Features
 from .ids import check_ids
 from .initial import Init
-from .linear import _sequence_dim
 from .module import Device, ParallelModule
+from .options import sequence_dim
+from .plain import checked_plain, filled
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class _ScaleGradient(torch.autograd.Function):
@@ -80,7 +85,7 @@ class ParallelEmbedding(ParallelModule):
         self.max_norm, self.norm_type = max_norm, norm_type
         self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
         self.shard_across_embedding, self.collect_output = shard_across_embedding, collect_output
-        self.sequence_dim = _sequence_dim(sequence_parallel_enabled, sequence_dimension)
+        self.sequence_dim = sequence_dim(sequence_parallel_enabled, sequence_dimension)
         if not collect_output and (self.sequence_dim is not None or not shard_across_embedding):
             raise ValueError(
                 "collect_output=False needs shard_across_embedding=True and no sequence parallelism"
@@ -88,15 +93,23 @@ class ParallelEmbedding(ParallelModule):
         if sparse and not self.tp.eager:
             raise ValueError("ParallelEmbedding(sparse=True): this backend's devices have no sparse tensors")
         spec = ShardSpec((num_embeddings, embedding_dim), 1 if shard_across_embedding else 0)
-        self.padded = spec.padded(self.tp.size)
-        if self.padded and not pad:
+        if spec.padded(self.tp.size) and not pad:
             name, size = ("embedding_dim", embedding_dim) if spec.dim else ("num_embeddings", num_embeddings)
             raise ValueError(
                 f"ParallelEmbedding: {name}={size} is not divisible by tp={self.tp.size}; pass pad=True"
             )
+        self.features = Features.of(ShardSpec((embedding_dim,), 0 if spec.dim else None), self.tp.size)
         self.shard_parameter("weight", spec, init_method or nn.init.normal_, dtype, device)
         if init_method is None and padding_idx is not None:
             self._clear(padding_idx)
+
+    @classmethod
+    def from_plain(cls, plain: nn.Module, **options: Any) -> Self:
+        """This rank's part of an ``nn.Embedding``, as ``ColumnParallelLinear.from_plain`` makes it."""
+        table = checked_plain(plain, nn.Embedding, cls)
+        names = ("num_embeddings", "embedding_dim", "padding_idx", "max_norm", "norm_type")
+        own = {name: getattr(table, name) for name in (*names, "scale_grad_by_freq", "sparse")}
+        return filled(cls(**own, dtype=table.weight.dtype, device="meta", init_method=None, **options), plain)
 
     @torch.no_grad()
     def _clear(self, row: int) -> None:
@@ -127,9 +140,8 @@ class ParallelEmbedding(ParallelModule):
     def _columns(self, ids: Tensor) -> Tensor:
         y = self._gradient(F.embedding(ids, self.weight, sparse=self.sparse), ids)
         if not self.collect_output:
-            return self._mask(y) if self.padded else y
-        y = ops.gather(y, self.tp, -1)
-        y = y.narrow(-1, 0, self.embedding_dim) if self.padded else y
+            return self.features.mask(y, self.tp) if self.features.padded else y
+        y = self.features.gather(y, self.tp)
         return y if self.sequence_dim is None else ops.scatter(y, self.tp, self.sequence_dim)
 
     def _own(self, ids: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,9 @@ the torch weight it sums outputs forward. Shoeybi et al. 2019, arXiv:1909.08053,
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -16,78 +18,99 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..fused import column_linear, row_linear
-from ..shard import ShardSpec
+from ..shard import Block, ShardSpec
+from .features import Features
 from .initial import Init
 from .module import Device, ParallelModule
+from .options import cut_features, sequence_dim
+from .plain import checked_plain, filled
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 Result = Tensor | tuple[Tensor, Tensor | None]
 
 
-def _default_weight(t: Tensor) -> Tensor:
+@dataclass(frozen=True)
+class WeightForm:
+    """How a plain module keeps the matrix of its linear map, and what it starts with."""
+
+    sizes: Callable[[nn.Module, type[nn.Module]], tuple[int, int]]
+    """(inputs, outputs) of a plain module; ValueError, naming the layer, for one of another kind."""
+    initial_weight: Init
+    initial_bias: Callable[[int], Init]  # of the number of inputs
+    transposed: bool = False  # the weight is [inputs, outputs]
+
+
+def _sizes(plain: nn.Module, layer: type[nn.Module]) -> tuple[int, int]:
+    linear = checked_plain(plain, nn.Linear, layer)
+    return linear.in_features, linear.out_features
+
+
+def _initial_weight(t: Tensor) -> Tensor:
     return nn.init.kaiming_uniform_(t, a=math.sqrt(5))  # as nn.Linear does
 
 
-def _default_bias(fan_in: int) -> Init:
+def _initial_bias(fan_in: int) -> Init:
     bound = 1 / math.sqrt(fan_in) if fan_in > 0 else 0.0
     return lambda t: nn.init.uniform_(t, -bound, bound)
 
 
 class _ParallelLinear(ParallelModule):
-    """What the two cuts share: sizes, options, the two parameters."""
+    """What the two cuts share: sizes, the two parameters, the road from a plain module."""
 
+    form: ClassVar[WeightForm] = WeightForm(_sizes, _initial_weight, _initial_bias)
     weight: Tensor
     bias: Tensor | None
 
-    def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        *,
-        cut: int,
-        bias: bool,
-        dtype: torch.dtype,
-        device: Device,
-        stride: int,
-        init_method: Init | None,
-        sequence_dim: int | None,
-        skip_bias_add: bool,
-        pad: bool,
-        reduce_dtype: torch.dtype,
-        group: Any,
-        keep_master_weight: bool,
-    ) -> None:
+    def __init__(self, input_size: int, output_size: int, group: Any) -> None:
         super().__init__(group)
         self.input_size, self.output_size = input_size, output_size
-        self.sequence_dim, self.skip_bias_add, self.reduce_dtype = sequence_dim, skip_bias_add, reduce_dtype
-        spec = ShardSpec.strided((output_size, input_size), cut, stride)
-        self.padded = spec.padded(self.tp.size)
-        if self.padded and not pad:
-            name, size = ("output_size", output_size) if cut == 0 else ("input_size", input_size)
-            parts = f" in {stride} parts" if stride > 1 else ""
-            raise ValueError(
-                f"{type(self).__name__}: {name}={size}{parts} is not divisible by tp={self.tp.size}; "
-                "pass pad=True to pad it with zeros that never show"
-            )
-        init = init_method or _default_weight
+
+    @classmethod
+    def from_plain(cls, plain: nn.Module, **options: Any) -> Self:
+        """This rank's part of a plain module: values, dtype, device, requires_grad and training flag are its.
+
+        ``options`` are the constructor's, without sizes, bias, dtype, device and init_method. A module on
+        meta stays on meta. Parameters that the model ties are for the caller to tie again. ValueError for a
+        module of another kind, and for a size that tp does not divide without ``pad=True``.
+        """
+        inputs, outputs = cls.form.sizes(plain, cls)
+        weight, bias = plain.weight, plain.bias is not None
+        own = {
+            "dtype": weight.dtype,
+            "device": "meta",
+            "init_method": None,
+        }  # passing one again is a TypeError
+        layer = cls(inputs, outputs, bias, **own, **options)
+        if hasattr(layer, "master_weight"):
+            layer.master_weight = weight.detach().cpu()  # type: ignore[operator]
+        return filled(layer, plain)
+
+    def _declare(
+        self,
+        cut: ShardSpec,
+        cut_output: bool,
+        bias: bool,
+        init_method: Init | None,
+        dtype: torch.dtype,
+        device: Device,
+        keep_master_weight: bool,
+    ) -> None:
+        """Register weight and bias, whose output or input features are cut as ``cut`` says."""
+        self.features = Features.of(cut, self.tp.size)
+        inputs, outputs, transposed = self.input_size, self.output_size, self.form.transposed
+        shape = (inputs, outputs) if transposed else (outputs, inputs)
+        spec = ShardSpec(shape, int(cut_output == transposed), cut.blocks)
+        init = init_method or self.form.initial_weight
         if keep_master_weight:  # before drawing for real, so that it costs no random numbers
-            self.master_weight = self._unsharded(init, spec, dtype)
+            self.master_weight = _unsharded(init, spec, dtype)
         self.shard_parameter("weight", spec, init, dtype, device)
         if bias:
-            bias_spec = (
-                ShardSpec.strided((output_size,), 0, stride) if cut == 0 else ShardSpec((output_size,))
-            )
-            self.shard_parameter("bias", bias_spec, _default_bias(input_size), dtype, device)
+            bias_spec = cut if cut_output else ShardSpec((outputs,))
+            self.shard_parameter("bias", bias_spec, self.form.initial_bias(inputs), dtype, device)
         else:
             self.register_parameter("bias", None)
-
-    @staticmethod
-    def _unsharded(init: Init, spec: ShardSpec, dtype: torch.dtype) -> Tensor:
-        state = torch.get_rng_state()
-        full = torch.empty(spec.shape, dtype=dtype, device="cpu")
-        with torch.no_grad():
-            init(full)
-        torch.set_rng_state(state)
-        return full
 
     def extra_repr(self) -> str:
         return (
@@ -96,11 +119,13 @@ class _ParallelLinear(ParallelModule):
         )
 
 
-def _sequence_dim(enabled: bool, dim: int | None) -> int | None:
-    """One value for the two published arguments; the published default dimension is 0."""
-    if dim is not None and not enabled:
-        raise ValueError(f"sequence_dimension={dim} without sequence_parallel_enabled=True has no meaning")
-    return (0 if dim is None else dim) if enabled else None
+def _unsharded(init: Init, spec: ShardSpec, dtype: torch.dtype) -> Tensor:
+    state = torch.get_rng_state()
+    full = torch.empty(spec.shape, dtype=dtype, device="cpu")
+    with torch.no_grad():
+        init(full)
+    torch.set_rng_state(state)
+    return full
 
 
 class ColumnParallelLinear(_ParallelLinear):
@@ -111,6 +136,7 @@ class ColumnParallelLinear(_ParallelLinear):
     Weight and bias start as those of ``nn.Linear`` with the same seed, at any tp degree.
 
     ``stride``: that many projections are fused along the output, each cut by itself (q|k|v: 3).
+    ``blocks``: the same for projections of several sizes, cut in whole units, as ``tpcore.Block`` says.
     ``pad``: allow an output size that tp does not divide. ``skip_bias_add``: return ``(y, bias)`` and do
     not add it. ``reduce_dtype``: the least precision to sum input gradients in. ``keep_master_weight``:
     keep the full initial weight as ``master_weight`` on the CPU.
@@ -126,6 +152,7 @@ class ColumnParallelLinear(_ParallelLinear):
         device: Device = None,
         *,
         stride: int = 1,
+        blocks: Sequence[Block] | None = None,
         init_method: Init | None = None,
         sequence_parallel_enabled: bool = False,
         sequence_dimension: int | None = None,
@@ -135,45 +162,28 @@ class ColumnParallelLinear(_ParallelLinear):
         tensor_model_parallel_group: Any = None,
         keep_master_weight: bool = False,
     ) -> None:
-        super().__init__(
-            input_size,
-            output_size,
-            cut=0,
-            bias=bias,
-            dtype=dtype,
-            device=device,
-            stride=stride,
-            init_method=init_method,
-            sequence_dim=_sequence_dim(sequence_parallel_enabled, sequence_dimension),
-            skip_bias_add=skip_bias_add,
-            pad=pad,
-            reduce_dtype=reduce_dtype,
-            group=tensor_model_parallel_group,
-            keep_master_weight=keep_master_weight,
-        )
-        self.gather_output = gather_output
+        super().__init__(input_size, output_size, tensor_model_parallel_group)
+        self.gather_output, self.skip_bias_add, self.reduce_dtype = gather_output, skip_bias_add, reduce_dtype
+        self.sequence_dim = sequence_dim(sequence_parallel_enabled, sequence_dimension)
+        cut = cut_features(self, "output_size", stride, blocks, pad)
+        self._declare(cut, True, bias, init_method, dtype, device, keep_master_weight)
 
     def forward(self, x: Tensor) -> Result:
-        bias = None if self.skip_bias_add else self.bias
-        y = column_linear(x, self.weight, bias, self.tp, self.sequence_dim, self.reduce_dtype)
-        if self.gather_output:
-            y = self._gather(y)
-        elif self.padded:
-            y = self._mask(y)
-        if not self.skip_bias_add:
-            return y
-        bias = self.bias
-        if bias is not None and self.gather_output:
-            bias = self._gather(bias)
-        elif bias is not None and self.padded:
-            bias = self._mask(bias)
-        return y, bias
+        weight, bias = self.weight, self.bias
+        if self.form.transposed:
+            weight = weight.t()
+        added = None if self.skip_bias_add else bias
+        y = column_linear(x, weight, added, self.tp, self.sequence_dim, self.reduce_dtype)
+        if self.gather_output or self.features.padded:
+            y = self._outputs(y)
+            bias = self._outputs(bias) if self.skip_bias_add and bias is not None else bias
+        return (y, bias) if self.skip_bias_add else y
 
-    def _gather(self, y: Tensor) -> Tensor:
-        """All output features, in their unsharded order, without padding."""
-        y = ops.gather(y, self.tp, -1)
-        spec, n = self.shard_specs["weight"], self.tp.size
-        return y if spec.contiguous(n) else y.index_select(-1, spec.gathered_index(n).to(y.device))
+    def _outputs(self, y: Tensor) -> Tensor:
+        """What a caller gets of output features: all of them, or this rank's with padded places cleared."""
+        if self.gather_output:
+            return self.features.gather(y, self.tp)
+        return self.features.mask(y, self.tp)
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -184,7 +194,8 @@ class RowParallelLinear(_ParallelLinear):
     ``sequence_dimension``). The bias is replicated and added once, after the sum.
 
     ``reduce_output=False`` leaves the partial sums to the caller; options otherwise as in
-    ``ColumnParallelLinear``, ``stride`` and ``pad`` about the input size, ``reduce_dtype`` about outputs.
+    ``ColumnParallelLinear``, ``stride``, ``blocks`` and ``pad`` about the input size, ``reduce_dtype``
+    about outputs.
     """
 
     def __init__(
@@ -197,6 +208,7 @@ class RowParallelLinear(_ParallelLinear):
         device: Device = None,
         *,
         stride: int = 1,
+        blocks: Sequence[Block] | None = None,
         init_method: Init | None = None,
         sequence_parallel_enabled: bool = False,
         sequence_dimension: int | None = None,
@@ -207,56 +219,44 @@ class RowParallelLinear(_ParallelLinear):
         tensor_model_parallel_group: Any = None,
         keep_master_weight: bool = False,
     ) -> None:
-        sequence_dim = _sequence_dim(sequence_parallel_enabled, sequence_dimension)
+        super().__init__(input_size, output_size, tensor_model_parallel_group)
+        self.input_is_parallel, self.reduce_output = input_is_parallel, reduce_output
+        self.skip_bias_add, self.reduce_dtype = skip_bias_add, reduce_dtype
+        self.sequence_dim = sequence_dim(sequence_parallel_enabled, sequence_dimension)
         if not reduce_output and bias and not skip_bias_add:
             raise ValueError(
-                "RowParallelLinear(reduce_output=False) would add the bias once per rank: "
+                f"{type(self).__name__}(reduce_output=False) would add the bias once per rank: "
                 "pass bias=False, or skip_bias_add=True and add it after your own sum"
             )
-        if sequence_dim is not None and not (reduce_output and input_is_parallel):
+        if self.sequence_dim is not None and not (reduce_output and input_is_parallel):
             raise ValueError(
-                "RowParallelLinear with sequence parallelism needs input_is_parallel=True "
+                f"{type(self).__name__} with sequence parallelism needs input_is_parallel=True "
                 f"and reduce_output=True, not {input_is_parallel} and {reduce_output}"
             )
-        super().__init__(
-            input_size,
-            output_size,
-            cut=1,
-            bias=bias,
-            dtype=dtype,
-            device=device,
-            stride=stride,
-            init_method=init_method,
-            sequence_dim=sequence_dim,
-            skip_bias_add=skip_bias_add,
-            pad=pad,
-            reduce_dtype=reduce_dtype,
-            group=tensor_model_parallel_group,
-            keep_master_weight=keep_master_weight,
-        )
-        self.input_is_parallel, self.reduce_output = input_is_parallel, reduce_output
-
-    def _scatter(self, x: Tensor) -> Tensor:
-        """This rank's input features, in the order its weight has them."""
-        spec, n = self.shard_specs["weight"], self.tp.size
-        if not spec.contiguous(n):
-            # laid out as the shards are, one beside the other; padding takes any feature and is masked below
-            x = x.index_select(-1, spec.source_index(n).flatten().clamp(min=0).to(x.device))
-        return ops.scatter(x, self.tp, -1)
+        if any(Block(*block).replicate for block in blocks or ()):
+            raise ValueError(
+                f"{type(self).__name__}: blocks={tuple(blocks or ())} replicate input features: the sum over "
+                "ranks would count them once for each copy; pass replicate=False"
+            )
+        cut = cut_features(self, "input_size", stride, blocks, pad)
+        self._declare(cut, False, bias, init_method, dtype, device, keep_master_weight)
 
     def forward(self, x: Tensor) -> Result:
+        weight, bias = self.weight, self.bias
+        if self.form.transposed:
+            weight = weight.t()
         if not self.input_is_parallel:
-            x = self._scatter(x)
-        if self.padded:
-            x = self._mask(x)
+            x = self.features.scatter(x, self.tp)
+        if self.features.padded:
+            x = self.features.mask(x, self.tp)
         if self.reduce_output:
-            bias = None if self.skip_bias_add else self.bias
-            y = row_linear(x, self.weight, bias, self.tp, self.sequence_dim, self.reduce_dtype)
+            added = None if self.skip_bias_add else bias
+            y = row_linear(x, weight, added, self.tp, self.sequence_dim, self.reduce_dtype)
         else:
-            y = F.linear(x, self.weight)
+            y = F.linear(x, weight)
         if not self.skip_bias_add:
             return y
-        if self.bias is None or self.sequence_dim is None:
-            return y, self.bias
+        if bias is None or self.sequence_dim is None:
+            return y, bias
         # whoever adds it does so to this rank's tokens only, so its gradient has to be summed
-        return y, ops.copy(self.bias, self.tp, dtype=self.reduce_dtype)
+        return y, ops.copy(bias, self.tp, dtype=self.reduce_dtype)

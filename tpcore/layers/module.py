@@ -6,7 +6,7 @@ from collections import defaultdict
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..comm import Comm
 from ..context import current
@@ -100,12 +100,6 @@ class ParallelModule(nn.Module):
         for name in self.shard_specs:
             if prefix + name in destination:
                 stamp(destination[prefix + name], self.sharding_of(name))
-
-    def _mask(self, x: Tensor) -> Tensor:
-        """``x`` with this rank's padded features zeroed, and so their gradients. The rank stays data."""
-        spec = self.shard_specs["weight"]
-        held = (spec.source_index(self.tp.size) >= 0).to(x.device)
-        return x * held.index_select(0, self.tp.position).squeeze(0).to(x.dtype)
 
     def _shapes(self) -> str:
         """For ``extra_repr``: logical and local shape of the weight."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +12,10 @@ from torch import Tensor, nn
 from .. import ops
 from ..shard import ShardSpec
 from .module import ParallelModule
+from .plain import checked_plain, filled
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class _Norm(ParallelModule):
@@ -57,6 +61,15 @@ class LayerNorm(_Norm):
             else:
                 self.register_parameter(name, None)
 
+    @classmethod
+    def from_plain(cls, plain: nn.Module, **options: Any) -> Self:
+        """The same norm as an ``nn.LayerNorm``, as ``ColumnParallelLinear.from_plain`` makes it."""
+        norm = checked_plain(plain, nn.LayerNorm, cls)
+        affine, bias = norm.weight is not None, norm.bias is not None
+        own = {"dtype": norm.weight.dtype} if affine else {}
+        shape = norm.normalized_shape
+        return filled(cls(shape, norm.eps, affine, bias, device="meta", **own, **options), plain)
+
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = self._whole(self.weight), self._whole(self.bias)
         return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps or 0.0)
@@ -82,6 +95,17 @@ class RMSNorm(_Norm):
     ) -> None:
         super().__init__(normalized_shape, eps, sequence_parallel_enabled, tensor_model_parallel_group)
         self.shard_parameter("weight", ShardSpec(self.normalized_shape), nn.init.ones_, dtype, device)
+
+    @classmethod
+    def from_plain(cls, plain: nn.Module, **options: Any) -> Self:
+        """The same norm as an ``nn.RMSNorm``, as ``ColumnParallelLinear.from_plain`` makes it."""
+        norm = checked_plain(plain, nn.RMSNorm, cls)
+        if norm.weight is None:
+            raise ValueError(
+                f"{cls.__name__}.from_plain: {norm} has no weight, and this layer always has one"
+            )
+        layer = cls(norm.normalized_shape, norm.eps, dtype=norm.weight.dtype, device="meta", **options)
+        return filled(layer, plain)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.normalized_shape, self._whole(self.weight), self.eps)

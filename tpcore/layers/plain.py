@@ -1,0 +1,55 @@
+"""From a plain module to this rank's part of it."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from .module import ParallelModule
+
+Cut = TypeVar("Cut", bound=ParallelModule)
+
+
+def checked_plain(plain: nn.Module, kind: type[nn.Module], layer: type[nn.Module]) -> Any:
+    """``plain``, which computes what ``kind`` does. A subclass with a forward of its own computes more, such
+    as an embedding that scales its output, and a replacement would drop that without an error."""
+    if not isinstance(plain, kind):
+        raise ValueError(
+            f"{layer.__name__}.from_plain takes a torch.nn.{kind.__name__}, not {type(plain).__name__}"
+        )
+    if type(plain).forward is not kind.forward:
+        raise ValueError(
+            f"{layer.__name__}.from_plain: {type(plain).__name__} has a forward of its own, which would be "
+            f"lost; replace its torch.nn.{kind.__name__} inside, or write a layer for it"
+        )
+    return plain
+
+
+def filled(layer: Cut, plain: nn.Module) -> Cut:
+    """``layer``, made on meta, with this rank's part of the parameters of ``plain``."""
+    mine, theirs = set(layer.shard_specs), {name for name, _ in plain.named_parameters(recurse=False)}
+    if mine != theirs:  # those of a parametrized weight, for one, have other names
+        raise ValueError(
+            f"{type(layer).__name__}.from_plain: {type(plain).__name__} has the parameters {sorted(theirs)}, "
+            f"not {sorted(mine)}"
+        )
+    for name, spec in layer.shard_specs.items():
+        whole = plain.get_parameter(name)
+        if tuple(whole.shape) != spec.shape:
+            raise ValueError(
+                f"{type(layer).__name__}.from_plain: {name} of shape {tuple(whole.shape)}, not {spec.shape}"
+            )
+        part = nn.Parameter(_part(layer, name, whole.detach()), requires_grad=whole.requires_grad)
+        layer.register_parameter(name, part)
+    return layer.train(plain.training)
+
+
+def _part(layer: ParallelModule, name: str, whole: Tensor) -> Tensor:
+    spec, n = layer.shard_specs[name], layer.tp.size
+    if whole.is_meta:
+        return torch.empty(spec.local_shape(n), dtype=whole.dtype, device="meta")
+    # a lazy device would record the cut, at this rank's place, in a program that other ranks do not have
+    near = whole if layer.tp.eager else whole.cpu()
+    return spec.shard(near, layer._tp_rank, n).to(whole.device)

@@ -77,12 +77,9 @@ class _ParallelLinear(ParallelModule):
         """
         inputs, outputs = cls.form.sizes(plain, cls)
         weight, bias = plain.weight, plain.bias is not None
-        own = {
-            "dtype": weight.dtype,
-            "device": "meta",
-            "init_method": None,
-        }  # passing one again is a TypeError
-        layer = cls(inputs, outputs, bias, **own, **options)
+        # init_method: None, so that one among the options is a TypeError and not dropped
+        own = {"bias": bias, "dtype": weight.dtype, "device": "meta", "init_method": None}
+        layer = cls(inputs, outputs, **own, **options)
         if hasattr(layer, "master_weight"):
             layer.master_weight = weight.detach().cpu()  # type: ignore[operator]
         return filled(layer, plain)

@@ -20,7 +20,9 @@ PUBLIC = {
     "tpcore": [
         *LAYERS,
         "ColumnParallelConv1D",
+        "ParallelQKV",
         "RowParallelConv1D",
+        "share_input",
         "Backend",
         "BackendError",
         "Block",

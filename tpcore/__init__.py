@@ -23,9 +23,11 @@ from .layers import (
     ColumnParallelLinear,
     LayerNorm,
     ParallelEmbedding,
+    ParallelQKV,
     RMSNorm,
     RowParallelConv1D,
     RowParallelLinear,
+    share_input,
 )
 from .layers.loss import parallel_cross_entropy
 from .layers.module import ParallelModule, move_model_to_device
@@ -81,6 +83,7 @@ __all__ = [
     "ParallelContext",
     "ParallelEmbedding",
     "ParallelModule",
+    "ParallelQKV",
     "PeerLostError",
     "RMSNorm",
     "RowParallelConv1D",
@@ -103,6 +106,7 @@ __all__ = [
     "random",
     "reduce_gradients",
     "shard_specs",
+    "share_input",
     "shutdown",
     "trace",
     "use",

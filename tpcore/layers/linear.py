@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from .. import ops
 from ..fused import column_linear, row_linear
 from ..shard import Block, ShardSpec
+from .copies import Copies
 from .features import Features
 from .initial import Init
 from .module import Device, ParallelModule
@@ -96,6 +97,7 @@ class _ParallelLinear(ParallelModule):
     ) -> None:
         """Register weight and bias, whose output or input features are cut as ``cut`` says."""
         self.features = Features.of(cut, self.tp.size)
+        self.copies = Copies.of(cut, self, self.reduce_dtype)
         inputs, outputs, transposed = self.input_size, self.output_size, self.form.transposed
         shape = (inputs, outputs) if transposed else (outputs, inputs)
         spec = ShardSpec(shape, int(cut_output == transposed), cut.blocks)
@@ -133,7 +135,10 @@ class ColumnParallelLinear(_ParallelLinear):
     Weight and bias start as those of ``nn.Linear`` with the same seed, at any tp degree.
 
     ``stride``: that many projections are fused along the output, each cut by itself (q|k|v: 3).
-    ``blocks``: the same for projections of several sizes, cut in whole units, as ``tpcore.Block`` says.
+    ``blocks``: the same for projections of several sizes, cut in whole units, as ``tpcore.Block`` says; the
+    gradients of what several ranks hold are summed over them. ``input_is_copied``: the input comes from
+    ``ops.copy``, or from ``ops.all_gather`` of tokens, which sums its gradient, once for all layers that read
+    it (``tpcore.share_input``).
     ``pad``: allow an output size that tp does not divide. ``skip_bias_add``: return ``(y, bias)`` and do
     not add it. ``reduce_dtype``: the least precision to sum input gradients in. ``keep_master_weight``:
     keep the full initial weight as ``master_weight`` on the CPU.
@@ -158,19 +163,32 @@ class ColumnParallelLinear(_ParallelLinear):
         reduce_dtype: torch.dtype = torch.float32,
         tensor_model_parallel_group: Any = None,
         keep_master_weight: bool = False,
+        input_is_copied: bool = False,
     ) -> None:
         super().__init__(input_size, output_size, tensor_model_parallel_group)
         self.gather_output, self.skip_bias_add, self.reduce_dtype = gather_output, skip_bias_add, reduce_dtype
         self.sequence_dim = sequence_dim(sequence_parallel_enabled, sequence_dimension)
+        self.input_is_copied = input_is_copied
+        if input_is_copied and sequence_parallel_enabled:
+            raise ValueError(
+                f"{type(self).__name__}(input_is_copied=True) gets all tokens and gathers none: "
+                "leave out sequence_parallel_enabled, and let ops.all_gather make the copy"
+            )
         cut = cut_features(self, "output_size", stride, blocks, pad)
         self._declare(cut, True, bias, init_method, dtype, device, keep_master_weight)
 
     def forward(self, x: Tensor) -> Result:
         weight, bias = self.weight, self.bias
+        if self.copies is not None:
+            weight = self.copies(weight, int(self.form.transposed))
+            bias = None if bias is None else self.copies(bias, 0)
         if self.form.transposed:
             weight = weight.t()
         added = None if self.skip_bias_add else bias
-        y = column_linear(x, weight, added, self.tp, self.sequence_dim, self.reduce_dtype)
+        if self.input_is_copied:
+            y = F.linear(x, weight, added)
+        else:
+            y = column_linear(x, weight, added, self.tp, self.sequence_dim, self.reduce_dtype)
         if self.gather_output or self.features.padded:
             y = self._outputs(y)
             bias = self._outputs(bias) if self.skip_bias_add and bias is not None else bias

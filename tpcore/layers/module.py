@@ -67,6 +67,15 @@ class ParallelModule(nn.Module):
         if name in self.shard_specs:  # a new one in its place, as `layer.weight = ...` puts it
             self._stamp_all()
 
+    def comm_within(self, count: int) -> Comm:
+        """Over runs of ``count`` consecutive ranks of this layer's group, which hold the same. Collective."""
+        if not set(self._axes) <= set(current().mesh.axes):
+            raise ValueError(
+                f"{type(self).__name__}: {count} ranks each hold the same part, and groups of such ranks are "
+                f"known on the mesh only: pass a group of mesh axes {list(current().mesh.axes)}"
+            )
+        return self._lies_on.comm(*self._axes, within=count)
+
     def sharding_of(self, name: str) -> Sharding:
         """How the parameter ``name`` lies on the mesh."""
         return Sharding(Layout.of(self.shard_specs[name], *self._axes, slot=self.slot), self._lies_on)

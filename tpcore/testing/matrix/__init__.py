@@ -1,9 +1,10 @@
 """The correctness matrix: every layer under every option against the plain torch module, on any backend.
 
-A case is data and its check a function of (ctx, case), so the same ones run on threads, on processes and on
-compiled replicas. Each check builds the plain module at the same seed, once in the case's dtype (the initial
-values must agree) and once in float64, feeds both the same numbers, and compares this rank's part of the
-output and of every gradient with an elementwise error bound.
+A row names its layer. A case is data and its check a function of (ctx, case), so the same ones run on
+threads, on processes and on compiled replicas.
+Each check builds the plain module at the same seed, once in the case's dtype (the initial values must agree)
+and once in float64, feeds both the same numbers, and compares this rank's part of the output and of every
+gradient with an elementwise error bound.
 
 The bounds are those of Higham, Accuracy and Stability of Numerical Algorithms, section 3.1: a sum of K
 products computed in any order is off by at most about ``K u sum |products|``, u being the unit roundoff of
@@ -14,26 +15,60 @@ the accumulator, and each rounding of the result to the storage dtype adds its o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Iterator
+from typing import Any
 
 from ...context import ParallelContext
-from .cases import AXES, DTYPES, Case, cases, points
+from .attention import QKV
+from .cases import DTYPES, Case, MatrixRow
 from .compare import Findings
-from .embedding import embedding
-from .linear import column, row
-from .loss import cross_entropy
-from .norm import layer_norm, rms_norm
+from .embedding import EMBEDDING
+from .linear import COLUMN, COLUMN_BLOCKS, COLUMN_CONV1D, ROW, ROW_BLOCKS, ROW_CONV1D
+from .loss import CROSS_ENTROPY
+from .norm import LAYER_NORM, RMS_NORM
 
-__all__ = ["AXES", "DTYPES", "Case", "cases", "check", "findings_of", "points", "report", "run", "runnable"]
+__all__ = [
+    "AXES",
+    "DTYPES",
+    "ROWS",
+    "Case",
+    "MatrixRow",
+    "cases",
+    "check",
+    "findings_of",
+    "points",
+    "report",
+    "run",
+    "runnable",
+]
 
-CHECKS: dict[str, Callable[[ParallelContext, Case, Findings], None]] = {
-    "column": column,
-    "row": row,
-    "embedding": embedding,
-    "layer_norm": layer_norm,
-    "rms_norm": rms_norm,
-    "cross_entropy": cross_entropy,
+ROWS: dict[str, MatrixRow] = {
+    row.name: row
+    for row in (
+        COLUMN,
+        ROW,
+        EMBEDDING,
+        LAYER_NORM,
+        RMS_NORM,
+        CROSS_ENTROPY,
+        COLUMN_BLOCKS,
+        ROW_BLOCKS,
+        COLUMN_CONV1D,
+        ROW_CONV1D,
+        QKV,
+    )
 }
+AXES = {name: row.axes for name, row in ROWS.items()}
+
+
+def cases(layer: str, dtype: str, **only: Any) -> list[Case]:
+    return ROWS[layer].cases(dtype, **only)
+
+
+def points() -> Iterator[tuple[str, int, str]]:
+    """(layer, tp, dtype): one test each."""
+    return itertools.product(AXES, (1, 2, 4), DTYPES)
 
 
 def run(ctx: ParallelContext, some: list[Case]) -> list[str]:
@@ -56,7 +91,7 @@ def check(ctx: ParallelContext, case: Case) -> list[str]:
 def findings_of(ctx: ParallelContext, case: Case) -> Findings:
     findings = Findings(ctx, case)
     try:
-        CHECKS[case.layer](ctx, case, findings)
+        ROWS[case.layer].check(ctx, case, findings)
         findings.settle()
     except Exception as e:
         raise RuntimeError(f"{case} on rank {ctx.rank}: {type(e).__name__}: {e}") from e

@@ -11,7 +11,7 @@ from torch import nn
 import tpcore
 
 from ...context import ParallelContext
-from .cases import LEADS, Case
+from .cases import LEADS, Case, MatrixRow
 from .compare import Findings, unit
 from .cutting import (
     GARBAGE,
@@ -84,3 +84,18 @@ def embedding(ctx: ParallelContext, case: Case, found: Findings) -> None:
         now = exact.weight.detach()
         allowed = shard_of(layer, "weight", now.abs() * (2 * dim + 8) * unit(case.torch_dtype), ctx)
         found.close("weight after", layer.weight, shard_of(layer, "weight", now, ctx), allowed)
+
+
+EMBEDDING = MatrixRow(
+    "embedding",
+    tpcore.ParallelEmbedding,
+    {
+        "seq": (None, 0, 1),
+        "cut": ("vocab", "dim", "dim uncollected"),
+        "size": (12, 5),
+        "padding_idx": (None, 0, -1),
+        "mode": ("plain", "sparse", "scale_grad_by_freq", "max_norm"),
+    },
+    embedding,
+    lambda o: o["cut"] != "dim uncollected" or o["seq"] is None,
+)

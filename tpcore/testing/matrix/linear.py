@@ -13,7 +13,8 @@ import tpcore
 
 from ... import ops
 from ...context import ParallelContext
-from .cases import LEADS, Case
+from ...shard import Block, ShardSpec
+from .cases import LEADS, Case, MatrixRow
 from .compare import Findings
 from .cutting import (
     GARBAGE,
@@ -28,6 +29,12 @@ from .cutting import (
 )
 
 IN_FEATURES = 12  # of a column layer; outputs of a row layer
+BLOCKS = {
+    "unequal": (Block(16), Block(8)),
+    "uneven": (Block(6), Block(3)),
+    "heads": (Block(12, 3), Block(6, 3)),
+    "copies": (Block(8), Block(4, 4, replicate=True), Block(4, 2, replicate=True)),
+}
 
 
 @dataclass
@@ -49,29 +56,54 @@ class Plain:
         self.gb, self.gb_abs = rows_g.sum(0), rows_g.abs().sum(0)
 
 
-def _plain(case: Case, outputs: int, inputs: int) -> tuple[nn.Linear, Plain]:
+class _PlainConv1D(nn.Module):
+    """What transformers calls Conv1D: a linear layer whose weight is [inputs, outputs]."""
+
+    def __init__(self, inputs: int, outputs: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(nn.init.normal_(torch.empty(inputs, outputs, dtype=dtype), std=0.02))
+        self.bias = nn.Parameter(torch.zeros(outputs, dtype=dtype))
+
+
+def _conv(case: Case) -> bool:
+    return case.layer.endswith("conv1d")
+
+
+def _plain(case: Case, inputs: int, outputs: int) -> Any:
     torch.manual_seed(7)
-    plain = nn.Linear(inputs, outputs, bias=case.bias, dtype=case.torch_dtype)
-    lead = LEADS[case.ndim]
-    x = torch.randn(*lead, inputs).to(case.torch_dtype)
-    grad = torch.randn(*lead, outputs).to(case.torch_dtype)
-    return plain, Plain(plain.weight, plain.bias, x, grad)
+    if _conv(case):
+        return _PlainConv1D(inputs, outputs, case.torch_dtype)
+    return nn.Linear(inputs, outputs, bias=case.bias, dtype=case.torch_dtype)
 
 
-def _compare_parameters(
-    layer: Any, plain: nn.Linear, want: Plain, ctx: ParallelContext, found: Findings
-) -> None:
+def _given(case: Case, plain: Any, layer: Any, ctx: ParallelContext) -> Plain:
+    """Input and output gradient, drawn once the layers are made; a bias that starts at zero gets values."""
+    lead, kind = LEADS[case.ndim], case.torch_dtype
+    weight = plain.weight.t() if _conv(case) else plain.weight
+    outputs, inputs = weight.shape
+    x, grad = torch.randn(*lead, inputs).to(kind), torch.randn(*lead, outputs).to(kind)
+    if _conv(case):
+        plain.bias.data.normal_()
+        layer.bias.data.copy_(shard_of(layer, "bias", plain.bias.detach(), ctx))
+    return Plain(weight, plain.bias, x, grad)
+
+
+def _compare_parameters(layer: Any, case: Case, want: Plain, ctx: ParallelContext, found: Findings) -> None:
     tokens = want.x[..., 0].numel()
-    weight = found.bound(want.gw_abs, tokens, 1)
+    # ranks that hold the same part round their shares of its gradient, and then the sum
+    weight = found.bound(want.gw_abs, tokens + 4, 2 if layer.copies else 1)
+    exact = want.gw
+    if _conv(case):
+        exact, weight = exact.t(), weight.t()
     found.close(
         "weight grad",
         layer.weight.grad,
-        shard_of(layer, "weight", want.gw, ctx),
+        shard_of(layer, "weight", exact, ctx),
         shard_of(layer, "weight", weight, ctx),
     )
-    if plain.bias is not None:
+    if layer.bias is not None:
         # two roundings: where tokens are cut, each rank's part is rounded before and after the sum
-        bias = found.bound(want.gb_abs, tokens, 2)
+        bias = found.bound(want.gb_abs, tokens + 4, 2)
         found.close(
             "bias grad",
             layer.bias.grad,
@@ -80,27 +112,45 @@ def _compare_parameters(
         )
 
 
+def _cut(case: Case) -> tuple[ShardSpec, dict[str, Any]]:
+    """How the cut features lie, and the option that says so."""
+    options = dict(case.options)
+    if "blocks" not in options:
+        return features(case.size, options.get("stride", 1)), {"stride": options.get("stride", 1)}
+    blocks = BLOCKS[case.blocks]
+    return ShardSpec((sum(b.size for b in blocks),), 0, blocks), {"blocks": blocks}
+
+
+def _shares(spec: ShardSpec, n: int) -> Tensor:
+    """What part of each output's gradient comes from one of the ranks that compute it."""
+    counts = zip(spec.blocks, spec.block_copies(n), strict=True)
+    return torch.cat([torch.full((block.size,), 1 / copies) for block, copies in counts])
+
+
 def column(ctx: ParallelContext, case: Case, found: Findings) -> None:
-    tp, out_spec = ctx.comm("tp"), features(case.size, case.stride)
-    plain, want = _plain(case, case.size, IN_FEATURES)
+    tp, (out_spec, cut) = ctx.comm("tp"), _cut(case)
+    (size,), skip_bias_add = out_spec.shape, ("skip_bias_add", True) in case.options
+    plain = _plain(case, IN_FEATURES, size)
     torch.manual_seed(7)
-    layer = tpcore.ColumnParallelLinear(
+    make = tpcore.ColumnParallelConv1D if _conv(case) else tpcore.ColumnParallelLinear
+    layer = make(
         IN_FEATURES,
-        case.size,
+        size,
         case.bias,
         case.gather_output,
         case.torch_dtype,
         ctx.device,
-        stride=case.stride,
-        skip_bias_add=case.skip_bias_add,
+        skip_bias_add=skip_bias_add,
         pad=True,
+        **cut,
         **sequence(case),
     )
     compare_initial(layer, plain, ctx, found)
+    want = _given(case, plain, layer, ctx)
 
     x = leaf(chunk(want.x, case.seq, ctx), case, ctx)
     y = layer(x)
-    if case.skip_bias_add:
+    if skip_bias_add:
         y, bias = y
         found.expect((bias is not None) == case.bias, f"skip_bias_add returned the bias {bias}")
         y = y if bias is None else y + bias
@@ -111,44 +161,49 @@ def column(ctx: ParallelContext, case: Case, found: Findings) -> None:
         y.backward(scrambled(want.grad.to(ctx.device), case.scrambled))
     else:
         found.close("output", y, cut_features(want.y, out_spec, ctx), cut_features(bound, out_spec, ctx))
-        grad = cut_features(want.grad, out_spec, ctx, padding=GARBAGE)
+        shares = _shares(out_spec, tp.size).to(want.grad.dtype)
+        grad = cut_features(want.grad * shares, out_spec, ctx, padding=GARBAGE)
         y.backward(scrambled(grad.to(ctx.device), case.scrambled))
 
     # two roundings: each rank's part to the dtype, and their sum, taken wider, to the dtype
-    bound = found.bound(want.gx_abs, case.size + tp.size, 2)
+    bound = found.bound(want.gx_abs, 2 * size + tp.size, 2)
     found.close("input grad", x.grad, chunk(want.gx, case.seq, ctx), chunk(bound, case.seq, ctx))
     if case.seq is None:
         found.replicated("input grad", x.grad, tp)
-    _compare_parameters(layer, plain, want, ctx, found)
+    _compare_parameters(layer, case, want, ctx, found)
 
 
 def row(ctx: ParallelContext, case: Case, found: Findings) -> None:
-    tp, in_spec = ctx.comm("tp"), features(case.size, case.stride)
-    plain, want = _plain(case, IN_FEATURES, case.size)
+    tp, (in_spec, cut) = ctx.comm("tp"), _cut(case)
+    (size,), options = in_spec.shape, dict(case.options)
+    skip_bias_add, reduce_output = options.get("skip_bias_add", False), options.get("reduce_output", True)
+    plain = _plain(case, size, IN_FEATURES)
     torch.manual_seed(7)
-    layer = tpcore.RowParallelLinear(
-        case.size,
+    make = tpcore.RowParallelConv1D if _conv(case) else tpcore.RowParallelLinear
+    layer = make(
+        size,
         IN_FEATURES,
         case.bias,
         case.input_is_parallel,
         case.torch_dtype,
         ctx.device,
-        stride=case.stride,
-        skip_bias_add=case.skip_bias_add,
+        skip_bias_add=skip_bias_add,
         pad=True,
-        reduce_output=case.reduce_output,
+        reduce_output=reduce_output,
+        **cut,
         **sequence(case),
     )
     compare_initial(layer, plain, ctx, found)
+    want = _given(case, plain, layer, ctx)
 
     x = leaf(cut_features(want.x, in_spec, ctx, GARBAGE) if case.input_is_parallel else want.x, case, ctx)
     y = layer(x)
-    y, bias = y if case.skip_bias_add else (y, None)
-    if not case.reduce_output:
+    y, bias = y if skip_bias_add else (y, None)
+    if not reduce_output:
         y = ops.reduce(y, tp, dtype=torch.float32)
     y = y if bias is None else y + bias
     # three roundings: each rank's part, their sum, and the sum with the bias
-    bound = found.bound(want.y_abs, case.size + tp.size + 1, 3)
+    bound = found.bound(want.y_abs, size + tp.size + 1, 3)
     found.close("output", y, chunk(want.y, case.seq, ctx), chunk(bound, case.seq, ctx))
     if case.seq is None:
         found.replicated("output", y, tp)
@@ -164,4 +219,65 @@ def row(ctx: ParallelContext, case: Case, found: Findings) -> None:
         found.replicated("input grad", x.grad, tp)
     if layer.bias is not None:
         found.replicated("bias grad", layer.bias.grad, tp)
-    _compare_parameters(layer, plain, want, ctx, found)
+    _compare_parameters(layer, case, want, ctx, found)
+
+
+def _row_accepts(o: dict[str, Any]) -> bool:
+    whole = o["seq"] is None or (o["input_is_parallel"] and o.get("reduce_output", True))
+    return whole and (o.get("reduce_output", True) or not o["bias"] or o["skip_bias_add"])
+
+
+# size: even, and such that at tp=4 the last rank holds nothing but padding
+SIZES = {"size": (24, 9), "stride": (1, 3)}
+COLUMN = MatrixRow(
+    "column",
+    tpcore.ColumnParallelLinear,
+    {
+        "seq": (None, 0, 1),
+        "bias": (True, False),
+        "gather_output": (True, False),
+        "skip_bias_add": (False, True),
+        **SIZES,
+    },
+    column,
+)
+ROW = MatrixRow(
+    "row",
+    tpcore.RowParallelLinear,
+    {
+        "seq": (None, 0, 1),
+        "bias": (True, False),
+        "input_is_parallel": (True, False),
+        "reduce_output": (True, False),
+        "skip_bias_add": (False, True),
+        **SIZES,
+    },
+    row,
+    _row_accepts,
+)
+COLUMN_BLOCKS = MatrixRow(
+    "column blocks",
+    tpcore.ColumnParallelLinear,
+    {"seq": (None, 1), "bias": (True,), "gather_output": (True, False), "blocks": tuple(BLOCKS)},
+    column,
+)
+ROW_BLOCKS = MatrixRow(
+    "row blocks",
+    tpcore.RowParallelLinear,
+    {"seq": (None, 1), "bias": (True,), "input_is_parallel": (True, False), "blocks": tuple(BLOCKS)[:3]},
+    row,
+    _row_accepts,
+)
+COLUMN_CONV1D = MatrixRow(
+    "column conv1d",
+    tpcore.ColumnParallelConv1D,
+    {"seq": (None, 1), "bias": (True,), "gather_output": (True, False), **SIZES},
+    column,
+)
+ROW_CONV1D = MatrixRow(
+    "row conv1d",
+    tpcore.RowParallelConv1D,
+    {"seq": (None, 1), "bias": (True,), "input_is_parallel": (True, False), **SIZES},
+    row,
+    _row_accepts,
+)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 import tpcore
 
 from ...context import ParallelContext
-from .cases import LEADS, Case
+from .cases import LEADS, Case, MatrixRow
 from .compare import Findings, accumulator, unit
 from .cutting import GARBAGE, cut_features, features, grad_of, leaf, scrambled
 
@@ -53,3 +53,17 @@ def cross_entropy(ctx: ParallelContext, case: Case, found: Findings) -> None:
         "input grad", mine.grad, cut_features(grad_of(exact), spec, ctx), cut_features(bound, spec, ctx)
     )
     found.same("logits afterwards", mine.detach(), before)
+
+
+CROSS_ENTROPY = MatrixRow(
+    "cross_entropy",
+    tpcore.parallel_cross_entropy,
+    {
+        "size": (12, 5),
+        "label_smoothing": (0.0, 0.1, 1.0),
+        "ignore_index": (-100, 2),
+        "ignored": ("none", "some", "all"),
+        "magnitude": (1.0, 1000.0),
+    },
+    cross_entropy,
+)

@@ -10,7 +10,7 @@ from torch import nn
 import tpcore
 
 from ...context import ParallelContext
-from .cases import LEADS, Case
+from .cases import LEADS, Case, MatrixRow
 from .compare import Findings
 from .cutting import chunk, grad_of, leaf, scrambled
 
@@ -71,3 +71,13 @@ def rms_norm(ctx: ParallelContext, case: Case, found: Findings) -> None:
         sequence_parallel_enabled=case.seq is not None,
     )
     _norm(ctx, case, found, ours, nn.RMSNorm(case.shape, case.eps, dtype=case.torch_dtype))
+
+
+SHAPES = ((8,), (3, 4))
+AFFINE = ("weight and bias", "weight", "none")
+LAYER_NORM = MatrixRow(
+    "layer_norm", tpcore.LayerNorm, {"seq": (None, 0, 1), "affine": AFFINE, "shape": SHAPES}, layer_norm
+)
+RMS_NORM = MatrixRow(
+    "rms_norm", tpcore.RMSNorm, {"seq": (None, 0, 1), "eps": (1e-6, None), "shape": SHAPES}, rms_norm
+)

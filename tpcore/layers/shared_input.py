@@ -1,0 +1,80 @@
+"""One copy of an input for all column layers that read it, so that its gradient is summed once."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import ops
+from ..comm import Comm
+from .linear import ColumnParallelLinear
+
+
+@dataclass(frozen=True)
+class InputCopy:
+    """``ops.copy`` of a tensor; with sequence parallelism its tokens, gathered once for all."""
+
+    comm: Comm
+    sequence_dim: int | None
+    dtype: torch.dtype  # the least precision to sum the gradient in
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.sequence_dim is None:
+            return ops.copy(x, self.comm, dtype=self.dtype)
+        return ops.all_gather(x, self.comm, self.sequence_dim, dtype=self.dtype)
+
+
+@dataclass(frozen=True)
+class _Hook:
+    """Passes an owner's forward the copy of one of its arguments. Holds neither tensors nor modules."""
+
+    copy: InputCopy
+    argument: str
+    position: int
+
+    def __call__(
+        self, owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self.argument in kwargs:
+            return args, {**kwargs, self.argument: self.copy(kwargs[self.argument])}
+        at = self.position
+        return (*args[:at], self.copy(args[at]), *args[at + 1 :]), kwargs
+
+
+def share_input(owner: nn.Module, *columns: ColumnParallelLinear, argument: str = "hidden_states") -> None:
+    """Let ``columns``, which ``owner.forward`` calls on its ``argument``, read one copy of it.
+
+    The gradient of that argument is then summed over the tp group once, not once for each column: 2 of 5
+    all-reduces of a Llama block's backward remain. ``owner.forward`` stays as it is, and must not use the
+    argument otherwise: what flows back to it from elsewhere would be summed as well.
+
+    The copy is made by a hook that runs as the owner is entered. A cache in the columns, of the tensor they
+    saw last, would do without an owner, but it would keep activations alive, mix up calls with and without
+    gradients, and hand a recomputation the copy of the first run. A hook has no state: activation
+    checkpointing, ``deepcopy``, ``torch.export`` and a second call before the backward see what they should.
+    """
+    kinds = {(c.tp, c.sequence_dim, c.reduce_dtype) for c in columns}
+    if len(kinds) != 1 or any(c.input_is_copied for c in columns):
+        raise ValueError(
+            f"share_input: the columns of a {type(owner).__name__} need one group, sequence dim and "
+            f"reduce_dtype, and inputs that are no copies yet: {[_kind(c) for c in columns]}"
+        )
+    names = list(inspect.signature(owner.forward).parameters)
+    if argument not in names:
+        raise ValueError(f"{type(owner).__name__}.forward has no argument {argument!r} but {names}")
+    owner.register_forward_pre_hook(
+        _Hook(InputCopy(*kinds.pop()), argument, names.index(argument)), with_kwargs=True
+    )
+    for column in columns:
+        column.input_is_copied, column.sequence_dim = True, None
+
+
+def _kind(column: ColumnParallelLinear) -> str:
+    return (
+        f"{column.tp.group.axes}, sequence_dim={column.sequence_dim}, {column.reduce_dtype}, "
+        f"input_is_copied={column.input_is_copied}"
+    )

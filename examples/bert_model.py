@@ -22,7 +22,6 @@ import tpcore
 from tpcore import (
     ColumnParallelLinear,
     ParallelEmbedding,
-    ParallelModule,
     RowParallelLinear,
     parallel_cross_entropy,
 )
@@ -36,7 +35,6 @@ SIZES = {  # layers, hidden size, heads: the published miniature and full BERTs;
 }
 _ATTENTION = "tpcore_sdpa"
 
-Parallel = TypeVar("Parallel", bound=ParallelModule)
 Bert = TypeVar("Bert", bound=BertPreTrainedModel)
 
 
@@ -86,12 +84,14 @@ def shard_bert(model: Bert, *, gather_logits: bool = False) -> Bert:
     bert: Any = model.base_model
     for layer in bert.encoder.layer:
         _shard_layer(layer, tp)
-    bert.embeddings.word_embeddings = _embedding(bert.embeddings.word_embeddings)
+    # pad: where tp does not divide the vocabulary
+    table = ParallelEmbedding.from_plain(bert.embeddings.word_embeddings, pad=True)
+    bert.embeddings.word_embeddings = table
     if hasattr(model, "cls") and hasattr(model.cls, "predictions"):
         head: Any = model.cls.predictions
-        head.decoder = _column(head.decoder, gather_output=gather_logits)
+        head.decoder = ColumnParallelLinear.from_plain(head.decoder, gather_output=gather_logits, pad=True)
         # One parameter under two names each, as in the unsharded model.
-        head.decoder.weight = bert.embeddings.word_embeddings.weight
+        head.decoder.weight = table.weight
         head.bias = head.decoder.bias
     model.set_attn_implementation(_ATTENTION)
     return model
@@ -116,61 +116,14 @@ def pretraining_losses(model: BertForPreTraining, batch: Example) -> Losses:
 def _shard_layer(layer: Any, tp: int) -> None:
     """Heads and the MLP's width are cut on the way in, and summed over the ranks on the way out."""
     attention = layer.attention.self
+    column, row = ColumnParallelLinear.from_plain, RowParallelLinear.from_plain
     for name in ("query", "key", "value"):
-        setattr(attention, name, _column(getattr(attention, name)))
+        setattr(attention, name, column(getattr(attention, name), gather_output=False))
     attention.num_attention_heads //= tp
     attention.all_head_size //= tp
-    layer.attention.output.dense = _row(layer.attention.output.dense)
-    layer.intermediate.dense = _column(layer.intermediate.dense)
-    layer.output.dense = _row(layer.output.dense)
-
-
-def _column(old: nn.Linear, *, gather_output: bool = False) -> ColumnParallelLinear:
-    # pad: where tp does not divide the vocabulary. Heads and the MLP's width were checked above.
-    new = ColumnParallelLinear(
-        old.in_features,
-        old.out_features,
-        old.bias is not None,
-        gather_output=gather_output,
-        dtype=old.weight.dtype,
-        device="meta",
-        pad=True,
-    )
-    return _filled(new, old)
-
-
-def _row(old: nn.Linear) -> RowParallelLinear:
-    new = RowParallelLinear(
-        old.in_features,
-        old.out_features,
-        old.bias is not None,
-        input_is_parallel=True,
-        dtype=old.weight.dtype,
-        device="meta",
-    )
-    return _filled(new, old)
-
-
-def _embedding(old: nn.Embedding) -> ParallelEmbedding:
-    new = ParallelEmbedding(
-        old.num_embeddings,
-        old.embedding_dim,
-        old.padding_idx,
-        dtype=old.weight.dtype,
-        device="meta",
-        pad=True,
-    )
-    return _filled(new, old)
-
-
-def _filled(new: Parallel, old: nn.Module) -> Parallel:
-    """``new``, made without memory, with this rank's shards of the parameters of ``old``."""
-    tp = tpcore.current()
-    rank, size = tp.coord("tp"), tp.comm("tp").size
-    full = {name: parameter.detach() for name, parameter in old.named_parameters()}
-    shards = {name: new.shard_specs[name].shard(value, rank, size) for name, value in full.items()}
-    new.load_state_dict(shards, assign=True)
-    return new
+    layer.attention.output.dense = row(layer.attention.output.dense, input_is_parallel=True)
+    layer.intermediate.dense = column(layer.intermediate.dense, gather_output=False)
+    layer.output.dense = row(layer.output.dense, input_is_parallel=True)
 
 
 def _attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:

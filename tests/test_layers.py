@@ -17,7 +17,6 @@ import tpcore
 from tpcore import Block, Mesh, ParallelContext
 from tpcore.layers import linear
 from tpcore.testing import matrix, run_ranks
-from tpcore.testing.threads import ThreadComm
 
 at_tp_1_2_4 = pytest.mark.parametrize("tp", [1, 2, 4])
 
@@ -187,7 +186,9 @@ class Reader(nn.Module):
 
     def __init__(self, shared: bool) -> None:
         super().__init__()
-        self.one, self.two = (tpcore.ColumnParallelLinear(WIDTH, WIDTH, gather_output=False) for _ in range(2))
+        self.one, self.two = (
+            tpcore.ColumnParallelLinear(WIDTH, WIDTH, gather_output=False) for _ in range(2)
+        )
         self.down = tpcore.RowParallelLinear(WIDTH, WIDTH, input_is_parallel=True)
         if shared:
             tpcore.share_input(self, self.one, self.two)
@@ -215,7 +216,7 @@ def test_a_shared_input_changes_no_number(recompute: bool, by_name: bool) -> Non
     run_ranks(Mesh({"tp": 2}), rank)
 
 
-class Block_(nn.Module):
+class Llama(nn.Module):
     """One layer of a Llama: attention and a gated MLP, five projections of two tensors."""
 
     def __init__(self, shared: bool) -> None:
@@ -234,14 +235,157 @@ class Block_(nn.Module):
 
 
 @pytest.mark.parametrize(("shared", "wanted"), [(False, 16), (True, 10)])
-def test_all_reduces_of_two_llama_blocks(shared: bool, wanted: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward 2 a block and backward 5, or 2; the embedding's sum and the head's input gradient come on top."""
+def test_all_reduces_of_two_llama_blocks(shared: bool, wanted: int) -> None:
+    """Forward 2 a block, backward 5 or 2; the embedding's sum and the head's input gradient come on top."""
 
-    def build() -> nn.Module:
+    def build() -> Any:
         head = tpcore.ColumnParallelLinear(WIDTH, 16, bias=False, gather_output=False)
-        return nn.Sequential(tpcore.ParallelEmbedding(16, WIDTH), Block_(shared), Block_(shared), head)
+        model = nn.Sequential(tpcore.ParallelEmbedding(16, WIDTH), Llama(shared), Llama(shared), head)
+        ids = torch.zeros(2, 4, dtype=torch.long)
+        return model, lambda m: m(ids).square().sum()
 
-    found = tpcore.explain(
-        build, lambda model: model(torch.zeros(2, 4, dtype=torch.long)).square().sum(), tp=2
-    )
-    assert Counter(c.kind for c in found.collectives)["all_reduce"] == wanted
+    found = tpcore.explain(build, tp=2, max_norm=None)
+    assert Counter(c.op for c in found.program(0).collectives) == {"all_reduce sum": wanted}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_collectives_of_qkv_with_replicated_heads(fused: bool) -> None:
+    """Backward: the input's gradient over tp, the weights of k and v over the two ranks of a head."""
+
+    def build() -> Any:
+        layer = tpcore.ParallelQKV(WIDTH, HEADS, 2, fused=fused)
+        x = torch.randn(2, 4, WIDTH).requires_grad_()
+        return layer, lambda m: torch.cat(m(x), -1).square().sum()
+
+    found = tpcore.explain(build, tp=4, max_norm=None)
+    assert found.disagreement is None
+    assert Counter(c.size for c in found.program(0).collectives) == {4: 1, 2: 1 if fused else 2}
+
+
+# -- from a plain module ----------------------------------------------------------------------------------
+PAIRS: dict[str, tuple[Callable[[], Any], Callable[..., Any]]] = {
+    "column": (lambda: nn.Linear(8, 8), tpcore.ColumnParallelLinear.from_plain),
+    "row": (lambda: nn.Linear(8, 8), tpcore.RowParallelLinear.from_plain),
+    "column conv1d": (lambda: Conv1D(8, 8), tpcore.ColumnParallelConv1D.from_plain),
+    "row conv1d": (lambda: Conv1D(8, 8), tpcore.RowParallelConv1D.from_plain),
+    "embedding": (lambda: nn.Embedding(8, 8), tpcore.ParallelEmbedding.from_plain),
+    "layer norm": (lambda: nn.LayerNorm(8), tpcore.LayerNorm.from_plain),
+    "rms norm": (lambda: nn.RMSNorm(8), tpcore.RMSNorm.from_plain),
+    "qkv": (lambda: nn.Linear(8, 24), lambda plain: tpcore.ParallelQKV.from_plain(plain, 4).qkv_proj),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_from_plain_keeps_what_the_module_is(name: str) -> None:
+    make, from_plain = PAIRS[name]
+    plain = make().to(torch.bfloat16).eval()
+    plain.weight.requires_grad_(False)
+
+    def rank(ctx: ParallelContext) -> None:
+        state = torch.get_rng_state()
+        layer = from_plain(plain)
+        assert torch.equal(state, torch.get_rng_state())
+        assert not layer.training
+        for key, p in plain.named_parameters():
+            mine = layer.get_parameter(key)
+            assert torch.equal(mine, layer.shard_specs[key].shard(p.detach(), ctx.rank, 2))
+            assert (mine.dtype, mine.requires_grad) == (torch.bfloat16, p.requires_grad)
+        on_meta = from_plain(make().to("meta"))
+        assert all(p.is_meta for p in on_meta.parameters())
+        assert [p.shape for p in on_meta.parameters()] == [p.shape for p in layer.parameters()]
+
+    run_ranks(Mesh({"tp": 2}), rank)
+
+
+class Scaled(nn.Embedding):
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) * 2
+
+
+MISFITS: dict[str, tuple[Callable[[], Any], str]] = {
+    "another kind": (
+        lambda: tpcore.ColumnParallelLinear.from_plain(nn.Embedding(4, 4)),
+        "ColumnParallelLinear.from_plain takes a torch.nn.Linear, not Embedding",
+    ),
+    "a forward of its own": (
+        lambda: tpcore.ParallelEmbedding.from_plain(Scaled(4, 4)),
+        "Scaled has a forward of its own",
+    ),
+    "no Conv1D": (
+        lambda: tpcore.RowParallelConv1D.from_plain(nn.Linear(4, 4)),
+        "RowParallelConv1D.from_plain takes transformers' Conv1D, .* not Linear",
+    ),
+    "a size": (
+        lambda: tpcore.ColumnParallelLinear.from_plain(nn.Linear(4, 5)),
+        "output_size=5 is not divisible by tp=2; pass pad=True",
+    ),
+    "units": (
+        lambda: tpcore.ColumnParallelLinear.from_plain(nn.Linear(4, 12), blocks=[Block(12, 4)]),
+        r"output_size=12 in .*unit=4.* is not divisible by tp=2",
+    ),
+    "blocks of another size": (
+        lambda: tpcore.ColumnParallelLinear.from_plain(nn.Linear(4, 12), blocks=[Block(8), Block(2)]),
+        "blocks of 8 [+] 2 features are not output_size=12",
+    ),
+    "stride and blocks": (
+        lambda: tpcore.ColumnParallelLinear(4, 12, stride=3, blocks=[Block(12)]),
+        "stride=3 and blocks=.* pass one",
+    ),
+    "copies of inputs": (
+        lambda: tpcore.RowParallelLinear(12, 4, blocks=[Block(12, 4, replicate=True)]),
+        "would count them once for each copy",
+    ),
+    "a parametrized weight": (
+        lambda: tpcore.RowParallelLinear.from_plain(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))),
+        r"has the parameters \['bias'\], not \['bias', 'weight'\]",
+    ),
+    "a norm without weight": (
+        lambda: tpcore.RMSNorm.from_plain(nn.RMSNorm(4, elementwise_affine=False)),
+        "has no weight",
+    ),
+    "two of q, k, v": (
+        lambda: tpcore.ParallelQKV.from_plain([nn.Linear(4, 4)] * 2, 2),
+        "takes one module, q.k.v, or three, not 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_from_plain_says_what_does_not_fit(name: str) -> None:
+    make, message = MISFITS[name]
+
+    def rank(ctx: ParallelContext) -> None:
+        with pytest.raises(ValueError, match=message):
+            make()
+
+    run_ranks(Mesh({"tp": 2}), rank)
+
+
+# -- the matrix and the signatures know every layer -------------------------------------------------------
+def test_the_matrix_knows_every_layer() -> None:
+    """A new layer needs a row in ``tpcore/testing/matrix``, which the kit and ``tpcore verify`` then run."""
+    layers = {getattr(tpcore.layers, name) for name in tpcore.layers.__all__}
+    stack = [tpcore.ParallelModule]
+    while stack:
+        found = stack.pop().__subclasses__()
+        stack += found
+        layers |= {c for c in found if c.__module__.startswith("tpcore.") and not c.__name__.startswith("_")}
+    classes = {layer for layer in layers if isinstance(layer, type)}
+    assert sorted(c.__name__ for c in classes - {row.layer for row in matrix.ROWS.values()}) == []
+
+
+def test_features_of_a_forward_are_made_by_the_constructor() -> None:
+    """A forward asks no ShardSpec: that took 62 us a call at tp=32."""
+
+    def rank(ctx: ParallelContext) -> None:
+        layer = tpcore.ColumnParallelLinear(4, 12, stride=3)
+        layer.shard_specs = {}
+        layer(torch.randn(2, 4))
+
+    run_ranks(Mesh({"tp": 2}), rank)
+
+
+@pytest.mark.parametrize("layer", [tpcore.ColumnParallelConv1D, tpcore.RowParallelConv1D])
+def test_conv1d_has_the_arguments_of_linear(layer: type[nn.Module]) -> None:
+    assert issubclass(layer, linear.ColumnParallelLinear | linear.RowParallelLinear)
+    assert {"stride", "blocks", "pad", "reduce_dtype"} <= set(inspect.signature(layer).parameters)

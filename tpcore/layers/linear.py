@@ -63,6 +63,9 @@ class _ParallelLinear(ParallelModule):
     form: ClassVar[WeightForm] = WeightForm(_sizes, _initial_weight, _initial_bias)
     weight: Tensor
     bias: Tensor | None
+    skip_bias_add: bool
+    reduce_dtype: torch.dtype
+    sequence_dim: int | None
 
     def __init__(self, input_size: int, output_size: int, group: Any) -> None:
         super().__init__(group)

@@ -18,13 +18,14 @@ HIDDEN, HEADS, HEAD = 12, 4, 3
 
 def _expanded(x: Tensor, kv_heads: int, dim: int) -> Tensor:
     """Each key or value head as often as query heads share it, which are then cut like those."""
-    heads = x.unflatten(dim, (kv_heads, HEAD)).repeat_interleave(HEADS // kv_heads, dim)
-    return heads.flatten(dim, dim + 1)
+    heads: Tensor = x.unflatten(dim, (kv_heads, HEAD))
+    return heads.repeat_interleave(HEADS // kv_heads, dim).flatten(dim, dim + 1)
 
 
 def _folded(grad: Tensor, kv_heads: int) -> Tensor:
     """The transpose of ``_expanded``, along dim 0."""
-    return grad.unflatten(0, (kv_heads, HEADS // kv_heads, HEAD)).sum(1).flatten(0, 1)
+    shared: Tensor = grad.unflatten(0, (kv_heads, HEADS // kv_heads, HEAD))
+    return shared.sum(1).flatten(0, 1)
 
 
 def qkv(ctx: ParallelContext, case: Case, found: Findings) -> None:

@@ -6,7 +6,7 @@ import re
 from collections import OrderedDict
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,6 @@ STEPS, RATE, MAX_NORM = 2, 0.5, 1.0
 
 COLUMN = re.compile(r"\.(query|key|value|intermediate\.dense|decoder)$")
 ROW = re.compile(r"\.output\.dense$")
-Cut = TypeVar("Cut", bound=ParallelModule)
 
 
 def title() -> str:
@@ -91,26 +90,18 @@ def cut_bert(model: Any, ctx: ParallelContext) -> Any:
     for name, old in list(model.named_modules()):
         new: ParallelModule | None = None
         if COLUMN.search(name):
-            new = tpcore.ColumnParallelLinear(
-                old.in_features, old.out_features, gather_output=False, pad=True
-            )
+            new = tpcore.ColumnParallelLinear.from_plain(old, gather_output=False, pad=True)
         elif ROW.search(name):
-            new = tpcore.RowParallelLinear(old.in_features, old.out_features, input_is_parallel=True)
+            new = tpcore.RowParallelLinear.from_plain(old, input_is_parallel=True)
         elif name.endswith("word_embeddings"):
-            new = tpcore.ParallelEmbedding(old.num_embeddings, old.embedding_dim, old.padding_idx, pad=True)
+            new = tpcore.ParallelEmbedding.from_plain(old, pad=True)
         if new is not None:
             above, _, last = name.rpartition(".")
-            setattr(model.get_submodule(above), last, _filled(new, old, ctx))
+            setattr(model.get_submodule(above), last, new)
         for size in ("num_attention_heads", "all_head_size"):
             if hasattr(old, size):
                 setattr(old, size, getattr(old, size) // ctx.comm("tp").size)
     return model
-
-
-def _filled(new: Cut, old: nn.Module, ctx: ParallelContext) -> Cut:
-    rank, n = ctx.coord("tp"), ctx.comm("tp").size
-    new.load_state_dict({k: s.shard(old.state_dict()[k], rank, n) for k, s in new.shard_specs.items()})
-    return new
 
 
 def training_steps(ctx: ParallelContext) -> Wrong:

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 import tpcore
 from tpcore.backend.interface import Backend
-from tpcore.comm import Comm
 from tpcore.context import ParallelContext
 from tpcore.mesh import Group, Mesh
 from tpcore.parallel_layers import parallel_state as ps
 from tpcore.processes.pool import RankPool
 from tpcore.testing import run_ranks
+from tpcore.transport import Transport
 
 GETTERS = [n for n in ps.__all__ if n.startswith(("get_", "is_global"))]
 
@@ -185,29 +185,29 @@ def test_tp_beyond_the_world_is_not_lowered(alone: None) -> None:
     assert not ps.model_parallel_is_initialized()
 
 
-class _DeafComm(Comm):
+class _Deaf(Transport):
     """Of a group whose other member is never heard."""
 
-    @property
-    def process_group(self) -> Any:
-        return self
+    compares = True
 
-    def _all_reduce(self, x: Tensor, op: str, donate: bool) -> Tensor:
+    def all_reduce(self, x: Tensor, op: str, donate: bool) -> Tensor:
         return x
 
-    def _all_gather(self, x: Tensor, dim: int) -> Tensor:
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
         return torch.cat([x, x], dim)
 
-    def _reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
-        return self.split(x, dim)
+    def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
+        return x.chunk(2, dim)[0]
 
 
 class _DeafBackend(Backend):
+    interface = 2
+
     def start(self, timeout: float) -> tuple[int, int]:
         return 0, 2
 
-    def comm(self, group: Group, rank: int) -> Comm:
-        return _DeafComm(group, torch.tensor([0]))
+    def connect(self, group: Group, rank: int) -> Transport:
+        return _Deaf(group, rank)
 
     def device(self) -> torch.device:
         return torch.device("cpu")

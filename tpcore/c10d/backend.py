@@ -18,10 +18,10 @@ import torch.distributed as dist
 
 from ..backend.capabilities import Capabilities
 from ..backend.interface import Backend
-from ..comm import Comm
 from ..errors import BackendError
 from ..mesh import Group
-from .comm import C10dComm
+from ..transport import Transport
+from .transport import C10dTransport
 
 Members = tuple[int, ...]
 
@@ -46,16 +46,17 @@ class C10dBackend(Backend):
     ``store`` with an explicit rank and world, else what torchrun's environment says, else a world of one.
     """
 
-    interface = 1
-    capabilities = Capabilities(dtypes=(*Capabilities.dtypes, torch.int16, torch.int8))
-    comm_class: ClassVar[type[Comm] | None] = C10dComm
+    interface = 2
+    capabilities = Capabilities(
+        dtypes=(*Capabilities.dtypes, torch.int16, torch.int8), moved=(torch.complex64, torch.complex128)
+    )
+    transport_class: ClassVar[type[Transport] | None] = C10dTransport
     transport: ClassVar[str]
     """Its name for ``torch.distributed.init_process_group``."""
 
     def __init__(self, store: dist.Store | None = None, rank: int = 0, world: int = 1) -> None:
         self._given = None if store is None else (store, rank, world)
         self._groups: dict[tuple[Members, ...], Any] = {}
-        self._user_groups: dict[Any, Comm] = {}
         self._singles: list[Any] = []
         self._made: list[Any] = []
         self._timeout = 0.0
@@ -95,7 +96,6 @@ class C10dBackend(Backend):
 
     def stop(self) -> None:
         self._groups.clear()
-        self._user_groups.clear()
         self._singles.clear()
         for pg in self._made:
             dist.destroy_process_group(pg)
@@ -104,24 +104,21 @@ class C10dBackend(Backend):
             dist.destroy_process_group()
         self._owns = False
 
-    def comm(self, group: Group, rank: int) -> Comm:
+    def connect(self, group: Group, rank: int) -> Transport:
         if group.size == 1:
-            return self._comm(group, self._single)
+            return self._over(group, self._single)
         if group.partition not in self._groups:
             self._groups[group.partition] = self._group(group)
         pg = self._groups[group.partition]
-        return self._comm(group, lambda: pg)
+        return self._over(group, lambda: pg)
 
-    def comm_of(self, process_group: Any) -> Comm:
-        """Collectives over a torch.distributed group. The first call for a group is itself collective."""
-        if process_group not in self._user_groups:
-            members = tuple(dist.get_process_group_ranks(process_group))
-            group = Group(("user",), (members,))
-            self._user_groups[process_group] = self._comm(group, lambda: process_group)
-        return self._user_groups[process_group]
+    def adopt(self, process_group: Any) -> Transport:
+        """Collectives over a torch.distributed group; itself collective."""
+        members = tuple(dist.get_process_group_ranks(process_group))
+        return self._over(Group(("user",), (members,)), lambda: process_group)
 
-    def _comm(self, group: Group, pg: Callable[[], Any]) -> Comm:
-        return C10dComm(group, group.members(self._rank).index(self._rank), pg, self.device())
+    def _over(self, group: Group, pg: Callable[[], Any]) -> Transport:
+        return C10dTransport(group, self._rank, pg, self.device())
 
     def _group(self, group: Group) -> Any:
         """A process group for this rank's part of ``group``: all ranks make all parts, in one order."""

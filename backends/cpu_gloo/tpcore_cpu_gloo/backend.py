@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tpcore.backend.programs import Dims, Function, LoadedProgram
+from tpcore.backend.programs import Dims, Function, LoadedProgram, comm_named, program_comms
 from tpcore.c10d.backend import C10dBackend, Members, job_of_environment
 from tpcore.c10d.supervision.flight_recorder import FlightRecorder
 from tpcore.c10d.supervision.host import RANK_MEMORY, Identity, available_memory, sever, sockets
@@ -29,12 +29,12 @@ from tpcore.c10d.supervision.rendezvous import Rendezvous, own_client, store_of_
 from tpcore.c10d.supervision.status_store import StatusStore, Verdict
 from tpcore.c10d.supervision.waiting import Waiting
 from tpcore.calls import checked_calls
-from tpcore.comm import Comm
 from tpcore.context import current
 from tpcore.errors import BackendError, CollectiveMismatchError
 from tpcore.mesh import Group
+from tpcore.transport import Transport
 
-from .gloo import GlooComm
+from .gloo import GlooTransport
 
 _HERE = os.path.dirname(__file__) + os.sep
 
@@ -43,7 +43,7 @@ class GlooBackend(C10dBackend):
     """Joining and ending a job are its own, so that ranks which are lost or disagree are named."""
 
     transport = "gloo"
-    comm_class = GlooComm
+    transport_class = GlooTransport
     capabilities = replace(
         C10dBackend.capabilities,
         moved=(torch.complex64, torch.complex128, torch.uint16, torch.float8_e4m3fn),
@@ -54,7 +54,7 @@ class GlooBackend(C10dBackend):
         super().__init__(store, rank, world)
         self._guards: dict[Any, Waiting] = {}
         self._sides: Counter[Members] = Counter()
-        self._comms: list[GlooComm] = []
+        self._connected: list[GlooTransport] = []
         self._journal = FlightRecorder()
         self._monitor: Peers | None = None
 
@@ -101,8 +101,8 @@ class GlooBackend(C10dBackend):
             self._monitor.close("left the job (tpcore.shutdown)")
             if self._monitor.verdict is not None:
                 sever(self._monitor.sockets)
-        for comm in self._comms:
-            comm.close()
+        for transport in self._connected:
+            transport.close()
         self._guards.clear()
         super().stop()
 
@@ -120,25 +120,24 @@ class GlooBackend(C10dBackend):
         from . import programs  # torch.export takes a second to import
 
         ctx = current()
-        comms = [ctx.comm(axis) for axis in ctx.mesh.axes] + [ctx.world]
-        programs.trace(fn, weights, inputs, dims, comms, ctx.world, folder)
+        programs.trace(fn, weights, inputs, dims, program_comms(ctx), ctx.world, folder)
 
     def load_program(self, folder: Path, weights: Mapping[str, Tensor]) -> LoadedProgram:
         from . import programs
 
-        return programs.load(folder, weights, lambda axes: current().comm(*axes.split(".")))
+        return programs.load(folder, weights, partial(comm_named, current()))
 
-    def _comm(self, group: Group, pg: Callable[[], Any]) -> Comm:
+    def _over(self, group: Group, pg: Callable[[], Any]) -> Transport:
         members = group.members(self._rank)
         if group.size == 1:
-            return GlooComm(group, 0, pg, None)
+            return GlooTransport(group, self._rank, pg, None)
         if pg() not in self._guards:
             self._guards[pg()] = self._guard(group.axes, members)
         guard = self._guards[pg()]
         guard.axes = min(guard.axes, group.axes, key=len)  # one group may serve several axes
-        comm = GlooComm(group, members.index(self._rank), pg, guard)
-        self._comms.append(comm)
-        return comm
+        made = GlooTransport(group, self._rank, pg, guard)
+        self._connected.append(made)
+        return made
 
     def _watch(self, store: dist.Store) -> Peers:
         """Who is here, and whether all mean to check the same; then the thread that watches them."""

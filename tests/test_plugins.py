@@ -169,9 +169,9 @@ def test_a_probe_that_fails_is_a_reason(install: Install) -> None:
     [
         (
             "Half(group, rank)",
-            r"its connect\(\) makes an unfinished Transport: Can't instantiate abstract class Half.*all_gather",
+            r"backend 'half' of tpcore-half 1\.2: its connect\(\) makes .*abstract class Half.*all_gather",
         ),
-        ("None", "Mine.connect() returned None, not a tpcore Transport"),
+        ("None", r"Mine.connect\(\) returned None, not a tpcore Transport"),
     ],
 )
 def test_a_transport_that_is_none_or_unfinished_is_told_at_init(
@@ -195,5 +195,5 @@ def test_a_transport_that_is_none_or_unfinished_is_told_at_init(
     def tpcore_backend(): return Mine
     """
     install("half", code)
-    with pytest.raises(BackendError, match=rf"backend 'half' of tpcore-half 1\.2: {said}"):
+    with pytest.raises(BackendError, match=said):
         tpcore.init("half")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterator
 from contextvars import Context
 from typing import Any
@@ -214,7 +215,7 @@ class _DeafBackend(Backend):
 
 
 def test_first_collective_and_its_switch(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tpcore.context.load_backend", lambda name: _DeafBackend())
+    monkeypatch.setattr(sys.modules["tpcore.init"], "load_backend", lambda name: _DeafBackend())
     with pytest.raises(tpcore.BackendError, match="over 2 ranks counted 1: _DeafBackend"):
         ps.initialize_model_parallel(2)
     assert not ps.model_parallel_is_initialized()

@@ -13,6 +13,8 @@ from .. import ops
 from ..comm import Comm
 from ..shard import ShardSpec
 
+Index = NDArray[np.int64]
+
 
 @dataclass(frozen=True, eq=False)
 class Features:
@@ -22,22 +24,26 @@ class Features:
     """
 
     size: int
-    padded: bool
-    order: NDArray[np.int64] | None
-    """Where each feature stands once the ranks' features are side by side; None if in its own place."""
-    held: NDArray[np.int64] | None
-    """[ranks, features of one rank]: which feature each place holds, -1 where it is padding. None where the
-    ranks hold runs of the features in their order, without padding."""
+    padded: bool = False
+    plain: bool = True
+    """Whether the ranks hold runs of the features in their order, without padding."""
+    order: Index | None = None
+    """Where each feature stands once all ranks' are side by side; None if in its own place."""
+    spread: Index | None = None
+    """Which feature stands at each place once all ranks' are side by side; any, where that is padding."""
+    filled: NDArray[np.bool_] | None = None
+    """[ranks, features of one rank]: whether the place holds a feature; None without padding."""
 
     @classmethod
     def of(cls, spec: ShardSpec, n: int) -> Features:
         """Of a spec of this dim alone."""
         (size,) = spec.shape
         if n == 1 or spec.dim is None or spec.contiguous(n):
-            return cls(size, False, None, None)
-        order = spec.gathered_index(n).numpy()
-        in_order = np.array_equal(order, np.arange(size))
-        return cls(size, spec.padded(n), None if in_order else order, spec.source_index(n).numpy())
+            return cls(size)
+        order, held = spec.gathered_index(n).numpy(), spec.source_index(n).numpy()
+        padded, in_order = spec.padded(n), np.array_equal(order, np.arange(size))
+        spread = held.clip(min=0).reshape(-1)
+        return cls(size, padded, False, None if in_order else order, spread, held >= 0 if padded else None)
 
     def restored(self, y: Tensor) -> Tensor:
         """The features in their unsharded order, without padding, once all ranks' are gathered."""
@@ -47,14 +53,13 @@ class Features:
 
     def scatter(self, x: Tensor, comm: Comm) -> Tensor:
         """This rank's features of the last dim. Padded places take any feature: ``mask`` clears them."""
-        if self.held is not None:
-            side_by_side = torch.from_numpy(self.held).flatten().clamp(min=0)
-            x = x.index_select(-1, side_by_side.to(x.device))
+        if self.spread is not None:
+            x = x.index_select(-1, torch.from_numpy(self.spread).to(x.device))
         return ops.scatter(x, comm, -1)
 
     def mask(self, x: Tensor, comm: Comm) -> Tensor:
         """``x`` with this rank's padded features zeroed, and so their gradients. The rank stays data."""
-        if self.held is None:
+        if self.filled is None:
             return x
-        mine = (torch.from_numpy(self.held) >= 0).to(x.device).index_select(0, comm.position).squeeze(0)
+        mine = torch.from_numpy(self.filled).to(x.device).index_select(0, comm.position).squeeze(0)
         return x * mine.to(x.dtype)

@@ -202,7 +202,7 @@ class ColumnParallelLinear(_ParallelLinear):
         if not self.gather_output:
             return self.features.mask(y, self.tp)
         y = ops.gather(y, self.tp, -1)
-        return y if self.features.held is None else self.features.restored(y)
+        return y if self.features.plain else self.features.restored(y)
 
 
 class RowParallelLinear(_ParallelLinear):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import tpcore
 from tpcore.checkpoint import load, save
-from tpcore.checkpoint.format.regions import regions
+from tpcore.checkpoint.tensors.regions import regions
 from tpcore.context import ParallelContext
 from tpcore.errors import CheckpointError
 from tpcore.mesh import Mesh

@@ -9,6 +9,7 @@ import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,14 @@ from torch import Tensor, nn
 
 import tpcore
 from tpcore.checkpoint import load
-from tpcore.checkpoint.forms.whole import Reading
+from tpcore.checkpoint.forms.registry import open_source
+from tpcore.checkpoint.forms.source import Reading
 from tpcore.checkpoint.offline.consolidate import consolidate
 from tpcore.checkpoint.offline.convert import convert
+from tpcore.checkpoint.offline.inspect import inspect
 from tpcore.checkpoint.offline.reshard import reshard
-from tpcore.checkpoint.read.source import CutRule, opened, part
+from tpcore.checkpoint.read.source import CutRule, opened, part, tensors_of
+from tpcore.checkpoint.tensors.stored import Stored
 from tpcore.context import ParallelContext
 from tpcore.errors import CheckpointError
 from tpcore.mesh import Mesh
@@ -157,17 +161,17 @@ def test_offline(layout: str, tmp_path: Path, reference: type) -> None:
     write(tmp_path / "c", layout, reference)
     rules = RULES[2:] if layout == "shards" else RULES
     with opened(tmp_path / "c", Reading(), rules) as source:
-        for name, stored in source.tensors():
+        for name, stored in tensors_of(source, rules).items():
             assert torch.equal(part(stored, 0, 1), full()[name]), name
     convert(tmp_path / "c", tmp_path / "ours", rules=rules)
     with opened(tmp_path / "ours", Reading(trust=False)) as source:
         assert source.tp == TP
-        for name, stored in source.tensors():
+        for name, stored in tensors_of(source).items():
             assert torch.equal(part(stored, 0, 1), full()[name]), name
     reshard(tmp_path / "c", tmp_path / "three", 3, rules=rules)
     with opened(tmp_path / "three", Reading(trust=False)) as source:
         assert source.tp == 3
-        for name, stored in source.tensors():
+        for name, stored in tensors_of(source).items():
             assert torch.equal(part(stored, 0, 1), full()[name]), name
 
 
@@ -238,7 +242,7 @@ def test_what_optimum_neuron_has_fused(fuse: bool, tmp_path: Path) -> None:
     """Under its original names and in its original order, at every degree."""
     want = optimum(tmp_path / "c", fuse)
     with opened(tmp_path / "c", Reading()) as source:
-        found = {name: part(stored, 0, 1) for name, stored in source.tensors()}
+        found = {name: part(stored, 0, 1) for name, stored in tensors_of(source).items()}
     assert found.keys() == want.keys()
     assert all(torch.equal(found[name], t) for name, t in want.items())
 
@@ -262,7 +266,7 @@ def test_what_optimum_neuron_has_fused(fuse: bool, tmp_path: Path) -> None:
     convert(tmp_path / "c", tmp_path / "ours")
     with opened(tmp_path / "ours", Reading(trust=False)) as source:
         assert source.tp == 4
-        found = {name: part(stored, 0, 1) for name, stored in source.tensors()}
+        found = {name: part(stored, 0, 1) for name, stored in tensors_of(source).items()}
     assert all(torch.equal(found[name], t) for name, t in want.items())
 
 
@@ -273,7 +277,7 @@ def test_what_optimum_neuron_says_of_adapters_is_refused(tmp_path: Path) -> None
     with pytest.raises(
         CheckpointError, match=r"mp_metadata_pp_rank_0\.json is of adapters of the kind 'lora'"
     ):
-        opened(tmp_path / "c", Reading()).__enter__()
+        inspect(tmp_path / "c")
 
 
 @pytest.mark.parametrize(
@@ -285,7 +289,7 @@ def test_metadata_that_lie(wrong: tuple[str, str], tmp_path: Path) -> None:
     assert wrong[0] in path.read_text()
     path.write_text(path.read_text().replace(*wrong))
     with pytest.raises(CheckpointError, match="are not as their metadata say"):
-        opened(tmp_path / "c", Reading()).__enter__()
+        inspect(tmp_path / "c")
 
 
 def test_a_cut_that_nobody_knows(tmp_path: Path, reference: type) -> None:
@@ -304,15 +308,17 @@ def test_order_of_copied_heads(order: tuple[int, ...], tmp_path: Path) -> None:
         (tmp_path / "c" / f"tp_rank_{rank}").mkdir(parents=True)
         torch.save({"model": {"k": heads[head]}}, tmp_path / "c" / f"tp_rank_{rank}" / "checkpoint.pt")
     spec = ShardSpec((4, 2), 0, (Block(4, 2, True),))
-    from tpcore.checkpoint.forms.pickled import find
 
-    there = find(str(tmp_path / "c"))
-    assert there is not None
-    stored = there.open(Reading(), lambda name, shape, m: spec)[0]["k"]
-    assert torch.equal(part(stored, 0, 1), heads.view(4, 2))
+    def k() -> Stored:
+        with ExitStack() as stack:
+            source = open_source(str(tmp_path / "c"), Reading(), stack)
+            found: Stored = source.stage(0, None, lambda name, shape, m: spec).model()["k"]
+            return found
+
+    assert torch.equal(part(k(), 0, 1), heads.view(4, 2))
     torch.save({"model": {"k": heads[0] + 1}}, tmp_path / "c" / "tp_rank_2" / "checkpoint.pt")
     with pytest.raises(CheckpointError, match="copies of the same heads"):
-        there.open(Reading(), lambda name, shape, m: spec)
+        k()
 
 
 class Bomb:

@@ -19,10 +19,10 @@ from torch import nn
 
 import tpcore
 from tpcore.checkpoint import save
-from tpcore.checkpoint.forms.whole import Reading
+from tpcore.checkpoint.forms.source import Reading
 from tpcore.checkpoint.offline.consolidate import consolidate
 from tpcore.checkpoint.offline.verify import verify
-from tpcore.checkpoint.read.source import CutRule, opened, part
+from tpcore.checkpoint.read.source import CutRule, opened, part, tensors_of
 from tpcore.errors import CheckpointError
 from tpcore.mesh import Mesh
 from tpcore.testing import run_ranks
@@ -73,7 +73,7 @@ def test_mutated_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_ranks(Mesh({"tp": 2}), one)
     consolidate(tmp_path / "c", tmp_path / "hf", max_shard_size=64)
     with opened(tmp_path / "c", Reading()) as source:
-        want = {name: part(stored, 0, 1) for name, stored in source.tensors()}
+        want = {name: part(stored, 0, 1) for name, stored in tensors_of(source).items()}
     files = sorted(p for p in (tmp_path / "c").rglob("*") if p.is_file())
     index = tmp_path / "hf" / "model.safetensors.index.json"
     draw = random.Random(0)
@@ -84,7 +84,7 @@ def test_mutated_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         target.write_bytes(mutated(original, draw))
         try:
             with opened(target.parent if target == index else tmp_path / "c", Reading()) as source:
-                found = {name: part(stored, 0, 1) for name, stored in source.tensors()}
+                found = {name: part(stored, 0, 1) for name, stored in tensors_of(source).items()}
             for name, t in found.items():
                 assert name in want or target != index
                 if name in want:
@@ -127,7 +127,7 @@ def test_mutated_pickles(tmp_path: Path) -> None:
         target.write_bytes(mutated(original, draw))
         try:
             with opened(path, Reading(), rules if path.is_dir() else []) as source:
-                found = {name: part(stored, 0, 1) for name, stored in source.tensors()}
+                found = {name: part(stored, 0, 1) for name, stored in tensors_of(source, rules).items()}
             if not verify(path, rules=rules if path.is_dir() else []):
                 assert all(torch.equal(found[name], t) for name, t in want.items()), (i, target)
             else:

@@ -14,12 +14,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tpcore.checkpoint.format.directory import View
-from tpcore.checkpoint.forms.whole import Reading
+from tpcore.checkpoint.forms.source import Reading
 from tpcore.checkpoint.offline.consolidate import consolidate
 from tpcore.checkpoint.offline.reshard import reshard
 from tpcore.checkpoint.read import lazy
-from tpcore.checkpoint.read.source import opened, part
+from tpcore.checkpoint.read.source import cuts_by, opened, part, tensors_of
 from tpcore.checkpoint.write.save import put_in_place, write_state, write_tensor_files
 from tpcore.checkpoint.write.snapshot import Part
 from tpcore.shard import Block, ShardSpec
@@ -69,12 +68,10 @@ def write(path: Path, full: dict[str, Tensor], cuts: dict[str, ShardSpec], n: in
 def states(path: Path) -> list[dict[str, Tensor]]:
     """Every rank's shards."""
     with opened(path, Reading()) as source:
-        assert source.checkpoint is not None
         found = []
         for rank in range(source.tp):
-            view = View(source.checkpoint, rank, source.tp)
-            model = view.entries["model"]
-            found.append({k: part(view.stored(v, k), rank, source.tp) for k, v in model.items()})
+            model = source.stage(0, rank, cuts_by(())).model()
+            found.append({k: part(stored, rank, source.tp) for k, stored in model.items()})
         return found
 
 
@@ -100,7 +97,7 @@ def test_any_degree_into_any(drawn: list[ShardSpec], a: int, b: int, c: int, chu
                     assert torch.equal(state["tied"], state["0"])
             consolidate(Path(home, "3"), Path(home, "whole"))
             with opened(Path(home, "whole"), Reading()) as source:
-                whole = {name: part(stored, 0, 1) for name, stored in source.tensors()}
+                whole = {name: part(stored, 0, 1) for name, stored in tensors_of(source).items()}
             assert all(torch.equal(whole[name], t) for name, t in full.items())
     finally:
         os.fsync, lazy.CHUNK = fsync, before  # type: ignore[attr-defined]

@@ -11,7 +11,7 @@ import torch
 
 import tpcore
 from tpcore.checkpoint import load, save
-from tpcore.checkpoint.format import stored
+from tpcore.checkpoint.tensors import stored
 from tpcore.checkpoint.write import save as writing
 from tpcore.context import ParallelContext
 from tpcore.errors import CheckpointError, PeerLostError

@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import nn
 
+from ..context import current
+from .forms.source import Reading
 from .read.model import StrPath, read_checkpoint
 from .read.optimizer import load_object
 from .write.background import finish_save, save_in_background
@@ -108,9 +110,10 @@ def load(
         raise ValueError("model and model_or_optimizer are two names of one argument: give one")
     finish_save()
     target = model if model is not None else model_or_optimizer
+    how = Reading(model_key, trust, quiet=current().rank > 0)
     if target is None or isinstance(target, nn.Module):
-        return read_checkpoint(where, target, model_key, sharded=sharded, strict=strict, trust=trust)
-    return load_object(where, target, model_key, sharded=sharded, strict=strict, trust=trust)
+        return read_checkpoint(where, target, how, sharded=sharded, strict=strict)
+    return load_object(where, target, how, sharded=sharded, strict=strict)
 
 
 def wait() -> None:

@@ -221,7 +221,7 @@ def _reporting(quiet: bool) -> Iterator[Callable[[int, int], None]]:
 
 
 def _how(model_key: str, trust: bool) -> Any:
-    from ..checkpoint.forms.whole import Reading
+    from ..checkpoint.forms.source import Reading
 
     return Reading(model_key, trust)
 

@@ -1,4 +1,4 @@
-"""An opened checkpoint, and what one rank sees of it."""
+"""An opened checkpoint of this library, and the directories of its ranks."""
 
 from __future__ import annotations
 
@@ -13,46 +13,35 @@ from ...storage.crc32 import spelled
 from ...storage.dtypes import dtype_of
 from ...storage.files import naming, read_file
 from ...storage.jsonfile import MANIFEST, PREFIX, loads
-from ...storage.publish import resolve
 from ...storage.tensorfile import TensorFile
-from .cuts import Cut
+from ..tensors.cut import Cut
+from ..tensors.shards import FileShard
 from .manifest import STATE, Manifest, check_format, rank_dir
-from .stored import FileShard, Stored
-from .tree import entries, is_tensor, leaves, spell
 
 
 class Checkpoint:
     """The directory, its manifest checked. Files are opened when asked for and closed with ``stack``."""
 
     def __init__(self, load_dir: str | os.PathLike[str], stack: ExitStack) -> None:
-        self.path = resolve(os.path.realpath(load_dir))
+        self.path = os.path.realpath(load_dir)
         self.stack = stack
-        if not os.path.isdir(self.path):
-            what = "is a file: give sharded=False" if os.path.exists(self.path) else "does not exist"
-            raise CheckpointError(f"{os.fspath(load_dir)} {what}")
         manifest = os.path.join(self.path, MANIFEST)
         with naming("list", self.path):
             names = os.listdir(self.path)
-        if MANIFEST not in names:
-            held = f"it holds {sorted(names)[:3]}" if names else "it is empty"
-            raise CheckpointError(f"{self.path} is no checkpoint: {manifest} is missing ({held})")
         self.manifest = Manifest.from_json(read_file(manifest), manifest)
-        here = {name for name in names if name.startswith(PREFIX)}
-        for surplus in sorted(here - set(self.manifest.rank_dirs)):
+        here, listed = {name for name in names if name.startswith(PREFIX)}, set(self.manifest.rank_dirs)
+        for surplus in sorted(here - listed):
             raise CheckpointError(f"{os.path.join(self.path, surplus)} is of no rank that {manifest} lists")
-        for missing in sorted(set(self.manifest.rank_dirs) - here):
+        for missing in sorted(listed - here):
             raise CheckpointError(f"{os.path.join(self.path, missing)} is missing")
-        self._ranks: dict[str, RankState] = {}
-
-    @property
-    def tp(self) -> int:
-        return self.manifest.axis("tp")
+        self.tp, self.pp = self.manifest.axis("tp"), self.manifest.axis("pp")
+        self._ranks: dict[tuple[int, int], RankState] = {}
 
     def rank(self, tp_rank: int, pp_rank: int = 0) -> RankState:
-        name = rank_dir(tp_rank, pp_rank, self.manifest.axis("pp"))
-        if name not in self._ranks:
-            self._ranks[name] = RankState(self, name)
-        return self._ranks[name]
+        at = tp_rank, pp_rank
+        if at not in self._ranks:
+            self._ranks[at] = RankState(self, rank_dir(tp_rank, pp_rank, self.pp))
+        return self._ranks[at]
 
     def file(self, name: str) -> str:
         """Path of a file on the manifest, which has the size that is on record there."""
@@ -116,56 +105,5 @@ class RankState:
             crc32 = str(record["crc32"])
         except (KeyError, TypeError, ValueError, AttributeError) as e:
             raise CheckpointError(f"{self.path}: the record of {name!r} in {file} is damaged: {e!r}") from e
-        return FileShard(self._open(file), self._open(file).recorded(name, dtype, shape, crc32)), cut
-
-
-class View:
-    """What rank ``rank`` of ``n`` sees of a checkpoint that was saved at any degree."""
-
-    def __init__(self, checkpoint: Checkpoint, rank: int, n: int, pp_rank: int = 0) -> None:
-        self._checkpoint, self._pp_rank = checkpoint, pp_rank
-        self._own = rank if n == checkpoint.tp else None
-        self._first = checkpoint.rank(rank if self._own is not None else 0, pp_rank)
-        self.path = checkpoint.path
-        self.tree = self._first.tree
-        self.entries = entries(self.tree)
-
-    def difference(self, key: Any) -> str | None:
-        """Where the ranks disagree about a top-level entry, if this one has to stand for all of them."""
-        if self._own is not None:
-            return None
-        mine = self.entries[key]
-        for i in range(1, self._checkpoint.tp):
-            theirs = entries(self._checkpoint.rank(i, self._pp_rank).tree).get(key)
-            if theirs != mine:
-                a, b = dict(leaves(mine, (key,))), dict(leaves(theirs, (key,)))
-                path = next((p for p in a if a[p] != b.get(p)), (key,))
-                return (
-                    f"{spell(path)} can be loaded only at the degree it was saved at, "
-                    f"tp={self._checkpoint.tp}: it is {a.get(path)!r} of tp rank 0, {b.get(path)!r} of {i}"
-                )
-        return None
-
-    def stored(self, tree: dict[str, Any], where: str) -> Stored:
-        """The tensor that an encoded entry stands for."""
-        try:
-            file, name = str(tree["file"]), str(tree["name"])
-        except KeyError as e:
-            raise CheckpointError(f"{self._first.path}: {where} is damaged: no {e}") from e
-        shard, cut = self._first.tensor(file, name)
-        m = self._checkpoint.tp
-        if isinstance(cut, ShardSpec) and cut.local_shape(m) != shard.shape:
-            raise CheckpointError(f"{self._first.path}: {where} is {shard.shape} and not a shard of {cut}")
-
-        def of(i: int) -> FileShard:
-            return self._checkpoint.rank(i, self._pp_rank).tensor(file, name)[0]
-
-        return Stored(where, cut, m, self._own, of)
-
-    def bound(self, key: Any) -> str | None:
-        """Why a top-level entry can be loaded only at the degree it was saved at, or None."""
-        found = self.difference(key)
-        if found is None and self._own is None:
-            for path, leaf in leaves(self.entries[key], (key,)):
-                found = found or (self.stored(leaf, spell(path)).bound() if is_tensor(leaf) else None)
-        return found
+        opened = self._open(file)
+        return FileShard(opened, opened.recorded(name, dtype, shape, crc32)), cut

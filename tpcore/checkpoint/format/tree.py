@@ -166,3 +166,12 @@ def is_nested(
     raise CheckpointError(
         f"{where} has no model under {model_key!r}, nor is it one's state itself: it has {list(top)[:20]}"
     )
+
+
+def is_optimizer(value: Any) -> bool:
+    """Whether ``value`` is what an optimizer's ``state_dict()`` gives."""
+    return (
+        isinstance(value, Mapping)
+        and isinstance(value.get("state"), Mapping)
+        and isinstance(value.get("param_groups"), list)
+    )

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 from ...errors import CheckpointError
 from ...storage.files import read_file
 from ...storage.jsonfile import loads
+from ..tensors.stored import Stored
+from .inside import inside
+from .source import Form, Reading, Source, State
+from .whole import Whole, open_file
 
 INDEX = ".index.json"
 _FILES = ("model.safetensors", "pytorch_model.bin")  # in the order in which they are preferred
@@ -41,42 +45,23 @@ def _indexed(path: str, index: str) -> dict[str, set[str] | None]:
     return found
 
 
-def inside(root: str, name: str, said_by: str) -> str:
-    """Path of a file of ``root`` by the name that a file there gives it, which may be no way out of it."""
-    if not name or "\0" in name or os.path.isabs(name) or ".." in name.replace("\\", "/").split("/"):
-        raise CheckpointError(f"{said_by} names {name!r}, which is not a file in {root}")
-    path = os.path.join(root, name)
-    if not os.path.realpath(path).startswith(os.path.realpath(root) + os.sep) and not _snapshot(root, path):
-        raise CheckpointError(f"{path} is a link out of {root}")
-    if not os.path.isfile(path):
-        raise CheckpointError(f"{path}, which {said_by} names, is missing")
-    return path
+def _open(path: str, how: Reading, stack: ExitStack) -> Source | None:
+    files = weight_files(path) if os.path.isdir(path) else None
+    if files is None:
+        return None
+    state: State = {}
+    for file, names in files.items():
+        found, _ = open_file(file, how, stack)
+        missing = sorted((names or set()) - found.keys())
+        if missing:
+            raise CheckpointError(f"{file} has no {missing[0]!r}, which the index says it has")
+        state.update((name, item) for name, item in found.items() if names is None or _of(name, item, names))
+    return Whole(path, "unsharded directory", state, {})
 
 
-def _snapshot(root: str, path: str) -> bool:
-    """In the download cache a snapshot's files are links to ``../../blobs/<hash>``, and those are meant."""
-    parent, _, _ = os.path.realpath(root).rpartition(f"{os.sep}snapshots{os.sep}")
-    return bool(parent) and os.path.dirname(os.path.realpath(path)) == os.path.join(parent, "blobs")
+def _of(name: str, item: Any, names: set[str]) -> bool:
+    """Whether the index has it, or the tensor that it is another name of."""
+    return (item.where if isinstance(item, Stored) else name) in names
 
 
-def aligned(found: Mapping[str, Any], wanted: set[str]) -> dict[str, Any]:
-    """``found`` under the model's names, where those of one of the two only have one prefix more.
-
-    A base model's weights are stored as ``bert.embeddings...`` in the file of a model with a head, and
-    without ``bert.`` in its own.
-    """
-    if not wanted or not found or wanted & found.keys():
-        return dict(found)
-    shortest = min(wanted, key=lambda name: (len(name), name))
-    for name in found:
-        if name.endswith(f".{shortest}"):
-            prefix = name[: -len(shortest)]
-            if all(prefix + w in found for w in wanted):
-                return {n.removeprefix(prefix): item for n, item in found.items()}
-    first = min(found, key=lambda name: (len(name), name))
-    for want in wanted:
-        if want.endswith(f".{first}"):
-            prefix = want[: -len(first)]
-            if all(prefix + n in wanted for n in found):
-                return {prefix + n: item for n, item in found.items()}
-    return dict(found)
+FORM = Form(sharded=False, open=_open)

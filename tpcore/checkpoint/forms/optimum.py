@@ -1,107 +1,23 @@
-"""What optimum-neuron records beside its shards: which dims are cut, and which linears it made one of."""
+"""Shards of optimum-neuron, and what it records beside them: which dims are cut, which linears are one."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
 from typing import Any, NamedTuple
-
-from torch import Tensor
 
 from ...errors import CheckpointError
 from ...storage.files import read_file
 from ...storage.jsonfile import loads
-from .huggingface import inside
-
-Shards = Mapping[str, Sequence[Tensor]]
-"""Of every rank, by name."""
-
-
-class Original(NamedTuple):
-    """A tensor of the original model: equal pieces along ``dim``, in order."""
-
-    name: str
-    dim: int
-    pieces: list[Tensor]
-
-
-@dataclass(frozen=True)
-class Fused:
-    """Linears one after the other in each rank's shard. ``sizes``: theirs along ``dim``, whole."""
-
-    fused: str
-    names: Sequence[str]
-    dim: int
-    sizes: Sequence[int]
-
-    def originals(self, shards: Shards) -> Iterator[Original]:
-        tensors, at = shards[self.fused], 0
-        for name, size in zip(self.names, self.sizes, strict=True):
-            length = size // len(tensors)
-            yield Original(name, self.dim, [t.narrow(self.dim, at, length) for t in tensors])
-            at += length
-
-    def used(self) -> list[str]:
-        return [self.fused]
-
-
-@dataclass(frozen=True)
-class Attention:
-    """q, k, v and the output projection of grouped-query attention with ``copies`` of each kv head.
-
-    The kv heads are laid out as ``a b a b`` over the ranks, and the query heads, which the output
-    projection takes in the same order, so that each stands with a copy of its kv head.
-    """
-
-    stored: Mapping[str, str]  # the name in the shards by "q", "k", "v", and "qkv" where they are one
-    names: Mapping[str, str]  # the original one
-    output: str | None  # cut along dim 1
-    q_heads: int
-    kv_heads: int
-    copies: int
-
-    def originals(self, shards: Shards) -> Iterator[Original]:
-        q, k, v = self._parts(shards)
-        order = self._order()
-        yield Original(self.names["q"], 0, _sorted(q, order, 0))
-        first = list(range(self.kv_heads)) * self.copies
-        for name, tensors in (("k", k), ("v", v)):
-            yield Original(self.names[name], 0, _sorted(tensors, first, 0)[: self.kv_heads])
-        if self.output is not None:
-            yield Original(self.output, 1, _sorted(shards[self.output], order, 1))
-
-    def _parts(self, shards: Shards) -> list[Sequence[Tensor]]:
-        if "qkv" not in self.stored:
-            return [shards[self.stored[name]] for name in "qkv"]
-        fused = shards[self.stored["qkv"]]
-        heads = self.q_heads + 2 * self.kv_heads * self.copies
-        size = fused[0].shape[0] * len(fused) // heads
-        q, kv = (size * n // len(fused) for n in (self.q_heads, self.kv_heads * self.copies))
-        return [[t.narrow(0, at, length) for t in fused] for at, length in ((0, q), (q, kv), (q + kv, kv))]
-
-    def _order(self) -> list[int]:
-        """The query head at each place, over all ranks."""
-        group, each = self.q_heads // self.kv_heads, self.q_heads // (self.kv_heads * self.copies)
-        return [
-            kv * group + copy * each + i
-            for copy in range(self.copies)
-            for kv in range(self.kv_heads)
-            for i in range(each)
-        ]
-
-    def used(self) -> list[str]:
-        return [*self.stored.values(), *([] if self.output is None else [self.output])]
-
-
-def _sorted(tensors: Sequence[Tensor], order: Sequence[int], dim: int) -> list[Tensor]:
-    """Single heads in order, then further copies. Place ``i`` over all ranks holds number ``order[i]``."""
-    count = len(order) // len(tensors)
-    heads = [head for t in tensors for head in t.chunk(count, dim)]
-    if len(heads) != len(order):
-        raise CheckpointError(f"shards of shape {tuple(tensors[0].shape)} are not of {count} heads each")
-    places = sorted(range(len(order)), key=lambda place: (place >= len(set(order)), order[place]))
-    return [heads[place] for place in places]
+from ..tensors.cut import Cut
+from ..tensors.stored import Stored
+from .inside import inside
+from .pickled import PickledShards, find
+from .pickles import mapped
+from .rank_files import even_cut
+from .source import Form, Reading, Source, State
+from .transformations import Attention, Fused, Original
 
 
 class Recorded(NamedTuple):
@@ -111,7 +27,49 @@ class Recorded(NamedTuple):
     made: Sequence[Fused | Attention]
 
 
-def recorded(root: str, stages: int) -> list[Recorded]:
+class OptimumShards(PickledShards):
+    """Pickled shards with metadata beside them."""
+
+    def __init__(
+        self, path: str, files: Sequence[Sequence[str]], how: Reading, recorded: Sequence[Recorded]
+    ) -> None:
+        super().__init__(path, files, how)
+        self._recorded = recorded
+
+    @property
+    def mixed(self) -> bool:
+        return any(stage.made for stage in self._recorded)
+
+    def cut(self, name: str, shape: tuple[int, ...], pp_rank: int) -> Cut:
+        dim = self._recorded[pp_rank].dims.get(name)
+        return None if dim is None else even_cut(shape, self.tp, dim)
+
+    def originals(self, states: Sequence[Mapping[str, Any]], pp_rank: int) -> tuple[State, set[str]]:
+        found: State = {}
+        transformations = self._recorded[pp_rank].made
+        for made in transformations:
+            names = [name for name in made.used() if name not in states[0]]
+            if names == made.used():
+                continue  # not saved
+            if names:
+                raise CheckpointError(
+                    f"{self.files[pp_rank][0]} has no {names[0]!r}, which its metadata name"
+                )
+            for name, dim, pieces in self._made(made, states):
+                parts = [mapped(piece, name, self.path) for piece in pieces]
+                cut = even_cut(parts[0].shape, len(parts), dim)
+                found[name] = Stored(name, cut, len(parts), None, parts.__getitem__)
+        return found, {name for made in transformations for name in made.used()}
+
+    def _made(self, made: Fused | Attention, states: Sequence[Mapping[str, Any]]) -> list[Original]:
+        try:
+            return list(made.originals({name: [state[name] for state in states] for name in made.used()}))
+        except (ArithmeticError, IndexError, RuntimeError, ValueError) as e:
+            why = f"{type(e).__name__}: {e}"
+            raise CheckpointError(f"{self.path}: {made.used()} are not as their metadata say: {why}") from e
+
+
+def _read_metadata(root: str, stages: int) -> list[Recorded]:
     """By stage, what is on record in ``root``; nothing if nothing is."""
     found = []
     for stage in range(stages):
@@ -166,3 +124,16 @@ def _one(kind: str, spec: Mapping[str, Any], prefix: str, end: str) -> Fused | A
             ),
         )
     raise ValueError(f"unknown transformation {kind!r}")
+
+
+def _open(path: str, how: Reading, stack: ExitStack) -> Source | None:
+    found = find(path)
+    if found is None:
+        return None
+    root, stages = found
+    above = os.path.dirname(root) if os.path.basename(root) == "model" else root
+    recorded = _read_metadata(above, len(stages))
+    return OptimumShards(path, stages, how, recorded) if recorded else None
+
+
+FORM = Form(sharded=True, open=_open)

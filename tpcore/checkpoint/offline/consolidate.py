@@ -17,9 +17,9 @@ from ...storage.jsonfile import dumps
 from ...storage.progress import Steps, Tell, Tick, nothing
 from ...storage.tensorfile import nbytes_of, write_tensors
 from ..forms.huggingface import INDEX
-from ..forms.whole import Reading
+from ..forms.source import Reading, Source
 from ..read.lazy import Lazy, once
-from ..read.source import CutRule, Source, opened
+from ..read.source import CutRule, opened, tensors_of
 
 StrPath = str | os.PathLike[str]
 
@@ -44,7 +44,7 @@ def consolidate(
     bytes and an index where it takes more than one. Configuration and tokenizer files are copied.
     """
     with opened(src, how or Reading(), rules) as source:
-        tensors, ties = once(source)
+        tensors, ties = once(tensors_of(source, rules), source.path)
         groups = _groups(tensors, max_shard_size)
         tick = Steps(sum(map(nbytes_of, tensors.values())), tell)
         stem, end = ("pytorch_model", ".bin") if pickled else ("model", ".safetensors")
@@ -68,11 +68,11 @@ def consolidate(
     return names
 
 
-def write_one(source: Source, out: str, tell: Tell) -> None:
+def write_one(source: Source, out: str, rules: Sequence[CutRule], tell: Tell) -> None:
     """The model in ``source``, whole, as the one file ``out``."""
     if os.path.lexists(out):
         raise CheckpointError(f"{out} is there already: give another name")
-    tensors, ties = once(source)
+    tensors, ties = once(tensors_of(source, rules), source.path)
     temporary = _beside_name(out)
     make_dirs(os.path.dirname(out))
     try:

@@ -11,10 +11,11 @@ from ...errors import CheckpointError
 from ...storage.jsonfile import FileRecord
 from ...storage.progress import Steps, Tell, nothing
 from ..format.manifest import rank_dir
-from ..format.stored import MemoryShard, Stored
-from ..forms.pickled import ForeignCheckpoint
-from ..forms.whole import Reading, own
+from ..forms.native import Native
+from ..forms.source import Reading, Source, Stage
 from ..read.source import CutRule, cuts_by, opened
+from ..tensors.shards import MemoryShard
+from ..tensors.stored import Stored
 from ..write.save import put_in_place
 from ..write.snapshot import Part, total_of
 from .consolidate import StrPath, consolidate, write_one
@@ -37,43 +38,40 @@ def convert(
     """
     how = how or Reading()
     with opened(src, how, rules) as source:
-        if source.checkpoint is not None:
+        if isinstance(source, Native):
             raise CheckpointError(f"{source.path} is a tpcore checkpoint already: consolidate or reshard it")
-        if source.foreign is not None and any(stage.made for stage in source.foreign.recorded):
-            # what the original linears were is in no rank's shard as it is
+        if source.mixed:
             reshard(src, out, source.tp, rules=rules, how=how, tell=tell)
             return [rank_dir(rank) for rank in range(source.tp)]
-        if source.foreign is not None:
-            return _convert_shards(source.foreign, out, how, rules, tell)
+        if source.sharded:
+            return _convert_shards(source, out, how, rules, tell)
         if not os.fspath(out).endswith(".safetensors"):
             return consolidate(src, out, how=how, tell=tell)
         target = os.path.realpath(out)
-        write_one(source, target, tell)
+        write_one(source, target, rules, tell)
     return [os.path.basename(target)]
 
 
 def _convert_shards(
-    foreign: ForeignCheckpoint, out: StrPath, how: Reading, rules: Sequence[CutRule], tell: Tell
+    source: Source, out: StrPath, how: Reading, rules: Sequence[CutRule], tell: Tell
 ) -> list[str]:
-    pp, files, tick = len(foreign.stages), dict[str, FileRecord](), None
+    pp, files, tick = source.pp, dict[str, FileRecord](), None
     with staged(out) as (staging, save_id):
-        for stage in range(pp):
-            for i in range(foreign.tp):
-                rank = _rank_of_foreign(foreign, how, rules, stage, i)
-                tick = tick or Steps(total_of(rank.files) * foreign.tp * pp, tell)  # they are alike
-                files |= rank.write(staging.path, rank_dir(i, stage, pp), save_id, tick)
-        put_in_place(staging, save_id, {"pp": pp, "tp": foreign.tp}, files)
+        for pp_rank in range(pp):
+            for tp_rank in range(source.tp):
+                rank = _rank_of_shards(source.stage(pp_rank, tp_rank, cuts_by(rules)), how)
+                tick = tick or Steps(total_of(rank.files) * source.tp * pp, tell)  # they are alike
+                files |= rank.write(staging.path, rank_dir(tp_rank, pp_rank, pp), save_id, tick)
+        put_in_place(staging, save_id, {"pp": pp, "tp": source.tp}, files)
     return sorted({name.partition("/")[0] for name in files})
 
 
-def _rank_of_foreign(
-    foreign: ForeignCheckpoint, how: Reading, rules: Sequence[CutRule], stage: int, rank: int
-) -> RankContents:
+def _rank_of_shards(stage: Stage, how: Reading) -> RankContents:
     """One rank's own shards: mapped, only read when they are written."""
-    found, rests = foreign.open(how, cuts_by(rules), stage, own_rank=rank)
-    shards = {name: _tensor(s) if isinstance(s, Stored) else s for name, s in found.items()}
-    cuts = {id(shards[name]): s.cut for name, s in found.items() if isinstance(s, Stored)}
-    part = Part({how.model_key: shards, **own(rests[rank])}, lambda t, where: cuts.get(id(t)))
+    model = stage.model()
+    shards = {name: _tensor(s) if isinstance(s, Stored) else s for name, s in model.items()}
+    cuts = {id(shards[name]): s.cut for name, s in model.items() if isinstance(s, Stored)}
+    part = Part({how.model_key: shards, **stage.entries(_tensor)}, lambda t, where: cuts.get(id(t)))
     return RankContents(part.tree, part.files)
 
 

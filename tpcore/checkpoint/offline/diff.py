@@ -5,18 +5,18 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from typing import NamedTuple
 
 import torch
 
 from ...storage.dtypes import dtype_name
 from ...storage.files import CHUNK
-from ...storage.jsonfile import MANIFEST
 from ...storage.progress import Steps, Tell, nothing
-from ..format.stored import Stored
-from ..forms.whole import Reading
-from ..read.source import CutRule, Source, opened, part
+from ..forms.registry import open_source
+from ..forms.source import Reading
+from ..read.source import CutRule, part, tensors_of
+from ..tensors.stored import Stored
 from .consolidate import StrPath
 from .inspect import bytes_of_logical
 
@@ -40,8 +40,9 @@ def diff(
 ) -> Iterator[Difference]:
     """How the models in two checkpoints of any form and degree differ: an entry for each tensor that does."""
     how = how or Reading()
-    with _opened(a, how, rules) as one, _opened(b, how, rules) as other:
-        mine, theirs = dict(one.tensors()), dict(other.tensors())
+    with ExitStack() as stack:
+        one, other = (open_source(os.fspath(path), how, stack) for path in (a, b))
+        mine, theirs = (tensors_of(s, rules) for s in (one, other))
         tick = Steps(sum(map(bytes_of_logical, mine.values())), tell)
         for name in dict.fromkeys([*mine, *theirs]):
             if name not in mine or name not in theirs:
@@ -52,11 +53,6 @@ def diff(
             else:
                 yield from _values(name, mine[name], theirs[name])
             tick(bytes_of_logical(mine[name]) if name in mine else 0)
-
-
-def _opened(path: StrPath, how: Reading, rules: Sequence[CutRule]) -> AbstractContextManager[Source]:
-    ours = os.path.isfile(os.path.join(path, MANIFEST))
-    return opened(path, how, () if ours else rules)
 
 
 def _values(name: str, a: Stored, b: Stored) -> Iterator[Difference]:

@@ -9,11 +9,10 @@ from typing import NamedTuple
 
 from ...shard import ShardSpec
 from ...storage.dtypes import dtype_name
-from ..format.directory import View
-from ..format.stored import Stored
-from ..format.tree import is_tensor, leaves, spell
-from ..forms.whole import Reading
-from ..read.source import CutRule, Source, opened
+from ..forms.native import Native
+from ..forms.source import Reading, Source
+from ..read.source import CutRule, cuts_by, opened, tensors_of
+from ..tensors.stored import Stored
 
 StrPath = str | os.PathLike[str]
 
@@ -40,19 +39,16 @@ class Inspected(NamedTuple):
 def inspect(path: StrPath, *, rules: Sequence[CutRule] = (), how: Reading | None = None) -> Inspected:
     """Every tensor in a checkpoint of any form; of this library's, with what lies beside the model."""
     with opened(path, how or Reading(), rules) as source:
-        rows = [_row(name, stored) for name, stored in _all(source)]
+        rows = [_row(name, stored) for name, stored in _all(source, rules)]
         return Inspected(source.path, source.form, source.tp, source.pp, rows)
 
 
-def _all(source: Source) -> Iterator[tuple[str, Stored]]:
-    if source.checkpoint is None:
-        yield from source.tensors()
+def _all(source: Source, rules: Sequence[CutRule]) -> Iterator[tuple[str, Stored]]:
+    if not isinstance(source, Native):
+        yield from tensors_of(source, rules).items()
         return
     for pp_rank in range(source.pp):
-        view = View(source.checkpoint, 0, 1, pp_rank)
-        for path, leaf in leaves(view.tree):
-            if is_tensor(leaf):
-                yield spell(path), view.stored(leaf, spell(path))
+        yield from source.stage(pp_rank, 0 if source.tp == 1 else None, cuts_by(rules)).tensors()
 
 
 def _row(name: str, stored: Stored) -> TensorRow:

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import product
 from typing import Any, NamedTuple
 
 from ...errors import CheckpointError
 from ...storage.jsonfile import FileRecord
 from ...storage.progress import Steps, Tell, Tick, nothing
 from ...storage.publish import Staging
-from ..format.directory import View
 from ..format.manifest import rank_dir
-from ..format.stored import Stored
-from ..format.tree import is_tensor, leaves, only, spell, with_entry
-from ..forms.pickled import why_bound
-from ..forms.whole import Reading
+from ..format.tree import is_tensor, leaves, spell, with_entry
+from ..forms.native import Native, NativeStage
+from ..forms.source import Reading, Stage, State
 from ..read.lazy import Lazy, once
-from ..read.source import CutRule, Source, opened
+from ..read.source import CutRule, cuts_by, model_of, opened, part
+from ..tensors.stored import Stored
 from ..write.save import put_in_place, write_state, write_tensor_files
 from ..write.snapshot import Entry, Part, total_of
 from .consolidate import StrPath
@@ -52,61 +52,57 @@ def reshard(
     """
     if tp < 1:
         raise ValueError(f"tp={tp} is no number of ranks")
-    left: list[str] = []
+    left: dict[str, None] = {}
     with opened(src, how or Reading(), rules) as source:
-        pp = source.pp if source.checkpoint else 1
-        ranks = {
-            rank_dir(rank, stage, pp): _rank_of(source, rank, tp, stage, None if strict else left)
-            for stage in range(pp)
-            for rank in range(tp)
-        }
+        native = isinstance(source, Native)
+        pp = source.pp if native else 1  # what others wrote is one model, without stages
+        model = {} if native else model_of(source, cuts_by(rules))
+        ranks: dict[str, RankContents] = {}
+        for pp_rank, rank in product(range(pp), range(tp)):
+            own = rank if native and source.tp == tp else None
+            stage = source.stage(pp_rank, own, cuts_by(rules))
+            bound = stage.bound(model=native)
+            if bound and strict:
+                raise CheckpointError(f"{next(iter(bound.values()))}. It can be left out")
+            left |= dict.fromkeys(bound.values())
+            name = rank_dir(rank, pp_rank, pp)
+            if isinstance(stage, NativeStage):
+                ranks[name] = _rank_of(stage, bound, rank, tp)
+            else:
+                ranks[name] = _rank_of_model(model, stage, bound, rank, tp, source.path)
         tick = Steps(sum(total_of(rank.files) for rank in ranks.values()), tell)
         with staged(out) as (staging, save_id):
             files: dict[str, FileRecord] = {}
-            for name, rank in ranks.items():
-                files |= rank.write(staging.path, name, save_id, tick)
+            for name, contents in ranks.items():
+                files |= contents.write(staging.path, name, save_id, tick)
             put_in_place(staging, save_id, {"pp": pp, "tp": tp}, files)
-    return left
+    return list(left)
 
 
-def _rank_of(source: Source, rank: int, n: int, stage: int, left: list[str] | None) -> RankContents:
-    """One rank of ``n``. ``left``: where to add what is left out; None makes that an error."""
-    if source.checkpoint is None:
-        return _rank_of_model(source, rank, n, left)
-    view = View(source.checkpoint, rank, n, stage)
-    kept = dict(view.entries)
-    for key in view.entries:
-        why = view.bound(key)
-        if why is not None and left is None:
-            raise CheckpointError(f"{why}. It can be left out")
-        if why is not None and left is not None:
-            del kept[key]
-            left.extend([why] if why not in left else [])
-    tree, files = only(view.tree, kept), dict[str, dict[str, Lazy]]()
+def _rank_of(stage: NativeStage, without: Collection[Any], rank: int, n: int) -> RankContents:
+    """One rank of ``n``: the same entries in files of the same names."""
+    tree, files = stage.encoded(without, model=True), dict[str, dict[str, Lazy]]()
     for path, leaf in leaves(tree):
         if is_tensor(leaf):
-            lazy = Lazy(view.stored(leaf, spell(path)), rank, n)
+            lazy = Lazy(stage.stored(leaf, spell(path)), rank, n)
             files.setdefault(leaf["file"], {})[leaf["name"]] = lazy
     return RankContents(tree, files)
 
 
-def _rank_of_model(source: Source, rank: int, n: int, left: list[str] | None) -> RankContents:
+def _rank_of_model(
+    model: State, stage: Stage, without: Collection[Any], rank: int, n: int, path: str
+) -> RankContents:
     """Of what others wrote: the model, and what lies beside it on all ranks alike."""
-    if source.bound:
-        why = why_bound(source.bound, source.path, source.tp)
-        if left is None:
-            raise CheckpointError(f"{why}. It can be left out")
-        left.extend([why] if why not in left else [])
-    tensors, ties = once(source)
+    plain = sorted(name for name, item in model.items() if not isinstance(item, Stored))
+    if plain:
+        raise CheckpointError(f"{path}: {plain[0]!r} is no tensor; only a model can say it")
+    tensors, ties = once(model, path)
     names = {name: name for name in tensors} | ties
     file = "model.safetensors"
-    plain = {k: v for k, v in source.model.items() if not isinstance(v, Stored)}
-    if plain:
-        raise CheckpointError(f"{source.path}: {sorted(plain)[0]!r} is no tensor; only a model can say it")
-    rest = Part({key: value for key, value in source.rest.items() if key != "model"}, lambda t, where: None)
-    tree = {k: {"$": "tensor", "file": file, "name": names[k]} for k in source.model}
-    model = {k: Lazy(_recorded(t.stored), rank, n) for k, t in tensors.items()}
-    return RankContents(with_entry(rest.tree, "model", tree), {file: model, **rest.files})
+    rest = Part(stage.entries(lambda s: part(s, 0, 1), {"model", *without}), lambda t, where: None)
+    tree = {k: {"$": "tensor", "file": file, "name": names[k]} for k in model}
+    shards = {k: Lazy(_recorded(t.stored), rank, n) for k, t in tensors.items()}
+    return RankContents(with_entry(rest.tree, "model", tree), {file: shards, **rest.files})
 
 
 def _recorded(stored: Stored) -> Stored:

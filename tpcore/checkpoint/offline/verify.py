@@ -10,10 +10,11 @@ from ...errors import CheckpointError
 from ...storage.files import crc32_of, naming
 from ...storage.jsonfile import MANIFEST
 from ...storage.progress import Steps, Tell, nothing
-from ..format.directory import Checkpoint, View
 from ..format.tree import is_tensor, leaves, spell
-from ..forms.whole import Reading, unsound
-from ..read.source import CutRule, opened
+from ..forms.native import Native, NativeStage
+from ..forms.pickles import unsound
+from ..forms.source import Reading
+from ..read.source import CutRule, cuts_by, opened, tensors_of
 from .consolidate import StrPath
 
 
@@ -25,17 +26,20 @@ def verify(
     tell: Tell = nothing,
 ) -> list[str]:
     """Everything that is wrong with a checkpoint: missing, surplus and damaged files and tensors."""
-    try:
-        with opened(path, how or Reading(), rules) as source:
-            if source.checkpoint is not None:
-                return list(dict.fromkeys(_problems(source.checkpoint, tell)))
-            for _, stored in source.tensors():
+    with ExitStack() as stack:
+        try:
+            source = stack.enter_context(opened(path, how or Reading(), rules))
+        except CheckpointError as e:
+            return [str(e)]
+        if isinstance(source, Native):
+            return list(dict.fromkeys(_problems(source, tell)))
+        try:
+            for stored in tensors_of(source, rules).values():
                 for rank in range(stored.m):
                     stored.shard(rank).verify()
-            return [text for file in _files(source.path) for text in unsound(file)]
-    except CheckpointError as e:
-        ours = os.path.isfile(os.path.join(path, MANIFEST))
-        return _problems_of_ours(path, tell, str(e)) if ours else [str(e)]
+        except CheckpointError as e:
+            return [str(e)]
+        return [text for file in _files(source.path) for text in unsound(file)]
 
 
 def _files(path: str) -> list[str]:
@@ -43,18 +47,8 @@ def _files(path: str) -> list[str]:
     return sorted(os.path.join(folder, name) for folder, _, names in walked for name in names)
 
 
-def _problems_of_ours(path: StrPath, tell: Tell, first: str) -> list[str]:
-    """All of them where the directory can be opened at all."""
-    with ExitStack() as stack:
-        try:
-            checkpoint = Checkpoint(path, stack)
-        except CheckpointError as e:
-            return [str(e)]
-        return list(dict.fromkeys([first, *_problems(checkpoint, tell)]))
-
-
-def _problems(checkpoint: Checkpoint, tell: Tell) -> Iterator[str]:
-    manifest = checkpoint.manifest
+def _problems(source: Native, tell: Tell) -> Iterator[str]:
+    checkpoint, manifest = source.checkpoint, source.checkpoint.manifest
     tick = Steps(sum(record.size for record in manifest.files.values()), tell)
     for name in manifest.rank_dirs:
         folder = os.path.join(checkpoint.path, name)
@@ -69,21 +63,18 @@ def _problems(checkpoint: Checkpoint, tell: Tell) -> Iterator[str]:
                 yield f"{file} is damaged: {MANIFEST} has another crc32"
         except CheckpointError as e:
             yield str(e)
-    for pp_rank in range(manifest.axis("pp")):
-        for rank in range(checkpoint.tp):
-            yield from _problems_of_rank(checkpoint, rank, pp_rank)
+    for pp_rank in range(source.pp):
+        for rank in range(source.tp):
+            try:
+                yield from _damaged(source.stage(pp_rank, rank, cuts_by(())))
+            except CheckpointError as e:
+                yield str(e)
 
 
-def _problems_of_rank(checkpoint: Checkpoint, rank: int, pp_rank: int) -> Iterator[str]:
-    try:
-        view = View(checkpoint, rank, checkpoint.tp, pp_rank)
-        found = list(leaves(view.tree))
-    except CheckpointError as e:
-        yield str(e)
-        return
-    for path, leaf in found:
+def _damaged(stage: NativeStage) -> Iterator[str]:
+    for path, leaf in leaves(stage.tree):
         if is_tensor(leaf):
             try:
-                view.stored(leaf, spell(path)).first.verify()
+                stage.stored(leaf, spell(path)).first.verify()
             except CheckpointError as e:
                 yield str(e)

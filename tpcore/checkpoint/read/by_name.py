@@ -14,13 +14,14 @@ from torch import Tensor
 from ...errors import CheckpointError
 from ...shard import ShardSpec
 from ...storage.files import naming
-from ..format.cuts import Cut
-from ..format.stored import Stored
-from ..format.tree import is_nested
-from ..forms.huggingface import aligned
-from ..forms.whole import Reading, State, in_memory
-from .fit import listed, misfits
-from .source import open_source
+from ..forms.pickles import parted
+from ..forms.registry import open_source
+from ..forms.source import Reading
+from ..forms.whole import in_memory
+from ..tensors.cut import Cut
+from ..tensors.stored import Stored
+from .fit import aligned, listed, misfits
+from .source import model_of
 
 Wanted = Mapping[str, tuple[ShardSpec, torch.dtype]]
 
@@ -45,11 +46,13 @@ def read_shards(
     how, ties = how or Reading(), ties or {}
     with ExitStack() as stack:
         if isinstance(source, Mapping):
-            where, found = "the state", _state(source, how)
+            where, found = "the state", in_memory(parted(source, how, "the state")[0], "the state")
         else:
             where = os.fspath(source)
             with naming("load", where):
-                found = dict(open_source(where, how, partial(_cut, wanted, ties), stack, rank, n).model)
+                opened = open_source(where, how, stack)
+                own = rank if opened.tp == n else None
+                found = model_of(opened, partial(_cut, wanted, ties), own)
         found = aligned(found, {*wanted, *ties})
         for other, name in ties.items():
             if other in found:
@@ -66,13 +69,6 @@ def read_shards(
             if twice and not torch.equal(_read(found[other], *wanted[name], rank, n), made[name]):
                 raise CheckpointError(f"{where}: {name!r} and {other!r} are one in the model, not there")
         return made
-
-
-def _state(source: Mapping[str, Any], how: Reading) -> State:
-    nested = is_nested(
-        source, how.model_key, "the state", lambda v: isinstance(v, Mapping), lambda v: isinstance(v, Tensor)
-    )
-    return in_memory(source[how.model_key or ""] if nested else source, "the state")
 
 
 def _cut(wanted: Wanted, ties: Mapping[str, str], name: str, shape: tuple[int, ...], m: int) -> Cut:

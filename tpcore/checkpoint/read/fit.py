@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from ...context import ParallelContext
 from ...errors import CheckpointError
 from ...shard import ShardSpec
-from ..format.cuts import spec_of
-from ..format.stored import Job, Stored
+from ..tensors.cut import spec_of
+from ..tensors.stored import Job, Stored
 
 _SHOWN = 8
 _EXTRA_STATE = "_extra_state"  # torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
@@ -38,7 +38,7 @@ class Fit:
         self._assign: dict[str, Tensor] = {}
         self._hand_over: dict[str, Any] = {}
         self._in_place: set[int] = set()
-        self.notes: list[str] = []
+        self._notes: list[str] = []
         self._compare(found, where, strict)
 
     # -- comparing ----------------------------------------------------------------------------------------
@@ -55,7 +55,7 @@ class Fit:
                 wrong += absent
             raise CheckpointError(listed(f"{where} does not fit the model", wrong))
         if absent:
-            self.notes.append(listed(f"{where} does not fit the model everywhere, and strict=False", absent))
+            self._notes.append(listed(f"{where} does not fit the model everywhere, and strict=False", absent))
         for name in both:
             self._plan(name, found[name])
         self._note_precision()
@@ -108,7 +108,7 @@ class Fit:
         lossy = [(n, s.dtype, j.out.dtype) for n, s, j in self._jobs.values() if _loses(s.dtype, j.out.dtype)]
         if lossy:
             lines = [f"{name!r}: from {have} to the model's {want}" for name, have, want in lossy]
-            self.notes.append(listed("tensors lose precision", lines))
+            self._notes.append(listed("tensors lose precision", lines))
 
     # -- changing -----------------------------------------------------------------------------------------
     def verify(self) -> None:
@@ -120,8 +120,11 @@ class Fit:
         for key, (_, _, job) in self._jobs.items():
             job.run(check=key not in self._in_place)
 
-    def finish(self) -> None:
-        """Give the model the tensors that had to be made. Cannot fail for a reason of the checkpoint's."""
+    def finish(self) -> list[str]:
+        """Give the model the tensors that had to be made; returns what to warn of.
+
+        Cannot fail for a reason of the checkpoint's.
+        """
         made: dict[int, Tensor] = {}
         for name, t in self._wanted.items():
             if id(t) not in self._jobs or not isinstance(t, Tensor):
@@ -140,7 +143,8 @@ class Fit:
         tensors = (*self._model.named_parameters(), *self._model.named_buffers())
         left = [repr(name) for name, t in tensors if t.is_meta]
         if left:
-            self.notes.append(listed("still on meta, because the checkpoint does not hold them", left))
+            self._notes.append(listed("still on meta, because the checkpoint does not hold them", left))
+        return self._notes
 
 
 def misfits(name: str, stored: Stored, want: ShardSpec, dtype: torch.dtype, n: int) -> Iterator[str]:
@@ -169,3 +173,26 @@ def _converts(have: torch.dtype, want: torch.dtype) -> bool:
 
 def _loses(have: torch.dtype, want: torch.dtype) -> bool:
     return have != want and have.itemsize >= want.itemsize
+
+
+def aligned(found: Mapping[str, Any], wanted: set[str]) -> dict[str, Any]:
+    """``found`` under the model's names, where those of one of the two only have one prefix more.
+
+    A base model's weights are stored as ``bert.embeddings...`` in the file of a model with a head, and
+    without ``bert.`` in its own.
+    """
+    if not wanted or not found or wanted & found.keys():
+        return dict(found)
+    shortest = min(wanted, key=lambda name: (len(name), name))
+    for name in found:
+        if name.endswith(f".{shortest}"):
+            prefix = name[: -len(shortest)]
+            if all(prefix + w in found for w in wanted):
+                return {n.removeprefix(prefix): item for n, item in found.items()}
+    first = min(found, key=lambda name: (len(name), name))
+    for want in wanted:
+        if want.endswith(f".{first}"):
+            prefix = want[: -len(first)]
+            if all(prefix + n in wanted for n in found):
+                return {prefix + n: item for n, item in found.items()}
+    return dict(found)

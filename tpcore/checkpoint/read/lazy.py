@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,9 +11,8 @@ from torch import Tensor
 
 from ...errors import CheckpointError
 from ...storage.files import CHUNK
-from ..format.cuts import Cut
-from ..format.stored import Job, Stored
-from .source import Source
+from ..tensors.cut import Cut
+from ..tensors.stored import Job, Stored
 
 
 @dataclass(frozen=True)
@@ -52,12 +51,12 @@ class Lazy:
             yield out
 
 
-def once(source: Source) -> tuple[dict[str, Lazy], dict[str, str]]:
+def once(model: Mapping[str, Stored], path: str) -> tuple[dict[str, Lazy], dict[str, str]]:
     """Every tensor of the model, whole, under its first name, and that name by each further one."""
     first: dict[object, str] = {}
     tensors: dict[str, Lazy] = {}
     ties: dict[str, str] = {}
-    for name, stored in source.tensors():
+    for name, stored in model.items():
         kept = first.setdefault((stored.first.identity, stored.cut), name)
         if kept == name:
             stored.whole()  # says why not before anything is written
@@ -65,5 +64,5 @@ def once(source: Source) -> tuple[dict[str, Lazy], dict[str, str]]:
         else:
             ties[name] = kept
     if not tensors:
-        raise CheckpointError(f"{source.path} holds no tensors of a model")
+        raise CheckpointError(f"{path} holds no tensors of a model")
     return tensors, ties

@@ -16,56 +16,42 @@ from ...context import ParallelContext, current
 from ...errors import CheckpointError
 from ...shard import ShardSpec
 from ...storage.files import naming
-from ..format.cuts import Cut, is_optimizer, spec_of
-from ..format.stored import Stored
-from ..forms.pickled import in_order, recognised, split
-from ..forms.whole import Reading, mapped, open_unsharded, own
-from .model import StrPath, read_checkpoint
+from ..format.tree import is_optimizer
+from ..forms.pickles import mapped, own
+from ..forms.rank_files import in_order
+from ..forms.registry import open_source
+from ..forms.source import Reading
+from ..tensors.cut import Cut, spec_of
+from ..tensors.stored import Stored
+from .model import Loading, StrPath
 
 Saved = Mapping[str, Any]
 """What an optimizer's ``state_dict()`` gave."""
 
 
-def load_object(
-    where: StrPath, target: Any, key: str | None, *, sharded: bool, strict: bool, trust: bool
-) -> Any:
-    """Give ``target`` the entry ``key``; returns the rest. Collective over the world."""
-    is_one = isinstance(target, torch.optim.Optimizer)
-    if not hasattr(target, "load_state_dict") or not (sharded or is_one):
-        how = "" if sharded else " with sharded=False"
-        raise ValueError(f"cannot load into a {type(target).__name__}{how}")
-    ctx, path = current(), os.fspath(where)
-    found = None
-    if is_one:
+def load_object(where: StrPath, target: Any, how: Reading, *, sharded: bool, strict: bool) -> Any:
+    """Give ``target`` the entry ``how.model_key``; returns the rest. Collective over the world."""
+    optimizer = target if isinstance(target, torch.optim.Optimizer) else None
+    if not hasattr(target, "load_state_dict") or not (sharded or optimizer):
+        suffix = "" if sharded else " with sharded=False"
+        raise ValueError(f"cannot load into a {type(target).__name__}{suffix}")
+    ctx, path, key = current(), os.fspath(where), how.model_key
+    with ExitStack() as stack:
         with together(ctx), naming("load", path):
-            found = _of_others(path, Reading(key, trust, quiet=ctx.rank > 0), sharded, ctx)
-    rest = {} if found else read_checkpoint(where, None, key, sharded=True, strict=strict, trust=trust)
+            source = open_source(path, how, stack, sharded=sharded)
+            loading = Loading(ctx, source, strict=strict, sharded=sharded)
+            states, rest = loading.states() if optimizer else (None, {})
+            if states is None:
+                loading.compare(None)
+        if states is None:
+            rest = loading.run()
     with together(ctx):
-        if found is not None:
-            states, rest = found
-            rest[key] = cut_anew(states, target, ctx, path)
+        if states is not None:
+            rest[key] = cut_anew(states, optimizer, ctx, path)
         if key not in rest:
             raise ValueError(f"{path} has no entry {key!r}; it has {list(rest)}")
         target.load_state_dict(rest.pop(key))
     return rest
-
-
-def _of_others(
-    path: str, how: Reading, sharded: bool, ctx: ParallelContext
-) -> tuple[list[Saved], dict[Any, Any]] | None:
-    """The states of an optimizer on all ranks of another degree, and what else all ranks hold alike.
-
-    None where there is no need for them: the checkpoint is of this library, or of the same degree.
-    """
-    if not sharded:
-        with ExitStack() as stack:
-            state, rest = open_unsharded(path, how, stack)
-            return [state], own(rest)
-    there = recognised(path)
-    if there is None or there.tp == ctx.mesh.axes.get("tp", 1):
-        return None
-    states, rests = there.read(how, there.stage_of(ctx))
-    return states, own(split(rests)[0])
 
 
 def cut_anew(states: Sequence[Saved], optimizer: Any, ctx: ParallelContext, where: str) -> dict[str, Any]:

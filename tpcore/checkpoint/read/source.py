@@ -1,11 +1,10 @@
-"""What lies at a path, in any form that can be read, without a process group or a model."""
+"""A model out of a checkpoint of any form, without a process group or a module."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -13,14 +12,12 @@ import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
-from ...shard import ShardSpec
-from ...storage.jsonfile import MANIFEST, PREFIX
-from ..format.cuts import Cut
-from ..format.directory import Checkpoint, View
-from ..format.stored import Stored
-from ..format.tree import entries, is_dict, is_nested, is_tensor
-from ..forms.pickled import Cuts, ForeignCheckpoint, even_cut, recognised, split
-from ..forms.whole import Reading, State, open_unsharded
+from ..forms.native import Native
+from ..forms.rank_files import even_cut
+from ..forms.registry import open_source
+from ..forms.source import Cuts, Reading, Source, State
+from ..tensors.cut import Cut
+from ..tensors.stored import Stored
 
 
 class CutRule(NamedTuple):
@@ -31,88 +28,45 @@ class CutRule(NamedTuple):
     stride: int = 1
 
 
-@dataclass(frozen=True)
-class Source:
-    """``model`` by name; ``checkpoint`` or ``foreign`` where it is sharded.
+def cuts_by(rules: Sequence[CutRule]) -> Cuts:
+    """The first rule whose pattern matches a name says how that tensor is cut."""
 
-    ``rest``: what lies beside the model in files of others, the same on all ranks; ``bound``: what does not,
-    or is cut nobody knows how.
-    """
+    def cut(name: str, shape: tuple[int, ...], tp: int) -> Cut:
+        for rule in rules:
+            if fnmatchcase(name, rule.pattern):
+                return even_cut(shape, tp, rule.dim, rule.stride)
+        return None
 
-    path: str
-    form: str
-    tp: int
-    pp: int
-    model: State
-    checkpoint: Checkpoint | None = None
-    foreign: ForeignCheckpoint | None = None
-    rest: Mapping[Any, Any] = field(default_factory=dict)
-    bound: Sequence[Any] = ()
-
-    def tensors(self) -> Iterator[tuple[str, Stored]]:
-        for name, item in self.model.items():
-            if isinstance(item, Stored):
-                yield name, item
+    return cut
 
 
 @contextmanager
 def opened(path: str | os.PathLike[str], how: Reading, rules: Sequence[CutRule] = ()) -> Iterator[Source]:
-    """Open a checkpoint of any form. ``rules`` say what is not on record about how tensors are cut."""
+    """Open a checkpoint of any form. ``rules`` would be ignored where it says itself how it is cut."""
     with ExitStack() as stack:
-        source = open_source(os.fspath(path), how, cuts_by(rules), stack)
-        if rules and source.checkpoint is not None:
+        source = open_source(os.fspath(path), how, stack)
+        if rules and isinstance(source, Native):
             raise ValueError(f"{source.path} says itself how its tensors are cut: leave out the rules for it")
         yield source
 
 
-def open_source(path: str, how: Reading, cuts: Cuts, stack: ExitStack, rank: int = 0, n: int = 1) -> Source:
-    """As rank ``rank`` of ``n`` sees it, which may have a shard of its own there. Closed with ``stack``."""
-    there = recognised(path)
-    if there is not None:
-        own = rank if there.tp == n else None
-        states, rests = zip(*(there.open(how, cuts, i, own) for i in range(len(there.stages))), strict=True)
-        model, beside = _merged(states, path), split([rest for of_stage in rests for rest in of_stage])
-        return Source(path, "pickled shards", there.tp, len(there.stages), model, None, there, *beside)
-    folder = next((f for f in (path, os.path.join(path, "shards")) if _has_manifest(f)), None)
-    if folder is None and os.path.exists(path) and not _has_ranks(path):
-        form = "directory" if os.path.isdir(path) else "file"
-        model, rest = open_unsharded(path, how, stack)
-        for name, item in model.items():
-            cut = cuts(name, item.shape, 1) if isinstance(item, Stored) else None
-            if isinstance(cut, ShardSpec):
-                model[name] = Stored(name, cut, 1, None, item.shard)
-        return Source(path, f"unsharded {form}", 1, 1, model, None, None, *split([rest]))
-    # what is not there under its name may lie beside it
-    checkpoint = Checkpoint(folder or path, stack)
-    pp = checkpoint.manifest.axis("pp")
-    model = _merged([_model_of(View(checkpoint, rank, n, p), how) for p in range(pp)], path)
-    return Source(checkpoint.path, "tpcore checkpoint", checkpoint.tp, pp, model, checkpoint=checkpoint)
-
-
-def _has_manifest(folder: str) -> bool:
-    return os.path.isfile(os.path.join(folder, MANIFEST))
-
-
-def _has_ranks(path: str) -> bool:
-    """Whether ranks have written here: then what is missing is the manifest."""
-    return os.path.isdir(path) and any(name.startswith(PREFIX) for name in os.listdir(path))
-
-
-def _model_of(view: View, how: Reading) -> State:
-    nested = is_nested(view.entries, how.model_key, view.path, is_dict, is_tensor)
-    items = entries(view.entries[how.model_key]) if nested else view.entries
-    return {str(k): view.stored(v, str(k)) if is_tensor(v) else v for k, v in items.items()}
-
-
-def _merged(states: Sequence[State], path: str) -> State:
+def model_of(source: Source, cuts: Cuts, own: int | None = None) -> State:
     """The models of all pipeline stages as one."""
     model: State = {}
-    for state in states:
-        for name, item in state.items():
+    for pp_rank in range(source.pp):
+        for name, item in source.stage(pp_rank, own, cuts).model().items():
             if name in model and isinstance(item, Stored) and not _same(model[name], item):
-                raise CheckpointError(f"{path}: two pipeline stages hold {name!r} with different values")
+                raise CheckpointError(
+                    f"{source.path}: two pipeline stages hold {name!r} with different values"
+                )
             model.setdefault(name, item)
     return model
+
+
+def tensors_of(source: Source, rules: Sequence[CutRule] = ()) -> dict[str, Stored]:
+    """Those of the model. ``rules`` say what is not on record about how they are cut."""
+    model = model_of(source, cuts_by(rules))
+    return {name: item for name, item in model.items() if isinstance(item, Stored)}
 
 
 def _same(a: Any, b: Stored) -> bool:
@@ -127,15 +81,3 @@ def part(stored: Stored, rank: int, n: int) -> Tensor:
         shard.verify()
     job.run()
     return out
-
-
-def cuts_by(rules: Sequence[CutRule]) -> Cuts:
-    """The first rule whose pattern matches a name says how that tensor is cut."""
-
-    def cut(name: str, shape: tuple[int, ...], tp: int) -> Cut:
-        for rule in rules:
-            if fnmatchcase(name, rule.pattern):
-                return even_cut(shape, tp, rule.dim, rule.stride)
-        return None
-
-    return cut

@@ -25,9 +25,9 @@ from ...storage.jsonfile import MANIFEST, FileRecord, dumps
 from ...storage.progress import Steps, Tell, Tick, nothing
 from ...storage.publish import Staging, staging_path
 from ...storage.tensorfile import write_tensors
-from ..format.cuts import cuts_of
 from ..format.manifest import FORMAT, STATE, VERSION, Manifest, rank_dir
 from ..format.retention import keep_last
+from .cuts import cuts_of
 from .snapshot import Entry, Part, total_of
 
 

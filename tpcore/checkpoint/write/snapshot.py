@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from ...backend.interface import Backend
 from ...storage.tensorfile import Writable, nbytes_of
-from ..format.cuts import Cut, MemoryOf
 from ..format.tree import TAG, Path, encode, spell
+from ..tensors.cut import Cut
+from .cuts import MemoryOf
 
 _FILE_STEM = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ...checkpoint.forms.whole import Reading
+from ...checkpoint.forms.source import Reading
 from ...checkpoint.read.by_name import read_shards
 from ..artifact import TraceManifest
 

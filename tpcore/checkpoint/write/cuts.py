@@ -1,41 +1,21 @@
-"""Which cut goes on record with a tensor of a state."""
+"""Which cut goes on record with each tensor of a state."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
 from ...context import ParallelContext
 from ...layers.sharding import sharding
 from ...shard import ShardSpec
-
-Cut = ShardSpec | Literal["unknown"] | None
-"""How a stored tensor is cut. None: nobody said, so it is whole, if all ranks hold the same."""
+from ..format.tree import is_optimizer
+from ..tensors.cut import Cut, spec_of
 
 MemoryOf = Callable[[Tensor], object]
 """``Backend.memory_of``: what is equal for tensors that are one."""
-
-
-def spec_of(t: Tensor, ctx: ParallelContext, where: str) -> ShardSpec | None:
-    """The cut of a parameter of a parallel layer, over the tp group; None for any other tensor."""
-    found = sharding(t)
-    if found is None:
-        return None
-    spec, n = found.layout.spec, ctx.mesh.axes.get("tp", 1)
-    if not set(found.axes) <= {"tp"}:
-        mine = found.ctx.comm(*found.axes).group.members(found.ctx.rank)
-        tp = ctx.mesh.group("tp").members(ctx.rank) if n > 1 else (ctx.rank,)
-        raise ValueError(
-            f"{where} is cut over ranks {mine}; a checkpoint holds what is cut over the tp group {tp}"
-        )
-    if tuple(t.shape) != spec.local_shape(n):
-        raise ValueError(
-            f"{where} has shape {tuple(t.shape)}, but its layer cuts {spec} to {spec.local_shape(n)}"
-        )
-    return spec
 
 
 def cuts_of(state: Mapping[Any, Any], ctx: ParallelContext) -> Callable[[Tensor, str], Cut]:
@@ -80,14 +60,6 @@ def optimizer_cuts(
                     fits = spec is not None and tuple(value.shape) == spec.local_shape(n)
                     cuts[id(value)] = spec if fits else "unknown"
     return cuts
-
-
-def is_optimizer(value: Any) -> bool:
-    return (
-        isinstance(value, Mapping)
-        and isinstance(value.get("state"), Mapping)
-        and isinstance(value.get("param_groups"), list)
-    )
 
 
 def _names(groups: list[Any]) -> Iterator[tuple[int, str]]:

@@ -1,0 +1,25 @@
+"""Files that a checkpoint names, which have to lie in its directory."""
+
+from __future__ import annotations
+
+import os
+
+from ...errors import CheckpointError
+
+
+def inside(root: str, name: str, index: str) -> str:
+    """Path of a file of ``root`` by the name that a file there gives it, which may be no way out of it."""
+    if not name or "\0" in name or os.path.isabs(name) or ".." in name.replace("\\", "/").split("/"):
+        raise CheckpointError(f"{index} names {name!r}, which is not a file in {root}")
+    path = os.path.join(root, name)
+    if not os.path.realpath(path).startswith(os.path.realpath(root) + os.sep) and not _snapshot(root, path):
+        raise CheckpointError(f"{path} is a link out of {root}")
+    if not os.path.isfile(path):
+        raise CheckpointError(f"{path}, which {index} names, is missing")
+    return path
+
+
+def _snapshot(root: str, path: str) -> bool:
+    """In the download cache a snapshot's files are links to ``../../blobs/<hash>``, and those are meant."""
+    parent, _, _ = os.path.realpath(root).rpartition(f"{os.sep}snapshots{os.sep}")
+    return bool(parent) and os.path.dirname(os.path.realpath(path)) == os.path.join(parent, "blobs")

@@ -1,0 +1,142 @@
+"""This library's own form: a directory with a manifest, which says how each tensor is cut."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+from torch import Tensor
+
+from ...errors import CheckpointError
+from ...shard import ShardSpec
+from ...storage.jsonfile import MANIFEST
+from ...storage.publish import resolve
+from ..format.directory import Checkpoint
+from ..format.tree import decode, entries, is_dict, is_nested, is_tensor, leaves, only, spell
+from ..tensors.shards import FileShard
+from ..tensors.stored import Stored
+from .source import Cuts, Fill, Form, Reading, Source, Stage, State
+
+
+class Native(Source):
+    """A checkpoint that this library wrote."""
+
+    form = "tpcore checkpoint"
+
+    def __init__(self, checkpoint: Checkpoint, how: Reading) -> None:
+        self.checkpoint, self._how = checkpoint, how
+        self.path, self.save_id = checkpoint.path, checkpoint.manifest.save_id
+        self.tp, self.pp = checkpoint.tp, checkpoint.pp
+
+    def stage(self, pp_rank: int, own: int | None, cuts: Cuts) -> NativeStage:
+        return NativeStage(self.checkpoint, self._how.model_key, pp_rank, own)
+
+
+class NativeStage(Stage):
+    """One stage. Where the degree is another, the first rank's entries stand for those of all ranks."""
+
+    def __init__(self, checkpoint: Checkpoint, model_key: str | None, pp_rank: int, own: int | None) -> None:
+        self._checkpoint, self._model_key, self._own = checkpoint, model_key, own
+        self._pp_rank = pp_rank
+        self._first = checkpoint.rank(own or 0, pp_rank)
+        self._stored: dict[tuple[str, str], Stored] = {}  # the same one for tensors that are one
+        self.tree = self._first.tree
+        self._top = entries(self.tree)
+
+    def _nested(self) -> bool:
+        return is_nested(self._top, self._model_key, self._checkpoint.path, is_dict, is_tensor)
+
+    def model(self, fill: Fill | None = None) -> State:
+        top = entries(self._top[self._model_key]) if self._nested() else self._top
+        return {str(name): self._item(item, str(name), fill) for name, item in top.items()}
+
+    def _item(self, item: Any, name: str, fill: Fill | None) -> Any:
+        if is_tensor(item):
+            return self.stored(item, name)
+        return decode(item, lambda leaf: self._leaf(leaf, fill))
+
+    def _leaf(self, leaf: dict[str, Any], fill: Fill | None) -> Tensor | Stored:
+        stored = self.stored(leaf, str(leaf.get("name")))
+        return stored if fill is None else fill(stored)
+
+    def _keys(self, model: bool) -> list[Any]:
+        if model:
+            return list(self._top)
+        return [key for key in self._top if key != self._model_key] if self._nested() else []
+
+    def entries(self, fill: Fill, without: Collection[Any] = (), *, model: bool = False) -> Any:
+        return decode(self.encoded(without, model=model), lambda leaf: self._leaf(leaf, fill))
+
+    def encoded(self, without: Collection[Any] = (), *, model: bool = False) -> Any:
+        """``entries`` as they are stored."""
+        return only(self.tree, {key: self._top[key] for key in self._keys(model) if key not in without})
+
+    def bound(self, *, model: bool = False) -> Mapping[Any, str]:
+        if self._own is not None:
+            return {}
+        found = {key: self._difference(key) or self._uncut(key) for key in self._keys(model)}
+        return {key: why for key, why in found.items() if why is not None}
+
+    def _difference(self, key: Any) -> str | None:
+        """Where the ranks disagree about a top-level entry."""
+        mine = self._top[key]
+        for i in range(1, self._checkpoint.tp):
+            theirs = entries(self._checkpoint.rank(i, self._pp_rank).tree).get(key)
+            if theirs != mine:
+                a, b = dict(leaves(mine, (key,))), dict(leaves(theirs, (key,)))
+                path = next((p for p in a if a[p] != b.get(p)), (key,))
+                return (
+                    f"{spell(path)} can be loaded only at the degree it was saved at, "
+                    f"tp={self._checkpoint.tp}: it is {a.get(path)!r} of tp rank 0, {b.get(path)!r} of {i}"
+                )
+        return None
+
+    def _uncut(self, key: Any) -> str | None:
+        """Why a tensor in a top-level entry cannot be cut for another degree, if so."""
+        stored = (self.stored(t, spell(path)) for path, t in leaves(self._top[key], (key,)) if is_tensor(t))
+        return next((why for s in stored if (why := s.bound()) is not None), None)
+
+    def stored(self, leaf: dict[str, Any], where: str) -> Stored:
+        """The tensor that an encoded entry stands for."""
+        path = self._first.path
+        try:
+            file, name = str(leaf["file"]), str(leaf["name"])
+        except KeyError as e:
+            raise CheckpointError(f"{path}: {where} is damaged: no {e}") from e
+        if (file, name) not in self._stored:
+            shard, cut = self._first.tensor(file, name)
+            m = self._checkpoint.tp
+            if isinstance(cut, ShardSpec) and cut.local_shape(m) != shard.shape:
+                raise CheckpointError(f"{path}: {where} is {shard.shape} and not a shard of {cut}")
+
+            shards = {self._own or 0: shard}
+
+            def of(i: int) -> FileShard:
+                if i not in shards:
+                    shards[i] = self._checkpoint.rank(i, self._pp_rank).tensor(file, name)[0]
+                return shards[i]
+
+            self._stored[file, name] = Stored(where, cut, m, self._own, of)
+        return self._stored[file, name]
+
+    def tensors(self) -> Iterator[tuple[str, Stored]]:
+        """With those beside the model."""
+        for path, leaf in leaves(self.tree):
+            if is_tensor(leaf):
+                yield spell(path), self.stored(leaf, spell(path))
+
+
+def _open(path: str, how: Reading, stack: ExitStack) -> Source | None:
+    for folder in (path, os.path.join(path, "shards")):
+        if os.path.lexists(os.path.join(folder, MANIFEST)):
+            return Native(Checkpoint(folder, stack), how)
+    if os.path.lexists(path):
+        return None
+    # of a save that died between two renames, the new checkpoint lies beside the name
+    found = resolve(os.path.realpath(path))
+    return Native(Checkpoint(found, stack), how) if os.path.lexists(found) else None
+
+
+FORM = Form(sharded=True, open=_open)

@@ -1,0 +1,111 @@
+"""Files of torch.save, read without running what is in them."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import warnings
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import CheckpointError
+from ..format.tree import is_nested
+from ..tensors.shards import MemoryShard
+from .source import Reading
+
+_REPEATED = 64 << 20  # bytes of a tensor beyond those of its memory
+
+
+def unpickled(path: str, how: Reading, allow: Sequence[type] = ()) -> Any:
+    """A torch file by torch's restricted unpickler: tensors, plain values and the classes in ``allow``."""
+    if not how.trust:
+        raise CheckpointError(
+            f"{path} is a pickle and trust=False: `tpcore checkpoint convert` makes safetensors of it"
+        )
+    if not how.quiet and _version() < (2, 10):
+        warnings.warn(
+            f"{path} is a pickle, and before torch 2.10 (this is {torch.__version__}) one can run code in "
+            "spite of weights_only=True (CVE-2026-24747): trust who made it, or make safetensors of it "
+            "elsewhere with `tpcore checkpoint convert`",
+            stacklevel=2,
+        )
+    try:
+        if not zipfile.is_zipfile(path):
+            raise CheckpointError(f"{path} is truncated: its directory, which is at its end, is missing")
+        with torch.serialization.safe_globals(list(allow)):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except CheckpointError:
+        raise
+    except pickle.UnpicklingError as e:
+        raise CheckpointError(
+            f"{path} holds something besides tensors and plain values, and unpickling that could run code: "
+            f"save the state_dict alone ({str(e).splitlines()[0][:200]})"
+        ) from e
+    except Exception as e:  # a damaged file makes torch.load raise whatever its bytes happen to mean
+        said = (str(e).splitlines() or [""])[0][:200]
+        raise CheckpointError(f"{path} is damaged: {type(e).__name__}: {said}") from e
+
+
+def _version() -> tuple[int, ...]:
+    return tuple(int(n) for n in re.findall(r"\d+", torch.__version__)[:2])
+
+
+def top_of(path: str, how: Reading, allow: Sequence[type] = ()) -> Mapping[Any, Any]:
+    """The dict that a file holds."""
+    top = unpickled(path, how, allow)
+    if not isinstance(top, Mapping):
+        raise CheckpointError(f"{path} holds a {type(top).__name__}, not a dict of tensors")
+    return top
+
+
+def parted(top: Mapping[Any, Any], how: Reading, path: str) -> tuple[Mapping[Any, Any], dict[Any, Any]]:
+    """The entry ``how.model_key`` and what lies beside it; all there is where that is a model's state."""
+    nested = is_nested(top, how.model_key, path, _is_dict, _is_tensor)
+    if not nested:
+        return top, {}
+    return top[how.model_key], {key: value for key, value in top.items() if key != how.model_key}
+
+
+def _is_dict(value: Any) -> bool:
+    return isinstance(value, Mapping)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def mapped(t: Tensor, name: str, path: str) -> MemoryShard:
+    if t.layout != torch.strided or t.is_quantized or t.is_meta:
+        raise CheckpointError(f"{path}: {name!r} is of layout {t.layout}, dtype {t.dtype} on {t.device}")
+    if t.nbytes > t.untyped_storage().nbytes() + _REPEATED:  # strides of 0 make much of little
+        raise CheckpointError(f"{path}: {name!r} repeats {t.untyped_storage().nbytes()} bytes to {t.nbytes}")
+    return MemoryShard(t)
+
+
+def own(value: Any) -> Any:
+    """The same with tensors in memory of their own: a mapped one would change, or fault, with the file."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if type(value) in (list, tuple):
+        return type(value)(own(item) for item in value)
+    if isinstance(value, Mapping):
+        return type(value)((key, own(item)) for key, item in value.items())  # type: ignore[call-arg]
+    return value
+
+
+def unsound(path: str) -> Iterator[str]:
+    """Whether all of a file of torch.save has the crc32 that is on record in it. Nothing of other files."""
+    try:
+        if not zipfile.is_zipfile(path):
+            return
+        with zipfile.ZipFile(path) as records:
+            wrong = records.testzip()
+    except Exception as e:  # noqa: BLE001  a damaged file makes zipfile raise whatever its bytes mean
+        yield f"{path} is damaged: {type(e).__name__}: {e}"
+        return
+    if wrong is not None:
+        yield f"{path} is damaged: its {wrong!r} has another crc32"

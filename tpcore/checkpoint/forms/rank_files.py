@@ -1,0 +1,132 @@
+"""Shards in one file for each rank, which do not say how they are cut."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import CheckpointError
+from ...shard import Block, ShardSpec
+from ..tensors.cut import Cut
+from ..tensors.shards import MemoryShard
+from ..tensors.stored import Stored
+from .beside import split, why_bound
+from .pickles import mapped, own
+from .source import Cuts, Fill, Reading, Source, Stage, State
+
+Entries = dict[Any, Any]
+"""What lies beside the model in one rank's file."""
+
+
+class RankFiles(Source):
+    """``files``: of each pipeline stage, that of each tp rank. A form says how one of them is read."""
+
+    def __init__(self, path: str, files: Sequence[Sequence[str]], how: Reading) -> None:
+        self.path, self.files, self.how = path, files, how
+        self.pp, self.tp = len(files), len(files[0])
+
+    @abstractmethod
+    def read(self, file: str) -> tuple[Mapping[str, Any], Entries]:
+        """The entry ``how.model_key``, or all there is, and what lies beside it; tensors may be mapped."""
+
+    def cut(self, name: str, shape: tuple[int, ...], pp_rank: int) -> Cut:
+        """The cut of a tensor that the reader does not know, if it is on record."""
+        return None
+
+    def originals(self, states: Sequence[Mapping[str, Any]], pp_rank: int) -> tuple[State, set[str]]:
+        """Tensors that stand in no rank's file as they are, and the names of their parts."""
+        return {}, set()
+
+    def stage(self, pp_rank: int, own: int | None, cuts: Cuts) -> Stage:
+        return _Stage(self, pp_rank, own, cuts)
+
+
+class _Stage(Stage):
+    def __init__(self, source: RankFiles, pp_rank: int, own: int | None, cuts: Cuts) -> None:
+        self._source, self._pp_rank, self._own, self._cuts = source, pp_rank, own, cuts
+        self._files = source.files[pp_rank]
+        read = [source.read(file) for file in self._files]
+        self._states = [state for state, _ in read]
+        rests = [rest for _, rest in read]
+        self._rest, self._bound = split(rests) if own is None else (rests[own], [])
+
+    def states(self) -> Sequence[Mapping[str, Any]]:
+        return self._states
+
+    def model(self, fill: Fill | None = None) -> State:
+        first = self._states[self._own or 0]
+        for file, state in zip(self._files, self._states, strict=True):
+            for name in sorted(state.keys() ^ first.keys()):
+                raise CheckpointError(f"{file} and {self._files[self._own or 0]} do not both have {name!r}")
+        found, used = self._source.originals(self._states, self._pp_rank)
+        plain = {name: value for name, value in first.items() if name not in used}
+        return found | {k: self._stored(k) if isinstance(v, Tensor) else v for k, v in plain.items()}
+
+    def _stored(self, name: str) -> Stored:
+        pairs = zip(self._states, self._files, strict=True)
+        shards, where = [mapped(s[name], name, file) for s, file in pairs], self._source.path
+        if len({(s.shape, s.dtype) for s in shards}) > 1:
+            raise CheckpointError(f"{where}: {name!r} has another shape or dtype on another rank")
+        shape, tp = shards[0].shape, len(shards)
+        cut = self._cuts(name, shape, tp) or self._source.cut(name, shape, self._pp_rank)
+        if isinstance(cut, ShardSpec) and cut.local_shape(tp) != shape:
+            raise CheckpointError(
+                f"{where}: {name!r} has shape {shape} on each of {tp} ranks, "
+                f"but {cut} is cut to {cut.local_shape(tp)}"
+            )
+        if isinstance(cut, ShardSpec) and cut.dim is not None:
+            shards = in_order(shards, cut, f"{where}: {name!r}")
+        return Stored(name, cut, tp, self._own, shards.__getitem__)
+
+    def entries(self, fill: Fill, without: Collection[Any] = (), *, model: bool = False) -> Any:
+        rest = {key: own(value) for key, value in self._rest.items() if key not in without}
+        if not model:
+            return rest
+        items = self.model().items()
+        made = {name: fill(item) if isinstance(item, Stored) else own(item) for name, item in items}
+        return {self._source.how.model_key: made, **rest}
+
+    def bound(self, *, model: bool = False) -> Mapping[Any, str]:
+        why = why_bound(self._bound, self._source.path, self._source.tp)
+        return dict.fromkeys(self._bound, why)
+
+
+def even_cut(shape: tuple[int, ...], tp: int, dim: int, stride: int = 1) -> ShardSpec:
+    """The cut of which each of ``tp`` shards has ``shape``: ``stride`` blocks of one size, no padding."""
+    if not 0 <= dim < len(shape) or shape[dim] % stride:
+        raise CheckpointError(f"a shard of shape {shape} is not one of {stride} blocks along dim {dim}")
+    full = shape[dim] * tp
+    return ShardSpec((*shape[:dim], full, *shape[dim + 1 :]), dim, (Block(full // stride),) * stride)
+
+
+def in_order(shards: list[MemoryShard], cut: ShardSpec, where: str) -> list[MemoryShard]:
+    """The shards such that neighbours hold one unit of replicated blocks, as ShardSpec has it.
+
+    Some write the copies of ``a b`` as ``a b a b`` and not as ``a a b b``. The values tell, not a guess.
+    """
+    m = len(shards)
+    if _replicas_agree(shards, cut):
+        return shards
+    copies = {b: m // -(-b.size // b.unit) for b in cut.blocks if b.replicate}
+    if len(cut.blocks) == 1:
+        units = m // copies[cut.blocks[0]]
+        turned = [shards[(i % copies[cut.blocks[0]]) * units + i // copies[cut.blocks[0]]] for i in range(m)]
+        if _replicas_agree(turned, cut):
+            return turned
+    raise CheckpointError(f"{where}: ranks that should hold copies of the same heads hold different values")
+
+
+def _replicas_agree(shards: list[MemoryShard], cut: ShardSpec) -> bool:
+    held: dict[tuple[int, int], Tensor] = {}
+    assert cut.dim is not None  # noqa: S101
+    for rank, shard in enumerate(shards):
+        for piece in cut.pieces(rank, len(shards)):
+            t = shard.tensor.narrow(cut.dim, piece.local, piece.length)
+            first = held.setdefault((piece.full, piece.length), t)
+            if first is not t and not torch.equal(first, t):
+                return False
+    return True

@@ -1,0 +1,45 @@
+"""Every form of checkpoint that can be read, and the one door to all of them."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from importlib import import_module
+
+from ...errors import CheckpointError
+from ...storage.jsonfile import MANIFEST, PREFIX
+from .source import Form, Reading, Source
+
+FORMS: tuple[Form, ...] = tuple(
+    import_module(f".{module}", __package__).FORM  # a form is its module here, and one of these lines
+    for module in (
+        "native",
+        "optimum",
+        "pickled",
+        "huggingface",
+        "whole",
+    )
+)
+"""In the order in which they are tried."""
+
+
+def open_source(path: str, how: Reading, stack: ExitStack, *, sharded: bool | None = None) -> Source:
+    """Open what lies at ``path``, of whatever form; closed with ``stack``. ``sharded``: of such only."""
+    for form in FORMS:
+        if sharded is None or form.sharded == sharded:
+            found = form.open(path, how, stack)
+            if found is not None:
+                return found
+    raise CheckpointError(_unknown(path, sharded))
+
+
+def _unknown(path: str, sharded: bool | None) -> str:
+    if not os.path.exists(path):
+        return f"{path} does not exist"
+    if not os.path.isdir(path):
+        return f"{path} is a file: give sharded=False" if sharded else f"{path} is no file, nor a directory"
+    names = sorted(os.listdir(path))
+    if sharded or (sharded is None and any(name.startswith(PREFIX) for name in names)):
+        contents = f"it holds {names[:3]}" if names else "it is empty"
+        return f"{path} is no checkpoint: {os.path.join(path, MANIFEST)} is missing ({contents})"
+    return f"{path} is a directory without model.safetensors or pytorch_model.bin, or an index of either"

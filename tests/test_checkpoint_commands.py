@@ -210,6 +210,24 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("command", [["reshard", "--tp", "1"], ["convert"]])
+def test_a_checkpoint_at_out_stays(command: list[str], tmp_path: Path) -> None:
+    write(tmp_path / "precious", 2)
+    before = (tmp_path / "precious" / "manifest.json").read_bytes()
+    source = tmp_path / "other"
+    if command[0] == "reshard":
+        write(source, 2, seed=1)
+    else:
+        (source / "tp_rank_0").mkdir(parents=True)
+        torch.save({"model": {"w": torch.ones(2)}}, source / "tp_rank_0" / "checkpoint.pt")
+    name, *options = command
+    for out in ("precious", "other") if name == "reshard" else ("precious",):
+        result = CliRunner().invoke(app, ["checkpoint", name, str(source), str(tmp_path / out), *options])
+        assert result.exit_code == 2
+        assert f"{tmp_path / out} is there already: give another name" in result.output.replace("\n", "")
+    assert (tmp_path / "precious" / "manifest.json").read_bytes() == before
+
+
 def test_transformers_opens_it(tmp_path: Path) -> None:
     """The same logits as the whole model; its bias, which a plain module registers too, is cut on record."""
     transformers = pytest.importorskip("transformers")

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,13 @@ from torch import nn
 
 import tpcore
 from tpcore.checkpoint import load, save
-from tpcore.context import ParallelContext
+from tpcore.context import ParallelContext, use
 from tpcore.errors import CheckpointError
 from tpcore.mesh import Mesh
+from tpcore.storage.publish import Staging
 from tpcore.testing import run_ranks
+from tpcore.trace.artifact import FORMAT as TRACED
+from tpcore.trace.artifact import PROGRAMS
 
 MESH = Mesh({"dp": 2, "tp": 2})
 
@@ -458,3 +462,45 @@ def test_headers_that_lie(entry: dict[str, Any], length: int | None, tmp_path: P
     path = tmp_path / "w.safetensors"
     path.write_bytes((length or len(head)).to_bytes(8, "little") + head + bytes(48))
     assert all(str(path) in m for m in refuses(path, sharded=False))
+
+
+@pytest.mark.parametrize("text", ['{"format": "another", "version": 1}', "no JSON"])
+def test_what_has_another_format_is_left_alone(text: str, tmp_path: Path) -> None:
+    """A traced model looks like a checkpoint but for the format in its manifest."""
+    (tmp_path / "c" / "tp_rank_0").mkdir(parents=True)
+    (tmp_path / "c" / "manifest.json").write_text(text)
+
+    def rank(ctx: ParallelContext) -> None:
+        with pytest.raises(CheckpointError, match=r"manifest\.json"):
+            save({"model": {"w": torch.ones(2)}}, tmp_path / "c")
+
+    run_ranks(Mesh({"tp": 2}), rank)
+    assert (tmp_path / "c" / "manifest.json").read_text() == text
+
+
+def test_a_traced_model_replaces_no_checkpoint(tmp_path: Path) -> None:
+    run_ranks(Mesh({"tp": 2}), lambda ctx: save({"model": {"w": torch.ones(2)}}, tmp_path / "c"))
+    with pytest.raises(CheckpointError, match=r"of the format 'tpcore\.checkpoint'.*give another name"):
+        Staging(str(tmp_path / "c"), "0" * 32, TRACED, {PROGRAMS})
+    assert sorted(os.listdir(tmp_path)) == ["c"]
+    assert sorted(os.listdir(tmp_path / "c")) == ["manifest.json", "tp_rank_0", "tp_rank_1"]
+
+
+def test_a_mesh_that_differs_between_ranks_replaces_no_checkpoint(tmp_path: Path) -> None:
+    """Two dp ranks to rank 0, two tp ranks to rank 1: what they write together is no checkpoint."""
+    run_ranks(Mesh({"tp": 2}), lambda ctx: save({"model": {"w": torch.ones(2)}}, tmp_path / "c"))
+    before = (tmp_path / "c" / "manifest.json").read_bytes()
+
+    def rank(ctx: ParallelContext) -> None:
+        if ctx.rank == 0:
+            ctx.world  # noqa: B018  made before the axes change their names
+            mesh = Mesh({"dp": 2, "tp": 1})
+            mixed = replace(ctx, mesh=mesh)
+            mixed._comms[tuple(mesh.axes)] = ctx.world
+        else:
+            mixed = ctx
+        with use(mixed), pytest.raises(CheckpointError, match="but its mesh"):
+            save({"model": {"w": torch.ones(2)}}, tmp_path / "c")
+
+    run_ranks(Mesh({"tp": 2}), rank)
+    assert (tmp_path / "c" / "manifest.json").read_bytes() == before

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tpcore.checkpoint.format.manifest import FORMAT
 from tpcore.checkpoint.forms.source import Reading
 from tpcore.checkpoint.offline.consolidate import consolidate
 from tpcore.checkpoint.offline.reshard import reshard
@@ -51,7 +52,7 @@ def specs(draw: st.DrawFn) -> ShardSpec:
 
 def write(path: Path, full: dict[str, Tensor], cuts: dict[str, ShardSpec], n: int) -> None:
     """What ``save`` writes on ``n`` ranks, without ranks. The first tensor is tied to another name."""
-    staging = Staging(str(path), "0" * 32)
+    staging = Staging(str(path), "0" * 32, FORMAT)
     files = {}
     for rank in range(n):
         model = {name: cuts[name].shard(t, rank, n) for name, t in full.items()}

@@ -16,11 +16,18 @@ from tpcore.testing import ThreadBackend, run_ranks
 from tpcore.testing.threads import ThreadWorld
 
 
+class Alike(ThreadWorld):
+    """A world whose other ranks do what this one does."""
+
+    def exchange(self, members: tuple[int, ...], rank: int, op: str, x: torch.Tensor) -> list[torch.Tensor]:
+        return [x for _ in members]
+
+
 class Recorded(ThreadBackend):
-    """Rank 0 of a world of threads, which notes what is asked of it."""
+    """One rank of a world, which notes what is asked of it."""
 
     def __init__(self, world: int = 1, rank: int = 0) -> None:
-        super().__init__(rank, ThreadWorld(world))
+        super().__init__(rank, Alike(world))
         self.log: list[str] = []
 
     def start(self, timeout: float) -> tuple[int, int]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from functools import partial
 
 from .backend.interface import Backend
 from .backend.registry import backend_class, check_connects, check_fits, load_backend
+from .consensus import gather_bytes
 from .context import ParallelContext, current, enter_process, is_initialized, leave_process
 from .log import say
 from .mesh import Mesh
@@ -50,6 +52,20 @@ def _mesh(tp: int, pp: int, world: int) -> Mesh:
             f"{asked} does not divide the world of {world} processes: dp would be {world / need:g}"
         )
     return Mesh({"pp": pp, "dp": world // need, "tp": tp})
+
+
+def _check_mesh(ctx: ParallelContext) -> None:
+    """ValueError on all ranks if they were asked for different meshes: no group that they make would fit."""
+    if not ctx.world.eager:
+        return  # each gather would be a program to compile; the first group that differs ends the job there
+    mine = json.dumps(dict(ctx.mesh.axes)).encode()
+    first, *others = (json.loads(text) for text in gather_bytes(mine, ctx.world))
+    for rank, axes in enumerate(others, 1):
+        if axes != first:
+            raise ValueError(
+                f"rank 0 has the mesh {first} and rank {rank} has {axes}: "
+                "call tpcore.init with the same tp and pp on every rank"
+            )
 
 
 def _seconds(timeout: float | None) -> float:
@@ -95,8 +111,10 @@ def init(
         ctx = ParallelContext(chosen, _mesh(tp, pp, world), rank)
         check_fits(chosen, ctx.mesh)
         # now, on all ranks in one order: making a group is itself collective
-        for axes in (tuple(ctx.mesh.axes), *((axis,) for axis in ctx.mesh.axes)):
-            check_connects(chosen, partial(ctx.comm, *axes))
+        check_connects(chosen, lambda: ctx.world)
+        _check_mesh(ctx)
+        for axis in ctx.mesh.axes:
+            check_connects(chosen, partial(ctx.comm, axis))
     except BaseException:
         chosen.stop()
         raise

@@ -158,6 +158,28 @@ def test_started_by_hand_and_the_host_of_the_store_dies(tmp_path: Path, port: in
     assert re.search(r"PeerLostError: rank 0 \(pid \d+ on .*\) (was killed by SIGKILL|is gone)", said)
 
 
+OWN_TP = """
+import os, tpcore
+
+tpcore.init("cpu_gloo", tp=1 + int(os.environ["RANK"]), timeout=30)
+"""
+
+
+@pytest.mark.processes
+def test_ranks_that_ask_for_different_meshes_all_say_so(tmp_path: Path, port: int) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(OWN_TP)
+    ranks = []
+    for rank in range(2):
+        values = dict(zip(VARIABLES, (str(rank), "2", "127.0.0.1", str(port)), strict=True))
+        words, environment = [sys.executable, str(script)], os.environ | values
+        ranks.append(subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True))
+    errors = [rank.communicate()[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [1, 1], errors
+    for printed in errors:
+        assert re.search(r"ValueError: rank 0 has the mesh .*'tp': 1\} and rank 1 has .*'tp': 2\}", printed)
+
+
 REAPED_AT_ONCE = """
 import os, signal, subprocess, sys
 

@@ -12,8 +12,8 @@ from contextlib import suppress
 from typing import IO
 
 from ..errors import CheckpointError
-from .files import make_dirs, naming, sync_dir
-from .jsonfile import MANIFEST, PREFIX
+from .files import make_dirs, naming, read_file, sync_dir
+from .jsonfile import MANIFEST, PREFIX, loads
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # <fcntl.h> and <linux/fs.h>
 _CANNOT = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}
@@ -52,10 +52,11 @@ def resolve(target: str) -> str:
 class Staging:
     """Where a save writes, beside ``target``, until ``commit`` puts it in its place. One job at a time.
 
-    ``also``: names in it besides those of a checkpoint.
+    ``format``: of the manifest that will be in it; a directory of another format is not replaced. ``also``:
+    names in it besides those of a manifest and of ranks' directories.
     """
 
-    def __init__(self, target: str, save_id: str, also: Collection[str] = ()) -> None:
+    def __init__(self, target: str, save_id: str, format: str, also: Collection[str] = ()) -> None:
         self.target = target
         self.path = staging_path(target, save_id)
         self._old = _sibling(target, f"replaced-{save_id}")
@@ -63,7 +64,7 @@ class Staging:
         self._lock = _lock(target)
         try:
             self._clean_up()
-            _refuse_other_files(target, also)
+            _refuse_other_files(target, format, also)
             with naming("make the directory", self.path):
                 os.mkdir(self.path)
         except BaseException:
@@ -105,19 +106,34 @@ class Staging:
                 self._lock = None
 
 
-def _refuse_other_files(target: str, also: Collection[str]) -> None:
+def _refuse_other_files(target: str, format: str, also: Collection[str]) -> None:
     """Saving replaces the directory: refuse to where that would take files that no checkpoint put there."""
     if not os.path.lexists(target):
         return
     with naming("list", target):
         names = sorted(os.listdir(target))
     if MANIFEST in names:
+        _refuse_other_format(target, format)
         names = [name for name in names if name not in (MANIFEST, *also) and not name.startswith(PREFIX)]
     if names:
         raise CheckpointError(
             f"cannot save to {target}: saving would replace the directory, and it holds {names[0]!r}"
             + (f" and {len(names) - 1} more" if names[1:] else "")
             + ", not from a checkpoint of this format; give another name, or a new directory inside it"
+        )
+
+
+def _refuse_other_format(target: str, format: str) -> None:
+    path = os.path.join(target, MANIFEST)
+    try:
+        top = loads(read_file(path), path)
+    except CheckpointError as e:
+        raise CheckpointError(f"cannot save to {target}: {e}; give another name, or remove it") from e
+    found = top.get("format") if isinstance(top, dict) else None
+    if found != format:
+        raise CheckpointError(
+            f"cannot save to {target}: {path} is of the format {found!r}, and saving would replace the "
+            f"directory by one of the format {format!r}: give another name"
         )
 
 

@@ -20,7 +20,7 @@ from ..processes.launch import launch
 from ..storage.files import make_dirs, naming, sync_dir, write_file
 from ..storage.jsonfile import MANIFEST
 from ..storage.publish import Staging
-from .artifact import PROGRAMS, opened
+from .artifact import FORMAT, PROGRAMS, opened
 from .make.tracing import Call, Order, assembled, trace_rank
 from .serve.model import TensorParallelModel
 
@@ -93,7 +93,7 @@ def parallel_model_save(model: TensorParallelModel, save_dir: StrPath) -> None:
         raise TypeError(
             f"parallel_model_save takes what parallel_model_trace returned, not a {type(model).__name__}"
         )
-    staging = Staging(os.path.abspath(os.fspath(save_dir)), uuid.uuid4().hex, {PROGRAMS})
+    staging = Staging(os.path.abspath(os.fspath(save_dir)), uuid.uuid4().hex, FORMAT, {PROGRAMS})
     try:
         where = Path(staging.path)
         for name in model.manifest.files:

@@ -69,19 +69,23 @@ class Manifest:
             )
         except (KeyError, TypeError, AttributeError) as e:
             raise CheckpointError(f"{path} is damaged: {type(e).__name__}: {e}") from e
-        manifest._check(path)
+        manifest.check(path)
         return manifest
 
-    def _check(self, path: str) -> None:
+    def check(self, path: str) -> None:
+        """CheckpointError where mesh and files do not belong together."""
         if any(size < 1 for size in self.mesh.values()):
             raise CheckpointError(f"{path} is damaged: mesh {dict(self.mesh)}")
         for name in self.files:
             if not _FILE.fullmatch(name):
                 raise CheckpointError(f"{path} lists {name!r}, which is no file of a rank's directory")
         dirs = {name.partition("/")[0] for name in self.files}
-        if dirs != set(self.rank_dirs):
+        # counted first: the names of a mesh of 10**8 ranks would take all memory
+        if len(dirs) != self.axis("tp") * self.axis("pp") or dirs != set(self.rank_dirs):
+            shown = f"{sorted(dirs)[:8]}" + (f" and {len(dirs) - 8} more" if len(dirs) > 8 else "")
             raise CheckpointError(
-                f"{path} lists files of {sorted(dirs)}, but its mesh {dict(self.mesh)} has {self.rank_dirs}"
+                f"{path} lists files of {shown}, but its mesh {dict(self.mesh)} has "
+                f"{self.axis('tp')} tp ranks in each of {self.axis('pp')} stages"
             )
 
 

@@ -13,7 +13,7 @@ from ...errors import CheckpointError
 from ...storage.jsonfile import FileRecord
 from ...storage.progress import Steps, Tell, Tick, nothing
 from ...storage.publish import Staging
-from ..format.manifest import rank_dir
+from ..format.manifest import FORMAT, rank_dir
 from ..format.tree import is_tensor, leaves, spell, with_entry
 from ..forms.native import Native, NativeStage
 from ..forms.source import Reading, Stage, State
@@ -113,8 +113,11 @@ def _recorded(stored: Stored) -> Stored:
 
 @contextmanager
 def staged(out: StrPath) -> Iterator[tuple[Staging, str]]:
-    save_id = uuid.uuid4().hex
-    staging = Staging(os.path.realpath(out), save_id)
+    """Where to write what becomes ``out``, which may not be there before, but for an empty directory."""
+    save_id, target = uuid.uuid4().hex, os.path.realpath(out)
+    if os.path.lexists(target) and not (os.path.isdir(target) and not os.listdir(target)):
+        raise CheckpointError(f"{os.fspath(out)} is there already: give another name")
+    staging = Staging(target, save_id, FORMAT)
     try:
         yield staging, save_id
     finally:

@@ -84,8 +84,9 @@ def put_in_place(
     staging: Staging, save_id: str, mesh: Mapping[str, int], files: Mapping[str, FileRecord]
 ) -> None:
     """Write the manifest over what the ranks have written, and make it the checkpoint of its name."""
-    manifest = Manifest(save_id, dict(mesh), files, _versions())
-    write_file(os.path.join(staging.path, MANIFEST), [manifest.to_json()])
+    manifest, path = Manifest(save_id, dict(mesh), files, _versions()), os.path.join(staging.path, MANIFEST)
+    manifest.check(path)  # before it takes the place of one that can be read
+    write_file(path, [manifest.to_json()])
     sync_dir(staging.path)
     staging.commit()
 
@@ -118,7 +119,7 @@ class Save:
         self.root = staging_path(self.target, self.save_id)
         with together(ctx), naming("save", self.target):
             if ctx.rank == 0:
-                self.staging = Staging(self.target, self.save_id)
+                self.staging = Staging(self.target, self.save_id, FORMAT)
 
     def name_of(self, rank: int) -> str:
         at = self.ctx.mesh.coords(rank)

@@ -13,6 +13,8 @@ from types import CodeType
 
 import torch
 
+from . import settings
+
 _LIBRARY = (*(str(Path(f).parent) + os.sep for f in (__file__, torch.__file__)), "<frozen", "<eval")
 ALL = sys.maxsize
 _WARMUP = 512
@@ -34,17 +36,13 @@ def call_site(*also: str) -> Site:
 
 
 def checked_calls() -> int:
-    """How many collectives of each group to check first, as ``TPCORE_CHECK`` says.
+    """How many collectives of each group to check first, as ``TPCORE_CHECK`` asks.
 
-    ``1`` or ``always``: ALL, and then the same call from two places of the program counts as different
-    too, which tells calls of one shape that were swapped. ``0`` or ``off``: none. ``warmup``, the default:
-    the first 512. A count and not a time, so that all ranks of a group stop at the same call.
+    ``always``: ALL, and then the same call from two places of the program counts as different too, which
+    tells calls of one shape that were swapped. ``off``: none. ``warmup``, the default: the first 512. A count
+    and not a time, so that all ranks of a group stop at the same call.
     """
-    choices = {"1": ALL, "always": ALL, "0": 0, "off": 0, "warmup": _WARMUP}
-    chosen = os.environ.get("TPCORE_CHECK") or "warmup"
-    if chosen not in choices:
-        raise ValueError(f"TPCORE_CHECK={chosen!r} is none of {', '.join(choices)}")
-    return choices[chosen]
+    return {"always": ALL, "warmup": _WARMUP, "off": 0}[settings.CHECK.get()]
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ another backend does not load it.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
+from .. import settings
 from ..backend.capabilities import Capabilities
 from ..backend.interface import Backend
 from ..comm import Comm
@@ -26,19 +26,15 @@ from .comm import C10dComm
 Members = tuple[int, ...]
 
 
-_STORE = "TPCORE_STORE"
-
-
 def job_of_environment() -> tuple[dist.Store, int, int] | None:
     """(store, rank, world size) of a process that was started with the variables of ``C10dBackend.job``.
 
     A file and not a port: there is none to choose, and torch looks up the name of every address that it
     connects to, and may wait for it.
     """
-    path = os.environ.get(_STORE)
-    if path is None:
+    if not settings.STORE.is_set:
         return None
-    return dist.FileStore(path, -1), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return dist.FileStore(settings.STORE.get(), -1), settings.RANK.get(), settings.WORLD_SIZE.get()
 
 
 class C10dBackend(Backend):
@@ -72,7 +68,7 @@ class C10dBackend(Backend):
 
     @classmethod
     def job(cls, folder: Path) -> dict[str, str]:
-        return {_STORE: str(folder / "store")}
+        return {settings.STORE.name: str(folder / "store")}
 
     def start(self, timeout: float) -> tuple[int, int]:
         self._timeout = timeout
@@ -81,7 +77,7 @@ class C10dBackend(Backend):
             given = self._given or job_of_environment()
             if given is not None:
                 job = dict(zip(("store", "rank", "world_size"), given, strict=True))
-            elif "WORLD_SIZE" not in os.environ:
+            elif not settings.WORLD_SIZE.is_set:
                 job = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
             self._owns = True  # from here on, for an error inside may leave it half made
             try:

@@ -33,8 +33,10 @@ from tpcore.comm import Comm
 from tpcore.context import current
 from tpcore.errors import BackendError, CollectiveMismatchError
 from tpcore.mesh import Group
+from tpcore.settings import changed
 
 from .gloo import GlooComm
+from .settings import INTERFACE
 
 _HERE = os.path.dirname(__file__) + os.sep
 
@@ -227,13 +229,6 @@ def _default_store() -> dist.Store:
 @contextmanager
 def _loopback() -> Iterator[None]:
     """A group of one needs no port that others can reach, and gloo opens one."""
-    name = "GLOO_SOCKET_IFNAME"
     local = [i for _, i in socket.if_nameindex() if i in ("lo", "lo0")]
-    if name in os.environ or not local:
+    with changed({INTERFACE.name: local[0]} if local and not INTERFACE.is_set else {}):
         yield
-        return
-    os.environ[name] = local[0]
-    try:
-        yield
-    finally:
-        del os.environ[name]

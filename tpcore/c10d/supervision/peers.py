@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import TypeVar
 
 from ...errors import BackendError, CollectiveTimeoutError, PeerLostError
-from ...log import say
+from ...log import log
 from .flight_recorder import FlightRecorder, RankReport
 from .host import CLEAN, GONE, Identity, sever
 from .status_store import StatusStore, Verdict
@@ -90,7 +90,7 @@ class Peers(threading.Thread):
         if isinstance(error, (PeerLostError, CollectiveTimeoutError)):
             return  # it follows from a verdict
         if of_gloo(error):  # and did not pass through a Comm, which would have named the cause: DDP's
-            say(self.diagnose(range(len(self.peers)), error).text)
+            log.error(self.diagnose(range(len(self.peers)), error).text)
         else:
             self.post(self._lost(self.rank, what))
 
@@ -249,7 +249,7 @@ class Peers(threading.Thread):
         """Now: a launcher may end this rank before its error is printed. One rank of a host is enough."""
         alive = (r for r in self._neighbours if self._fate(r) is None)
         if self.rank == next(alive, self.rank):
-            say(verdict.text)
+            log.error(verdict.text)
 
     def _look(self, ranks: Sequence[int]) -> Verdict | None:
         said = {r: how for r in ranks if (how := self._board.ended(r)) is not None}

@@ -83,6 +83,14 @@ class Call:
         return f"#{self.seq} {self.op} of {self.dtype} {list(self.shape)} at {self.site}"
 
 
+def unexplained(calls: Sequence[Call]) -> str:
+    """The message where what ranks exchanged differs and their calls do not."""
+    return (
+        f"what the ranks exchanged about their next collective differs, but the calls are equal: {calls[0]}\n"
+        "Do all ranks run the same versions of tpcore and Python?"
+    )
+
+
 def disagreement(calls: Sequence[Call], ranks: Sequence[int], place: bool = False) -> str | None:
     """None if all ranks make the same call; else a message naming the first two that differ."""
     for rank, call in zip(ranks[1:], calls[1:], strict=True):

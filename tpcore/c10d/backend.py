@@ -7,7 +7,9 @@ another backend does not load it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,11 +24,11 @@ from ..comm import Comm
 from ..errors import BackendError
 from ..mesh import Group
 from .comm import C10dComm
+from .supervision.rendezvous import store_of_environment
+from .supervision.supervisor import Members, Supervisor
 
-Members = tuple[int, ...]
 
-
-def job_of_environment() -> tuple[dist.Store, int, int] | None:
+def job_of_environment(timeout: float) -> tuple[dist.Store, int, int] | None:
     """(store, rank, world size) of a process that was started with the variables of ``C10dBackend.job``.
 
     A file and not a port: there is none to choose, and torch looks up the name of every address that it
@@ -34,19 +36,26 @@ def job_of_environment() -> tuple[dist.Store, int, int] | None:
     """
     if not settings.STORE.is_set:
         return None
-    return dist.FileStore(settings.STORE.get(), -1), settings.RANK.get(), settings.WORLD_SIZE.get()
+    store = dist.FileStore(settings.STORE.get(), -1)
+    store.set_timeout(timedelta(seconds=timeout))
+    return store, settings.RANK.get(), settings.WORLD_SIZE.get()
 
 
 class C10dBackend(Backend):
-    """One rank of a job. Which job: torch.distributed's default group if the program has made one, else
-    ``store`` with an explicit rank and world, else what torchrun's environment says, else a world of one.
+    """One rank of a job, in which lost ranks are named and mismatches found, whatever the transport.
+
+    Which job: torch.distributed's default group if the program has made one, else ``store`` with an explicit
+    rank and world, else what torchrun's environment says, else a world of one.
     """
 
     interface = 1
     capabilities = Capabilities(dtypes=(*Capabilities.dtypes, torch.int16, torch.int8))
-    comm_class: ClassVar[type[Comm] | None] = C10dComm
+    comm_class: ClassVar[type[C10dComm]] = C10dComm
     transport: ClassVar[str]
     """Its name for ``torch.distributed.init_process_group``."""
+
+    library: ClassVar[tuple[str, ...]] = ()
+    """Beginnings of the paths of the backend's own files, which are no places in a program."""
 
     def __init__(self, store: dist.Store | None = None, rank: int = 0, world: int = 1) -> None:
         self._given = None if store is None else (store, rank, world)
@@ -54,9 +63,11 @@ class C10dBackend(Backend):
         self._user_groups: dict[Any, Comm] = {}
         self._singles: list[Any] = []
         self._made: list[Any] = []
+        self._comms: list[C10dComm] = []
         self._timeout = 0.0
         self._rank, self._world = rank, world
         self._owns = False
+        self._supervisor: Supervisor | None = None
 
     @classmethod
     def unavailable(cls) -> str | None:
@@ -72,24 +83,49 @@ class C10dBackend(Backend):
 
     def start(self, timeout: float) -> tuple[int, int]:
         self._timeout = timeout
-        if not dist.is_initialized():
-            job: dict[str, Any] = {}  # what torchrun's environment says
-            given = self._given or job_of_environment()
-            if given is not None:
-                job = dict(zip(("store", "rank", "world_size"), given, strict=True))
-            elif not settings.WORLD_SIZE.is_set:
-                job = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-            self._owns = True  # from here on, for an error inside may leave it half made
-            try:
-                dist.init_process_group(self.transport, timeout=self._seconds, **job)
-                self._settle(dist.group.WORLD)
-            except BaseException:
-                self.stop()
-                raise
-        self._rank, self._world = dist.get_rank(), dist.get_world_size()
-        return self._rank, self._world
+        try:
+            return self._start()
+        except BaseException:
+            self.stop()
+            raise
+
+    def _start(self) -> tuple[int, int]:
+        adopted = dist.is_initialized()
+        store, rank, world = self._job(adopted)
+        self._rank, self._world = rank, world
+        if world > 1:
+            lazy = self.device().type != "cpu"
+            self._supervisor = Supervisor(store, rank, world, self._timeout, self.library, lazy)
+            store = self._supervisor.store
+        if not adopted:
+            with self._connecting(range(world)):
+                self._owns = True  # from here on, for an error inside may leave it half made
+                dist.init_process_group(
+                    self.transport, timeout=self._seconds, store=store, rank=rank, world_size=world
+                )
+                if world > 1:
+                    self._settle(dist.group.WORLD)
+        if self._supervisor is not None:
+            self._supervisor.watch_exceptions()
+            # an error that all ranks raise next must not cut off one that is still connecting
+            self._supervisor.meet("have joined")
+        return rank, world
+
+    def _job(self, adopted: bool) -> tuple[dist.Store, int, int]:
+        """Where the ranks of the job meet, and which this one is."""
+        if adopted:
+            store: dist.Store = dist.distributed_c10d._get_default_store()
+            return store, dist.get_rank(), dist.get_world_size()
+        job = self._given or job_of_environment(self._timeout) or store_of_environment(self._timeout)
+        return job or (dist.HashStore(), 0, 1)
 
     def stop(self) -> None:
+        error = sys.exc_info()[1]  # of the with or finally block that stops this rank, if that is why
+        if self._supervisor is not None:
+            self._supervisor.close(error)
+        for comm in self._comms:
+            comm.close()
+        self._comms.clear()
         self._groups.clear()
         self._user_groups.clear()
         self._singles.clear()
@@ -99,6 +135,21 @@ class C10dBackend(Backend):
         if self._owns and dist.is_initialized():
             dist.destroy_process_group()
         self._owns = False
+
+    # -- what a transport may do in its own way -----------------------------------------------------------
+    def _sockets(self) -> frozenset[int]:
+        """Sockets to shut down when the job is lost, for a transport that cannot be aborted."""
+        return frozenset()
+
+    def _alone(self) -> AbstractContextManager[None]:
+        """Around the making of a group of this rank only."""
+        return nullcontext()
+
+    # -- groups -------------------------------------------------------------------------------------------
+    def _connecting(self, members: Sequence[int]) -> AbstractContextManager[None]:
+        if self._supervisor is None:
+            return self._alone()
+        return self._supervisor.connecting(members, self._sockets)
 
     def comm(self, group: Group, rank: int) -> Comm:
         if group.size == 1:
@@ -117,10 +168,28 @@ class C10dBackend(Backend):
         return self._user_groups[process_group]
 
     def _comm(self, group: Group, pg: Callable[[], Any]) -> Comm:
-        return C10dComm(group, group.members(self._rank).index(self._rank), pg, self.device())
+        members, watch = group.members(self._rank), None
+        if group.size > 1:
+            if self._supervisor is None:
+                raise BackendError(f"group {members} was made after tpcore.shutdown()")
+            watch = self._supervisor.waiting(pg(), group.axes, members)
+        comm = self.comm_class(group, members.index(self._rank), pg, self.device(), watch)
+        self._comms.append(comm)
+        return comm
 
     def _group(self, group: Group) -> Any:
         """A process group for this rank's part of ``group``: all ranks make all parts, in one order."""
+        members, number = group.members(self._rank), len(self._groups)
+        if self._supervisor is None:
+            raise BackendError(f"group {members} was made after tpcore.shutdown()")
+        self._supervisor.agree_on_group(number, group.partition)
+        with self._connecting(members):
+            pg = self._joined(group)
+        self._supervisor.waiting(pg, group.axes, members)
+        self._supervisor.meet(f"have made group {number}")
+        return pg
+
+    def _joined(self, group: Group) -> Any:
         members = group.members(self._rank)
         if self._owns and members == tuple(range(self._world)):
             return dist.group.WORLD
@@ -140,7 +209,8 @@ class C10dBackend(Backend):
         if not dist.is_initialized():
             raise BackendError("a process group was asked for before tpcore.init or after tpcore.shutdown")
         if not self._singles:
-            alone = dist.new_group([self._rank], backend=self.transport, use_local_synchronization=True)
+            with self._alone():
+                alone = dist.new_group([self._rank], backend=self.transport, use_local_synchronization=True)
             self._singles.append(alone)
             self._made.append(alone)
         return self._singles[0]

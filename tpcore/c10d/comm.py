@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..comm import Comm, Op, Pending
 from ..mesh import Group
+from .supervision.waiting import Waiting
 
 
 def _options(made: Any, **fields: Any) -> Any:
@@ -19,6 +20,7 @@ def _options(made: Any, **fields: Any) -> Any:
     return made
 
 
+_CPU = torch.device("cpu")
 _SUM = dist.ReduceOp.SUM
 ALL_REDUCE = {
     "sum": _options(dist.AllreduceOptions(), reduceOp=_SUM),
@@ -37,15 +39,28 @@ class C10dComm(Comm):
     )
     """What the transport itself moves and reduces; others travel as bytes, which can only be moved."""
 
-    def __init__(self, group: Group, position: int, pg: Callable[[], Any], device: torch.device) -> None:
+    def __init__(
+        self,
+        group: Group,
+        position: int,
+        pg: Callable[[], Any],
+        device: torch.device = _CPU,
+        watch: Waiting | None = None,
+    ) -> None:
         super().__init__(group, torch.tensor([position]).to(device))
-        self._position, self._pg = position, pg
+        self._position, self._pg, self._watch = position, pg, watch
+        if watch is not None:
+            self._enter, self._finish = watch.enter, watch.finish  # type: ignore[method-assign]
         if group.size > 1:
             self._calls = self._handle(pg())
 
     @property
     def process_group(self) -> Any:
         return self._pg()
+
+    def close(self) -> None:
+        """Let the transport's objects go."""
+        self._calls = None
 
     # -- what a transport may do in its own way -----------------------------------------------------------
     def _handle(self, pg: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,9 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tpcore.c10d.comm import ALL_REDUCE, C10dComm, copied
-from tpcore.c10d.supervision.waiting import Waiting
 from tpcore.comm import Op
-from tpcore.mesh import Group
 
 _CPU = torch.device("cpu")
 _ALL_TO_ALL = dist.AllToAllOptions()
@@ -22,18 +19,8 @@ class GlooComm(C10dComm):
     """``pg`` is a torch.distributed group; its calls go to gloo's object inside, past the dispatcher and
     past torch.distributed's wrappers, which cost more than our layers do (7 to 15 us a call)."""
 
-    def __init__(self, group: Group, position: int, pg: Callable[[], Any], guard: Waiting | None) -> None:
-        super().__init__(group, position, pg, _CPU)
-        if guard is not None:
-            self._guard, self._enter, self._finish = guard, guard.enter, guard.finish  # type: ignore[method-assign]
-
     def _handle(self, pg: Any) -> Any:
         return pg._get_backend(_CPU)
-
-    def close(self) -> None:
-        if self.size > 1:
-            self._guard.close()
-            del self._calls
 
     def _all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
         if x.dtype not in self.native:

@@ -35,7 +35,7 @@ def serve(size: int, conn: Connection) -> None:
     devices = xm.get_xla_supported_devices()
     xm.set_replication(torch_xla.device(), devices)  # makes xr.world_size() the number of replicas
     patches.install()
-    worlds = groups.install(patches._rank, size)
+    worlds = groups.install(patches.rank_here, size)
     while True:
         try:
             call, timeout, env = conn.recv()
@@ -43,11 +43,11 @@ def serve(size: int, conn: Connection) -> None:
             return
         fn, args, kwargs = unpack_call(call)
         world = Scheduler(size, timeout)
-        patches._running.append(patches.Run(world))
+        patches.running.append(patches.Run(world))
 
         one = partial(patches.as_rank, partial(_on_cpu, fn, *args, **kwargs))
         outcomes = world.run(one, [{**env, **_launched(rank, size)} for rank in range(size)])
-        patches._running.pop()
+        patches.running.pop()
         conn.send((world.broken, [pack_outcome(o, r) for r, o in enumerate(outcomes)]))
         if world.broken:
             os._exit(1)  # a thread that runs cannot be stopped

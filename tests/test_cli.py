@@ -21,8 +21,9 @@ import torch, tpcore
 from tpcore.backend import Backend, hookimpl
 
 class Here(Backend):
+    interface = 2
     def start(self, timeout): return 0, 1
-    def comm(self, group, rank): return None
+    def connect(self, group, rank): return None
     def device(self): return torch.device("cpu")
 
 @hookimpl
@@ -35,22 +36,15 @@ BROKEN = {
     "no_hook": ("", "has no hook"),
     "exits": ("raise SystemExit('no licence')", "SystemExit: no licence"),
     "other_version": (
-        GOOD.replace("class Here(Backend):", "class Here(Backend):\n    interface = 2"),
-        "written for version 2 of the plugin interface and this tpcore has version 1",
+        GOOD.replace("interface = 2", "interface = 1"),
+        "written for version 1 of the plugin interface and this tpcore has version 2",
     ),
     "no_device": (GOOD.replace("def device", "def devise"), "Here lacks device"),
     "no_primitive": (
-        GOOD.replace("class Here", "class Talk(tpcore.Comm): pass\nclass Here").replace(
-            "    def start", "    comm_class = Talk\n    def start"
+        GOOD.replace("class Here", "class Talk(tpcore.Transport): pass\nclass Here").replace(
+            "    def start", "    transport_class = Talk\n    def start"
         ),
-        "Talk lacks _all_gather, _all_reduce, _reduce_scatter, process_group",
-    ),
-    "undeclared_primitive": (
-        GOOD.replace(
-            "    def start",
-            "    capabilities = tpcore.Capabilities(primitives={'all_reduce'})\n    def start",
-        ),
-        "it lacks all_gather, reduce_scatter, which the layers need",
+        "Talk lacks all_gather, all_reduce, reduce_scatter",
     ),
     "undeclared_dtype": (
         GOOD.replace(

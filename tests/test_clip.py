@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -17,8 +18,10 @@ from tpcore.layers.module import ParallelModule
 from tpcore.layers.sharding import sharding
 from tpcore.layout import Slot
 from tpcore.mesh import Mesh
+from tpcore.relay import Relay
 from tpcore.shard import Block, ShardSpec
 from tpcore.testing import run_ranks
+from tpcore.transport import Primitive, Transport
 
 Ranks = Callable[..., list[Any]]
 INF = float("inf")
@@ -322,24 +325,29 @@ def test_a_table_over_stages_and_what_one_stage_alone_holds(p: float) -> None:
     assert len(set(run_ranks(Mesh({"pp": 2, "dp": 2, "tp": 2}), rank))) == 1
 
 
+class Noting(Relay):
+    """Notes over which axes a sum is taken."""
+
+    def __init__(self, inner: Transport, calls: list[tuple[str, ...]]) -> None:
+        self._inner, self._calls = inner, calls
+        self.group, self.size, self.position = inner.group, inner.size, inner.position
+
+    def relay(self, primitive: Primitive, x: Tensor, *arguments: Any) -> Tensor:
+        self._calls.append(self.group.axes)
+        out: Tensor = getattr(self._inner, primitive.name)(x, *arguments)
+        return out
+
+
 def test_one_all_reduce_for_each_set_of_axes() -> None:
     def rank(ctx: ParallelContext) -> None:
         pp_tp = ctx.comm("pp", "tp")
         layers = [tpcore.ColumnParallelLinear(4, 8) for _ in range(3)]
         layers += [tpcore.ColumnParallelLinear(4, 8, tensor_model_parallel_group=pp_tp) for _ in range(3)]
         calls: list[tuple[str, ...]] = []
-        for comm in (ctx.comm("tp"), pp_tp):
-            wrapped = comm._all_reduce
-
-            def counted(
-                x: Tensor, op: Any, donate: bool, run: Any = wrapped, axes: tuple[str, ...] = comm.group.axes
-            ) -> Tensor:
-                calls.append(axes)
-                out: Tensor = run(x, op, donate)
-                return out
-
-            comm._all_reduce = counted  # type: ignore[method-assign]
-        tpcore.clip_grad_norm(nn.ModuleList(layers), 1.0)
+        with ExitStack() as stack:
+            for comm in (ctx.comm("tp"), pp_tp):
+                stack.enter_context(comm.traced(comm.position, Noting(comm.transport, calls)))
+            tpcore.clip_grad_norm(nn.ModuleList(layers), 1.0)
         assert calls == [("pp", "tp"), ("tp",)]
 
     run_ranks(Mesh({"pp": 2, "dp": 1, "tp": 2}), rank)

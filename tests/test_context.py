@@ -184,7 +184,7 @@ def test_a_timeout_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_backend_that_cannot_make_its_groups_is_stopped() -> None:
     class NoGroups(Recorded):
-        def comm(self, group: tpcore.Group, rank: int) -> tpcore.Comm:
+        def connect(self, group: tpcore.Group, rank: int) -> tpcore.Transport:
             raise BackendError("no group today")
 
     backend = NoGroups()

@@ -21,7 +21,7 @@ from tpcore import ColumnParallelLinear, Mesh, ParallelEmbedding, RowParallelLin
 from tpcore.cli.app import app
 from tpcore.explaining.summary import kinds, pattern, size
 from tpcore.testing import ThreadBackend, run_ranks
-from tpcore.testing.threads import ThreadComm
+from tpcore.testing.threads import ThreadTransport
 
 ROOT = Path(__file__).parents[1]
 HERE = Path(__file__).name
@@ -101,13 +101,15 @@ def seen_in_threads(
     mesh = Mesh({"pp": 1, "dp": dp, "tp": tp})
     logs: dict[int, list[Any]] = {r: [] for r in range(mesh.size)}
 
-    class Spy(ThreadComm):
-        def _peers(self, op: str, x: Tensor) -> list[Tensor]:
-            logs[self._me].append((self.group.axes, op, tuple(x.shape), str(x.dtype).removeprefix("torch.")))
-            return super()._peers(op, x)
+    class Spy(ThreadTransport):
+        def exchange(self, op: str, x: Tensor) -> list[Tensor]:
+            logs[self._rank].append(
+                (self.group.axes, op, tuple(x.shape), str(x.dtype).removeprefix("torch."))
+            )
+            return super().exchange(op, x)
 
     class Spied(ThreadBackend):
-        def comm(self, group: Any, rank: int) -> ThreadComm:
+        def connect(self, group: Any, rank: int) -> ThreadTransport:
             return Spy(group, rank, self._world)
 
     def step(ctx: tpcore.ParallelContext) -> list[tuple[Any, ...]]:

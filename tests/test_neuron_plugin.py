@@ -123,8 +123,8 @@ def test_the_plugin_is_registered_under_its_name():
 
 def test_it_says_what_it_can_do_before_anything_starts():
     cls = tpcore_neuron.NeuronBackend
-    assert cls.comm_class is not None
-    assert not getattr(cls.comm_class, "__abstractmethods__", None)
+    assert cls.transport_class is not None
+    assert not getattr(cls.transport_class, "__abstractmethods__", None)
     assert set(Capabilities.dtypes) <= set(cls.capabilities.dtypes)
     assert cls.capabilities.group_sizes is None  # dp groups of any size; tp is asked about at init
 

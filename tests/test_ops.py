@@ -39,6 +39,9 @@ MAPPINGS = {
     "gather": Mapping(ops.gather, "parts", "replicated", True, False),
     "all_gather": Mapping(ops.all_gather, "parts", "parts", True, False),
     "reduce_scatter": Mapping(ops.reduce_scatter, "parts", "parts", False, True),
+    "all_to_all": Mapping(lambda x, c, d: ops.all_to_all(x, c, d, d), "parts", "parts", False, False),
+    "shift": Mapping(lambda x, c, d: ops.shift(x, c), "parts", "parts", False, False),
+    "shift back by two": Mapping(lambda x, c, d: ops.shift(x, c, -2), "parts", "parts", False, False),
 }
 
 
@@ -205,3 +208,21 @@ def test_what_cannot_be_cut_is_refused_before_anything_is_sent(name: str) -> Non
                 m.fn(torch.zeros(4, 2), comm, dim)
 
     run_ranks(Mesh({"tp": 2}), rank)
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize(("split", "concat"), [(0, 1), (2, 0), (-1, 1)])
+def test_all_to_all_is_undone_by_its_gradient_and_that_by_its_own(split: int, concat: int, n: int) -> None:
+    whole = torch.randn(SHAPE).double()
+
+    def rank(ctx: ParallelContext) -> None:
+        comm = ctx.comm("tp")
+        mine = comm.split(whole, concat).requires_grad_()
+        out = ops.all_to_all(mine, comm, split, concat)
+        assert torch.equal(out, comm.split(whole, split))
+        grad = torch.zeros_like(out, requires_grad=True)
+        (back,) = torch.autograd.grad(out, mine, grad, create_graph=True)
+        (again,) = torch.autograd.grad(back, grad, mine.detach())
+        assert torch.equal(again, out)
+
+    run_ranks(Mesh({"tp": n}), rank)

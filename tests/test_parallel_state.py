@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterator
 from contextvars import Context
 from typing import Any
@@ -14,12 +15,12 @@ from torch import Tensor, nn
 
 import tpcore
 from tpcore.backend.interface import Backend
-from tpcore.comm import Comm
 from tpcore.context import ParallelContext
 from tpcore.mesh import Group, Mesh
 from tpcore.parallel_layers import parallel_state as ps
 from tpcore.processes.pool import RankPool
 from tpcore.testing import run_ranks
+from tpcore.transport import Transport
 
 GETTERS = [n for n in ps.__all__ if n.startswith(("get_", "is_global"))]
 
@@ -185,36 +186,36 @@ def test_tp_beyond_the_world_is_not_lowered(alone: None) -> None:
     assert not ps.model_parallel_is_initialized()
 
 
-class _DeafComm(Comm):
+class _Deaf(Transport):
     """Of a group whose other member is never heard."""
 
-    @property
-    def process_group(self) -> Any:
-        return self
+    compares = True
 
-    def _all_reduce(self, x: Tensor, op: str, donate: bool) -> Tensor:
+    def all_reduce(self, x: Tensor, op: str, donate: bool) -> Tensor:
         return x
 
-    def _all_gather(self, x: Tensor, dim: int) -> Tensor:
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
         return torch.cat([x, x], dim)
 
-    def _reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
-        return self.split(x, dim)
+    def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
+        return x.chunk(2, dim)[0]
 
 
 class _DeafBackend(Backend):
+    interface = 2
+
     def start(self, timeout: float) -> tuple[int, int]:
         return 0, 2
 
-    def comm(self, group: Group, rank: int) -> Comm:
-        return _DeafComm(group, torch.tensor([0]))
+    def connect(self, group: Group, rank: int) -> Transport:
+        return _Deaf(group, rank)
 
     def device(self) -> torch.device:
         return torch.device("cpu")
 
 
 def test_first_collective_and_its_switch(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tpcore.context.load_backend", lambda name: _DeafBackend())
+    monkeypatch.setattr(sys.modules["tpcore.init"], "load_backend", lambda name: _DeafBackend())
     with pytest.raises(tpcore.BackendError, match="over 2 ranks counted 1: _DeafBackend"):
         ps.initialize_model_parallel(2)
     assert not ps.model_parallel_is_initialized()

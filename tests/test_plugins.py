@@ -169,31 +169,32 @@ def test_a_probe_that_fails_is_a_reason(install: Install) -> None:
     ("comm", "said"),
     [
         (
-            "Half(group, torch.tensor([0]))",
-            "makes an unfinished Comm: Can't instantiate abstract class Half.*_all_gather",
+            "Half(group, rank)",
+            r"backend 'half' of tpcore-half 1\.2: its connect\(\) makes .*abstract class Half.*all_gather",
         ),
-        ("None", "returned None, not a tpcore Comm"),
+        ("None", r"Mine.connect\(\) returned None, not a tpcore Transport"),
     ],
 )
-def test_a_comm_that_is_none_or_unfinished_is_told_at_init(comm: str, said: str, install: Install) -> None:
-    """Also of a plugin that does not say beforehand which class its Comm is of."""
+def test_a_transport_that_is_none_or_unfinished_is_told_at_init(
+    comm: str, said: str, install: Install
+) -> None:
+    """Also of a plugin that does not say beforehand which class its Transport is of."""
     code = f"""
     import torch, tpcore
 
-    class Half(tpcore.Comm):
-        process_group = None
-        def _all_reduce(self, x, op, donate): return x
-        def _reduce_scatter(self, x, dim): return x
+    class Half(tpcore.Transport):
+        def all_reduce(self, x, op, donate): return x
+        def reduce_scatter(self, x, dim): return x
 
     class Mine(tpcore.Backend):
-        interface = 1
+        interface = 2
         def start(self, timeout): return 0, 1
-        def comm(self, group, rank): return {comm}
+        def connect(self, group, rank): return {comm}
         def device(self): return torch.device("cpu")
 
     @tpcore.hookimpl
     def tpcore_backend(): return Mine
     """
     install("half", code)
-    with pytest.raises(BackendError, match=rf"backend 'half' of tpcore-half 1\.2: its comm\(\) {said}"):
+    with pytest.raises(BackendError, match=said):
         tpcore.init("half")

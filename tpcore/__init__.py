@@ -38,6 +38,7 @@ from .shard import Block, ShardSpec
 from .train.clip import clip_grad_norm
 from .train.data_parallel import reduce_gradients
 from .train.step import optimizer_step
+from .transport import Transport
 
 if TYPE_CHECKING:
     from . import checkpoint, parallel_layers, trace
@@ -89,6 +90,7 @@ __all__ = [
     "RowParallelConv1D",
     "RowParallelLinear",
     "ShardSpec",
+    "Transport",
     "backends",
     "checkpoint",
     "clip_grad_norm",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -14,10 +14,12 @@ from types import CodeType
 import torch
 
 from . import settings
+from .errors import CollectiveMismatchError
 
 _LIBRARY = (*(str(Path(f).parent) + os.sep for f in (__file__, torch.__file__)), "<frozen", "<eval")
 ALL = sys.maxsize
 _WARMUP = 512
+_TEXT = 4096  # bytes of a packed Call
 _SITE = 1000  # characters of a call site that travel: the end of the path tells most
 
 Site = tuple[CodeType, int]
@@ -101,3 +103,16 @@ def disagreement(calls: Sequence[Call], ranks: Sequence[int], place: bool = Fals
                 "Every rank of a group must make the same collectives in the same order."
             )
     return None
+
+
+def agree(call: Call, ranks: Sequence[int], exchange: Callable[[bytes], bytes], place: bool) -> None:
+    """Raise CollectiveMismatchError on all ``ranks`` unless all are about to make the same call.
+
+    ``exchange``: every rank's bytes, one after the other, all of one length; collective.
+    """
+    mine = call.digest(place)
+    if exchange(mine) == mine * len(ranks):
+        return
+    texts = exchange(call.pack().ljust(_TEXT))
+    calls = [Call.unpack(texts[i : i + _TEXT]) for i in range(0, len(texts), _TEXT)]
+    raise CollectiveMismatchError(disagreement(calls, ranks, place) or unexplained(calls))

@@ -1,39 +1,39 @@
-"""Collectives over one group: the whole surface a backend must implement."""
+"""Collectives over one group, as the layers call them: arguments are checked, groups of one make none."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn, final
 
 import torch
 from torch import Tensor
 
-from .mesh import Group
+from .relay import Checked
+from .transport import Op, Pending, Transport
 
-Op = Literal["sum", "max"]
-Pending = Callable[[], Tensor]
-"""A collective under way: call it once to wait for the result."""
+__all__ = ["Comm", "Op", "Pending"]
 
 
-class Comm(ABC):
+@final
+class Comm:
     """Out-of-place collectives bound to one group. No autograd, no policy, no globals.
 
-    Contract, the same for every backend: any dim, negative ones too, any strides, zero-size tensors;
-    inputs are left as they were (unless ``donate``) and outputs are contiguous.
+    Any dim, negative ones too, any strides, zero-size tensors; inputs are left as they were (unless
+    ``donate``) and outputs are contiguous. A group of one returns what it is given.
 
     ``position``, this rank's place in the group, is data: a one-element int64 tensor on the backend's device.
     Python control flow must never depend on it, so that a compiling backend builds one graph for all ranks.
     """
 
-    eager = True
-    """Whether reading a value on the host is cheap. False for lazy backends: there it cuts the graph."""
-
-    def __init__(self, group: Group, position: Tensor) -> None:
-        self.group = group
-        self.size = group.size
-        self.position = position
+    def __init__(self, transport: Transport, sums: Mapping[str, frozenset[torch.dtype]]) -> None:
+        """``sums``: the dtypes that can be summed, and those of which the maximum can be taken."""
+        alone = transport.size == 1
+        unchecked = alone or transport.compares or not transport.eager
+        self.transport = transport if unchecked else Checked(transport)
+        self.group, self.size, self.position = transport.group, transport.size, transport.position
+        self.eager = transport.eager
+        self._sums = sums
 
     def __deepcopy__(self, memo: object) -> Comm:
         return self  # a copied model talks over the same group
@@ -47,30 +47,58 @@ class Comm(ABC):
     def all_reduce(self, x: Tensor, op: Op = "sum", *, donate: bool = False) -> Tensor:
         """Sum or maximum over the group. With ``donate`` the caller gives ``x`` up and the result may use
         its memory: for a fresh temporary that saves a copy."""
-        return x if self.size == 1 else self._all_reduce(x, op, donate)
+        if self.size == 1:
+            return x
+        self._check_sums(x, op)
+        return self.transport.all_reduce(x, op, donate)
 
     def start_all_reduce(self, x: Tensor, op: Op = "sum", *, donate: bool = False) -> Pending:
         """Begin an all-reduce so that local work can overlap with it; call the result to wait."""
         if self.size == 1:
             return lambda: x
-        return self._start_all_reduce(x, op, donate)
+        self._check_sums(x, op)
+        return self.transport.start_all_reduce(x, op, donate)
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         """The group's chunks, concatenated along ``dim`` in rank order. All have one shape."""
         dim = _positive(x, dim)
-        return x if self.size == 1 else self._all_gather(x, dim)
+        return x if self.size == 1 else self.transport.all_gather(x, dim)
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
         """Sum over the group, of which this rank keeps its chunk along ``dim``."""
         dim = _positive(x, dim)
         self.chunk(x, dim)
-        return x if self.size == 1 else self._reduce_scatter(x, dim)
+        if self.size == 1:
+            return x
+        self._check_sums(x, "sum")
+        return self.transport.reduce_scatter(x, dim)
 
     def broadcast(self, x: Tensor, src: int) -> Tensor:
         """``x`` of the member at position ``src`` of the group."""
         if not 0 <= src < self.size:
             raise ValueError(f"no member {src} in a group {self.group.axes} of size {self.size}")
-        return x if self.size == 1 else self._broadcast(x, src)
+        return x if self.size == 1 else self.transport.broadcast(x, src)
+
+    def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Tensor:
+        """Chunk ``i`` of ``x`` along ``split_dim`` goes to member ``i``; what comes is concatenated along
+        ``concat_dim`` in rank order."""
+        split_dim, concat_dim = _positive(x, split_dim), _positive(x, concat_dim)
+        self.chunk(x, split_dim)
+        return x if self.size == 1 else self.transport.all_to_all(x, split_dim, concat_dim)
+
+    def permute(self, x: Tensor, to: Sequence[int | None]) -> Tensor:
+        """``x`` of member ``i`` goes to member ``to[i]``, or nowhere if that is None or -1. A member to whom
+        nobody sends gets zeros."""
+        targets = tuple(-1 if t is None else int(t) for t in to)
+        used = [t for t in targets if t != -1]
+        if len(targets) != self.size or len(set(used)) != len(used) or not set(used) <= {*range(self.size)}:
+            raise ValueError(
+                f"to={tuple(to)} does not send from each of the {self.size} members of {self.group.axes} to "
+                f"another: give {self.size} different positions, or None for who sends nothing"
+            )
+        if self.size == 1:
+            return x if used else torch.zeros_like(x)
+        return self.transport.permute(x, targets)
 
     def split(self, x: Tensor, dim: int) -> Tensor:
         """This rank's chunk of ``x``, selected by data."""
@@ -90,13 +118,20 @@ class Comm(ABC):
         return x.shape[dim] // self.size
 
     @contextmanager
-    def position_as(self, position: Tensor) -> Iterator[None]:
-        """Substitute the position, so that a tracer can make it a graph input."""
-        saved, self.position = self.position, position
+    def traced(self, position: Tensor, transport: Transport | None = None) -> Iterator[None]:
+        """Within, ``position`` is this rank's, as an input of the graph that is traced, and ``transport``
+        makes the collectives; None: the one that there is, at that position."""
+        saved = self.position, self.transport
+        self.position, self.transport = position, transport or self.transport.at(position)
         try:
             yield
         finally:
-            self.position = saved
+            self.position, self.transport = saved
+
+    @property
+    def process_group(self) -> Any:
+        """The backend's own handle of this group; for c10d backends a ``torch.distributed.ProcessGroup``."""
+        return self.transport.process_group
 
     @property
     def rank(self) -> NoReturn:
@@ -106,29 +141,13 @@ class Comm(ABC):
             "for file names and logs use ctx.rank, an int"
         )
 
-    @property
-    @abstractmethod
-    def process_group(self) -> Any:
-        """The backend's own handle of this group; for c10d backends a ``torch.distributed.ProcessGroup``."""
-
-    # -- what a backend writes: called with size > 1 and 0 <= dim < x.ndim ------------------------------
-    @abstractmethod
-    def _all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor: ...
-
-    @abstractmethod
-    def _all_gather(self, x: Tensor, dim: int) -> Tensor: ...
-
-    @abstractmethod
-    def _reduce_scatter(self, x: Tensor, dim: int) -> Tensor: ...
-
-    # -- what it may write, to be faster ----------------------------------------------------------------
-    def _start_all_reduce(self, x: Tensor, op: Op, donate: bool) -> Pending:
-        out = self._all_reduce(x, op, donate)
-        return lambda: out
-
-    def _broadcast(self, x: Tensor, src: int) -> Tensor:
-        # where, not a product: 0 * nan is nan
-        return self._all_reduce(torch.where(self.position == src, x, torch.zeros_like(x)), "sum", True)
+    def _check_sums(self, x: Tensor, op: Op) -> None:
+        if x.dtype not in self._sums.get(op, ()):
+            raise ValueError(
+                f"cannot take the {op} of {x.dtype} over ranks: convert it to a wider dtype first"
+                if op in self._sums
+                else f"no reduction {op!r}; there are {', '.join(self._sums)}"
+            )
 
 
 def _positive(x: Tensor, dim: int) -> int:

@@ -27,6 +27,7 @@ class ParallelContext:
     _comms: dict[tuple[tuple[str, ...], int | None], Comm] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+    _adopted: list[Comm] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __deepcopy__(self, memo: object) -> ParallelContext:
         return self  # a copied model lies on the same mesh
@@ -80,10 +81,11 @@ class ParallelContext:
             return self.comm("tp")
         if isinstance(group, Comm):
             return group
-        for comm in self._comms.values():
+        for comm in (*self._comms.values(), *self._adopted):
             if comm.process_group is group:
                 return comm
-        return self.backend.comm_of(group)
+        self._adopted.append(self.backend.comm_of(group))
+        return self._adopted[-1]
 
     @property
     def device(self) -> torch.device:

@@ -7,7 +7,7 @@ from functools import partial
 
 from . import settings
 from .backend.interface import Backend
-from .backend.registry import backend_class, check_comm, check_fits, load_backend
+from .backend.registry import backend_class, check_connects, check_fits, load_backend
 from .context import ParallelContext, current, enter_process, is_initialized, leave_process
 from .log import inform
 from .mesh import Mesh
@@ -88,7 +88,7 @@ def init(
         check_fits(chosen, ctx.mesh)
         # now, on all ranks in one order: making a group is itself collective
         for axes in (tuple(ctx.mesh.axes), *((axis,) for axis in ctx.mesh.axes)):
-            check_comm(chosen, partial(ctx.comm, *axes))
+            check_connects(chosen, partial(ctx.comm, *axes))
     except BaseException:
         chosen.stop()
         raise

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .comm import Comm
+from .transport import ALL_TO_ALL, PERMUTE, Primitive
 
 Map = Callable[[Tensor], Tensor]
 
@@ -86,3 +87,21 @@ def reduce_scatter(x: Tensor, comm: Comm, dim: int, *, dtype: torch.dtype | None
     """Partial sums -> this rank's chunk (leave a tp region into sequence parallel)."""
     forward = partial(_reduce_scatter, comm=comm, dim=dim, dtype=dtype)
     return _linear(x, comm, forward, partial(comm.all_gather, dim=dim))
+
+
+def _primitive(x: Tensor, comm: Comm, primitive: Primitive, *arguments: Any) -> Tensor:
+    def forward(t: Tensor) -> Tensor:
+        made: Tensor = getattr(comm, primitive.name)(t, *arguments)
+        return made
+
+    return _linear(x, comm, forward, lambda t: primitive.transpose(comm, t, *arguments))
+
+
+def all_to_all(x: Tensor, comm: Comm, split_dim: int, concat_dim: int) -> Tensor:
+    """Chunks along ``concat_dim`` -> chunks along ``split_dim`` (tokens <-> heads, tokens <-> experts)."""
+    return _primitive(x, comm, ALL_TO_ALL, split_dim, concat_dim)
+
+
+def shift(x: Tensor, comm: Comm, step: int = 1) -> Tensor:
+    """What each rank holds -> the rank ``step`` further on the ring. Backward shifts the other way."""
+    return _primitive(x, comm, PERMUTE, tuple((i + step) % comm.size for i in range(comm.size)))

@@ -16,20 +16,21 @@ pytestmark = [pytest.mark.xdist_group("verify"), pytest.mark.slow, pytest.mark.p
 
 WRONG = """
 import torch
-from tpcore.c10d import C10dBackend, C10dComm
+from tpcore.c10d import C10dBackend, C10dTransport
 from tpcore import Capabilities, hookimpl
 
-class Comm(C10dComm):
-    def _all_gather(self, x, dim):
-        out = super()._all_gather(x, dim)
+class Reversed(C10dTransport):
+    def all_gather(self, x, dim):
+        out = super().all_gather(x, dim)
         return torch.cat(out.chunk(self.size, dim)[::-1], dim) if x.is_floating_point() else out
 
 class Here(C10dBackend):
+    interface = 2
     transport = "gloo"
     capabilities = Capabilities(dtypes=(torch.float32, torch.int64, torch.uint8), tracing=False)
     def device(self): return torch.device("cpu")
-    def _comm(self, group, pg):
-        return Comm(group, group.members(self._rank).index(self._rank), pg, self.device())
+    def _over(self, group, pg):
+        return Reversed(group, self._rank, pg, self.device())
 
 @hookimpl
 def tpcore_backend(): return Here

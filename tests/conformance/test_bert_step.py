@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tpcore.mesh import Mesh
 from tpcore.testing import ThreadBackend, run_ranks
-from tpcore.testing.threads import ThreadComm
+from tpcore.testing.threads import ThreadTransport
 from tpcore.testing.verify import bert
 
 MESHES = [{"dp": 1, "tp": 1}, {"dp": 1, "tp": 4}, {"dp": 2, "tp": 2}]
@@ -24,19 +24,19 @@ def test_a_right_backend(kind: str, axes: dict[str, int], monkeypatch: pytest.Mo
         assert 0 < found.error < found.allowed
 
 
-class Forgets(ThreadComm):
+class Forgets(ThreadTransport):
     """The sum of every third all-reduce."""
 
     calls = 0
 
-    def _all_reduce(self, x: Tensor, op: str, donate: bool) -> Tensor:
+    def all_reduce(self, x: Tensor, op: str, donate: bool) -> Tensor:
         self.calls += 1
-        out = super()._all_reduce(x, op, donate)
+        out = super().all_reduce(x, op, donate)
         return x.detach().clone() if self.calls % 3 == 0 else out
 
 
 class Wrong(ThreadBackend):
-    def comm(self, group, rank):
+    def connect(self, group, rank):
         return Forgets(group, rank, self._world)
 
 

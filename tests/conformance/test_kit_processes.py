@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.xdist_group("kit"), pytest.mark.processes]
 class Simple(C10dBackend):
     """All that another transport of torch.distributed needs."""
 
-    interface = 1
+    interface = 2
     transport = "gloo"
 
     def device(self) -> torch.device:

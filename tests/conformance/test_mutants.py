@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import itertools
 from collections.abc import Callable
@@ -17,41 +18,50 @@ from torch import Tensor
 from tpcore_cpu_gloo import programs
 
 from tpcore.backend.capabilities import Capabilities
-from tpcore.comm import Comm, Op, Pending
+from tpcore.comm import Comm
 from tpcore.context import current
 from tpcore.errors import BackendError
 from tpcore.mesh import Group, Mesh
-from tpcore.testing import ThreadBackend, run_ranks, threads
+from tpcore.testing import ThreadBackend, run_ranks
 from tpcore.testing.kit.conformance import Conformance
-from tpcore.testing.threads import ThreadComm, ThreadWorld
+from tpcore.testing.threads import ThreadTransport, ThreadWorld
+from tpcore.transport import Op, Pending, Transport, inverse
 
 
 def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def summed(parts: list[Tensor]) -> Tensor:
+    return functools.reduce(torch.add, parts)
+
+
+def mine(transport: Transport, x: Tensor, dim: int) -> Tensor:
+    return x.chunk(transport.size, dim)[transport.index].clone()
+
+
 class Plain(ThreadBackend):
     """Right, and with few dtypes, so that the kit is soon through."""
 
-    comm_class: type[ThreadComm] = ThreadComm
+    transport_class: type[ThreadTransport] = ThreadTransport
     capabilities = Capabilities(
         dtypes=(torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool),
         moved=(torch.complex64,),
     )
 
-    def comm(self, group: Group, rank: int) -> Comm:
-        return self.comm_class(group, rank, self._world)
+    def connect(self, group: Group, rank: int) -> ThreadTransport:
+        return self.transport_class(group, rank, self._world)
 
 
 MUTANTS: dict[str, tuple[str, type[Plain]]] = {}
 Made = Callable[..., Any]
 
 
-def mutant(caught_by: str, kind: type = ThreadComm) -> Callable[[type], type]:
+def mutant(caught_by: str, kind: type = ThreadTransport) -> Callable[[type], type]:
     """Register a Comm, or a Backend, with the test that has to be the first to fail."""
 
     def register(cls: type) -> type:
-        made = cls if issubclass(kind, Plain) else type(cls.__name__, (Plain,), {"comm_class": cls})
+        made = cls if issubclass(kind, Plain) else type(cls.__name__, (Plain,), {"transport_class": cls})
         MUTANTS[cls.__name__] = (caught_by, made)
         return cls
 
@@ -59,169 +69,219 @@ def mutant(caught_by: str, kind: type = ThreadComm) -> Callable[[type], type]:
 
 
 @mutant("test_values all_gather")
-class GathersInReverse(ThreadComm):
-    def _all_gather(self, x: Tensor, dim: int) -> Tensor:
-        return torch.cat(self._peers("gather", x)[::-1], dim)
+class GathersInReverse(ThreadTransport):
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        return torch.cat(self.exchange("gather", x)[::-1], dim)
 
 
 @mutant("test_values all_gather")
-class GathersAlongTheFirstDim(ThreadComm):
-    def _all_gather(self, x: Tensor, dim: int) -> Tensor:
-        return torch.cat(self._peers("gather", x), 0)
+class GathersAlongTheFirstDim(ThreadTransport):
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        return torch.cat(self.exchange("gather", x), 0)
 
 
 @mutant("test_values all_gather")
-class GathersOnlyItself(ThreadComm):
-    def _all_gather(self, x: Tensor, dim: int) -> Tensor:
+class GathersOnlyItself(ThreadTransport):
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
         return torch.cat([x.detach()] * self.size, dim)
 
 
 @mutant("test_values all_reduce")
-class SumIsMax(ThreadComm):
-    def _all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
-        return super()._all_reduce(x, "max", donate)
+class SumIsMax(ThreadTransport):
+    def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
+        return super().all_reduce(x, "max", donate)
 
 
 @mutant("test_values all_reduce max")
-class MaxIsSum(ThreadComm):
-    def _all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
-        return super()._all_reduce(x, "sum", donate)
+class MaxIsSum(ThreadTransport):
+    def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
+        return super().all_reduce(x, "sum", donate)
 
 
 @mutant("test_values all_reduce")
-class LeavesOutTheLast(ThreadComm):
-    def _all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
-        peers = self._peers("sum", x)
-        return threads._sum(peers[:-1]) if op == "sum" else torch.stack(peers).amax(0)
+class LeavesOutTheLast(ThreadTransport):
+    def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
+        peers = self.exchange("sum", x)
+        return summed(peers[:-1]) if op == "sum" else torch.stack(peers).amax(0)
 
 
 @mutant("test_values all_reduce")
-class AveragesInsteadOfSumming(ThreadComm):
-    def _all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
-        total = super()._all_reduce(x, op, donate)
+class AveragesInsteadOfSumming(ThreadTransport):
+    def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
+        total = super().all_reduce(x, op, donate)
         return (total.double() / self.size).to(x.dtype) if op == "sum" else total
 
 
 @mutant("test_values all_reduce")
-class SumsBoolsAsNumbersOfAnotherDtype(ThreadComm):
-    def _all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
-        return super()._all_reduce(x.to(torch.uint8) if x.dtype is torch.bool else x, op, donate)
+class SumsBoolsAsNumbersOfAnotherDtype(ThreadTransport):
+    def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
+        return super().all_reduce(x.to(torch.uint8) if x.dtype is torch.bool else x, op, donate)
 
 
 @mutant("test_values all_reduce max")
-class MaxStartsFromZeroOfOneRank(ThreadComm):
-    def _all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
-        peers = self._peers(op, x)
-        return threads._sum(peers) if op == "sum" else peers[0].clone()
+class MaxStartsFromZeroOfOneRank(ThreadTransport):
+    def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
+        peers = self.exchange(op, x)
+        return summed(peers) if op == "sum" else peers[0].clone()
 
 
 @mutant("test_values start_all_reduce")
-class StartedReduceForgetsTheOp(ThreadComm):
-    def _start_all_reduce(self, x: Tensor, op: Op, donate: bool) -> Pending:
-        out = self._all_reduce(x, "max", donate)
+class StartedReduceForgetsTheOp(ThreadTransport):
+    def start_all_reduce(self, x: Tensor, op: Op, donate: bool) -> Pending:
+        out = self.all_reduce(x, "max", donate)
         return lambda: out
 
 
 @mutant("test_values reduce_scatter")
-class KeepsTheNextRanksChunk(ThreadComm):
-    def _reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
-        total = threads._sum(self._peers("reduce_scatter", x))
-        return total.chunk(self.size, dim)[(int(self.position) + 1) % self.size].contiguous()
+class KeepsTheNextRanksChunk(ThreadTransport):
+    def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
+        total = summed(self.exchange("reduce_scatter", x))
+        return total.chunk(self.size, dim)[(self.index + 1) % self.size].contiguous()
 
 
 @mutant("test_values reduce_scatter")
-class ScattersWithoutReducing(ThreadComm):
-    def _reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
-        return self.split(x.detach(), dim)
+class ScattersWithoutReducing(ThreadTransport):
+    def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
+        return mine(self, x.detach(), dim)
 
 
 @mutant("test_values reduce_scatter")
-class ScattersAlongTheLastDim(ThreadComm):
-    def _reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
+class ScattersAlongTheLastDim(ThreadTransport):
+    def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
         dim = x.ndim - 1 if x.shape[-1] % self.size == 0 else dim
-        return super()._reduce_scatter(x, dim)
+        return super().reduce_scatter(x, dim)
 
 
 @mutant("test_values broadcast")
-class AlwaysBroadcastsTheFirst(ThreadComm):
-    def _broadcast(self, x: Tensor, src: int) -> Tensor:
-        return super()._broadcast(x, 0)
+class AlwaysBroadcastsTheFirst(ThreadTransport):
+    def broadcast(self, x: Tensor, src: int) -> Tensor:
+        return super().broadcast(x, 0)
 
 
 @mutant("test_values broadcast")
-class BroadcastsFromTheNeighbour(ThreadComm):
-    def _broadcast(self, x: Tensor, src: int) -> Tensor:
-        return super()._broadcast(x, (src + 1) % self.size)
+class BroadcastsFromTheNeighbour(ThreadTransport):
+    def broadcast(self, x: Tensor, src: int) -> Tensor:
+        return super().broadcast(x, (src + 1) % self.size)
+
+
+@mutant("test_values all_to_all")
+class TradesInReverse(ThreadTransport):
+    def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Tensor:
+        every = self.exchange("trade", x)[::-1]
+        return torch.cat([mine(self, t, split_dim) for t in every], concat_dim)
+
+
+@mutant("test_values all_to_all")
+class TradesAlongTheSplitDim(ThreadTransport):
+    def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Tensor:
+        return super().all_to_all(x, split_dim, split_dim)
+
+
+@mutant("test_memory all_to_all")
+class TradesIntoATransposedView(ThreadTransport):
+    def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Tensor:
+        out = super().all_to_all(x, split_dim, concat_dim)
+        return out.transpose(0, -1).contiguous().transpose(0, -1)
+
+
+@mutant("test_values permute")
+class PermutesBackwards(ThreadTransport):
+    def permute(self, x: Tensor, to: tuple[int, ...]) -> Tensor:
+        return super().permute(x, inverse(to))
+
+
+@mutant("test_values permute")
+class KeepsItsOwnWhereNobodySends(ThreadTransport):
+    def permute(self, x: Tensor, to: tuple[int, ...]) -> Tensor:
+        out = super().permute(x, to)
+        return out if self.index in to else x.detach().clone()
+
+
+@mutant("test_memory permute")
+class StaysItsInput(ThreadTransport):
+    def permute(self, x: Tensor, to: tuple[int, ...]) -> Tensor:
+        out = super().permute(x, to)
+        return x.detach() if to[self.index] == self.index else out
+
+
+@mutant("test_transposes permute")
+class OnlyEverPermutesOnce(ThreadTransport):
+    seen = 0
+
+    def permute(self, x: Tensor, to: tuple[int, ...]) -> Tensor:
+        out = super().permute(x, to)
+        self.seen += x.shape == (4, 8) and x.is_floating_point() and bool((x < 0).any())
+        return torch.zeros_like(out) if self.seen > 1 else out
 
 
 @mutant("test_moved_dtypes all_gather")
-class DropsTheImaginaryPart(ThreadComm):
-    def _all_gather(self, x: Tensor, dim: int) -> Tensor:
-        out = super()._all_gather(x, dim)
+class DropsTheImaginaryPart(ThreadTransport):
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        out = super().all_gather(x, dim)
         return torch.complex(out.real, torch.zeros_like(out.real)) if x.is_complex() else out
 
 
 @mutant("test_joined")
-class RankOffByOne(ThreadComm):
+class RankOffByOne(ThreadTransport):
     def __init__(self, group: Group, rank: int, world: ThreadWorld) -> None:
         super().__init__(group, rank, world)
         self.position = (self.position + 1) % self.size
 
 
 @mutant("test_joined")
-class RankIsAScalar(ThreadComm):
+class RankIsAScalar(ThreadTransport):
     def __init__(self, group: Group, rank: int, world: ThreadWorld) -> None:
         super().__init__(group, rank, world)
         self.position = self.position[0]
 
 
 @mutant("test_strides all_gather")
-class ReadsMemoryAndNotStrides(ThreadComm):
-    def _all_gather(self, x: Tensor, dim: int) -> Tensor:
+class ReadsMemoryAndNotStrides(ThreadTransport):
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
         if not x.is_contiguous():
             x = x.detach().as_strided(x.shape, torch.empty(x.shape).stride())
-        return super()._all_gather(x, dim)
+        return super().all_gather(x, dim)
 
 
 @mutant("test_empty all_reduce")
-class CannotSumNothing(ThreadComm):
-    def _all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
-        out = super()._all_reduce(x, op, donate)
+class CannotSumNothing(ThreadTransport):
+    def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
+        out = super().all_reduce(x, op, donate)
         return out if x.numel() else out.new_zeros(1)
 
 
 @mutant("test_memory all_reduce")
-class ReducesInPlace(ThreadComm):
-    def _all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
-        return x.detach().copy_(super()._all_reduce(x, op, donate))
+class ReducesInPlace(ThreadTransport):
+    def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
+        return x.detach().copy_(super().all_reduce(x, op, donate))
 
 
 @mutant("test_memory reduce_scatter")
-class ClearsItsInput(ThreadComm):
-    def _reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
-        out = super()._reduce_scatter(x, dim)
+class ClearsItsInput(ThreadTransport):
+    def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
+        out = super().reduce_scatter(x, dim)
         x.detach().zero_()
         return out
 
 
 @mutant("test_memory all_gather")
-class ReturnsATransposedView(ThreadComm):
-    def _all_gather(self, x: Tensor, dim: int) -> Tensor:
-        out = super()._all_gather(x, dim)
+class ReturnsATransposedView(ThreadTransport):
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        out = super().all_gather(x, dim)
         return out.transpose(0, -1).contiguous().transpose(0, -1)
 
 
 @mutant("test_memory reduce_scatter")
-class ReturnsASliceOfALargerTensor(ThreadComm):
-    def _reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
-        total = threads._sum(self._peers("reduce_scatter", x))
-        return total.chunk(self.size, dim)[int(self.position)]
+class ReturnsASliceOfALargerTensor(ThreadTransport):
+    def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
+        total = summed(self.exchange("reduce_scatter", x))
+        return total.chunk(self.size, dim)[self.index]
 
 
 @mutant("test_memory all_gather")
-class UsesOneBufferAgain(ThreadComm):
-    def _all_gather(self, x: Tensor, dim: int) -> Tensor:
-        out = super()._all_gather(x, dim)
+class UsesOneBufferAgain(ThreadTransport):
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        out = super().all_gather(x, dim)
         if x.shape != (4, 8, 4):
             return out
         if not hasattr(self, "_buffer"):
@@ -230,80 +290,64 @@ class UsesOneBufferAgain(ThreadComm):
 
 
 @mutant("test_memory broadcast")
-class SendersOutputIsItsInput(ThreadComm):
-    def _broadcast(self, x: Tensor, src: int) -> Tensor:
-        out = super()._broadcast(x, src)
-        return x.detach() if int(self.position) == src else out
+class SendersOutputIsItsInput(ThreadTransport):
+    def broadcast(self, x: Tensor, src: int) -> Tensor:
+        out = super().broadcast(x, src)
+        return x.detach() if self.index == src else out
 
 
 @mutant("test_memory all_reduce")
-class LeavesAutogradAttached(ThreadComm):
-    def _all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
-        out = super()._all_reduce(x, op, donate)
+class LeavesAutogradAttached(ThreadTransport):
+    def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
+        out = super().all_reduce(x, op, donate)
         return out + 0 * x if x.requires_grad else out
 
 
 @mutant("test_overlap")
-class MixesUpWhatIsUnderWay(ThreadComm):
-    def _start_all_reduce(self, x: Tensor, op: Op, donate: bool) -> Pending:
-        self._last = self._all_reduce(x, op, donate)
+class MixesUpWhatIsUnderWay(ThreadTransport):
+    def start_all_reduce(self, x: Tensor, op: Op, donate: bool) -> Pending:
+        self._last = self.all_reduce(x, op, donate)
         return lambda: self._last
 
 
 @mutant("test_same_bits")
-class EachRankStartsItsSumWithItself(ThreadComm):
-    def _all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
-        peers, me = self._peers(op, x), int(self.position)
+class EachRankStartsItsSumWithItself(ThreadTransport):
+    def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
+        peers, me = self.exchange(op, x), self.index
         peers = peers[me:] + peers[:me]
-        return threads._sum(peers) if op == "sum" else torch.stack(peers).amax(0)
+        return summed(peers) if op == "sum" else torch.stack(peers).amax(0)
 
 
 @mutant("test_groups all_gather", Plain)
 class TakesTheWrongGroups(Plain):
     """Cuts every group out of neighbours, whatever the axis."""
 
-    def comm(self, group: Group, rank: int) -> Comm:
+    def connect(self, group: Group, rank: int) -> ThreadTransport:
         ranks = sorted(r for part in group.partition for r in part)
         n = group.size
         parts = tuple(tuple(ranks[i : i + n]) for i in range(0, len(ranks), n))
-        return ThreadComm(Group(group.axes, parts), rank, self._world)
+        return ThreadTransport(Group(group.axes, parts), rank, self._world)
 
 
 @mutant("test_groups all_gather", Plain)
 class OrdersItsMembersBackwards(Plain):
     """Only in groups that are not the first."""
 
-    def comm(self, group: Group, rank: int) -> Comm:
+    def connect(self, group: Group, rank: int) -> ThreadTransport:
         parts = (group.partition[0], *(part[::-1] for part in group.partition[1:]))
-        return ThreadComm(Group(group.axes, parts), rank, self._world)
-
-
-@mutant("test_refusals")
-class PadsWhatDoesNotDivide(ThreadComm):
-    def chunk(self, x: Tensor, dim: int) -> int:
-        return -(-x.shape[dim] // self.size)
-
-    def _reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
-        n = x.shape[dim] // self.size * self.size
-        return super()._reduce_scatter(x.narrow(dim, 0, n), dim)
-
-
-@mutant("test_refusals")
-class AnyMemberWillDo(ThreadComm):
-    def broadcast(self, x: Tensor, src: int) -> Tensor:
-        return super().broadcast(x, src % self.size)
+        return ThreadTransport(Group(group.axes, parts), rank, self._world)
 
 
 @mutant("test_transpose_law copy")
-class NoAllReduceInBackward(ThreadComm):
-    def _all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
-        return x.detach().clone() if in_backward() else super()._all_reduce(x, op, donate)
+class NoAllReduceInBackward(ThreadTransport):
+    def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
+        return x.detach().clone() if in_backward() else super().all_reduce(x, op, donate)
 
 
 @mutant("test_transpose_law all_gather")
-class NoReduceScatterInBackward(ThreadComm):
-    def _reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
-        return self.split(x, dim) if in_backward() else super()._reduce_scatter(x, dim)
+class NoReduceScatterInBackward(ThreadTransport):
+    def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
+        return mine(self, x, dim) if in_backward() else super().reduce_scatter(x, dim)
 
 
 @mutant("test_random_streams", Plain)
@@ -320,12 +364,17 @@ class SeedsAllAlike(Plain):
 
 @mutant("test_declaration", Plain)
 class OfAnotherInterface(Plain):
-    interface = 2
+    interface = 1
+
+
+class Half(Transport):
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        return x
 
 
 @mutant("test_declaration", Plain)
 class HasNoReduceScatter(Plain):
-    capabilities = Capabilities(primitives=frozenset({"all_reduce", "all_gather"}))
+    transport_class = Half  # type: ignore[assignment]
 
 
 class Traces(Plain):
@@ -344,8 +393,8 @@ class Traces(Plain):
         return current().comm(*axes.split("."))
 
 
-class Quiet(ThreadComm):
-    def all_reduce(self, x: Tensor, op: Op = "sum", *, donate: bool = False) -> Tensor:
+class Quiet(ThreadTransport):
+    def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
         return x
 
 
@@ -353,14 +402,14 @@ class Quiet(ThreadComm):
 class DropsACollectiveInAProgram(Traces):
     def comm_for(self, axes: str) -> Comm:
         found = current().comm(*axes.split("."))
-        return Quiet(found.group, self._rank, self._world)
+        return Comm(Quiet(found.group, self._rank, self._world), self.capabilities.sums())
 
 
 @mutant("test_traces", Traces)
 class BakesTheFirstRankIn(Traces):
     def comm_for(self, axes: str) -> Comm:
         found = copy.copy(super().comm_for(axes))
-        found.rank = torch.zeros_like(found.rank)
+        found.position = torch.zeros_like(found.position)
         return found
 
 
@@ -421,13 +470,15 @@ def first_failure(cls: type[Plain]) -> str:
             continue  # in all other things Traces is Plain
         wanted = [a for a in inspect.signature(test).parameters if a != "self"]
         # the first argument varies slowest, as in the file: one primitive at all dtypes and sizes
-        order = sorted(wanted, key=lambda a: a not in ("primitive", "moving", "mapping", "layer"))
+        order = sorted(wanted, key=lambda a: a not in ("primitive", "moving", "mapping", "linear", "layer"))
         for values in itertools.product(*(choices[a] for a in order)):
             given = dict(zip(order, values, strict=True))
             try:
                 test(kit, **given)
             except (AssertionError, pytest.fail.Exception, RuntimeError, ValueError):
-                what = [str(given[a]) for a in ("primitive", "moving", "mapping", "layer") if a in given]
+                what = [
+                    str(given[a]) for a in ("primitive", "moving", "mapping", "linear", "layer") if a in given
+                ]
                 return " ".join([name, *what])
     return ""
 

@@ -10,6 +10,10 @@ from test_xla_primitives import primitives
 from tpcore.context import ParallelContext
 
 
+def _mine(comm, x, dim):
+    return x.chunk(comm.size, dim)[comm.index].clone()
+
+
 def dropped_sum(comm, other) -> None:
     comm._reduced = lambda x, op: x.clone()
 
@@ -20,20 +24,20 @@ def maximum_for_sum(comm, other) -> None:
 
 
 def dropped_gather(comm, other) -> None:
-    comm._all_gather = lambda x, dim: torch.cat([x] * comm.size, dim)
+    comm.all_gather = lambda x, dim: torch.cat([x] * comm.size, dim)
 
 
 def gather_along_another_dim(comm, other) -> None:
-    gather = type(comm)._all_gather
-    comm._all_gather = lambda x, dim: gather(comm, x.transpose(0, 1), 1 - dim if dim < 2 else dim)
+    gather = type(comm).all_gather
+    comm.all_gather = lambda x, dim: gather(comm, x.transpose(0, 1), 1 - dim if dim < 2 else dim)
 
 
 def dropped_reduce_scatter(comm, other) -> None:
-    comm._reduce_scatter = comm.split
+    comm.reduce_scatter = lambda x, dim: _mine(comm, x, dim)
 
 
 def gather_without_sum(comm, other) -> None:
-    comm._reduce_scatter = lambda x, dim: comm.split(comm.all_reduce(x, "max"), dim)
+    comm.reduce_scatter = lambda x, dim: _mine(comm, comm.all_reduce(x, "max", False), dim)
 
 
 def other_groups(comm, other) -> None:
@@ -49,8 +53,8 @@ def groups_in_another_order(comm, other) -> None:
 
 
 def broadcast_from_the_first(comm, other) -> None:
-    broadcast = type(comm)._broadcast
-    comm._broadcast = lambda x, src: broadcast(comm, x, 0)
+    broadcast = type(comm).broadcast
+    comm.broadcast = lambda x, src: broadcast(comm, x, 0)
 
 
 def dropped_exchange(comm, other) -> None:
@@ -59,7 +63,7 @@ def dropped_exchange(comm, other) -> None:
 
 def permuted_backwards(comm, other) -> None:
     permute = type(comm).permute
-    comm.permute = lambda x, to: permute(comm, x, range(comm.size))
+    comm.permute = lambda x, to: permute(comm, x, tuple(range(comm.size)))
 
 
 def nothing(comm, other) -> None:
@@ -76,7 +80,7 @@ MUTATIONS = [
 def mutated(ctx: ParallelContext, mutate, axis: str) -> list[str]:
     """Names of the primitives that are wrong now."""
     comm = ctx.comm(axis)
-    mutate(comm, ctx.comm("dp" if axis == "tp" else "tp"))
+    mutate(comm.transport, ctx.comm("dp" if axis == "tp" else "tp").transport)
     found = primitives(ctx, axis, torch.float32)
     return [
         name for name, (got, want) in found.items() if got.shape != want.shape or not torch.equal(got, want)

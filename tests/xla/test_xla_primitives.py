@@ -159,3 +159,29 @@ def messages(ctx: ParallelContext) -> int:
 
 def test_messages_of_all_lengths_share_a_few_programs():
     assert on_replicas(2, 2, messages) == [3] * 2  # of the lengths, of up to 64 bytes, of up to 128
+
+
+def permuted(ctx: ParallelContext) -> list[str]:
+    comm, wrong = ctx.comm("tp"), []
+    n, me = comm.size, ctx.coord("tp")
+    maps = [(*range(1, n), 0), (n - 1, *range(n - 1)), (n - 1, *range(1, n - 1), 0), tuple(range(n))]
+    maps += [(n - 1, *[None] * (n - 1)), (None, *range(n - 1)), tuple([None] * n)]
+    for dtype in (torch.float32, torch.bool):
+        every = inputs(n, (2, 3), dtype)
+        for to in maps:
+            got = comm.permute(every[me].to(ctx.device), to).cpu()
+            want = every[to.index(me)] if me in to else torch.zeros(2, 3, dtype=dtype)
+            if not torch.equal(got, want):
+                wrong.append(f"{to} of {dtype} on rank {me}: {got} is not {want}")
+    return wrong
+
+
+@pytest.mark.parametrize("how", ["native", "pairs"])
+@pytest.mark.parametrize(("world", "tp"), [(2, 2), (4, 4), (4, 2)])
+def test_permutations_by_whichever_way(world, tp, how):
+    assert on_replicas(world, tp, permuted, env={"TPCORE_NEURON_PERMUTE": how}) == [[]] * world
+
+
+def test_a_way_that_does_not_exist_is_refused():
+    with pytest.raises(ValueError, match="TPCORE_NEURON_PERMUTE must be one of native, pairs, not 'both'"):
+        on_replicas(2, 2, permuted, env={"TPCORE_NEURON_PERMUTE": "both"})

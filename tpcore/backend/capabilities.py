@@ -8,9 +8,6 @@ from typing import Any
 
 import torch
 
-REQUIRED = frozenset({"all_reduce", "all_gather", "reduce_scatter"})
-"""Primitives that the layers are made of. ``broadcast`` is made of an all-reduce where it is missing."""
-
 _OWN = (torch.float32, torch.int64, torch.uint8)  # norms, counts, and the text of errors on other ranks
 
 
@@ -31,8 +28,7 @@ class Capabilities:
     )
     """What every primitive takes, sums included."""
     moved: tuple[torch.dtype, ...] = ()
-    """What all_gather and broadcast take beyond ``dtypes``."""
-    primitives: frozenset[str] = REQUIRED | {"broadcast"}
+    """What primitives that compute nothing take beyond ``dtypes``. Of complex numbers sums are taken too."""
     group_sizes: tuple[int, ...] | None = None
     """Sizes that a group may have, besides 1; None: any."""
     tracing: bool = False
@@ -42,11 +38,13 @@ class Capabilities:
 
     def lack(self) -> str | None:
         """What tpcore cannot do without and this does not declare; None if all is there."""
-        without = sorted(REQUIRED - self.primitives)
-        if without:
-            return f"it lacks {', '.join(without)}, which the layers need"
         missing = [_name(d) for d in _OWN if d not in self.dtypes]
         return f"it does not sum {', '.join(missing)}, which tpcore needs" if missing else None
+
+    def sums(self) -> dict[str, frozenset[torch.dtype]]:
+        """The dtypes that each reduction takes."""
+        complexes = {d for d in self.moved if d.is_complex}
+        return {"sum": frozenset(self.dtypes) | complexes, "max": frozenset(self.dtypes)}
 
     def misfit(self, sizes: Mapping[str, int]) -> str | None:
         """Which of these groups, sizes by name, this backend cannot form; None if it can form all."""
@@ -59,8 +57,7 @@ class Capabilities:
 
     def to_json(self) -> dict[str, Any]:
         out: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        out |= {k: [_name(d) for d in out[k]] for k in ("dtypes", "moved")}
-        return out | {"primitives": sorted(self.primitives)}
+        return out | {k: [_name(d) for d in out[k]] for k in ("dtypes", "moved")}
 
 
 def _name(dtype: torch.dtype) -> str:

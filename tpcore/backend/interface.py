@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, final
 
 import pluggy
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from ..comm import Comm
 from ..errors import BackendError
 from ..mesh import Group
+from ..transport import Transport
 from .capabilities import Capabilities
 from .programs import Dims, Function, LoadedProgram
 
@@ -22,9 +23,9 @@ PROJECT = "tpcore"
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
 
-INTERFACE = 1
-"""Version of the plugin interface: of ``Backend``, ``Comm``, ``Capabilities`` and the hook. It goes up when
-a backend that was right no longer is; methods with a default are added without."""
+INTERFACE = 2
+"""Version of the plugin interface: of ``Backend``, ``Transport``, ``Capabilities`` and the hook. It goes up
+when a backend that was right no longer is; methods with a default are added without."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,8 @@ class Backend(ABC):
     interface: ClassVar[int] = 1
     """The version of the plugin interface that the class was written for: say it in your own."""
     capabilities: ClassVar[Capabilities] = Capabilities()
-    comm_class: ClassVar[type[Comm] | None] = None
-    """The class of what ``comm`` returns: one that lacks a method is then named before anything starts."""
+    transport_class: ClassVar[type[Transport] | None] = None
+    """The class of what ``connect`` returns: one that lacks a method is named before anything starts."""
 
     @classmethod
     def unavailable(cls) -> str | None:
@@ -65,14 +66,30 @@ class Backend(ABC):
         """Join the job; return (rank, world size). ``timeout``: seconds a collective may wait."""
 
     @abstractmethod
-    def comm(self, group: Group, rank: int) -> Comm:
-        """Collectives over ``group``. Called in the same order on every rank."""
+    def connect(self, group: Group, rank: int) -> Transport:
+        """What makes the collectives of this rank's part of ``group``. Called in the same order on every
+        rank, for groups of one too."""
 
-    def comm_of(self, process_group: Any) -> Comm:
-        """Collectives over a group object that the user made with the backend's own library."""
+    def adopt(self, process_group: Any) -> Transport:
+        """The same for a group object that the user made with the backend's own library."""
         raise BackendError(
             f"{type(self).__name__} cannot use the group {process_group!r}: pass a tpcore Comm"
         )
+
+    @final
+    def comm(self, group: Group, rank: int) -> Comm:
+        """Collectives over ``group``, checked."""
+        return self._bound(self.connect(group, rank), "connect")
+
+    @final
+    def comm_of(self, process_group: Any) -> Comm:
+        """Collectives over a group object of the user's, checked."""
+        return self._bound(self.adopt(process_group), "adopt")
+
+    def _bound(self, made: Transport, by: str) -> Comm:
+        if not isinstance(made, Transport):
+            raise BackendError(f"{type(self).__name__}.{by}() returned {made!r}, not a tpcore Transport")
+        return Comm(made, self.capabilities.sums())
 
     @abstractmethod
     def device(self) -> torch.device:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pluggy
 
-from ..comm import Comm
 from ..errors import BackendError
 from ..mesh import Mesh
 from .interface import INTERFACE, PROJECT, Backend, hookspec
@@ -75,7 +74,7 @@ def unfit(cls: type[Backend]) -> str | None:
             f"it was written for version {cls.interface} of the plugin interface and this tpcore has version "
             f"{INTERFACE}: install releases of the two that fit"
         )
-    for part in (cls, cls.comm_class):
+    for part in (cls, cls.transport_class):
         missing = sorted(getattr(part, "__abstractmethods__", ()))
         if part is not None and missing:
             return f"{part.__name__} lacks {', '.join(missing)}"
@@ -119,16 +118,14 @@ def check_fits(backend: Backend, mesh: Mesh) -> None:
         raise ValueError(f"{name} cannot form {misfit}; this job is {dict(mesh.axes)}")
 
 
-def check_comm(backend: Backend, made: Callable[[], Any]) -> None:
-    """Raise if what ``made`` gives, a Comm of ``backend``, is none, or is of a class that lacks a method."""
+def check_connects(backend: Backend, made: Callable[[], Any]) -> None:
+    """Make a Comm of ``backend``; where its transport is none, or lacks a method, name the distribution."""
     try:
-        comm = made()
+        made()
     except TypeError as e:
         if "abstract" not in str(e):
             raise
-        raise BackendError(f"{_named(backend)}: its comm() makes an unfinished Comm: {e}") from e
-    if not isinstance(comm, Comm):
-        raise BackendError(f"{_named(backend)}: its comm() returned {comm!r}, not a tpcore Comm")
+        raise BackendError(f"{_named(backend)}: its connect() makes an unfinished Transport: {e}") from e
 
 
 def _named(backend: Backend) -> str:

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from .backend import C10dBackend
-from .comm import C10dComm
+from .transport import C10dTransport
 
-__all__ = ["C10dBackend", "C10dComm"]
+__all__ = ["C10dBackend", "C10dTransport"]

@@ -20,12 +20,12 @@ import torch.distributed as dist
 from .. import settings
 from ..backend.capabilities import Capabilities
 from ..backend.interface import Backend
-from ..comm import Comm
 from ..errors import BackendError
 from ..mesh import Group
-from .comm import C10dComm
+from ..transport import Transport
 from .supervision.rendezvous import store_of_environment
 from .supervision.supervisor import Members, Supervisor
+from .transport import C10dTransport
 
 
 def job_of_environment(timeout: float) -> tuple[dist.Store, int, int] | None:
@@ -48,9 +48,11 @@ class C10dBackend(Backend):
     rank and world, else what torchrun's environment says, else a world of one.
     """
 
-    interface = 1
-    capabilities = Capabilities(dtypes=(*Capabilities.dtypes, torch.int16, torch.int8))
-    comm_class: ClassVar[type[C10dComm]] = C10dComm
+    interface = 2
+    capabilities = Capabilities(
+        dtypes=(*Capabilities.dtypes, torch.int16, torch.int8), moved=(torch.complex64, torch.complex128)
+    )
+    transport_class: ClassVar[type[C10dTransport]] = C10dTransport
     transport: ClassVar[str]
     """Its name for ``torch.distributed.init_process_group``."""
 
@@ -60,10 +62,9 @@ class C10dBackend(Backend):
     def __init__(self, store: dist.Store | None = None, rank: int = 0, world: int = 1) -> None:
         self._given = None if store is None else (store, rank, world)
         self._groups: dict[tuple[Members, ...], Any] = {}
-        self._user_groups: dict[Any, Comm] = {}
         self._singles: list[Any] = []
         self._made: list[Any] = []
-        self._comms: list[C10dComm] = []
+        self._connected: list[C10dTransport] = []
         self._timeout = 0.0
         self._rank, self._world = rank, world
         self._owns = False
@@ -123,11 +124,10 @@ class C10dBackend(Backend):
         error = sys.exc_info()[1]  # of the with or finally block that stops this rank, if that is why
         if self._supervisor is not None:
             self._supervisor.close(error)
-        for comm in self._comms:
-            comm.close()
-        self._comms.clear()
+        for transport in self._connected:
+            transport.close()
+        self._connected.clear()
         self._groups.clear()
-        self._user_groups.clear()
         self._singles.clear()
         for pg in self._made:
             dist.destroy_process_group(pg)
@@ -151,31 +151,28 @@ class C10dBackend(Backend):
             return self._alone()
         return self._supervisor.connecting(members, self._sockets)
 
-    def comm(self, group: Group, rank: int) -> Comm:
+    def connect(self, group: Group, rank: int) -> Transport:
         if group.size == 1:
-            return self._comm(group, self._single)
+            return self._over(group, self._single)
         if group.partition not in self._groups:
             self._groups[group.partition] = self._group(group)
         pg = self._groups[group.partition]
-        return self._comm(group, lambda: pg)
+        return self._over(group, lambda: pg)
 
-    def comm_of(self, process_group: Any) -> Comm:
-        """Collectives over a torch.distributed group. The first call for a group is itself collective."""
-        if process_group not in self._user_groups:
-            members = tuple(dist.get_process_group_ranks(process_group))
-            group = Group(("user",), (members,))
-            self._user_groups[process_group] = self._comm(group, lambda: process_group)
-        return self._user_groups[process_group]
+    def adopt(self, process_group: Any) -> Transport:
+        """Collectives over a torch.distributed group; itself collective."""
+        members = tuple(dist.get_process_group_ranks(process_group))
+        return self._over(Group(("user",), (members,)), lambda: process_group)
 
-    def _comm(self, group: Group, pg: Callable[[], Any]) -> Comm:
+    def _over(self, group: Group, pg: Callable[[], Any]) -> Transport:
         members, watch = group.members(self._rank), None
         if group.size > 1:
             if self._supervisor is None:
                 raise BackendError(f"group {members} was made after tpcore.shutdown()")
             watch = self._supervisor.waiting(pg(), group.axes, members)
-        comm = self.comm_class(group, members.index(self._rank), pg, self.device(), watch)
-        self._comms.append(comm)
-        return comm
+        made = self.transport_class(group, self._rank, pg, self.device(), watch)
+        self._connected.append(made)
+        return made
 
     def _group(self, group: Group) -> Any:
         """A process group for this rank's part of ``group``: all ranks make all parts, in one order."""

@@ -16,8 +16,9 @@ from torch.utils.hooks import RemovableHandle
 
 from ..backend.capabilities import Capabilities
 from ..backend.interface import Backend
-from ..comm import Comm, Op
 from ..mesh import Group
+from ..relay import Relay
+from ..transport import PRIMITIVES, Primitive
 
 _HERE = str(Path(__file__).parent)
 LIBRARY = (str(Path(__file__).parents[1]) + os.sep, str(Path(torch.__file__).parent) + os.sep, "<")
@@ -48,13 +49,7 @@ class Collective:
     @property
     def sent(self) -> int:
         """Bytes that each rank sends over the wire at the least, in a ring."""
-        n = self.size
-        kind = self.op.partition(" ")[0]
-        if kind == "all_gather":
-            return (n - 1) * self.nbytes
-        if kind == "broadcast":
-            return self.nbytes
-        return (2 if kind == "all_reduce" else 1) * (n - 1) * self.nbytes // n
+        return PRIMITIVES[self.op.partition(" ")[0]].sent(self.nbytes, self.size)
 
     def __str__(self) -> str:
         inside = f" in module {self.module}" if self.module else ""
@@ -158,49 +153,28 @@ def _definition(module: nn.Module) -> str:
     return f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}"
 
 
-class RecordingComm(Comm):
+class RecordingTransport(Relay):
     """Its results have the right shape and dtype, and no values: what reads one is told so by torch."""
 
+    compares = True  # of all ranks, once they are recorded
+
     def __init__(self, group: Group, rank: int, recorder: Recorder) -> None:
-        super().__init__(group, torch.tensor([group.members(rank).index(rank)], device="meta"))
+        super().__init__(group, rank, torch.device("meta"))
         self._recorder = recorder
 
-    @property
-    def process_group(self) -> Any:
-        return self
-
-    def _noted(self, op: str, x: Tensor, dim: int = 0, length: int | None = None) -> Tensor:
-        self._recorder.note(op, x, self.group)
-        shape = list(x.shape)
-        if length is not None:
-            shape[dim] = length
-        return torch.empty(shape, dtype=x.dtype, device="meta")
-
-    def _all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
-        return self._noted(f"all_reduce {op}", _summed(x))
-
-    def _all_gather(self, x: Tensor, dim: int) -> Tensor:
-        return self._noted(f"all_gather dim {dim}", x, dim, self.size * x.shape[dim])
-
-    def _reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
-        return self._noted(f"reduce_scatter dim {dim}", _summed(x), dim, x.shape[dim] // self.size)
-
-    def _broadcast(self, x: Tensor, src: int) -> Tensor:
-        return self._noted(f"broadcast from {src}", x)
-
-
-def _summed(x: Tensor) -> Tensor:
-    if x.dtype not in RecordingBackend.capabilities.dtypes and not x.dtype.is_complex:
-        raise ValueError(f"cannot reduce {x.dtype} over ranks: convert it to a wider dtype first")
-    return x
+    def relay(self, primitive: Primitive, x: Tensor, *arguments: Any) -> Tensor:
+        self._recorder.note(primitive.describe(*arguments), x, self.group)
+        return primitive.result(x.detach(), self.size, *arguments)
 
 
 class RecordingBackend(Backend):
     """One rank of a job of which no other rank needs to exist."""
 
-    interface = 1
-    comm_class = RecordingComm
-    capabilities = Capabilities(dtypes=(*Capabilities.dtypes, torch.int16, torch.int8))
+    interface = 2
+    transport_class = RecordingTransport
+    capabilities = Capabilities(
+        dtypes=(*Capabilities.dtypes, torch.int16, torch.int8), moved=(torch.complex64, torch.complex128)
+    )
 
     def __init__(self, rank: int, world: int, recorder: Recorder) -> None:
         self._rank, self._world, self._recorder = rank, world, recorder
@@ -208,8 +182,8 @@ class RecordingBackend(Backend):
     def start(self, timeout: float) -> tuple[int, int]:
         return self._rank, self._world
 
-    def comm(self, group: Group, rank: int) -> Comm:
-        return RecordingComm(group, rank, self._recorder)
+    def connect(self, group: Group, rank: int) -> RecordingTransport:
+        return RecordingTransport(group, rank, self._recorder)
 
     def device(self) -> torch.device:
         return torch.device("meta")

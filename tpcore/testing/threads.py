@@ -19,10 +19,11 @@ from torch import Tensor
 from ..backend.capabilities import Capabilities
 from ..backend.interface import Backend
 from ..calls import Call, call_site, disagreement
-from ..comm import Comm, Op
 from ..context import ParallelContext, use
 from ..errors import BackendError, CollectiveMismatchError, PeerLostError
 from ..mesh import Group, Mesh
+from ..relay import Relay
+from ..transport import Primitive
 
 T = TypeVar("T")
 _Entry = tuple[Call, Tensor]
@@ -90,51 +91,29 @@ class ThreadWorld:
         self.baton.notify_all()
 
 
-def _sum(parts: list[Tensor]) -> Tensor:
-    """One after the other, in their own dtype: a wire does not sum bfloat16 more precisely than that."""
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
+class ThreadTransport(Relay):
+    """Every primitive by its meaning: everybody's tensors are here."""
 
+    compares = True
 
-def _check_reducible(x: Tensor, op: Op) -> None:
-    if x.dtype not in ThreadBackend.capabilities.dtypes and not (x.dtype.is_complex and op == "sum"):
-        raise ValueError(f"cannot take the {op} of {x.dtype} over ranks: convert it to a wider dtype first")
-
-
-class ThreadComm(Comm):
     def __init__(self, group: Group, rank: int, world: ThreadWorld) -> None:
-        self.members = group.members(rank)
-        super().__init__(group, torch.tensor([self.members.index(rank)]))
-        self._world, self._me = world, rank
+        super().__init__(group, rank)
+        self._world, self._rank = world, rank
 
-    @property
-    def process_group(self) -> Any:
-        return self
+    def exchange(self, call: str, x: Tensor) -> list[Tensor]:
+        """Every member's tensor, in the group's order."""
+        return self._world.exchange(self.members, self._rank, call, x)
 
-    def _peers(self, op: str, x: Tensor) -> list[Tensor]:
-        return self._world.exchange(self.members, self._me, op, x)
-
-    def _all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
-        _check_reducible(x, op)
-        peers = self._peers(f"all_reduce {op}", x)
-        return _sum(peers) if op == "sum" else torch.stack(peers).amax(0)
-
-    def _all_gather(self, x: Tensor, dim: int) -> Tensor:
-        return torch.cat(self._peers(f"all_gather dim {dim}", x), dim)
-
-    def _reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
-        _check_reducible(x, "sum")
-        return self.split(_sum(self._peers(f"reduce_scatter dim {dim}", x)), dim)
-
-    def _broadcast(self, x: Tensor, src: int) -> Tensor:
-        return self._peers(f"broadcast from {src}", x)[src].clone(memory_format=torch.contiguous_format)
+    def relay(self, primitive: Primitive, x: Tensor, *arguments: Any) -> Tensor:
+        every = self.exchange(primitive.describe(*arguments), x)
+        # a copy: what was exchanged is one memory for all ranks
+        out: Tensor = primitive.meaning(every, self.index, *arguments)
+        return out.clone(memory_format=torch.contiguous_format)
 
 
 class ThreadBackend(Backend):
-    interface = 1
-    comm_class = ThreadComm
+    interface = 2
+    transport_class = ThreadTransport
     capabilities = Capabilities(
         dtypes=(*Capabilities.dtypes, torch.int16, torch.int8), moved=(torch.complex64, torch.complex128)
     )
@@ -145,8 +124,8 @@ class ThreadBackend(Backend):
     def start(self, timeout: float) -> tuple[int, int]:
         return self._rank, self._world.size
 
-    def comm(self, group: Group, rank: int) -> Comm:
-        return ThreadComm(group, rank, self._world)
+    def connect(self, group: Group, rank: int) -> ThreadTransport:
+        return ThreadTransport(group, rank, self._world)
 
     def device(self) -> torch.device:
         return torch.device("cpu")

@@ -36,7 +36,7 @@ def _match_presence(parameters: list[Tensor], dp: Comm) -> None:
     if not parameters or not dp.eager:  # a lazy backend runs one program on all ranks: they cannot differ
         return
     has = torch.tensor(
-        [p.grad is not None for p in parameters], dtype=torch.int32, device=parameters[0].device
+        [p.grad is not None for p in parameters], dtype=torch.int64, device=parameters[0].device
     )
     anywhere = dp.all_reduce(has, "max")
     if anywhere.is_meta:  # a step that is recorded and not run

@@ -5,9 +5,9 @@ from __future__ import annotations
 from tpcore.backend.interface import Backend, hookimpl
 
 from .backend import GlooBackend
-from .gloo import GlooComm
+from .gloo import GlooTransport
 
-__all__ = ["GlooBackend", "GlooComm"]
+__all__ = ["GlooBackend", "GlooTransport"]
 
 
 @hookimpl

@@ -7,18 +7,19 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from tpcore.backend.programs import Dims, Function, LoadedProgram
+from tpcore.backend.programs import Dims, Function, LoadedProgram, comm_named, program_comms
 from tpcore.c10d.backend import C10dBackend
 from tpcore.c10d.supervision.host import RANK_MEMORY, available_memory, sockets
 from tpcore.context import current
 from tpcore.settings import changed
 
-from .gloo import GlooComm
+from .gloo import GlooTransport
 from .settings import INTERFACE
 
 
@@ -26,7 +27,7 @@ class GlooBackend(C10dBackend):
     """Ranks are processes of CPUs. What they say about lost and disagreeing ranks is ``C10dBackend``'s."""
 
     transport = "gloo"
-    comm_class = GlooComm
+    transport_class = GlooTransport
     library = (os.path.dirname(__file__) + os.sep,)
     capabilities = replace(
         C10dBackend.capabilities,
@@ -48,13 +49,12 @@ class GlooBackend(C10dBackend):
         from . import programs  # torch.export takes a second to import
 
         ctx = current()
-        comms = [ctx.comm(axis) for axis in ctx.mesh.axes] + [ctx.world]
-        programs.trace(fn, weights, inputs, dims, comms, ctx.world, folder)
+        programs.trace(fn, weights, inputs, dims, program_comms(ctx), ctx.world, folder)
 
     def load_program(self, folder: Path, weights: Mapping[str, Tensor]) -> LoadedProgram:
         from . import programs
 
-        return programs.load(folder, weights, lambda axes: current().comm(*axes.split(".")))
+        return programs.load(folder, weights, partial(comm_named, current()))
 
     def _sockets(self) -> frozenset[int]:
         return sockets()

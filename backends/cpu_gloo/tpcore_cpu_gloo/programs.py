@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,21 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
-from tpcore.backend.programs import Dims, DynamicDim, Function, LoadedProgram
+from tpcore.backend.programs import (
+    Dims,
+    DynamicDim,
+    Function,
+    LoadedProgram,
+    group_name,
+    traced,
+)
 from tpcore.comm import Comm
 from tpcore.consensus import check_one_program
 from tpcore.errors import BackendError
 from tpcore.storage.files import write_file
 
 from .graphs import Target, from_json, to_json
-from .operators import axes_of, fast, recorded
+from .operators import Operators, fast
 
 GRAPH, CONSTANTS = "graph.json", "constants.safetensors"
 
@@ -34,9 +40,7 @@ class _Pure(nn.Module):
 
     def forward(self, weights: list[Tensor], ranks: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
         fn, names, comms = self._of
-        with ExitStack() as stack:
-            for comm, rank in zip(comms, ranks, strict=True):
-                stack.enter_context(recorded(comm, rank))
+        with traced(comms, ranks, Operators):
             return fn(dict(zip(names, weights, strict=True)), inputs)
 
 
@@ -58,7 +62,7 @@ def trace(
     constants = {s.target: exported.constants[s.target] for s in specs if s.kind.name != "USER_INPUT"}
     program = {
         "weights": names,
-        "groups": [axes_of(comm) for comm in comms],
+        "groups": [group_name(comm.group) for comm in comms],
         "constants": list(constants),
         # in the order of the graph's inputs: what comes from the lists above, or from the caller
         "inputs": [s.target if s.kind.name != "USER_INPUT" else None for s in specs],
@@ -116,7 +120,7 @@ def _has_it_already(to: Node) -> bool:
 
 
 def load(folder: Path, weights: Mapping[str, Tensor], comm_of: Callable[[str], Comm]) -> LoadedProgram:
-    """``comm_of``: the Comm of a group by the name that ``axes_of`` gave it."""
+    """``comm_of``: the Comm of a group by its name."""
     try:
         program = json.loads((folder / GRAPH).read_text())
         constants = load_file(folder / CONSTANTS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,15 @@ from torch import Tensor
 from tpcore import settings
 from tpcore.backend.capabilities import Capabilities
 from tpcore.backend.interface import Backend, ProgramInfo
-from tpcore.backend.programs import Dims, Function, LoadedProgram
-from tpcore.comm import Comm
+from tpcore.backend.programs import Dims, Function, LoadedProgram, comm_named
 from tpcore.context import current
 from tpcore.errors import BackendError
 from tpcore.mesh import Group
+from tpcore.transport import Transport
 
 from . import neuronx, platform
-from .comm import XlaComm
 from .settings import DEVICE
+from .transport import XlaTransport
 
 _BITS = (1 << 64) - 1
 
@@ -31,8 +32,8 @@ _BITS = (1 << 64) - 1
 class NeuronBackend(Backend):
     """One rank of a job on NeuronCores, or on any other PJRT device that ``PJRT_DEVICE`` names."""
 
-    interface = 1
-    comm_class = XlaComm
+    interface = 2
+    transport_class = XlaTransport
     # sizes of groups depend on the host: see platform.check_tp
     capabilities = Capabilities(tracing=True, dynamic_shapes=False)
 
@@ -101,7 +102,6 @@ class NeuronBackend(Backend):
                 + platform.connect(str(xr.device_type()), asked)
             )
         self._made: list[Any] = []
-        self._comms: dict[Any, Comm] = {}
         if settings.CHECK.get() == "always":
             from . import reads
 
@@ -115,31 +115,24 @@ class NeuronBackend(Backend):
             dist.destroy_process_group()
         self._owns = False
 
-    def comm(self, group: Group, rank: int) -> Comm:
+    def connect(self, group: Group, rank: int) -> Transport:
         if "tp" in group.axes and len(group.axes) == 1:
             platform.check_tp(self._platform, group)
-        members = group.members(rank)
-        comm = XlaComm(group, members.index(rank), _process_group(group, rank))
-        self._comms[comm.process_group] = comm
-        return comm
+        return XlaTransport(group, rank, _process_group(group, rank))
 
-    def comm_of(self, process_group: Any) -> Comm:
+    def adopt(self, process_group: Any) -> Transport:
         """Collectives over a group of ``torch.distributed``'s xla backend that knows its whole partition."""
         import torch.distributed as dist
 
-        if process_group not in self._comms:
-            mesh = getattr(process_group, "_mesh", None) or [list(range(dist.get_world_size()))]
-            partition = tuple(tuple(ranks) for ranks in mesh)
-            if sum(len(ranks) for ranks in partition) != dist.get_world_size():
-                raise BackendError(
-                    f"the group {partition} names only some of {dist.get_world_size()} ranks, so that ranks "
-                    "would run different programs: make it with torch.distributed.new_group(ranks, "
-                    "pg_options={'xla_pg_options': {'mesh': all_groups}})"
-                )
-            group = Group(("user",), partition)
-            position = group.members(dist.get_rank()).index(dist.get_rank())
-            self._comms[process_group] = XlaComm(group, position, process_group)
-        return self._comms[process_group]
+        mesh = getattr(process_group, "_mesh", None) or [list(range(dist.get_world_size()))]
+        partition = tuple(tuple(ranks) for ranks in mesh)
+        if sum(len(ranks) for ranks in partition) != dist.get_world_size():
+            raise BackendError(
+                f"the group {partition} names only some of {dist.get_world_size()} ranks, so that ranks "
+                "would run different programs: make it with torch.distributed.new_group(ranks, "
+                "pg_options={'xla_pg_options': {'mesh': all_groups}})"
+            )
+        return XlaTransport(Group(("user",), partition), dist.get_rank(), process_group)
 
     def device(self) -> torch.device:
         return self._device
@@ -168,7 +161,7 @@ class NeuronBackend(Backend):
     def load_program(self, folder: Path, weights: Mapping[str, Tensor]) -> LoadedProgram:
         from . import programs
 
-        return programs.load(folder, weights, lambda axes: current().comm(*axes.split(".")))
+        return programs.load(folder, weights, partial(comm_named, current()))
 
     def get_rng_state(self) -> Tensor:
         import torch_xla.core.xla_model as xm

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,14 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from torch._export.utils import _compiling_state_context as exporting
 
-from tpcore.backend.programs import Dims, Function, LoadedProgram
+from tpcore.backend.programs import (
+    Dims,
+    Function,
+    LoadedProgram,
+    group_name,
+    program_comms,
+    traced,
+)
 from tpcore.comm import Comm
 from tpcore.consensus import check_one_program, together
 from tpcore.context import ParallelContext
@@ -45,12 +51,9 @@ class _Pure(nn.Module):
     def forward(self, *given: Tensor) -> tuple[Tensor, ...]:
         fn, names, comms = self._of
         ranks, inputs = given[: len(comms)], given[len(comms) :]
-        with ExitStack() as stack:
-            # torch.compiler.is_exporting() is true within, which torch has no public way to say: models ask
-            # it where they would look at a value, as transformers does for a mask without padding
-            stack.enter_context(exporting())
-            for comm, rank in zip(comms, ranks, strict=True):
-                stack.enter_context(comm.position_as(rank))
+        # torch.compiler.is_exporting() is true within, which torch has no public way to say: models ask it
+        # where they would look at a value, as transformers does for a mask without padding
+        with exporting(), traced(comms, ranks):
             return tuple(fn(dict(zip(names, self.parameters(), strict=True)), inputs))
 
 
@@ -68,7 +71,7 @@ def trace(
             f"the sizes {', '.join(dynamic)} are to change, and an XLA program has fixed ones: give examples "
             "of the sizes that are needed as bucket_inputs, in place of dynamic_shapes"
         )
-    comms = [ctx.comm(axis) for axis in ctx.mesh.axes] + [ctx.world]
+    comms = program_comms(ctx)
     with together(ctx):
         program, said, constants = _lowered(fn, weights, inputs, comms)
     check_one_program(said.encode() + program.text.encode(), constants, ctx.world)
@@ -120,7 +123,7 @@ def _lowered(
     # numbers of Python that are not 0 or 1, which torch_xla makes parameters too, so as not to recompile
     constants = {str(at): t.cpu() for at, t in parameters.items() if at not in known}
     said = [known.get(at, ["constant", str(at)]) for at in range(len(parameters))]
-    groups = [".".join(c.group.axes) for c in comms]
+    groups = [group_name(c.group) for c in comms]
     text = json.dumps({"groups": groups, "parameters": said}, separators=(",", ":"))
     return program, text, save({name: t.contiguous() for name, t in constants.items()})
 
@@ -131,7 +134,7 @@ def _placeholder(t: Tensor) -> Tensor:
 
 
 def load(folder: Path, weights: Mapping[str, Tensor], comm_of: Callable[[str], Comm]) -> LoadedProgram:
-    """``comm_of``: the Comm of a group by its axes, joined with dots."""
+    """``comm_of``: the Comm of a group by its name."""
     try:
         said = json.loads((folder / PARAMETERS).read_text())
         ranks = [comm_of(axes).position for axes in said["groups"]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tpcore.settings import Variable
+from tpcore.settings import Variable, one_of
 
 DEVICE = Variable(
     "PJRT_DEVICE",
@@ -17,6 +17,14 @@ CORES = Variable(
     "",
     "`0-3` or `0,1`",
     "The NeuronCores of this host that a job may use.",
+)
+PAIRS = Variable(
+    "TPCORE_NEURON_PERMUTE",
+    one_of({"native": False, "pairs": True}),
+    False,
+    "`native` (default), `pairs`",
+    "How `neuron` permutes: by the compiler's collective-permute, or by all-gathers of two ranks where a "
+    "compiler lacks it.",
 )
 EXTRACT_ONLY = Variable(
     "NEURON_EXTRACT_GRAPHS_ONLY",

@@ -9,20 +9,40 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpcore import Backend, Capabilities, Comm, Group
-from tpcore.comm import Op
+from tpcore import Backend, Capabilities, Group, Transport
+from tpcore.transport import Op
 
 
-class MPIComm(Comm):
+class MPITransport(Transport):
     """``handle``: an mpi4py communicator of this rank's group, in the group's order."""
 
-    def __init__(self, group: Group, position: int, handle: Any) -> None:
-        super().__init__(group, torch.tensor([position]))
+    def __init__(self, group: Group, rank: int, handle: Any) -> None:
+        super().__init__(group, rank)
         self._handle = handle
 
     @property
     def process_group(self) -> Any:
         return self._handle
+
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        shape = (*x.shape[:dim], self.size * x.shape[dim], *x.shape[dim + 1 :])
+        return self._gathered(x).movedim(0, dim).contiguous().view(shape)
+
+    def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
+        every = self._gathered(x)  # in one order on every rank, so that all get the same bits
+        return every.sum(0, dtype=x.dtype) if op == "sum" else every.amax(0)
+
+    def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
+        return self._exchanged(x, dim).sum(0, dtype=x.dtype)
+
+    def broadcast(self, x: Tensor, src: int) -> Tensor:
+        out = x.detach().clone(memory_format=torch.contiguous_format)
+        self._handle.Bcast(_bytes(out), root=src)
+        return out
+
+    def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Tensor:
+        got = self._exchanged(x, split_dim).movedim(0, concat_dim)
+        return got.flatten(concat_dim, concat_dim + 1).contiguous()
 
     def _gathered(self, x: Tensor) -> Tensor:
         """Everyone's tensor, one after the other in a new first dim."""
@@ -31,33 +51,17 @@ class MPIComm(Comm):
         self._handle.Allgather(_bytes(x), _bytes(out))
         return out
 
-    def _all_gather(self, x: Tensor, dim: int) -> Tensor:
-        shape = (*x.shape[:dim], self.size * x.shape[dim], *x.shape[dim + 1 :])
-        return self._gathered(x).movedim(0, dim).contiguous().view(shape)
-
-    def _all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
-        _check(x)
-        every = self._gathered(x)  # in one order on every rank, so that all get the same bits
-        return every.sum(0, dtype=x.dtype) if op == "sum" else every.amax(0)
-
-    def _reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
-        _check(x)
-        n = self.chunk(x, dim)
-        parts = x.detach().reshape(*x.shape[:dim], self.size, n, *x.shape[dim + 1 :])
-        sent = parts.movedim(dim, 0).contiguous()
+    def _exchanged(self, x: Tensor, dim: int) -> Tensor:
+        """Everyone's chunk for this rank, one after the other in a new first dim."""
+        sent = x.detach().unflatten(dim, (self.size, x.shape[dim] // self.size)).movedim(dim, 0).contiguous()
         got = torch.empty_like(sent)
         self._handle.Alltoall(_bytes(sent), _bytes(got))
-        return got.sum(0, dtype=x.dtype)
-
-    def _broadcast(self, x: Tensor, src: int) -> Tensor:
-        out = x.detach().clone(memory_format=torch.contiguous_format)
-        self._handle.Bcast(_bytes(out), root=src)
-        return out
+        return got
 
 
 class MPIBackend(Backend):
-    interface = 1
-    comm_class = MPIComm
+    interface = 2
+    transport_class = MPITransport
     capabilities = Capabilities(moved=(torch.complex64,))
 
     @classmethod
@@ -72,18 +76,17 @@ class MPIBackend(Backend):
         self._made: list[Any] = []
         return self._world.Get_rank(), self._world.Get_size()
 
-    def comm(self, group: Group, rank: int) -> MPIComm:
+    def connect(self, group: Group, rank: int) -> MPITransport:
         members = group.members(rank)
-        position = members.index(rank)
         if group.size == 1:
-            return MPIComm(group, 0, _alone())
-        handle = self._world.Split(color=group.partition.index(members), key=position)
+            return MPITransport(group, rank, _alone())
+        handle = self._world.Split(color=group.partition.index(members), key=members.index(rank))
         self._made.append(handle)
-        return MPIComm(group, position, handle)
+        return MPITransport(group, rank, handle)
 
-    def comm_of(self, process_group: Any) -> MPIComm:
-        ranks = tuple(process_group.allgather(self._world.Get_rank()))
-        return MPIComm(Group(("user",), (ranks,)), process_group.Get_rank(), process_group)
+    def adopt(self, process_group: Any) -> MPITransport:
+        rank = self._world.Get_rank()
+        return MPITransport(Group(("user",), (tuple(process_group.allgather(rank)),)), rank, process_group)
 
     def device(self) -> torch.device:
         return torch.device("cpu")
@@ -105,8 +108,3 @@ def _alone() -> Any:
 def _bytes(x: Tensor) -> Any:
     """The memory of a contiguous tensor, as MPI takes it: every dtype is bytes."""
     return x.view(-1).view(torch.uint8).numpy()
-
-
-def _check(x: Tensor) -> None:
-    if x.dtype not in MPIBackend.capabilities.dtypes and not x.dtype.is_complex:
-        raise ValueError(f"cannot reduce {x.dtype} over ranks: convert it to a wider dtype first")

@@ -11,14 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...calls import ALL, Call, call_site, disagreement, unexplained
-from ...errors import BackendError, CollectiveMismatchError
+from ...calls import ALL, Call, agree, call_site
+from ...errors import BackendError
 from .flight_recorder import Entry, FlightRecorder, timeout_report
 from .peers import Peers, connection_broke
 from .status_store import Verdict
 
 _SLICE = timedelta(seconds=1)  # a wait returns to Python this often, for Ctrl-C and for a verdict
-_TEXT = 4096  # bytes of a packed Call
 
 
 class Waiting:
@@ -114,13 +113,7 @@ class Waiting:
     def _agree(self, entry: Entry) -> None:
         if self._side is None:
             raise BackendError(f"the group of ranks {list(self.members)} was used after tpcore.shutdown()")
-        call = Call.of(*entry[1:])
-        mine = call.digest(self._places)
-        if self._exchange(mine) == mine * len(self.members):
-            return
-        texts = self._exchange(call.pack().ljust(_TEXT))
-        calls = [Call.unpack(texts[i : i + _TEXT]) for i in range(0, len(texts), _TEXT)]
-        raise CollectiveMismatchError(disagreement(calls, self.members, self._places) or unexplained(calls))
+        agree(Call.of(*entry[1:]), self.members, self._exchange, self._places)
 
     def _exchange(self, mine: bytes) -> bytes:
         sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8)

@@ -5,8 +5,10 @@ They return and do not raise, so that ranks stay in step and all of it is seen.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +16,8 @@ from torch import Tensor
 from ...comm import Comm, Op
 from ...context import ParallelContext
 from ...errors import BackendError
+from ...transport import PRIMITIVES as PRIMITIVES_BY_NAME
+from ...transport import REDUCE_SCATTER, TABLE, Primitive
 
 SHAPES = ((4,), (4, 8), (8, 4, 4), (4, 1, 8, 4))
 EMPTY = ((0, 4), (4, 0))
@@ -43,57 +47,78 @@ def values(shape: tuple[int, ...], position: int, dtype: torch.dtype) -> Tensor:
     return out * (1 + 2j) if dtype.is_complex else out
 
 
-def _reduced(every: list[Tensor], op: str) -> Tensor:
-    if op == "max":
-        return torch.stack(every).amax(0)
-    return torch.stack(every).sum(0, dtype=every[0].dtype)
-
-
-def _cat(parts: list[Tensor], dim: int) -> Tensor:
-    """torch.cat, which does not take every dtype that can be moved."""
-    if parts[0].dtype.itemsize > 1:
-        return torch.cat(parts, dim)
-    return torch.cat([t.view(torch.uint8) for t in parts], dim).view(parts[0].dtype)
-
-
 Calls = list[tuple[str, Callable[[Tensor], Tensor], Tensor]]
 
+# what to pass for an argument of this name: from the number of dims and the size of the group
+_TRIED: dict[str, Callable[[int, int], Sequence[Any]]] = {
+    "dim": lambda ndim, n: range(-ndim, ndim),
+    "src": lambda ndim, n: range(n),
+    "op": lambda ndim, n: ["sum"],
+    "donate": lambda ndim, n: [False],
+    "split_dim": lambda ndim, n: range(-ndim, ndim),
+    # the ring, the ring backwards, one pair that swaps, one member that sends to the last, all stay
+    "to": lambda ndim, n: [
+        tuple((i + 1) % n for i in range(n)),
+        tuple((i - 1) % n for i in range(n)),
+        (n - 1, *range(1, n - 1), 0),
+        (n - 1, *[None] * (n - 1)),
+        tuple(range(n)),
+    ],
+}
+_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "all_reduce max": ("all_reduce", {"op": "max"}),
+    "all_reduce donate": ("all_reduce", {"donate": True}),
+    "start_all_reduce": ("all_reduce", {}),
+}
+REDUCING = tuple(p.name for p in TABLE if p.sums)
+MOVING = tuple(p.name for p in TABLE if not p.sums)
+_AFTER = list(PRIMITIVES_BY_NAME).index("all_reduce") + 1
+PRIMITIVES = (*list(PRIMITIVES_BY_NAME)[:_AFTER], *_VARIANTS, *list(PRIMITIVES_BY_NAME)[_AFTER:])
+"""In the order in which the kit looks at them."""
 
-def calls(comm: Comm, primitive: str, every: list[Tensor], dims: list[int] | None = None) -> Calls:
-    """Each way to call ``primitive`` on tensors like ``every``: (how, call, the right result)."""
-    me, shape = int(comm.position.cpu()), every[0].shape
-    dims = list(range(-len(shape), len(shape))) if dims is None else dims
-    if primitive == "all_gather":
-        return [(f"dim {d}", partial(comm.all_gather, dim=d), _cat(every, d)) for d in dims]
-    if primitive == "broadcast":
-        return [(f"src {s}", partial(comm.broadcast, src=s), every[s]) for s in range(comm.size)]
-    if primitive == "reduce_scatter":
-        total = _reduced(every, "sum")
-        return [
-            (f"dim {d}", partial(comm.reduce_scatter, dim=d), total.chunk(comm.size, d)[me])
-            for d in dims
-            if shape[d] % comm.size == 0
-        ]
-    how = {
-        "all_reduce": ("sum", comm.all_reduce),
-        "all_reduce max": ("max", lambda x: comm.all_reduce(x, "max")),
-        "start_all_reduce": ("sum", lambda x: comm.start_all_reduce(x)()),
-        "all_reduce donate": ("sum", lambda x: comm.all_reduce(x, donate=True)),
-    }
-    op, call = how[primitive]
-    return [("", call, _reduced(every, op))]
+
+def _arguments(primitive: Primitive, shape: torch.Size, n: int) -> Iterator[dict[str, Any]]:
+    """Arguments to try on a tensor of this shape in a group of ``n``."""
+    ndim = len(shape)
+    tried = [_TRIED[name](ndim, n) for name in primitive.arguments if name != "concat_dim"]
+    for values in itertools.product(*tried):
+        given = dict(zip([a for a in primitive.arguments if a != "concat_dim"], values, strict=True))
+        cut = given.get("split_dim", given["dim"] if primitive is REDUCE_SCATTER else None)
+        if cut is not None and shape[cut] % n:
+            continue
+        if "split_dim" not in given:
+            yield given
+            continue
+        for concat in {given["split_dim"], (given["split_dim"] + 1) % ndim}:
+            yield given | {"concat_dim": concat}
 
 
-PRIMITIVES = (
-    "all_gather",
-    "all_reduce",
-    "all_reduce max",
-    "all_reduce donate",
-    "start_all_reduce",
-    "reduce_scatter",
-    "broadcast",
-)
-REDUCING = tuple(p for p in PRIMITIVES if "reduce" in p)
+def calls(comm: Comm, name: str, every: list[Tensor]) -> Calls:
+    """Each way to call ``name``, a primitive or a variant of one, on tensors like ``every``: (how, call, the
+    right result)."""
+    me, ndim = int(comm.position.cpu()), every[0].ndim
+    of, fixed = _VARIANTS.get(name, (name, {}))
+    primitive, out = PRIMITIVES_BY_NAME[of], []
+    for given in _arguments(primitive, every[0].shape, comm.size):
+        chosen = given | fixed
+        # as a transport is given them: no dim is negative, who sends nothing sends to -1
+        plain = [_plain(k, v, ndim) for k, v in chosen.items()]
+        want = primitive.meaning(every, me, *plain)
+        how = " ".join(f"{k} {v}" for k, v in chosen.items() if k not in ("op", "donate"))
+        out.append((how, _call(comm, name, of, chosen), want))
+    return out
+
+
+def _plain(name: str, value: Any, ndim: int) -> Any:
+    if name.endswith("dim"):
+        return value % ndim
+    return tuple(-1 if t is None else t for t in value) if name == "to" else value
+
+
+def _call(comm: Comm, name: str, of: str, given: dict[str, Any]) -> Callable[[Tensor], Tensor]:
+    if name == "start_all_reduce":
+        return lambda x: comm.start_all_reduce(x, **given)()
+    return partial(getattr(comm, of), **given)
 
 
 def _differs(got: Tensor, want: Tensor) -> str:
@@ -247,30 +272,3 @@ def not_refused(call: Callable[[], None], what: str) -> list[str]:
     except BackendError:
         return []
     return [f"{what} was not refused"]
-
-
-def refusals(ctx: ParallelContext) -> Wrong:
-    """Bad arguments raise ValueError before anything is exchanged, and the group works afterwards."""
-    comm, out = ctx.comm("tp"), Wrong()
-    three = torch.zeros(comm.size + 1, device=ctx.device)
-    bad: dict[str, Callable[[], Tensor]] = {
-        "reduce_scatter of what does not divide": lambda: comm.reduce_scatter(three, 0),
-        "all_gather along a dim that is not there": lambda: comm.all_gather(three, 1),
-        "broadcast from nobody": lambda: comm.broadcast(three, comm.size),
-    }
-    unheard = [d for d in (torch.float8_e4m3fn, torch.uint16) if d not in ctx.backend.capabilities.dtypes]
-    for dtype in unheard:
-        x = torch.zeros(4 * comm.size, dtype=dtype, device=ctx.device)
-        bad[f"the sum of {dtype}, which is not declared"] = partial(comm.all_reduce, x)
-    for what, call in bad.items():
-        try:
-            call()
-        except ValueError:
-            continue
-        except Exception as e:  # noqa: BLE001  any other error is what this looks for
-            out.append(f"{what} raised {type(e).__name__}, not ValueError: {e}")
-        else:
-            out.append(f"{what} was not refused")
-    if float(comm.all_reduce(torch.ones(1, device=ctx.device))) != comm.size:
-        out.append("after refused calls the group no longer works")
-    return out

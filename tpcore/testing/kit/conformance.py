@@ -28,6 +28,7 @@ from ...backend.registry import backend_class, load_backend, unfit
 from ...consensus import gather_bytes
 from ...context import ParallelContext, use
 from ...mesh import Mesh
+from ...transport import PRIMITIVES
 from .. import matrix
 from . import collectives as bodies
 from . import mappings as law
@@ -166,7 +167,8 @@ class Conformance:
             "dtype": list(can.dtypes),
             "moved": list(can.moved),
             "primitive": list(bodies.PRIMITIVES),
-            "moving": ["all_gather", "broadcast"],
+            "moving": list(bodies.MOVING),
+            "linear": list(PRIMITIVES),
             "mapping": list(law.MAPPINGS),
             "layer": list(matrix.AXES),
             "precision": layers,
@@ -197,7 +199,7 @@ class Conformance:
             )
 
     def test_joined(self, run: Run, line: Mesh) -> None:
-        """A failure is in ``start`` or in how a Comm is made: rank, size, members, device."""
+        """A failure is in ``start`` or in how a Transport is made: rank, size, members, device."""
         self._check(run(line, bodies.joined))
 
     def test_values(self, run: Run, line: Mesh, primitive: str, dtype: torch.dtype) -> None:
@@ -221,7 +223,7 @@ class Conformance:
         self._check(run(line, bodies.memory, primitive))
 
     def test_overlap(self, run: Run, line: Mesh) -> None:
-        """A failure is in ``_start_all_reduce``: results mixed up between several under way."""
+        """A failure is in ``start_all_reduce``: results mixed up between several under way."""
         self._check(run(line, bodies.overlapped))
 
     def test_many(self, run: Run, line: Mesh) -> None:
@@ -233,12 +235,12 @@ class Conformance:
         self._check(run(line, bodies.replicated))
 
     def test_groups(self, run: Run, grid: Mesh, primitive: str) -> None:
-        """A failure is in ``comm``: which ranks form a group, and in which order."""
+        """A failure is in ``connect``: which ranks form a group, and in which order."""
         self._check(run(grid, bodies.groups, primitive))
 
-    def test_refusals(self, run: Run, line: Mesh) -> None:
-        """A failure is in arguments that are let through, and would hang or give wrong numbers."""
-        self._check(run(line, bodies.refusals))
+    def test_transposes(self, run: Run, line: Mesh, linear: str) -> None:
+        """A failure here alone is in state that a primitive leaves for its transpose."""
+        self._check(run(line, law.primitive_law, linear))
 
     def test_transpose_law(self, run: Run, line: Mesh, mapping: str) -> None:
         """A failure here alone is in collectives made during backward."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from ... import ops
 from ...comm import Comm
 from ...context import ParallelContext
+from ...transport import PRIMITIVES
 from .collectives import Wrong
 
 MAPPINGS: dict[str, tuple[Callable[[Tensor, Comm], Tensor], str, str]] = {
@@ -19,6 +20,8 @@ MAPPINGS: dict[str, tuple[Callable[[Tensor, Comm], Tensor], str, str]] = {
     "gather": (lambda x, c: ops.gather(x, c, 1), "parts", "replicated"),
     "all_gather": (lambda x, c: ops.all_gather(x, c, 1), "parts", "parts"),
     "reduce_scatter": (lambda x, c: ops.reduce_scatter(x, c, 1), "parts", "parts"),
+    "all_to_all": (lambda x, c: ops.all_to_all(x, c, 1, 0), "parts", "parts"),
+    "shift": (ops.shift, "parts", "parts"),
 }
 
 
@@ -44,4 +47,26 @@ def transpose_law(ctx: ParallelContext, name: str) -> Wrong:
     if x.grad is None:
         return Wrong([f"{name}: no gradient"])
     left, right = inner(out.detach(), y, target), inner(x.detach(), x.grad, source)
+    return Wrong([] if left == right else [f"{name}: <f(x), y> is {left} and <x, f_T(y)> is {right}"])
+
+
+def primitive_law(ctx: ParallelContext, name: str) -> Wrong:
+    """The same of a primitive and of what the table calls its transpose, over all ranks' tensors."""
+    comm, primitive = ctx.comm("tp"), PRIMITIVES[name]
+    me, n = int(comm.position.cpu()), comm.size
+    given = {"dim": 1, "src": n - 1, "op": "sum", "donate": False, "split_dim": 1, "concat_dim": 0}
+    given["to"] = (n - 1, *[-1] * (n - 1))
+    arguments = [given[a] for a in primitive.arguments]
+
+    def some(shape: torch.Size, seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed + 100 * me)
+        return torch.randint(-8, 9, shape, generator=generator).float().to(ctx.device)
+
+    def inner(a: Tensor, b: Tensor) -> float:
+        return float(comm.all_reduce((a * b).sum().reshape(1)))
+
+    x = some(torch.Size((4, 8)), 1)
+    out = getattr(comm, name)(x, **dict(zip(primitive.arguments, arguments, strict=True)))
+    y = some(out.shape, 2)
+    left, right = inner(out, y), inner(x, primitive.transpose(comm, y, *arguments))
     return Wrong([] if left == right else [f"{name}: <f(x), y> is {left} and <x, f_T(y)> is {right}"])

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm import Comm, Op, Pending
 from ..mesh import Group
-from .supervision.waiting import Waiting
+from ..transport import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    BROADCAST,
+    CPU,
+    PERMUTE,
+    REDUCE_SCATTER,
+    Op,
+    Pending,
+    Transport,
+    inverse,
+)
 
 
 def _options(made: Any, **fields: Any) -> Any:
@@ -20,19 +31,38 @@ def _options(made: Any, **fields: Any) -> Any:
     return made
 
 
-_CPU = torch.device("cpu")
 _SUM = dist.ReduceOp.SUM
-ALL_REDUCE = {
+REDUCE = {
     "sum": _options(dist.AllreduceOptions(), reduceOp=_SUM),
     "max": _options(dist.AllreduceOptions(), reduceOp=dist.ReduceOp.MAX),
 }
+_ALL_TO_ALL = dist.AllToAllOptions()
 # bool is native, but the sum of two would leave bytes of 2, which no other operator of torch expects
 _STAND_IN = {torch.bool: torch.uint8, torch.int16: torch.int32}
 
 
-class C10dComm(Comm):
+class Watch(Protocol):
+    """What happens around every collective."""
+
+    def enter(self, op: str, x: Tensor) -> None:
+        """Before it."""
+
+    def finish(self, work: Any) -> None:
+        """Wait for it: on a device, make its stream wait."""
+
+
+class _Unwatched:
+    def enter(self, op: str, x: Tensor) -> None:
+        pass
+
+    def finish(self, work: Any) -> None:
+        work.wait()
+
+
+class C10dTransport(Transport):
     """``pg`` gives the torch.distributed group; for a group of one it may never be asked."""
 
+    compares = True  # by what is around the calls, over a group of its own
     native: ClassVar[frozenset[torch.dtype]] = frozenset(
         getattr(torch, name)
         for name in ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8")
@@ -42,15 +72,15 @@ class C10dComm(Comm):
     def __init__(
         self,
         group: Group,
-        position: int,
+        rank: int,
         pg: Callable[[], Any],
-        device: torch.device = _CPU,
-        watch: Waiting | None = None,
+        device: torch.device = CPU,
+        watch: Watch | None = None,
     ) -> None:
-        super().__init__(group, torch.tensor([position]).to(device))
-        self._position, self._pg, self._watch = position, pg, watch
-        if watch is not None:
-            self._enter, self._finish = watch.enter, watch.finish  # type: ignore[method-assign]
+        super().__init__(group, rank, device)
+        self._pg, self._watch = pg, watch or _Unwatched()
+        # looked up once: a small all-reduce takes 15 us
+        self._enter, self._finish = self._watch.enter, self._watch.finish
         if group.size > 1:
             self._calls = self._handle(pg())
 
@@ -62,31 +92,22 @@ class C10dComm(Comm):
         """Let the transport's objects go."""
         self._calls = None
 
-    # -- what a transport may do in its own way -----------------------------------------------------------
     def _handle(self, pg: Any) -> Any:
         """The object that collectives are called on."""
         return pg
 
-    def _enter(self, op: str, x: Tensor) -> None:
-        """Before every collective."""
-
-    def _finish(self, work: Any) -> None:
-        """Wait for a collective: on a device, make its stream wait."""
-        work.wait()
-
     # -- the primitives -----------------------------------------------------------------------------------
-    def _all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
-        return self._start_all_reduce(x, op, donate)()
+    def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
+        return self.start_all_reduce(x, op, donate)()
 
-    def _start_all_reduce(self, x: Tensor, op: Op, donate: bool) -> Pending:
+    def start_all_reduce(self, x: Tensor, op: Op, donate: bool) -> Pending:
         dtype, wide = x.dtype, x
         if dtype not in self.native:
-            self._check_reducible(x, op)
             wide = x.to(_STAND_IN.get(dtype, dtype))
-        self._enter(f"all_reduce {op}", x)
+        self._enter(ALL_REDUCE.describe(op), x)
         out = wide if (donate or wide is not x) and wide.is_contiguous() else copied(wide)
         # of bits the sum is "any", and so is the maximum
-        work = self._calls.allreduce([out], ALL_REDUCE["max" if dtype is torch.bool else op])
+        work = self._calls.allreduce([out], REDUCE["max" if dtype is torch.bool else op])
 
         def wait() -> Tensor:
             self._finish(work)
@@ -94,8 +115,8 @@ class C10dComm(Comm):
 
         return wait
 
-    def _all_gather(self, x: Tensor, dim: int) -> Tensor:
-        self._enter(f"all_gather dim {dim}", x)
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        self._enter(ALL_GATHER.describe(dim), x)
         x = x.detach().contiguous()
         out = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
         self._finish(self._calls._allgather_base(self._wire(out), self._wire(x)))
@@ -104,12 +125,15 @@ class C10dComm(Comm):
         shape = (*x.shape[:dim], self.size * x.shape[dim], *x.shape[dim + 1 :])
         return out.view(self.size, *x.shape).movedim(0, dim).contiguous().view(shape)
 
-    def _reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
-        self._check_reducible(x, "sum")
-        self._enter(f"reduce_scatter dim {dim}", x)
+    def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
         if x.dtype not in self.native:
-            out = self.split(self._start_all_reduce(x, "sum", False)(), dim)
-            return out.contiguous()
+            n = x.shape[dim] // self.size
+            return (
+                self.all_reduce(x, "sum", False)
+                .narrow(dim, self.index * n, n)
+                .clone(memory_format=torch.contiguous_format)
+            )
+        self._enter(REDUCE_SCATTER.describe(dim), x)
         sent = self._chunks(x, dim)
         out = torch.empty_like(sent[0])
         # flat: some transports divide only the first dim, others compare shapes
@@ -117,12 +141,39 @@ class C10dComm(Comm):
         self._finish(self._calls._reduce_scatter_base(out.view(-1), sent.view(-1), options))
         return out
 
-    def _broadcast(self, x: Tensor, src: int) -> Tensor:
-        self._enter(f"broadcast from {src}", x)
-        out = copied(x) if src == self._position else x.new_empty(x.shape)
+    def broadcast(self, x: Tensor, src: int) -> Tensor:
+        self._enter(BROADCAST.describe(src), x)
+        out = copied(x) if src == self.index else x.new_empty(x.shape)
         options = _options(dist.BroadcastOptions(), rootRank=src)
         self._finish(self._calls.broadcast([self._wire(out)], options))
         return out
+
+    def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Tensor:
+        self._enter(ALL_TO_ALL.describe(split_dim, concat_dim), x)
+        got = self._exchanged(self._chunks(x, split_dim))
+        return got.movedim(0, concat_dim).flatten(concat_dim, concat_dim + 1).contiguous()
+
+    def permute(self, x: Tensor, to: tuple[int, ...]) -> Tensor:
+        self._enter(PERMUTE.describe(to), x)
+        target, source = to[self.index], inverse(to)[self.index]
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        sent, got = self._wire(x.detach().contiguous()).view(-1), self._wire(out).view(-1)
+        # one all-to-all of unequal parts: sends and receives start together, and the work that is waited for
+        # is of the kind of all others; gloo's work for a single receive cannot be waited for in slices
+        given = [sent.numel() if r == target else 0 for r in range(self.size)]
+        taken = [got.numel() if r == source else 0 for r in range(self.size)]
+        if source < 0:
+            out.zero_()
+        self._finish(
+            self._calls.alltoall_base(got[: sum(taken)], sent[: sum(given)], taken, given, _ALL_TO_ALL)
+        )
+        return out
+
+    def _exchanged(self, sent: Tensor) -> Tensor:
+        """Row ``i`` of ``sent`` to member ``i``; the rows that come, in the group's order."""
+        got = torch.empty_like(sent)
+        self._finish(self._calls.alltoall_base(self._wire(got), self._wire(sent), [], [], _ALL_TO_ALL))
+        return got
 
     def _chunks(self, x: Tensor, dim: int) -> Tensor:
         """The members' chunks of ``x`` one after another in memory, in a new first dim."""
@@ -132,12 +183,6 @@ class C10dComm(Comm):
     def _wire(self, x: Tensor) -> Tensor:
         """A contiguous tensor as the transport takes it: to move is not to compute, so bytes will do."""
         return x if x.dtype in self.native else x.view(-1).view(torch.uint8)
-
-    def _check_reducible(self, x: Tensor, op: Op) -> None:
-        dtype = x.dtype
-        if dtype in self.native or dtype in _STAND_IN or (dtype.is_complex and op == "sum"):
-            return
-        raise ValueError(f"cannot take the {op} of {dtype} over ranks: convert it to a wider dtype first")
 
 
 def copied(x: Tensor) -> Tensor:

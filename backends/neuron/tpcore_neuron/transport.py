@@ -1,0 +1,160 @@
+"""The collectives of one group, on torch_xla. Imported only when one is made, for it claims the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tpcore.mesh import Group
+from tpcore.transport import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    PERMUTE,
+    REDUCE_SCATTER,
+    Op,
+    Transport,
+)
+
+from .settings import PAIRS
+
+
+class XlaTransport(Transport):
+    """Every call names all groups of the partition, and none pins a layout: so the program is the same on
+    every rank. (Unless told not to pin, ``xm.all_gather`` pads by the rank and all-reduces.)
+
+    torch_xla chains the collectives of a step by a number, its token, that each adds to its input: order for
+    ranks whose programs differ. Here they do not, and the chain does harm: an infinity in one result is NaN
+    in all that come after, and once a value is read, all collectives before it run again in the next program,
+    which is then another one. So every collective here ends the chain."""
+
+    eager = False
+
+    def __init__(self, group: Group, rank: int, process_group: Any) -> None:
+        import torch_xla
+        import torch_xla.core.xla_model as xm
+
+        self._xla, self._xm = torch_xla._XLAC, xm
+        super().__init__(group, rank, torch_xla.device())
+        self._groups = group.as_list()
+        self._device = self.position.device
+        self._pg = process_group
+        self._pairwise = PAIRS.get()
+
+    @property
+    def process_group(self) -> Any:
+        """A ``torch.distributed`` group of the xla backend that knows all groups of the partition."""
+        return self._pg
+
+    def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
+        x = self._checked(x, ALL_REDUCE.describe(op))
+        if x.numel() == 0:
+            return x.clone()
+        if x.dtype is torch.bool:  # of bits the sum is "any", and so is the maximum
+            return self._reduced(x.to(torch.int32), "max").to(torch.bool)
+        return self._reduced(x, op)
+
+    def _reduced(self, x: Tensor, op: Op) -> Tensor:
+        # xm.REDUCE_SUM and xm.REDUCE_MAX are the same two words
+        return self._unchained(self._xm.all_reduce(op, x, groups=self._groups, pin_layout=False))
+
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        x = self._checked(x, ALL_GATHER.describe(dim))
+        if x.numel() == 0:
+            return torch.cat([x] * self.size, dim)
+        out = self._unchained(self._xm.all_gather(_wide(x), dim=dim, groups=self._groups, pin_layout=False))
+        return out.to(x.dtype)
+
+    def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
+        x = self._checked(x, REDUCE_SCATTER.describe(dim))
+        if x.numel() == 0:
+            return x.narrow(dim, 0, x.shape[dim] // self.size).clone()
+        out = self._xm.reduce_scatter(
+            self._xm.REDUCE_SUM,
+            x,
+            scale=1.0,
+            scatter_dim=dim,
+            shard_count=self.size,
+            groups=self._groups,
+            pin_layout=False,
+        )
+        return self._unchained(out)
+
+    def _unchained(self, result: Tensor) -> Tensor:
+        self._xla._set_all_reduce_token(str(self._device), None)
+        return result
+
+    def _checked(self, x: Tensor, what: str) -> Tensor:
+        """``x`` without its autograd graph, which XLA's collectives would carry on, or cut without a word."""
+        if x.device != self._device:
+            raise ValueError(
+                f"{what} over {self.group.axes}: a tensor of shape {tuple(x.shape)} is on {x.device}, and "
+                f"this rank's device is {self._device}: move it with .to(tpcore.current().device)"
+            )
+        return x.detach()
+
+    def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Tensor:
+        x = self._checked(x, ALL_TO_ALL.describe(split_dim, concat_dim))
+        if x.numel() == 0:
+            return torch.cat(x.chunk(self.size, split_dim), concat_dim)
+        out = self._xm.all_to_all(
+            _wide(x), split_dim, concat_dim, self.size, groups=self._groups, pin_layout=False
+        )
+        return self._unchained(out).to(x.dtype)
+
+    def permute(self, x: Tensor, to: tuple[int, ...]) -> Tensor:
+        x = self._checked(x, PERMUTE.describe(to))
+        if x.numel() == 0:
+            return x.clone()
+        if self._pairwise:
+            return self._by_pairs(x, to)
+        pairs = [[ranks[i], ranks[j]] for ranks in self._groups for i, j in enumerate(to) if j >= 0]
+        if not pairs:
+            return torch.zeros_like(x)
+        return self._unchained(self._xm.collective_permute(_wide(x), pairs)).to(x.dtype)
+
+    def _by_pairs(self, x: Tensor, to: tuple[int, ...]) -> Tensor:
+        """For compilers that have no collective-permute: gathers of two ranks each, in two or three rounds,
+        of which every rank keeps what is for it. A group of odd size cannot be cut into pairs."""
+        if self.size % 2:
+            return super().permute(x, to)
+        stays = self._here([int(i == j) for i, j in enumerate(to)])
+        out = torch.where(stays == 1, x, torch.zeros_like(x))
+        for sends, pairs in _rounds(to):
+            groups = [[ranks[i], ranks[j]] for ranks in self._groups for i, j in pairs]
+            both = self._unchained(
+                self._xm.all_gather(_wide(x).unsqueeze(0), dim=0, groups=groups, pin_layout=False)
+            )
+            firsts, targets = {i for i, _ in pairs}, {j for _, j in sends}
+            partner = self._here([int(r in firsts) for r in range(self.size)])
+            receives = self._here([int(r in targets) for r in range(self.size)])
+            found = both.index_select(0, partner)[0].to(x.dtype)
+            out = torch.where(receives == 1, found, out)
+        return out
+
+    def _here(self, every: list[int]) -> Tensor:
+        """This rank's entry of a table of all positions, as data."""
+        return torch.tensor(every).to(self._device).index_select(0, self.position)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.int32) if x.dtype is torch.bool else x
+
+
+Pairs = list[tuple[int, int]]
+
+
+def _rounds(to: Sequence[int]) -> Iterator[tuple[Pairs, Pairs]]:
+    """What is sent at once, as (from, to), no position twice; and all positions in pairs, those first."""
+    left = [(i, j) for i, j in enumerate(to) if j not in (i, -1)]
+    while left:
+        sends: Pairs = []
+        for i, j in left:
+            if not {i, j} & {r for pair in sends for r in pair}:
+                sends.append((i, j))
+        left = [edge for edge in left if edge not in sends]
+        idle = [r for r in range(len(to)) if r not in {r for pair in sends for r in pair}]
+        yield sends, [*sends, *zip(idle[::2], idle[1::2], strict=True)]

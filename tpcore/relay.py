@@ -1,0 +1,74 @@
+"""Transports around transports: every primitive of the table passes through one method."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .calls import ALL, Call, agree, call_site, checked_calls
+from .transport import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, TABLE, Op, Pending, Primitive, Transport
+
+
+class Relay(Transport):
+    """Subclasses write ``relay``, and have all primitives."""
+
+    @abstractmethod
+    def relay(self, primitive: Primitive, x: Tensor, *arguments: Any) -> Tensor:
+        """Make the collective, in whatever way."""
+
+    def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
+        return self.relay(ALL_REDUCE, x, op, donate)
+
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        return self.relay(ALL_GATHER, x, dim)
+
+    def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
+        return self.relay(REDUCE_SCATTER, x, dim)
+
+
+def _relayed(primitive: Primitive) -> Any:
+    def method(self: Relay, x: Tensor, *arguments: Any) -> Tensor:
+        return self.relay(primitive, x, *arguments)
+
+    return method
+
+
+for _primitive in TABLE:
+    if _primitive.name not in vars(Relay):  # the rest, which have defaults that a relay does not want
+        setattr(Relay, _primitive.name, _relayed(_primitive))
+
+
+class Checked(Relay):
+    """Compares the first calls of a group over the group itself: ranks that are about to make different ones
+    all get an error, in place of a hang or of wrong numbers. ``TPCORE_CHECK`` says how many."""
+
+    def __init__(self, inner: Transport) -> None:
+        self._inner, self._seq, self._checked = inner, 0, checked_calls()
+        self.group, self.size, self.members = inner.group, inner.size, inner.members
+        self.index, self.position = inner.index, inner.position
+
+    @property
+    def process_group(self) -> Any:
+        return self._inner.process_group
+
+    def relay(self, primitive: Primitive, x: Tensor, *arguments: Any) -> Tensor:
+        self._enter(primitive, x, arguments)
+        out: Tensor = getattr(self._inner, primitive.name)(x, *arguments)
+        return out
+
+    def start_all_reduce(self, x: Tensor, op: Op, donate: bool) -> Pending:
+        self._enter(ALL_REDUCE, x, (op, donate))
+        return self._inner.start_all_reduce(x, op, donate)
+
+    def _enter(self, primitive: Primitive, x: Tensor, arguments: tuple[Any, ...]) -> None:
+        self._seq += 1
+        if self._seq <= self._checked:
+            call = Call.of(self._seq, primitive.describe(*arguments), x.shape, x.dtype, call_site())
+            agree(call, self.members, self._exchange, self._checked == ALL)
+
+    def _exchange(self, mine: bytes) -> bytes:
+        sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(self.position.device)
+        return self._inner.all_gather(sent, 0).cpu().numpy().tobytes()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -260,6 +262,76 @@ def test_collectives_of_qkv_with_replicated_heads(fused: bool) -> None:
     found = tpcore.explain(build, tp=4, max_norm=None)
     assert found.disagreement is None
     assert Counter(c.size for c in found.program(0).collectives) == {4: 1, 2: 1 if fused else 2}
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "sequence parallel"])
+def test_a_shared_input_in_other_modes(how: str) -> None:
+    def rank(ctx: ParallelContext) -> None:
+        grads = []
+        for shared in (False, True):
+            torch.manual_seed(0)
+            reader, x = Reader(False), torch.randn(4, WIDTH)
+            if how == "sequence parallel":
+                for layer in reader.children():
+                    layer.sequence_dim = 0
+                x = x.chunk(2)[ctx.rank]
+            if shared:
+                tpcore.share_input(reader, reader.one, reader.two)
+            reader, x = copy.deepcopy(reader) if how == "deepcopy" else reader, x.clone().requires_grad_()
+            reader(x).square().sum().backward()
+            grads.append([x.grad, *(p.grad for p in reader.parameters())])
+        for ours, theirs in zip(*grads, strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+    run_ranks(Mesh({"tp": 2}), rank)
+
+
+def test_what_cannot_be_shared() -> None:
+    def rank(ctx: ParallelContext) -> None:
+        reader = Reader(True)
+        with pytest.raises(
+            ValueError, match=r"share_input: .* Reader .* no copies yet: .*input_is_copied=True"
+        ):
+            tpcore.share_input(reader, reader.one, reader.two)
+        reader = Reader(False)
+        with pytest.raises(ValueError, match=r"Reader.forward has no argument 'x' but \['hidden_states'\]"):
+            tpcore.share_input(reader, reader.one, reader.two, argument="x")
+        with pytest.raises(ValueError, match="gets all tokens and gathers none"):
+            tpcore.ColumnParallelLinear(8, 8, input_is_copied=True, sequence_parallel_enabled=True)
+
+    run_ranks(Mesh({"tp": 2}), rank)
+
+
+# -- training and saving heads that several ranks hold ----------------------------------------------------
+@at_tp_1_2_4
+def test_gradients_of_replicated_heads_are_clipped_as_the_whole_ones(tp: int) -> None:
+    plain, x = Attention(1, fused=True).double(), torch.randn(2, 5, WIDTH).double()
+    plain(x).square().sum().backward()
+    want = nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None])
+
+    def rank(ctx: ParallelContext) -> None:
+        ours = plain.cut()
+        ours(x).square().sum().backward()
+        torch.testing.assert_close(tpcore.clip_grad_norm(ours, 1.0).double(), want)
+
+    run_ranks(Mesh({"tp": tp}), rank)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_replicated_heads_load_at_another_degree(fused: bool, tmp_path: Path) -> None:
+    plain, x = Attention(2, fused).double(), torch.randn(2, 5, WIDTH).double()
+
+    def save(ctx: ParallelContext) -> None:
+        tpcore.checkpoint.save({"model": plain.cut().state_dict()}, tmp_path / "c")
+
+    def load(ctx: ParallelContext) -> None:
+        ours = Attention(2, fused).double().cut()
+        tpcore.checkpoint.load(tmp_path / "c", ours)
+        torch.testing.assert_close(ours(x), plain(x))
+
+    run_ranks(Mesh({"tp": 4}), save)
+    for tp in (1, 2, 4):
+        run_ranks(Mesh({"tp": tp}), load)
 
 
 # -- from a plain module ----------------------------------------------------------------------------------

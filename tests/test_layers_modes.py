@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tpcore
-from tpcore import ops
+from tpcore import Block, ops
 from tpcore.context import ParallelContext
 from tpcore.mesh import Mesh
 from tpcore.testing import run_ranks
@@ -34,6 +34,15 @@ CALLS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
         tpcore.ColumnParallelLinear(8, 7, gather_output=False, pad=True),
         torch.randn(4, 8),
     ),
+    "column, padded and gathered": lambda: (tpcore.ColumnParallelLinear(8, 7, pad=True), torch.randn(4, 8)),
+    "column, replicated blocks": lambda: (
+        tpcore.ColumnParallelLinear(
+            8, 6, gather_output=False, blocks=[Block(4), Block(2, 2, replicate=True)]
+        ),
+        torch.randn(4, 8),
+    ),
+    "column, conv1d": lambda: (tpcore.ColumnParallelConv1D(8, 8), torch.randn(4, 8)),
+    "row, conv1d": lambda: (tpcore.RowParallelConv1D(8, 8), torch.randn(4, 8)),
     "column, sequence parallel": lambda: (
         tpcore.ColumnParallelLinear(8, 8, sequence_parallel_enabled=True),
         torch.randn(4, 8),

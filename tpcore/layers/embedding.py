@@ -141,7 +141,7 @@ class ParallelEmbedding(ParallelModule):
         y = self._gradient(F.embedding(ids, self.weight, sparse=self.sparse), ids)
         if not self.collect_output:
             return self.features.mask(y, self.tp) if self.features.padded else y
-        y = self.features.gather(y, self.tp)
+        y = self.features.restored(ops.gather(y, self.tp, -1))
         return y if self.sequence_dim is None else ops.scatter(y, self.tp, self.sequence_dim)
 
     def _own(self, ids: Tensor) -> tuple[Tensor, Tensor]:

@@ -39,9 +39,8 @@ class Features:
         in_order = np.array_equal(order, np.arange(size))
         return cls(size, spec.padded(n), None if in_order else order, spec.source_index(n).numpy())
 
-    def gather(self, y: Tensor, comm: Comm) -> Tensor:
-        """All features, in their unsharded order, without padding, from each rank's in the last dim."""
-        y = ops.gather(y, comm, -1)
+    def restored(self, y: Tensor) -> Tensor:
+        """The features in their unsharded order, without padding, once all ranks' are gathered."""
         if self.order is not None:
             return y.index_select(-1, torch.from_numpy(self.order).to(y.device))
         return y.narrow(-1, 0, self.size) if self.padded else y

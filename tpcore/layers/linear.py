@@ -199,9 +199,10 @@ class ColumnParallelLinear(_ParallelLinear):
 
     def _outputs(self, y: Tensor) -> Tensor:
         """What a caller gets of output features: all of them, or this rank's with padded places cleared."""
-        if self.gather_output:
-            return self.features.gather(y, self.tp)
-        return self.features.mask(y, self.tp)
+        if not self.gather_output:
+            return self.features.mask(y, self.tp)
+        y = ops.gather(y, self.tp, -1)
+        return y if self.features.held is None else self.features.restored(y)
 
 
 class RowParallelLinear(_ParallelLinear):

@@ -13,6 +13,7 @@ from types import CodeType
 
 import torch
 
+from . import settings
 from .errors import CollectiveMismatchError
 
 _LIBRARY = (*(str(Path(f).parent) + os.sep for f in (__file__, torch.__file__)), "<frozen", "<eval")
@@ -37,17 +38,13 @@ def call_site(*also: str) -> Site:
 
 
 def checked_calls() -> int:
-    """How many collectives of each group to check first, as ``TPCORE_CHECK`` says.
+    """How many collectives of each group to check first, as ``TPCORE_CHECK`` asks.
 
-    ``1`` or ``always``: ALL, and then the same call from two places of the program counts as different
-    too, which tells calls of one shape that were swapped. ``0`` or ``off``: none. ``warmup``, the default:
-    the first 512. A count and not a time, so that all ranks of a group stop at the same call.
+    ``always``: ALL, and then the same call from two places of the program counts as different too, which
+    tells calls of one shape that were swapped. ``off``: none. ``warmup``, the default: the first 512. A count
+    and not a time, so that all ranks of a group stop at the same call.
     """
-    choices = {"1": ALL, "always": ALL, "0": 0, "off": 0, "warmup": _WARMUP}
-    chosen = os.environ.get("TPCORE_CHECK") or "warmup"
-    if chosen not in choices:
-        raise ValueError(f"TPCORE_CHECK={chosen!r} is none of {', '.join(choices)}")
-    return choices[chosen]
+    return {"always": ALL, "warmup": _WARMUP, "off": 0}[settings.CHECK.get()]
 
 
 @dataclass(frozen=True)
@@ -88,6 +85,14 @@ class Call:
         return f"#{self.seq} {self.op} of {self.dtype} {list(self.shape)} at {self.site}"
 
 
+def unexplained(calls: Sequence[Call]) -> str:
+    """The message where what ranks exchanged differs and their calls do not."""
+    return (
+        f"what the ranks exchanged about their next collective differs, but the calls are equal: {calls[0]}\n"
+        "Do all ranks run the same versions of tpcore and Python?"
+    )
+
+
 def disagreement(calls: Sequence[Call], ranks: Sequence[int], place: bool = False) -> str | None:
     """None if all ranks make the same call; else a message naming the first two that differ."""
     for rank, call in zip(ranks[1:], calls[1:], strict=True):
@@ -110,4 +115,4 @@ def agree(call: Call, ranks: Sequence[int], exchange: Callable[[bytes], bytes], 
         return
     texts = exchange(call.pack().ljust(_TEXT))
     calls = [Call.unpack(texts[i : i + _TEXT]) for i in range(0, len(texts), _TEXT)]
-    raise CollectiveMismatchError(disagreement(calls, ranks, place))
+    raise CollectiveMismatchError(disagreement(calls, ranks, place) or unexplained(calls))

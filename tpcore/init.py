@@ -3,39 +3,36 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from functools import partial
 
+from . import settings
 from .backend.interface import Backend
 from .backend.registry import backend_class, check_connects, check_fits, load_backend
 from .consensus import gather_bytes
 from .context import ParallelContext, current, enter_process, is_initialized, leave_process
-from .log import say
+from .log import inform
 from .mesh import Mesh
-
-DEFAULT_TIMEOUT = 120.0
-"""Seconds a collective may wait for its peers."""
 
 
 def choose_backend(name: str | None) -> str:
     """Explicit name, TPCORE_BACKEND, neuron where it can run, cpu_gloo: the first that says something."""
     if name is not None:
         return name
-    chosen, why = os.environ.get("TPCORE_BACKEND"), "TPCORE_BACKEND is set"
+    chosen, why = settings.BACKEND.get(), f"{settings.BACKEND.name} is set"
     if not chosen:
         usable = backend_class("neuron").unavailable() is None
         chosen = "neuron" if usable else "cpu_gloo"
         why = "it can run here" if usable else "no Neuron device is present"
-    if os.environ.get("RANK", "0") == "0":
-        say(f"backend {chosen} ({why})")
+    if settings.RANK.get() == 0:
+        inform(f"backend {chosen} ({why})")
     return chosen
 
 
 def _mesh(tp: int, pp: int, world: int) -> Mesh:
     need = pp * tp
     asked = f"tp={tp}" if pp == 1 else f"pp={pp} times tp={tp}"
-    if need > world == 1 and "WORLD_SIZE" not in os.environ:
+    if need > world == 1 and not settings.WORLD_SIZE.is_set:
         script = " ".join(sys.argv) if sys.argv and sys.argv[0].endswith(".py") else "your_script.py"
         raise ValueError(
             f"{asked} needs {need} processes and this is one process alone. Start them with\n"
@@ -69,17 +66,12 @@ def _check_mesh(ctx: ParallelContext) -> None:
 
 
 def _seconds(timeout: float | None) -> float:
-    given = os.environ.get("TPCORE_TIMEOUT") if timeout is None else timeout
-    if given is None:
-        return DEFAULT_TIMEOUT
-    what = "TPCORE_TIMEOUT" if timeout is None else "timeout"
+    if timeout is None:
+        return settings.TIMEOUT.get()
     try:
-        seconds = float(given)
-    except ValueError:
-        raise ValueError(f"{what} must be a positive number of seconds, not {given!r}") from None
-    if not seconds > 0:
-        raise ValueError(f"{what} must be a positive number of seconds, not {seconds}")
-    return seconds
+        return settings.seconds(str(timeout))
+    except ValueError as e:
+        raise ValueError(f"timeout must be {e}, not {timeout!r}") from None
 
 
 def init(

@@ -238,7 +238,7 @@ def _nothing(ctx: ParallelContext) -> None: ...
 
 
 def test_a_wrong_value_of_tpcore_check_lists_the_right_ones(pool: RankPool) -> None:
-    with pytest.raises(ValueError, match="TPCORE_CHECK='yes' is none of 1, always, 0, off, warmup"):
+    with pytest.raises(ValueError, match="TPCORE_CHECK must be one of 1, always, 0, off, warmup, not 'yes'"):
         pool.run(Mesh({"tp": 2}), _nothing, env={"TPCORE_CHECK": "yes"})
 
 

@@ -81,7 +81,7 @@ def test_tp_larger_than_the_world_that_was_launched(monkeypatch: pytest.MonkeyPa
         ((0,), r"\{'RANK': '0'\} is set, but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
         (("", 2), r"\{'WORLD_SIZE': '2'\} is set, but not RANK"),
         ((2, 2, "127.0.0.1", 1), r"RANK=2 is outside WORLD_SIZE=2"),
-        (("one", 2, "127.0.0.1", 1), r"RANK='one' is not a whole number"),
+        (("one", 2, "127.0.0.1", 1), r"RANK must be a whole number, not 'one'"),
     ],
 )
 def test_half_an_environment(

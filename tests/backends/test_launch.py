@@ -19,6 +19,7 @@ import torch
 
 import tpcore
 from tpcore import PeerLostError
+from tpcore.processes import launch as launching
 from tpcore.processes.transfer import RankTraceback, pack_call
 
 pytestmark = pytest.mark.processes
@@ -117,7 +118,7 @@ tpcore.launch(program, 2)
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=lambda s: s.name)
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda s: s.name)
 def test_ranks_end_with_their_parent(tmp_path: Path, how: signal.Signals) -> None:
     folder, script = tmp_path / "pids", tmp_path / "script.py"
     folder.mkdir()
@@ -195,3 +196,30 @@ def test_under_torchrun_a_survivor_says_who_was_lost(tmp_path: Path) -> None:
     assert run.returncode != 0
     # gone: the launcher may be the first to take the wait status
     assert re.search(r"rank 1 \(pid \d+ on .*\) (was killed by SIGKILL|is gone)", run.stderr)
+
+
+def test_a_full_disk_at_the_temporary_directory_does_not_matter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call and the results are in memory."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "there is none"))
+    assert tpcore.launch(os.getpid, 1) != [os.getpid()]
+
+
+def test_a_rank_that_ends_without_a_result_is_an_error() -> None:
+    with pytest.raises(PeerLostError, match="rank 0 exited with status 0"):
+        tpcore.launch(os._exit, 1, args=(0,))
+
+
+def test_a_rank_that_ignores_sigterm_is_killed_when_another_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def program() -> None:
+        if os.environ["RANK"] == "1":
+            raise OSError("disk on fire")
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        while True:
+            signal.pause()
+
+    monkeypatch.setattr(launching, "_GRACE", 0.1)
+    monkeypatch.setattr(launching, "_PATIENCE", 0.1)
+    with pytest.raises(OSError, match="disk on fire"):
+        tpcore.launch(program)

@@ -36,7 +36,7 @@ def plain(seed: int = 0) -> Encoder:
 
 
 def pids(model: TensorParallelModel) -> list[int]:
-    return [p.pid for p in model._workers._processes]
+    return [p.pid for p in model._workers._processes.all]
 
 
 def gone(numbers: list[int]) -> bool:
@@ -263,9 +263,9 @@ from tpcore.trace import parallel_model_load
 model = parallel_model_load(sys.argv[1])
 ids = torch.tensor(json.loads(sys.argv[2]))
 out = model(ids, mask=torch.ones_like(ids))
-print(json.dumps([float(out["logits"].sum()), [p.pid for p in model._workers._processes]]), flush=True)
+print(json.dumps([float(out["logits"].sum()), [p.pid for p in model._workers._processes.all]]), flush=True)
 if sys.argv[3] == "kill in a call":
-    os.kill(model._workers._processes[1].pid, signal.SIGSTOP)
+    os.kill(model._workers._processes.all[1].pid, signal.SIGSTOP)
     model._workers._answers = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # when all ranks were asked
     model(ids, ids)
 if sys.argv[3] == "kill":

@@ -183,5 +183,5 @@ def test_permutations_by_whichever_way(world, tp, how):
 
 
 def test_a_way_that_does_not_exist_is_refused():
-    with pytest.raises(ValueError, match="TPCORE_NEURON_PERMUTE='both' is neither native nor pairs"):
+    with pytest.raises(ValueError, match="TPCORE_NEURON_PERMUTE must be one of native, pairs, not 'both'"):
         on_replicas(2, 2, permuted, env={"TPCORE_NEURON_PERMUTE": "both"})

@@ -7,8 +7,9 @@ another backend does not load it.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,52 +17,58 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
+from .. import settings
 from ..backend.capabilities import Capabilities
 from ..backend.interface import Backend
 from ..errors import BackendError
 from ..mesh import Group
 from ..transport import Transport
+from .supervision.rendezvous import store_of_environment
+from .supervision.supervisor import Members, Supervisor
 from .transport import C10dTransport
 
-Members = tuple[int, ...]
 
-
-_STORE = "TPCORE_STORE"
-
-
-def job_of_environment() -> tuple[dist.Store, int, int] | None:
+def job_of_environment(timeout: float) -> tuple[dist.Store, int, int] | None:
     """(store, rank, world size) of a process that was started with the variables of ``C10dBackend.job``.
 
     A file and not a port: there is none to choose, and torch looks up the name of every address that it
     connects to, and may wait for it.
     """
-    path = os.environ.get(_STORE)
-    if path is None:
+    if not settings.STORE.is_set:
         return None
-    return dist.FileStore(path, -1), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.FileStore(settings.STORE.get(), -1)
+    store.set_timeout(timedelta(seconds=timeout))
+    return store, settings.RANK.get(), settings.WORLD_SIZE.get()
 
 
 class C10dBackend(Backend):
-    """One rank of a job. Which job: torch.distributed's default group if the program has made one, else
-    ``store`` with an explicit rank and world, else what torchrun's environment says, else a world of one.
+    """One rank of a job, in which lost ranks are named and mismatches found, whatever the transport.
+
+    Which job: torch.distributed's default group if the program has made one, else ``store`` with an explicit
+    rank and world, else what torchrun's environment says, else a world of one.
     """
 
     interface = 2
     capabilities = Capabilities(
         dtypes=(*Capabilities.dtypes, torch.int16, torch.int8), moved=(torch.complex64, torch.complex128)
     )
-    transport_class: ClassVar[type[Transport] | None] = C10dTransport
+    transport_class: ClassVar[type[C10dTransport]] = C10dTransport
     transport: ClassVar[str]
     """Its name for ``torch.distributed.init_process_group``."""
+
+    library: ClassVar[tuple[str, ...]] = ()
+    """Beginnings of the paths of the backend's own files, which are no places in a program."""
 
     def __init__(self, store: dist.Store | None = None, rank: int = 0, world: int = 1) -> None:
         self._given = None if store is None else (store, rank, world)
         self._groups: dict[tuple[Members, ...], Any] = {}
         self._singles: list[Any] = []
         self._made: list[Any] = []
+        self._connected: list[C10dTransport] = []
         self._timeout = 0.0
         self._rank, self._world = rank, world
         self._owns = False
+        self._supervisor: Supervisor | None = None
 
     @classmethod
     def unavailable(cls) -> str | None:
@@ -73,28 +80,53 @@ class C10dBackend(Backend):
 
     @classmethod
     def job(cls, folder: Path) -> dict[str, str]:
-        return {_STORE: str(folder / "store")}
+        return {settings.STORE.name: str(folder / "store")}
 
     def start(self, timeout: float) -> tuple[int, int]:
         self._timeout = timeout
-        if not dist.is_initialized():
-            job: dict[str, Any] = {}  # what torchrun's environment says
-            given = self._given or job_of_environment()
-            if given is not None:
-                job = dict(zip(("store", "rank", "world_size"), given, strict=True))
-            elif "WORLD_SIZE" not in os.environ:
-                job = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-            self._owns = True  # from here on, for an error inside may leave it half made
-            try:
-                dist.init_process_group(self.transport, timeout=self._seconds, **job)
-                self._settle(dist.group.WORLD)
-            except BaseException:
-                self.stop()
-                raise
-        self._rank, self._world = dist.get_rank(), dist.get_world_size()
-        return self._rank, self._world
+        try:
+            return self._start()
+        except BaseException:
+            self.stop()
+            raise
+
+    def _start(self) -> tuple[int, int]:
+        adopted = dist.is_initialized()
+        store, rank, world = self._job(adopted)
+        self._rank, self._world = rank, world
+        if world > 1:
+            lazy = self.device().type != "cpu"
+            self._supervisor = Supervisor(store, rank, world, self._timeout, self.library, lazy)
+            store = self._supervisor.store
+        if not adopted:
+            with self._connecting(range(world)):
+                self._owns = True  # from here on, for an error inside may leave it half made
+                dist.init_process_group(
+                    self.transport, timeout=self._seconds, store=store, rank=rank, world_size=world
+                )
+                if world > 1:
+                    self._settle(dist.group.WORLD)
+        if self._supervisor is not None:
+            self._supervisor.watch_exceptions()
+            # an error that all ranks raise next must not cut off one that is still connecting
+            self._supervisor.meet("have joined")
+        return rank, world
+
+    def _job(self, adopted: bool) -> tuple[dist.Store, int, int]:
+        """Where the ranks of the job meet, and which this one is."""
+        if adopted:
+            store: dist.Store = dist.distributed_c10d._get_default_store()
+            return store, dist.get_rank(), dist.get_world_size()
+        job = self._given or job_of_environment(self._timeout) or store_of_environment(self._timeout)
+        return job or (dist.HashStore(), 0, 1)
 
     def stop(self) -> None:
+        error = sys.exc_info()[1]  # of the with or finally block that stops this rank, if that is why
+        if self._supervisor is not None:
+            self._supervisor.close(error)
+        for transport in self._connected:
+            transport.close()
+        self._connected.clear()
         self._groups.clear()
         self._singles.clear()
         for pg in self._made:
@@ -103,6 +135,21 @@ class C10dBackend(Backend):
         if self._owns and dist.is_initialized():
             dist.destroy_process_group()
         self._owns = False
+
+    # -- what a transport may do in its own way -----------------------------------------------------------
+    def _sockets(self) -> frozenset[int]:
+        """Sockets to shut down when the job is lost, for a transport that cannot be aborted."""
+        return frozenset()
+
+    def _alone(self) -> AbstractContextManager[None]:
+        """Around the making of a group of this rank only."""
+        return nullcontext()
+
+    # -- groups -------------------------------------------------------------------------------------------
+    def _connecting(self, members: Sequence[int]) -> AbstractContextManager[None]:
+        if self._supervisor is None:
+            return self._alone()
+        return self._supervisor.connecting(members, self._sockets)
 
     def connect(self, group: Group, rank: int) -> Transport:
         if group.size == 1:
@@ -118,10 +165,28 @@ class C10dBackend(Backend):
         return self._over(Group(("user",), (members,)), lambda: process_group)
 
     def _over(self, group: Group, pg: Callable[[], Any]) -> Transport:
-        return C10dTransport(group, self._rank, pg, self.device())
+        members, watch = group.members(self._rank), None
+        if group.size > 1:
+            if self._supervisor is None:
+                raise BackendError(f"group {members} was made after tpcore.shutdown()")
+            watch = self._supervisor.waiting(pg(), group.axes, members)
+        made = self.transport_class(group, self._rank, pg, self.device(), watch)
+        self._connected.append(made)
+        return made
 
     def _group(self, group: Group) -> Any:
         """A process group for this rank's part of ``group``: all ranks make all parts, in one order."""
+        members, number = group.members(self._rank), len(self._groups)
+        if self._supervisor is None:
+            raise BackendError(f"group {members} was made after tpcore.shutdown()")
+        self._supervisor.agree_on_group(number, group.partition)
+        with self._connecting(members):
+            pg = self._joined(group)
+        self._supervisor.waiting(pg, group.axes, members)
+        self._supervisor.meet(f"have made group {number}")
+        return pg
+
+    def _joined(self, group: Group) -> Any:
         members = group.members(self._rank)
         if self._owns and members == tuple(range(self._world)):
             return dist.group.WORLD
@@ -141,7 +206,8 @@ class C10dBackend(Backend):
         if not dist.is_initialized():
             raise BackendError("a process group was asked for before tpcore.init or after tpcore.shutdown")
         if not self._singles:
-            alone = dist.new_group([self._rank], backend=self.transport, use_local_synchronization=True)
+            with self._alone():
+                alone = dist.new_group([self._rank], backend=self.transport, use_local_synchronization=True)
             self._singles.append(alone)
             self._made.append(alone)
         return self._singles[0]

@@ -62,6 +62,7 @@ class _Unwatched:
 class C10dTransport(Transport):
     """``pg`` gives the torch.distributed group; for a group of one it may never be asked."""
 
+    compares = True  # by what is around the calls, over a group of its own
     native: ClassVar[frozenset[torch.dtype]] = frozenset(
         getattr(torch, name)
         for name in ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8")
@@ -86,6 +87,10 @@ class C10dTransport(Transport):
     @property
     def process_group(self) -> Any:
         return self._pg()
+
+    def close(self) -> None:
+        """Let the transport's objects go."""
+        self._calls = None
 
     def _handle(self, pg: Any) -> Any:
         """The object that collectives are called on."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from .. import settings
 from ..processes.launch import launch
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ def verify(
     """
     from ..testing.verify.report import on_rank  # here: the other commands are spared all of it
 
-    if "WORLD_SIZE" in os.environ:
-        report, first = on_rank(backend, tp), os.environ.get("RANK", "0") == "0"
+    if settings.WORLD_SIZE.is_set:
+        report, first = on_rank(backend, tp), settings.RANK.get() == 0
     else:
         report, first = launch(on_rank, tp, args=(backend, tp))[0], True
     if first:

@@ -21,7 +21,7 @@ from ..relay import Relay
 from ..transport import PRIMITIVES, Primitive
 
 _HERE = str(Path(__file__).parent)
-_LIBRARY = (str(Path(__file__).parents[1]) + os.sep, str(Path(torch.__file__).parent) + os.sep, "<")
+LIBRARY = (str(Path(__file__).parents[1]) + os.sep, str(Path(torch.__file__).parent) + os.sep, "<")
 
 
 class Where(NamedTuple):
@@ -137,7 +137,7 @@ def _site() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith(_LIBRARY):
+        if not name.startswith(LIBRARY):
             return f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"
         if name.startswith(_HERE) and name != __file__:
             break
@@ -148,7 +148,7 @@ def _site() -> str:
 def _definition(module: nn.Module) -> str:
     """Where forward of a module is written, for the model itself, which nobody else's line calls."""
     code = getattr(type(module).forward, "__code__", None)
-    if code is None or code.co_filename.startswith(_LIBRARY):
+    if code is None or code.co_filename.startswith(LIBRARY):
         return ""
     return f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}"
 

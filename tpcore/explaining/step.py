@@ -18,7 +18,7 @@ from ..layers.sharding import sharding
 from ..mesh import Mesh
 from ..train.clip import clip_grad_norm
 from ..train.data_parallel import reduce_gradients
-from .recording import _LIBRARY, Collective, Recorder, RecordingBackend, tensors
+from .recording import LIBRARY, Collective, Recorder, RecordingBackend, tensors
 from .target import Inputs
 
 Build = Callable[[], tuple[nn.Module, Inputs]]
@@ -145,7 +145,7 @@ def _explained(rank: int) -> Iterator[None]:
     except (RuntimeError, NotImplementedError) as e:
         if "meta" not in str(e).lower():
             raise
-        frames = [f for f in traceback.extract_tb(e.__traceback__) if not f.filename.startswith(_LIBRARY)]
+        frames = [f for f in traceback.extract_tb(e.__traceback__) if not f.filename.startswith(LIBRARY)]
         at = f" at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
         raise ValueError(
             f"rank {rank} reads a value{at}, and a recorded step has none: it runs on meta tensors, which "

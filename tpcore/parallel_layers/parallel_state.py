@@ -7,11 +7,11 @@ the RuntimeError of ``tpcore.current``, which names the remedy. An axis that the
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
 
+from .. import settings
 from ..context import current, is_initialized
 from ..errors import BackendError
 from ..init import init, shutdown
@@ -200,7 +200,7 @@ def rmsg(msg: str) -> str:
         rank = current().rank
         where = {axis: _rank(axis) for axis in ("pp", "tp", "dp", "cp")}
     else:
-        rank = int(os.environ.get("RANK", "0"))
+        rank = settings.RANK.get()
         where = dict.fromkeys(("pp", "tp", "dp", "cp"), -1)
     return f"[{'_'.join([f'rank_{rank}', *(f'{axis}{at}' for axis, at in where.items())])}] {msg}"
 

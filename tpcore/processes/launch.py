@@ -1,25 +1,23 @@
-"""Starting the ranks of a job from Python, on torch's own elastic launcher."""
+"""Starting the ranks of a job from Python, on this host."""
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import threading
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from types import FrameType
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from .. import settings
+from .shared_memory import nameless_file, read_file, write_file
+from .spawn import Processes, rank_environment
+from .transfer import Outcome, death, pack_call, root_cause, unpack_outcome
 
-from .transfer import Outcome, death, module_command, pack_call, root_cause, unpack_outcome
-
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_GRACE = 2.0  # seconds for ranks to fail by themselves once one has, and to say of what
+_PATIENCE = 5.0  # seconds for what they do on SIGTERM
+_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def launch(
@@ -46,86 +44,66 @@ def launch(
         raise TypeError(f"launch needs a function, not {fn!r}")
     if not isinstance(nprocs, int) or nprocs < 1:
         raise ValueError(f"nprocs must be a whole number of processes, 1 or more, not {nprocs!r}")
-    variables = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    variables = {settings.THREADS.name: settings.THREADS.text() or str(settings.THREADS.default)}
     if timeout is not None:
-        variables["TPCORE_TIMEOUT"] = str(float(timeout))
+        variables[settings.TIMEOUT.name] = str(float(timeout))
     call = pack_call(fn, tuple(args), dict(kwargs or {}))
-    with TemporaryDirectory(prefix="tpcore-launch-") as name:
-        folder = Path(name)
-        (folder / "call").write_bytes(call)
-        died = _run(folder, nprocs, variables | dict(env or {}))
-        outcomes = [_outcome(folder, rank, died) for rank in range(nprocs)]
+    outcomes = _run(call, nprocs, variables | dict(env or {}))
     error = root_cause(outcomes)
     if error is not None:
         raise error
     return [outcome.value for outcome in outcomes]
 
 
-def _run(folder: Path, nprocs: int, variables: Mapping[str, str]) -> dict[int, int]:
-    """Run the ranks to their end; the exit codes of those that made the launcher give up."""
-    (folder / "logs").mkdir()
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=nprocs,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-        monitor_interval=0.1,
-        logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs")),
-    )
-    # env and not a change of this process's environment, which other threads may be reading
-    command = ["env", *(f"{k}={v}" for k, v in variables.items()), *module_command("tpcore.processes.child")]
+def _run(call: bytes, nprocs: int, variables: Mapping[str, str]) -> list[Outcome]:
+    """Run the ranks to their end. The call and the results are in memory: a full disk does not matter."""
+    from ..c10d.host_store import host_store  # here: tpcore itself does not load torch.distributed's base
+
+    files = [nameless_file() for _ in range(1 + nprocs)]
+    processes = Processes()
     try:
-        with _as_before(), _quiet():
-            elastic_launch(config, command[0])(*command[1:], str(folder), str(os.getpid()))
-    except ChildFailedError as e:
-        codes = {rank: failure.exitcode for rank, failure in e.failures.items()}
-        # the agent ends the others with SIGTERM and counts them too
-        return {rank: code for rank, code in codes.items() if code != -signal.SIGTERM} or codes
-    except SignalException as e:
-        if e.sigval is signal.SIGINT:
-            raise KeyboardInterrupt from None
-        raise SystemExit(128 + e.sigval) from None
-    return {}
+        write_file(files[0], call)
+        store, job = host_store()
+        with _signals_raise():
+            for rank, result in enumerate(files[1:]):
+                environment = rank_environment(rank, nprocs, job) | dict(variables)
+                fds = files[0], result
+                processes.start("tpcore.processes.child", fds, environment=environment, fds=fds)
+            codes = processes.join(_GRACE, _PATIENCE)
+        del store  # only now
+        return [_outcome(rank, read_file(files[1 + rank]), code) for rank, code in enumerate(codes)]
+    except BaseException:
+        processes.send(signal.SIGTERM)
+        raise
+    finally:
+        processes.close(_PATIENCE)
+        for fd in files:
+            os.close(fd)
 
 
-def _outcome(folder: Path, rank: int, died: Mapping[int, int]) -> Outcome:
-    path = folder / str(rank)
-    if path.exists():
-        return unpack_outcome(path.read_bytes())
-    if rank not in died:
-        return Outcome()  # ended by the launcher, because of another rank
-    return Outcome(error=death(rank, died[rank]))
+def _outcome(rank: int, packed: bytes, code: int | None) -> Outcome:
+    if packed:
+        return unpack_outcome(packed)
+    # None: it was ended here, because of another rank
+    return Outcome() if code is None else Outcome(error=death(rank, code))
 
 
 @contextmanager
-def _as_before() -> Iterator[None]:
-    """Give back the signal handlers that the elastic agent replaces and keeps."""
+def _signals_raise() -> Iterator[None]:
+    """Signals that would end this process end the block with SystemExit, so that the ranks are ended first.
+    Handlers of the program are left alone."""
     if threading.current_thread() is not threading.main_thread():
-        yield  # there it replaces none
+        yield  # which alone may set handlers
         return
-    handlers = {s: signal.getsignal(s) for s in _SIGNALS}
+    replaced = [s for s in _SIGNALS if signal.getsignal(s) is signal.SIG_DFL]
+    for s in replaced:
+        signal.signal(s, _exit)
     try:
         yield
     finally:
-        for s, handler in handlers.items():
-            signal.signal(s, handler)
+        for s in replaced:
+            signal.signal(s, signal.SIG_DFL)
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """The agent's own account of a failure says less than the error that is raised."""
-    loggers = [logging.getLogger(n) for n in ("torch.distributed.elastic", "torchelastic-events-null")]
-    before = [logger.propagate for logger in loggers]
-    nowhere = logging.NullHandler()
-    for logger in loggers:
-        logger.addHandler(nowhere)
-        logger.propagate = False
-    try:
-        yield
-    finally:
-        for logger, propagate in zip(loggers, before, strict=True):
-            logger.propagate = propagate
-            logger.removeHandler(nowhere)
+def _exit(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)

@@ -7,9 +7,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from datetime import timedelta
+from collections.abc import Callable, Mapping
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -18,13 +16,16 @@ from typing import Any
 
 import torch
 
+from ..backend.interface import Backend
+from ..backend.registry import backend_class
 from ..context import ParallelContext, use
 from ..errors import BackendError
 from ..mesh import Mesh
+from ..settings import changed, of_rank
+from .lifeline import follow
 from .transfer import (
     Outcome,
     death,
-    die_with,
     outcome_of,
     pack_call,
     pack_outcome,
@@ -33,7 +34,7 @@ from .transfer import (
     unpack_outcome,
 )
 
-_PRELOAD = ["torch", "torch.distributed", "cloudpickle", "tpcore", "tpcore.processes.pool", "tpcore_cpu_gloo"]
+_PRELOAD = ["torch", "torch.distributed", "cloudpickle", "tpcore", "tpcore.processes.pool"]
 
 
 class RankStuck(BackendError):
@@ -45,13 +46,14 @@ class RankPool:
 
     A world smaller than the pool uses its first processes. One that was killed or left broken is replaced.
     ``grace``: seconds that a run may take beyond its ``timeout``, or beyond the first rank's error.
-    ``backend``: a class that is made as ``backend(store, rank, world)``, a C10dBackend; None: cpu_gloo.
+    ``backend``: the name of a plugin, or a class whose ``job`` tells the ranks where to meet.
     """
 
-    def __init__(self, size: int, grace: float = 15.0, backend: type[Any] | None = None) -> None:
+    def __init__(self, size: int, grace: float = 15.0, backend: str | type[Backend] = "cpu_gloo") -> None:
         self.size, self._grace, self._backend = size, grace, backend
+        self._class = _class_of(backend)
         self._files = tempfile.TemporaryDirectory(prefix="tpcore-pool-")
-        self._workers = [_Worker(self._folder / f"stacks{i}") for i in range(size)]
+        self._workers = [self._worker(i) for i in range(size)]
         self._runs = 0
 
     def run(
@@ -85,7 +87,9 @@ class RankPool:
         if mesh.size > self.size:
             raise ValueError(f"mesh {dict(mesh.axes)} has {mesh.size} ranks, the pool {self.size} processes")
         self._runs += 1
-        job = (dict(mesh.axes), timeout, dict(env or {}), str(self._folder / f"run{self._runs}"))
+        folder = self._folder / f"run{self._runs}"
+        folder.mkdir()
+        job = (dict(mesh.axes), timeout, self._class.job(folder) | dict(env or {}))
         call = pack_call(fn, args, {"backend": self._backend})
         for rank, worker in enumerate(self._workers[: mesh.size]):
             worker.conn.send((rank, job, call))
@@ -109,6 +113,9 @@ class RankPool:
     def _folder(self) -> Path:
         return Path(self._files.name)
 
+    def _worker(self, number: int) -> _Worker:
+        return _Worker(self._folder / f"stacks{number}", self._class.__module__)
+
     def _collect(self, world: int, deadline: float) -> list[Outcome]:
         outcomes: dict[int, Outcome] = {}
         while len(outcomes) < world:
@@ -125,22 +132,27 @@ class RankPool:
         for rank, outcome in outcomes.items():
             if outcome.error is not None and not self._workers[rank].reusable:
                 self._workers[rank].close()
-                self._workers[rank] = _Worker(self._folder / f"stacks{rank}")
+                self._workers[rank] = self._worker(rank)
         return [outcomes[r] for r in range(world)]
 
 
 class _Worker:
     """One process, as seen from the test."""
 
-    def __init__(self, stacks: Path) -> None:
-        methods = get_context("forkserver")  # forks of a single-threaded server that has imported torch
-        methods.set_forkserver_preload(_PRELOAD)
+    def __init__(self, stacks: Path, module: str) -> None:
+        # not by ``spawn``: forks of a single-threaded server that has imported torch start a second sooner
+        methods = get_context("forkserver")
+        methods.set_forkserver_preload([*_PRELOAD, module])
         self.conn, theirs = methods.Pipe()
+        lifeline, self._lifeline = methods.Pipe(duplex=False)
         self.reusable = True
         self._stacks = stacks
-        self.process: BaseProcess = methods.Process(target=_serve, args=(theirs, str(stacks)), daemon=True)
+        self.process: BaseProcess = methods.Process(
+            target=_serve, args=(theirs, lifeline, str(stacks)), daemon=True
+        )
         self.process.start()
         theirs.close()
+        lifeline.close()
 
     def answer(self, rank: int) -> Outcome:
         try:
@@ -163,10 +175,11 @@ class _Worker:
         self.conn.close()
         self.process.kill()
         self.process.join()
+        self._lifeline.close()
 
 
-def _serve(conn: Connection, stacks: str) -> None:
-    die_with(os.getppid())
+def _serve(conn: Connection, lifeline: Connection, stacks: str) -> None:
+    follow(lifeline.fileno())
     torch.set_num_threads(1)
     with open(stacks, "w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
@@ -182,17 +195,11 @@ def _serve(conn: Connection, stacks: str) -> None:
 
 
 def _run(rank: int, job: tuple[Any, ...], call: bytes, entered: list[bool]) -> Any:
-    import torch.distributed as dist  # noqa: TID251  the store that the ranks of a run meet at
-    from tpcore_cpu_gloo import GlooBackend
-
-    axes, timeout, variables, path = job
+    axes, timeout, variables = job
     fn, args, chosen = unpack_call(call)
     mesh = Mesh(axes)
-    # a file and not a port: torch looks up the name of every address it connects to, and may wait for it
-    store = dist.FileStore(path, -1)
-    store.set_timeout(timedelta(seconds=timeout))
-    backend = (chosen["backend"] or GlooBackend)(store, rank, mesh.size)
-    with _environment(variables):
+    with changed(of_rank(rank, mesh.size) | variables):
+        backend = _class_of(chosen["backend"])()
         backend.start(timeout)
         entered.append(True)
         try:
@@ -202,15 +209,5 @@ def _run(rank: int, job: tuple[Any, ...], call: bytes, entered: list[bool]) -> A
             backend.stop()
 
 
-@contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+def _class_of(backend: str | type[Backend]) -> type[Backend]:
+    return backend_class(backend) if isinstance(backend, str) else backend

@@ -15,13 +15,14 @@ from ..storage.dtypes import dtype_name, dtype_of
 Place = tuple[int, str, tuple[int, ...]]
 """Where a tensor lies: offset in bytes, dtype, shape."""
 _ALIGNED = 64
+_INCOMPLETE, _COMPLETE = b"\0", b"\1"
 
 
 class SharedBuffer:
     """Has a file descriptor, to be passed on, and no name: it is gone with its holders."""
 
     def __init__(self, fd: int | None = None) -> None:
-        self.fd = _nameless() if fd is None else fd
+        self.fd = nameless_file() if fd is None else fd
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def place(self, tensors: Sequence[Tensor]) -> tuple[Place, ...]:
@@ -55,7 +56,27 @@ class SharedBuffer:
         os.close(self.fd)
 
 
-def _nameless() -> int:
+def write_file(fd: int, data: bytes) -> None:
+    """Write all of an empty file. ``read_file`` gives nothing until it is complete."""
+    rest = memoryview(_INCOMPLETE + data)
+    while rest:
+        rest = rest[os.write(fd, rest) :]
+    os.pwrite(fd, _COMPLETE, 0)
+
+
+def read_file(fd: int) -> bytes:
+    """What ``write_file`` wrote, in whichever process; empty if it was never completed."""
+    size, parts, at = os.fstat(fd).st_size, [], 1
+    if os.pread(fd, 1, 0) != _COMPLETE:
+        return b""
+    while at < size:  # one call reads 2 GB at most
+        parts.append(os.pread(fd, size - at, at))
+        at += len(parts[-1])
+    return b"".join(parts)
+
+
+def nameless_file() -> int:
+    """A file descriptor of memory that is gone with its holders."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("tpcore")  # not in /dev/shm, which containers make small
     with tempfile.TemporaryFile() as f:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
 import pickle
-import signal
 import sys
 import time
 import traceback
@@ -14,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import CollectiveTimeoutError, PeerLostError
+from ..wait_status import described
 
 
 class RankTraceback(Exception):
@@ -57,14 +55,6 @@ def _pickler() -> Any:
     except ModuleNotFoundError:
         return pickle
     return cloudpickle
-
-
-def module_command(module: str) -> list[str]:
-    """``python -m module`` that finds modules where this process does, from the first import on. With ``-m``
-    alone the directory at hand comes first, whatever lies there."""
-    path = [p or os.getcwd() for p in sys.path]
-    run = f"import runpy; runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
-    return [sys.executable, "-c", f"import sys; sys.path[:] = {path!r}; {run}"]
 
 
 def pack_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
@@ -115,14 +105,4 @@ def unpack_outcome(packed: bytes) -> Outcome:
 
 def death(rank: int, code: int) -> PeerLostError:
     """What the exit code of a rank that left no outcome says, as subprocess gives it."""
-    known = {-s.value: s.name for s in signal.Signals}
-    killed = f"was killed by {known.get(code, f'signal {-code}')}"
-    return PeerLostError(f"rank {rank} {killed if code < 0 else f'exited with status {code}'}")
-
-
-def die_with(parent: int) -> None:
-    """Ask the kernel to end this process when its parent ends, however that comes about. Linux only."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:
-            os._exit(1)  # the parent was faster
+    return PeerLostError(f"rank {rank} {described(code)}")

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
-from tpcore.c10d.supervision.waiting import Waiting
 from tpcore.c10d.transport import REDUCE, C10dTransport, copied
-from tpcore.mesh import Group
 from tpcore.transport import ALL_REDUCE, CPU, REDUCE_SCATTER, Op
 
 
@@ -17,19 +14,8 @@ class GlooTransport(C10dTransport):
     """``pg`` is a torch.distributed group; its calls go to gloo's object inside, past the dispatcher and
     past torch.distributed's wrappers, which cost more than our layers do (7 to 15 us a call)."""
 
-    compares = True  # over a group of its own, so that what other code does on this one is not in between
-
-    def __init__(self, group: Group, rank: int, pg: Callable[[], Any], waiting: Waiting | None) -> None:
-        super().__init__(group, rank, pg, CPU, waiting)
-        self._waiting = waiting
-
     def _handle(self, pg: Any) -> Any:
         return pg._get_backend(CPU)
-
-    def close(self) -> None:
-        if self._waiting is not None:
-            self._waiting.close()
-            del self._calls
 
     def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
         if x.dtype not in self.native:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tpcore.backend.interface import Backend, hookimpl
-from tpcore.log import say
+from tpcore.log import inform
 
 from . import platform
 from .backend import NeuronBackend
@@ -17,5 +17,5 @@ def tpcore_backend() -> type[Backend]:
     """The road that what is installed leads to: PyTorch/XLA, unless the native torch-neuronx is here."""
     if not platform.has_native():
         return NeuronBackend
-    say(f"neuron: the native road, for torch-neuronx {platform.installed('torch-neuronx')} is installed")
+    inform(f"neuron: the native road, for torch-neuronx {platform.installed('torch-neuronx')} is installed")
     return NativeBackend

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,16 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tpcore import settings
 from tpcore.backend.capabilities import Capabilities
 from tpcore.backend.interface import Backend, ProgramInfo
 from tpcore.backend.programs import Dims, Function, LoadedProgram, comm_named
-from tpcore.calls import ALL, checked_calls
 from tpcore.context import current
 from tpcore.errors import BackendError
 from tpcore.mesh import Group
 from tpcore.transport import Transport
 
 from . import neuronx, platform
+from .settings import DEVICE
 from .transport import XlaTransport
 
 _BITS = (1 << 64) - 1
@@ -45,7 +45,7 @@ class NeuronBackend(Backend):
         wrong = platform.wrong_versions()
         if wrong is not None:
             return wrong
-        if os.environ.get("PJRT_DEVICE", "NEURON") != "NEURON":
+        if DEVICE.get() != DEVICE.default:
             return None  # asked for by name: XLA on a CPU, say
         if find_spec("torch_neuronx") is None:
             return f"torch_neuronx is not installed. {platform.INSTALL}"
@@ -65,7 +65,7 @@ class NeuronBackend(Backend):
     def job(cls, folder: Path) -> dict[str, str]:
         with socket.create_server(("127.0.0.1", 0)) as taken:  # free a moment ago, as with any launcher
             port = taken.getsockname()[1]
-        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        return {settings.MASTER_ADDR.name: "127.0.0.1", settings.MASTER_PORT.name: str(port)}
 
     @classmethod
     def compile_ahead(cls, command: Sequence[str], world: int | None) -> list[ProgramInfo]:
@@ -74,13 +74,13 @@ class NeuronBackend(Backend):
         return compile_ahead(command, world)
 
     def start(self, timeout: float) -> tuple[int, int]:
-        os.environ.setdefault("PJRT_DEVICE", "NEURON")
+        settings.update({DEVICE.name: DEVICE.get()})
         import torch.distributed as dist
         import torch_xla
         import torch_xla.runtime as xr
 
         self._platform = neuronx.platform()
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        local = settings.LOCAL_WORLD_SIZE.get()
         platform.check_cores(self._platform, local, platform.visible_cores(self._platform))
         if self._platform is not None:
             self.capabilities = as_on_neuron(self.capabilities)  # type: ignore[misc]  # of this machine
@@ -94,7 +94,7 @@ class NeuronBackend(Backend):
             )
         self._device: torch.device = torch_xla.device()
         rank, world = xr.global_ordinal(), xr.world_size()
-        asked = int(os.environ.get("WORLD_SIZE", world))
+        asked = settings.WORLD_SIZE.get() if settings.WORLD_SIZE.is_set else world
         if asked != world:
             self.stop()
             raise BackendError(
@@ -102,7 +102,7 @@ class NeuronBackend(Backend):
                 + platform.connect(str(xr.device_type()), asked)
             )
         self._made: list[Any] = []
-        if checked_calls() == ALL:
+        if settings.CHECK.get() == "always":
             from . import reads
 
             reads.watch()
@@ -192,7 +192,7 @@ def _join(timeout: float) -> None:
     import torch_xla.distributed.xla_backend  # noqa: F401  registers "xla"
 
     seconds = timedelta(seconds=timeout)
-    if "MASTER_ADDR" in os.environ:  # torchrun's
+    if settings.MASTER_ADDR.is_set:  # torchrun's
         dist.init_process_group("xla", timeout=seconds)
     else:
         dist.init_process_group("xla", store=dist.HashStore(), rank=0, world_size=1, timeout=seconds)

@@ -15,6 +15,7 @@ from tpcore.errors import BackendError
 
 from .replicas.api import programs, run_replicas
 from .replicas.stablehlo import HloProgram
+from .settings import EXTRACT_ONLY
 
 HOUR = 3600.0
 
@@ -24,7 +25,7 @@ def compile_ahead(command: Sequence[str], world: int | None) -> list[ProgramInfo
     ``neuron_parallel_compile`` then runs it too and compiles what it finds into the cache."""
     world, script = _parse(list(command), world)
     # scripts written for neuron_parallel_compile ask for this where they would act on a value
-    found = run_replicas(_run_script, world, script, timeout=HOUR, env={"NEURON_EXTRACT_GRAPHS_ONLY": "1"})[0]
+    found = run_replicas(_run_script, world, script, timeout=HOUR, env={EXTRACT_ONLY.name: "1"})[0]
     tool = shutil.which("neuron_parallel_compile")
     if tool is not None:
         torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={world}"]

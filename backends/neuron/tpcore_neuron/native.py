@@ -7,13 +7,13 @@ over gloo on a CPU, where it is tested. It has not been run on the hardware.
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tpcore import settings
 from tpcore.c10d.backend import C10dBackend
 
 from . import platform
@@ -46,7 +46,7 @@ class NativeBackend(C10dBackend):
     def device(self) -> torch.device:
         if self._kind == "cpu":
             return torch.device("cpu")
-        return torch.device(self._kind, int(os.environ.get("LOCAL_RANK", "0")))
+        return torch.device(self._kind, settings.LOCAL_RANK.get())
 
     def get_rng_state(self) -> Tensor:
         state: Tensor = self._random().get_rng_state()

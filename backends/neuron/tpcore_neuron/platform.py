@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
 from tpcore.errors import BackendError
 from tpcore.mesh import Group
+from tpcore.settings import LOCAL_RANK
+
+from .settings import CORES
 
 XLA_LINE = "2.9"
 """The torch, torch-xla and torch-neuronx that belong together: the last that PyTorch/XLA was made for."""
@@ -56,9 +58,9 @@ def neuron_devices() -> int:
 
 def visible_cores(platform: str | None) -> int | None:
     """NeuronCores that this host's processes may use together; None if nothing tells."""
-    given = os.environ.get("NEURON_RT_VISIBLE_CORES")
+    given = CORES.get()
     # under torchrun torch_xla narrows it to one core for each process: then it tells nothing about the host
-    if given and given != os.environ.get("LOCAL_RANK"):
+    if given and given != LOCAL_RANK.text():
         return sum(_span(part) for part in given.split(","))
     per_device = _CORES_PER_DEVICE.get(platform or "")
     return None if per_device is None else neuron_devices() * per_device
@@ -74,7 +76,7 @@ def check_cores(platform: str | None, local: int, cores: int | None) -> None:
     if cores is not None and local > cores:
         raise BackendError(
             f"{local} processes were started on this host, which shows {cores} NeuronCores, and each needs "
-            f"one: start {cores}, or make more visible (NEURON_RT_VISIBLE_CORES)"
+            f"one: start {cores}, or make more visible ({CORES.name})"
         )
     if platform == "trn1" and not _trn1(local):
         raise BackendError(f"{local} processes on a Trn1 host: {_TRN1_RULE}")

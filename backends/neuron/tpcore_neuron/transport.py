@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,6 +18,8 @@ from tpcore.transport import (
     Op,
     Transport,
 )
+
+from .settings import PAIRS
 
 
 class XlaTransport(Transport):
@@ -41,7 +42,7 @@ class XlaTransport(Transport):
         self._groups = group.as_list()
         self._device = self.position.device
         self._pg = process_group
-        self._pairwise = _pairwise()
+        self._pairwise = PAIRS.get()
 
     @property
     def process_group(self) -> Any:
@@ -137,14 +138,6 @@ class XlaTransport(Transport):
     def _here(self, every: list[int]) -> Tensor:
         """This rank's entry of a table of all positions, as data."""
         return torch.tensor(every).to(self._device).index_select(0, self.position)
-
-
-def _pairwise() -> bool:
-    """Whether to permute by gathers of two ranks."""
-    chosen = os.environ.get("TPCORE_NEURON_PERMUTE") or "native"
-    if chosen not in ("native", "pairs"):
-        raise ValueError(f"TPCORE_NEURON_PERMUTE={chosen!r} is neither native nor pairs")
-    return chosen == "pairs"
 
 
 def _wide(x: Tensor) -> Tensor:

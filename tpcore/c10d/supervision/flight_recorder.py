@@ -23,12 +23,12 @@ Entry = tuple["Waiting", int, str, Sequence[int], torch.dtype, Site]
 
 
 class FlightRecorder:
-    """Written by the rank at every collective, read by its monitor's thread."""
+    """Written by the rank at every collective, read by the thread of ``Peers``."""
 
     def __init__(self) -> None:
         self.entries: deque[Entry] = deque(maxlen=_KEPT)
         self.waiting: Waiting | None = None
-        self.guards: list[Waiting] = []
+        self.groups: list[Waiting] = []
 
     def last(self) -> str:
         return describe(self.entries[-1]) if self.entries else "no collective yet"
@@ -37,14 +37,14 @@ class FlightRecorder:
         waiting = self.waiting
         return RankReport(
             calls=tuple(describe(e) for e in list(self.entries)),
-            counts={_key(g.members): g.seq for g in list(self.guards)},
+            counts={_key(g.members): g.seq for g in list(self.groups)},
             waiting=() if waiting is None else waiting.members,
         )
 
 
 def describe(entry: Entry) -> str:
-    guard, seq, op, shape, dtype, site = entry
-    return f"{' x '.join(guard.axes)} {list(guard.members)} {Call.of(seq, op, shape, dtype, site)}"
+    group, seq, op, shape, dtype, site = entry
+    return f"{' x '.join(group.axes)} {list(group.members)} {Call.of(seq, op, shape, dtype, site)}"
 
 
 def _key(members: Sequence[int]) -> str:
@@ -53,7 +53,7 @@ def _key(members: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class RankReport:
-    """One rank's journal as it travels. ``counts``: collectives entered so far, per group."""
+    """What one rank publishes. ``counts``: collectives entered so far, per group."""
 
     calls: tuple[str, ...] = ()
     counts: Mapping[str, int] | None = None
@@ -100,8 +100,8 @@ def timeout_report(
         for m in missing:
             # a stopped rank said that it waits before it was stopped; in this group it no longer does
             further = () if state(m) or reports[m].waiting == group else reports[m].waiting
-            told = f"itself waits in group {list(further)}" if further else "did not come"
-            lines.append(f"  rank {waiter} waits for rank {m}, which {told}{state(m)}")
+            why = f"itself waits in group {list(further)}" if further else "did not come"
+            lines.append(f"  rank {waiter} waits for rank {m}, which {why}{state(m)}")
             if further and m not in seen:
                 queue.append((m, further))
             seen.add(m)

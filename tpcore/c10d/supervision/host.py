@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...wait_status import described
+
 _PROC = Path("/proc")
-CLEAN = "exited with status 0"
+CLEAN = described(0)
 GONE = "is gone (killed, or ended by os._exit)"
 RANK_MEMORY = 200 << 20
 """Bytes that a rank needs before it holds any tensor: Python, torch and gloo (torch 2.13: 190 MB)."""
@@ -61,11 +62,7 @@ class Identity:
         if stat.state not in "ZX":
             return None
         # a zombie: its parent has not asked yet, so the wait status is still there
-        if os.WIFSIGNALED(stat.status):
-            number = os.WTERMSIG(stat.status)
-            known = {s.value: s.name for s in signal.Signals}
-            return f"was killed by {known.get(number, f'signal {number}')}"
-        return f"exited with status {os.WEXITSTATUS(stat.status)}"
+        return described(os.waitstatus_to_exitcode(stat.status))
 
     def stopped(self) -> bool:
         stat = _stat(self.pid)

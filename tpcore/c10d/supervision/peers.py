@@ -16,8 +16,10 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TypeVar
 
+import torch.distributed as dist
+
 from ...errors import BackendError, CollectiveTimeoutError, PeerLostError
-from ...log import say
+from ...log import hold_lines, log
 from .flight_recorder import FlightRecorder, RankReport
 from .host import CLEAN, GONE, Identity, sever
 from .status_store import StatusStore, Verdict
@@ -31,27 +33,30 @@ _GRACE = 3.0  # seconds to find out who closed a connection; a dying process clo
 _LINGER = 1.0  # seconds for collectives that can still complete, before a lost job's sockets are cut
 
 
-def of_gloo(error: BaseException) -> bool:
-    """Whether a connection broke: the path of gloo's own file is part of each such message."""
-    ours = isinstance(error, BackendError)
-    return isinstance(error, RuntimeError) and not ours and "transport/" in str(error)
+def connection_broke(error: BaseException) -> bool:
+    """Whether a transport failed: by torch's type of error, or by the path of gloo's file in its message."""
+    if isinstance(error, BackendError):
+        return False
+    return isinstance(error, dist.DistBackendError | dist.DistNetworkError) or (
+        isinstance(error, RuntimeError) and "transport/" in str(error)
+    )
 
 
 class Peers(threading.Thread):
-    """Publishes this rank's journal, watches its neighbours, and finds out who was lost.
+    """Publishes what this rank did last, watches its neighbours, and finds out who was lost.
 
-    Only this thread uses the board, so that a store that does not answer holds up nobody else.
+    Only this thread uses the store, so that a store that does not answer holds up nobody else.
     """
 
     def __init__(
-        self, board: StatusStore, rank: int, peers: Sequence[Identity], journal: FlightRecorder
+        self, store: StatusStore, rank: int, peers: Sequence[Identity], recorder: FlightRecorder
     ) -> None:
         super().__init__(name="tpcore monitor", daemon=True)
-        self.rank, self.peers, self.journal = rank, peers, journal
+        self.rank, self.peers, self.recorder = rank, peers, recorder
         self.verdict: Verdict | None = None
         self.sockets: set[int] = set()  # of the groups, to be cut when the job is lost
         self._neighbours = [r for r, p in enumerate(peers) if p.neighbour_of(peers[rank]) or r == rank]
-        self._board = board
+        self._store = store
         self._requests: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = os.pipe()
@@ -64,12 +69,16 @@ class Peers(threading.Thread):
     # -- called by the rank's own threads ---------------------------------------------------------------
     def open(self) -> None:
         self.start()
-        self._hook, sys.excepthook = sys.excepthook, self._excepthook
         atexit.register(self._at_exit)
+
+    def hook(self) -> None:
+        """Hear first of an error that ends the program: above the hook of torch's init_process_group, because
+        what is printed inside that one comes out with a prefix."""
+        self._hook, sys.excepthook = sys.excepthook, self._excepthook
 
     def close(self, how: str) -> None:
         """Say how this rank ended, unless that was said before, and stop watching."""
-        self._ask(lambda: self._board.end(self.rank, how), None)
+        self._ask(lambda: self._store.end(self.rank, how), None)
         atexit.unregister(self._at_exit)
         if sys.excepthook == self._excepthook:
             sys.excepthook = self._hook
@@ -86,17 +95,17 @@ class Peers(threading.Thread):
         what = f"raised {type(error).__name__}: {error}"
         if isinstance(error, SystemExit):
             what = f"called sys.exit({error.code!r})"
-        self._ask(lambda: self._board.end(self.rank, what), None)
+        self._ask(lambda: self._store.end(self.rank, what), None)
         if isinstance(error, (PeerLostError, CollectiveTimeoutError)):
             return  # it follows from a verdict
-        if of_gloo(error):  # and did not pass through a Comm, which would have named the cause: DDP's
-            say(self.diagnose(range(len(self.peers)), error).text)
+        if connection_broke(error):  # DDP's: a Comm would have named the cause
+            log.error(self.diagnose(range(len(self.peers)), error).text)
         else:
             self.post(self._lost(self.rank, what))
 
     def post(self, verdict: Verdict) -> Verdict:
         """Make ``verdict`` that of the job, unless another came first; return the one that holds."""
-        holds = self._ask(lambda: self._board.post(verdict), None)
+        holds = self._ask(lambda: self._store.post(verdict), None)
         return self._accept(self.verdict or holds or verdict)
 
     def final(self) -> Verdict | None:
@@ -119,15 +128,15 @@ class Peers(threading.Thread):
             time.sleep(0.02)
         reports = self.reports()
         silent = "; ".join(f"rank {m}{self.state(m, reports[m])}" for m in others)
-        text = f"a rank of group {list(members)} is lost: {silent}: {error}\n{self._board.trouble}"
+        text = f"a rank of group {list(members)} is lost: {silent}: {error}\n{self._store.trouble}"
         return self.post(Verdict("lost", text.rstrip()))
 
     def reports(self) -> dict[int, RankReport]:
-        """The last published journal of each rank, and this rank's own as it is now."""
+        """The last published report of each rank, and this rank's own as it is now."""
         ranks = range(len(self.peers))
         nothing: dict[int, RankReport] = {}
-        found = self._ask(lambda: self._board.reports(ranks), nothing)
-        return {r: found.get(r, RankReport()) for r in ranks} | {self.rank: self.journal.report()}
+        found = self._ask(lambda: self._store.reports(ranks), nothing)
+        return {r: found.get(r, RankReport()) for r in ranks} | {self.rank: self.recorder.report()}
 
     def state(self, rank: int, report: RankReport) -> str:
         """What can be said of a rank that does not come, as the end of a sentence."""
@@ -138,6 +147,8 @@ class Peers(threading.Thread):
             return f" ({peer} {how})"
         if rank in self._neighbours and peer.stopped():
             return f" ({peer} is stopped, by SIGSTOP or a debugger)"
+        if not report.at:
+            return f" ({peer}, of which no report has come)"
         silent = time.time() - report.at
         return f" ({peer}, no sign of life for {silent:.0f} s)" if silent > _SILENT else ""
 
@@ -151,19 +162,20 @@ class Peers(threading.Thread):
         try:
             return answer.result(_ANSWER)
         except FutureTimeout:
-            self._board.trouble = "the job's store does not answer: its host may be stopped"
+            self._store.trouble = "the job's store does not answer: its host may be stopped"
             return default
 
     def _excepthook(self, kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
         # torch's own hook may hold this one beyond close(), and a data loader's fork has it too
         if os.getpid() == self.peers[self.rank].pid and not self._closed:
             self.fail(error)
-        self._hook(kind, error, tb)
+        with hold_lines():  # torch's hook prints to a sys.stderr of its own
+            self._hook(kind, error, tb)
 
     def _at_exit(self) -> None:
         if os.getpid() == self.peers[self.rank].pid:
             ended = "ended: its program finished or called sys.exit"
-            self._ask(lambda: self._board.end(self.rank, ended), None)
+            self._ask(lambda: self._store.end(self.rank, ended), None)
             sever(self.sockets)
 
     # -- in either thread -------------------------------------------------------------------------------
@@ -187,7 +199,7 @@ class Peers(threading.Thread):
     def run(self) -> None:
         # here and not by the caller: torch asks the name server for the name of its peer's address, and
         # where none answers that takes 5 s (seen in one connection of 25)
-        self._board.open()
+        self._store.open()
         watched = self._watch()
         due = 0.0
         while not self._closed:
@@ -223,25 +235,25 @@ class Peers(threading.Thread):
         return fds
 
     def _beat(self) -> None:
-        self._board.publish(self.rank, replace(self.journal.report(), at=time.time()))
-        self._heard()
+        self._store.publish(self.rank, replace(self.recorder.report(), at=time.time()))
+        self._seen()
         for rank in [r for r in self._unwatched if self._fate(r) is not None]:
             self._unwatched.remove(rank)
             self._died(rank)
 
-    def _heard(self) -> Verdict | None:
-        found = self.verdict or self._board.verdict()
+    def _seen(self) -> Verdict | None:
+        found = self.verdict or self._store.verdict()
         return None if found is None else self._accept(found)
 
     def _died(self, rank: int) -> None:
         """A neighbour's process ended. Fatal at once if it failed, and had not left the job before."""
-        how, said = self._fate(rank), self._board.ended(rank)
-        if how == GONE and said is None:  # its launcher was faster; nothing is wrong if os._exit(0) ended it
+        how, ended = self._fate(rank), self._store.ended(rank)
+        if how == GONE and ended is None:  # its launcher was faster; nothing is wrong if os._exit(0) ended it
             self._tell(self._lost(rank, GONE))
-        if how in (None, CLEAN, GONE) or not (said or "ended").startswith("ended"):
+        if how in (None, CLEAN, GONE) or not (ended or "ended").startswith("ended"):
             return
         before, verdict = self.verdict, self._lost(rank, str(how))
-        verdict = self._accept(self._board.post(verdict) or verdict)
+        verdict = self._accept(self._store.post(verdict) or verdict)
         if verdict is not before:
             self._tell(verdict)
 
@@ -249,12 +261,12 @@ class Peers(threading.Thread):
         """Now: a launcher may end this rank before its error is printed. One rank of a host is enough."""
         alive = (r for r in self._neighbours if self._fate(r) is None)
         if self.rank == next(alive, self.rank):
-            say(verdict.text)
+            log.error(verdict.text)
 
     def _look(self, ranks: Sequence[int]) -> Verdict | None:
-        said = {r: how for r in ranks if (how := self._board.ended(r)) is not None}
-        for r, how in sorted(said.items(), key=lambda item: not item[1].startswith("raised")):
+        ended = {r: how for r in ranks if (how := self._store.ended(r)) is not None}
+        for r, how in sorted(ended.items(), key=lambda item: not item[1].startswith("raised")):
             fate = self._fate(r)
             known = how.startswith("raised") or fate in (None, GONE)
-            return self._heard() or self._lost(r, how if known else str(fate))
-        return self._heard()
+            return self._seen() or self._lost(r, how if known else str(fate))
+        return self._seen()

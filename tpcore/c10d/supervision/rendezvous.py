@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
 
+from ... import settings
 from ...errors import BackendError, CollectiveTimeoutError, PeerLostError
 
-_NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
+_VARIABLES = (settings.RANK, settings.WORLD_SIZE, settings.MASTER_ADDR, settings.MASTER_PORT)
 
 Lost = Callable[[Sequence[int]], BackendError | None]
 
@@ -58,8 +57,8 @@ class Rendezvous:
 
 def store_of_environment(timeout: float) -> tuple[dist.Store, int, int] | None:
     """(store, rank, world size) as torchrun's variables say, or None in a process on its own."""
-    values = {name: os.environ.get(name, "") for name in _NAMES}
-    if not values["RANK"] and not values["WORLD_SIZE"]:
+    values = {variable.name: variable.text() for variable in _VARIABLES}
+    if not settings.RANK.is_set and not settings.WORLD_SIZE.is_set:
         return None
     unset = [name for name, value in values.items() if not value]
     if unset:
@@ -67,24 +66,20 @@ def store_of_environment(timeout: float) -> tuple[dist.Store, int, int] | None:
         raise BackendError(
             f"{given} is set, but not {', '.join(unset)}: torchrun sets all of them, or none must be"
         )
-    rank, world, port = (_number(name, values[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    try:
+        rank, world, port = (v.get() for v in (settings.RANK, settings.WORLD_SIZE, settings.MASTER_PORT))
+    except ValueError as e:
+        raise BackendError(str(e)) from None
     if rank >= world:
         raise BackendError(f"RANK={rank} is outside WORLD_SIZE={world}")
-    store = _tcp_store(values["MASTER_ADDR"], port, rank, world, timeout)
+    store = _tcp_store(settings.MASTER_ADDR.get(), port, rank, world, timeout)
     # an elastic agent may keep its store when it starts its ranks again
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"attempt {attempt}", store), rank, world
-
-
-def _number(name: str, text: str) -> int:
-    if not text.isdecimal():
-        raise BackendError(f"{name}={text!r} is not a whole number")
-    return int(text)
+    return dist.PrefixStore(f"attempt {settings.RESTARTS.get()}", store), rank, world
 
 
 def _tcp_store(host: str, port: int, rank: int, world: int, timeout: float) -> dist.Store:
     """As torch's env:// makes it, without its wait for all ranks: ``Rendezvous.meet`` knows their names."""
-    of_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    of_launcher = settings.AGENT_STORE.get()
     try:
         return dist.TCPStore(
             host,

@@ -1,4 +1,4 @@
-"""What ranks tell each other at the job's store: their journals, how they ended, and why the job is lost."""
+"""What ranks publish at the job's store: what they did last, how they ended, and why the job is lost."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...calls import ALL, Call, agree, call_site
 from ...errors import BackendError
 from .flight_recorder import Entry, FlightRecorder, timeout_report
-from .peers import Peers, of_gloo
+from .peers import Peers, connection_broke
 from .status_store import Verdict
 
 _SLICE = timedelta(seconds=1)  # a wait returns to Python this often, for Ctrl-C and for a verdict
@@ -25,7 +25,8 @@ class Waiting:
 
     ``checked`` is (n, side): the first n collectives are compared over ``side``, a second gloo group of
     the same ranks: what other code does on the first cannot be taken for a comparison, nor the reverse.
-    ``library``: files whose path starts with it belong to the backend and are no place in a program.
+    ``library``: files whose path starts with one of these are the backend's and no places in a program.
+    ``lazy``: the main transport's wait makes a device's stream wait and returns at once.
     """
 
     def __init__(
@@ -35,68 +36,79 @@ class Waiting:
         rank: int,
         checked: tuple[int, Any],
         timeout: float,
-        journal: FlightRecorder,
-        monitor: Peers,
-        library: str,
+        recorder: FlightRecorder,
+        peers: Peers,
+        library: tuple[str, ...],
+        lazy: bool,
     ) -> None:
         self.axes, self.members, self.rank, self.seq = tuple(axes), members, rank, 0
         (self._checked, self._side), self._timeout = checked, timeout
         self._places, self._library = self._checked == ALL, library
-        self._entries, self._journal, self._monitor = journal.entries, journal, monitor
-        journal.guards.append(self)
+        self._entries, self._recorder, self._peers = recorder.entries, recorder, peers
+        self._lazy = lazy
+        recorder.groups.append(self)
 
     def enter(self, op: str, x: Tensor) -> None:
         """Before every collective. Raises on all ranks if they are not about to make the same one."""
         self.seq += 1
-        entry = (self, self.seq, op, x.shape, x.dtype, call_site(self._library))
+        entry = (self, self.seq, op, x.shape, x.dtype, call_site(*self._library))
         self._entries.append(entry)
         if self.seq <= self._checked:
             self._agree(entry)
 
     def finish(self, work: Any) -> None:
         """Wait for a collective, or raise the reason why it will not complete."""
-        self._journal.waiting = self
-        try:
-            work.wait(_SLICE)
-        except RuntimeError:
-            self._keep_waiting(work)
-        self._journal.waiting = None
+        self._recorder.waiting = self
+        if self._lazy:
+            self._wait(work)
+        else:
+            self._wait_in_slices(work)
+        self._recorder.waiting = None
 
     def close(self) -> None:
         """From now on a collective is an error, and gloo's objects are free to go."""
         self._checked, self._side = 1 << 62, None
 
-    def _keep_waiting(self, work: Any) -> None:
-        """After an error of ``wait``: its own, that the slice is over, or that of the collective."""
-        deadline = time.monotonic() + self._timeout
-        while not work.is_completed():
-            final = self._monitor.final()
-            if final is not None:
-                raise final.error(self._journal.last()) from None
-            if time.monotonic() > deadline:
-                raise self._timed_out() from None
-            with suppress(RuntimeError):
-                work.wait(_SLICE)
+    def _wait_in_slices(self, work: Any) -> None:
+        try:
+            work.wait(_SLICE)
+        except RuntimeError:
+            self._keep_waiting(work)
+
+    def _wait(self, work: Any) -> None:
         try:
             work.wait()
         except RuntimeError as e:
             # not chained: all that gloo says is that some connection closed, or that time is over
             raise self._reason(e) from None
 
+    def _keep_waiting(self, work: Any) -> None:
+        """After an error of ``wait``: its own, that the slice is over, or that of the collective."""
+        deadline = time.monotonic() + self._timeout
+        while not work.is_completed():
+            final = self._peers.final()
+            if final is not None:
+                raise final.error(self._recorder.last()) from None
+            if time.monotonic() > deadline:
+                raise self._timed_out() from None
+            with suppress(RuntimeError):
+                work.wait(_SLICE)
+        self._wait(work)
+
     def _reason(self, error: RuntimeError) -> Exception:
         if "Timed out waiting" in str(error):
             return self._timed_out()
-        if of_gloo(error):
-            return self._monitor.diagnose(self.members, error).error(self._journal.last())
+        if connection_broke(error):
+            return self._peers.diagnose(self.members, error).error(self._recorder.last())
         return error
 
     def _timed_out(self) -> BackendError:
-        monitor = self._monitor
-        reports = monitor.reports()
+        peers = self._peers
+        reports = peers.reports()
         text = timeout_report(
-            self.rank, self.members, self._timeout, reports, lambda r: monitor.state(r, reports[r])
+            self.rank, self.members, self._timeout, reports, lambda r: peers.state(r, reports[r])
         )
-        return monitor.post(Verdict("timeout", text)).error(self._journal.last())
+        return peers.post(Verdict("timeout", text)).error(self._recorder.last())
 
     def _agree(self, entry: Entry) -> None:
         if self._side is None:
@@ -106,5 +118,7 @@ class Waiting:
     def _exchange(self, mine: bytes) -> bytes:
         sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         got = torch.empty(len(mine) * len(self.members), dtype=torch.uint8)
-        self.finish(self._side._allgather_base(got, sent))
+        self._recorder.waiting = self
+        self._wait_in_slices(self._side._allgather_base(got, sent))
+        self._recorder.waiting = None
         return got.numpy().tobytes()

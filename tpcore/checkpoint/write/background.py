@@ -9,18 +9,18 @@ import os
 import sys
 import threading
 import time
-import traceback
 from contextlib import suppress
 from typing import Any
 
 from ...consensus import together
 from ...context import ParallelContext, current
 from ...errors import CheckpointError
+from ...log import log
 from ...storage.files import read_file
 from ...storage.progress import Bar
 from .save import Options, Save
 
-_log = logging.getLogger(__name__)
+_log = log.getChild("checkpoint")
 _PATIENCE = 600.0  # seconds without a byte from a rank, after which rank 0 takes it for dead
 _PATIENCE_AT_EXIT = 120.0  # the program would end by now, were it not for the save
 _POLL = 0.05
@@ -164,8 +164,7 @@ def _at_exit() -> None:
         running.join()
         if running.error is not None:
             failed = True
-            print(f"tpcore: rank {ctx.rank}: the save in the background failed", file=sys.stderr)  # noqa: T201
-            traceback.print_exception(running.error)
+            _log.error("rank %d: the save in the background failed", ctx.rank, exc_info=running.error)
     if failed:
         # an error in an exit handler changes no exit status, and who started this program has to see it
         logging.shutdown()

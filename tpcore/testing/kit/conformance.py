@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from ... import settings
 from ...backend.interface import Backend
 from ...backend.registry import backend_class, load_backend, unfit
 from ...consensus import gather_bytes
@@ -80,7 +81,7 @@ class Launched:
         """End this process, and so the job, if the block takes longer."""
 
         def end() -> None:
-            test = os.environ.get("PYTEST_CURRENT_TEST", "the test")
+            test = settings.TEST.text() or "the test"
             self._say(f"\ntpcore: {test}: {what} within {seconds:g} s: this process ends here\n")
             os._exit(1)
 
@@ -98,10 +99,8 @@ class Launched:
 
 def launched_world() -> int:
     """How many ranks the launcher of this process started, as torchrun, OpenMPI, MPICH or Slurm tell it."""
-    for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS"):
-        if os.environ.get(name):
-            return int(os.environ[name])
-    return 1
+    sizes = (settings.WORLD_SIZE, settings.OPENMPI_SIZE, settings.MPICH_SIZE, settings.SLURM_SIZE)
+    return next((size.get() for size in sizes if size.is_set), 1)
 
 
 def meshes(world: int) -> list[Mesh]:

@@ -18,7 +18,7 @@ from ...context import ParallelContext
 from ...errors import BackendError
 from ...init import init, shutdown
 from ...layers.sharding import sharding
-from ...log import say
+from ...log import inform
 from ...shard import ShardSpec
 from ...storage.dtypes import bytes_of
 from ...storage.files import write_file
@@ -149,7 +149,7 @@ class _Rank:
         return Traced(inputs, OutputSpec(seen[0].form, shapes, state), described, record)
 
     def _say(self, doing: str) -> None:
-        say(f"trace: rank {self._ctx.rank} of {self._order.tp}: {doing}")
+        inform(f"trace: rank {self._ctx.rank} of {self._order.tp}: {doing}")
 
     def _built(self) -> tuple[nn.Module, dict[Tensor, int]]:
         made = self._order.func()

@@ -9,15 +9,16 @@ import time
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ... import settings
 from ...backend.programs import LoadedProgram
 from ...context import ParallelContext
 from ...init import init
+from ...processes.lifeline import follow
 from ...processes.shared_memory import SharedBuffer
 from ...processes.transfer import Outcome, pack_outcome
 from ..artifact import TracedFile, TraceManifest, opened, program_dir, read_weights, write_weights
@@ -66,7 +67,7 @@ class _Service:
 
     def __init__(self, rank: Rank, inputs: SharedBuffer, outputs: list[Written]) -> None:
         self._rank, self._inputs, self._outputs = rank, inputs, outputs
-        self._first = os.environ["RANK"] == "0"
+        self._first = settings.RANK.get() == 0
         self._meant = lru_cache(64)(self._meaning)  # calls come in few shapes
 
     def _meaning(self, message: bytes) -> Callable[[], bytes]:
@@ -113,13 +114,7 @@ def _stay_awake(request: select.poll) -> None:
 
 
 def _failed(error: BaseException) -> bytes:
-    return answer(False, pack_outcome(Outcome(None, error, time.time()), int(os.environ["RANK"])))
-
-
-def _end_with(lifeline: int) -> None:
-    """The parent's end of this pipe closes when the parent ends, however that comes about."""
-    os.read(lifeline, 1)
-    os._exit(1)
+    return answer(False, pack_outcome(Outcome(None, error, time.time()), settings.RANK.get()))
 
 
 def _started(folder: Path, weights: Path) -> Rank:
@@ -127,10 +122,10 @@ def _started(folder: Path, weights: Path) -> Rank:
     return Rank(init(manifest.backend, manifest.tp), folder, manifest, weights)
 
 
-def main(folder: Path, weights: Path, fds: list[int]) -> None:
-    requests, replies, inputs, lifeline, *outputs = fds
-    Thread(target=_end_with, args=(lifeline,), daemon=True).start()
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+def main(lifeline: int, folder: Path, weights: Path, fds: list[int]) -> None:
+    follow(lifeline)
+    requests, replies, inputs, *outputs = fds
+    torch.set_num_threads(settings.THREADS.get())
     try:
         rank = _started(folder, weights)
     except BaseException as e:
@@ -145,4 +140,4 @@ def main(folder: Path, weights: Path, fds: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), [int(fd) for fd in sys.argv[3:]])
+    main(int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), [int(fd) for fd in sys.argv[4:]])

@@ -18,7 +18,9 @@ from torch import Tensor
 from ...backend.registry import backend_class
 from ...errors import BackendError, PeerLostError
 from ...processes.shared_memory import SharedBuffer
-from ...processes.transfer import Outcome, death, module_command, root_cause, unpack_outcome
+from ...processes.spawn import Processes, rank_environment
+from ...processes.transfer import Outcome, death, root_cause, unpack_outcome
+from ...settings import THREADS
 from ..artifact import TraceManifest
 from ..inputs import Plan
 from .messages import answered, request, send, value_of
@@ -28,8 +30,6 @@ START = 120.0
 """Seconds that starting may take."""
 _GRACE = 1.0  # seconds for the other ranks to answer once one has failed
 _LOG = 2000  # characters of a log that are shown
-# what a launcher of this process may have set, and would be taken for the workers' own
-_FOREIGN = ("MASTER_", "TORCHELASTIC_", "GROUP_", "ROLE_")
 
 
 class Workers:
@@ -51,11 +51,10 @@ class Workers:
         self._failure, self._pid = None, os.getpid()
         self._home = TemporaryDirectory(prefix="tpcore-serve-")
         self._inputs, self._outputs = SharedBuffer(), OutputBuffers()
-        self._lifeline = os.pipe()
         self._poll = select.poll()
         self._requests: list[int] = []  # a pipe to each rank
         self._replies: list[int] = []  # and one from it
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes = Processes()
         self._owed: set[int] = set()
         # most calls are like the one before; in one assignment, which no interrupt cuts in two
         self._asking: tuple[Plan | None, list[bytes], list[Tensor]] = None, [], []
@@ -76,34 +75,20 @@ class Workers:
         self._replies.append(from_rank)
         self._poll.register(from_rank, select.POLLIN)
         outputs = [buffer.fd for buffer in self._outputs.buffers]
-        fds = (requests, replies, self._inputs.fd, self._lifeline[0], *outputs)
-        command = [*module_command("tpcore.trace.serve.worker"), str(self._folder), str(self.weights)]
+        fds = (requests, replies, self._inputs.fd, *outputs)
+        n = self._manifest.tp
+        threads = {THREADS.name: str(max(1, len(os.sched_getaffinity(0)) // n))}
         try:
-            with self._log(rank).open("wb") as log:
-                process = subprocess.Popen(
-                    [*command, *map(str, fds)],
-                    env=self._environment(rank) | job,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    pass_fds=fds,
-                    start_new_session=True,  # Ctrl-C in a terminal is for the owner to deal with
-                )
+            self._processes.start(
+                "tpcore.trace.serve.worker",
+                (self._folder, self.weights, *fds),
+                environment=threads | rank_environment(rank, n, job),
+                fds=fds,
+                log=self._log(rank),
+            )
         finally:
             os.close(requests)
             os.close(replies)
-        self._processes.append(process)
-
-    def _environment(self, rank: int) -> dict[str, str]:
-        n = self._manifest.tp
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(_FOREIGN)}
-        threads = str(max(1, len(os.sched_getaffinity(0)) // n))
-        return {"OMP_NUM_THREADS": threads, **kept} | {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(n),
-            "LOCAL_WORLD_SIZE": str(n),
-        }
 
     def _log(self, rank: int) -> Path:
         return Path(self._home.name) / f"rank{rank}.log"
@@ -116,14 +101,7 @@ class Workers:
         for fd in (*self._requests, *self._replies):
             os.close(fd)
         idle = self._failure is None and not self._owed
-        deadline = time.monotonic() + (5.0 if idle else 0.0)
-        for process in self._processes:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, deadline - time.monotonic()))
-            process.kill()
-            process.wait()
-        for fd in self._lifeline:
-            os.close(fd)
+        self._processes.close(5.0 if idle else 0.0)
         self._inputs.close()
         self._outputs.close()
         self._home.cleanup()
@@ -216,7 +194,7 @@ class Workers:
 
     # -- failures -----------------------------------------------------------------------------------------
     def _lost(self, rank: int, outcomes: dict[int, Outcome]) -> NoReturn:
-        process = self._processes[rank]
+        process = self._processes.all[rank]
         with suppress(subprocess.TimeoutExpired):
             process.wait(_GRACE)
         code = process.poll()
@@ -245,8 +223,6 @@ class Workers:
 
     def _fail(self, kind: type[Exception], text: str, cause: BaseException | None) -> NoReturn:
         self._failure = kind, f"{text}\nThe model can be used no more: load it again, or with restart=True"
-        with suppress(ProcessLookupError):
-            for process in self._processes:
-                process.send_signal(signal.SIGKILL)
+        self._processes.send(signal.SIGKILL)
         self.close()
         raise kind(self._failure[1]) from cause

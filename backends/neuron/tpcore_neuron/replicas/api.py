@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import os
-import subprocess
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from multiprocessing import Pipe
@@ -13,7 +11,10 @@ from typing import Any
 from torch import Tensor
 
 from tpcore.errors import BackendError, PeerLostError
-from tpcore.processes.transfer import Outcome, death, module_command, pack_call, root_cause, unpack_outcome
+from tpcore.processes.spawn import Processes
+from tpcore.processes.transfer import Outcome, pack_call, root_cause, unpack_outcome
+from tpcore.settings import environment
+from tpcore.wait_status import described
 
 from .stablehlo import HloProgram
 
@@ -67,13 +68,10 @@ class _Process:
         self._world = world
         self._conn, theirs = Pipe()
         fd = theirs.fileno()
-        command = [
-            *module_command("tpcore_neuron.replicas.process"),
-            str(world),
-            str(fd),
-            str(os.getpid()),
-        ]
-        self._process = subprocess.Popen(command, pass_fds=[fd], stdin=subprocess.DEVNULL)
+        self._processes = Processes()
+        self._process = self._processes.start(
+            "tpcore_neuron.replicas.process", (world, fd), environment=environment(), fds=[fd]
+        )
         theirs.close()
 
     @property
@@ -92,7 +90,7 @@ class _Process:
 
     def _died(self) -> PeerLostError:
         self._conn.close()
-        how = str(death(0, self._process.wait())).removeprefix("rank 0 ")
+        how = described(self._process.wait())
         return PeerLostError(
             f"the process of {self._world} replicas {how}. Its stderr has the reason; if that is a "
             "collective at which not all threads arrived, a rank read a value in C++, where it does not meet "
@@ -101,11 +99,7 @@ class _Process:
 
     def close(self) -> None:
         self._conn.close()
-        try:
-            self._process.wait(END)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._processes.close(END)
 
 
 _processes: dict[int, _Process] = {}

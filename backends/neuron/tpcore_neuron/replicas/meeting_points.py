@@ -46,7 +46,7 @@ class Run:
         self.programs: list[HloProgram] = []
 
 
-_running: list[Run] = []
+running: list[Run] = []
 
 
 def as_rank(fn: Callable[[], Any], rank: int) -> Any:
@@ -61,10 +61,10 @@ def as_rank(fn: Callable[[], Any], rank: int) -> Any:
         _HERE.rank = None
 
 
-def _rank() -> int | None:
+def rank_here() -> int | None:
     """The rank of this thread; None outside of a run."""
     rank: int | None = getattr(_HERE, "rank", None)
-    if rank is None and _running and isinstance(threading.current_thread(), threading._DummyThread):
+    if rank is None and running and isinstance(threading.current_thread(), threading._DummyThread):
         # a worker of autograd: there is one for each XLA device, which is its default device
         return int(_XLA._xla_get_default_device_ordinal())
     return rank
@@ -79,15 +79,15 @@ def _site() -> str:
 
 
 def recorded() -> list[HloProgram]:
-    return list(_running[-1].programs)
+    return list(running[-1].programs)
 
 
 def lowered(tensors: list[Tensor]) -> HloProgram:
-    rank = _rank()
+    rank = rank_here()
     if rank is None:
         raise RuntimeError("lower() is called inside of run_replicas only")
     text, site = pending(tensors), _site()
-    _running[-1].world.meet(rank, Arrival("lower", site, text), _same_program)
+    running[-1].world.meet(rank, Arrival("lower", site, text), _same_program)
     return HloProgram(text, "lower", site)
 
 
@@ -109,7 +109,7 @@ def _same_program(arrivals: Sequence[Arrival]) -> None:
 
 def _run(rank: int, what: str, dispatch: Callable[[], None], tensors: list[Tensor] | None = None) -> None:
     """Meet, compare what all are about to run, and start it on one after the other."""
-    run = _running[-1]
+    run = running[-1]
     site = _site()
     text = pending(tensors)
     run.world.meet(rank, Arrival(what, site, text), _same_program)
@@ -147,7 +147,7 @@ def _patch_steps() -> None:
     def step_marker(
         device: str = "", devices: Sequence[str] = (), wait: bool = True, reset_scope: bool = True
     ) -> None:
-        rank = _rank()
+        rank = rank_here()
         if rank is None:
             step(device, list(devices), wait=wait, reset_scope=reset_scope)
             return
@@ -159,7 +159,7 @@ def _patch_steps() -> None:
     def sync_multi(
         tensors: Sequence[Tensor], devices: Sequence[str] = (), wait: bool = True, sync_xla_data: bool = True
     ) -> None:
-        rank, some = _rank(), list(tensors)
+        rank, some = rank_here(), list(tensors)
         alone = not any(_XLA._check_tensor_need_materialization(some)) or not _COLLECTIVE.search(
             _XLA._get_xla_tensors_text(some)
         )
@@ -176,7 +176,7 @@ def _patch_steps() -> None:
 def _meeting(read: Any, applies: Callable[[tuple[Any, ...], dict[str, Any]], bool]) -> Any:
     @functools.wraps(read)
     def reading(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if self.device.type == "xla" and _rank() is not None and applies(args, kwargs):
+        if self.device.type == "xla" and rank_here() is not None and applies(args, kwargs):
             others = [a for a in args if isinstance(a, Tensor) and a.device.type == "xla"]
             _XLA._xla_sync_multi([self, *others], [], wait=False, sync_xla_data=False)
         return read(self, *args, **kwargs)
@@ -197,10 +197,10 @@ def _patch_rendezvous() -> None:
     original = xm.xla_rendezvous
 
     def xla_rendezvous(payload: bytes = b"", ordinals: Any = None, tag: str | None = None) -> list[bytes]:
-        rank = _rank()
+        rank = rank_here()
         if rank is None:
             return list(original(payload, ordinals, tag))
         # torch_xla's own gathers with the rank as part of the program
-        return _running[-1].world.meet(rank, Arrival(f"rendezvous {tag!r}", _site(), payload))
+        return running[-1].world.meet(rank, Arrival(f"rendezvous {tag!r}", _site(), payload))
 
     xm.xla_rendezvous = xla_rendezvous

@@ -1,4 +1,4 @@
-"""The process that holds the replicas: ``python -m tpcore_neuron.replicas.process WORLD FD PARENT``."""
+"""The process that holds the replicas: ``python -m tpcore_neuron.replicas.process LIFELINE WORLD FD``."""
 
 from __future__ import annotations
 
@@ -15,24 +15,15 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from tpcore.processes.transfer import die_with, pack_outcome, unpack_call
+from tpcore import settings
+from tpcore.processes.lifeline import follow
+from tpcore.processes.transfer import pack_outcome, unpack_call
 
-
-def _environment(size: int) -> None:
-    """To be set before torch_xla is imported."""
-    os.environ["PJRT_DEVICE"] = "CPU"
-    os.environ["CPU_NUM_DEVICES"] = str(size)
-    # the default is the number of cores; where a collective waits in each of fewer threads, none ever ends
-    os.environ.setdefault("XLA_THREAD_POOL_SIZE", str(max(8, 2 * size)))
-    # a program that may write to its inputs keeps them until it ends, and freeing one then waits for it
-    os.environ["XLA_ENABLE_PARAM_ALIASING"] = "0"
-    # LLVM's optimizations take twice as long as they save on what a test computes
-    level = "--xla_backend_optimization_level=0"
-    os.environ.setdefault("XLA_FLAGS", level)
+from ..settings import of_replicas
 
 
 def serve(size: int, conn: Connection) -> None:
-    _environment(size)
+    settings.update(of_replicas(size, settings.environment()))
     import torch_xla
     import torch_xla.core.xla_model as xm
 
@@ -44,7 +35,7 @@ def serve(size: int, conn: Connection) -> None:
     devices = xm.get_xla_supported_devices()
     xm.set_replication(torch_xla.device(), devices)  # makes xr.world_size() the number of replicas
     patches.install()
-    worlds = groups.install(patches._rank, size)
+    worlds = groups.install(patches.rank_here, size)
     while True:
         try:
             call, timeout, env = conn.recv()
@@ -52,11 +43,11 @@ def serve(size: int, conn: Connection) -> None:
             return
         fn, args, kwargs = unpack_call(call)
         world = Scheduler(size, timeout)
-        patches._running.append(patches.Run(world))
+        patches.running.append(patches.Run(world))
 
         one = partial(patches.as_rank, partial(_on_cpu, fn, *args, **kwargs))
         outcomes = world.run(one, [{**env, **_launched(rank, size)} for rank in range(size)])
-        patches._running.pop()
+        patches.running.pop()
         conn.send((world.broken, [pack_outcome(o, r) for r, o in enumerate(outcomes)]))
         if world.broken:
             os._exit(1)  # a thread that runs cannot be stopped
@@ -67,8 +58,8 @@ def serve(size: int, conn: Connection) -> None:
 
 def _launched(rank: int, size: int) -> dict[str, str]:
     """As torchrun sets it."""
-    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    return {**{k: str(v) for k, v in ranks.items()}, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    store = {settings.MASTER_ADDR.name: "127.0.0.1", settings.MASTER_PORT.name: "0"}
+    return settings.of_rank(rank, size) | store
 
 
 def _on_cpu(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -77,8 +68,8 @@ def _on_cpu(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 if __name__ == "__main__":
-    die_with(int(sys.argv[3]))
-    serve(int(sys.argv[1]), Connection(int(sys.argv[2])))
+    follow(int(sys.argv[1]))
+    serve(int(sys.argv[2]), Connection(int(sys.argv[3])))
     atexit._run_exitfuncs()  # a checkpoint's save in the background is finished there
     # not by way of the interpreter's end, which frees every program that was compiled, for seconds
     sys.stdout.flush()

@@ -7,7 +7,6 @@ with it. So per-rank programs run as in processes of their own, and who waits fo
 
 from __future__ import annotations
 
-import os
 import random
 import sys
 import threading
@@ -21,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tpcore import settings
 from tpcore.context import swap_process
 from tpcore.errors import BackendError, CollectiveMismatchError, CollectiveTimeoutError, PeerLostError
 from tpcore.processes.transfer import Outcome, outcome_of
@@ -162,7 +162,7 @@ class Scheduler:
         torch.manual_seed(0)  # what a process of its own would start from is not reproducible; this is
         random.seed(0)
         np.random.seed(0)
-        os.environ.update(env)
+        settings.update(env)
         swap_process([])
 
 
@@ -179,13 +179,11 @@ class _Kept:
     def __init__(self) -> None:
         self._torch, self._random = torch.get_rng_state(), random.getstate()
         self._numpy = np.random.get_state()
-        self._env, self._contexts = dict(os.environ), swap_process([])
+        self._env, self._contexts = settings.environment(), swap_process([])
 
     def restore(self) -> None:
         torch.set_rng_state(self._torch)
         random.setstate(self._random)
         np.random.set_state(self._numpy)
-        for name in [k for k in os.environ if k not in self._env]:
-            del os.environ[name]
-        os.environ.update(self._env)
+        settings.restore(self._env)
         swap_process(self._contexts)

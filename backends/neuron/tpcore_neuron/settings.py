@@ -1,0 +1,50 @@
+"""The environment variables of the Neuron and XLA runtimes that the backend reads or sets."""
+
+from __future__ import annotations
+
+from tpcore.settings import Variable, one_of
+
+DEVICE = Variable(
+    "PJRT_DEVICE",
+    str,
+    "NEURON",
+    "`NEURON` (default), `CPU`, ...",
+    "The device of torch_xla. Another than `NEURON`: the `neuron` backend runs on that.",
+)
+CORES = Variable(
+    "NEURON_RT_VISIBLE_CORES",
+    str,
+    "",
+    "`0-3` or `0,1`",
+    "The NeuronCores of this host that a job may use.",
+)
+PAIRS = Variable(
+    "TPCORE_NEURON_PERMUTE",
+    one_of({"native": False, "pairs": True}),
+    False,
+    "`native` (default), `pairs`",
+    "How `neuron` permutes: by the compiler's collective-permute, or by all-gathers of two ranks where a "
+    "compiler lacks it.",
+)
+EXTRACT_ONLY = Variable(
+    "NEURON_EXTRACT_GRAPHS_ONLY",
+    str,
+    "",
+    "`1`",
+    "For the script, not read by tpcore: it is run to see its programs (`tpcore compile`).",
+    "tpcore",
+)
+
+
+def of_replicas(size: int, given: dict[str, str]) -> dict[str, str]:
+    """For a process in which XLA:CPU has ``size`` devices; to be set before torch_xla is imported."""
+    return {
+        # the default is the number of cores; where a collective waits in each of fewer, none ever ends
+        "XLA_THREAD_POOL_SIZE": given.get("XLA_THREAD_POOL_SIZE", str(max(8, 2 * size))),
+        # LLVM's optimizations take twice as long as they save on what a test computes
+        "XLA_FLAGS": given.get("XLA_FLAGS", "--xla_backend_optimization_level=0"),
+        DEVICE.name: "CPU",
+        "CPU_NUM_DEVICES": str(size),
+        # a program that may write to its inputs keeps them until it ends, and freeing one then waits for it
+        "XLA_ENABLE_PARAM_ALIASING": "0",
+    }

@@ -1,0 +1,172 @@
+"""Whatever its transport, a backend over torch.distributed names lost ranks and mismatches."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+
+import forked
+import pytest
+import torch
+import torch.distributed as dist
+
+from tpcore.c10d.backend import C10dBackend
+from tpcore.c10d.supervision.flight_recorder import FlightRecorder, RankReport
+from tpcore.c10d.supervision.host import Identity
+from tpcore.c10d.supervision.peers import Peers, connection_broke
+from tpcore.c10d.supervision.status_store import StatusStore
+from tpcore.calls import Call, unexplained
+from tpcore.context import ParallelContext
+from tpcore.errors import CollectiveMismatchError, CollectiveTimeoutError, PeerLostError
+from tpcore.mesh import Mesh
+from tpcore.processes.pool import RankPool
+
+TP2 = Mesh({"tp": 2})
+
+
+class OtherTransport(C10dBackend):
+    """torch runs gloo for the CPU tensors of this one too; tpcore has not heard of its name."""
+
+    interface = C10dBackend.interface
+    transport = "cpu:gloo"
+
+    @classmethod
+    def unavailable(cls) -> str | None:
+        return None
+
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def other() -> RankPool:
+    with RankPool(2, backend=OtherTransport) as ranks:
+        yield ranks
+
+
+def _killed(ctx: ParallelContext) -> None:
+    comm = ctx.comm("tp")
+    if ctx.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    comm.all_reduce(torch.ones(2))
+
+
+def test_a_killed_rank_is_named(other: RankPool) -> None:
+    error = other.outcomes(TP2, _killed)[0].error
+    assert isinstance(error, PeerLostError)
+    assert re.match(r"rank 1 \(pid \d+ on .*\) (was killed by SIGKILL|is gone)", str(error))
+    assert "this rank's last collective: tp" in str(error), "from the flight recorder"
+
+
+def _disagree(ctx: ParallelContext) -> None:
+    ctx.comm("tp").all_reduce(torch.ones(2), "max" if ctx.rank else "sum")
+
+
+def test_a_mismatch_is_named(other: RankPool) -> None:
+    for outcome in other.outcomes(TP2, _disagree):
+        assert isinstance(outcome.error, CollectiveMismatchError)
+        assert re.search(r"rank 1: #1 all_reduce max .* in _disagree", str(outcome.error))
+
+
+def _absent(ctx: ParallelContext, release: str) -> None:
+    comm = ctx.comm("tp")
+    if ctx.rank == 1:
+        while not Path(release).exists():
+            torch.ones(64, 64) @ torch.ones(64, 64)
+        return
+    try:
+        comm.all_reduce(torch.ones(7))
+    finally:
+        Path(release).touch()
+
+
+def test_a_time_out_says_who_did_not_come(other: RankPool, tmp_path: Path) -> None:
+    error = other.outcomes(TP2, _absent, str(tmp_path / "release"), timeout=2.0)[0].error
+    assert isinstance(error, CollectiveTimeoutError)
+    assert "rank 0 waits for rank 1, which did not come" in str(error)
+
+
+def test_a_rank_without_a_report_is_not_silent_since_1970() -> None:
+    """The store cannot be reached: nothing is known of a rank on another host."""
+    here = Identity.own()
+    peers = Peers(StatusStore(dist.HashStore), 0, [here, Identity("far", "", 7, 7)], FlightRecorder())
+    assert peers.state(1, RankReport()) == " (pid 7 on far, of which no report has come)"
+    assert re.match(r" \(pid 7 on far, no sign of life for \d+ s\)", peers.state(1, RankReport(at=1.0)))
+
+
+def test_digests_that_differ_with_equal_calls_are_explained() -> None:
+    call = Call(3, "all_reduce sum", (2,), "float32", "train.py:7 in step")
+    message = unexplained([call, call])
+    assert "calls are equal: #3 all_reduce sum of float32 [2] at train.py:7 in step" in message
+    assert "same versions" in message
+
+
+class _OtherDigest(Call):
+    def digest(self, place: bool) -> bytes:
+        return os.getpid().to_bytes(32, "big")
+
+
+def _digests_differ(ctx: ParallelContext) -> None:
+    Call.digest = _OtherDigest.digest  # type: ignore[method-assign]  # as another version would have it
+    try:
+        ctx.comm("tp").all_reduce(torch.ones(2))
+    finally:
+        del Call.digest
+
+
+def test_ranks_whose_digests_differ_get_a_message(other: RankPool) -> None:
+    code = Call.digest
+    for outcome in other.outcomes(TP2, _digests_differ_and_give_back, code):
+        assert isinstance(outcome.error, CollectiveMismatchError)
+        assert "but the calls are equal: #1 all_reduce sum" in str(outcome.error)
+
+
+def _digests_differ_and_give_back(ctx: ParallelContext, code: object) -> None:
+    try:
+        _digests_differ(ctx)
+    finally:
+        Call.digest = code  # type: ignore[method-assign, assignment]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        dist.DistBackendError("NCCL communicator was aborted"),
+        RuntimeError("[gloo/transport/tcp/pair.cc:547] closed"),
+    ],
+)
+def test_errors_of_transports_are_told_from_others(error: Exception) -> None:
+    assert connection_broke(error)
+    assert not connection_broke(RuntimeError("shapes do not fit"))
+    assert not connection_broke(PeerLostError("rank 1, at transport/"))
+
+
+UNHANDLED = """
+import os, torch, tpcore
+import torch.distributed as dist
+
+ctx = tpcore.init("cpu_gloo", tp=2)
+if ctx.rank == 1:
+    os.kill(os.getpid(), 9)
+dist.all_reduce(torch.ones(2))  # past tpcore: torch's excepthook prints the error, between prefixes
+"""
+
+
+@pytest.mark.processes
+def test_a_line_that_names_the_lost_rank_has_no_prefix_of_torchs(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(UNHANDLED)
+    printed = forked.run(["torchrun", "--standalone", "--nproc_per_node=2", "train.py"], tmp_path).stderr
+    lines = [line for line in printed.splitlines() if "tpcore: rank 1 (pid" in line]
+    assert lines, printed
+    assert all(line.startswith("tpcore: ") for line in lines), printed
+
+
+def _hooks(ctx: ParallelContext) -> str:
+    return sys.excepthook.__qualname__
+
+
+def test_our_hook_is_above_torchs(other: RankPool) -> None:
+    assert other.run(TP2, _hooks) == ["Peers._excepthook"] * 2

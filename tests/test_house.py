@@ -1,0 +1,172 @@
+"""The house rules that code can check: names, sizes, who imports whom, who reads the environment."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+FILES = sorted([*(ROOT / "tpcore").rglob("*.py"), *(ROOT / "backends").rglob("*.py")])
+LINES = 300
+LONGER = {"tpcore/layout.py"}
+"""Files above the limit that are known. Only ever shorter: a file that is short enough has to leave."""
+DUPLICATES = {"Layout", "Region", "_Pure"}
+"""Names of classes that two modules share and that are known. Only ever fewer."""
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = parts[2:] if parts[0] == "backends" else parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+TREES = {module_of(path): ast.parse(path.read_text()) for path in FILES}
+PACKAGES = {module_of(path) for path in FILES if path.name == "__init__.py"}
+
+
+def imports(module: str, *, lazy: bool = True) -> Iterator[tuple[str, str]]:
+    """(module, name) of each import from this product; name "" for ``import module``. ``lazy``: those inside
+    functions too. Imports for type checkers only are left out."""
+    typing_only = {
+        id(node)
+        for block in ast.walk(TREES[module])
+        if isinstance(block, ast.If) and "TYPE_CHECKING" in ast.unparse(block.test)
+        for node in ast.walk(block)
+    }
+    inner = {
+        id(node)
+        for function in ast.walk(TREES[module])
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for node in ast.walk(function)
+    }
+    for node in ast.walk(TREES[module]):
+        if id(node) in typing_only or (not lazy and id(node) in inner):
+            continue
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names if alias.name in TREES)
+        if isinstance(node, ast.ImportFrom):
+            base = _absolute(module, node)
+            for alias in node.names:
+                whole = f"{base}.{alias.name}"
+                yield (whole, "") if whole in TREES else (base, alias.name)
+
+
+def _absolute(module: str, node: ast.ImportFrom) -> str:
+    if not node.level:
+        return node.module or ""
+    parts = module.split(".") if module in PACKAGES else module.split(".")[:-1]
+    parts = parts[: len(parts) - node.level + 1]
+    return ".".join([*parts, *([node.module] if node.module else [])])
+
+
+def folder_of(module: str) -> str:
+    """The folder of a module, two levels deep; a module at the root of a package stands for itself."""
+    parts = module.split(".")
+    return ".".join(parts[:2])
+
+
+def test_a_class_name_means_one_thing() -> None:
+    found = defaultdict(list)
+    for module, tree in TREES.items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef):
+                found[node.name].append(module)
+    twice = {name: modules for name, modules in found.items() if len(modules) > 1}
+    assert twice.keys() == DUPLICATES, twice
+
+
+def test_no_file_is_too_long() -> None:
+    long = {str(p.relative_to(ROOT)) for p in FILES if len(p.read_text().splitlines()) > LINES}
+    assert long == LONGER
+
+
+def test_no_circle_of_imports_between_modules() -> None:
+    graph = {m: {to for to, _ in imports(m, lazy=False) if to in TREES and to != m} for m in TREES}
+    assert _circle(graph) == []
+
+
+def test_no_circle_of_imports_between_folders() -> None:
+    graph: dict[str, set[str]] = defaultdict(set)
+    for module in TREES:
+        if module in PACKAGES and "." not in module:
+            continue  # tpcore itself names everything that is public
+        for to, _ in imports(module, lazy=False):
+            if to in TREES and "." in to and folder_of(to) != folder_of(module):
+                graph[folder_of(module)].add(folder_of(to))
+    assert _circle(graph) == []
+
+
+def _circle(graph: dict[str, set[str]]) -> list[str]:
+    """The nodes of one circle, in order; empty if there is none."""
+    done: set[str] = set()
+
+    def visit(node: str, path: list[str]) -> list[str]:
+        if node in path:
+            return [*path[path.index(node) :], node]
+        if node in done:
+            return []
+        for other in sorted(graph.get(node, ())):
+            if found := visit(other, [*path, node]):
+                return found
+        done.add(node)
+        return []
+
+    return next((found for node in sorted(graph) if (found := visit(node, []))), [])
+
+
+def test_the_core_imports_no_backend_and_the_product_no_tests() -> None:
+    wrong = []
+    for module in TREES:
+        for to, name in imports(module):
+            if module.startswith("tpcore.") and to.startswith(("tpcore_cpu_gloo", "tpcore_neuron")):
+                wrong.append(f"{module} imports {to} {name}")
+            testing = module.startswith(("tpcore.testing", "tpcore.cli.verify", "tpcore_neuron.testing"))
+            # what `python -m tpcore_neuron.testing.verify` runs
+            if to.startswith("tpcore.testing") and not testing and not module.endswith("replicas.verify"):
+                wrong.append(f"{module} imports {to} {name}")
+    assert wrong == []
+
+
+def test_the_core_names_no_backend_in_an_import_string() -> None:
+    names = [
+        m for m, tree in TREES.items() if m.startswith("tpcore.") and "tpcore_cpu_gloo" in ast.dump(tree)
+    ]
+    assert names == []
+
+
+def test_no_private_name_of_another_module_is_used() -> None:
+    wrong = []
+    for module, tree in TREES.items():
+        wrong += [
+            f"{module}: from {to} import {name}"
+            for to, name in imports(module)
+            if to in TREES and name.startswith("_") and not name.startswith("__")
+        ]
+        modules = {
+            (alias.asname or alias.name)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom)
+            for alias in node.names
+            if f"{_absolute(module, node)}.{alias.name}" in TREES
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                private = node.attr.startswith("_") and not node.attr.startswith("__")
+                if node.value.id in modules and private:
+                    wrong.append(f"{module}: {node.value.id}.{node.attr}")
+    assert wrong == []
+
+
+def test_the_environment_is_read_in_settings_alone() -> None:
+    wrong = []
+    for module, tree in TREES.items():
+        if module == "tpcore.settings":
+            continue
+        for node in ast.walk(tree):
+            name = getattr(node, "attr", getattr(node, "id", ""))
+            imported = [a.name for a in node.names] if isinstance(node, ast.ImportFrom) else []
+            if {name, *imported} & {"environ", "environb", "getenv", "putenv"}:
+                wrong.append(f"{module}:{node.lineno}")
+    assert wrong == []

@@ -1,0 +1,140 @@
+"""The supervision of one job: lost ranks named, mismatches found, time-outs explained."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import astuple
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+
+from ...calls import checked_calls
+from ...errors import BackendError, CollectiveMismatchError
+from ...settings import CHECK
+from .flight_recorder import FlightRecorder
+from .host import Identity, sever, sockets
+from .peers import Peers
+from .rendezvous import Rendezvous, own_client
+from .status_store import StatusStore, Verdict
+from .waiting import Waiting
+
+Members = tuple[int, ...]
+Sockets = Callable[[], frozenset[int]]
+
+
+class Supervisor:
+    """``library``: files whose path starts with one of these are the backend's and no places in a program.
+    ``lazy``: a wait of the transport's makes a device's stream wait and returns at once."""
+
+    def __init__(
+        self, store: dist.Store, rank: int, world: int, timeout: float, library: Sequence[str], lazy: bool
+    ) -> None:
+        # a program may start, stop and start again at one store, which keeps what was written
+        store = dist.PrefixStore(f"tpcore{store.add(f'tpcore/starts/{rank}', 1)}", store)
+        self._rank, self._timeout, self._checked = rank, timeout, checked_calls()
+        self._library, self._lazy = tuple(library), lazy
+        self._recorder = FlightRecorder()
+        self._rendezvous = Rendezvous(store, rank, world, timeout)
+        self._sides: Counter[Members] = Counter()
+        self._waiting: dict[Any, Waiting] = {}
+        self._peers = self._introduced(store)
+        self._peers.open()
+
+    def _introduced(self, store: dist.Store) -> Peers:
+        """Who is here, and whether all mean to check the same."""
+        own = json.dumps([astuple(Identity.own()), self._checked, uuid.uuid4().hex])
+        found = [json.loads(text) for text in self._rendezvous.meet("start", own, lambda missing: None)]
+        if len({checked for _, checked, _ in found}) > 1:
+            given = ", ".join(f"rank {r}: {checked}" for r, (_, checked, _) in enumerate(found))
+            raise ValueError(f"{CHECK.name} must be the same on all ranks; calls to check are {given}")
+        connect = partial(own_client, store, f"tpcore monitor {found[0][2]}", self._timeout)
+        identities = [Identity(*peer) for peer, _, _ in found]
+        return Peers(StatusStore(connect), self._rank, identities, self._recorder)
+
+    @property
+    def store(self) -> dist.Store:
+        return self._rendezvous.store
+
+    def watch_exceptions(self) -> None:
+        self._peers.hook()
+
+    def meet(self, what: str) -> None:
+        """Wait for all ranks, so that an error that all raise next cuts off none that is still connecting."""
+        self._rendezvous.meet(what, "", self._lost)
+
+    def agree_on_group(self, number: int, partition: tuple[Members, ...]) -> None:
+        """Raise on all ranks if they are about to make different groups."""
+        found = self._rendezvous.meet(f"make group {number}", repr(partition), self._lost)
+        for rank, other in enumerate(found):
+            if other != found[0]:
+                raise CollectiveMismatchError(
+                    f"ranks 0 and {rank} disagree on the next groups to make (is tp the same on both?):\n"
+                    f"  rank 0: {found[0]}\n  rank {rank}: {other}"
+                )
+
+    @contextmanager
+    def connecting(self, members: Sequence[int], opened: Sockets = sockets) -> Iterator[None]:
+        """Ranks connect to ``members`` inside the block: a rank that fails is named, and the sockets that
+        ``opened`` lists are cut once the job is lost."""
+        before = opened()
+        try:
+            yield
+        except dist.DistStoreError as e:
+            text = f"rank {self._rank} waited {self._timeout:g} s for ranks {list(members)} to connect: {e}"
+            raise self._peers.post(Verdict("timeout", text)).error(self._recorder.last()) from e
+        except RuntimeError as e:
+            if isinstance(e, BackendError):
+                raise
+            raise self._peers.diagnose(members, e).error(self._recorder.last()) from e
+        finally:
+            self._peers.sockets |= opened() - before
+
+    def waiting(self, pg: Any, axes: Sequence[str], members: Members) -> Waiting:
+        """What happens around the collectives of ``pg``, of which one object may serve several axes."""
+        if pg not in self._waiting:
+            self._waiting[pg] = self._around(axes, members)
+        waiting = self._waiting[pg]
+        waiting.axes = min(waiting.axes, tuple(axes), key=len)
+        return waiting
+
+    def _around(self, axes: Sequence[str], members: Members) -> Waiting:
+        side = None
+        if self._checked:
+            self._sides[members] += 1
+            store = dist.PrefixStore(f"side of {members} {self._sides[members]}", self.store)
+            seconds = timedelta(seconds=self._timeout)
+            with self.connecting(members):  # gloo, whatever the transport: bytes of the host are compared
+                side = dist.ProcessGroupGloo(store, members.index(self._rank), len(members), seconds)
+        checked = self._checked, side
+        return Waiting(
+            axes,
+            members,
+            self._rank,
+            checked,
+            self._timeout,
+            self._recorder,
+            self._peers,
+            self._library,
+            self._lazy,
+        )
+
+    def _lost(self, missing: Sequence[int]) -> BackendError | None:
+        verdict = self._peers.find(missing)
+        return None if verdict is None else verdict.error(self._recorder.last())
+
+    def close(self, error: BaseException | None) -> None:
+        """``error``: why this rank leaves, if that is why: then all others will fail with it."""
+        if error is not None:
+            self._peers.fail(error)
+        self._peers.close("left the job (tpcore.shutdown)")
+        if self._peers.verdict is not None:
+            sever(self._peers.sockets)
+        for waiting in self._waiting.values():
+            waiting.close()
+        self._waiting.clear()

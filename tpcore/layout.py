@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import lru_cache
 from itertools import product
 from typing import Any, NamedTuple
@@ -52,7 +52,8 @@ class Region(NamedTuple):
         )
 
 
-class Slot(NamedTuple):
+@dataclass(frozen=True)
+class Slot:
     """Place ``index`` of ``of`` places that are spread in order over ``axis``: a layer on its stage."""
 
     axis: str
@@ -214,7 +215,7 @@ class Layout:
             {"axes": list(c.axes), "dim": c.spec.dim, "blocks": [list(b) for b in c.spec.blocks]}
             for c in self.cuts
         ]
-        slot = {} if self.slot is None else {"slot": list(self.slot)}
+        slot = {} if self.slot is None else {"slot": astuple(self.slot)}
         return {"shape": list(self.shape), "cuts": cuts, **slot}
 
     @classmethod
@@ -230,7 +231,7 @@ class Layout:
     def __str__(self) -> str:
         size = "x".join(map(str, self.shape)) or "scalar"
         cuts = [str(c.spec).removeprefix(f"{size} ") + f" over {'x'.join(c.axes)}" for c in self.cuts]
-        slot = [] if self.slot is None else ["place {1} of {2} on {0}".format(*self.slot)]
+        slot = [] if self.slot is None else [f"place {self.slot.index} of {self.slot.of} on {self.slot.axis}"]
         return f"{size} {', then '.join(cuts) or 'replicated'}{''.join(', ' + s for s in slot)}"
 
 

@@ -178,8 +178,8 @@ class _Rank:
         saved = model.state_dict().keys()
         for names in named.values():
             t = weights[names[0]]
-            found = sharding(t)
-            spec = found.layout.spec if found else ShardSpec(tuple(t.shape))
+            mark = sharding(t)
+            spec = mark.layout.spec if mark else ShardSpec(tuple(t.shape))
             described[names[0]] = Weight(spec, t.dtype, tuple(names[1:]), not saved.isdisjoint(names))
         return {name: t.detach() for name, t in weights.items()}, described
 

@@ -175,3 +175,9 @@ def is_optimizer(value: Any) -> bool:
         and isinstance(value.get("state"), Mapping)
         and isinstance(value.get("param_groups"), list)
     )
+
+
+def parameter_names(groups: list[Any]) -> Iterator[tuple[int, str]]:
+    """Name by index, of an optimizer's ``param_groups``; nothing where it was made without."""
+    for group in groups:
+        yield from zip(group["params"], group.get("param_names") or (), strict=False)

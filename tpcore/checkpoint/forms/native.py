@@ -14,10 +14,20 @@ from ...shard import ShardSpec
 from ...storage.jsonfile import MANIFEST
 from ...storage.publish import resolve
 from ..format.directory import Checkpoint
-from ..format.tree import decode, entries, is_dict, is_nested, is_tensor, leaves, only, spell
+from ..format.tree import (
+    decode,
+    entries,
+    is_dict,
+    is_nested,
+    is_tensor,
+    leaves,
+    only,
+    parameter_names,
+    spell,
+)
 from ..tensors.shards import FileShard
 from ..tensors.stored import Stored
-from .source import Cuts, Fill, Form, Reading, Source, Stage, State
+from .source import Cuts, Fill, Form, OfParameter, Reading, Source, Stage, State
 
 
 class Native(Source):
@@ -97,6 +107,21 @@ class NativeStage(Stage):
         """Why a tensor in a top-level entry cannot be cut for another degree, if so."""
         stored = (self.stored(t, spell(path)) for path, t in leaves(self._top[key], (key,)) if is_tensor(t))
         return next((why for s in stored if (why := s.bound()) is not None), None)
+
+    def of_parameters(self) -> Iterator[OfParameter]:
+        for key, item in self._top.items():
+            if not is_dict(item) or not {"state", "param_groups"} <= entries(item).keys():
+                continue
+            state, groups = entries(item)["state"], decode(entries(item)["param_groups"], lambda leaf: None)
+            if not is_dict(state) or not isinstance(groups, list):
+                continue
+            order = [index for group in groups for index in group["params"]]
+            names = dict(parameter_names(groups))
+            for index, values in entries(state).items():
+                for path, leaf in leaves(values, (key, "state", index)):
+                    if is_tensor(leaf) and index in order:
+                        stored = self.stored(leaf, spell(path))
+                        yield OfParameter(key, order.index(index), names.get(index), stored)
 
     def stored(self, leaf: dict[str, Any], where: str) -> Stored:
         """The tensor that an encoded entry stands for."""

@@ -21,6 +21,16 @@ Fill = Callable[[Stored], Tensor]
 """Makes the tensor that takes the place of a stored one in a nested state."""
 
 
+class OfParameter(NamedTuple):
+    """A tensor in the state of the optimizer at ``key``: of parameter ``number`` in the order of its groups,
+    whose ``name`` is known where the optimizer was made from named parameters."""
+
+    key: Any
+    number: int
+    name: str | None
+    stored: Stored
+
+
 @dataclass(frozen=True)
 class Reading:
     """How files that others wrote are read. ``quiet``: another rank warns; ``trust``: of pickles at all."""
@@ -52,6 +62,10 @@ class Stage(ABC):
     def states(self) -> Sequence[Mapping[str, Any]] | None:
         """Each rank's own entry ``model_key``, where nothing in the checkpoint says how that is cut."""
         return None
+
+    def of_parameters(self) -> Iterator[OfParameter]:
+        """The tensors in optimizers' states, where they can be had one by one."""
+        return iter(())
 
     def tensors(self) -> Iterator[tuple[str, Stored]]:
         """All tensors that ``tpcore checkpoint inspect`` lists."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -20,7 +20,7 @@ from ...shard import ShardSpec
 from ...storage.files import naming
 from ..format.tree import spell
 from ..forms.registry import open_source
-from ..forms.source import Cuts, Reading, Source, Stage
+from ..forms.source import Cuts, OfParameter, Reading, Source, Stage
 from ..tensors.stored import Job, Stored
 from .fit import Fit, aligned
 
@@ -40,6 +40,7 @@ class Loading:
         self._jobs: list[Job] = []
         self._made: dict[Stored, Tensor] = {}
         self._fit: Fit | None = None
+        self._wants: dict[Stored, ShardSpec] = {}  # the cut of an optimizer's tensor, if not the file's
         self._rest: Any = {}
         self._notes: list[str] = []
 
@@ -59,15 +60,22 @@ class Loading:
         bound = stage.bound() if self._sharded else ()
         return states, {} if states is None else stage.entries(self._fill, bound)
 
-    def compare(self, model: nn.Module | None) -> None:
-        """See that all of it can be loaded, before anything is changed."""
+    def compare(self, model: nn.Module | None, parameters: Sequence[ShardSpec | None] = ()) -> None:
+        """See that all of it can be loaded, before anything is changed.
+
+        ``parameters``: how an optimizer's are cut, in the order of its groups, which then loads the state.
+        """
         stage, whole = self.stage(_cuts_of(model)), model is None
         if model is not None:
             found = stage.model(self._fill)
             if not self._sharded:
                 found = aligned(found, set(model.state_dict(keep_vars=True)))
             self._fit = Fit(model, found, self._ctx, self._source.path, strict=self._strict)
-        bound = stage.bound(model=whole) if self._sharded else {}
+        bound = dict(stage.bound(model=whole)) if self._sharded else {}
+        if parameters:
+            self._follow(stage, lambda of: parameters[of.number] if of.number < len(parameters) else None)
+        elif model is not None:
+            bound = self._follow_model(stage, model, found) | bound
         for why in dict.fromkeys(bound.values()):
             if self._strict:
                 keys = ", ".join(spell((key,)) for key in bound if bound[key] == why)
@@ -77,13 +85,42 @@ class Loading:
         if self._fit is not None:
             self._fit.verify()
 
+    def _follow(self, stage: Stage, spec_of: Callable[[OfParameter], ShardSpec | None]) -> set[Any]:
+        """Cut optimizers' tensors as their parameters are; the keys of those of which that is not known."""
+        unknown = set()
+        for of in stage.of_parameters():
+            want, cut = spec_of(of), of.stored.cut
+            if want is not None and isinstance(cut, ShardSpec):
+                if cut.shape == want.shape:
+                    self._wants[of.stored] = want
+            elif of.stored.first.shape:
+                unknown.add(of.key)
+        return unknown
+
+    def _follow_model(self, stage: Stage, model: nn.Module, found: Mapping[str, Any]) -> dict[Any, str]:
+        """Cut optimizers' tensors as the model's parameters; why an entry cannot be had, by key."""
+        specs = shard_specs(model)
+        unknown = self._follow(stage, lambda of: specs.get(of.name or ""))
+        for name, stored in found.items() if unknown else ():
+            want = specs.get(name)
+            if want is not None and isinstance(stored, Stored) and not stored.kept(want, self._n):
+                why = (
+                    f"{self._source.path}: the model cuts {name!r} as {want}, the file as {stored.cut}, "
+                    "and which parameters the optimizer's state belongs to is not on record: it was saved "
+                    "without the model, or not made from model.named_parameters() (torch 2.6)"
+                )
+                return dict.fromkeys(unknown, why)
+        return {}
+
     def _fill(self, stored: Stored) -> Tensor:
         """Memory for a tensor, filled by ``read``; one for all the places where the same one was saved."""
         if stored not in self._made:
-            out = torch.empty(stored.local_shape(None, self._n), dtype=stored.dtype)
-            self._jobs.append(stored.job(out, None, self._rank, self._n))
-            if isinstance(stored.cut, ShardSpec) and self._n > 1:  # so that it is on record when saved again
-                stamp(out, Sharding(Layout.of(stored.cut, "tp"), self._ctx))
+            want = self._wants.get(stored)
+            out = torch.empty(stored.local_shape(want, self._n), dtype=stored.dtype)
+            self._jobs.append(stored.job(out, want, self._rank, self._n))
+            cut = want or stored.cut
+            if isinstance(cut, ShardSpec) and self._n > 1:  # so that it is on record when saved again
+                stamp(out, Sharding(Layout.of(cut, "tp"), self._ctx))
             self._made[stored] = out
         return self._made[stored]
 

@@ -42,7 +42,7 @@ def load_object(where: StrPath, target: Any, how: Reading, *, sharded: bool, str
             loading = Loading(ctx, source, strict=strict, sharded=sharded)
             states, rest = loading.states() if optimizer else (None, {})
             if states is None:
-                loading.compare(None)
+                loading.compare(None, _specs(optimizer, ctx) if optimizer else ())
         if states is None:
             rest = loading.run()
     with together(ctx):
@@ -52,6 +52,12 @@ def load_object(where: StrPath, target: Any, how: Reading, *, sharded: bool, str
             raise ValueError(f"{path} has no entry {key!r}; it has {list(rest)}")
         target.load_state_dict(rest.pop(key))
     return rest
+
+
+def _specs(optimizer: torch.optim.Optimizer, ctx: ParallelContext) -> list[ShardSpec | None]:
+    """How the parameters are cut, in the order of their groups."""
+    params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    return [spec_of(p, ctx, f"parameter {i}") for i, p in enumerate(params)]
 
 
 def cut_anew(states: Sequence[Saved], optimizer: Any, ctx: ParallelContext, where: str) -> dict[str, Any]:

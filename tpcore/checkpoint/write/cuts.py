@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from ...context import ParallelContext
 from ...layers.sharding import sharding
 from ...shard import ShardSpec
-from ..format.tree import is_optimizer
+from ..format.tree import is_optimizer, parameter_names
 from ..tensors.cut import Cut, spec_of
 
 MemoryOf = Callable[[Tensor], object]
@@ -50,7 +50,7 @@ def optimizer_cuts(
     for optimizer in state.values():
         if not is_optimizer(optimizer):
             continue
-        names = dict(_names(optimizer["param_groups"]))
+        names = dict(parameter_names(optimizer["param_groups"]))
         for index, values in optimizer["state"].items():
             if not isinstance(values, Mapping):
                 continue
@@ -60,11 +60,6 @@ def optimizer_cuts(
                     fits = spec is not None and tuple(value.shape) == spec.local_shape(n)
                     cuts[id(value)] = spec if fits else "unknown"
     return cuts
-
-
-def _names(groups: list[Any]) -> Iterator[tuple[int, str]]:
-    for group in groups:
-        yield from zip(group["params"], group.get("param_names") or (), strict=False)
 
 
 def _by_name(

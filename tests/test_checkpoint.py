@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 import tpcore
 from tpcore.checkpoint import load, save
-from tpcore.checkpoint.tensors.regions import regions
 from tpcore.context import ParallelContext
 from tpcore.errors import CheckpointError
+from tpcore.layout import Layout
 from tpcore.mesh import Mesh
 from tpcore.shard import Block, ShardSpec
 from tpcore.testing import run_ranks
@@ -488,7 +488,8 @@ def test_regions_reshard(data: st.DataObject, have: ShardSpec, m: int, n: int) -
     shards = [have.shard(full, i, m) for i in range(m)]
     for rank in range(n):
         out = torch.zeros(want.local_shape(n), dtype=torch.int64)
-        for r in regions(have, m, want, rank, n):
+        layouts = Layout.of(have, "tp"), Layout.of(want, "tp")
+        for r in layouts[0].regions(Mesh({"tp": m}), layouts[1], rank, Mesh({"tp": n})):
             box = shards[r.src][tuple(slice(a, a + s) for a, s in zip(r.src_start, r.size, strict=True))]
             out[tuple(slice(a, a + s) for a, s in zip(r.dst_start, r.size, strict=True))] += box
         assert torch.equal(out, want.shard(full, rank, n))

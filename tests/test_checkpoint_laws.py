@@ -22,6 +22,7 @@ from tpcore.checkpoint.read import lazy
 from tpcore.checkpoint.read.source import cuts_by, opened, part, tensors_of
 from tpcore.checkpoint.write.save import put_in_place, write_state, write_tensor_files
 from tpcore.checkpoint.write.snapshot import Part
+from tpcore.layout import Layout
 from tpcore.shard import Block, ShardSpec
 from tpcore.storage.publish import Staging
 
@@ -56,7 +57,7 @@ def write(path: Path, full: dict[str, Tensor], cuts: dict[str, ShardSpec], n: in
     files = {}
     for rank in range(n):
         model = {name: cuts[name].shard(t, rank, n) for name, t in full.items()}
-        by_id = {id(t): cuts[name] for name, t in model.items()}
+        by_id = {id(t): Layout.of(cuts[name], "tp") for name, t in model.items()}
         model["tied"] = model["0"]
         done = Part({"model": model, "epoch": 3}, lambda t, where, c=by_id: c.get(id(t)))  # type: ignore[misc]
         name = f"tp_rank_{rank}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,12 @@ import pytest
 import torch
 from torch import nn
 
+import tpcore
 from tpcore import Block, Mesh, ParallelContext, ParallelModule, ShardSpec
 from tpcore.checkpoint import load, save
 from tpcore.errors import CheckpointError
+from tpcore.layers.sharding import sharding
+from tpcore.layout import Slot
 from tpcore.testing import run_ranks
 
 
@@ -99,3 +103,58 @@ def test_state_without_names_is_refused_where_the_layouts_differ(tmp_path: Path)
             assert "optimizer" not in load(tmp_path / "c", other, strict=False)
 
     run_ranks(Mesh({"dp": 1, "tp": 2}), rank)
+
+
+class Staged(nn.Module):
+    """A table over stages and tp, a layer for each place of four on its stage, a norm that all ranks hold."""
+
+    def __init__(self, ctx: ParallelContext) -> None:
+        super().__init__()
+        pp, both = ctx.mesh.axes["pp"], ctx.comm("pp", "tp")
+        self.table = tpcore.ParallelEmbedding(10, 4, pad=True, tensor_model_parallel_group=both)
+        self.layers = nn.ModuleDict()
+        for i in range(4):
+            slot, layer = Slot("pp", i, 4), tpcore.ColumnParallelLinear(4, 8)
+            if slot.coordinate(ctx.mesh) == ctx.coord("pp"):
+                layer.place(slot)
+                self.layers[str(i)] = layer
+        self.norm = nn.LayerNorm(4)
+        assert len(self.layers) == 4 // pp
+
+
+def _staged(ctx: ParallelContext) -> Staged:
+    """Values that are functions of the name and of the place in the full tensor."""
+    model = Staged(ctx)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            mark = sharding(p)
+            shape = mark.layout.shape if mark else tuple(p.shape)
+            full = torch.arange(1.0, 1 + math.prod(shape)).reshape(shape) + 100 * sum(map(ord, name))
+            p.copy_(mark.layout.shard(full, ctx.rank, ctx.mesh) if mark else full)
+    return model
+
+
+@pytest.mark.parametrize("there", [(1, 2), (2, 1), (2, 2), (4, 1)])
+def test_a_model_of_stages_opens_on_any_mesh(tmp_path: Path, there: tuple[int, int]) -> None:
+    def write(ctx: ParallelContext) -> None:
+        save({"model": _staged(ctx).state_dict(), "epoch": 3}, tmp_path / "c")
+
+    run_ranks(Mesh({"pp": there[0], "dp": 2, "tp": there[1]}), write)
+
+    def read(ctx: ParallelContext) -> None:
+        want, model = _staged(ctx), Staged(ctx)
+        assert load(tmp_path / "c", model) == {"epoch": 3}
+        for name, value in want.state_dict().items():
+            assert torch.equal(model.state_dict()[name], value), name
+
+    for pp, tp in ((1, 1), (1, 4), (2, 2), (2, 1), (4, 1)):
+        run_ranks(Mesh({"pp": pp, "dp": 1, "tp": tp}), read)
+
+
+def test_what_is_cut_over_dp_is_refused(tmp_path: Path) -> None:
+    def rank(ctx: ParallelContext) -> None:
+        layer = tpcore.ColumnParallelLinear(4, 8, tensor_model_parallel_group=ctx.world)
+        with pytest.raises(ValueError, match=r"cut over ranks \(0, 1, 2, 3\) of \('dp', 'tp'\)"):
+            save(layer.state_dict(), tmp_path / "c")
+
+    run_ranks(Mesh({"pp": 1, "dp": 2, "tp": 2}), rank)

@@ -86,6 +86,13 @@ class Mesh:
     def world(self) -> Group:
         return self.group(*self.axes)
 
+    def rank(self, at: Mapping[str, int]) -> int:
+        """The rank at these coordinates: ``rank(coords(r)) == r``."""
+        index = 0
+        for axis, size in self.axes.items():
+            index = index * size + at[axis]
+        return index
+
     def coords(self, rank: int) -> dict[str, int]:
         """Where ``rank`` stands on each axis. Host-side only: file names, logs, initial values."""
         if not 0 <= rank < self.size:

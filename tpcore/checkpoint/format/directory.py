@@ -8,6 +8,8 @@ from contextlib import ExitStack
 from typing import Any
 
 from ...errors import CheckpointError
+from ...layout import Layout
+from ...mesh import Mesh
 from ...shard import ShardSpec
 from ...storage.crc32 import spelled
 from ...storage.dtypes import dtype_of
@@ -36,6 +38,11 @@ class Checkpoint:
             raise CheckpointError(f"{os.path.join(self.path, missing)} is missing")
         self.tp, self.pp = self.manifest.axis("tp"), self.manifest.axis("pp")
         self._ranks: dict[tuple[int, int], RankState] = {}
+
+    def mesh_of(self, cut: Cut) -> Mesh:
+        """The ranks of which each has a shard: of one stage, unless the tensor is cut over stages as well."""
+        over_stages = isinstance(cut, Layout) and "pp" in cut.axes
+        return Mesh({"pp": self.pp, "tp": self.tp} if over_stages else {"tp": self.tp})
 
     def rank(self, tp_rank: int, pp_rank: int = 0) -> RankState:
         at = tp_rank, pp_rank
@@ -101,7 +108,8 @@ class RankState:
             dtype, shape = dtype_of(record["dtype"]), tuple(int(s) for s in record["shape"])
             cut: Cut = record["spec"]
             if isinstance(cut, dict):
-                cut = ShardSpec.from_json(cut)
+                # version 1 knew one axis and did not record it
+                cut = Layout.of(ShardSpec.from_json(cut), *record.get("axes", ("tp",)))
             crc32 = str(record["crc32"])
         except (KeyError, TypeError, ValueError, AttributeError) as e:
             raise CheckpointError(f"{self.path}: the record of {name!r} in {file} is damaged: {e!r}") from e

@@ -11,7 +11,9 @@ from ...errors import CheckpointError
 from ...storage.jsonfile import PREFIX, FileRecord, dumps, loads
 
 FORMAT = "tpcore.checkpoint"
-VERSION = 1
+VERSION = 2
+"""1: a cut without its axes, which is one over tp. It is read as well."""
+READABLE = (1, VERSION)
 STATE = "state.json"
 
 _FILE = re.compile(r"tp_rank_\d+(_pp_rank_\d+)?/[A-Za-z0-9_][A-Za-z0-9_.-]*")
@@ -98,8 +100,9 @@ def _of(kind: type, value: Any) -> Any:
 def check_format(top: Any, path: str) -> None:
     if not isinstance(top, dict) or top.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not of a checkpoint of the format {FORMAT!r}")
-    if top.get("version") != VERSION:
+    if top.get("version") not in READABLE:
         raise CheckpointError(
-            f"{path} is of format version {top.get('version')!r} and this tpcore reads version {VERSION}: "
+            f"{path} is of format version {top.get('version')!r} and this tpcore reads versions "
+            f"{READABLE[0]} to {VERSION}: "
             "use the tpcore that wrote it, or a newer one"
         )

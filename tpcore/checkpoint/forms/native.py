@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import product
 from typing import Any
 
 from torch import Tensor
 
 from ...errors import CheckpointError
-from ...shard import ShardSpec
+from ...layout import Layout
 from ...storage.jsonfile import MANIFEST
 from ...storage.publish import resolve
 from ..format.directory import Checkpoint
@@ -43,11 +44,22 @@ class Native(Source):
     def stage(self, pp_rank: int, own: int | None, cuts: Cuts) -> NativeStage:
         return NativeStage(self.checkpoint, self._how.model_key, pp_rank, own)
 
+    def entries_of_all(self, cuts: Cuts) -> Stage:
+        return NativeStage(self.checkpoint, self._how.model_key, 0, None, range(self.pp))
+
 
 class NativeStage(Stage):
     """One stage. Where the degree is another, the first rank's entries stand for those of all ranks."""
 
-    def __init__(self, checkpoint: Checkpoint, model_key: str | None, pp_rank: int, own: int | None) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        model_key: str | None,
+        pp_rank: int,
+        own: int | None,
+        alike: Sequence[int] = (),
+    ) -> None:
+        self._alike = alike or (pp_rank,)  # the stages whose entries this one's stand for
         self._checkpoint, self._model_key, self._own = checkpoint, model_key, own
         self._pp_rank = pp_rank
         self._first = checkpoint.rank(own or 0, pp_rank)
@@ -92,14 +104,17 @@ class NativeStage(Stage):
     def _difference(self, key: Any) -> str | None:
         """Where the ranks disagree about a top-level entry."""
         mine = self._top[key]
-        for i in range(1, self._checkpoint.tp):
-            theirs = entries(self._checkpoint.rank(i, self._pp_rank).tree).get(key)
+        for stage, i in product(self._alike, range(self._checkpoint.tp)):
+            theirs = entries(self._checkpoint.rank(i, stage).tree).get(key)
             if theirs != mine:
                 a, b = dict(leaves(mine, (key,))), dict(leaves(theirs, (key,)))
                 path = next((p for p in a if a[p] != b.get(p)), (key,))
+                stages = f", pp={self._checkpoint.pp}" if len(self._alike) > 1 else ""
+                other = f"{i} of stage {stage}" if stages else f"{i}"
                 return (
                     f"{spell(path)} can be loaded only at the degree it was saved at, "
-                    f"tp={self._checkpoint.tp}: it is {a.get(path)!r} of tp rank 0, {b.get(path)!r} of {i}"
+                    f"tp={self._checkpoint.tp}{stages}: it is {a.get(path)!r} of tp rank 0, "
+                    f"{b.get(path)!r} of {other}"
                 )
         return None
 
@@ -132,18 +147,22 @@ class NativeStage(Stage):
             raise CheckpointError(f"{path}: {where} is damaged: no {e}") from e
         if (file, name) not in self._stored:
             shard, cut = self._first.tensor(file, name)
-            m = self._checkpoint.tp
-            if isinstance(cut, ShardSpec) and cut.local_shape(m) != shard.shape:
+            mesh = self._checkpoint.mesh_of(cut)
+            at = {"pp": self._pp_rank, "tp": self._own or 0}
+            if isinstance(cut, Layout) and cut.local_shape(mesh) != shard.shape:
                 raise CheckpointError(f"{path}: {where} is {shard.shape} and not a shard of {cut}")
 
-            shards = {self._own or 0: shard}
+            shards = {mesh.rank({axis: at[axis] for axis in mesh.axes}): shard}
+            own = None if self._own is None else next(iter(shards))
 
             def of(i: int) -> FileShard:
                 if i not in shards:
-                    shards[i] = self._checkpoint.rank(i, self._pp_rank).tensor(file, name)[0]
+                    there = at | mesh.coords(i)
+                    directory = self._checkpoint.rank(there["tp"], there["pp"])
+                    shards[i] = directory.tensor(file, name)[0]
                 return shards[i]
 
-            self._stored[file, name] = Stored(where, cut, m, self._own, of)
+            self._stored[file, name] = Stored(where, cut, mesh, own, of)
         return self._stored[file, name]
 
     def tensors(self) -> Iterator[tuple[str, Stored]]:

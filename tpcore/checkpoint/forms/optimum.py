@@ -8,9 +8,9 @@ from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 from ...errors import CheckpointError
+from ...shard import ShardSpec
 from ...storage.files import read_file
 from ...storage.jsonfile import loads
-from ..tensors.cut import Cut
 from ..tensors.stored import Stored
 from .inside import inside
 from .pickled import PickledShards, find
@@ -40,7 +40,7 @@ class OptimumShards(PickledShards):
     def mixed(self) -> bool:
         return any(stage.made for stage in self._recorded)
 
-    def cut(self, name: str, shape: tuple[int, ...], pp_rank: int) -> Cut:
+    def cut(self, name: str, shape: tuple[int, ...], pp_rank: int) -> ShardSpec | None:
         dim = self._recorded[pp_rank].dims.get(name)
         return None if dim is None else even_cut(shape, self.tp, dim)
 
@@ -58,7 +58,7 @@ class OptimumShards(PickledShards):
             for name, dim, pieces in self._made(made, states):
                 parts = [mapped(piece, name, self.path) for piece in pieces]
                 cut = even_cut(parts[0].shape, len(parts), dim)
-                found[name] = Stored(name, cut, len(parts), None, parts.__getitem__)
+                found[name] = Stored.over_tp(name, cut, len(parts), None, parts.__getitem__)
         return found, {name for made in transformations for name in made.used()}
 
     def _made(self, made: Fused | Attention, states: Sequence[Mapping[str, Any]]) -> list[Original]:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ...errors import CheckpointError
 from ...shard import Block, ShardSpec
-from ..tensors.cut import Cut
 from ..tensors.shards import MemoryShard
 from ..tensors.stored import Stored
 from .beside import split, why_bound
@@ -33,7 +32,7 @@ class RankFiles(Source):
     def read(self, file: str) -> tuple[Mapping[str, Any], Entries]:
         """The entry ``how.model_key``, or all there is, and what lies beside it; tensors may be mapped."""
 
-    def cut(self, name: str, shape: tuple[int, ...], pp_rank: int) -> Cut:
+    def cut(self, name: str, shape: tuple[int, ...], pp_rank: int) -> ShardSpec | None:
         """The cut of a tensor that the reader does not know, if it is on record."""
         return None
 
@@ -73,14 +72,14 @@ class _Stage(Stage):
             raise CheckpointError(f"{where}: {name!r} has another shape or dtype on another rank")
         shape, tp = shards[0].shape, len(shards)
         cut = self._cuts(name, shape, tp) or self._source.cut(name, shape, self._pp_rank)
-        if isinstance(cut, ShardSpec) and cut.local_shape(tp) != shape:
+        if cut is not None and cut.local_shape(tp) != shape:
             raise CheckpointError(
                 f"{where}: {name!r} has shape {shape} on each of {tp} ranks, "
                 f"but {cut} is cut to {cut.local_shape(tp)}"
             )
-        if isinstance(cut, ShardSpec) and cut.dim is not None:
+        if cut is not None and cut.dim is not None:
             shards = in_order(shards, cut, f"{where}: {name!r}")
-        return Stored(name, cut, tp, self._own, shards.__getitem__)
+        return Stored.over_tp(name, cut, tp, self._own, shards.__getitem__)
 
     def entries(self, fill: Fill, without: Collection[Any] = (), *, model: bool = False) -> Any:
         rest = {key: own(value) for key, value in self._rest.items() if key not in without}

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..tensors.cut import Cut
+from ...shard import ShardSpec
 from ..tensors.stored import Stored
 
 State = dict[str, Any]
 """A model's state by name: a Stored for every tensor, anything else as it is."""
-Cuts = Callable[[str, tuple[int, ...], int], Cut]
+Cuts = Callable[[str, tuple[int, ...], int], ShardSpec | None]
 """How a tensor is cut, by name, shape of a shard and number of shards; None where all ranks hold the same."""
 Fill = Callable[[Stored], Tensor]
 """Makes the tensor that takes the place of a stored one in a nested state."""
@@ -88,6 +88,10 @@ class Source(ABC):
     @abstractmethod
     def stage(self, pp_rank: int, own: int | None, cuts: Cuts) -> Stage:
         """A stage for tp rank ``own``, or for nobody. ``cuts`` says what is on record nowhere."""
+
+    def entries_of_all(self, cuts: Cuts) -> Stage | None:
+        """What lies beside the model on all stages alike, where a job of other stages can have it."""
+        return None
 
     @property
     def mixed(self) -> bool:

@@ -38,8 +38,8 @@ class Whole(Source):
 def _cut(name: str, item: Any, cuts: Cuts) -> Any:
     """With the cut that is to be made of it, if that is one of a tensor of this shape."""
     cut = cuts(name, item.shape, 1) if isinstance(item, Stored) else None
-    fits = isinstance(cut, ShardSpec) and cut.local_shape(1) == item.shape
-    return Stored(name, cut, 1, None, item.shard) if fits else item
+    fits = cut is not None and cut.local_shape(1) == item.shape
+    return Stored.over_tp(name, cut, 1, None, item.shard) if fits else item
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def open_file(path: str, how: Reading, stack: ExitStack) -> tuple[State, Mapping
 
 
 def _stored(where: str, shard: Shard) -> Stored:
-    return Stored(where, ShardSpec(shard.shape), 1, None, lambda _: shard)
+    return Stored.over_tp(where, ShardSpec(shard.shape), 1, None, lambda _: shard)
 
 
 def _safetensors(path: str, stack: ExitStack) -> State:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ...shard import ShardSpec
+from ...layout import Layout
 from ...storage.dtypes import dtype_name
 from ..forms.native import Native
 from ..forms.source import Reading, Source
@@ -53,7 +53,7 @@ def _all(source: Source, rules: Sequence[CutRule]) -> Iterator[tuple[str, Stored
 
 def _row(name: str, stored: Stored) -> TensorRow:
     dtype, local = stored.dtype, stored.first.shape
-    cut = str(stored.cut).partition(" ")[2] if isinstance(stored.cut, ShardSpec) else stored.cut
+    cut = str(stored.cut.spec).partition(" ")[2] if isinstance(stored.cut, Layout) else stored.cut
     if cut is None:
         cut = "same on all ranks" if stored.bound() is None else "unknown"
     return TensorRow(name, stored.shape, dtype_name(dtype), cut, local, bytes_of_logical(stored))

@@ -10,6 +10,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from ...errors import CheckpointError
+from ...mesh import Mesh
 from ...storage.jsonfile import FileRecord
 from ...storage.progress import Steps, Tell, Tick, nothing
 from ...storage.publish import Staging
@@ -58,6 +59,7 @@ def reshard(
         pp = source.pp if native else 1  # what others wrote is one model, without stages
         model = {} if native else model_of(source, cuts_by(rules))
         ranks: dict[str, RankContents] = {}
+        mesh = Mesh({"pp": pp, "tp": tp})
         for pp_rank, rank in product(range(pp), range(tp)):
             own = rank if native and source.tp == tp else None
             stage = source.stage(pp_rank, own, cuts_by(rules))
@@ -67,30 +69,30 @@ def reshard(
             left |= dict.fromkeys(bound.values())
             name = rank_dir(rank, pp_rank, pp)
             if isinstance(stage, NativeStage):
-                ranks[name] = _rank_of(stage, bound, rank, tp)
+                ranks[name] = _rank_of(stage, bound, mesh.rank({"pp": pp_rank, "tp": rank}), mesh)
             else:
-                ranks[name] = _rank_of_model(model, stage, bound, rank, tp, source.path)
+                ranks[name] = _rank_of_model(model, stage, bound, rank, mesh, source.path)
         tick = Steps(sum(total_of(rank.files) for rank in ranks.values()), tell)
         with staged(out) as (staging, save_id):
             files: dict[str, FileRecord] = {}
             for name, contents in ranks.items():
                 files |= contents.write(staging.path, name, save_id, tick)
-            put_in_place(staging, save_id, {"pp": pp, "tp": tp}, files)
+            put_in_place(staging, save_id, mesh.axes, files)
     return list(left)
 
 
-def _rank_of(stage: NativeStage, without: Collection[Any], rank: int, n: int) -> RankContents:
-    """One rank of ``n``: the same entries in files of the same names."""
+def _rank_of(stage: NativeStage, without: Collection[Any], rank: int, mesh: Mesh) -> RankContents:
+    """One rank of ``mesh``: the same entries in files of the same names."""
     tree, files = stage.encoded(without, model=True), dict[str, dict[str, Lazy]]()
     for path, leaf in leaves(tree):
         if is_tensor(leaf):
-            lazy = Lazy(stage.stored(leaf, spell(path)), rank, n)
+            lazy = Lazy(stage.stored(leaf, spell(path)), rank, mesh)
             files.setdefault(leaf["file"], {})[leaf["name"]] = lazy
     return RankContents(tree, files)
 
 
 def _rank_of_model(
-    model: State, stage: Stage, without: Collection[Any], rank: int, n: int, path: str
+    model: State, stage: Stage, without: Collection[Any], rank: int, mesh: Mesh, path: str
 ) -> RankContents:
     """Of what others wrote: the model, and what lies beside it on all ranks alike."""
     plain = sorted(name for name, item in model.items() if not isinstance(item, Stored))
@@ -101,14 +103,14 @@ def _rank_of_model(
     file = "model.safetensors"
     rest = Part(stage.entries(lambda s: part(s, 0, 1), {"model", *without}), lambda t, where: None)
     tree = {k: {"$": "tensor", "file": file, "name": names[k]} for k in model}
-    shards = {k: Lazy(_recorded(t.stored), rank, n) for k, t in tensors.items()}
+    shards = {k: Lazy(_recorded(t.stored), rank, mesh) for k, t in tensors.items()}
     return RankContents(with_entry(rest.tree, "model", tree), {file: shards, **rest.files})
 
 
 def _recorded(stored: Stored) -> Stored:
     """With its cut, which is none where all ranks hold the same."""
-    cut, _ = stored.whole()
-    return Stored(stored.where, cut, stored.m if cut is stored.cut else 1, None, stored.shard)
+    cut, mesh = stored.whole()
+    return Stored(stored.where, cut, mesh, None, stored.shard)
 
 
 @contextmanager

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
+from ...layout import Layout
+from ...mesh import Mesh
 from ...shard import ShardSpec
 from ...storage.files import naming
 from ..forms.pickles import parted
 from ..forms.registry import open_source
 from ..forms.source import Reading
 from ..forms.whole import in_memory
-from ..tensors.cut import Cut
 from ..tensors.stored import Stored
 from .fit import aligned, listed, misfits
 from .source import model_of
@@ -71,7 +72,9 @@ def read_shards(
         return made
 
 
-def _cut(wanted: Wanted, ties: Mapping[str, str], name: str, shape: tuple[int, ...], m: int) -> Cut:
+def _cut(
+    wanted: Wanted, ties: Mapping[str, str], name: str, shape: tuple[int, ...], m: int
+) -> ShardSpec | None:
     """Says of a foreign file what it does not say itself."""
     spec = wanted[ties.get(name, name)][0] if ties.get(name, name) in wanted else None
     return spec if spec is not None and spec.dim is not None else None
@@ -81,10 +84,10 @@ def _wrong(stored: Any, name: str, want: tuple[ShardSpec, torch.dtype], n: int) 
     if not isinstance(stored, Stored):
         held = "nothing" if stored is None else f"a {type(stored).__name__}"
         return [f"{name!r}: the model has shape {want[0].shape}, the checkpoint {held}"]
-    return list(misfits(name, stored, *want, n))
+    return list(misfits(name, stored, Layout.of(want[0], "tp"), want[1], Mesh({"tp": n})))
 
 
 def _read(stored: Stored, spec: ShardSpec, dtype: torch.dtype, rank: int, n: int) -> Tensor:
     out = torch.empty(spec.local_shape(n), dtype=dtype)
-    stored.job(out, spec, rank, n).run()
+    stored.job(out, Layout.of(spec, "tp"), rank, Mesh({"tp": n})).run()
     return out

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from ...context import ParallelContext
 from ...errors import CheckpointError
-from ...shard import ShardSpec
-from ..tensors.cut import spec_of
+from ...layout import Layout
+from ...mesh import Mesh
+from ..tensors.cut import layout_of
 from ..tensors.stored import Job, Stored
 
 _SHOWN = 8
@@ -30,8 +31,6 @@ class Fit:
         self, model: nn.Module, found: Mapping[str, Any], ctx: ParallelContext, where: str, *, strict: bool
     ) -> None:
         self._model, self._ctx = model, ctx
-        self._n = ctx.mesh.axes.get("tp", 1)
-        self._rank = ctx.mesh.coords(ctx.rank).get("tp", 0)
         self._wanted = dict(model.state_dict(keep_vars=True))
         self._owned = {id(t) for t in (*model.parameters(), *model.buffers())}
         self._jobs: dict[int, tuple[str, Stored, Job]] = {}  # by the model's tensor
@@ -60,16 +59,16 @@ class Fit:
             self._plan(name, found[name])
         self._note_precision()
 
-    def _want(self, name: str) -> ShardSpec:
+    def _want(self, name: str) -> Layout:
         t = self._wanted[name]
-        return spec_of(t, self._ctx, f"the model's {name!r}") or ShardSpec(tuple(t.shape))
+        return layout_of(t, self._ctx, f"the model's {name!r}") or Layout(tuple(t.shape))
 
     def _misfits(self, name: str, stored: Any) -> Iterator[str]:
         t = self._wanted[name]
         if name.rpartition(".")[2] == _EXTRA_STATE:
             return
         if isinstance(t, Tensor) and isinstance(stored, Stored):
-            yield from misfits(name, stored, self._want(name), t.dtype, self._n)
+            yield from misfits(name, stored, self._want(name), t.dtype, self._ctx.mesh)
         elif isinstance(t, Tensor) or isinstance(stored, Stored):
             yield f"{name!r}: the checkpoint has {_shape(stored)}, the model {_shape(t)}"
 
@@ -88,7 +87,7 @@ class Fit:
             self._add(name, stored, torch.empty(t.shape, dtype=t.dtype, device=device))
 
     def _add(self, name: str, stored: Stored, out: Tensor) -> None:
-        job = stored.job(out, self._want(name), self._rank, self._n)
+        job = stored.job(out, self._want(name), self._ctx.rank, self._ctx.mesh)
         self._jobs[id(self._wanted[name])] = name, stored, job
 
     def _check_tie(self, name: str, stored: Stored, first: tuple[str, Stored, Job]) -> None:
@@ -98,7 +97,7 @@ class Fit:
             return
         a, b = (torch.empty(job.out.shape, dtype=job.out.dtype) for _ in range(2))
         for s, out in ((stored, a), (theirs, b)):
-            s.job(out, self._want(name), self._rank, self._n).run()
+            s.job(out, self._want(name), self._ctx.rank, self._ctx.mesh).run()
         if not torch.equal(a, b):
             raise CheckpointError(
                 f"{name!r} and {other!r} are one tensor in the model, two in the checkpoint"
@@ -147,10 +146,10 @@ class Fit:
         return self._notes
 
 
-def misfits(name: str, stored: Stored, want: ShardSpec, dtype: torch.dtype, n: int) -> Iterator[str]:
-    """Why a stored tensor cannot become a shard of ``n`` of what a model has."""
-    if not stored.kept(want, n) and stored.shape != want.shape:
-        cut = "" if want.dim is None else f", of which this rank holds {want.local_shape(n)}"
+def misfits(name: str, stored: Stored, want: Layout, dtype: torch.dtype, mesh: Mesh) -> Iterator[str]:
+    """Why a stored tensor cannot become a part on ``mesh`` of what a model has."""
+    if not stored.kept(want, mesh) and stored.shape != want.shape:
+        cut = "" if not want.cuts else f", of which this rank holds {want.local_shape(mesh)}"
         yield f"{name!r}: the checkpoint has shape {stored.shape}, the model {want.shape}{cut}"
     elif not _converts(stored.dtype, dtype):
         yield f"{name!r}: the checkpoint has dtype {stored.dtype}, the model {dtype}"

@@ -10,22 +10,25 @@ import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
+from ...mesh import Mesh
 from ...storage.files import CHUNK
 from ..tensors.cut import Cut
 from ..tensors.stored import Job, Stored
 
+ONE = Mesh({"tp": 1})
+
 
 @dataclass(frozen=True)
 class Lazy:
-    """Shard ``rank`` of ``n`` of a stored tensor, as what writes a file takes it."""
+    """The part of ``rank`` on ``mesh`` of a stored tensor, as what writes a file takes it."""
 
     stored: Stored
     rank: int = 0
-    n: int = 1
+    mesh: Mesh = ONE
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.stored.local_shape(None, self.n)
+        return self.stored.local_shape(None, self.mesh)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -37,7 +40,7 @@ class Lazy:
 
     def pieces(self) -> Iterator[Tensor]:
         """Rows of about a chunk. Those of glibc's allocator are used again and again, larger ones never."""
-        parts, covered = self.stored.parts(None, self.rank, self.n)
+        parts, covered = self.stored.parts(None, self.rank, self.mesh)
         for shard in dict.fromkeys(shard for shard, _ in parts):
             shard.verify()
         shape, size = self.shape, self.dtype.itemsize

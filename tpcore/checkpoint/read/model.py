@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ...consensus import gather_bytes, together
 from ...context import ParallelContext, current
 from ...errors import CheckpointError
-from ...layers.sharding import Sharding, shard_specs, stamp
+from ...layers.sharding import Sharding, layouts, shard_specs, stamp
 from ...layout import Layout
 from ...shard import ShardSpec
 from ...storage.files import naming
@@ -23,6 +23,7 @@ from ..forms.registry import open_source
 from ..forms.source import Cuts, OfParameter, Reading, Source, Stage
 from ..tensors.stored import Job, Stored
 from .fit import Fit, aligned
+from .source import model_of
 
 StrPath = str | os.PathLike[str]
 
@@ -35,16 +36,19 @@ class Loading:
         at, axes = ctx.mesh.coords(ctx.rank), ctx.mesh.axes
         self._rank, self._n = at.get("tp", 0), axes.get("tp", 1)
         self._pp_rank, pp = (at.get("pp", 0), axes.get("pp", 1)) if sharded else (0, 1)
-        if source.pp != pp:
+        self._restaged = source.pp != pp
+        if self._restaged and source.entries_of_all(_cuts_of(None)) is None:
             raise CheckpointError(f"{source.path} was saved at pp={source.pp} and this job has pp={pp}")
         self._jobs: list[Job] = []
         self._made: dict[Stored, Tensor] = {}
         self._fit: Fit | None = None
-        self._wants: dict[Stored, ShardSpec] = {}  # the cut of an optimizer's tensor, if not the file's
+        self._wants: dict[Stored, Layout] = {}  # the cut of an optimizer's tensor, if not the file's
         self._rest: Any = {}
         self._notes: list[str] = []
 
     def stage(self, cuts: Cuts) -> Stage:
+        if self._restaged and (every := self._source.entries_of_all(cuts)) is not None:
+            return every
         own = self._rank if self._source.tp == self._n else None
         return self._source.stage(self._pp_rank, own, cuts)
 
@@ -60,14 +64,14 @@ class Loading:
         bound = stage.bound() if self._sharded else ()
         return states, {} if states is None else stage.entries(self._fill, bound)
 
-    def compare(self, model: nn.Module | None, parameters: Sequence[ShardSpec | None] = ()) -> None:
+    def compare(self, model: nn.Module | None, parameters: Sequence[Layout | None] = ()) -> None:
         """See that all of it can be loaded, before anything is changed.
 
         ``parameters``: how an optimizer's are cut, in the order of its groups, which then loads the state.
         """
         stage, whole = self.stage(_cuts_of(model)), model is None
         if model is not None:
-            found = stage.model(self._fill)
+            found = self._model(model, stage)
             if not self._sharded:
                 found = aligned(found, set(model.state_dict(keep_vars=True)))
             self._fit = Fit(model, found, self._ctx, self._source.path, strict=self._strict)
@@ -85,12 +89,20 @@ class Loading:
         if self._fit is not None:
             self._fit.verify()
 
-    def _follow(self, stage: Stage, spec_of: Callable[[OfParameter], ShardSpec | None]) -> set[Any]:
+    def _model(self, model: nn.Module, stage: Stage) -> Mapping[str, Any]:
+        """What the model can have: of its own stage, or of all of them, of which it has some names."""
+        if not self._restaged:
+            return stage.model(self._fill)
+        found = model_of(self._source, _cuts_of(model))
+        pp = self._ctx.mesh.axes.get("pp", 1)
+        return {k: v for k, v in found.items() if pp == 1 or k in model.state_dict(keep_vars=True)}
+
+    def _follow(self, stage: Stage, layout_of: Callable[[OfParameter], Layout | None]) -> set[Any]:
         """Cut optimizers' tensors as their parameters are; the keys of those of which that is not known."""
         unknown = set()
         for of in stage.of_parameters():
-            want, cut = spec_of(of), of.stored.cut
-            if want is not None and isinstance(cut, ShardSpec):
+            want, cut = layout_of(of), of.stored.cut
+            if want is not None and isinstance(cut, Layout):
                 if cut.shape == want.shape:
                     self._wants[of.stored] = want
             elif of.stored.first.shape:
@@ -99,11 +111,11 @@ class Loading:
 
     def _follow_model(self, stage: Stage, model: nn.Module, found: Mapping[str, Any]) -> dict[Any, str]:
         """Cut optimizers' tensors as the model's parameters; why an entry cannot be had, by key."""
-        specs = shard_specs(model)
-        unknown = self._follow(stage, lambda of: specs.get(of.name or ""))
+        wanted = layouts(model)
+        unknown = self._follow(stage, lambda of: wanted.get(of.name or ""))
         for name, stored in found.items() if unknown else ():
-            want = specs.get(name)
-            if want is not None and isinstance(stored, Stored) and not stored.kept(want, self._n):
+            want = wanted.get(name)
+            if want is not None and isinstance(stored, Stored) and not stored.kept(want, self._ctx.mesh):
                 why = (
                     f"{self._source.path}: the model cuts {name!r} as {want}, the file as {stored.cut}, "
                     "and which parameters the optimizer's state belongs to is not on record: it was saved "
@@ -116,11 +128,11 @@ class Loading:
         """Memory for a tensor, filled by ``read``; one for all the places where the same one was saved."""
         if stored not in self._made:
             want = self._wants.get(stored)
-            out = torch.empty(stored.local_shape(want, self._n), dtype=stored.dtype)
-            self._jobs.append(stored.job(out, want, self._rank, self._n))
+            out = torch.empty(stored.local_shape(want, self._ctx.mesh), dtype=stored.dtype)
+            self._jobs.append(stored.job(out, want, self._ctx.rank, self._ctx.mesh))
             cut = want or stored.cut
-            if isinstance(cut, ShardSpec) and self._n > 1:  # so that it is on record when saved again
-                stamp(out, Sharding(Layout.of(cut, "tp"), self._ctx))
+            if isinstance(cut, Layout) and self._n > 1:  # so that it is on record when saved again
+                stamp(out, Sharding(cut, self._ctx))
             self._made[stored] = out
         return self._made[stored]
 

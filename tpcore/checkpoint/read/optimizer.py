@@ -14,14 +14,14 @@ from torch import Tensor
 from ...consensus import together
 from ...context import ParallelContext, current
 from ...errors import CheckpointError
-from ...shard import ShardSpec
+from ...layout import Layout
 from ...storage.files import naming
 from ..format.tree import is_optimizer
 from ..forms.pickles import mapped, own
 from ..forms.rank_files import in_order
 from ..forms.registry import open_source
 from ..forms.source import Reading
-from ..tensors.cut import Cut, spec_of
+from ..tensors.cut import layout_of
 from ..tensors.stored import Stored
 from .model import Loading, StrPath
 
@@ -42,7 +42,7 @@ def load_object(where: StrPath, target: Any, how: Reading, *, sharded: bool, str
             loading = Loading(ctx, source, strict=strict, sharded=sharded)
             states, rest = loading.states() if optimizer else (None, {})
             if states is None:
-                loading.compare(None, _specs(optimizer, ctx) if optimizer else ())
+                loading.compare(None, _layouts(optimizer, ctx) if optimizer else ())
         if states is None:
             rest = loading.run()
     with together(ctx):
@@ -54,10 +54,10 @@ def load_object(where: StrPath, target: Any, how: Reading, *, sharded: bool, str
     return rest
 
 
-def _specs(optimizer: torch.optim.Optimizer, ctx: ParallelContext) -> list[ShardSpec | None]:
+def _layouts(optimizer: torch.optim.Optimizer, ctx: ParallelContext) -> list[Layout | None]:
     """How the parameters are cut, in the order of their groups."""
     params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    return [spec_of(p, ctx, f"parameter {i}") for i, p in enumerate(params)]
+    return [layout_of(p, ctx, f"parameter {i}") for i, p in enumerate(params)]
 
 
 def cut_anew(states: Sequence[Saved], optimizer: Any, ctx: ParallelContext, where: str) -> dict[str, Any]:
@@ -83,25 +83,25 @@ def cut_anew(states: Sequence[Saved], optimizer: Any, ctx: ParallelContext, wher
     for index, values in first["state"].items():
         if index not in params or any(s["state"].get(index, {}).keys() != values.keys() for s in states):
             raise CheckpointError(f"{where}: of parameter {index} the ranks hold different states")
-        spec = spec_of(params[index], ctx, f"parameter {index}")
+        want = layout_of(params[index], ctx, f"parameter {index}")
         made[index] = {
-            key: _value([s["state"][index][key] for s in states], spec, ctx, f"{where}: state[{index}].{key}")
+            key: _value([s["state"][index][key] for s in states], want, ctx, f"{where}: state[{index}].{key}")
             for key in values
         }
     return {"state": made, "param_groups": own(first["param_groups"])}
 
 
-def _value(values: list[Any], spec: ShardSpec | None, ctx: ParallelContext, where: str) -> Any:
+def _value(values: list[Any], layout: Layout | None, ctx: ParallelContext, where: str) -> Any:
     """One value of a parameter's state. What has not the shape of a shard of it is the same on all ranks."""
     if not isinstance(values[0], Tensor):
         return values[0]
     m, shards = len(values), [mapped(value, "state", where) for value in values]
-    fits = spec is not None and spec.dim is not None and {s.shape for s in shards} == {spec.local_shape(m)}
-    cut: Cut = spec if fits else None
-    if spec is not None and fits:
-        shards = in_order(shards, spec, where)
-    stored = Stored(where, cut, m, None, shards.__getitem__)
-    n, rank = ctx.mesh.axes.get("tp", 1), ctx.mesh.coords(ctx.rank).get("tp", 0)
-    out = torch.empty(stored.local_shape(None, n), dtype=stored.dtype)
-    stored.job(out, None, rank, n).run()
+    cut = layout.spec if layout is not None and layout.cuts else None
+    if cut is not None and {s.shape for s in shards} == {cut.local_shape(m)}:
+        shards = in_order(shards, cut, where)
+    else:
+        cut = layout = None
+    stored = Stored.over_tp(where, cut, m, None, shards.__getitem__)
+    out = torch.empty(stored.local_shape(layout, ctx.mesh), dtype=stored.dtype)
+    stored.job(out, layout, ctx.rank, ctx.mesh).run()
     return out

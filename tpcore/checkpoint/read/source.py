@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
+from ...mesh import Mesh
+from ...shard import ShardSpec
 from ..forms.native import Native
 from ..forms.rank_files import even_cut
 from ..forms.registry import open_source
 from ..forms.source import Cuts, Reading, Source, State
-from ..tensors.cut import Cut
 from ..tensors.stored import Stored
 
 
@@ -31,7 +32,7 @@ class CutRule(NamedTuple):
 def cuts_by(rules: Sequence[CutRule]) -> Cuts:
     """The first rule whose pattern matches a name says how that tensor is cut."""
 
-    def cut(name: str, shape: tuple[int, ...], tp: int) -> Cut:
+    def cut(name: str, shape: tuple[int, ...], tp: int) -> ShardSpec | None:
         for rule in rules:
             if fnmatchcase(name, rule.pattern):
                 return even_cut(shape, tp, rule.dim, rule.stride)
@@ -70,13 +71,15 @@ def tensors_of(source: Source, rules: Sequence[CutRule] = ()) -> dict[str, Store
 
 
 def _same(a: Any, b: Stored) -> bool:
+    if isinstance(a, Stored) and a.first.identity == b.first.identity:
+        return True  # cut over stages too: one tensor, whichever stage it is asked of
     return isinstance(a, Stored) and a.shape == b.shape and torch.equal(part(a, 0, 1), part(b, 0, 1))
 
 
 def part(stored: Stored, rank: int, n: int) -> Tensor:
     """Shard ``rank`` of ``n``, in memory; the checksum of every shard that it is made from is compared."""
-    out = torch.empty(stored.local_shape(None, n), dtype=stored.dtype)
-    job = stored.job(out, None, rank, n)
+    out = torch.empty(stored.local_shape(None, Mesh({"tp": n})), dtype=stored.dtype)
+    job = stored.job(out, None, rank, Mesh({"tp": n}))
     for shard in dict.fromkeys(shard for shard, region in job.parts if region.size != shard.shape):
         shard.verify()
     job.run()

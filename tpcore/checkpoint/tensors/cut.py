@@ -8,26 +8,29 @@ from torch import Tensor
 
 from ...context import ParallelContext
 from ...layers.sharding import sharding
-from ...shard import ShardSpec
+from ...layout import Layout
 
-Cut = ShardSpec | Literal["unknown"] | None
+Cut = Layout | Literal["unknown"] | None
 """How a stored tensor is cut. None: nobody said, so it is whole, if all ranks hold the same."""
 
+COPIED = "dp"
+"""The axis on which a checkpoint holds one copy: its ranks share a directory."""
 
-def spec_of(t: Tensor, ctx: ParallelContext, where: str) -> ShardSpec | None:
-    """The cut of a parameter of a parallel layer, over the tp group; None for any other tensor."""
+
+def layout_of(t: Tensor, ctx: ParallelContext, where: str) -> Layout | None:
+    """The layout of a parameter of a parallel layer; None for any other tensor."""
     found = sharding(t)
     if found is None:
         return None
-    spec, n = found.layout.spec, ctx.mesh.axes.get("tp", 1)
-    if not set(found.axes) <= {"tp"}:
+    layout, mesh = found.layout, found.ctx.mesh
+    if found.axes and (COPIED in found.axes or not set(found.axes) <= set(ctx.mesh.axes)):
         mine = found.ctx.comm(*found.axes).group.members(found.ctx.rank)
-        tp = ctx.mesh.group("tp").members(ctx.rank) if n > 1 else (ctx.rank,)
+        held = [axis for axis in ctx.mesh.axes if axis != COPIED]
         raise ValueError(
-            f"{where} is cut over ranks {mine}; a checkpoint holds what is cut over the tp group {tp}"
+            f"{where} is cut over ranks {mine} of {found.axes}; a checkpoint holds what is cut over {held}"
         )
-    if tuple(t.shape) != spec.local_shape(n):
+    if tuple(t.shape) != layout.local_shape(mesh):
         raise ValueError(
-            f"{where} has shape {tuple(t.shape)}, but its layer cuts {spec} to {spec.local_shape(n)}"
+            f"{where} has shape {tuple(t.shape)}, but its layer cuts {layout} to {layout.local_shape(mesh)}"
         )
-    return spec
+    return layout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -9,9 +10,10 @@ import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
+from ...layout import Layout, Region
+from ...mesh import Mesh
 from ...shard import ShardSpec
 from .cut import Cut
-from .regions import Region, regions
 from .shards import FileShard, MemoryShard, Shard, box
 
 
@@ -47,9 +49,20 @@ class Stored:
 
     where: str
     cut: Cut
-    m: int
+    mesh: Mesh
     own: int | None
     shard: Callable[[int], Shard]  # opened when asked for: mostly a rank needs its own only
+
+    @classmethod
+    def over_tp(
+        cls, where: str, cut: ShardSpec | None, m: int, own: int | None, shard: Callable[[int], Shard]
+    ) -> Stored:
+        """In shards of ``m`` ranks, as forms have it that know tensor parallelism alone."""
+        return cls(where, None if cut is None else Layout.of(cut, "tp"), Mesh({"tp": m}), own, shard)
+
+    @property
+    def m(self) -> int:
+        return self.mesh.size
 
     @property
     def first(self) -> Shard:
@@ -62,19 +75,19 @@ class Stored:
     @property
     def shape(self) -> tuple[int, ...]:
         """The logical shape, as far as it is on record."""
-        return self.cut.shape if isinstance(self.cut, ShardSpec) else self.first.shape
+        return self.cut.shape if isinstance(self.cut, Layout) else self.first.shape
 
-    def kept(self, want: ShardSpec | None, n: int) -> bool:
+    def kept(self, want: Layout | None, mesh: Mesh) -> bool:
         """Whether this rank's shard is what is wanted, as it is."""
-        if self.own is None or n != self.m:
+        if self.own is None or any(mesh.axes.get(a, 1) != n for a, n in self.mesh.axes.items()):
             return False
         if want is None or self.cut == want:
             return True
-        return not isinstance(self.cut, ShardSpec) and self.first.shape == want.local_shape(n)
+        return not isinstance(self.cut, Layout) and self.first.shape == want.local_shape(mesh)
 
     def bound(self) -> str | None:
         """Why it can be loaded only at the degree it was saved at, or None."""
-        if isinstance(self.cut, ShardSpec):
+        if isinstance(self.cut, Layout):
             return None
         if self.cut is None and self._alike():
             return None
@@ -97,32 +110,34 @@ class Stored:
             return all(torch.equal(first, t) for t in others)
         return len({_summary(s) for s in shards}) == 1
 
-    def whole(self) -> tuple[ShardSpec, int]:
-        """How it is cut and in how many shards."""
+    def whole(self) -> tuple[Layout, Mesh]:
+        """How it is cut, and over which mesh."""
         why = self.bound()
         if why is not None:
             raise CheckpointError(why)
-        return (self.cut, self.m) if isinstance(self.cut, ShardSpec) else (ShardSpec(self.first.shape), 1)
+        return (self.cut if isinstance(self.cut, Layout) else Layout(self.first.shape)), self.mesh
 
-    def local_shape(self, want: ShardSpec | None, n: int) -> tuple[int, ...]:
-        """Shape of this rank's part of ``n``; ``want``: the cut to make, or None for that on record."""
-        if self.kept(want, n):
+    def local_shape(self, want: Layout | None, mesh: Mesh) -> tuple[int, ...]:
+        """Shape of a rank's part on ``mesh``; ``want``: the layout to make, or None for that on record."""
+        if self.kept(want, mesh):
             return self.first.shape
-        return (want or self.whole()[0]).local_shape(n)
+        return (want or self.whole()[0]).local_shape(mesh)
 
     def parts(
-        self, want: ShardSpec | None, rank: int, n: int
+        self, want: Layout | None, rank: int, mesh: Mesh
     ) -> tuple[tuple[tuple[Shard, Region], ...], bool]:
-        """What shard ``rank`` of ``n`` is made of, and whether that covers all of it."""
-        if self.kept(want, n):
+        """What the part of ``rank`` on ``mesh`` is made of, and whether that covers all of it."""
+        if self.kept(want, mesh):
             nothing = (0,) * len(self.first.shape)
             return ((self.first, Region(0, nothing, nothing, self.first.shape)),), True
-        cut, m = self.whole()
+        cut, there = self.whole()
         want = want or cut
-        return tuple((self.shard(r.src), r) for r in regions(cut, m, want, rank, n)), not want.padded(n)
+        regions = tuple(cut.regions(there, want, rank, mesh))
+        covered = sum(math.prod(r.size) for r in regions) == math.prod(want.local_shape(mesh))
+        return tuple((self.shard(r.src), r) for r in regions), covered
 
-    def job(self, out: Tensor, want: ShardSpec | None, rank: int, n: int) -> Job:
-        return Job(out, *self.parts(want, rank, n))
+    def job(self, out: Tensor, want: Layout | None, rank: int, mesh: Mesh) -> Job:
+        return Job(out, *self.parts(want, rank, mesh))
 
 
 def _summary(shard: Shard) -> object:

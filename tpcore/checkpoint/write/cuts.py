@@ -10,9 +10,10 @@ from torch import Tensor
 
 from ...context import ParallelContext
 from ...layers.sharding import sharding
-from ...shard import ShardSpec
+from ...layout import Layout
+from ...mesh import Mesh
 from ..format.tree import is_optimizer, parameter_names
-from ..tensors.cut import Cut, spec_of
+from ..tensors.cut import Cut, layout_of
 
 MemoryOf = Callable[[Tensor], object]
 """``Backend.memory_of``: what is equal for tensors that are one."""
@@ -31,13 +32,12 @@ def cuts_of(state: Mapping[Any, Any], ctx: ParallelContext) -> Callable[[Tensor,
             for t in model.values():
                 if isinstance(t, Tensor) and sharding(t) is not None and not t.is_meta:
                     marked[memory_of(t)] = t
-    n = ctx.mesh.axes.get("tp", 1)
-    cuts = optimizer_cuts(state, marked, n, memory_of) if isinstance(state, Mapping) else {}
-    return lambda t, where: spec_of(marked.get(memory_of(t), t), ctx, where) or cuts.get(id(t))
+    cuts = optimizer_cuts(state, marked, ctx.mesh, memory_of) if isinstance(state, Mapping) else {}
+    return lambda t, where: layout_of(marked.get(memory_of(t), t), ctx, where) or cuts.get(id(t))
 
 
 def optimizer_cuts(
-    state: Mapping[Any, Any], marked: Mapping[object, Tensor], n: int, memory_of: MemoryOf
+    state: Mapping[Any, Any], marked: Mapping[object, Tensor], mesh: Mesh, memory_of: MemoryOf
 ) -> dict[int, Cut]:
     """By ``id``: cuts of the tensors in optimizers' state_dicts, which are those of their parameters.
 
@@ -57,20 +57,20 @@ def optimizer_cuts(
             spec = known.get(names.get(index, ""))
             for value in values.values():
                 if isinstance(value, Tensor) and value.ndim:
-                    fits = spec is not None and tuple(value.shape) == spec.local_shape(n)
+                    fits = spec is not None and tuple(value.shape) == spec.local_shape(mesh)
                     cuts[id(value)] = spec if fits else "unknown"
     return cuts
 
 
 def _by_name(
     state: Mapping[Any, Any], marked: Mapping[object, Tensor], memory_of: MemoryOf
-) -> dict[str, ShardSpec]:
+) -> dict[str, Layout]:
     """Cuts of the parameters in the models' state_dicts, but for names that two of them use differently."""
-    found: dict[str, set[ShardSpec]] = defaultdict(set)
+    found: dict[str, set[Layout]] = defaultdict(set)
     for model in (state, *state.values()):
         if isinstance(model, Mapping) and not is_optimizer(model):
             for name, t in model.items():
                 if isinstance(t, Tensor) and isinstance(name, str):
                     cut = sharding(t if t.is_meta else marked.get(memory_of(t), t))
-                    found[name].add(cut.layout.spec if cut else ShardSpec(tuple(t.shape)))
+                    found[name].add(cut.layout if cut else Layout(tuple(t.shape)))
     return {name: specs.pop() for name, specs in found.items() if len(specs) == 1}

@@ -18,7 +18,7 @@ import torch
 from ...consensus import gather_bytes, together
 from ...context import current
 from ...errors import CheckpointError
-from ...shard import ShardSpec
+from ...layout import Layout
 from ...storage.dtypes import dtype_name
 from ...storage.files import naming, sync_dir, write_file
 from ...storage.jsonfile import MANIFEST, FileRecord, dumps
@@ -60,8 +60,12 @@ def write_tensor_files(
 
 
 def _record(entry: Entry, crc32: str) -> dict[str, Any]:
-    cut = entry.cut.to_json() if isinstance(entry.cut, ShardSpec) else entry.cut
-    return {"dtype": dtype_name(entry.dtype), "shape": list(entry.shape), "crc32": crc32, "spec": cut}
+    record = {"dtype": dtype_name(entry.dtype), "shape": list(entry.shape), "crc32": crc32}
+    if isinstance(entry.cut, Layout):
+        # not its slot: in which directories it lies says as much
+        axes = [axis for cut in entry.cut.cuts for axis in cut.axes]
+        return record | {"spec": entry.cut.spec.to_json(), "axes": axes}
+    return record | {"spec": entry.cut}
 
 
 def write_state(root: str, name: str, save_id: str, tensors: Any, tree: Any) -> dict[str, FileRecord]:

@@ -273,7 +273,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "flipped header": (MODEL, lambda p: _flip(p, 3), "not a whole safetensors file"),
     "flipped tensor": (MODEL, lambda p: _flip(p, -40), "'a.weight' is damaged: its crc32"),
     "link": (MODEL, _link, "is a link"),
-    "newer version": (MANIFEST, lambda p: _edit(p, lambda d: d.update(version=2)), "format version 2"),
+    "newer version": (MANIFEST, lambda p: _edit(p, lambda d: d.update(version=3)), "format version 3"),
     "foreign format": (
         MANIFEST,
         lambda p: _edit(p, lambda d: d.update(format="x")),

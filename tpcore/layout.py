@@ -11,45 +11,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from .boxes import Box, Region, Share, narrowed, offset
 from .mesh import Mesh
 from .shard import ShardSpec
-
-
-class Box(NamedTuple):
-    """``size`` entries that start at ``full`` in the full tensor and at ``local`` in a rank's part."""
-
-    full: tuple[int, ...]
-    local: tuple[int, ...]
-    size: tuple[int, ...]
-    copies: int  # how many positions on the layout's axes hold it
-
-
-class Share(NamedTuple):
-    """A box of every rank's part, padding included, whose entries are held by ``copies`` positions each."""
-
-    start: tuple[int, ...]
-    size: tuple[int, ...]
-    copies: int
-
-
-class Region(NamedTuple):
-    """A box of ``size``, ``src_start`` in the part of rank ``src``, at ``dst_start`` in the wanted part."""
-
-    src: int
-    src_start: tuple[int, ...]
-    dst_start: tuple[int, ...]
-    size: tuple[int, ...]
-
-    def rows(self, start: int, end: int) -> Region:
-        """The region within these rows of the wanted part, with those rows as the part."""
-        at = self.dst_start[0]
-        first, last = (min(max(row, start), end) for row in (at, at + self.size[0]))
-        return Region(
-            self.src,
-            (self.src_start[0] + first - at, *self.src_start[1:]),
-            (first - start, *self.dst_start[1:]),
-            (last - first, *self.size[1:]),
-        )
 
 
 @dataclass(frozen=True)
@@ -186,7 +150,7 @@ class Layout:
                 ends = zip(have.full, have.size, box.full, box.size, strict=True)
                 size = tuple(min(a + n, b + m) - s for s, (a, n, b, m) in zip(lo, ends, strict=True))
                 if all(length > 0 for length in size):
-                    yield Region(src, _offset(have, lo), _offset(box, lo), size)
+                    yield Region(src, offset(have, lo), offset(box, lo), size)
 
     def reshard(self, parts: Sequence[Tensor], mesh: Mesh, position: int, other: Mesh) -> Tensor:
         """What ``position`` of ``other`` holds, from the parts of all ranks of ``mesh``."""
@@ -236,18 +200,6 @@ class Layout:
 
 
 _ONE = Mesh({"tp": 1})
-
-
-def narrowed(t: Tensor, starts: Sequence[int], size: Sequence[int]) -> Tensor:
-    """A view of a box of ``t``."""
-    for dim, (start, length) in enumerate(zip(starts, size, strict=True)):
-        t = t.narrow(dim, start, length)
-    return t
-
-
-def _offset(box: Box, at: tuple[int, ...]) -> tuple[int, ...]:
-    """Where in the part the entry ``at`` of the full tensor lies."""
-    return tuple(local + a - full for local, a, full in zip(box.local, at, box.full, strict=True))
 
 
 class _Run(NamedTuple):

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..layout import Box, Layout, narrowed
+from ..boxes import Box, narrowed
+from ..layout import Layout
 from ..mesh import Mesh
 
 Init = Callable[[Tensor], object]

@@ -7,9 +7,9 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
+from ..boxes import narrowed
 from ..comm import Comm
 from ..layers.sharding import Sharding, sharding
-from ..layout import narrowed
 from .parameters import Parameters, unique_parameters
 
 Parts = list[tuple[Tensor, int]]

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...boxes import Region
 from ...errors import CheckpointError
-from ...layout import Layout, Region
+from ...layout import Layout
 from ...mesh import Mesh
 from ...shard import ShardSpec
 from .cut import Cut

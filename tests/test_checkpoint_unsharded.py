@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 import tpcore
 from tpcore.checkpoint import load
+from tpcore.checkpoint.offline.consolidate import consolidate
 from tpcore.context import ParallelContext
 from tpcore.errors import CheckpointError
 from tpcore.mesh import Mesh
@@ -258,3 +260,15 @@ def test_a_large_file_is_not_read_whole(
         assert peak < own + mapped + 20 * MiB  # two chunks of 8 MiB, and what Python needs
         if form == "c.safetensors":
             assert read < shard + MiB
+
+
+def test_compressed_records_are_refused(tmp_path: Path) -> None:
+    """torch maps the compressed bytes as values."""
+    path = tmp_path / "c.pt"
+    torch.save({"model": {"w": torch.arange(64.0)}}, tmp_path / "stored.pt")
+    with zipfile.ZipFile(tmp_path / "stored.pt") as old, zipfile.ZipFile(path, "w") as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name), zipfile.ZIP_DEFLATED)
+    assert torch.equal(torch.load(path)["model"]["w"], torch.arange(64.0))
+    with pytest.raises(CheckpointError, match=r"c\.pt has compressed records.*torch\.save"):
+        consolidate(path, tmp_path / "out")

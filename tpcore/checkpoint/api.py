@@ -88,7 +88,8 @@ def load(
     names there may have a prefix that the model's have not, or the other way round.
 
     Directories that NeuronX Distributed or optimum-neuron wrote are read too, in each of their layouts
-    (``load_xser`` need not be said); the model says how their tensors are cut. Those and files of
+    (that of ``load_xser=True`` by its files: the argument changes nothing); the model says how their tensors
+    are cut. Those and files of
     ``torch.save`` are pickles, read without running what is in them; torch before 2.10 cannot promise that
     and warns. ``trust=False`` refuses them: ``tpcore checkpoint convert`` makes safetensors of them.
 

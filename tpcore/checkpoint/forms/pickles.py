@@ -36,6 +36,7 @@ def unpickled(path: str, how: Reading, allow: Sequence[type] = ()) -> Any:
     try:
         if not zipfile.is_zipfile(path):
             raise CheckpointError(f"{path} is truncated: its directory, which is at its end, is missing")
+        _refuse_compressed(path)
         with torch.serialization.safe_globals(list(allow)):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except CheckpointError:
@@ -48,6 +49,16 @@ def unpickled(path: str, how: Reading, allow: Sequence[type] = ()) -> Any:
     except Exception as e:  # a damaged file makes torch.load raise whatever its bytes happen to mean
         said = (str(e).splitlines() or [""])[0][:200]
         raise CheckpointError(f"{path} is damaged: {type(e).__name__}: {said}") from e
+
+
+def _refuse_compressed(path: str) -> None:
+    """torch maps a record as it lies in the file, so that compressed bytes would be taken for values."""
+    with zipfile.ZipFile(path) as records:
+        if any(record.compress_type != zipfile.ZIP_STORED for record in records.infolist()):
+            raise CheckpointError(
+                f"{path} has compressed records, which cannot be read in part: "
+                "write it anew, torch.save(torch.load(path, weights_only=True), path)"
+            )
 
 
 def _version() -> tuple[int, ...]:

@@ -10,10 +10,6 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 FILES = sorted([*(ROOT / "tpcore").rglob("*.py"), *(ROOT / "backends").rglob("*.py")])
 LINES = 300
-LONGER = {"tpcore/layout.py"}
-"""Files above the limit that are known. Only ever shorter: a file that is short enough has to leave."""
-DUPLICATES = {"Layout", "Region", "_Pure"}
-"""Names of classes that two modules share and that are known. Only ever fewer."""
 
 
 def module_of(path: Path) -> str:
@@ -74,12 +70,12 @@ def test_a_class_name_means_one_thing() -> None:
             if isinstance(node, ast.ClassDef):
                 found[node.name].append(module)
     twice = {name: modules for name, modules in found.items() if len(modules) > 1}
-    assert twice.keys() == DUPLICATES, twice
+    assert not twice
 
 
 def test_no_file_is_too_long() -> None:
     long = {str(p.relative_to(ROOT)) for p in FILES if len(p.read_text().splitlines()) > LINES}
-    assert long == LONGER
+    assert not long
 
 
 def test_no_circle_of_imports_between_modules() -> None:

@@ -78,7 +78,7 @@ def write_tensors(
 
 # -- reading ------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
-class Layout:
+class TensorPlace:
     """Where a tensor lies in its file. ``crc32``: 8 hex digits, where they are on record."""
 
     name: str
@@ -138,20 +138,20 @@ class TensorFile:
             raise CheckpointError(f"{self.path}: {name!r} lies outside of the file")
         return e["dtype"], e["shape"], start, end - start
 
-    def layout(self, name: str) -> Layout:
+    def layout(self, name: str) -> TensorPlace:
         """Of a tensor as any safetensors file has it."""
         stored, shape, start, size = self._entry(name)
         if stored not in DTYPES:
             raise CheckpointError(f"{self.path}: {name!r} has dtype {stored}, which is not supported")
-        layout = Layout(name, tuple(shape), DTYPES[stored], start)
+        layout = TensorPlace(name, tuple(shape), DTYPES[stored], start)
         if layout.nbytes != size:
             raise CheckpointError(f"{self.path}: {name!r} of shape {shape} takes {size} bytes")
         return layout
 
-    def recorded(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], crc32: str) -> Layout:
+    def recorded(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], crc32: str) -> TensorPlace:
         """Of a tensor on which there is a record of ours; the file has to agree with it."""
         stored, there, start, size = self._entry(name)
-        layout = Layout(name, shape, dtype, start, crc32)
+        layout = TensorPlace(name, shape, dtype, start, crc32)
         if (stored, there) != as_stored(dtype, shape) or layout.nbytes != size:
             raise CheckpointError(
                 f"{self.path}: {name!r} is {stored} {there}, on record {dtype_name(dtype)} {list(shape)}"
@@ -179,7 +179,7 @@ class TensorFile:
             pages = mmap.mmap(self._fd, size, access=mmap.ACCESS_COPY, offset=at - skipped)
         return torch.frombuffer(pages, dtype=dtype, offset=skipped).view(shape)
 
-    def verify(self, layout: Layout) -> None:
+    def verify(self, layout: TensorPlace) -> None:
         """Compare a tensor with its checksum, in bounded memory."""
         if layout.crc32 is None or layout.name in self._sound:
             return
@@ -192,13 +192,13 @@ class TensorFile:
         self._compare(layout, crc)
         self._sound.add(layout.name)
 
-    def _compare(self, layout: Layout, crc: int) -> None:
+    def _compare(self, layout: TensorPlace, crc: int) -> None:
         if layout.crc32 != spelled(crc):
             raise CheckpointError(
                 f"{self.path}: {layout.name!r} is damaged: its crc32 is {spelled(crc)}, not {layout.crc32}"
             )
 
-    def read(self, layout: Layout, starts: Sequence[int], out: Tensor, *, check: bool = True) -> None:
+    def read(self, layout: TensorPlace, starts: Sequence[int], out: Tensor, *, check: bool = True) -> None:
         """Fill ``out``, a CPU tensor of any dtype and strides, with the region that begins at ``starts``.
 
         With ``check``, compares with the checksum where the region is all of the tensor.

@@ -31,7 +31,7 @@ from .operators import Operators, fast
 GRAPH, CONSTANTS = "graph.json", "constants.safetensors"
 
 
-class _Pure(nn.Module):
+class _PureFunction(nn.Module):
     """``fn`` with everything that it depends on as inputs, the ranks among them."""
 
     def __init__(self, fn: Function, names: Sequence[str], comms: Sequence[Comm]) -> None:
@@ -55,7 +55,7 @@ def trace(
 ) -> None:
     """``comms``: those that the program may use, one for each group."""
     names = sorted(weights)
-    exported = _exported(_Pure(fn, names, comms), [weights[n] for n in names], comms, inputs, dims)
+    exported = _exported(_PureFunction(fn, names, comms), [weights[n] for n in names], comms, inputs, dims)
     module: GraphModule = exported.graph_module
     specs = exported.graph_signature.input_specs
     _take_out_what_changes_nothing(module.graph)
@@ -78,7 +78,7 @@ def trace(
 
 
 def _exported(
-    pure: _Pure, weights: list[Tensor], comms: Sequence[Comm], inputs: Sequence[Tensor], dims: Dims
+    pure: _PureFunction, weights: list[Tensor], comms: Sequence[Comm], inputs: Sequence[Tensor], dims: Dims
 ) -> Any:
     known: dict[str, Any] = {}
     shapes = [{at: _dim(d, known) for at, d in of.items()} for of in dims]

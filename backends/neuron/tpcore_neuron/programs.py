@@ -39,7 +39,7 @@ COMPILED = "neuron.pt"
 _XLA: Any = torch_xla._XLAC
 
 
-class _Pure(nn.Module):
+class _PureModule(nn.Module):
     """``fn`` as torch_neuronx takes it: weights are parameters, all else that it depends on are arguments."""
 
     def __init__(self, fn: Function, weights: Mapping[str, Tensor], comms: Sequence[Comm]) -> None:
@@ -84,7 +84,7 @@ def trace(
             if neuronx.platform() is not None:
                 zeros = {name: torch.zeros(t.shape, dtype=t.dtype) for name, t in weights.items()}
                 examples = (*(c.position.cpu() for c in comms), *(t.cpu() for t in inputs))
-                neuronx.compile_module(_Pure(fn, zeros, comms), examples, folder / COMPILED)
+                neuronx.compile_module(_PureModule(fn, zeros, comms), examples, folder / COMPILED)
 
 
 class _Lowered:
@@ -114,7 +114,7 @@ def _lowered(
     held = {name: _placeholder(t) for name, t in weights.items()}
     ranks, given = [_placeholder(c.position) for c in comms], [_placeholder(t) for t in inputs]
     with torch.no_grad(), reads.refused():
-        program = _Lowered(_Pure(fn, held, comms)(*ranks, *given))
+        program = _Lowered(_PureModule(fn, held, comms)(*ranks, *given))
     sources: list[tuple[list[Any], Tensor]] = [(["weight", name], t) for name, t in held.items()]
     sources += [(["rank", i], t) for i, t in enumerate(ranks)]
     sources += [(["input", i], t) for i, t in enumerate(given)]

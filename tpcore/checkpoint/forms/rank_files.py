@@ -41,10 +41,10 @@ class RankFiles(Source):
         return {}, set()
 
     def stage(self, pp_rank: int, own: int | None, cuts: Cuts) -> Stage:
-        return _Stage(self, pp_rank, own, cuts)
+        return _RankFilesStage(self, pp_rank, own, cuts)
 
 
-class _Stage(Stage):
+class _RankFilesStage(Stage):
     def __init__(self, source: RankFiles, pp_rank: int, own: int | None, cuts: Cuts) -> None:
         self._source, self._pp_rank, self._own, self._cuts = source, pp_rank, own, cuts
         self._files = source.files[pp_rank]

@@ -32,7 +32,7 @@ class Whole(Source):
 
     def stage(self, pp_rank: int, own: int | None, cuts: Cuts) -> Stage:
         model = {name: _cut(name, item, cuts) for name, item in self._state.items()}
-        return _Stage(model, self._rest, self.path, own is not None)
+        return _WholeStage(model, self._rest, self.path, own is not None)
 
 
 def _cut(name: str, item: Any, cuts: Cuts) -> Any:
@@ -43,7 +43,7 @@ def _cut(name: str, item: Any, cuts: Cuts) -> Any:
 
 
 @dataclass(frozen=True)
-class _Stage(Stage):
+class _WholeStage(Stage):
     state: State
     rest: Mapping[Any, Any]
     path: str

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ...storage.tensorfile import Layout, TensorFile
+from ...storage.tensorfile import TensorFile, TensorPlace
 
 
 class Shard(Protocol):
@@ -35,7 +35,7 @@ class FileShard:
     """A tensor of a safetensors file."""
 
     file: TensorFile
-    layout: Layout
+    layout: TensorPlace
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -36,6 +36,7 @@ def serve(size: int, conn: Connection) -> None:
     xm.set_replication(torch_xla.device(), devices)  # makes xr.world_size() the number of replicas
     patches.install()
     worlds = groups.install(patches.rank_here, size)
+    excepthook = sys.excepthook
     while True:
         try:
             call, timeout, env = conn.recv()
@@ -53,6 +54,9 @@ def serve(size: int, conn: Connection) -> None:
             os._exit(1)  # a thread that runs cannot be stopped
         del world, one, fn, args, kwargs, outcomes  # and what their errors' tracebacks hold
         worlds.forget()
+        sys.excepthook = (
+            excepthook  # each init of torch.distributed wraps the one before: a prefix more a line
+        )
         gc.collect()  # what a failed run has traced and not run is dropped, so that the next does not run it
 
 

@@ -54,9 +54,7 @@ def serve(size: int, conn: Connection) -> None:
             os._exit(1)  # a thread that runs cannot be stopped
         del world, one, fn, args, kwargs, outcomes  # and what their errors' tracebacks hold
         worlds.forget()
-        sys.excepthook = (
-            excepthook  # each init of torch.distributed wraps the one before: a prefix more a line
-        )
+        sys.excepthook = excepthook  # each init of torch.distributed wraps the one before
         gc.collect()  # what a failed run has traced and not run is dropped, so that the next does not run it
 
 

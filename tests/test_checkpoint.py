@@ -560,5 +560,20 @@ def test_pipeline_ranks_have_directories_of_their_own(tmp_path: Path) -> None:
     for rank, found in enumerate(run_ranks(Mesh({"pp": 2, "tp": 2}), lambda ctx: load(tmp_path / "c"))):
         assert found["stage"] == rank // 2
         assert found["w"].tolist() == [rank % 2]
-    with pytest.raises(CheckpointError, match="pp=2 and this job has pp=1"):
+    with pytest.raises(CheckpointError, match=r"stage .* at the degree .* pp=2: it is 0 .*, 1 of 0 of stage"):
         run_ranks(Mesh({"tp": 2}), lambda ctx: load(tmp_path / "c"))
+
+
+def test_an_entry_of_which_stages_hold_other_values_is_not_taken_from_one(tmp_path: Path) -> None:
+    def write(ctx: ParallelContext) -> None:
+        save({"rng": torch.tensor([ctx.coord("pp")]), "same": torch.ones(2)}, tmp_path / "c")
+
+    run_ranks(Mesh({"pp": 2, "tp": 1}), write)
+
+    def read(ctx: ParallelContext) -> None:
+        with pytest.raises(CheckpointError, match=r"rng can be loaded only .* pp=2: stages 0 and 1"):
+            load(tmp_path / "c", model_key=None)
+        with pytest.warns(UserWarning, match="left out: rng"):
+            assert list(load(tmp_path / "c", model_key=None, strict=False)) == ["same"]
+
+    run_ranks(Mesh({"tp": 1}), read)

@@ -116,6 +116,21 @@ class NativeStage(Stage):
                     f"tp={self._checkpoint.tp}{stages}: it is {a.get(path)!r} of tp rank 0, "
                     f"{b.get(path)!r} of {other}"
                 )
+        return self._other_values(key)
+
+    def _other_values(self, key: Any) -> str | None:
+        """Where stages hold other tensors under the names of an entry, one of which has to stand for all."""
+        tensors = [(path, t) for path, t in leaves(self._top[key], (key,)) if is_tensor(t)]
+        for stage, i in product(self._alike[1:], range(self._checkpoint.tp)):
+            for path, t in tensors:
+                place = str(t["file"]), str(t["name"])
+                (mine, cut), (theirs, _) = (self._checkpoint.rank(i, s).tensor(*place) for s in (0, stage))
+                over_stages = isinstance(cut, Layout) and "pp" in cut.axes
+                if not over_stages and (mine.shape, mine.layout.crc32) != (theirs.shape, theirs.layout.crc32):
+                    return (
+                        f"{spell(path)} can be loaded only at the degree it was saved at, "
+                        f"pp={self._checkpoint.pp}: stages 0 and {stage} hold different values"
+                    )
         return None
 
     def _uncut(self, key: Any) -> str | None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from worlds import Alike
 
 import tpcore
 from tpcore.context import ParallelContext
@@ -14,13 +15,6 @@ from tpcore.errors import BackendError
 from tpcore.mesh import Mesh
 from tpcore.testing import ThreadBackend, run_ranks
 from tpcore.testing.threads import ThreadWorld
-
-
-class Alike(ThreadWorld):
-    """A world whose other ranks do what this one does."""
-
-    def exchange(self, members: tuple[int, ...], rank: int, op: str, x: torch.Tensor) -> list[torch.Tensor]:
-        return [x for _ in members]
 
 
 class Recorded(ThreadBackend):

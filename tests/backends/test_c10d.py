@@ -6,6 +6,7 @@ import inspect
 
 import pytest
 import torch
+from worlds import Alike
 
 import tpcore
 from tpcore.backend.capabilities import Capabilities
@@ -14,7 +15,6 @@ from tpcore.context import ParallelContext
 from tpcore.mesh import Mesh
 from tpcore.processes.pool import RankPool
 from tpcore.testing import ThreadBackend
-from tpcore.testing.threads import ThreadWorld
 
 
 class Simple(C10dBackend):
@@ -65,7 +65,7 @@ class Limited(ThreadBackend):
     )
 
     def __init__(self, world: int) -> None:
-        super().__init__(0, ThreadWorld(world))
+        super().__init__(0, Alike(world))
 
 
 def test_a_group_that_it_cannot_form_is_refused_by_init() -> None:

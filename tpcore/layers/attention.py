@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,7 @@ from .options import sequence_dim
 from .plain import checked_plain, filled
 from .shared_input import InputCopy
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
+QKV = TypeVar("QKV", bound="ParallelQKV")
 
 
 class ParallelQKV(nn.Module):
@@ -83,12 +82,12 @@ class ParallelQKV(nn.Module):
 
     @classmethod
     def from_plain(
-        cls,
+        cls: type[QKV],
         plain: nn.Module | Sequence[nn.Module],
         num_heads: int,
         num_kv_heads: int | None = None,
         **options: Any,
-    ) -> Self:
+    ) -> QKV:
         """This rank's part of one ``nn.Linear`` that computes q|k|v, or of three that compute q, k and v.
 
         As ``ColumnParallelLinear.from_plain`` makes it; ``options`` are the constructor's without sizes,

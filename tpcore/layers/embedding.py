@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +17,7 @@ from .module import Device, ParallelModule
 from .options import sequence_dim
 from .plain import checked_plain, filled
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
+Embedding = TypeVar("Embedding", bound="ParallelEmbedding")
 
 
 class _ScaleGradient(torch.autograd.Function):
@@ -104,7 +103,7 @@ class ParallelEmbedding(ParallelModule):
             self._clear(padding_idx)
 
     @classmethod
-    def from_plain(cls, plain: nn.Module, **options: Any) -> Self:
+    def from_plain(cls: type[Embedding], plain: nn.Module, **options: Any) -> Embedding:
         """This rank's part of an ``nn.Embedding``, as ``ColumnParallelLinear.from_plain`` makes it."""
         table = checked_plain(plain, nn.Embedding, cls)
         names = ("num_embeddings", "embedding_dim", "padding_idx", "max_norm", "norm_type")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -26,10 +26,9 @@ from .module import Device, ParallelModule
 from .options import cut_features, sequence_dim
 from .plain import checked_plain, filled
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 Result = Tensor | tuple[Tensor, Tensor | None]
+
+Linear = TypeVar("Linear", bound="_ParallelLinear")
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ class _ParallelLinear(ParallelModule):
         self.input_size, self.output_size = input_size, output_size
 
     @classmethod
-    def from_plain(cls, plain: nn.Module, **options: Any) -> Self:
+    def from_plain(cls: type[Linear], plain: nn.Module, **options: Any) -> Linear:
         """This rank's part of a plain module: values, dtype, device, requires_grad and training flag are its.
 
         ``options`` are the constructor's, without sizes, bias, dtype, device and init_method. A module on

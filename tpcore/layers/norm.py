@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +14,8 @@ from ..shard import ShardSpec
 from .module import ParallelModule
 from .plain import checked_plain, filled
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
+Layer = TypeVar("Layer", bound="LayerNorm")
+RMS = TypeVar("RMS", bound="RMSNorm")
 
 
 class _Norm(ParallelModule):
@@ -62,7 +62,7 @@ class LayerNorm(_Norm):
                 self.register_parameter(name, None)
 
     @classmethod
-    def from_plain(cls, plain: nn.Module, **options: Any) -> Self:
+    def from_plain(cls: type[Layer], plain: nn.Module, **options: Any) -> Layer:
         """The same norm as an ``nn.LayerNorm``, as ``ColumnParallelLinear.from_plain`` makes it."""
         norm = checked_plain(plain, nn.LayerNorm, cls)
         affine, bias = norm.weight is not None, norm.bias is not None
@@ -97,7 +97,7 @@ class RMSNorm(_Norm):
         self.shard_parameter("weight", ShardSpec(self.normalized_shape), nn.init.ones_, dtype, device)
 
     @classmethod
-    def from_plain(cls, plain: nn.Module, **options: Any) -> Self:
+    def from_plain(cls: type[RMS], plain: nn.Module, **options: Any) -> RMS:
         """The same norm as an ``nn.RMSNorm``, as ``ColumnParallelLinear.from_plain`` makes it."""
         norm = checked_plain(plain, nn.RMSNorm, cls)
         if norm.weight is None:

@@ -17,7 +17,7 @@ from ...context import ParallelContext, current
 from ...errors import CheckpointError
 from ...log import log
 from ...storage.files import read_file
-from ...storage.progress import Bar
+from ...storage.progress import Bar, Progress
 from .save import Options, Save
 
 _log = log.getChild("checkpoint")
@@ -66,7 +66,7 @@ class _Background:
         _log.info("saving %s", save.target)
         heard = [b"null"]
         try:
-            heard = [save.write(bar)]
+            heard = [save.write(Progress(bar))]
         except Exception as e:  # noqa: BLE001  raised once nobody writes any more
             failed = e
         finally:

@@ -20,15 +20,13 @@ from ...context import current
 from ...errors import CheckpointError
 from ...layout import Layout
 from ...storage.dtypes import dtype_name
-from ...storage.files import naming, sync_dir, write_file
-from ...storage.jsonfile import MANIFEST, FileRecord, dumps
-from ...storage.progress import Steps, Tell, Tick, nothing
+from ...storage.files import MANIFEST, FileRecord, dumps, naming, sync_dir, write_file
+from ...storage.progress import Progress
 from ...storage.publish import Staging, staging_path
 from ...storage.tensorfile import write_tensors
 from ..format.manifest import FORMAT, STATE, VERSION, Manifest, rank_dir
 from ..format.retention import keep_last
-from .cuts import cuts_of
-from .snapshot import Entry, Part, total_of
+from .snapshot import Entry, Part, cuts_of, total_of
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,11 @@ class Options:
 
 
 def write_tensor_files(
-    root: str, name: str, save_id: str, files: Mapping[str, Mapping[str, Entry]], tick: Tick = nothing
+    root: str,
+    name: str,
+    save_id: str,
+    files: Mapping[str, Mapping[str, Entry]],
+    progress: Progress | None = None,
 ) -> tuple[dict[str, FileRecord], dict[str, Any]]:
     """Write files of tensors into the directory ``name`` of ``root``; what goes on record."""
     here = os.path.join(root, name)
@@ -54,7 +56,7 @@ def write_tensor_files(
     records, tensors = {}, {}
     for file, entries in sorted(files.items()):
         metadata = {"format": "pt", "save_id": save_id, "rank": name}
-        records[f"{name}/{file}"], sums = write_tensors(os.path.join(here, file), entries, metadata, tick)
+        records[f"{name}/{file}"], sums = write_tensors(os.path.join(here, file), entries, metadata, progress)
         tensors[file] = {key: _record(entry, sums[key]) for key, entry in entries.items()}
     return records, tensors
 
@@ -129,15 +131,16 @@ class Save:
         at = self.ctx.mesh.coords(rank)
         return rank_dir(at.get("tp", 0), at.get("pp", 0), self.ctx.mesh.axes.get("pp", 1))
 
-    def write(self, tell: Tell = nothing) -> bytes:
+    def write(self, progress: Progress | None = None) -> bytes:
         """Write this rank's tensors; what ``put_together`` has to hear of it from every rank."""
         if self._part is None:
             return b"null"
         name = self.name_of(self.ctx.rank)
         with naming("save", self.target):
             files = self._part.share(*self._dp)
-            steps = Steps(total_of(files), tell)
-            records, tensors = write_tensor_files(self.root, name, self.save_id, files, steps)
+            if progress is not None:
+                progress.start(total_of(files))
+            records, tensors = write_tensor_files(self.root, name, self.save_id, files, progress)
             if self._dp[1] > 1:
                 sync_dir(os.path.join(self.root, name))
         tree = self._part.tree if self._first else None

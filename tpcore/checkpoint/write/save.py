@@ -47,7 +47,7 @@ def write_tensor_files(
     files: Mapping[str, Mapping[str, Entry]],
     progress: Progress | None = None,
 ) -> tuple[dict[str, FileRecord], dict[str, Any]]:
-    """Write files of tensors into the directory ``name`` of ``root``; what goes on record."""
+    """Write files of tensors into the directory ``name`` of ``root``; the records of files and tensors."""
     here = os.path.join(root, name)
     if not os.path.isdir(root):
         raise CheckpointError(f"{root}, made by rank 0, is not here: do all ranks share the file system?")
@@ -71,7 +71,7 @@ def _record(entry: Entry, crc32: str) -> dict[str, Any]:
 
 
 def write_state(root: str, name: str, save_id: str, tensors: Any, tree: Any) -> dict[str, FileRecord]:
-    """Write what says where each tensor of the directory is, and everything that is no tensor."""
+    """Write a directory's state: the place of each tensor, and everything that is no tensor."""
     state = {
         "format": FORMAT,
         "version": VERSION,
@@ -98,9 +98,9 @@ def put_in_place(
 
 
 class Save:
-    """One save on one rank. ``prepare`` and ``start`` are collective over the world; so is ``finish``.
+    """One save on one rank. The constructor is collective over the world.
 
-    Between them ``write`` needs no other rank, and may run in a thread of its own.
+    ``write`` needs no other rank, and may run in a thread of its own. ``put_together`` follows on rank 0.
     """
 
     def __init__(self, state: dict[Any, Any], save_dir: str | os.PathLike[str], options: Options) -> None:
@@ -120,8 +120,8 @@ class Save:
                 if options.background:
                     self._part.to_host()
         # rank 0 says where: a relative name may mean another place elsewhere
-        said = json.dumps([uuid.uuid4().hex, os.path.realpath(save_dir)]).encode()
-        self.save_id, self.target = json.loads(gather_bytes(said, ctx.world)[0])
+        proposal = json.dumps([uuid.uuid4().hex, os.path.realpath(save_dir)]).encode()
+        self.save_id, self.target = json.loads(gather_bytes(proposal, ctx.world)[0])
         self.root = staging_path(self.target, self.save_id)
         with together(ctx), naming("save", self.target):
             if ctx.rank == 0:
@@ -132,7 +132,7 @@ class Save:
         return rank_dir(at.get("tp", 0), at.get("pp", 0), self.ctx.mesh.axes.get("pp", 1))
 
     def write(self, progress: Progress | None = None) -> bytes:
-        """Write this rank's tensors; what ``put_together`` has to hear of it from every rank."""
+        """Write this rank's tensors. Returns its report, which ``put_together`` takes from every rank."""
         if self._part is None:
             return b"null"
         name = self.name_of(self.ctx.rank)
@@ -147,17 +147,17 @@ class Save:
         self._part = None  # in the background: frees the copy
         return json.dumps([name, records, tensors, tree]).encode()
 
-    def put_together(self, heard: Sequence[bytes]) -> None:
-        """On rank 0: each directory's state, the manifest, and the name. ``heard`` of all ranks."""
+    def put_together(self, reports: Sequence[bytes]) -> None:
+        """On rank 0: write each directory's state and the manifest, and give the checkpoint its name."""
         if self.staging is None:
             return
         files: dict[str, FileRecord] = {}
         tensors: dict[str, dict[str, Any]] = defaultdict(dict)
         trees: dict[str, Any] = {}
-        for data in heard:
-            said = json.loads(data)
-            if said is not None:
-                name, records, its_tensors, tree = said
+        for data in reports:
+            report = json.loads(data)
+            if report is not None:
+                name, records, its_tensors, tree = report
                 files |= {path: FileRecord(*record) for path, record in records.items()}
                 tensors[name] |= its_tensors
                 trees[name] = trees.get(name) or tree
@@ -181,15 +181,15 @@ def write_checkpoint(state: dict[Any, Any], save_dir: str | os.PathLike[str], op
     rank if one fails, and then leaves nothing behind.
     """
     save = Save(state, save_dir, options)
-    ctx, said = save.ctx, b"null"
+    ctx, report = save.ctx, b"null"
     try:
         for turn in range(ctx.mesh.size) if options.serially else (ctx.rank,):
             with together(ctx):
                 if turn == ctx.rank:
-                    said = save.write()
-        heard = gather_bytes(said, ctx.world)
+                    report = save.write()
+        reports = gather_bytes(report, ctx.world)
         with together(ctx):
-            save.put_together(heard)
+            save.put_together(reports)
     finally:
         save.close()
 

@@ -98,7 +98,7 @@ class Part:
         return f"{self._stems[top]}.safetensors"
 
     def share(self, rank: int, n: int) -> Mapping[str, Mapping[str, Entry]]:
-        """The files that ``rank`` of ``n`` ranks that hold the same writes; every rank names all alike."""
+        """The files that ``rank`` writes, of ``n`` ranks with equal tensors; every rank names all alike."""
         if n == 1:
             return self.files
         load, out = [0] * n, defaultdict[str, dict[str, Entry]](dict)
@@ -137,7 +137,7 @@ def _unused(name: str, used: Iterable[str]) -> str:
 
 # -- cuts -------------------------------------------------------------------------------------------------
 def cuts_of(state: Mapping[Any, Any], ctx: ParallelContext) -> Callable[[Tensor, str], Cut]:
-    """What goes on record with each tensor of a state to be saved.
+    """The cut that goes on record with each tensor of a state.
 
     An entry that a plain module made of a parallel layer's parameter (as ``cls.predictions.bias`` of
     transformers' BERT) has no mark of its own, but is the memory of one that has.
@@ -183,11 +183,11 @@ def _by_name(
     state: Mapping[Any, Any], marked: Mapping[object, Tensor], memory_of: MemoryOf
 ) -> dict[str, Layout]:
     """Cuts of the parameters in the models' state_dicts, but for names that two of them use differently."""
-    found: dict[str, set[Layout]] = defaultdict(set)
+    layouts: dict[str, set[Layout]] = defaultdict(set)
     for model in (state, *state.values()):
         if isinstance(model, Mapping) and not is_optimizer(model):
             for name, t in model.items():
                 if isinstance(t, Tensor) and isinstance(name, str):
                     cut = sharding(t if t.is_meta else marked.get(memory_of(t), t))
-                    found[name].add(cut.layout if cut else Layout(tuple(t.shape)))
-    return {name: specs.pop() for name, specs in found.items() if len(specs) == 1}
+                    layouts[name].add(cut.layout if cut else Layout(tuple(t.shape)))
+    return {name: specs.pop() for name, specs in layouts.items() if len(specs) == 1}

@@ -70,8 +70,8 @@ def flows(folder: str) -> dict[str, Calls]:
         return lambda: layer(x)
 
     def save() -> Callable[[], object]:
-        net = Net()
-        return lambda: tpcore.checkpoint.save(net.state_dict(), where)
+        state = Net().state_dict()
+        return lambda: tpcore.checkpoint.save(state, where)
 
     def load() -> Callable[[], object]:
         net = Net()

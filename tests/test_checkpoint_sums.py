@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tpcore.storage import files
-from tpcore.storage.crc32 import joined
+from tpcore.storage.files import joined
 
 
 @given(st.lists(st.binary(max_size=300), max_size=6), st.integers(0, 5000))

@@ -199,7 +199,7 @@ def test_any_region(
         patch.setattr(tensorfile, "RUN", run)
         file = TensorFile(str(path))
         try:
-            file.read(file.layout("t"), starts, out)
+            file.tensor("t").read(starts, out, check=True)
         finally:
             file.close()
     assert torch.equal(out, box.to(dtype))

@@ -48,7 +48,8 @@ class Region(NamedTuple):
 def narrowed(t: Tensor, starts: Sequence[int], size: Sequence[int]) -> Tensor:
     """A view of a box of ``t``."""
     for dim, (start, length) in enumerate(zip(starts, size, strict=True)):
-        t = t.narrow(dim, start, length)
+        if length != t.shape[dim]:
+            t = t.narrow(dim, start, length)
     return t
 
 

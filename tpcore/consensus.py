@@ -51,16 +51,13 @@ def check_one_program(text: bytes, constants: bytes, world: Comm) -> None:
     )
 
 
-def together(ctx: ParallelContext) -> AbstractContextManager[None]:
+class together(AbstractContextManager[None]):
     """Local work that may fail on some ranks: then all raise, after the block, an error of the same type.
 
     A rank that failed raises its own error; the others one that names the first rank that did. No
     collective may be made inside. Collective over the world.
     """
-    return _Together(ctx)
 
-
-class _Together(AbstractContextManager[None]):
     # a class and not a generator: contextlib would leave a generator from one line after an error and from
     # another without, and ranks would seem to make their collectives from different places
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import permutations
 from typing import Any
 
@@ -49,7 +50,7 @@ class ParallelContext:
             self._comms[axes, within] = self.backend.comm(group, self.rank)
         return self._comms[axes, within]
 
-    @property
+    @cached_property
     def world(self) -> Comm:
         return self.comm(*self.mesh.axes)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -85,14 +85,14 @@ class Layout:
         """The layout of one cut, or of none where ``spec`` cuts no dim."""
         return cls(spec.shape, () if spec.dim is None else (AxisCut(axes, spec),), slot)
 
-    @property
+    @cached_property
     def spec(self) -> ShardSpec:
         """The cut, where there is at most one."""
         if len(self.cuts) > 1:
             raise ValueError(f"{self} has {len(self.cuts)} cuts, not one")
         return self.cuts[0].spec if self.cuts else ShardSpec(self.shape)
 
-    @property
+    @cached_property
     def axes(self) -> tuple[str, ...]:
         """The axes along which ranks hold different entries."""
         of_cuts = tuple(axis for cut in self.cuts for axis in cut.axes)

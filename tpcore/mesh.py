@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 
 import numpy as np
@@ -60,7 +61,7 @@ class Mesh:
     def __hash__(self) -> int:
         return hash(tuple(self.axes.items()))
 
-    @property
+    @cached_property
     def size(self) -> int:
         return math.prod(self.axes.values())
 

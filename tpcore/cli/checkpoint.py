@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,14 +15,15 @@ from rich.console import Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
-    Progress,
     TextColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+from rich.progress import Progress as Bar
 from rich.table import Table
 
 from ..errors import CheckpointError
+from ..storage.progress import Progress
 
 checkpoint = typer.Typer(
     help="Examine, check, combine and reshard checkpoints. DIR is of any form that can be read.",
@@ -67,7 +68,7 @@ def consolidate(
     if output_format not in ("safetensors", "pytorch"):
         raise typer.BadParameter(f"--format {output_format}: safetensors or pytorch")
     size = _bytes(max_shard_size) if max_shard_size else None
-    with _reporting(as_json) as tell:
+    with _reporting(as_json) as progress:
         names = consolidate_checkpoint(
             src,
             out,
@@ -75,7 +76,7 @@ def consolidate(
             max_shard_size=size,
             rules=_rules(cut),
             how=_how(model_key, trust),
-            tell=tell,
+            progress=progress,
         )
     _wrote(out, names, as_json)
 
@@ -96,9 +97,9 @@ def reshard(
     """Write the checkpoint for another tensor-parallel degree, optimizer state included."""
     from ..checkpoint.offline.reshard import reshard as reshard_checkpoint
 
-    with _reporting(as_json) as tell:
+    with _reporting(as_json) as progress:
         left = reshard_checkpoint(
-            src, out, tp, strict=strict, rules=_rules(cut), how=_how(model_key, trust), tell=tell
+            src, out, tp, strict=strict, rules=_rules(cut), how=_how(model_key, trust), progress=progress
         )
     if as_json:
         typer.echo(json.dumps({"out": out, "tp": tp, "left_out": left}, indent=2))
@@ -118,8 +119,8 @@ def convert(
     """Make safetensors of pickles: of an unsharded file a file, of another library's shards a checkpoint."""
     from ..checkpoint.offline.convert import convert as convert_checkpoint
 
-    with _reporting(as_json) as tell:
-        names = convert_checkpoint(src, out, rules=_rules(cut), how=_how(model_key, trust), tell=tell)
+    with _reporting(as_json) as progress:
+        names = convert_checkpoint(src, out, rules=_rules(cut), how=_how(model_key, trust), progress=progress)
     _wrote(out, names, as_json)
 
 
@@ -165,8 +166,8 @@ def diff(
     """Compare the models in two checkpoints, of any form and degree. Exit status 1 if they differ."""
     from ..checkpoint.offline.diff import diff as diff_checkpoint
 
-    with _reporting(as_json) as tell:
-        found = list(diff_checkpoint(a, b, rules=_rules(cut), how=_how(model_key, trust), tell=tell))
+    with _reporting(as_json) as progress:
+        found = list(diff_checkpoint(a, b, rules=_rules(cut), how=_how(model_key, trust), progress=progress))
     if as_json:
         typer.echo(json.dumps([_finite(d._asdict()) for d in found], indent=2))
     elif not found:
@@ -194,8 +195,8 @@ def verify(
     """Compare all checksums and look for missing and surplus files. Exit status 1 if anything is wrong."""
     from ..checkpoint.offline.verify import verify as verify_checkpoint
 
-    with _reporting(as_json) as tell:
-        wrong = verify_checkpoint(src, rules=_rules(cut), how=_how(model_key, trust), tell=tell)
+    with _reporting(as_json) as progress:
+        wrong = verify_checkpoint(src, rules=_rules(cut), how=_how(model_key, trust), progress=progress)
     if as_json:
         typer.echo(json.dumps({"path": src, "problems": wrong}, indent=2))
     else:
@@ -204,17 +205,17 @@ def verify(
 
 
 @contextmanager
-def _reporting(quiet: bool) -> Iterator[Callable[[int, int], None]]:
+def _reporting(quiet: bool) -> Iterator[Progress]:
     """A progress bar on a terminal; what is wrong with the input in one line on stderr, exit status 2."""
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
     console = Console(stderr=True)
     shown = not quiet and console.is_terminal
-    progress = Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not shown)
+    bar = Bar(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not shown)
     try:
-        with progress, warnings.catch_warnings():
+        with bar, warnings.catch_warnings():
             warnings.showwarning = lambda message, *_, **__: typer.echo(f"warning: {message}", err=True)
-            task = progress.add_task("done", total=None)
-            yield lambda done, total: progress.update(task, completed=done, total=total)
+            task = bar.add_task("done", total=None)
+            yield Progress(lambda done, total: bar.update(task, completed=done, total=total))
     except (CheckpointError, ValueError, OSError) as e:
         typer.echo(f"error: {e}", err=True)
         raise typer.Exit(2) from e

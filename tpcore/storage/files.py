@@ -1,21 +1,22 @@
-"""Files on the disk and not only in its cache, and errors that name them."""
+"""Files on the disk and not only in its cache: their bytes, checksums and JSON, and errors that name them."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import json
 import os
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
-from typing import Any
+from functools import cache, lru_cache
+from typing import Any, NamedTuple, NoReturn
 
 from ..errors import CheckpointError
-from .crc32 import joined, spelled
-from .jsonfile import FileRecord
-from .progress import Tick, nothing
+from .progress import Progress
 
+MANIFEST = "manifest.json"
+PREFIX = "tp_rank_"
 CHUNK = 8 << 20
 """Bytes handled at once: written, summed or read on the way to another dtype or layout."""
 # Two ranks on two cores, each summing and writing 0.4 GB, against plain write and fsync: 1.29 without, 0.98
@@ -34,6 +35,11 @@ def naming(doing: str, path: str) -> Iterator[None]:
 
 
 Bytes = bytes | memoryview
+
+
+class FileRecord(NamedTuple):
+    size: int
+    crc32: str  # 8 hex digits
 
 
 def write_file(path: str, pieces: Iterable[Bytes]) -> FileRecord:
@@ -66,13 +72,14 @@ def write_parts(
     return FileRecord(done, spelled(joined(sums))), [spelled(crc) for crc, _ in sums]
 
 
-def chunks(pieces: Iterable[Bytes], tick: Tick = nothing) -> Iterator[Bytes]:
-    """The same in steps; ``tick`` is called once the bytes of one are done with."""
+def chunks(pieces: Iterable[Bytes], progress: Progress | None = None) -> Iterator[Bytes]:
+    """The same in steps; ``progress`` takes the bytes of one once they are done with."""
     for piece in pieces:
         for i in range(0, len(piece), CHUNK):
             chunk = piece[i : i + CHUNK]
             yield chunk
-            tick(len(chunk))
+            if progress is not None:
+                progress.add(len(chunk))
 
 
 def _begin(fd: int, begun: int, done: int) -> int:
@@ -95,13 +102,14 @@ def read_file(path: str) -> bytes:
         return f.read()
 
 
-def crc32_of(path: str, tick: Tick = nothing) -> str:
+def crc32_of(path: str, progress: Progress | None = None) -> str:
     """Of a whole file."""
     crc = 0
     with naming("read", path), open(path, "rb") as f:
         while chunk := f.read(CHUNK):
             crc = zlib.crc32(chunk, crc)
-            tick(len(chunk))
+            if progress is not None:
+                progress.add(len(chunk))
     return spelled(crc)
 
 
@@ -127,3 +135,61 @@ def make_dirs(path: str) -> None:
     with naming("make the directory", path):
         os.mkdir(path)
     sync_dir(parent)
+
+
+# -- JSON -------------------------------------------------------------------------------------------------
+def dumps(value: Any, indent: int | None = None) -> bytes:
+    return (json.dumps(value, indent=indent, allow_nan=False) + "\n").encode()
+
+
+def loads(data: bytes, path: str) -> Any:
+    """Strict JSON: no NaN, no infinity."""
+
+    def refuse(word: str) -> NoReturn:
+        raise ValueError(f"{word} is not JSON")
+
+    try:
+        return json.loads(data, parse_constant=refuse)
+    except (ValueError, RecursionError) as e:  # ValueError: bad UTF-8 and bad JSON alike
+        raise CheckpointError(f"{path} is damaged: {e}") from e
+
+
+# -- checksums --------------------------------------------------------------------------------------------
+# Polynomials over GF(2) modulo the one of crc32, the coefficient of x**k in bit 31 - k; zlib's crc32_combine
+# (crc32.c) is the source of the algorithm.
+_MODULUS, _ONE, _X8 = 0xEDB88320, 1 << 31, 1 << 23
+
+
+def joined(parts: Iterable[tuple[int, int]]) -> int:
+    """crc32 of the concatenation of parts, of each of which (crc32, bytes) is given."""
+    total = 0
+    for crc, size in parts:
+        total = _times(_shift(size), total) ^ crc
+    return total
+
+
+def spelled(crc: int) -> str:
+    """As it goes on record."""
+    return f"{crc:08x}"
+
+
+@lru_cache(maxsize=256)  # a model has many tensors of few sizes
+def _shift(size: int) -> int:
+    """x ** (8 size)"""
+    out, base = _ONE, _X8
+    while size:
+        if size & 1:
+            out = _times(out, base)
+        base = _times(base, base)
+        size >>= 1
+    return out
+
+
+def _times(a: int, b: int) -> int:
+    out = 0
+    while a:
+        if a & _ONE:
+            out ^= b
+        a = (a << 1) & 0xFFFFFFFF
+        b = (b >> 1) ^ (_MODULUS if b & 1 else 0)
+    return out

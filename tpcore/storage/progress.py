@@ -1,4 +1,4 @@
-"""How far a long piece of work has come, in bytes: told by who does it, shown by who wants to see it."""
+"""How far a long piece of work has come, in bytes."""
 
 from __future__ import annotations
 
@@ -6,30 +6,24 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-Tick = Callable[[int], object]
-"""Called with the bytes of each step."""
-Tell = Callable[[int, int], object]
-"""Called with the bytes that are done and those that there are, before the first step and after each."""
 
+class Progress:
+    """The bytes that are done. ``show`` takes them and the total, at the start and after each step."""
 
-def nothing(*_: int) -> None:
-    pass
+    def __init__(self, show: Callable[[int, int], object]) -> None:
+        self._show, self._done, self._total = show, 0, 0
 
+    def start(self, total: int) -> None:
+        self._done, self._total = 0, total
+        self._show(0, total)
 
-class Steps:
-    """Adds up: to be called as a Tick, calls a Tell."""
-
-    def __init__(self, total: int, tell: Tell) -> None:
-        self._done, self._total, self._tell = 0, total, tell
-        tell(0, total)
-
-    def __call__(self, step: int) -> None:
+    def add(self, step: int) -> None:
         self._done += step
-        self._tell(self._done, self._total)
+        self._show(self._done, self._total)
 
 
 class Bar:
-    """A Tell that shows a bar of tqdm on a terminal; elsewhere, or without tqdm, nothing."""
+    """A bar of tqdm on a terminal, to be shown by a Progress; elsewhere, or without tqdm, nothing."""
 
     def __init__(self, title: str) -> None:
         self._title, self._bar = title, None

@@ -12,8 +12,7 @@ from contextlib import suppress
 from typing import IO
 
 from ..errors import CheckpointError
-from .files import make_dirs, naming, read_file, sync_dir
-from .jsonfile import MANIFEST, PREFIX, loads
+from .files import MANIFEST, PREFIX, loads, make_dirs, naming, read_file, sync_dir
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # <fcntl.h> and <linux/fs.h>
 _CANNOT = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}

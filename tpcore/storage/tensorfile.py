@@ -7,8 +7,9 @@ import math
 import mmap
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -16,11 +17,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import CheckpointError
-from .crc32 import spelled
 from .dtypes import DTYPES, as_stored, bytes_of, dtype_name
-from .files import CHUNK, chunks, naming, write_parts
-from .jsonfile import FileRecord, loads
-from .progress import Tick, nothing
+from .files import CHUNK, FileRecord, chunks, loads, naming, spelled, write_parts
+from .progress import Progress
 
 RUN = 64 << 10
 """Runs of wanted bytes shorter than this are copied from the mapped file, longer ones read into their place.
@@ -49,7 +48,7 @@ def write_tensors(
     path: str,
     tensors: Mapping[str, Writable],
     metadata: Mapping[str, str],
-    tick: Tick = nothing,
+    progress: Progress | None = None,
     *,
     summed: bool = True,
 ) -> tuple[FileRecord, dict[str, str]]:
@@ -67,31 +66,13 @@ def write_tensors(
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
 
-    def parts() -> Iterator[Iterable[bytes | memoryview]]:
-        yield [len(text).to_bytes(8, "little") + text]
-        for name in order:
-            yield chunks(map(bytes_of, tensors[name].pieces()), tick)
-
-    record, (_, *sums) = write_parts(path, parts(), summed=summed)
+    head = len(text).to_bytes(8, "little") + text
+    contents = (chunks(map(bytes_of, tensors[name].pieces()), progress) for name in order)
+    record, (_, *sums) = write_parts(path, chain([[head]], contents), summed=summed)
     return record, dict(zip(order, sums, strict=True))
 
 
 # -- reading ------------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class TensorPlace:
-    """Where a tensor lies in its file. ``crc32``: 8 hex digits, where they are on record."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    start: int
-    crc32: str | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
 class TensorFile:
     """An open safetensors file. The descriptor stays with the file that was checked, whatever is renamed."""
 
@@ -105,7 +86,7 @@ class TensorFile:
         except BaseException:
             self.close()
             raise
-        self._sound: set[str] = set()  # what was verified
+        self.sound: set[str] = set()  # names of tensors whose checksum was compared
         self.metadata: dict[str, str] = self._entries.pop("__metadata__", None) or {}
 
     def close(self) -> None:
@@ -138,25 +119,25 @@ class TensorFile:
             raise CheckpointError(f"{self.path}: {name!r} lies outside of the file")
         return e["dtype"], e["shape"], start, end - start
 
-    def layout(self, name: str) -> TensorPlace:
-        """Of a tensor as any safetensors file has it."""
+    def tensor(self, name: str) -> FileTensor:
+        """A tensor as any safetensors file has it."""
         stored, shape, start, size = self._entry(name)
         if stored not in DTYPES:
             raise CheckpointError(f"{self.path}: {name!r} has dtype {stored}, which is not supported")
-        layout = TensorPlace(name, tuple(shape), DTYPES[stored], start)
-        if layout.nbytes != size:
+        found = FileTensor(self, name, tuple(shape), DTYPES[stored], start)
+        if found.nbytes != size:
             raise CheckpointError(f"{self.path}: {name!r} of shape {shape} takes {size} bytes")
-        return layout
+        return found
 
-    def recorded(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], crc32: str) -> TensorPlace:
-        """Of a tensor on which there is a record of ours; the file has to agree with it."""
+    def recorded(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], crc32: str) -> FileTensor:
+        """A tensor on which there is a record of ours; the file has to agree with it."""
         stored, there, start, size = self._entry(name)
-        layout = TensorPlace(name, shape, dtype, start, crc32)
-        if (stored, there) != as_stored(dtype, shape) or layout.nbytes != size:
+        found = FileTensor(self, name, shape, dtype, start, crc32)
+        if (stored, there) != as_stored(dtype, shape) or found.nbytes != size:
             raise CheckpointError(
                 f"{self.path}: {name!r} is {stored} {there}, on record {dtype_name(dtype)} {list(shape)}"
             )
-        return layout
+        return found
 
     def read_bytes(self, into: memoryview, at: int) -> None:
         done = 0
@@ -179,39 +160,60 @@ class TensorFile:
             pages = mmap.mmap(self._fd, size, access=mmap.ACCESS_COPY, offset=at - skipped)
         return torch.frombuffer(pages, dtype=dtype, offset=skipped).view(shape)
 
-    def verify(self, layout: TensorPlace) -> None:
-        """Compare a tensor with its checksum, in bounded memory."""
-        if layout.crc32 is None or layout.name in self._sound:
+
+@dataclass(frozen=True)
+class FileTensor:
+    """One tensor of an open file. ``crc32``: 8 hex digits, where they are on record."""
+
+    file: TensorFile
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    start: int
+    crc32: str | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def identity(self) -> object:
+        """Equal for tensors that are the same bytes."""
+        return self.file.path, self.start, self.nbytes
+
+    def verify(self) -> None:
+        """Compare with the checksum, in bounded memory."""
+        if self.crc32 is None or self.name in self.file.sound:
             return
         crc = 0
-        buffer = memoryview(bytearray(min(CHUNK, layout.nbytes)))
-        for at in range(0, layout.nbytes, CHUNK):
-            chunk = buffer[: min(CHUNK, layout.nbytes - at)]
-            self.read_bytes(chunk, layout.start + at)
+        buffer = memoryview(bytearray(min(CHUNK, self.nbytes)))
+        for at in range(0, self.nbytes, CHUNK):
+            chunk = buffer[: min(CHUNK, self.nbytes - at)]
+            self.file.read_bytes(chunk, self.start + at)
             crc = zlib.crc32(chunk, crc)
-        self._compare(layout, crc)
-        self._sound.add(layout.name)
+        self._compare(crc)
+        self.file.sound.add(self.name)
 
-    def _compare(self, layout: TensorPlace, crc: int) -> None:
-        if layout.crc32 != spelled(crc):
+    def _compare(self, crc: int) -> None:
+        if self.crc32 != spelled(crc):
             raise CheckpointError(
-                f"{self.path}: {layout.name!r} is damaged: its crc32 is {spelled(crc)}, not {layout.crc32}"
+                f"{self.file.path}: {self.name!r} is damaged: its crc32 is {spelled(crc)}, not {self.crc32}"
             )
 
-    def read(self, layout: TensorPlace, starts: Sequence[int], out: Tensor, *, check: bool = True) -> None:
+    def read(self, starts: Sequence[int], out: Tensor, check: bool) -> None:
         """Fill ``out``, a CPU tensor of any dtype and strides, with the region that begins at ``starts``.
 
         With ``check``, compares with the checksum where the region is all of the tensor.
         """
-        whole = tuple(out.shape) == layout.shape
-        shape = layout.shape
+        whole = tuple(out.shape) == self.shape
+        shape = self.shape
         if out.ndim == 0:
             shape, starts, out = (1,), (0,), out.view(1)
-        reader = _Reader(self, layout.dtype, summing=check and whole and layout.crc32 is not None)
+        reader = _Reader(self.file, self.dtype, summing=check and whole and self.crc32 is not None)
         if out.numel():
-            reader.region(layout.start, shape, starts, out.detach())
+            reader.region(self.start, shape, starts, out.detach())
         if reader.summing:
-            self._compare(layout, reader.crc)
+            self._compare(reader.crc)
 
 
 class _Reader:

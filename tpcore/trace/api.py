@@ -17,8 +17,7 @@ from ..backend.registry import backend_class
 from ..errors import BackendError, CheckpointError
 from ..init import choose_backend
 from ..processes.launch import launch
-from ..storage.files import make_dirs, naming, sync_dir, write_file
-from ..storage.jsonfile import MANIFEST
+from ..storage.files import MANIFEST, make_dirs, naming, sync_dir, write_file
 from ..storage.publish import Staging
 from .artifact import FORMAT, PROGRAMS, opened
 from .make.tracing import Call, Order, assembled, trace_rank

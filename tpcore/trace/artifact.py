@@ -15,12 +15,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ..checkpoint.format.manifest import rank_dir
-from ..checkpoint.write.snapshot import Held
+from ..checkpoint.write.snapshot import StateTensor
 from ..errors import CheckpointError
 from ..shard import ShardSpec
 from ..storage.dtypes import dtype_name, dtype_of
-from ..storage.files import crc32_of, read_file
-from ..storage.jsonfile import MANIFEST, dumps, loads
+from ..storage.files import MANIFEST, crc32_of, dumps, loads, read_file
 from ..storage.tensorfile import TensorFile, write_tensors
 from .inputs import Inputs, Shape
 from .structure import Form
@@ -143,7 +142,7 @@ def write_weights(folder: Path, rank: int, weights: Mapping[str, Tensor]) -> Tra
     """The file of one rank."""
     path = weights_file(folder, rank)
     path.parent.mkdir()
-    held = {name: Held(t) for name, t in weights.items()}
+    held = {name: StateTensor(t) for name, t in weights.items()}
     record, _ = write_tensors(str(path), held, {"format": "pt"})
     return TracedFile(record.size, f"crc32:{record.crc32}")
 

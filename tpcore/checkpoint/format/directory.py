@@ -11,13 +11,10 @@ from ...errors import CheckpointError
 from ...layout import Layout
 from ...mesh import Mesh
 from ...shard import ShardSpec
-from ...storage.crc32 import spelled
 from ...storage.dtypes import dtype_of
-from ...storage.files import naming, read_file
-from ...storage.jsonfile import MANIFEST, PREFIX, loads
-from ...storage.tensorfile import TensorFile
-from ..tensors.cut import Cut
-from ..tensors.shards import FileShard
+from ...storage.files import MANIFEST, PREFIX, loads, naming, read_file, spelled
+from ...storage.tensorfile import FileTensor, TensorFile
+from ..tensors.stored import Cut
 from .manifest import STATE, Manifest, check_format, rank_dir
 
 
@@ -102,7 +99,7 @@ class RankState:
             self._files[file] = opened
         return self._files[file]
 
-    def tensor(self, file: str, name: str) -> tuple[FileShard, Cut]:
+    def tensor(self, file: str, name: str) -> tuple[FileTensor, Cut]:
         try:
             record = self._records[file][name]
             dtype, shape = dtype_of(record["dtype"]), tuple(int(s) for s in record["shape"])
@@ -113,5 +110,4 @@ class RankState:
             crc32 = str(record["crc32"])
         except (KeyError, TypeError, ValueError, AttributeError) as e:
             raise CheckpointError(f"{self.path}: the record of {name!r} in {file} is damaged: {e!r}") from e
-        opened = self._open(file)
-        return FileShard(opened, opened.recorded(name, dtype, shape, crc32)), cut
+        return self._open(file).recorded(name, dtype, shape, crc32), cut

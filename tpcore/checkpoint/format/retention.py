@@ -6,8 +6,7 @@ import os
 import re
 import shutil
 
-from ...storage.files import naming, sync_dir
-from ...storage.jsonfile import MANIFEST
+from ...storage.files import MANIFEST, naming, sync_dir
 
 _LEAVING = ".removing"
 _NUMBERED = re.compile(r"(.*?)(\d+)")

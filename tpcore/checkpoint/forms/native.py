@@ -12,8 +12,9 @@ from torch import Tensor
 
 from ...errors import CheckpointError
 from ...layout import Layout
-from ...storage.jsonfile import MANIFEST
+from ...storage.files import MANIFEST
 from ...storage.publish import resolve
+from ...storage.tensorfile import FileTensor
 from ..format.directory import Checkpoint
 from ..format.tree import (
     decode,
@@ -26,7 +27,6 @@ from ..format.tree import (
     parameter_names,
     spell,
 )
-from ..tensors.shards import FileShard
 from ..tensors.stored import Stored
 from .source import Cuts, Fill, Form, OfParameter, Reading, Source, Stage, State
 
@@ -126,7 +126,7 @@ class NativeStage(Stage):
                 place = str(t["file"]), str(t["name"])
                 (mine, cut), (theirs, _) = (self._checkpoint.rank(i, s).tensor(*place) for s in (0, stage))
                 over_stages = isinstance(cut, Layout) and "pp" in cut.axes
-                if not over_stages and (mine.shape, mine.layout.crc32) != (theirs.shape, theirs.layout.crc32):
+                if not over_stages and (mine.shape, mine.crc32) != (theirs.shape, theirs.crc32):
                     return (
                         f"{spell(path)} can be loaded only at the degree it was saved at, "
                         f"pp={self._checkpoint.pp}: stages 0 and {stage} hold different values"
@@ -170,7 +170,7 @@ class NativeStage(Stage):
             shards = {mesh.rank({axis: at[axis] for axis in mesh.axes}): shard}
             own = None if self._own is None else next(iter(shards))
 
-            def of(i: int) -> FileShard:
+            def of(i: int) -> FileTensor:
                 if i not in shards:
                     there = at | mesh.coords(i)
                     directory = self._checkpoint.rank(there["tp"], there["pp"])

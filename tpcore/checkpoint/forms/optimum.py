@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 from ...errors import CheckpointError
 from ...shard import ShardSpec
-from ...storage.files import read_file
-from ...storage.jsonfile import loads
+from ...storage.files import loads, read_file
 from ..tensors.stored import Stored
 from .inside import inside
 from .pickled import PickledShards, find

@@ -14,7 +14,7 @@ from ...errors import CheckpointError
 from ...shard import ShardSpec
 from ...storage.files import naming
 from ...storage.tensorfile import TensorFile
-from ..tensors.shards import FileShard, Shard
+from ..tensors.shards import Shard
 from ..tensors.stored import Stored
 from .beside import split, why_bound
 from .pickles import mapped, own, parted, top_of
@@ -87,7 +87,7 @@ def _stored(where: str, shard: Shard) -> Stored:
 def _safetensors(path: str, stack: ExitStack) -> State:
     file = TensorFile(path)
     stack.callback(file.close)
-    state = {name: _stored(name, FileShard(file, file.layout(name))) for name in file.names()}
+    state = {name: _stored(name, file.tensor(name)) for name in file.names()}
     # what tied weights that are stored once are called besides: safetensors.torch.save_model's convention
     return state | {
         other: state[name] for other, name in file.metadata.items() if other not in state and name in state

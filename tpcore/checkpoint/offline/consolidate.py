@@ -12,9 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from ...errors import CheckpointError
-from ...storage.files import make_dirs, naming, sync_dir, write_file
-from ...storage.jsonfile import dumps
-from ...storage.progress import Steps, Tell, Tick, nothing
+from ...storage.files import dumps, make_dirs, naming, sync_dir, write_file
+from ...storage.progress import Progress
 from ...storage.tensorfile import nbytes_of, write_tensors
 from ..forms.huggingface import INDEX
 from ..forms.source import Reading, Source
@@ -36,7 +35,7 @@ def consolidate(
     max_shard_size: int | None = None,
     rules: Sequence[CutRule] = (),
     how: Reading | None = None,
-    tell: Tell = nothing,
+    progress: Progress | None = None,
 ) -> list[str]:
     """Write the model in ``src``, whole, into the directory ``out``; returns the names of the files.
 
@@ -46,7 +45,8 @@ def consolidate(
     with opened(src, how or Reading(), rules) as source:
         tensors, ties = once(tensors_of(source, rules), source.path)
         groups = _groups(tensors, max_shard_size)
-        tick = Steps(sum(map(nbytes_of, tensors.values())), tell)
+        if progress is not None:
+            progress.start(sum(map(nbytes_of, tensors.values())))
         stem, end = ("pytorch_model", ".bin") if pickled else ("model", ".safetensors")
         width = f"{len(groups):05d}"
         names = [
@@ -56,7 +56,7 @@ def consolidate(
         with _new_files(os.fspath(out)) as stage:
             for name, group in zip(names, groups, strict=True):
                 here = {other: kept for other, kept in ties.items() if kept in group}
-                _write_weights(os.path.join(stage, name), group, here, pickled, tick)
+                _write_weights(os.path.join(stage, name), group, here, pickled, progress)
             if len(groups) > 1:
                 where = {t: name for name, group in zip(names, groups, strict=True) for t in group}
                 total = {"total_size": sum(map(nbytes_of, tensors.values()))}
@@ -68,7 +68,7 @@ def consolidate(
     return names
 
 
-def write_one(source: Source, out: str, rules: Sequence[CutRule], tell: Tell) -> None:
+def write_one(source: Source, out: str, rules: Sequence[CutRule], progress: Progress | None) -> None:
     """The model in ``source``, whole, as the one file ``out``."""
     if os.path.lexists(out):
         raise CheckpointError(f"{out} is there already: give another name")
@@ -76,8 +76,9 @@ def write_one(source: Source, out: str, rules: Sequence[CutRule], tell: Tell) ->
     temporary = _beside_name(out)
     make_dirs(os.path.dirname(out))
     try:
-        tick = Steps(sum(map(nbytes_of, tensors.values())), tell)
-        write_tensors(temporary, tensors, {"format": "pt", **ties}, tick, summed=False)
+        if progress is not None:
+            progress.start(sum(map(nbytes_of, tensors.values())))
+        write_tensors(temporary, tensors, {"format": "pt", **ties}, progress, summed=False)
         with naming("put in place", out):
             os.rename(temporary, out)
         sync_dir(os.path.dirname(out))
@@ -100,14 +101,14 @@ def _groups(tensors: Mapping[str, Lazy], limit: int | None) -> list[dict[str, La
 
 
 def _write_weights(
-    path: str, tensors: Mapping[str, Lazy], ties: Mapping[str, str], pickled: bool, tick: Tick
+    path: str, tensors: Mapping[str, Lazy], ties: Mapping[str, str], pickled: bool, progress: Progress | None
 ) -> None:
     if not pickled:
-        write_tensors(path, tensors, {"format": "pt", **ties}, tick, summed=False)
+        write_tensors(path, tensors, {"format": "pt", **ties}, progress, summed=False)
         return
     # torch.save takes all tensors at once: they go to the disk first, and come mapped from there
     scratch = f"{path}.safetensors"
-    write_tensors(scratch, tensors, {"format": "pt"}, tick, summed=False)
+    write_tensors(scratch, tensors, {"format": "pt"}, progress, summed=False)
     state = load_file(scratch)
     with naming("write", path):
         with open(path, "xb") as f:

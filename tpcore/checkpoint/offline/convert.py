@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ...errors import CheckpointError
-from ...storage.jsonfile import FileRecord
-from ...storage.progress import Steps, Tell, nothing
+from ...storage.files import FileRecord
+from ...storage.progress import Progress
 from ..format.manifest import rank_dir
 from ..forms.native import Native
 from ..forms.source import Reading, Source, Stage
@@ -29,7 +29,7 @@ def convert(
     *,
     rules: Sequence[CutRule] = (),
     how: Reading | None = None,
-    tell: Tell = nothing,
+    progress: Progress | None = None,
 ) -> list[str]:
     """Write what ``src`` holds in the same cut, but without pickle; returns the names of what was written.
 
@@ -41,27 +41,28 @@ def convert(
         if isinstance(source, Native):
             raise CheckpointError(f"{source.path} is a tpcore checkpoint already: consolidate or reshard it")
         if source.mixed:
-            reshard(src, out, source.tp, rules=rules, how=how, tell=tell)
+            reshard(src, out, source.tp, rules=rules, how=how, progress=progress)
             return [rank_dir(rank) for rank in range(source.tp)]
         if source.sharded:
-            return _convert_shards(source, out, how, rules, tell)
+            return _convert_shards(source, out, how, rules, progress)
         if not os.fspath(out).endswith(".safetensors"):
-            return consolidate(src, out, how=how, tell=tell)
+            return consolidate(src, out, how=how, progress=progress)
         target = os.path.realpath(out)
-        write_one(source, target, rules, tell)
+        write_one(source, target, rules, progress)
     return [os.path.basename(target)]
 
 
 def _convert_shards(
-    source: Source, out: StrPath, how: Reading, rules: Sequence[CutRule], tell: Tell
+    source: Source, out: StrPath, how: Reading, rules: Sequence[CutRule], progress: Progress | None
 ) -> list[str]:
-    pp, files, tick = source.pp, dict[str, FileRecord](), None
+    pp, files = source.pp, dict[str, FileRecord]()
     with staged(out) as (staging, save_id):
         for pp_rank in range(pp):
             for tp_rank in range(source.tp):
                 rank = _rank_of_shards(source.stage(pp_rank, tp_rank, cuts_by(rules)), how)
-                tick = tick or Steps(total_of(rank.files) * source.tp * pp, tell)  # they are alike
-                files |= rank.write(staging.path, rank_dir(tp_rank, pp_rank, pp), save_id, tick)
+                if progress is not None and not files:
+                    progress.start(total_of(rank.files) * source.tp * pp)  # they are alike
+                files |= rank.write(staging.path, rank_dir(tp_rank, pp_rank, pp), save_id, progress)
         put_in_place(staging, save_id, {"pp": pp, "tp": source.tp}, files)
     return sorted({name.partition("/")[0] for name in files})
 

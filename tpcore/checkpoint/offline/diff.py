@@ -12,7 +12,7 @@ import torch
 
 from ...storage.dtypes import dtype_name
 from ...storage.files import CHUNK
-from ...storage.progress import Steps, Tell, nothing
+from ...storage.progress import Progress
 from ..forms.registry import open_source
 from ..forms.source import Reading
 from ..read.source import CutRule, part, tensors_of
@@ -36,14 +36,15 @@ def diff(
     *,
     rules: Sequence[CutRule] = (),
     how: Reading | None = None,
-    tell: Tell = nothing,
+    progress: Progress | None = None,
 ) -> Iterator[Difference]:
     """How the models in two checkpoints of any form and degree differ: an entry for each tensor that does."""
     how = how or Reading()
     with ExitStack() as stack:
         one, other = (open_source(os.fspath(path), how, stack) for path in (a, b))
         mine, theirs = (tensors_of(s, rules) for s in (one, other))
-        tick = Steps(sum(map(bytes_of_logical, mine.values())), tell)
+        if progress is not None:
+            progress.start(sum(map(bytes_of_logical, mine.values())))
         for name in dict.fromkeys([*mine, *theirs]):
             if name not in mine or name not in theirs:
                 where = one.path if name in mine else other.path
@@ -52,7 +53,8 @@ def diff(
                 yield Difference(name, f"shape {mine[name].shape} and {theirs[name].shape}", 0.0, 0.0)
             else:
                 yield from _values(name, mine[name], theirs[name])
-            tick(bytes_of_logical(mine[name]) if name in mine else 0)
+            if progress is not None and name in mine:
+                progress.add(bytes_of_logical(mine[name]))
 
 
 def _values(name: str, a: Stored, b: Stored) -> Iterator[Difference]:

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from ...errors import CheckpointError
 from ...mesh import Mesh
-from ...storage.jsonfile import FileRecord
-from ...storage.progress import Steps, Tell, Tick, nothing
+from ...storage.files import FileRecord
+from ...storage.progress import Progress
 from ...storage.publish import Staging
 from ..format.manifest import FORMAT, rank_dir
 from ..format.tree import is_tensor, leaves, spell, with_entry
@@ -32,8 +32,8 @@ class RankContents(NamedTuple):
     tree: Any
     files: Mapping[str, Mapping[str, Entry]]
 
-    def write(self, root: str, name: str, save_id: str, tick: Tick) -> dict[str, FileRecord]:
-        records, tensors = write_tensor_files(root, name, save_id, self.files, tick)
+    def write(self, root: str, name: str, save_id: str, progress: Progress | None) -> dict[str, FileRecord]:
+        records, tensors = write_tensor_files(root, name, save_id, self.files, progress)
         return records | write_state(root, name, save_id, tensors, self.tree)
 
 
@@ -45,7 +45,7 @@ def reshard(
     strict: bool = True,
     rules: Sequence[CutRule] = (),
     how: Reading | None = None,
-    tell: Tell = nothing,
+    progress: Progress | None = None,
 ) -> list[str]:
     """Write what ``src`` holds as a checkpoint for ``tp`` ranks; returns what was left out, and why.
 
@@ -72,11 +72,12 @@ def reshard(
                 ranks[name] = _rank_of(stage, bound, mesh.rank({"pp": pp_rank, "tp": rank}), mesh)
             else:
                 ranks[name] = _rank_of_model(model, stage, bound, rank, mesh, source.path)
-        tick = Steps(sum(total_of(rank.files) for rank in ranks.values()), tell)
+        if progress is not None:
+            progress.start(sum(total_of(rank.files) for rank in ranks.values()))
         with staged(out) as (staging, save_id):
             files: dict[str, FileRecord] = {}
             for name, contents in ranks.items():
-                files |= contents.write(staging.path, name, save_id, tick)
+                files |= contents.write(staging.path, name, save_id, progress)
             put_in_place(staging, save_id, mesh.axes, files)
     return list(left)
 

@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 
 from ...errors import CheckpointError
-from ...storage.files import crc32_of, naming
-from ...storage.jsonfile import MANIFEST
-from ...storage.progress import Steps, Tell, nothing
+from ...storage.files import MANIFEST, crc32_of, naming
+from ...storage.progress import Progress
 from ..format.tree import is_tensor, leaves, spell
 from ..forms.native import Native, NativeStage
 from ..forms.pickles import unsound
@@ -23,7 +22,7 @@ def verify(
     *,
     rules: Sequence[CutRule] = (),
     how: Reading | None = None,
-    tell: Tell = nothing,
+    progress: Progress | None = None,
 ) -> list[str]:
     """Everything that is wrong with a checkpoint: missing, surplus and damaged files and tensors."""
     with ExitStack() as stack:
@@ -32,7 +31,7 @@ def verify(
         except CheckpointError as e:
             return [str(e)]
         if isinstance(source, Native):
-            return list(dict.fromkeys(_problems(source, tell)))
+            return list(dict.fromkeys(_problems(source, progress)))
         try:
             for stored in tensors_of(source, rules).values():
                 for rank in range(stored.m):
@@ -47,9 +46,10 @@ def _files(path: str) -> list[str]:
     return sorted(os.path.join(folder, name) for folder, _, names in walked for name in names)
 
 
-def _problems(source: Native, tell: Tell) -> Iterator[str]:
+def _problems(source: Native, progress: Progress | None) -> Iterator[str]:
     checkpoint, manifest = source.checkpoint, source.checkpoint.manifest
-    tick = Steps(sum(record.size for record in manifest.files.values()), tell)
+    if progress is not None:
+        progress.start(sum(record.size for record in manifest.files.values()))
     for name in manifest.rank_dirs:
         folder = os.path.join(checkpoint.path, name)
         with naming("list", folder):
@@ -59,7 +59,7 @@ def _problems(source: Native, tell: Tell) -> Iterator[str]:
     for name, record in manifest.files.items():
         try:
             file = checkpoint.file(name)
-            if crc32_of(file, tick) != record.crc32:
+            if crc32_of(file, progress) != record.crc32:
                 yield f"{file} is damaged: {MANIFEST} has another crc32"
         except CheckpointError as e:
             yield str(e)

@@ -12,8 +12,7 @@ from ...context import ParallelContext
 from ...errors import CheckpointError
 from ...layout import Layout
 from ...mesh import Mesh
-from ..tensors.cut import layout_of
-from ..tensors.stored import Job, Stored
+from ..tensors.stored import Job, Stored, layout_of
 
 _SHOWN = 8
 _EXTRA_STATE = "_extra_state"  # torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
@@ -34,6 +33,7 @@ class Fit:
         self._wanted = dict(model.state_dict(keep_vars=True))
         self._owned = {id(t) for t in (*model.parameters(), *model.buffers())}
         self._jobs: dict[int, tuple[str, Stored, Job]] = {}  # by the model's tensor
+        self._layouts: dict[str, Layout] = {}  # of the model's tensors that the checkpoint has
         self._assign: dict[str, Tensor] = {}
         self._hand_over: dict[str, Any] = {}
         self._in_place: set[int] = set()
@@ -48,6 +48,11 @@ class Fit:
         extra = [name for name in found if name not in self._wanted]
         absent = [f"{n!r}: the model has {_shape(self._wanted[n])}, the checkpoint nothing" for n in missing]
         absent += [f"{n!r}: the checkpoint has {_shape(found[n])}, the model nothing" for n in extra]
+        for name in both:
+            t = self._wanted[name]
+            if isinstance(t, Tensor) and isinstance(found[name], Stored):
+                cut = layout_of(t, self._ctx, f"the model's {name!r}")
+                self._layouts[name] = cut or Layout(tuple(t.shape))
         wrong = [text for name in both for text in self._misfits(name, found[name])]
         if wrong or (strict and absent):
             if strict:
@@ -59,16 +64,12 @@ class Fit:
             self._plan(name, found[name])
         self._note_precision()
 
-    def _want(self, name: str) -> Layout:
-        t = self._wanted[name]
-        return layout_of(t, self._ctx, f"the model's {name!r}") or Layout(tuple(t.shape))
-
     def _misfits(self, name: str, stored: Any) -> Iterator[str]:
         t = self._wanted[name]
         if name.rpartition(".")[2] == _EXTRA_STATE:
             return
         if isinstance(t, Tensor) and isinstance(stored, Stored):
-            yield from misfits(name, stored, self._want(name), t.dtype, self._ctx.mesh)
+            yield from misfits(name, stored, self._layouts[name], t.dtype, self._ctx.mesh)
         elif isinstance(t, Tensor) or isinstance(stored, Stored):
             yield f"{name!r}: the checkpoint has {_shape(stored)}, the model {_shape(t)}"
 
@@ -79,16 +80,15 @@ class Fit:
             return
         if id(t) in self._jobs:
             self._check_tie(name, stored, self._jobs[id(t)])
-        elif id(t) in self._owned and not t.is_meta:
-            self._add(name, stored, t)
+            return
+        out = t
+        if id(t) in self._owned and not t.is_meta:
             self._in_place.add(id(t))
         else:
             device = self._ctx.device if t.is_meta else torch.device("cpu")
-            self._add(name, stored, torch.empty(t.shape, dtype=t.dtype, device=device))
-
-    def _add(self, name: str, stored: Stored, out: Tensor) -> None:
-        job = stored.job(out, self._want(name), self._ctx.rank, self._ctx.mesh)
-        self._jobs[id(self._wanted[name])] = name, stored, job
+            out = torch.empty(t.shape, dtype=t.dtype, device=device)
+        job = stored.job(out, self._layouts[name], self._ctx.rank, self._ctx.mesh)
+        self._jobs[id(t)] = name, stored, job
 
     def _check_tie(self, name: str, stored: Stored, first: tuple[str, Stored, Job]) -> None:
         """The model has one tensor under two names. An untied checkpoint must hold the same values twice."""
@@ -97,14 +97,17 @@ class Fit:
             return
         a, b = (torch.empty(job.out.shape, dtype=job.out.dtype) for _ in range(2))
         for s, out in ((stored, a), (theirs, b)):
-            s.job(out, self._want(name), self._ctx.rank, self._ctx.mesh).run()
+            s.job(out, self._layouts[name], self._ctx.rank, self._ctx.mesh).run()
         if not torch.equal(a, b):
             raise CheckpointError(
                 f"{name!r} and {other!r} are one tensor in the model, two in the checkpoint"
             )
 
     def _note_precision(self) -> None:
-        lossy = [(n, s.dtype, j.out.dtype) for n, s, j in self._jobs.values() if _loses(s.dtype, j.out.dtype)]
+        dtypes = [(name, stored.dtype, job.out.dtype) for name, stored, job in self._jobs.values()]
+        lossy = [
+            (n, have, want) for n, have, want in dtypes if have != want and have.itemsize >= want.itemsize
+        ]
         if lossy:
             lines = [f"{name!r}: from {have} to the model's {want}" for name, have, want in lossy]
             self._notes.append(listed("tensors lose precision", lines))
@@ -151,7 +154,7 @@ def misfits(name: str, stored: Stored, want: Layout, dtype: torch.dtype, mesh: M
     if not stored.kept(want, mesh) and stored.shape != want.shape:
         cut = "" if not want.cuts else f", of which this rank holds {want.local_shape(mesh)}"
         yield f"{name!r}: the checkpoint has shape {stored.shape}, the model {want.shape}{cut}"
-    elif not _converts(stored.dtype, dtype):
+    elif stored.dtype != dtype and not (stored.dtype.is_floating_point and dtype.is_floating_point):
         yield f"{name!r}: the checkpoint has dtype {stored.dtype}, the model {dtype}"
 
 
@@ -164,14 +167,6 @@ def _shape(value: Any) -> str:
 def listed(title: str, lines: list[str]) -> str:
     more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
     return "\n  ".join([f"{title}:", *lines[:_SHOWN], *more])
-
-
-def _converts(have: torch.dtype, want: torch.dtype) -> bool:
-    return have == want or (have.is_floating_point and want.is_floating_point)
-
-
-def _loses(have: torch.dtype, want: torch.dtype) -> bool:
-    return have != want and have.itemsize >= want.itemsize
 
 
 def aligned(found: Mapping[str, Any], wanted: set[str]) -> dict[str, Any]:

@@ -12,8 +12,7 @@ from torch import Tensor
 from ...errors import CheckpointError
 from ...mesh import Mesh
 from ...storage.files import CHUNK
-from ..tensors.cut import Cut
-from ..tensors.stored import Job, Stored
+from ..tensors.stored import Cut, Job, Stored
 
 ONE = Mesh({"tp": 1})
 

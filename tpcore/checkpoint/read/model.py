@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -77,7 +77,10 @@ class Loading:
             self._fit = Fit(model, found, self._ctx, self._source.path, strict=self._strict)
         bound = dict(stage.bound(model=whole)) if self._sharded else {}
         if parameters:
-            self._follow(stage, lambda of: parameters[of.number] if of.number < len(parameters) else None)
+            self._follow(
+                stage.of_parameters(),
+                lambda of: parameters[of.number] if of.number < len(parameters) else None,
+            )
         elif model is not None:
             bound = self._follow_model(stage, model, found) | bound
         for why in dict.fromkeys(bound.values()):
@@ -97,10 +100,12 @@ class Loading:
         pp = self._ctx.mesh.axes.get("pp", 1)
         return {k: v for k, v in found.items() if pp == 1 or k in model.state_dict(keep_vars=True)}
 
-    def _follow(self, stage: Stage, layout_of: Callable[[OfParameter], Layout | None]) -> set[Any]:
+    def _follow(
+        self, tensors: Iterable[OfParameter], layout_of: Callable[[OfParameter], Layout | None]
+    ) -> set[Any]:
         """Cut optimizers' tensors as their parameters are; the keys of those of which that is not known."""
         unknown = set()
-        for of in stage.of_parameters():
+        for of in tensors:
             want, cut = layout_of(of), of.stored.cut
             if want is not None and isinstance(cut, Layout):
                 if cut.shape == want.shape:
@@ -111,8 +116,11 @@ class Loading:
 
     def _follow_model(self, stage: Stage, model: nn.Module, found: Mapping[str, Any]) -> dict[Any, str]:
         """Cut optimizers' tensors as the model's parameters; why an entry cannot be had, by key."""
+        tensors = list(stage.of_parameters())
+        if not tensors:
+            return {}
         wanted = layouts(model)
-        unknown = self._follow(stage, lambda of: wanted.get(of.name or ""))
+        unknown = self._follow(tensors, lambda of: wanted.get(of.name or ""))
         for name, stored in found.items() if unknown else ():
             want = wanted.get(name)
             if want is not None and isinstance(stored, Stored) and not stored.kept(want, self._ctx.mesh):

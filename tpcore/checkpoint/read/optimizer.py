@@ -21,8 +21,7 @@ from ..forms.pickles import mapped, own
 from ..forms.rank_files import in_order
 from ..forms.registry import open_source
 from ..forms.source import Reading
-from ..tensors.cut import layout_of
-from ..tensors.stored import Stored
+from ..tensors.stored import Stored, layout_of
 from .model import Loading, StrPath
 
 Saved = Mapping[str, Any]

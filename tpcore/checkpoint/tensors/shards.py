@@ -1,4 +1,4 @@
-"""One shard of a stored tensor, on the disk or mapped, that can be read in part."""
+"""One shard of a stored tensor that can be read in part. A tensor of a safetensors file is one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ...storage.tensorfile import TensorFile, TensorPlace
+from ...boxes import narrowed
 
 
 class Shard(Protocol):
@@ -28,32 +28,6 @@ class Shard(Protocol):
 
     def read(self, starts: Sequence[int], out: Tensor, check: bool) -> None:
         """Fill ``out``, a CPU tensor, with the region from ``starts`` on; ``check`` it as ``verify`` does."""
-
-
-@dataclass(frozen=True)
-class FileShard:
-    """A tensor of a safetensors file."""
-
-    file: TensorFile
-    layout: TensorPlace
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.layout.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.layout.dtype
-
-    @property
-    def identity(self) -> object:
-        return self.file.path, self.layout.start, self.layout.nbytes
-
-    def verify(self) -> None:
-        self.file.verify(self.layout)
-
-    def read(self, starts: Sequence[int], out: Tensor, check: bool) -> None:
-        self.file.read(self.layout, starts, out, check=check)
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,12 +53,4 @@ class MemoryShard:
         pass  # no checksums in torch's format beyond those of the zip file, which torch does not compare
 
     def read(self, starts: Sequence[int], out: Tensor, check: bool) -> None:
-        out.copy_(box(self.tensor, starts, out.shape))
-
-
-def box(t: Tensor, starts: Sequence[int], size: Sequence[int]) -> Tensor:
-    """The part of ``t`` of this size that begins at ``starts``."""
-    for dim, (start, length) in enumerate(zip(starts, size, strict=True)):
-        if length != t.shape[dim]:
-            t = t.narrow(dim, start, length)
-    return t
+        out.copy_(narrowed(self.tensor, starts, out.shape))

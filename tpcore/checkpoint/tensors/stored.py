@@ -1,21 +1,30 @@
-"""One tensor as a checkpoint holds it, and the work of making this rank's shard of it."""
+"""One tensor as a checkpoint holds it, how it is cut, and the work of making this rank's shard of it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from ...boxes import Region
+from ...boxes import Region, narrowed
+from ...context import ParallelContext
 from ...errors import CheckpointError
+from ...layers.sharding import sharding
 from ...layout import Layout
 from ...mesh import Mesh
 from ...shard import ShardSpec
-from .cut import Cut
-from .shards import FileShard, MemoryShard, Shard, box
+from ...storage.tensorfile import FileTensor
+from .shards import MemoryShard, Shard
+
+Cut = Layout | Literal["unknown"] | None
+"""How a stored tensor is cut. None: nobody said, so it is whole, if all ranks hold the same."""
+
+COPIED = "dp"
+"""The axis on which a checkpoint holds one copy: its ranks share a directory."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +48,7 @@ class Job:
             if not self.covered:
                 direct.zero_()
             for shard, region in self.parts:
-                shard.read(region.src_start, box(direct, region.dst_start, region.size), check)
+                shard.read(region.src_start, narrowed(direct, region.dst_start, region.size), check)
             if direct is not out:
                 out.copy_(direct)
 
@@ -142,5 +151,25 @@ class Stored:
 
 
 def _summary(shard: Shard) -> object:
-    crc32 = shard.layout.crc32 if isinstance(shard, FileShard) else None
+    crc32 = shard.crc32 if isinstance(shard, FileTensor) else None
     return shard.shape, shard.dtype, crc32
+
+
+def layout_of(t: Tensor, ctx: ParallelContext, where: str) -> Layout | None:
+    """The layout of a parameter of a parallel layer; None for any other tensor."""
+    found = sharding(t)
+    if found is None:
+        return None
+    layout, mesh = found.layout, found.ctx.mesh
+    axes = layout.axes_on(mesh)
+    if axes and (COPIED in axes or not set(axes) <= set(ctx.mesh.axes)):
+        mine = found.ctx.comm(*axes).group.members(found.ctx.rank)
+        held = [axis for axis in ctx.mesh.axes if axis != COPIED]
+        raise ValueError(
+            f"{where} is cut over ranks {mine} of {axes}; a checkpoint holds what is cut over {held}"
+        )
+    if tuple(t.shape) != layout.local_shape(mesh):
+        raise ValueError(
+            f"{where} has shape {tuple(t.shape)}, but its layer cuts {layout} to {layout.local_shape(mesh)}"
+        )
+    return layout

@@ -1,4 +1,4 @@
-"""A save that goes on while training does: ranks hear of each other through files, not collectives."""
+"""A save that goes on while training does: ranks report to rank 0 through files, not collectives."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ...context import ParallelContext, current
 from ...errors import CheckpointError
 from ...log import log
 from ...storage.files import read_file
-from ...storage.progress import Bar
+from ...storage.progress import Bar, Progress
 from .save import Options, Save
 
 _log = log.getChild("checkpoint")
@@ -44,9 +44,9 @@ class _Background:
     def join(self) -> None:
         self._thread.join()
 
-    def _said(self, rank: int) -> str:
-        """Where a rank leaves what it has written, or why it has not."""
-        return os.path.join(self._save.root, f"said-{rank}")
+    def _report_path(self, rank: int) -> str:
+        """Path of a rank's report: what it has written, or the error that stopped it."""
+        return os.path.join(self._save.root, f"report-{rank}")
 
     def _run(self) -> None:
         self._begun.wait()
@@ -61,46 +61,46 @@ class _Background:
             self._save.close()
 
     def _lead(self) -> None:
-        """On rank 0: show how far its part is, and put all parts together."""
+        """On rank 0: show the progress of its part, and put all parts together."""
         save, began, bar, failed = self._save, time.monotonic(), Bar("saving"), None
         _log.info("saving %s", save.target)
-        heard = [b"null"]
+        reports = [b"null"]
         try:
-            heard = [save.write(bar)]
+            reports = [save.write(Progress(bar))]
         except Exception as e:  # noqa: BLE001  raised once nobody writes any more
             failed = e
         finally:
             bar.close()
-        heard += [self._hear(rank) for rank in range(1, save.ctx.mesh.size)]
+        reports += [self._wait_for_report(rank) for rank in range(1, save.ctx.mesh.size)]
         if failed is not None:
             raise failed
-        for rank, data in enumerate(heard):
-            said = _parsed(data)
-            if isinstance(said, dict):
-                raise CheckpointError(f"rank {rank}: {said['error']}")
+        for rank, data in enumerate(reports):
+            report = _parsed(data)
+            if isinstance(report, dict):
+                raise CheckpointError(f"rank {rank}: {report['error']}")
             if rank:
-                os.unlink(self._said(rank))
-        save.put_together(heard)
+                os.unlink(self._report_path(rank))
+        save.put_together(reports)
         _log.info("saved %s in %.1f s", save.target, time.monotonic() - began)
 
     def _follow(self) -> None:
         try:
-            self._say(self._save.write())
+            self._send(self._save.write())
         except Exception as e:
             with suppress(OSError):
-                self._say(json.dumps({"error": str(e)}).encode())
+                self._send(json.dumps({"error": str(e)}).encode())
             raise
 
-    def _say(self, data: bytes) -> None:
-        path = self._said(self._save.ctx.rank)
+    def _send(self, data: bytes) -> None:
+        path = self._report_path(self._save.ctx.rank)
         try:
             with open(f"{path}.new", "wb") as f:
                 f.write(data)
         finally:  # a full disk still has room for a name, and what is cut off cannot be read
             os.rename(f"{path}.new", path)
 
-    def _hear(self, rank: int) -> bytes:
-        path, seen, since = self._said(rank), -1, time.monotonic()
+    def _wait_for_report(self, rank: int) -> bytes:
+        path, seen, since = self._report_path(rank), -1, time.monotonic()
         while not os.path.exists(path):
             written = _bytes_in(os.path.join(self._save.root, self._save.name_of(rank)))
             if written != seen:
@@ -114,9 +114,9 @@ class _Background:
         return read_file(path)
 
 
-def _parsed(said: bytes) -> Any:
+def _parsed(report: bytes) -> Any:
     try:
-        return json.loads(said)
+        return json.loads(report)
     except ValueError:
         return {"error": "it could not write, not even why"}
 
@@ -136,7 +136,7 @@ def save_in_background(state: dict[Any, Any], save_dir: str | os.PathLike[str], 
             running = _Background(save)
             _under_way[id(save.ctx)] = save.ctx, running
     finally:
-        # not before: where cores are few, what the ranks say to each other would wait for what they write
+        # not before: where cores are few, messages between ranks would wait for the writing
         if running is not None:
             running.begin()
 
@@ -144,10 +144,10 @@ def save_in_background(state: dict[Any, Any], save_dir: str | os.PathLike[str], 
 def finish_save() -> None:
     """Wait for the save in the background, if there is one, and raise its error on every rank."""
     ctx = current()
-    found = _under_way.pop(id(ctx), None)
-    if found is None:
+    entry = _under_way.pop(id(ctx), None)
+    if entry is None:
         return
-    running = found[1]
+    running = entry[1]
     with together(ctx):
         pass  # all have begun by now: of ranks that are threads taking turns, one could wait for a later one
     with together(ctx):

@@ -20,15 +20,13 @@ from ...context import current
 from ...errors import CheckpointError
 from ...layout import Layout
 from ...storage.dtypes import dtype_name
-from ...storage.files import naming, sync_dir, write_file
-from ...storage.jsonfile import MANIFEST, FileRecord, dumps
-from ...storage.progress import Steps, Tell, Tick, nothing
+from ...storage.files import MANIFEST, FileRecord, dumps, naming, sync_dir, write_file
+from ...storage.progress import Progress
 from ...storage.publish import Staging, staging_path
 from ...storage.tensorfile import write_tensors
 from ..format.manifest import FORMAT, STATE, VERSION, Manifest, rank_dir
 from ..format.retention import keep_last
-from .cuts import cuts_of
-from .snapshot import Entry, Part, total_of
+from .snapshot import Entry, Part, cuts_of, total_of
 
 
 @dataclass(frozen=True)
@@ -43,9 +41,13 @@ class Options:
 
 
 def write_tensor_files(
-    root: str, name: str, save_id: str, files: Mapping[str, Mapping[str, Entry]], tick: Tick = nothing
+    root: str,
+    name: str,
+    save_id: str,
+    files: Mapping[str, Mapping[str, Entry]],
+    progress: Progress | None = None,
 ) -> tuple[dict[str, FileRecord], dict[str, Any]]:
-    """Write files of tensors into the directory ``name`` of ``root``; what goes on record."""
+    """Write files of tensors into the directory ``name`` of ``root``; the records of files and tensors."""
     here = os.path.join(root, name)
     if not os.path.isdir(root):
         raise CheckpointError(f"{root}, made by rank 0, is not here: do all ranks share the file system?")
@@ -54,7 +56,7 @@ def write_tensor_files(
     records, tensors = {}, {}
     for file, entries in sorted(files.items()):
         metadata = {"format": "pt", "save_id": save_id, "rank": name}
-        records[f"{name}/{file}"], sums = write_tensors(os.path.join(here, file), entries, metadata, tick)
+        records[f"{name}/{file}"], sums = write_tensors(os.path.join(here, file), entries, metadata, progress)
         tensors[file] = {key: _record(entry, sums[key]) for key, entry in entries.items()}
     return records, tensors
 
@@ -69,7 +71,7 @@ def _record(entry: Entry, crc32: str) -> dict[str, Any]:
 
 
 def write_state(root: str, name: str, save_id: str, tensors: Any, tree: Any) -> dict[str, FileRecord]:
-    """Write what says where each tensor of the directory is, and everything that is no tensor."""
+    """Write a directory's state: the place of each tensor, and everything that is no tensor."""
     state = {
         "format": FORMAT,
         "version": VERSION,
@@ -96,9 +98,9 @@ def put_in_place(
 
 
 class Save:
-    """One save on one rank. ``prepare`` and ``start`` are collective over the world; so is ``finish``.
+    """One save on one rank. The constructor is collective over the world.
 
-    Between them ``write`` needs no other rank, and may run in a thread of its own.
+    ``write`` needs no other rank, and may run in a thread of its own. ``put_together`` follows on rank 0.
     """
 
     def __init__(self, state: dict[Any, Any], save_dir: str | os.PathLike[str], options: Options) -> None:
@@ -118,8 +120,8 @@ class Save:
                 if options.background:
                     self._part.to_host()
         # rank 0 says where: a relative name may mean another place elsewhere
-        said = json.dumps([uuid.uuid4().hex, os.path.realpath(save_dir)]).encode()
-        self.save_id, self.target = json.loads(gather_bytes(said, ctx.world)[0])
+        proposal = json.dumps([uuid.uuid4().hex, os.path.realpath(save_dir)]).encode()
+        self.save_id, self.target = json.loads(gather_bytes(proposal, ctx.world)[0])
         self.root = staging_path(self.target, self.save_id)
         with together(ctx), naming("save", self.target):
             if ctx.rank == 0:
@@ -129,32 +131,33 @@ class Save:
         at = self.ctx.mesh.coords(rank)
         return rank_dir(at.get("tp", 0), at.get("pp", 0), self.ctx.mesh.axes.get("pp", 1))
 
-    def write(self, tell: Tell = nothing) -> bytes:
-        """Write this rank's tensors; what ``put_together`` has to hear of it from every rank."""
+    def write(self, progress: Progress | None = None) -> bytes:
+        """Write this rank's tensors. Returns its report, which ``put_together`` takes from every rank."""
         if self._part is None:
             return b"null"
         name = self.name_of(self.ctx.rank)
         with naming("save", self.target):
             files = self._part.share(*self._dp)
-            steps = Steps(total_of(files), tell)
-            records, tensors = write_tensor_files(self.root, name, self.save_id, files, steps)
+            if progress is not None:
+                progress.start(total_of(files))
+            records, tensors = write_tensor_files(self.root, name, self.save_id, files, progress)
             if self._dp[1] > 1:
                 sync_dir(os.path.join(self.root, name))
         tree = self._part.tree if self._first else None
         self._part = None  # in the background: frees the copy
         return json.dumps([name, records, tensors, tree]).encode()
 
-    def put_together(self, heard: Sequence[bytes]) -> None:
-        """On rank 0: each directory's state, the manifest, and the name. ``heard`` of all ranks."""
+    def put_together(self, reports: Sequence[bytes]) -> None:
+        """On rank 0: write each directory's state and the manifest, and give the checkpoint its name."""
         if self.staging is None:
             return
         files: dict[str, FileRecord] = {}
         tensors: dict[str, dict[str, Any]] = defaultdict(dict)
         trees: dict[str, Any] = {}
-        for data in heard:
-            said = json.loads(data)
-            if said is not None:
-                name, records, its_tensors, tree = said
+        for data in reports:
+            report = json.loads(data)
+            if report is not None:
+                name, records, its_tensors, tree = report
                 files |= {path: FileRecord(*record) for path, record in records.items()}
                 tensors[name] |= its_tensors
                 trees[name] = trees.get(name) or tree
@@ -178,15 +181,15 @@ def write_checkpoint(state: dict[Any, Any], save_dir: str | os.PathLike[str], op
     rank if one fails, and then leaves nothing behind.
     """
     save = Save(state, save_dir, options)
-    ctx, said = save.ctx, b"null"
+    ctx, report = save.ctx, b"null"
     try:
         for turn in range(ctx.mesh.size) if options.serially else (ctx.rank,):
             with together(ctx):
                 if turn == ctx.rank:
-                    said = save.write()
-        heard = gather_bytes(said, ctx.world)
+                    report = save.write()
+        reports = gather_bytes(report, ctx.world)
         with together(ctx):
-            save.put_together(heard)
+            save.put_together(reports)
     finally:
         save.close()
 

@@ -1,21 +1,23 @@
-"""What one rank writes of a state: JSON that says where each tensor is, and the tensors by file and name."""
+"""What one rank writes of a state: JSON with the place of each tensor, and the tensors, with their cuts."""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ...backend.interface import Backend
+from ...context import ParallelContext
+from ...layers.sharding import sharding
+from ...layout import Layout
+from ...mesh import Mesh
 from ...storage.tensorfile import Writable, nbytes_of
-from ..format.tree import TAG, Path, encode, spell
-from ..tensors.cut import Cut
-from .cuts import MemoryOf
+from ..format.tree import TAG, Path, encode, is_optimizer, parameter_names, spell
+from ..tensors.stored import Cut, layout_of
 
 _FILE_STEM = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}")
 
@@ -27,31 +29,25 @@ class Entry(Writable, Protocol):
     def cut(self) -> Cut: ...
 
 
-@dataclass(frozen=True)
-class Held:
-    """A tensor in memory, on any device. ``to``: the dtype in which it is written, if not its own."""
+class StateTensor:
+    """A tensor of a state, on any device. ``to``: the dtype in which it is written, if not its own."""
 
-    tensor: Tensor
-    cut: Cut = None
-    to: torch.dtype | None = None
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.to or self.tensor.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.tensor.shape)
+    def __init__(self, tensor: Tensor, cut: Cut = None, to: torch.dtype | None = None) -> None:
+        self._tensor, self.cut, self.dtype, self.shape = tensor, cut, to or tensor.dtype, tuple(tensor.shape)
 
     def pieces(self) -> list[Tensor]:
-        return [self.host().contiguous()]
-
-    def host(self) -> Tensor:
         # moved first: a lazy device would compile a program to convert it
-        return self.tensor.detach().cpu().to(self.dtype).resolve_conj().resolve_neg()
+        values = self._tensor.detach().cpu().to(self.dtype).resolve_conj().resolve_neg()
+        return [values.contiguous()]
+
+    def copied(self) -> StateTensor:
+        """The same in host memory of its own: what is on the CPU already is the model's memory."""
+        return StateTensor(self.pieces()[0].clone(), self.cut)
 
 
 CutOf = Callable[[Tensor, str], Cut]
+MemoryOf = Callable[[Tensor], object]
+"""``Backend.memory_of``: what is equal for tensors that are one."""
 
 
 class Part:
@@ -71,7 +67,7 @@ class Part:
             )
         self._cut_of, self._memory_of, self._down_cast = cut_of, memory_of, down_cast_bf16
         self._places: dict[Any, dict[str, Any]] = {}
-        self.files: dict[str, dict[str, Held]] = defaultdict(dict)
+        self.files: dict[str, dict[str, StateTensor]] = defaultdict(dict)
         self._stems: dict[Any, str] = {}
         self.tree = encode(state, self._leaf)
 
@@ -89,7 +85,7 @@ class Part:
             name = _unused(".".join(map(str, path[1:] or path)), (*self.files[file], "__metadata__"))
             # not where it has no dims: those count steps, and bfloat16 counts to 256
             narrow = self._down_cast and t.dtype == torch.float32 and t.ndim > 0
-            self.files[file][name] = Held(t, place[1], torch.bfloat16 if narrow else None)
+            self.files[file][name] = StateTensor(t, place[1], torch.bfloat16 if narrow else None)
             self._places[place] = {TAG: "tensor", "file": file, "name": name}
         return self._places[place]
 
@@ -102,7 +98,7 @@ class Part:
         return f"{self._stems[top]}.safetensors"
 
     def share(self, rank: int, n: int) -> Mapping[str, Mapping[str, Entry]]:
-        """The files that ``rank`` of ``n`` ranks that hold the same writes; every rank names all alike."""
+        """The files that ``rank`` writes, of ``n`` ranks with equal tensors; every rank names all alike."""
         if n == 1:
             return self.files
         load, out = [0] * n, defaultdict[str, dict[str, Entry]](dict)
@@ -122,8 +118,7 @@ class Part:
         """Copy all values, so that what is written later is what they are now."""
         for entries in self.files.values():
             for name, entry in entries.items():
-                # a copy on any device: what is on the CPU already is the model's own memory
-                entries[name] = Held(entry.host().clone(), entry.cut)
+                entries[name] = entry.copied()
 
 
 def total_of(files: Mapping[str, Mapping[str, Entry]]) -> int:
@@ -138,3 +133,61 @@ def _unused(name: str, used: Iterable[str]) -> str:
         i += 1
         candidate = f"{name}-{i}"
     return candidate
+
+
+# -- cuts -------------------------------------------------------------------------------------------------
+def cuts_of(state: Mapping[Any, Any], ctx: ParallelContext) -> Callable[[Tensor, str], Cut]:
+    """The cut that goes on record with each tensor of a state.
+
+    An entry that a plain module made of a parallel layer's parameter (as ``cls.predictions.bias`` of
+    transformers' BERT) has no mark of its own, but is the memory of one that has.
+    """
+    memory_of = ctx.backend.memory_of
+    marked: dict[object, Tensor] = {}
+    for model in (state, *state.values()) if isinstance(state, Mapping) else ():
+        if isinstance(model, Mapping) and not is_optimizer(model):
+            for t in model.values():
+                if isinstance(t, Tensor) and sharding(t) is not None and not t.is_meta:
+                    marked[memory_of(t)] = t
+    cuts = optimizer_cuts(state, marked, ctx.mesh, memory_of) if isinstance(state, Mapping) else {}
+    return lambda t, where: layout_of(marked.get(memory_of(t), t), ctx, where) or cuts.get(id(t))
+
+
+def optimizer_cuts(
+    state: Mapping[Any, Any], marked: Mapping[object, Tensor], mesh: Mesh, memory_of: MemoryOf
+) -> dict[int, Cut]:
+    """By ``id``: cuts of the tensors in optimizers' state_dicts, which are those of their parameters.
+
+    An optimizer numbers its parameters. They have names where it was made from ``named_parameters()``
+    (torch 2.6 or newer); where not, the cut is unknown. What has another shape than its parameter, a step
+    count say, is left to the general rule.
+    """
+    known = _by_name(state, marked, memory_of)
+    cuts: dict[int, Cut] = {}
+    for optimizer in state.values():
+        if not is_optimizer(optimizer):
+            continue
+        names = dict(parameter_names(optimizer["param_groups"]))
+        for index, values in optimizer["state"].items():
+            if not isinstance(values, Mapping):
+                continue
+            spec = known.get(names.get(index, ""))
+            for value in values.values():
+                if isinstance(value, Tensor) and value.ndim:
+                    fits = spec is not None and tuple(value.shape) == spec.local_shape(mesh)
+                    cuts[id(value)] = spec if fits else "unknown"
+    return cuts
+
+
+def _by_name(
+    state: Mapping[Any, Any], marked: Mapping[object, Tensor], memory_of: MemoryOf
+) -> dict[str, Layout]:
+    """Cuts of the parameters in the models' state_dicts, but for names that two of them use differently."""
+    layouts: dict[str, set[Layout]] = defaultdict(set)
+    for model in (state, *state.values()):
+        if isinstance(model, Mapping) and not is_optimizer(model):
+            for name, t in model.items():
+                if isinstance(t, Tensor) and isinstance(name, str):
+                    cut = sharding(t if t.is_meta else marked.get(memory_of(t), t))
+                    layouts[name].add(cut.layout if cut else Layout(tuple(t.shape)))
+    return {name: specs.pop() for name, specs in layouts.items() if len(specs) == 1}

@@ -21,8 +21,7 @@ from ...layers.sharding import sharding
 from ...log import inform
 from ...shard import ShardSpec
 from ...storage.dtypes import bytes_of
-from ...storage.files import write_file
-from ...storage.jsonfile import MANIFEST
+from ...storage.files import MANIFEST, write_file
 from ..artifact import (
     PROGRAMS,
     OutputSpec,

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
-from ...checkpoint.write.snapshot import Held
+from ...checkpoint.write.snapshot import StateTensor
 from ...storage.tensorfile import write_tensors
 from ..artifact import TracedFile, TraceManifest, weights_file
 from ..inputs import Plan
@@ -111,7 +111,7 @@ class TensorParallelModel(nn.Module):
     def _replace(self, source: str | PathLike[str] | Mapping[str, Tensor], folder: Path) -> None:
         path = str(folder / "unsharded.safetensors")
         if isinstance(source, Mapping):
-            held = {name: Held(t) for name, t in source.items() if isinstance(t, Tensor)}
+            held = {name: StateTensor(t) for name, t in source.items() if isinstance(t, Tensor)}
             write_tensors(path, held, {})
         else:
             path = str(Path(source).absolute())

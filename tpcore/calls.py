@@ -58,9 +58,8 @@ class Call:
     site: str = field(compare=False)
 
     @classmethod
-    def of(cls, seq: int, op: str, shape: Sequence[int], dtype: torch.dtype, site: Site) -> Call:
-        code, line = site
-        where = f"{code.co_filename}:{line} in {code.co_name}"
+    def of(cls, seq: int, op: str, shape: Sequence[int], dtype: torch.dtype, site: Site | None) -> Call:
+        where = "" if site is None else f"{site[0].co_filename}:{site[1]} in {site[0].co_name}"
         return cls(seq, op, tuple(shape), str(dtype).removeprefix("torch."), where)
 
     def key(self, place: bool) -> tuple[object, ...]:
@@ -82,7 +81,8 @@ class Call:
         return cls(seq, op, tuple(shape), dtype, site)
 
     def __str__(self) -> str:
-        return f"#{self.seq} {self.op} of {self.dtype} {list(self.shape)} at {self.site}"
+        where = f" at {self.site}" if self.site else ""
+        return f"#{self.seq} {self.op} of {self.dtype} {list(self.shape)}{where}"
 
 
 def unexplained(calls: Sequence[Call]) -> str:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from roads import OverRoad, each_road  # noqa: F401  a fixture
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tpcore.comm import Comm
 from tpcore.context import ParallelContext
 from tpcore.mesh import Mesh
-from tpcore.processes.pool import RankPool
 
 MESHES = {"tp2": {"tp": 2}, "tp4": {"tp": 4}, "dp2xtp2": {"dp": 2, "tp": 2}}
 SUMMED = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
@@ -61,7 +61,7 @@ def _move(ctx: ParallelContext, dtype: torch.dtype) -> None:
 
 @meshes
 @pytest.mark.parametrize("dtype", MOVED)
-def test_gather_and_broadcast_move_any_dtype(pool: RankPool, axes: dict[str, int], dtype: str) -> None:
+def test_gather_and_broadcast_move_any_dtype(pool: OverRoad, axes: dict[str, int], dtype: str) -> None:
     pool.run(Mesh(axes), _move, getattr(torch, dtype))
 
 
@@ -84,7 +84,7 @@ def _sum(ctx: ParallelContext, dtype: torch.dtype) -> None:
 
 @meshes
 @pytest.mark.parametrize("dtype", SUMMED)
-def test_reductions(pool: RankPool, axes: dict[str, int], dtype: str) -> None:
+def test_reductions(pool: OverRoad, axes: dict[str, int], dtype: str) -> None:
     pool.run(Mesh(axes), _sum, getattr(torch, dtype))
 
 
@@ -104,7 +104,7 @@ def _strided(ctx: ParallelContext) -> None:
     _same(comm.broadcast(x, 1), every[1].contiguous())
 
 
-def test_inputs_of_any_strides(pool: RankPool) -> None:
+def test_inputs_of_any_strides(pool: OverRoad) -> None:
     pool.run(Mesh({"tp": 4}), _strided)
 
 
@@ -114,7 +114,7 @@ def _scalar(ctx: ParallelContext) -> tuple[float, float]:
     return float(comm.all_reduce(x)), float(comm.broadcast(x, 1))
 
 
-def test_scalars(pool: RankPool) -> None:
+def test_scalars(pool: OverRoad) -> None:
     assert pool.run(Mesh({"tp": 2}), _scalar) == [(3.0, 2.0)] * 2
 
 
@@ -133,7 +133,7 @@ def _donated(ctx: ParallelContext) -> None:
         assert not y.requires_grad, "a collective is no autograd function: its gradient would be wrong"
 
 
-def test_donated_memory_is_used_and_other_is_not(pool: RankPool) -> None:
+def test_donated_memory_is_used_and_other_is_not(pool: OverRoad) -> None:
     pool.run(Mesh({"tp": 2}), _donated)
 
 
@@ -147,7 +147,7 @@ def _overlapped(ctx: ParallelContext) -> None:
     _same(gathered, torch.full((2, 1), 64.0))
 
 
-def test_several_all_reduces_under_way(pool: RankPool) -> None:
+def test_several_all_reduces_under_way(pool: OverRoad) -> None:
     pool.run(Mesh({"tp": 2}), _overlapped)
 
 
@@ -169,7 +169,7 @@ def _meaningless(ctx: ParallelContext) -> list[str]:
     return said
 
 
-def test_what_cannot_be_done_is_refused_before_anything_moves(pool: RankPool) -> None:
+def test_what_cannot_be_done_is_refused_before_anything_moves(pool: OverRoad) -> None:
     said = pool.run(Mesh({"tp": 2}), _meaningless)[0]
     assert "sum of torch.float8_e4m3fn" in said[0]
     assert "sum of torch.uint16" in said[1]
@@ -193,7 +193,7 @@ def _user_group(ctx: ParallelContext) -> None:
     assert ctx.comm_for(ours).process_group is ours
 
 
-def test_groups_of_the_user_and_for_the_user(pool: RankPool) -> None:
+def test_groups_of_the_user_and_for_the_user(pool: OverRoad) -> None:
     pool.run(Mesh({"tp": 4}), _user_group)
 
 
@@ -207,7 +207,7 @@ def _data_parallel(ctx: ParallelContext) -> list[Tensor]:
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
-def test_ddp_over_the_dp_group(pool: RankPool) -> None:
+def test_ddp_over_the_dp_group(pool: OverRoad) -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 2).double()
     model(torch.arange(32, dtype=torch.float64).view(8, 4)).pow(2).mean().backward()

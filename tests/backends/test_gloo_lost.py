@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from roads import OverRoad, each_road  # noqa: F401  a fixture
 from torch import Tensor, nn
 
 from tpcore import parallel_layers
@@ -19,7 +20,6 @@ from tpcore.context import ParallelContext
 from tpcore.errors import CollectiveTimeoutError, PeerLostError
 from tpcore.layers import ColumnParallelLinear, RowParallelLinear
 from tpcore.mesh import Mesh
-from tpcore.processes.pool import RankPool
 
 TP2, TP4, SQUARE = Mesh({"tp": 2}), Mesh({"tp": 4}), Mesh({"dp": 2, "tp": 2})
 # how: what the others are told
@@ -91,7 +91,7 @@ def _train(ctx: ParallelContext, how: str, where: str, folder: str) -> None:
 
 @pytest.mark.parametrize("where", ["forward", "backward", "save", "load"])
 @pytest.mark.parametrize("how", HOW)
-def test_the_lost_rank_is_named(pool: RankPool, tmp_path: Path, how: str, where: str) -> None:
+def test_the_lost_rank_is_named(pool: OverRoad, tmp_path: Path, how: str, where: str) -> None:
     outcomes = pool.outcomes(TP2, _train, how, where, str(tmp_path))
     error = outcomes[0].error
     assert error is not None, "rank 0 went on without rank 1"
@@ -140,7 +140,7 @@ def _chain_with_release(ctx: ParallelContext, how: str) -> str:
 
 @pytest.mark.parametrize("how", HOW)
 def test_a_rank_that_waits_for_a_waiting_rank_gets_the_right_name(
-    pool: RankPool, tmp_path: Path, how: str
+    pool: OverRoad, tmp_path: Path, how: str
 ) -> None:
     release = {"TPCORE_TEST_RELEASE": str(tmp_path / "release")}
     outcomes = pool.outcomes(SQUARE, _chain_with_release, how, env=release)
@@ -156,7 +156,7 @@ def _mean(ctx: ParallelContext, how: str) -> float:
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_all_of_four_learn_the_name(pool: RankPool, how: str) -> None:
+def test_all_of_four_learn_the_name(pool: OverRoad, how: str) -> None:
     outcomes = pool.outcomes(TP4, _mean, how)
     for rank in (0, 1, 3):
         assert isinstance(outcomes[rank].error, PeerLostError)
@@ -174,7 +174,7 @@ def _leave(ctx: ParallelContext) -> float:
     return float(ctx.comm("tp").all_reduce(torch.ones(())))
 
 
-def test_a_rank_that_finishes_early(pool: RankPool) -> None:
+def test_a_rank_that_finishes_early(pool: OverRoad) -> None:
     with pytest.raises(PeerLostError, match=r"rank 1 .* left the job"):
         pool.run(TP2, _leave)
 
@@ -184,7 +184,7 @@ def _last_words(ctx: ParallelContext) -> float:
     raise ValueError(f"all of us saw {total}")
 
 
-def test_an_error_that_all_raise_is_not_taken_for_a_loss(pool: RankPool) -> None:
+def test_an_error_that_all_raise_is_not_taken_for_a_loss(pool: OverRoad) -> None:
     for outcome in pool.outcomes(TP4, _last_words):
         assert type(outcome.error) is ValueError, "cut off in the middle of its last collective"
 
@@ -205,7 +205,7 @@ def _stopped(ctx: ParallelContext) -> None:
             os.kill(pids[3], signal.SIGCONT)
 
 
-def test_a_stopped_rank_is_reported_at_the_timeout(pool: RankPool) -> None:
+def test_a_stopped_rank_is_reported_at_the_timeout(pool: OverRoad) -> None:
     outcomes = pool.outcomes(SQUARE, _stopped, timeout=4.0)
     for rank in (0, 1, 2, 3):
         error = outcomes[rank].error
@@ -236,7 +236,7 @@ def _absent(ctx: ParallelContext) -> None:
 
 @pytest.mark.parametrize("check", ["1", "0"])
 def test_a_rank_that_does_not_come_is_reported_at_the_timeout(
-    pool: RankPool, tmp_path: Path, check: str
+    pool: OverRoad, tmp_path: Path, check: str
 ) -> None:
     env = {"TPCORE_TEST_RELEASE": str(tmp_path / "release"), "TPCORE_CHECK": check}
     error = pool.outcomes(TP2, _made_then_absent, timeout=3.0, env=env)[0].error
@@ -255,7 +255,7 @@ def _absent_from_a_group(ctx: ParallelContext) -> None:
     _absent(ctx)
 
 
-def test_a_rank_that_does_not_come_to_make_a_group(pool: RankPool, tmp_path: Path) -> None:
+def test_a_rank_that_does_not_come_to_make_a_group(pool: OverRoad, tmp_path: Path) -> None:
     env = {"TPCORE_TEST_RELEASE": str(tmp_path / "release")}
     error = pool.outcomes(TP2, _absent_from_a_group, timeout=3.0, env=env)[0].error
     assert isinstance(error, CollectiveTimeoutError)

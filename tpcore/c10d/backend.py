@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,6 +26,7 @@ from ..mesh import Group
 from ..transport import Transport
 from .supervision.rendezvous import store_of_environment
 from .supervision.supervisor import Members, Supervisor
+from .supervision.waiting import Waiting
 from .transport import C10dTransport
 
 
@@ -145,6 +147,10 @@ class C10dBackend(Backend):
         """Around the making of a group of this rank only."""
         return nullcontext()
 
+    def _compares(self, pg: Any, waiting: Waiting) -> bool:
+        """Whether the transport over ``pg`` compares calls itself. Asked once, by all members."""
+        return False
+
     # -- groups -------------------------------------------------------------------------------------------
     def _connecting(self, members: Sequence[int]) -> AbstractContextManager[None]:
         if self._supervisor is None:
@@ -169,7 +175,10 @@ class C10dBackend(Backend):
         if group.size > 1:
             if self._supervisor is None:
                 raise BackendError(f"group {members} was made after tpcore.shutdown()")
-            watch = self._supervisor.waiting(pg(), group.axes, members)
+            watch = self._supervisor.waiting(pg(), group.axes, members, partial(self._compares, pg()))
+        return self._made_over(group, pg, watch)
+
+    def _made_over(self, group: Group, pg: Callable[[], Any], watch: Waiting | None) -> Transport:
         made = self.transport_class(group, self._rank, pg, self.device(), watch)
         self._connected.append(made)
         return made
@@ -182,7 +191,7 @@ class C10dBackend(Backend):
         self._supervisor.agree_on_group(number, group.partition)
         with self._connecting(members):
             pg = self._joined(group)
-        self._supervisor.waiting(pg, group.axes, members)
+        self._supervisor.waiting(pg, group.axes, members, partial(self._compares, pg))
         self._supervisor.meet(f"have made group {number}")
         return pg
 

@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tpcore.backend.programs import Dims, Function, LoadedProgram, comm_named, program_comms
 from tpcore.c10d.backend import C10dBackend
 from tpcore.c10d.supervision.host import RANK_MEMORY, available_memory, sockets
+from tpcore.c10d.supervision.waiting import Waiting
 from tpcore.context import current
+from tpcore.log import inform
+from tpcore.mesh import Group
 from tpcore.settings import changed
+from tpcore.transport import Transport
 
-from .gloo import GlooTransport
-from .settings import INTERFACE
+from .exchange import Exchange
+from .gloo import GlooTransport, exchanged
+from .segment import shared
+from .settings import INTERFACE, SHM
+from .shared_memory import SharedTransport
 
 
 class GlooBackend(C10dBackend):
@@ -34,6 +43,20 @@ class GlooBackend(C10dBackend):
         moved=(torch.complex64, torch.complex128, torch.uint16, torch.float8_e4m3fn),
         tracing=torch.__version__ >= "2.9",  # the oldest torch.export that this was tested with
     )
+
+    buffers: ClassVar[tuple[int, int]] = (1 << 16, 1 << 22)
+    """Bytes of a buffer in shared memory, at first and when a tensor needs more. Larger ones go in pieces."""
+
+    def __init__(self, store: dist.Store | None = None, rank: int = 0, world: int = 1) -> None:
+        super().__init__(store, rank, world)
+        self._roads: dict[Any, Exchange | str] = {}
+
+    def stop(self) -> None:
+        super().stop()
+        for road in self._roads.values():
+            if isinstance(road, Exchange):
+                road.close()
+        self._roads.clear()
 
     def device(self) -> torch.device:
         return torch.device("cpu")
@@ -55,6 +78,34 @@ class GlooBackend(C10dBackend):
         from . import programs
 
         return programs.load(folder, weights, partial(comm_named, current()))
+
+    def _compares(self, pg: Any, waiting: Waiting) -> bool:
+        self._roads[pg] = self._road(pg, waiting)
+        return isinstance(self._roads[pg], Exchange)
+
+    def _made_over(self, group: Group, pg: Callable[[], Any], watch: Waiting | None) -> Transport:
+        road = "alone" if watch is None else self._roads[pg()]
+        if isinstance(road, Exchange):
+            return SharedTransport(group, self._rank, pg, road)
+        made = GlooTransport(group, self._rank, pg, self.device(), watch, why=road)
+        self._connected.append(made)
+        return made
+
+    def _road(self, pg: Any, waiting: Waiting) -> Exchange | str:
+        """Memory that all members share, or why they do not. Collective."""
+        members, neighbours = waiting.members, waiting.neighbours()
+        if not neighbours.issuperset(members):
+            return "not all on one host"
+        refusal = "" if SHM.get() else f"{SHM.name}=0"
+        found = shared(
+            len(members), members.index(self._rank), self.buffers, partial(exchanged, pg, waiting), refusal
+        )
+        if not isinstance(found, list):
+            return Exchange(found, waiting, len(neighbours))
+        why = "; ".join(f"rank {r}: {text}" for r, text in zip(members, found, strict=True) if text)
+        if self._rank == members[0] and SHM.name not in why:
+            inform(f"ranks {list(members)} talk over gloo, since they cannot share memory: {why}")
+        return why
 
     def _sockets(self) -> frozenset[int]:
         return sockets()

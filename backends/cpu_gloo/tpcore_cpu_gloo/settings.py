@@ -1,8 +1,8 @@
-"""The environment variable of gloo that the backend sets."""
+"""The environment variables of the backend: what gloo listens on, and whether memory is shared."""
 
 from __future__ import annotations
 
-from tpcore.settings import Variable
+from tpcore.settings import Variable, one_of
 
 INTERFACE = Variable(
     "GLOO_SOCKET_IFNAME",
@@ -10,4 +10,12 @@ INTERFACE = Variable(
     "",
     "a network interface",
     "Where gloo listens. Unset, a group of one process listens on the loopback interface only.",
+)
+SHM = Variable(
+    "TPCORE_SHM",
+    one_of({"1": True, "0": False}),
+    True,
+    "`1` (default), `0`",
+    "Whether ranks of one host exchange tensors through shared memory. A group of which a member sets `0`, or "
+    "cannot map the memory of the others, stays on gloo.",
 )

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _KEPT = 10
 
-Entry = tuple["Waiting", int, str, Sequence[int], torch.dtype, Site]
+Entry = tuple["Waiting", int, str, Sequence[int], torch.dtype, Site | None]
 """Group, seq, op, shape, dtype, site: a plain tuple, because one is made per collective."""
 
 

@@ -114,8 +114,12 @@ class Peers(threading.Thread):
 
     def find(self, ranks: Sequence[int]) -> Verdict | None:
         """The verdict, if there is one or one of ``ranks`` is known to have ended."""
-        found = self.verdict or self._ask(lambda: self._look(ranks), None) or self._look_around(ranks)
+        found = self.look(ranks)
         return None if found is None else self.post(found)
+
+    def look(self, ranks: Sequence[int]) -> Verdict | None:
+        """The same, and nobody else is told yet."""
+        return self.verdict or self._ask(lambda: self._look(ranks), None) or self._look_around(ranks)
 
     def diagnose(self, members: Sequence[int], error: BaseException) -> Verdict:
         """A connection within ``members`` broke: whose, and why."""
@@ -130,6 +134,10 @@ class Peers(threading.Thread):
         silent = "; ".join(f"rank {m}{self.state(m, reports[m])}" for m in others)
         text = f"a rank of group {list(members)} is lost: {silent}: {error}\n{self._store.trouble}"
         return self.post(Verdict("lost", text.rstrip()))
+
+    def neighbours(self) -> frozenset[int]:
+        """The ranks of this host, this one among them."""
+        return frozenset(self._neighbours)
 
     def reports(self) -> dict[int, RankReport]:
         """The last published report of each rank, and this rank's own as it is now."""

@@ -95,34 +95,38 @@ class Supervisor:
         finally:
             self._peers.sockets |= opened() - before
 
-    def waiting(self, pg: Any, axes: Sequence[str], members: Members) -> Waiting:
-        """What happens around the collectives of ``pg``, of which one object may serve several axes."""
+    def waiting(
+        self, pg: Any, axes: Sequence[str], members: Members, compares: Callable[[Waiting], bool]
+    ) -> Waiting:
+        """What happens around the collectives of ``pg``, of which one object may serve several axes.
+
+        ``compares``: called once for a group, by all of its members: whether its transport compares calls.
+        """
         if pg not in self._waiting:
-            self._waiting[pg] = self._around(axes, members)
+            self._waiting[pg] = self._around(axes, members, compares)
         waiting = self._waiting[pg]
         waiting.axes = min(waiting.axes, tuple(axes), key=len)
         return waiting
 
-    def _around(self, axes: Sequence[str], members: Members) -> Waiting:
-        side = None
-        if self._checked:
-            self._sides[members] += 1
-            store = dist.PrefixStore(f"side of {members} {self._sides[members]}", self.store)
-            seconds = timedelta(seconds=self._timeout)
-            with self.connecting(members):  # gloo, whatever the transport: bytes of the host are compared
-                side = dist.ProcessGroupGloo(store, members.index(self._rank), len(members), seconds)
-        checked = self._checked, side
-        return Waiting(
+    def _around(self, axes: Sequence[str], members: Members, compares: Callable[[Waiting], bool]) -> Waiting:
+        waiting = Waiting(
             axes,
             members,
             self._rank,
-            checked,
+            self._checked,
             self._timeout,
             self._recorder,
             self._peers,
             self._library,
             self._lazy,
         )
+        if not compares(waiting) and self._checked:
+            self._sides[members] += 1
+            store = dist.PrefixStore(f"side of {members} {self._sides[members]}", self.store)
+            seconds = timedelta(seconds=self._timeout)
+            with self.connecting(members):  # gloo, whatever the transport: bytes of the host are compared
+                waiting.side = dist.ProcessGroupGloo(store, members.index(self._rank), len(members), seconds)
+        return waiting
 
     def _lost(self, missing: Sequence[int]) -> BackendError | None:
         verdict = self._peers.find(missing)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -23,8 +23,9 @@ _SLICE = timedelta(seconds=1)  # a wait returns to Python this often, for Ctrl-C
 class Waiting:
     """``members`` are world ranks in group order, ``rank`` the world rank of this process.
 
-    ``checked`` is (n, side): the first n collectives are compared over ``side``, a second gloo group of
-    the same ranks: what other code does on the first cannot be taken for a comparison, nor the reverse.
+    ``checked``: how many collectives to compare. They are compared over ``side``, a second gloo group of the
+    same ranks: what other code does on the first cannot be taken for a comparison, nor the reverse. A
+    transport that compares calls itself needs none, and begins them with ``note``.
     ``library``: files whose path starts with one of these are the backend's and no places in a program.
     ``lazy``: the main transport's wait makes a device's stream wait and returns at once.
     """
@@ -34,7 +35,7 @@ class Waiting:
         axes: Sequence[str],
         members: tuple[int, ...],
         rank: int,
-        checked: tuple[int, Any],
+        checked: int,
         timeout: float,
         recorder: FlightRecorder,
         peers: Peers,
@@ -42,8 +43,10 @@ class Waiting:
         lazy: bool,
     ) -> None:
         self.axes, self.members, self.rank, self.seq = tuple(axes), members, rank, 0
-        (self._checked, self._side), self._timeout = checked, timeout
-        self._places, self._library = self._checked == ALL, library
+        self._checked, self._timeout = checked, timeout
+        self.side: Any = None
+        self._closed = False
+        self.places, self._library = checked == ALL, library
         self._entries, self._recorder, self._peers = recorder.entries, recorder, peers
         self._lazy = lazy
         recorder.groups.append(self)
@@ -56,6 +59,38 @@ class Waiting:
         if self.seq <= self._checked:
             self._agree(entry)
 
+    def note(self, op: str, x: Tensor) -> Entry:
+        """Before every collective of a transport that compares them itself. The call's place is looked up
+        while calls are checked; later it is found when somebody asks, while the call is on the stack."""
+        self.seq += 1
+        if self._closed:
+            raise self._unusable()
+        site = call_site(*self._library) if self.seq <= self._checked else None
+        entry = (self, self.seq, op, x.shape, x.dtype, site)
+        self._entries.append(entry)
+        return entry
+
+    def locate(self) -> None:
+        """The last call has become slow: note its place now."""
+        entry = self._entries[-1]
+        if entry[0] is self:
+            self._entries[-1] = (*entry[:-1], entry[-1] or call_site(*self._library))
+
+    def call(self, entry: Entry) -> Call:
+        """What ``entry`` says, with the place where the program is now if it has none."""
+        return Call.of(*entry[1:-1], entry[-1] or call_site(*self._library))
+
+    def neighbours(self) -> frozenset[int]:
+        """The ranks of this host, this one among them."""
+        return self._peers.neighbours()
+
+    def ask_after(self, position: int, came: Callable[[], bool]) -> None:
+        """The member at ``position`` is late. If its process has ended and it did not come before, the job is
+        lost: in shared memory no connection closes."""
+        ended = self._peers.look([self.members[position]])
+        if ended is not None and not came():
+            self._peers.post(ended)
+
     def finish(self, work: Any) -> None:
         """Wait for a collective, or raise the reason why it will not complete."""
         self._recorder.waiting = self
@@ -67,7 +102,7 @@ class Waiting:
 
     def close(self) -> None:
         """From now on a collective is an error, and gloo's objects are free to go."""
-        self._checked, self._side = 1 << 62, None
+        self._checked, self.side, self._closed = 1 << 62, None, True
 
     def _wait_in_slices(self, work: Any) -> None:
         try:
@@ -111,14 +146,17 @@ class Waiting:
         return peers.post(Verdict("timeout", text)).error(self._recorder.last())
 
     def _agree(self, entry: Entry) -> None:
-        if self._side is None:
-            raise BackendError(f"the group of ranks {list(self.members)} was used after tpcore.shutdown()")
-        agree(Call.of(*entry[1:]), self.members, self._exchange, self._places)
+        if self.side is None:
+            raise self._unusable()
+        agree(Call.of(*entry[1:]), self.members, self._exchange, self.places)
+
+    def _unusable(self) -> BackendError:
+        return BackendError(f"the group of ranks {list(self.members)} was used after tpcore.shutdown()")
 
     def _exchange(self, mine: bytes) -> bytes:
         sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         got = torch.empty(len(mine) * len(self.members), dtype=torch.uint8)
         self._recorder.waiting = self
-        self._wait_in_slices(self._side._allgather_base(got, sent))
+        self._wait_in_slices(self.side._allgather_base(got, sent))
         self._recorder.waiting = None
         return got.numpy().tobytes()

@@ -1,0 +1,46 @@
+"""How a tensor is cut into what fits a buffer, and how the parts of all ranks are summed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Fold = Callable[..., Tensor]
+_HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What fits a buffer of a larger tensor."""
+
+    at: tuple[slice, slice]
+    """Its rows and columns."""
+    every: list[Tensor]
+    """Each rank's buffer in the shape of the piece."""
+    meet: Callable[[], None]
+    """Mine is filled; return when everyone's is."""
+
+
+def folded(parts: list[Tensor], fold: Fold, out: Tensor | None = None) -> Tensor:
+    """In rank order, into ``out``; of half precision in float32, rounded once."""
+    if len(parts) > 2 and parts[0].dtype in _HALF and fold is torch.add:
+        total = parts[0].float()
+        for part in parts[1:]:
+            total.add_(part)
+        return total.to(parts[0].dtype) if out is None else out.copy_(total)
+    total = fold(parts[0], parts[1], out=out)
+    for part in parts[2:]:
+        fold(total, part, out=total)
+    return total
+
+
+def tiles(rows: int, columns: int, most: int) -> Iterator[tuple[slice, slice]]:
+    """Parts of at most ``most`` elements of a matrix, whole rows where they fit. Of an empty one: one."""
+    wide = max(1, min(columns, most))
+    high = max(1, most // wide)
+    for r in range(0, max(1, rows), high):
+        for c in range(0, max(1, columns), wide):
+            yield slice(r, min(r + high, rows)), slice(c, min(c + wide, columns))

@@ -1,0 +1,152 @@
+"""The memory that the ranks of one host share: who owns which part, and how the others come to map it.
+
+Each rank owns one file in memory (memfd), which it alone fills and the others read. The file has no name:
+nothing remains however a job ends, and the size of /dev/shm does not matter. The others open it through
+/proc/<pid>/fd. Memory is reserved before it is used, so that too little of it is an error and no SIGBUS.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+from . import semaphores
+
+_WORDS, _TEXT = 2, 4096
+_CALL, _ROOM = range(_WORDS)  # beside each buffer: which call fills it, and what room its owner could reserve
+
+
+class Segment:
+    """This rank's memory for one group, and its view of the peers'.
+
+    Head: a semaphore for each peer, the words of both buffers, a page of text. Then two buffers, which use
+    ``room`` bytes of their ``most``: the address space is there from the beginning, so no view of a buffer
+    becomes stale when more of it is reserved.
+    """
+
+    def __init__(self, size: int, position: int, first: int, most: int) -> None:
+        self.size, self.position = size, position
+        self.room, self.most = first, most
+        self._distance = most  # from one buffer to the next, also when there is no memory for as much
+        page = mmap.PAGESIZE
+        self._text = page * -(-(size + 2) * semaphores.STRIDE // page)
+        self._head = self._text + _TEXT
+        self._length = self._head + page * -(-2 * most // page)
+        self._own = os.memfd_create("tpcore")
+        self._maps: list[mmap.mmap] = []
+        self._buffers: dict[torch.dtype, list[list[Tensor]]] = {}
+        try:
+            os.ftruncate(self._own, self._length)
+            os.posix_fallocate(self._own, 0, self._head)
+            self.reserve(first)
+            memory = mmap.mmap(self._own, self._length)
+            for peer in range(size):
+                semaphores.create(_address(memory) + peer * semaphores.STRIDE)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def ticket(self) -> str:
+        """What the peers need to open it."""
+        return f"{os.getpid()}/fd/{self._own}"
+
+    def open(self, tickets: Sequence[str]) -> None:
+        """Map everyone's. All have made theirs."""
+        for ticket in tickets:
+            fd = os.open(f"/proc/{ticket}", os.O_RDWR)
+            try:
+                self._maps.append(mmap.mmap(fd, self._length))
+            finally:
+                os.close(fd)
+        me, bases = self.position, [_address(m) for m in self._maps]
+        peers = [p for p in range(self.size) if p != me]
+        self.posts = [bases[me] + p * semaphores.STRIDE for p in peers]
+        self.waits = [(p, bases[p] + me * semaphores.STRIDE) for p in peers]
+        self._words = [memoryview(m).cast("Q") for m in self._maps]
+        most = self._distance
+        with torch.inference_mode(False):  # in it, they could not be written outside of it
+            whole = [torch.frombuffer(m, dtype=torch.uint8)[self._head :] for m in self._maps]
+            self._bytes = [[w[b * most : (b + 1) * most] for w in whole] for b in (0, 1)]
+
+    def words(self, buffer: int) -> list[tuple[memoryview, int]]:
+        """Where each rank says which call fills ``buffer``: a view and an index into it."""
+        at = ((self.size + buffer) * semaphores.STRIDE) // 8
+        return [(view, at + _CALL) for view in self._words]
+
+    def offer(self, buffer: int, room: int) -> None:
+        """Say in ``buffer`` how much room this rank could reserve."""
+        view, at = self.words(buffer)[self.position]
+        view[at + _ROOM] = room
+
+    def offered(self, buffer: int) -> int:
+        """The least that any rank could."""
+        return min(view[at + _ROOM] for view, at in self.words(buffer))
+
+    def write(self, text: bytes) -> None:
+        self._maps[self.position][self._text : self._text + _TEXT] = text[:_TEXT].ljust(_TEXT)
+
+    def texts(self) -> list[bytes]:
+        return [m[self._text : self._text + _TEXT] for m in self._maps]
+
+    def reserve(self, room: int) -> None:
+        """Have memory for ``room`` bytes of both buffers; OSError if there is too little."""
+        for buffer in (0, 1):
+            os.posix_fallocate(self._own, self._head + buffer * self._distance, room)
+
+    def buffers(self, dtype: torch.dtype) -> list[list[Tensor]]:
+        """[buffer][rank]: the whole of a buffer as one row, of which ``room`` bytes may be used."""
+        if dtype not in self._buffers:
+            with torch.inference_mode(False):
+                self._buffers[dtype] = [[t.view(dtype) for t in b] for b in self._bytes]
+        return self._buffers[dtype]
+
+    def close(self) -> None:
+        """Let go of the file; memory is unmapped when the last view of it is gone."""
+        self._buffers.clear()
+        if self._own >= 0:
+            os.close(self._own)
+        self._own = -1
+
+
+def _address(memory: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def shared(
+    size: int,
+    position: int,
+    limits: tuple[int, int],
+    exchange: Callable[[str], Sequence[str]],
+    refusal: str = "",
+) -> Segment | list[str]:
+    """A segment that all members have mapped, or for each member why it cannot, empty if it could.
+
+    Collective, with the same end on all of them. ``limits``: room of a buffer at first and at most.
+    ``exchange``: every member's text. ``refusal``: why this rank does not want to.
+    """
+    segment, reason = None, refusal
+    if not refusal:
+        try:
+            segment = Segment(size, position, *limits)
+        except OSError as e:
+            reason = str(e)
+    tickets = exchange("" if segment is None else segment.ticket)
+    if segment is not None and all(tickets):
+        try:
+            segment.open(tickets)
+        except OSError as e:
+            reason = str(e)
+    reasons = list(exchange(reason))
+    if segment is not None and not any(reasons):
+        return segment
+    if segment is not None:
+        with suppress(OSError):
+            segment.close()
+    return reasons

@@ -1,0 +1,275 @@
+"""The collectives of one group whose ranks are all on one host, through memory that they share.
+
+Sums are taken in rank order on every rank, in float32 for half precision and rounded once: the same bits on
+all ranks, however a tensor is cut into pieces. Not for several threads of a rank at once: the order of the
+collectives of a group is one order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tpcore.c10d.transport import copied
+from tpcore.calls import Call
+from tpcore.mesh import Group
+from tpcore.transport import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    BROADCAST,
+    PERMUTE,
+    REDUCE_SCATTER,
+    Op,
+    Pending,
+    Primitive,
+    Transport,
+    inverse,
+)
+
+from .exchange import Announced, Exchange, word_of
+from .pieces import Fold, Piece, folded, tiles
+
+_FOLD: dict[str, Fold] = {"sum": torch.add, "max": torch.maximum}
+_KEPT = 256  # calls whose views are kept
+_TWO_STEPS = 1 << 16  # bytes from which on more than two ranks each sum one part
+_Views = tuple[list[Tensor], list[Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What calls with the same arguments and kind of tensor have in common."""
+
+    name: str
+    word: int
+    views: _Views | None
+    """[buffer][rank]: a buffer as a tensor of this shape; None if it is too small."""
+
+
+class SharedTransport(Transport):
+    """``pg`` gives the torch.distributed group of the same ranks, for code that calls it itself."""
+
+    compares = True
+
+    def __init__(self, group: Group, rank: int, pg: Callable[[], Any], exchange: Exchange) -> None:
+        super().__init__(group, rank)
+        self._pg, self._exchange, self._segment = pg, exchange, exchange.segment
+        self._plans, self._note = exchange.plans, exchange.waiting.note
+        self._places = exchange.waiting.places
+
+    def __repr__(self) -> str:
+        return "shared memory"
+
+    @property
+    def process_group(self) -> Any:
+        return self._pg()
+
+    # -- all_reduce -------------------------------------------------------------------------------------
+    def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
+        plan, call = self._begin(ALL_REDUCE, x, op)
+        x = x.detach() if x.requires_grad else x
+        if plan.views is None:
+            return self._summed_by_pieces(x, op, donate, call)
+        buffer = self._exchange.next_buffer()
+        parts = plan.views[buffer]
+        parts[self.index].copy_(x)
+        self._exchange.meet(buffer, call)
+        if self.size == 2 and x.is_contiguous():
+            first, second = (x, parts[1]) if self.index == 0 else (parts[0], x)
+            return _FOLD[op](first, second, out=x if donate else None)
+        return folded(parts, _FOLD[op], x if donate and x.is_contiguous() else None)
+
+    def start_all_reduce(self, x: Tensor, op: Op, donate: bool) -> Pending:
+        """What fits a buffer is there for the others at once. The sum is taken when somebody waits for it, or
+        when the next collective needs its turn."""
+        plan, call = self._begin(ALL_REDUCE, x, op)
+        if plan.views is None:
+            out = self._summed_by_pieces(x.detach(), op, donate, call)
+            return lambda: out
+        exchange = self._exchange
+        buffer = exchange.next_buffer()
+        parts = plan.views[buffer]
+        parts[self.index].copy_(x.detach())
+        exchange.post(buffer, call)
+
+        def complete() -> Tensor:
+            exchange.pending = None
+            exchange.take(buffer, call)
+            return folded(parts, _FOLD[op])
+
+        exchange.pending = once = _Once(complete)
+        return once
+
+    def _summed_by_pieces(self, x: Tensor, op: Op, donate: bool, call: Announced) -> Tensor:
+        in_place = donate and x.is_contiguous()
+        out = x if in_place else torch.empty_like(x, memory_format=torch.contiguous_format)
+        source, target = x.contiguous().view(1, -1), out.view(1, -1)
+        for piece in self._pieces(call, source.shape, x):
+            mine = source[piece.at]
+            piece.every[self.index].copy_(mine)
+            piece.meet()
+            if self.size == 2:
+                piece.every[self.index] = mine
+                folded(piece.every, _FOLD[op], target[piece.at])
+            else:
+                self._summed_in_two_steps(piece, mine, _FOLD[op], target[piece.at])
+        return out
+
+    def _summed_in_two_steps(self, piece: Piece, x: Tensor, fold: Fold, out: Tensor) -> None:
+        """Each sums one part into its own buffer, where all the others find it."""
+        n = x.shape[1]
+        cuts = [slice(n * p // self.size, n * (p + 1) // self.size) for p in range(self.size)]
+        here = cuts[self.index]
+        parts = [t[:, here] for t in piece.every]
+        own, parts[self.index] = parts[self.index], x[:, here]
+        folded(parts, fold, own)
+        piece.meet()
+        for cut, t in zip(cuts, piece.every, strict=True):
+            out[:, cut].copy_(t[:, cut])
+
+    # -- the others -------------------------------------------------------------------------------------
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        plan, call = self._begin(ALL_GATHER, x, dim)
+        x = x.detach()
+        if plan.views is not None and x.dtype.itemsize > 1:  # torch.cat does not take each type of one byte
+            buffer = self._exchange.next_buffer()
+            parts = plan.views[buffer]
+            parts[self.index].copy_(x)
+            self._exchange.meet(buffer, call)
+            return torch.cat(parts, dim)
+        out = ALL_GATHER.result(x, self.size, dim)
+        before, after = math.prod(x.shape[:dim]), math.prod(x.shape[dim:])
+        source, target = x.reshape(before, after), out.view(before, self.size, after)
+        for piece in self._pieces(call, source.shape, x):
+            rows, columns = piece.at
+            piece.every[self.index].copy_(source[piece.at])
+            piece.meet()
+            for p, part in enumerate(piece.every):
+                target[rows, p, columns].copy_(part)
+        return out
+
+    def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
+        _, call = self._begin(REDUCE_SCATTER, x, dim)
+        out = REDUCE_SCATTER.result(x.detach(), self.size, dim)
+        source = self._chunks(x.detach(), dim)
+        target = out.view(source.shape[1:])
+        for piece in self._pieces(call, target.shape, x, self.size):
+            rows, columns = piece.at
+            piece.every[self.index].copy_(source[:, rows, columns])
+            piece.meet()
+            folded([t[self.index] for t in piece.every], torch.add, target[piece.at])
+        return out
+
+    def broadcast(self, x: Tensor, src: int) -> Tensor:
+        _, call = self._begin(BROADCAST, x, src)
+        out = copied(x) if src == self.index else x.new_empty(x.shape)
+        flat = out.view(1, -1)
+        for piece in self._pieces(call, flat.shape, x):
+            if src == self.index:
+                piece.every[src].copy_(flat[piece.at])
+            piece.meet()
+            if src != self.index:
+                flat[piece.at].copy_(piece.every[src])
+        return out
+
+    def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Tensor:
+        _, call = self._begin(ALL_TO_ALL, x, split_dim, concat_dim)
+        chunk = (*x.shape[:split_dim], x.shape[split_dim] // self.size, *x.shape[split_dim + 1 :])
+        source = self._chunks(x.detach(), split_dim)
+        got = x.new_empty(source.shape)
+        for piece in self._pieces(call, source.shape[1:], x, self.size):
+            rows, columns = piece.at
+            piece.every[self.index].copy_(source[:, rows, columns])
+            piece.meet()
+            for p, part in enumerate(piece.every):
+                got[p, rows, columns].copy_(part[self.index])
+        return (
+            got.view(self.size, *chunk)
+            .movedim(0, concat_dim)
+            .flatten(concat_dim, concat_dim + 1)
+            .contiguous()
+        )
+
+    def permute(self, x: Tensor, to: tuple[int, ...]) -> Tensor:
+        _, call = self._begin(PERMUTE, x, to)
+        out = torch.empty_like(x, memory_format=torch.contiguous_format, requires_grad=False)
+        source, sender = x.detach().contiguous().view(1, -1), inverse(to)[self.index]
+        target = out.view(1, -1)
+        for piece in self._pieces(call, source.shape, x):
+            if to[self.index] >= 0:
+                piece.every[self.index].copy_(source[piece.at])
+            piece.meet()
+            if sender >= 0:
+                target[piece.at].copy_(piece.every[sender])
+        return out if sender >= 0 else out.zero_()
+
+    # -- what they share --------------------------------------------------------------------------------
+    def _begin(self, primitive: Primitive, x: Tensor, *arguments: Any) -> tuple[_Plan, Announced]:
+        key = primitive.name, arguments, x.shape, x.dtype
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = self._plan(primitive, x, arguments)
+        entry = self._note(plan.name, x)
+        word = word_of(Call.of(*entry[1:]).key(True)) if self._places else plan.word
+        return plan, (word, entry)
+
+    def _plan(self, primitive: Primitive, x: Tensor, arguments: tuple[Any, ...]) -> _Plan:
+        segment, n = self._segment, x.numel()
+        if len(self._plans) >= _KEPT:
+            self._plans.clear()
+        limit = segment.room
+        if primitive is ALL_REDUCE and self.size > 2:
+            limit = min(limit, _TWO_STEPS)
+        views = None
+        if n * x.element_size() <= limit:
+            with torch.inference_mode(False):  # or they could not be written outside of it
+                one, two = ([t[:n].view(x.shape) for t in b] for b in segment.buffers(x.dtype))
+            views = one, two
+        name = primitive.describe(*arguments)
+        return _Plan(name, word_of((name, tuple(x.shape), x.dtype)), views)
+
+    def _pieces(self, call: Announced, shape: Sequence[int], x: Tensor, parts: int = 1) -> Iterator[Piece]:
+        """Pieces of a matrix of this ``shape`` that fit a buffer, ``parts`` of each. There is at least
+        one, since a meeting tells that calls differ. Each is filled, met for, and read."""
+        rows, columns = shape
+        need = parts * rows * columns * x.element_size()
+        most = self._exchange.room(need, call) // x.element_size() // parts
+        buffers = self._segment.buffers(x.dtype)
+        for at in tiles(rows, columns, most):
+            high, wide = (s.stop - s.start for s in at)
+            lead = () if parts == 1 else (parts,)
+            buffer = self._exchange.next_buffer()
+            with torch.inference_mode(False):
+                every = [t[: parts * high * wide].view(*lead, high, wide) for t in buffers[buffer]]
+            yield Piece(at, every, partial(self._exchange.meet, buffer, call))
+
+    def _chunks(self, x: Tensor, dim: int) -> Tensor:
+        """The members' chunks of ``x``, each as a matrix."""
+        before, after = math.prod(x.shape[:dim]), math.prod(x.shape[dim:])
+        return x.reshape(before, self.size, after // self.size).movedim(1, 0)
+
+
+class _Once:
+    """Calls ``complete`` at the first call; all calls end as that one."""
+
+    def __init__(self, complete: Callable[[], Tensor]) -> None:
+        self._complete = complete
+        self._result: Tensor | None = None
+        self._error: BaseException | None = None
+
+    def __call__(self) -> Tensor:
+        if self._error is not None:
+            raise self._error
+        if self._result is None:
+            try:
+                self._result = self._complete()
+            except BaseException as e:
+                self._error = e
+                raise
+        return self._result

@@ -49,6 +49,7 @@ PUBLIC = {
         "hookimpl",
         "init",
         "is_initialized",
+        "keep_freed_memory",
         "launch",
         "move_model_to_device",
         "optimizer_step",

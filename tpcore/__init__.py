@@ -33,6 +33,7 @@ from .layers.loss import parallel_cross_entropy
 from .layers.module import ParallelModule, move_model_to_device
 from .layers.sharding import shard_specs
 from .layout import Layout
+from .memory import keep_freed_memory
 from .mesh import Group, Mesh
 from .shard import Block, ShardSpec
 from .train.clip import clip_grad_norm
@@ -99,6 +100,7 @@ __all__ = [
     "hookimpl",
     "init",
     "is_initialized",
+    "keep_freed_memory",
     "launch",
     "move_model_to_device",
     "optimizer_step",

@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Any
 
 from ..log import log
+from ..memory import keep_freed_memory
 from ..settings import RANK
 from .lifeline import follow
 from .shared_memory import read_file, write_file
@@ -25,6 +26,7 @@ def _call(fd: int) -> Any:
 
 def main(lifeline: int, call: int, result: int) -> None:
     follow(lifeline)
+    keep_freed_memory()
     rank = RANK.get()
     sys.excepthook = _log  # below the hook of a backend, which tells the other ranks
     outcome = outcome_of(lambda: _call(call))

@@ -16,6 +16,6 @@ SHM = Variable(
     one_of({"1": True, "0": False}),
     True,
     "`1` (default), `0`",
-    "Whether ranks of one host exchange tensors through shared memory. A group of which a member sets `0`, or "
-    "cannot map the memory of the others, stays on gloo.",
+    "Whether ranks of one host exchange tensors through shared memory. A group of which a member sets `0`, "
+    "or cannot map the memory of the others, stays on gloo.",
 )

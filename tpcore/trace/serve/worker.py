@@ -18,6 +18,7 @@ from ... import settings
 from ...backend.programs import LoadedProgram
 from ...context import ParallelContext
 from ...init import init
+from ...memory import keep_freed_memory
 from ...processes.lifeline import follow
 from ...processes.shared_memory import SharedBuffer
 from ...processes.transfer import Outcome, pack_outcome
@@ -124,6 +125,7 @@ def _started(folder: Path, weights: Path) -> Rank:
 
 def main(lifeline: int, folder: Path, weights: Path, fds: list[int]) -> None:
     follow(lifeline)
+    keep_freed_memory()
     requests, replies, inputs, *outputs = fds
     torch.set_num_threads(settings.THREADS.get())
     try:

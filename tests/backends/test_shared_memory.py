@@ -1,0 +1,385 @@
+"""Shared memory between ranks: which group takes it, what ends leave behind, and that each rule is needed."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tpcore_cpu_gloo import GlooBackend, semaphores
+from tpcore_cpu_gloo.exchange import Announced, Exchange
+
+from tpcore.c10d.supervision.waiting import Waiting
+from tpcore.comm import Comm
+from tpcore.context import ParallelContext
+from tpcore.errors import CollectiveMismatchError, PeerLostError
+from tpcore.mesh import Group, Mesh
+from tpcore.processes.pool import RankPool
+from tpcore.transport import Transport
+
+TP2, TP4 = Mesh({"tp": 2}), Mesh({"tp": 4})
+
+
+class Tiny(GlooBackend):
+    """Buffers that grow soon and hold little: nearly all goes in pieces."""
+
+    buffers = (64, 256)
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Iterator[RankPool]:
+    with RankPool(4, backend=Tiny) as ranks:
+        yield ranks
+
+
+# -- the choice ---------------------------------------------------------------------------------------------
+def _roads(ctx: ParallelContext) -> list[str]:
+    return [repr(ctx.comm(axis).transport) for axis in ctx.mesh.axes]
+
+
+def test_ranks_of_one_host_share_memory(pool: RankPool) -> None:
+    for roads in pool.run(Mesh({"dp": 2, "tp": 2}), _roads):
+        assert roads == ["shared memory", "shared memory"]
+
+
+def test_it_can_be_turned_off(pool: RankPool) -> None:
+    for roads in pool.run(TP2, _roads, env={"TPCORE_SHM": "0"}):
+        assert roads == ["gloo (rank 0: TPCORE_SHM=0; rank 1: TPCORE_SHM=0)"]
+
+
+def _one_has_no_memory(ctx: ParallelContext) -> tuple[list[str], float, int]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if ctx.rank == 1:  # the kernel refuses to make a file larger, in memory too
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+    try:
+        roads = _roads(ctx)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    memory = [f for f in os.listdir("/proc/self/fd") if _target(f).startswith("/memfd:tpcore")]
+    return roads, float(ctx.comm("tp").all_reduce(torch.ones(()))), len(memory)
+
+
+def _target(fd: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:
+        return ""
+
+
+def test_one_rank_without_memory_keeps_all_of_its_group_on_gloo(pool: RankPool) -> None:
+    for roads, total, files in pool.run(TP4, _one_has_no_memory):
+        assert re.fullmatch(r"gloo \(rank 1: .*File too large.*\)", roads[0])
+        assert (total, files) == (4.0, 0)
+
+
+class Lean(GlooBackend):
+    """Rank 1 gets no more memory than at first."""
+
+    buffers = (64, 1024)
+
+    def _road(self, pg: object, waiting: Waiting) -> Exchange | str:
+        road = super()._road(pg, waiting)
+        if isinstance(road, Exchange) and self._rank == 1:
+            os.close(road.segment._own)
+            road.segment._own = os.open("/dev/null", os.O_RDONLY)  # which cannot be reserved
+        return road
+
+
+def _grown(ctx: ParallelContext) -> tuple[float, int]:
+    comm = ctx.comm("tp")
+    total = comm.all_reduce(torch.ones(1000)).sum()
+    total += comm.all_reduce(torch.ones(1000)).sum()
+    return float(total), comm.transport._segment.room  # type: ignore[attr-defined]
+
+
+def test_buffers_grow_as_far_as_all_have_memory(pool: RankPool) -> None:
+    with RankPool(2, backend=Tiny) as tiny, RankPool(2, backend=Lean) as lean:
+        assert tiny.run(TP2, _grown) == [(4000.0, 256)] * 2
+        assert lean.run(TP2, _grown) == [(4000.0, 64)] * 2
+
+
+# -- the ends -----------------------------------------------------------------------------------------------
+def _no_data() -> None:
+    raise OSError("no data")
+
+
+ENDS: dict[str, tuple[Callable[[], object], str]] = {
+    "killed": (lambda: os.kill(os.getpid(), signal.SIGKILL), r"was killed by SIGKILL|is gone"),
+    "exits": (lambda: os._exit(0), r"exited with status 0|is gone"),
+    "fails": (lambda: os._exit(3), r"exited with status 3|is gone"),
+    "raises": (_no_data, r"raised OSError: no data"),
+    "leaves": (lambda: sys.exit(0), r"called sys\.exit\(0\)|ended"),
+}
+STEPS = {
+    "before": ("post", 0),  # its buffer is filled, nobody knows
+    "posted": ("take", 0),  # it has posted and has not read
+    "between pieces": ("post", 1),
+    "after": ("post", 3),
+}
+
+
+def _ends_at(ctx: ParallelContext, end: str, step: str) -> float:
+    """The last rank ends at a step of the protocol; how long the others wait for it."""
+    comm = ctx.comm("tp")
+    comm.all_reduce(torch.ones(64))
+    name, skip = STEPS[step]
+    exchange = comm.transport._exchange  # type: ignore[attr-defined]
+    if ctx.rank == comm.size - 1:
+        real, left = getattr(exchange, name), [skip]
+
+        def step_(*args: object) -> None:
+            if not left[0]:
+                ENDS[end][0]()
+            left[0] -= 1
+            real(*args)
+
+        setattr(exchange, name, step_)
+    started = time.monotonic()
+    try:
+        for _ in range(8):
+            comm.all_reduce(torch.ones(128))
+    except PeerLostError as e:
+        raise PeerLostError(f"{e} [{time.monotonic() - started:.1f} s]") from None
+    return 0.0
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("end", ENDS)
+def test_a_rank_that_ends_at_any_step_is_named(tiny: RankPool, end: str, step: str, world: int) -> None:
+    outcomes = tiny.outcomes(Mesh({"tp": world}), _ends_at, end, step)
+    for outcome in outcomes[:-1]:
+        assert isinstance(outcome.error, PeerLostError)
+        assert re.match(rf"rank {world - 1} \(pid \d+ on .*\) ({ENDS[end][1]})", str(outcome.error))
+        seconds = float(re.search(r"\[([\d.]+) s\]$", str(outcome.error))[1])  # type: ignore[index]
+        assert seconds < 30, "found by the timeout of 60 s, not by the end"
+
+
+def test_nothing_has_a_name(pool: RankPool) -> None:
+    before = set(os.listdir("/dev/shm"))
+    pool.run(TP4, _roads)
+    assert not {name for name in set(os.listdir("/dev/shm")) - before if "tpcore" in name}
+
+
+def _forks(ctx: ParallelContext) -> list[float]:
+    comm, out = ctx.comm("tp"), []
+    for _ in range(3):
+        child = os.fork()
+        if not child:
+            os._exit(0)
+        os.waitpid(child, 0)
+        out.append(float(comm.all_reduce(torch.ones(()))))
+    return out
+
+
+def test_a_fork_changes_nothing(pool: RankPool) -> None:
+    assert pool.run(TP2, _forks) == [[2.0] * 3] * 2
+
+
+def _many(ctx: ParallelContext, calls: int) -> tuple[int, int]:
+    comm, x = ctx.comm("tp"), torch.ones(300)
+
+    def use() -> tuple[int, int]:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return len(os.listdir("/proc/self/fd")), pages * resource.getpagesize()
+
+    for _ in range(2000):
+        comm.all_reduce(x)
+    before = use()
+    for i in range(calls):
+        comm.all_reduce(x if i % 3 else x[:10])
+    after = use()
+    return after[0] - before[0], after[1] - before[1]
+
+
+@pytest.mark.slow
+def test_many_collectives_leave_nothing(tiny: RankPool) -> None:
+    for files, memory in tiny.run(TP2, _many, 100_000, env={"TPCORE_CHECK": "0"}, timeout=300.0):
+        assert files <= 0
+        assert memory < 1 << 20
+
+
+# -- calls that differ --------------------------------------------------------------------------------------
+def _differ(ctx: ParallelContext, large: int) -> list[str]:
+    comm, out = ctx.comm("tp"), []
+    odd = ctx.rank == ctx.mesh.size - 1
+    calls: list[Callable[[], object]] = [
+        lambda: comm.all_reduce(torch.ones(3 if odd else large)),
+        lambda: comm.all_gather(torch.ones(2, 2), 1 if odd else 0),
+        lambda: comm.permute(torch.ones(2), [*range(comm.size)] if odd else [*range(1, comm.size), 0]),
+        lambda: comm.all_reduce(torch.ones(0)) if odd else comm.broadcast(torch.ones(large), 0),
+        lambda: _two(comm, 5 if odd else 4),
+    ]
+    for call in calls:
+        try:
+            call()
+            out.append("no error")
+        except CollectiveMismatchError as e:
+            out.append(str(e))
+        out.append(str(float(comm.all_reduce(torch.ones(())))))  # the group is in step again
+    return out
+
+
+def _two(comm: Comm, n: int) -> object:
+    first, second = comm.start_all_reduce(torch.ones(4)), comm.start_all_reduce(torch.ones(n))
+    return first(), second()
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("check", ["0", "1"])
+@pytest.mark.parametrize("large", [4, 1000])
+def test_calls_that_differ_are_named_and_the_group_goes_on(
+    tiny: RankPool, large: int, check: str, world: int
+) -> None:
+    every = tiny.run(Mesh({"tp": world}), _differ, large, env={"TPCORE_CHECK": check})
+    for said in every:
+        assert said == every[0]
+        assert said[1::2] == [f"{world}.0"] * 5
+        for text in said[::2]:
+            assert f"ranks 0 and {world - 1} of group" in text
+            assert text.count(" at ") == 2
+
+
+# -- a mutant for each rule ---------------------------------------------------------------------------------
+def _until_posted(address: int, times: int) -> None:
+    """Until a peer has posted so often, or surely will not."""
+    value, peek = ctypes.c_int(), ctypes.CDLL(None).sem_getvalue
+    for _ in range(20_000):
+        peek(ctypes.c_void_p(address), ctypes.byref(value))
+        if value.value >= times:
+            return
+        os.sched_yield()
+
+
+class PostsBeforeItCopies(Exchange):
+    """Rank 0 says that its buffer is filled before it is; meanwhile its peer reads and comes to the next."""
+
+    def next_buffer(self) -> int:
+        buffer = super().next_buffer()
+        if self.segment.position == 0:
+            for address in self.segment.posts:
+                semaphores.post(address)
+            _until_posted(self.segment.waits[0][1], 2)
+        return buffer
+
+    def post(self, buffer: int, call: Announced) -> None:
+        view, at = self._words[buffer][self.segment.position]
+        view[at] = call[0]
+        if self.segment.position:
+            super().post(buffer, call)
+
+    def take(self, buffer: int, call: Announced) -> None:
+        _compares_nothing(self, buffer, call)
+
+
+class OneBuffer(Exchange):
+    """Fills the buffer of the call before, which rank 1 reads late."""
+
+    def next_buffer(self) -> int:
+        super().next_buffer()
+        return 0
+
+    def take(self, buffer: int, call: Announced) -> None:
+        _late(self)
+        _compares_nothing(self, buffer, call)
+
+
+class Late(Exchange):
+    """Right, and rank 1 reads late."""
+
+    def take(self, buffer: int, call: Announced) -> None:
+        _late(self)
+        super().take(buffer, call)
+
+
+class ComparesNothing(Exchange):
+    def take(self, buffer: int, call: Announced) -> None:
+        _compares_nothing(self, buffer, call)
+
+
+def _late(exchange: Exchange) -> None:
+    if exchange.segment.position == 1:
+        _until_posted(exchange.segment.waits[0][1], 2)
+
+
+def _compares_nothing(exchange: Exchange, buffer: int, call: Announced) -> None:
+    words, exchange._words = exchange._words, [[], []]
+    try:
+        Exchange.take(exchange, buffer, call)
+    finally:
+        exchange._words = words
+
+
+class Mutated(Tiny):
+    kind: type[Exchange] = Exchange
+
+    def _road(self, pg: object, waiting: Waiting) -> Exchange | str:
+        road = super()._road(pg, waiting)
+        if isinstance(road, Exchange):
+            road.__class__ = type(self).kind
+        return road
+
+
+class TurnsOfTheirOwn(Mutated):
+    """Two groups over the same ranks, each with a turn of its own in the one segment."""
+
+    kind = Late
+
+    def _made_over(self, group: Group, pg: Callable[[], object], watch: Waiting | None) -> Transport:
+        made = super()._made_over(group, pg, watch)
+        exchange = made._exchange  # type: ignore[attr-defined]
+        made._exchange = type(exchange)(exchange.segment, exchange.waiting, 2)  # type: ignore[attr-defined]
+        return made
+
+
+def _mutated(kind: type[Exchange]) -> type[Mutated]:
+    return type(kind.__name__, (Mutated,), {"kind": kind})
+
+
+def _sums(ctx: ParallelContext) -> list[str]:
+    """Two all-reduces over each of two groups of the same ranks, and what is wrong with them."""
+    comms, wrong = [ctx.comm("tp"), ctx.comm("dp", "tp")], []
+    for i in range(8):
+        got = comms[i % 2].all_gather(torch.full((4,), float(10 * i + ctx.rank)), 0).tolist()
+        if got != [10.0 * i] * 4 + [10.0 * i + 1] * 4:
+            wrong.append(f"call {i} gave {got}")
+    return wrong
+
+
+def _other(ctx: ParallelContext) -> list[str]:
+    try:
+        ctx.comm("tp").all_reduce(torch.ones(4), "max" if ctx.rank else "sum")
+    except CollectiveMismatchError:
+        return []
+    return ["calls that differ went through"]
+
+
+RULES: dict[str, tuple[type[GlooBackend], Callable[..., list[str]]]] = {
+    "post after the copy": (_mutated(PostsBeforeItCopies), _sums),
+    "two buffers": (_mutated(OneBuffer), _sums),
+    "one turn for all groups of a segment": (TurnsOfTheirOwn, _sums),
+    "one word compared at every call": (_mutated(ComparesNothing), _other),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_each_rule_of_the_protocol_is_needed(tiny: RankPool, rule: str) -> None:
+    mutant, program = RULES[rule]
+    mesh, check = Mesh({"dp": 1, "tp": 2}), {"TPCORE_CHECK": "0"}
+    assert tiny.run(mesh, program, env=check) == [[], []]
+    with RankPool(2, backend=mutant) as ranks:
+        outcomes = ranks.outcomes(mesh, program, env=check, timeout=5.0)
+    assert any(o.error is not None or o.value for o in outcomes)
+
+
+def test_a_late_reader_alone_is_no_fault(tiny: RankPool) -> None:
+    with RankPool(2, backend=_mutated(Late)) as ranks:
+        assert ranks.run(Mesh({"dp": 1, "tp": 2}), _sums, env={"TPCORE_CHECK": "0"}) == [[], []]

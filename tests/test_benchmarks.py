@@ -32,6 +32,14 @@ def test_race(module: str) -> None:
         assert "tpcore" in ratios
 
 
+def test_all_reduce() -> None:
+    printed = _run("all_reduce", "--kb", "1", "100", "--rounds", "2", "--warm", "1")
+    for title in ("all_reduce of 1 KB", "all_reduce of 100 KB"):
+        table = printed.split(f"**{title}**")[1]
+        for name in ("floor", "tpcore, shared memory", "tpcore, gloo", "gloo by hand"):
+            assert f"| {name} |" in table
+
+
 def test_import_time() -> None:
     assert "| `import torch, tpcore` |" in _run("import_time", "--rounds", "1")
 

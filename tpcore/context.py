@@ -34,7 +34,10 @@ class ParallelContext:
         return self  # a copied model lies on the same mesh
 
     def __repr__(self) -> str:
-        return f"ParallelContext({type(self.backend).__name__}, {self.mesh}, rank {self.rank})"
+        """With the groups that exist already, and how each exchanges tensors."""
+        what = [f"{type(self.backend).__name__}, {self.mesh}, rank {self.rank}"]
+        what += [f"{' x '.join(c.group.axes)}: {c.transport!r}" for c in self._comms.values() if c.size > 1]
+        return f"ParallelContext({'; '.join(what)})"
 
     def comm(self, *axes: str, within: int | None = None) -> Comm:
         """Collectives over ``axes``, or over runs of ``within`` consecutive ranks of such a group.

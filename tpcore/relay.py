@@ -50,6 +50,9 @@ class Checked(Relay):
         self.group, self.size, self.members = inner.group, inner.size, inner.members
         self.index, self.position = inner.index, inner.position
 
+    def __repr__(self) -> str:
+        return repr(self._inner)
+
     @property
     def process_group(self) -> Any:
         return self._inner.process_group

@@ -159,6 +159,10 @@ class Transport(ABC):
         # one element and moved: torch_xla folds 0-d zeros and ones, and fills, into the program
         self.position = torch.tensor([self.index]).to(device)
 
+    def __repr__(self) -> str:
+        """How tensors travel, as the context tells it."""
+        return type(self).__name__
+
     @property
     def process_group(self) -> Any:
         """The backend's own handle of this group; for c10d backends a ``torch.distributed.ProcessGroup``."""

@@ -50,6 +50,18 @@ def test_ranks_of_one_host_share_memory(pool: RankPool) -> None:
         assert roads == ["shared memory", "shared memory"]
 
 
+def _context(ctx: ParallelContext) -> str:
+    ctx.comm("tp")
+    return repr(ctx)
+
+
+def test_the_context_says_how_its_groups_talk(pool: RankPool) -> None:
+    assert (
+        pool.run(TP2, _context)[0]
+        == "ParallelContext(GlooBackend, Mesh({'tp': 2}), rank 0; tp: shared memory)"
+    )
+
+
 def test_it_can_be_turned_off(pool: RankPool) -> None:
     for roads in pool.run(TP2, _roads, env={"TPCORE_SHM": "0"}):
         assert roads == ["gloo (rank 0: TPCORE_SHM=0; rank 1: TPCORE_SHM=0)"]

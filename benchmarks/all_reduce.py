@@ -1,0 +1,61 @@
+"""All-reduce by size: tpcore over shared memory and over gloo.
+
+The floor is what shared memory cannot do without, and no meeting: the tensor is copied into a buffer, and
+the sum of it and of a buffer is written to new memory. Each contestant's sum is compared before it is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import tpcore
+from tpcore.settings import changed
+
+from .harness import TP, Contestant, check_equal, conditions, race, say, start, table
+
+
+def run(rank: int, options: argparse.Namespace) -> None:
+    ctx = tpcore.init(backend="cpu_gloo", tp=TP)
+    shared = ctx.comm("tp")
+    with changed({"TPCORE_SHM": "0"}):
+        gloo = ctx.comm_for(dist.new_group(list(range(TP))))
+    say(f"{conditions()}\n\ntpcore over {shared.transport!r} and over {gloo.transport!r}")
+    for kb in options.kb:
+        x = torch.full((kb << 8,), float(rank + 1))
+        buffer = torch.empty_like(x)
+        ways: dict[str, Callable[[Tensor], Tensor]] = {
+            "tpcore, shared memory": shared.all_reduce,
+            "tpcore, gloo": gloo.all_reduce,
+            "gloo by hand": _by_hand,
+        }
+        for name, way in ways.items():
+            check_equal(name, "sum", way(x), torch.full_like(x, 3.0), 0.0)
+        contestants = [Contestant("floor", lambda x=x, buffer=buffer: torch.add(x, buffer.copy_(x)))]
+        contestants += [Contestant(name, lambda way=way, x=x: way(x)) for name, way in ways.items()]
+        inner = max(1, 2000 // (kb + 20))
+        title = f"all_reduce of {kb} KB"
+        say("\n" + table(race(title, contestants, options.rounds, inner, options.warm), "floor"))
+    tpcore.shutdown()
+
+
+def _by_hand(x: Tensor) -> Tensor:
+    out = x.clone()
+    dist.all_reduce(out)
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--kb", nargs="+", type=int, default=[1, 64, 1024, 4096], help="sizes of the tensor")
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--warm", type=int, default=10, help="runs before the first round")
+    start(run, parser.parse_args())
+
+
+if __name__ == "__main__":
+    main()

@@ -57,7 +57,7 @@ def test_init_and_shutdown() -> None:
     assert tpcore.current() is ctx
     assert dict(ctx.mesh.axes) == {"pp": 1, "dp": 4, "tp": 2}
     assert (ctx.coord("dp"), ctx.coord("tp"), ctx.world.size) == (2, 1, 8)
-    assert repr(ctx) == "ParallelContext(Recorded, Mesh({'pp': 1, 'dp': 4, 'tp': 2}), rank 5)"
+    assert repr(ctx).startswith("ParallelContext(Recorded, Mesh({'pp': 1, 'dp': 4, 'tp': 2}), rank 5")
     tpcore.shutdown()
     assert backend.log == ["start 120", "stop"]
     assert not tpcore.is_initialized()

@@ -13,7 +13,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Chunk:
     """What fits a buffer of a larger tensor."""
 
     at: tuple[slice, slice]

@@ -34,7 +34,7 @@ from tpcore.transport import (
 )
 
 from .exchange import Announced, Exchange, word_of
-from .pieces import Fold, Piece, folded, tiles
+from .pieces import Chunk, Fold, folded, tiles
 
 _FOLD: dict[str, Fold] = {"sum": torch.add, "max": torch.maximum}
 _KEPT = 256  # calls whose views are kept
@@ -121,7 +121,7 @@ class SharedTransport(Transport):
                 self._summed_in_two_steps(piece, mine, _FOLD[op], target[piece.at])
         return out
 
-    def _summed_in_two_steps(self, piece: Piece, x: Tensor, fold: Fold, out: Tensor) -> None:
+    def _summed_in_two_steps(self, piece: Chunk, x: Tensor, fold: Fold, out: Tensor) -> None:
         """Each sums one part into its own buffer, where all the others find it."""
         n = x.shape[1]
         cuts = [slice(n * p // self.size, n * (p + 1) // self.size) for p in range(self.size)]
@@ -234,7 +234,7 @@ class SharedTransport(Transport):
         name = primitive.describe(*arguments)
         return _Plan(name, word_of((name, tuple(x.shape), x.dtype)), views)
 
-    def _pieces(self, call: Announced, shape: Sequence[int], x: Tensor, parts: int = 1) -> Iterator[Piece]:
+    def _pieces(self, call: Announced, shape: Sequence[int], x: Tensor, parts: int = 1) -> Iterator[Chunk]:
         """Pieces of a matrix of this ``shape`` that fit a buffer, ``parts`` of each. There is at least
         one, since a meeting tells that calls differ. Each is filled, met for, and read."""
         rows, columns = shape
@@ -247,7 +247,7 @@ class SharedTransport(Transport):
             buffer = self._exchange.next_buffer()
             with torch.inference_mode(False):
                 every = [t[: parts * high * wide].view(*lead, high, wide) for t in buffers[buffer]]
-            yield Piece(at, every, partial(self._exchange.meet, buffer, call))
+            yield Chunk(at, every, partial(self._exchange.meet, buffer, call))
 
     def _chunks(self, x: Tensor, dim: int) -> Tensor:
         """The members' chunks of ``x``, each as a matrix."""

@@ -17,7 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import pytest
 import torch
@@ -27,6 +27,7 @@ from ...backend.interface import Backend
 from ...backend.registry import backend_class, load_backend, unfit
 from ...consensus import gather_bytes
 from ...context import ParallelContext, use
+from ...errors import BackendError
 from ...mesh import Mesh
 from ...transport import PRIMITIVES
 from .. import matrix
@@ -67,31 +68,38 @@ class Launched:
         limit, what = self._timeout + self._grace, f"rank {self.rank} did not come to an end"
         try:
             with use(ctx), self._within(limit, what):
-                found = fn(ctx, *args)
+                found, failed = fn(ctx, *args), False
         except Exception as e:  # noqa: BLE001  told to the other ranks, which else would go on to the next test
-            found = [f"rank {self.rank}: {type(e).__name__}: {e}"]
+            found, failed = [f"rank {self.rank}: {type(e).__name__}: {e}"], True
             limit, what = self._grace, f"{found[0]}\nThe other ranks did not come to hear of it"
         if self.world == 1:
             return [found]
-        with self._within(limit, what):
-            return [t.decode().splitlines() for t in gather_bytes("\n".join(found).encode(), ctx.world)]
+        try:
+            with self._within(limit, what):
+                return [t.decode().splitlines() for t in gather_bytes("\n".join(found).encode(), ctx.world)]
+        except (
+            BackendError
+        ):  # the others are in another collective, as a backend that compares finds
+            if not failed:
+                raise
+            self._end(what)
 
     @contextmanager
     def _within(self, seconds: float, what: str) -> Iterator[None]:
         """End this process, and so the job, if the block takes longer."""
 
-        def end() -> None:
-            test = settings.TEST.text() or "the test"
-            self._say(f"\ntpcore: {test}: {what} within {seconds:g} s: this process ends here\n")
-            os._exit(1)
-
-        timer = threading.Timer(seconds, end)
+        timer = threading.Timer(seconds, self._end, [f"{what} within {seconds:g} s"])
         timer.daemon = True
         timer.start()
         try:
             yield
         finally:
             timer.cancel()
+
+    def _end(self, why: str) -> NoReturn:
+        test = settings.TEST.text() or "the test"
+        self._say(f"\ntpcore: {test}: {why}: this process ends here\n")
+        os._exit(1)
 
     def close(self) -> None:
         self.backend.stop()

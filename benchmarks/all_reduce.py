@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -35,12 +36,16 @@ def run(rank: int, options: argparse.Namespace) -> None:
         }
         for name, way in ways.items():
             check_equal(name, "sum", way(x), torch.full_like(x, 3.0), 0.0)
-        contestants = [Contestant("floor", lambda x=x, buffer=buffer: torch.add(x, buffer.copy_(x)))]
-        contestants += [Contestant(name, lambda way=way, x=x: way(x)) for name, way in ways.items()]
+        contestants = [Contestant("floor", partial(_copied_and_summed, x, buffer))]
+        contestants += [Contestant(name, partial(way, x)) for name, way in ways.items()]
         inner = max(1, 2000 // (kb + 20))
         title = f"all_reduce of {kb} KB"
         say("\n" + table(race(title, contestants, options.rounds, inner, options.warm), "floor"))
     tpcore.shutdown()
+
+
+def _copied_and_summed(x: Tensor, buffer: Tensor) -> Tensor:
+    return torch.add(x, buffer.copy_(x))
 
 
 def _by_hand(x: Tensor) -> Tensor:

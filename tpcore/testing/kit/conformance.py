@@ -77,9 +77,7 @@ class Launched:
         try:
             with self._within(limit, what):
                 return [t.decode().splitlines() for t in gather_bytes("\n".join(found).encode(), ctx.world)]
-        except (
-            BackendError
-        ):  # the others are in another collective, as a backend that compares finds
+        except BackendError:  # the others are in another collective, as a backend that compares finds
             if not failed:
                 raise
             self._end(what)

@@ -36,6 +36,7 @@ def word_of(key: object) -> int:
 
 
 _TEXTS = word_of("texts of calls that differ")
+_GONE = word_of("this rank makes no more calls")
 
 
 class Exchange:
@@ -50,6 +51,7 @@ class Exchange:
         """Completes what was posted and not taken yet."""
         self._next = 0
         self._words = [segment.words(b) for b in (0, 1)]
+        self._stay = waiting.parting(self._leave)
         self._spins = _SPINS if crowd <= len(os.sched_getaffinity(0)) else 1
 
     def next_buffer(self) -> int:
@@ -77,7 +79,7 @@ class Exchange:
         word = call[0]
         for view, at in self._words[buffer]:
             if view[at] != word:
-                raise self._mismatch(call[1])
+                raise self._lost() if self._someone_left(buffer) else self._mismatch(call[1])
 
     def room(self, need: int, call: Announced) -> int:
         """Bytes of a buffer that may be used, on all ranks the same: as much as ``need``, if all have it."""
@@ -99,6 +101,7 @@ class Exchange:
         return segment.room
 
     def close(self) -> None:
+        self._stay()
         self.plans.clear()
         self.pending = None
         self.segment.close()
@@ -113,6 +116,23 @@ class Exchange:
                 return
         self.waiting.locate()
         self.waiting.finish(_Post(peer, address, self.waiting))
+
+    def _leave(self) -> None:
+        """What the end of a connection is elsewhere: peers wake up, now or at their next call.
+
+        In both buffers, because this rank may have been about to fill either.
+        """
+        for words in self._words:
+            view, at = words[self.segment.position]
+            view[at] = _GONE
+        for address in self.segment.posts:
+            semaphores.post(address)
+
+    def _someone_left(self, buffer: int) -> bool:
+        return any(view[at] == _GONE for view, at in self._words[buffer])
+
+    def _lost(self) -> Exception:
+        return self.waiting.lost(ConnectionResetError("it makes no more calls"))
 
     def _mismatch(self, entry: Entry) -> CollectiveMismatchError:
         """All members see that words differ and come here: each tells what it was about to do."""

@@ -55,6 +55,7 @@ class Peers(threading.Thread):
         self.rank, self.peers, self.recorder = rank, peers, recorder
         self.verdict: Verdict | None = None
         self.sockets: set[int] = set()  # of the groups, to be cut when the job is lost
+        self.partings: set[Callable[[], None]] = set()  # the same for groups that share memory
         self._neighbours = [r for r, p in enumerate(peers) if p.neighbour_of(peers[rank]) or r == rank]
         self._store = store
         self._requests: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -107,6 +108,12 @@ class Peers(threading.Thread):
         """Make ``verdict`` that of the job, unless another came first; return the one that holds."""
         holds = self._ask(lambda: self._store.post(verdict), None)
         return self._accept(self.verdict or holds or verdict)
+
+    def sever(self) -> None:
+        """Let nobody wait for this rank any more."""
+        sever(self.sockets)
+        for part in list(self.partings):
+            part()
 
     def final(self) -> Verdict | None:
         """The verdict, once collectives that could still complete have had the time to."""
@@ -184,7 +191,7 @@ class Peers(threading.Thread):
         if os.getpid() == self.peers[self.rank].pid:
             ended = "ended: its program finished or called sys.exit"
             self._ask(lambda: self._store.end(self.rank, ended), None)
-            sever(self.sockets)
+            self.sever()
 
     # -- in either thread -------------------------------------------------------------------------------
     def _accept(self, verdict: Verdict) -> Verdict:
@@ -224,7 +231,7 @@ class Peers(threading.Thread):
             while not self._requests.empty():
                 self._requests.get()()
             if self._cut_at is not None and time.monotonic() >= self._cut_at:
-                sever(self.sockets)
+                self.sever()
                 self._cut_at = None
         for fd in watched:
             os.close(fd)

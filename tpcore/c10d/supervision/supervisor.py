@@ -18,7 +18,7 @@ from ...calls import checked_calls
 from ...errors import BackendError, CollectiveMismatchError
 from ...settings import CHECK
 from .flight_recorder import FlightRecorder
-from .host import Identity, sever, sockets
+from .host import Identity, sockets
 from .peers import Peers
 from .rendezvous import Rendezvous, own_client
 from .status_store import StatusStore, Verdict
@@ -138,7 +138,7 @@ class Supervisor:
             self._peers.fail(error)
         self._peers.close("left the job (tpcore.shutdown)")
         if self._peers.verdict is not None:
-            sever(self._peers.sockets)
+            self._peers.sever()
         for waiting in self._waiting.values():
             waiting.close()
         self._waiting.clear()

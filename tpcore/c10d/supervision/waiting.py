@@ -91,6 +91,16 @@ class Waiting:
         if ended is not None and not came():
             self._peers.post(ended)
 
+    def parting(self, part: Callable[[], None]) -> Callable[[], None]:
+        """``part`` will be called when this rank leaves, by any thread; return what takes that back."""
+        self._peers.partings.add(part)
+        return lambda: self._peers.partings.discard(part)
+
+    def lost(self, error: Exception) -> Exception:
+        """A member has left, as ``error`` says: which, and why."""
+        self.locate()
+        return self._peers.diagnose(self.members, error).error(self._recorder.last())
+
     def finish(self, work: Any) -> None:
         """Wait for a collective, or raise the reason why it will not complete."""
         self._recorder.waiting = self

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,20 +37,58 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 Src = Annotated[str, typer.Argument(metavar="DIR", help="A checkpoint: a directory or an unsharded file.")]
 Out = Annotated[str, typer.Argument(metavar="OUT", help="What to write. Nothing there is overwritten.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
-ModelKey = Annotated[str, typer.Option("--model-key", help="The entry that holds the model's state.")]
-Trust = Annotated[bool, typer.Option("--trust/--no-trust", help="Whether to read pickles (.pt, .bin).")]
-Cut = Annotated[
-    list[str],
-    typer.Option(
-        "--cut",
-        metavar="PATTERN=DIM[:STRIDE]",
-        help="How tensors are cut where no record says so; STRIDE blocks if fused. Repeatable.",
-    ),
-]
+
+
+@dataclass(frozen=True)
+class Given:
+    """The options that every command has, because each reads a checkpoint."""
+
+    reading: dict[str, Any]
+    """The arguments ``rules`` and ``how`` of the offline functions."""
+    as_json: bool
+
+
+def _given(
+    model_key: Annotated[
+        str, typer.Option("--model-key", help="The entry that holds the model's state.")
+    ] = "model",
+    cut: Annotated[
+        list[str],
+        typer.Option(
+            "--cut",
+            metavar="PATTERN=DIM[:STRIDE]",
+            help="How tensors are cut where no record says so; STRIDE blocks if fused. Repeatable.",
+        ),
+    ] = [],  # noqa: B006  typer reads it
+    trust: Annotated[
+        bool, typer.Option("--trust/--no-trust", help="Whether to read pickles (.pt, .bin).")
+    ] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+) -> Given:
+    from ..checkpoint.forms.source import Reading
+
+    return Given({"rules": _rules(cut), "how": Reading(model_key, trust)}, as_json)
+
+
+def _reads(command: Callable[..., None]) -> Callable[..., None]:
+    """``command`` with the options of ``_given`` in place of its parameter ``given``."""
+    options = inspect.signature(_given, eval_str=True).parameters
+    own = inspect.signature(command, eval_str=True)
+
+    @wraps(command)
+    def run(**arguments: Any) -> None:
+        given = _given(**{name: arguments.pop(name) for name in options})
+        command(**arguments, given=given)
+
+    kept = [p.replace(kind=p.KEYWORD_ONLY) for p in own.parameters.values() if p.name != "given"]
+    shared = [p.replace(kind=p.KEYWORD_ONLY) for p in options.values()]
+    run.__signature__ = own.replace(parameters=[*kept, *shared])  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in (*kept, *shared)}
+    return run
 
 
 @checkpoint.command()
+@_reads
 def consolidate(
     src: Src,
     out: Out,
@@ -57,10 +98,8 @@ def consolidate(
     max_shard_size: Annotated[
         str, typer.Option("--max-shard-size", help="Several files of at most this size, such as 5GB.")
     ] = "",
-    model_key: ModelKey = "model",
-    cut: Cut = [],  # noqa: B006  typer reads it
-    trust: Trust = True,
-    as_json: AsJson = False,
+    *,
+    given: Given,
 ) -> None:
     """Write the whole model as one model.safetensors, which transformers' from_pretrained opens."""
     from ..checkpoint.offline.consolidate import consolidate as consolidate_checkpoint
@@ -68,20 +107,20 @@ def consolidate(
     if output_format not in ("safetensors", "pytorch"):
         raise typer.BadParameter(f"--format {output_format}: safetensors or pytorch")
     size = _bytes(max_shard_size) if max_shard_size else None
-    with _reporting(as_json) as progress:
+    with _reporting(given.as_json) as progress:
         names = consolidate_checkpoint(
             src,
             out,
             pickled=output_format == "pytorch",
             max_shard_size=size,
-            rules=_rules(cut),
-            how=_how(model_key, trust),
+            **given.reading,
             progress=progress,
         )
-    _wrote(out, names, as_json)
+    _wrote(out, names, given.as_json)
 
 
 @checkpoint.command()
+@_reads
 def reshard(
     src: Src,
     out: Out,
@@ -89,56 +128,50 @@ def reshard(
     strict: Annotated[
         bool, typer.Option("--strict/--no-strict", help="Whether to leave out what is bound to its degree.")
     ] = True,
-    model_key: ModelKey = "model",
-    cut: Cut = [],  # noqa: B006
-    trust: Trust = True,
-    as_json: AsJson = False,
+    *,
+    given: Given,
 ) -> None:
     """Write the checkpoint for another tensor-parallel degree, optimizer state included."""
     from ..checkpoint.offline.reshard import reshard as reshard_checkpoint
 
-    with _reporting(as_json) as progress:
-        left = reshard_checkpoint(
-            src, out, tp, strict=strict, rules=_rules(cut), how=_how(model_key, trust), progress=progress
-        )
-    if as_json:
+    with _reporting(given.as_json) as progress:
+        left = reshard_checkpoint(src, out, tp, strict=strict, **given.reading, progress=progress)
+    if given.as_json:
         typer.echo(json.dumps({"out": out, "tp": tp, "left_out": left}, indent=2))
     else:
         typer.echo(f"{out}: for tp={tp}" + "".join(f"\nleft out: {why}" for why in left))
 
 
 @checkpoint.command()
+@_reads
 def convert(
     src: Src,
     out: Out,
-    model_key: ModelKey = "model",
-    cut: Cut = [],  # noqa: B006
-    trust: Trust = True,
-    as_json: AsJson = False,
+    *,
+    given: Given,
 ) -> None:
     """Make safetensors of pickles: of an unsharded file a file, of another library's shards a checkpoint."""
     from ..checkpoint.offline.convert import convert as convert_checkpoint
 
-    with _reporting(as_json) as progress:
-        names = convert_checkpoint(src, out, rules=_rules(cut), how=_how(model_key, trust), progress=progress)
-    _wrote(out, names, as_json)
+    with _reporting(given.as_json) as progress:
+        names = convert_checkpoint(src, out, **given.reading, progress=progress)
+    _wrote(out, names, given.as_json)
 
 
-@checkpoint.command()
-def inspect(
+@checkpoint.command("inspect")
+@_reads
+def inspect_(
     src: Src,
-    model_key: ModelKey = "model",
-    cut: Cut = [],  # noqa: B006
-    trust: Trust = True,
-    as_json: AsJson = False,
+    *,
+    given: Given,
 ) -> None:
     """List the tensors: logical shape, dtype, how it is cut, and the shape on each rank."""
     from ..checkpoint.offline.inspect import inspect as inspect_checkpoint
 
     with _reporting(True):
-        found = inspect_checkpoint(src, rules=_rules(cut), how=_how(model_key, trust))
+        found = inspect_checkpoint(src, **given.reading)
     total = sum(row.bytes for row in found.rows)
-    if as_json:
+    if given.as_json:
         tensors = [row._asdict() for row in found.rows]
         typer.echo(json.dumps({**found._asdict(), "rows": tensors, "bytes": total}, indent=2))
         return
@@ -155,20 +188,19 @@ def inspect(
 
 
 @checkpoint.command()
+@_reads
 def diff(
     a: Annotated[str, typer.Argument(metavar="A")],
     b: Annotated[str, typer.Argument(metavar="B")],
-    model_key: ModelKey = "model",
-    cut: Cut = [],  # noqa: B006
-    trust: Trust = True,
-    as_json: AsJson = False,
+    *,
+    given: Given,
 ) -> None:
     """Compare the models in two checkpoints, of any form and degree. Exit status 1 if they differ."""
     from ..checkpoint.offline.diff import diff as diff_checkpoint
 
-    with _reporting(as_json) as progress:
-        found = list(diff_checkpoint(a, b, rules=_rules(cut), how=_how(model_key, trust), progress=progress))
-    if as_json:
+    with _reporting(given.as_json) as progress:
+        found = list(diff_checkpoint(a, b, **given.reading, progress=progress))
+    if given.as_json:
         typer.echo(json.dumps([_finite(d._asdict()) for d in found], indent=2))
     elif not found:
         typer.echo("the same")
@@ -185,19 +217,18 @@ def diff(
 
 
 @checkpoint.command()
+@_reads
 def verify(
     src: Src,
-    model_key: ModelKey = "model",
-    cut: Cut = [],  # noqa: B006
-    trust: Trust = True,
-    as_json: AsJson = False,
+    *,
+    given: Given,
 ) -> None:
     """Compare all checksums and look for missing and surplus files. Exit status 1 if anything is wrong."""
     from ..checkpoint.offline.verify import verify as verify_checkpoint
 
-    with _reporting(as_json) as progress:
-        wrong = verify_checkpoint(src, rules=_rules(cut), how=_how(model_key, trust), progress=progress)
-    if as_json:
+    with _reporting(given.as_json) as progress:
+        wrong = verify_checkpoint(src, **given.reading, progress=progress)
+    if given.as_json:
         typer.echo(json.dumps({"path": src, "problems": wrong}, indent=2))
     else:
         typer.echo("\n".join(wrong) or f"{src}: complete and undamaged")
@@ -219,12 +250,6 @@ def _reporting(quiet: bool) -> Iterator[Progress]:
     except (CheckpointError, ValueError, OSError) as e:
         typer.echo(f"error: {e}", err=True)
         raise typer.Exit(2) from e
-
-
-def _how(model_key: str, trust: bool) -> Any:
-    from ..checkpoint.forms.source import Reading
-
-    return Reading(model_key, trust)
 
 
 def _rules(cuts: list[str]) -> list[Any]:

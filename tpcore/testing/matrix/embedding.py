@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import tpcore
 
@@ -24,6 +24,32 @@ from .cutting import (
     sequence,
     shard_of,
 )
+
+
+def _compare_weight(
+    layer: tpcore.ParallelEmbedding,
+    exact: nn.Embedding,
+    ids: Tensor,
+    grad: Tensor,
+    case: Case,
+    ctx: ParallelContext,
+    found: Findings,
+) -> None:
+    """Its gradient, and the rows that a look-up with max_norm has scaled."""
+    # the gradient of a row adds its tokens one by one in the dtype itself, here as in torch
+    magnitude = torch.zeros_like(exact.weight).index_add(0, ids.flatten(), grad.abs().double().flatten(0, -2))
+    bound = magnitude * (ids.numel() + 2) * unit(case.torch_dtype)
+    grads = [grad_of(p) for p in (layer.weight, exact.weight)]
+    got, dense = (g.to_dense() if g.is_sparse else g for g in grads)
+    found.expect(grads[0].is_sparse == (case.mode == "sparse"), "the gradient is sparse, or is not")
+    local, allowed = shard_of(layer, "weight", dense, ctx), shard_of(layer, "weight", bound, ctx)
+    found.close("weight grad", got, local, allowed)
+    if case.mode == "max_norm":
+        now = exact.weight.detach()
+        allowed = shard_of(
+            layer, "weight", now.abs() * (2 * exact.embedding_dim + 8) * unit(case.torch_dtype), ctx
+        )
+        found.close("weight after", layer.weight, shard_of(layer, "weight", now, ctx), allowed)
 
 
 def embedding(ctx: ParallelContext, case: Case, found: Findings) -> None:
@@ -69,21 +95,7 @@ def embedding(ctx: ParallelContext, case: Case, found: Findings) -> None:
             found.replicated("output", y, tp)
     found.close("output", y, want.detach(), bound)
     y.backward(scrambled(mine.to(ctx.device), case.scrambled))
-
-    # the gradient of a row adds its tokens one by one in the dtype itself, here as in torch
-    magnitude = torch.zeros(vocab, dim, dtype=torch.float64).index_add(
-        0, ids.flatten(), grad.abs().double().flatten(0, -2)
-    )
-    bound = magnitude * (ids.numel() + 2) * unit(case.torch_dtype)
-    grads = [grad_of(p) for p in (layer.weight, exact.weight)]
-    got, dense = (g.to_dense() if g.is_sparse else g for g in grads)
-    found.expect(grads[0].is_sparse == (case.mode == "sparse"), "the gradient is sparse, or is not")
-    local, allowed = shard_of(layer, "weight", dense, ctx), shard_of(layer, "weight", bound, ctx)
-    found.close("weight grad", got, local, allowed)
-    if case.mode == "max_norm":
-        now = exact.weight.detach()
-        allowed = shard_of(layer, "weight", now.abs() * (2 * dim + 8) * unit(case.torch_dtype), ctx)
-        found.close("weight after", layer.weight, shard_of(layer, "weight", now, ctx), allowed)
+    _compare_weight(layer, exact, ids, grad, case, ctx, found)
 
 
 EMBEDDING = MatrixRow(

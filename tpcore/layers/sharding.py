@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
 
+from ..boxes import Share
 from ..context import ParallelContext
 from ..layout import Layout
 from ..shard import ShardSpec
@@ -27,10 +29,16 @@ class Sharding:
         # torch.save(model.state_dict()) pickles attributes too: as data that weights_only loading accepts
         return OrderedDict, (list(self.layout.to_json().items()),)
 
-    @property
+    # asked for by every step, of every parameter
+    @cached_property
     def axes(self) -> tuple[str, ...]:
         """The axes along which other ranks hold other entries."""
         return self.layout.axes_on(self.ctx.mesh)
+
+    @cached_property
+    def shares(self) -> tuple[Share, ...]:
+        """The rectangles of the local tensor, each with the number of ranks that hold it."""
+        return self.layout.shares(self.ctx.mesh)
 
 
 def sharding(tensor: Tensor) -> Sharding | None:

@@ -24,7 +24,7 @@ def _gradient(p: Tensor) -> Tensor | None:
 
 def _parts(parameter: Tensor, found: Sharding) -> Parts:
     """The gradient as pieces that equally many ranks hold: one, unless blocks are replicated unlike."""
-    grad, shares = parameter.grad, found.layout.shares(found.ctx.mesh)
+    grad, shares = parameter.grad, found.shares
     if grad is None:
         return []
     if len(shares) == 1:

@@ -157,3 +157,13 @@ def agree(call: Call, ranks: Sequence[int], exchange: Callable[[bytes], bytes], 
     texts = exchange(call.pack().ljust(_TEXT))
     calls = [Call.unpack(texts[i : i + _TEXT]) for i in range(0, len(texts), _TEXT)]
     raise CollectiveMismatchError(disagreement(calls, ranks, place) or unexplained(calls))
+
+
+def agree_on_all(run: Sequence[Call], ranks: Sequence[int], exchange: Callable[[bytes], bytes]) -> None:
+    """As ``agree``, for calls that were made already: of the first that differs the error tells."""
+    mine = blake2b(b"".join(call.digest(False) for call in run), digest_size=32).digest()
+    if exchange(mine) == mine * len(ranks):
+        return
+    for call in run:
+        agree(call, ranks, exchange, False)
+    raise CollectiveMismatchError(unexplained(run))

@@ -107,17 +107,17 @@ def test_calls_after_the_first_ones_are_compared_together(monkeypatch: pytest.Mo
     monkeypatch.setenv("TPCORE_CHECK", "warmup")
     monkeypatch.setattr("tpcore.calls._WARMUP", 2)
 
-    def rank(ctx: ParallelContext) -> int:
-        comm, done = ctx.comm("tp"), 0
-        with pytest.raises(
-            CollectiveMismatchError, match=r"rank 1: #7 all_gather dim 0 of float32 \[2, 3\] at"
-        ):
-            for i in range(100):
-                comm.all_gather(torch.zeros((2, 3) if ctx.rank and i == 6 else (3, 2)), 0)
-                done += 1
-        return done
+    done = [0, 0]
 
-    assert run_ranks(Mesh({"tp": 2}), rank, backend=TrustingBackend) == [2 + Checked.RUN - 1] * 2
+    def rank(ctx: ParallelContext) -> None:
+        comm = ctx.comm("tp")
+        for i in range(100):
+            comm.all_gather(torch.zeros((2, 3) if ctx.rank and i == 6 else (3, 2)), 0)
+            done[ctx.rank] += 1
+
+    with pytest.raises(CollectiveMismatchError, match=r"rank 1: #7 all_gather dim 0 of float32 \[2, 3\] at"):
+        run_ranks(Mesh({"tp": 2}), rank, backend=TrustingBackend)
+    assert done == [2 + Checked.RUN - 1] * 2
 
 
 def test_calls_are_not_compared_where_that_is_off(monkeypatch: pytest.MonkeyPatch) -> None:

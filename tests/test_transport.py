@@ -16,6 +16,7 @@ from tpcore.comm import Comm
 from tpcore.context import ParallelContext
 from tpcore.errors import CollectiveMismatchError
 from tpcore.mesh import Group, Mesh
+from tpcore.relay import Checked
 from tpcore.testing import ThreadBackend, run_ranks
 from tpcore.testing.kit import collectives
 from tpcore.testing.threads import ThreadWorld
@@ -102,7 +103,24 @@ def test_different_calls_are_an_error_on_every_rank(call: Callable[[Comm, int], 
     assert "test_transport.py" in told[0]
 
 
-def test_calls_after_the_first_ones_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_after_the_first_ones_are_compared_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TPCORE_CHECK", "warmup")
+    monkeypatch.setattr("tpcore.calls._WARMUP", 2)
+
+    done = [0, 0]
+
+    def rank(ctx: ParallelContext) -> None:
+        comm = ctx.comm("tp")
+        for i in range(100):
+            comm.all_gather(torch.zeros((2, 3) if ctx.rank and i == 6 else (3, 2)), 0)
+            done[ctx.rank] += 1
+
+    with pytest.raises(CollectiveMismatchError, match=r"rank 1: #7 all_gather dim 0 of float32 \[2, 3\] at"):
+        run_ranks(Mesh({"tp": 2}), rank, backend=TrustingBackend)
+    assert done == [2 + Checked.RUN - 1] * 2
+
+
+def test_calls_are_not_compared_where_that_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TPCORE_CHECK", "off")
 
     def rank(ctx: ParallelContext) -> None:

@@ -37,12 +37,53 @@ def call_site(*also: str) -> Site:
     return outermost.f_code, outermost.f_lineno
 
 
-def checked_calls() -> int:
-    """How many collectives of each group to check first, as ``TPCORE_CHECK`` asks.
+def word_of(key: object) -> int:
+    """64 bits that stand for ``key``, on all ranks the same."""
+    return int.from_bytes(blake2b(repr(key).encode(), digest_size=8).digest(), "little")
 
-    ``always``: ALL, and then the same call from two places of the program counts as different too, which
-    tells calls of one shape that were swapped. ``off``: none. ``warmup``, the default: the first 512. A count
-    and not a time, so that all ranks of a group stop at the same call.
+
+def place_of(op: str, site: Site) -> int:
+    """A word for the place from which ``op`` is called, whatever the folder that the program lies in."""
+    code, line = site
+    return word_of((op, os.path.basename(code.co_filename), line, code.co_name)) or 1
+
+
+class Places:
+    """Finds calls that were swapped: alike on all ranks in all but the place that they are made from.
+
+    Ranks may make one call from two places, as the branches of ``if ctx.rank == 0`` do. Each place is then
+    of some ranks and not of others. A place is a sign of swapped calls where a rank is there while another
+    one, that has been there before, is elsewhere. Collectives with other arguments have other places.
+    """
+
+    def __init__(self) -> None:
+        self._common: set[int] = set()
+        self._of: dict[int, set[int]] = {}
+
+    def swapped(self, members: Sequence[int], places: Sequence[int]) -> bool:
+        """``places``: of one call, in the order of ``members``; 0 where a rank did not look."""
+        if places.count(places[0]) == len(places):
+            self._common.add(places[0])
+            return False
+        if 0 in places:
+            return False
+        been = [self._of.setdefault(m, set()) for m in members]
+        found = any(
+            there != here and (there in self._common or there in before)
+            for there in places
+            for here, before in zip(places, been, strict=True)
+        )
+        for before, here in zip(been, places, strict=True):
+            before.add(here)
+        return found
+
+
+def checked_calls() -> int:
+    """How many collectives of each group to check before they run, as ``TPCORE_CHECK`` asks.
+
+    ``always``: ALL, and then the same call from two places of the program counts as different too. ``off``:
+    none. ``warmup``, the default: the first 512; what comes later is compared without waiting for it. A
+    count and not a time, so that all ranks of a group stop at the same call.
     """
     return {"always": ALL, "warmup": _WARMUP, "off": 0}[settings.CHECK.get()]
 
@@ -116,3 +157,13 @@ def agree(call: Call, ranks: Sequence[int], exchange: Callable[[bytes], bytes], 
     texts = exchange(call.pack().ljust(_TEXT))
     calls = [Call.unpack(texts[i : i + _TEXT]) for i in range(0, len(texts), _TEXT)]
     raise CollectiveMismatchError(disagreement(calls, ranks, place) or unexplained(calls))
+
+
+def agree_on_all(run: Sequence[Call], ranks: Sequence[int], exchange: Callable[[bytes], bytes]) -> None:
+    """As ``agree``, for calls that were made already: of the first that differs the error tells."""
+    mine = blake2b(b"".join(call.digest(False) for call in run), digest_size=32).digest()
+    if exchange(mine) == mine * len(ranks):
+        return
+    for call in run:
+        agree(call, ranks, exchange, False)
+    raise CollectiveMismatchError(unexplained(run))

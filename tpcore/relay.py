@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from .calls import ALL, Call, agree, call_site, checked_calls
+from .calls import ALL, Call, agree, agree_on_all, call_site, checked_calls
 from .transport import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, TABLE, Op, Pending, Primitive, Transport
 
 
@@ -42,11 +42,18 @@ for _primitive in TABLE:
 
 
 class Checked(Relay):
-    """Compares the first calls of a group over the group itself: ranks that are about to make different ones
-    all get an error, in place of a hang or of wrong numbers. ``TPCORE_CHECK`` says how many."""
+    """Compares the calls of a group over the group itself: ranks that make different ones all get an error.
+
+    The first calls are compared before they run, in place of a hang or of wrong numbers; ``TPCORE_CHECK``
+    says how many. Of later ones ``RUN`` are compared together: an exchange for each would cost as much as a
+    small call does.
+    """
+
+    RUN: ClassVar[int] = 32
 
     def __init__(self, inner: Transport) -> None:
         self._inner, self._seq, self._checked = inner, 0, checked_calls()
+        self._run: list[Call] = []
         self.group, self.size, self.members = inner.group, inner.size, inner.members
         self.index, self.position = inner.index, inner.position
 
@@ -67,10 +74,17 @@ class Checked(Relay):
         return self._inner.start_all_reduce(x, op, donate)
 
     def _enter(self, primitive: Primitive, x: Tensor, arguments: tuple[Any, ...]) -> None:
+        if not self._checked:
+            return
         self._seq += 1
+        call = Call.of(self._seq, primitive.describe(*arguments), x.shape, x.dtype, call_site())
         if self._seq <= self._checked:
-            call = Call.of(self._seq, primitive.describe(*arguments), x.shape, x.dtype, call_site())
             agree(call, self.members, self._exchange, self._checked == ALL)
+            return
+        self._run.append(call)
+        if len(self._run) == self.RUN:
+            run, self._run = self._run, []
+            agree_on_all(run, self.members, self._exchange)
 
     def _exchange(self, mine: bytes) -> bytes:
         sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(self.position.device)

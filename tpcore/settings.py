@@ -93,7 +93,8 @@ CHECK: Variable[str] = Variable(
     "warmup",
     "`warmup` (default), `1` or `always`, `0` or `off`",
     "How much of the program is checked while it runs. Over torch.distributed: collectives are compared "
-    "between the ranks before they run: the first 512 of each group, all, or none. Over torch_xla: `always` "
+    "between the ranks, and waited for before they run: the first 512 of each group, all, or no comparison. "
+    "Over torch_xla: `always` "
     "names each line that reads a value inside a step. See "
     "[When something goes wrong](debugging.md#checked-collectives).",
 )

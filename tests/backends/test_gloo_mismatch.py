@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -160,9 +161,21 @@ KINDS: dict[str, Program] = {
 }
 
 
-def _message(ctx: ParallelContext, kind: str, odd: int) -> str:
+WARMUP = {"TPCORE_CHECK": "warmup"}
+_CHECKED = 512
+
+
+def _advance(comm: Comm, calls: int) -> None:
+    """As if so many calls had been made, which takes seconds."""
+    transport: Any = comm.transport
+    waiting = transport._exchange.waiting if hasattr(transport, "_exchange") else transport._watch
+    waiting.seq += calls
+
+
+def _message(ctx: ParallelContext, kind: str, odd: int, before: int = 0) -> str:
     comm = ctx.comm("tp")
     comm.all_reduce(torch.ones(1))
+    _advance(comm, before)
     try:
         KINDS[kind](comm, ctx.rank == odd)
     except CollectiveMismatchError as e:
@@ -224,12 +237,83 @@ def _agree_then_differ(ctx: ParallelContext, calls: int) -> None:
     comm.all_reduce(torch.ones(1), "sum" if ctx.rank == 0 else "max")
 
 
+LATE = (
+    "larger_shape",
+    "transposed",
+    "other_dtype_of_the_same_size",
+    "larger_dtype",
+    "sum_against_max",
+    "gathered_dims",
+    "broadcast_sources",
+    "swapped_operations",
+    "in_backward",
+)
+
+
+@pytest.mark.parametrize("kind", LATE)
+def test_calls_after_the_checked_ones_are_compared_too(pool: OverRoad, kind: str) -> None:
+    """Before the wrong numbers are returned, and before gloo would abort the process."""
+    messages = pool.run(Mesh({"tp": 2}), _message, kind, 1, _CHECKED, env=WARMUP)
+    assert messages[0] == messages[1]
+    assert "ranks 0 and 1 of group (0, 1) disagree" in messages[0]
+
+
+def test_one_call_more_is_found_with_the_next(pool: OverRoad) -> None:
+    messages = pool.run(Mesh({"tp": 2}), _message, "one_call_more", 1, _CHECKED, env=WARMUP)
+    assert all("ranks 0 and 1 of group (0, 1) disagree" in m for m in messages)
+
+
+@pytest.mark.parametrize("before", [0, _CHECKED])
+def test_swapped_calls_of_one_shape_are_found_at_the_second(pool: OverRoad, before: int) -> None:
+    if pool.shared and before:
+        pytest.skip("after the first calls, shared memory compares the place of one call in 17")
+    messages = pool.run(
+        Mesh({"tp": 2}), _message, "swapped_calls_of_one_shape", 1, before, env={"TPCORE_CHECK": "warmup"}
+    )
+    assert messages[0] == messages[1]
+    assert re.search(
+        r"rank 0: #\d+ all_reduce .* in accuracy\n  rank 1: #\d+ all_reduce .* in loss", messages[0]
+    )
+
+
+def _swapped_in_each_step(ctx: ParallelContext) -> str:
+    comm = ctx.comm("tp")
+    _advance(comm, _CHECKED)
+    try:
+        for _ in range(2 * 17):
+            swapped_calls_of_one_shape(comm, ctx.rank == 1)
+    except CollectiveMismatchError as e:
+        return str(e)
+    return "no error"
+
+
+def test_calls_that_are_swapped_in_each_step_are_found_on_every_road(pool: OverRoad) -> None:
+    for message in pool.run(Mesh({"tp": 2}), _swapped_in_each_step, env=WARMUP):
+        assert "in accuracy" in message
+        assert "in loss" in message
+
+
+def _turns(ctx: ParallelContext) -> float:
+    """Ranks at different places of the program, of which each is of one rank and source."""
+    comm, total = ctx.comm("tp"), 0.0
+    for _ in range(3):
+        for src in range(comm.size):
+            if ctx.rank == src:
+                total += float(comm.broadcast(torch.ones(()), src))
+            else:
+                total += float(comm.broadcast(torch.zeros(()), src))
+    return total
+
+
+def test_branches_of_a_rank_are_no_swapped_calls(pool: OverRoad) -> None:
+    assert pool.run(Mesh({"tp": 2}), _turns, env=WARMUP) == [6.0, 6.0]
+
+
 def test_warmup_checks_the_first_512_of_each_group(pool: OverRoad) -> None:
-    warmup = {"TPCORE_CHECK": "warmup"}
     with pytest.raises(CollectiveMismatchError, match="#512 all_reduce sum"):
-        pool.run(Mesh({"tp": 2}), _agree_then_differ, 511, env=warmup)
-    with _unless_unchecked(pool):
-        pool.run(Mesh({"tp": 2}), _agree_then_differ, 512, env=warmup)
+        pool.run(Mesh({"tp": 2}), _agree_then_differ, 511, env=WARMUP)
+    with pytest.raises(CollectiveMismatchError, match="#513 all_reduce sum"):
+        pool.run(Mesh({"tp": 2}), _agree_then_differ, 512, env=WARMUP)
 
 
 def _unless_unchecked(pool: OverRoad) -> AbstractContextManager[object]:

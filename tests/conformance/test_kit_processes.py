@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from typing import ClassVar
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from tpcore_cpu_gloo import GlooBackend
 
 from tpcore.backend.interface import Backend
 from tpcore.c10d.backend import C10dBackend
-from tpcore.processes.pool import RankPool
+from tpcore.processes.pool import RankPool, Standing
 from tpcore.testing.kit.conformance import Conformance, Run
 
 pytestmark = [pytest.mark.xdist_group("kit"), pytest.mark.processes]
@@ -35,39 +36,35 @@ class Tiny(GlooBackend):
 
 class TestShared(Conformance):
     backend = "cpu_gloo"
+    tested: ClassVar[str | type[Backend]] = "cpu_gloo"
+    env: ClassVar[Mapping[str, str]] = {}
     worlds = (2, 4)
     every = 35
 
     @pytest.fixture(scope="class")
     @classmethod
-    def run(cls, pool: RankPool) -> Run:
-        return pool.run
+    def run(cls) -> Iterator[Run]:
+        """Each world is one job for all tests: to start one costs more than most of them do."""
+        with ExitStack() as stack:
+            jobs: dict[int, Standing] = {}
+            for size in cls.worlds:
+                ranks = stack.enter_context(RankPool(size, backend=cls.tested))
+                jobs[size] = ranks.standing(size, env=cls.env)
+            yield lambda mesh, fn, *args: jobs[mesh.size].run(mesh, fn, *args)
 
 
 class TestGloo(TestShared):
-    @pytest.fixture(scope="class")
-    @classmethod
-    def run(cls, pool: RankPool) -> Run:
-        return partial(pool.run, env={"TPCORE_SHM": "0"})
+    env: ClassVar[Mapping[str, str]] = {"TPCORE_SHM": "0"}
 
 
 class TestPieces(TestShared):
-    @pytest.fixture(scope="class")
-    @classmethod
-    def run(cls) -> Iterator[Run]:
-        with RankPool(4, backend=Tiny) as ranks:
-            yield ranks.run
+    tested = Tiny
 
 
-class TestSimple(Conformance):
+class TestSimple(TestShared):
+    tested = Simple
     worlds = (2,)
     every = 70
 
     def backend_class(self) -> type[Backend]:
         return Simple
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def run(cls) -> Iterator[Run]:
-        with RankPool(2, backend=Simple) as ranks:
-            yield ranks.run

@@ -128,7 +128,7 @@ def traced_in(
     pad_value: Any = 0,
 ) -> TensorParallelModel:
     calls = sorted((_call(e) for e in (inputs, *bucket_inputs)), key=_size)
-    order = Order(func, calls, dynamic_shapes, "cpu_gloo", tp, folder)
+    order = Order(func, calls, dynamic_shapes, "cpu_gloo", tp, folder, "traced")
     ranks = pool.run(Mesh({"pp": 1, "dp": 1, "tp": tp}), _trace, order)
     manifest = assembled(order, ranks, pad_value)
     return TensorParallelModel(folder, manifest, workers=InPool(pool, folder, manifest))

@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import pickle
+import re
 import select
 import shutil
 import signal
@@ -26,6 +27,7 @@ from tpcore.errors import BackendError, CheckpointError, PeerLostError
 from tpcore.mesh import Mesh
 from tpcore.testing import run_ranks
 from tpcore.trace import TensorParallelModel, parallel_model_load, parallel_model_save
+from tpcore.trace.artifact import opened
 from tpcore.trace.serve.messages import send
 
 EXACT = 1e-12  # float64: another order of summation and nothing else
@@ -443,6 +445,48 @@ def test_damaged_directories(artifact: Path, tmp_path: Path, what: str, message:
     damage(what, folder)
     with pytest.raises(CheckpointError, match=message):
         parallel_model_load(folder, verify=True)
+
+
+def mixed_up(what: str, folder: Path) -> None:
+    """The files have the size on record, and each tensor has the shape that it should have."""
+    first, second = (folder / f"tp_rank_{rank}/model.safetensors" for rank in (0, 1))
+    if what == "swapped":
+        first.rename(folder / "x")
+        second.rename(first)
+        (folder / "x").rename(second)
+    elif what == "twice the same":
+        shutil.copy(first, second)
+    else:
+        raw = second.read_bytes()
+        (save_id,) = re.findall(rb'"save_id":"(\w+)"', raw)
+        second.write_bytes(raw.replace(save_id, b"0" * len(save_id)))
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("swapped", "tp_rank_0/model.safetensors is of 'tp_rank_1' in save"),
+        ("twice the same", "tp_rank_1/model.safetensors is of 'tp_rank_0' in save"),
+        ("another save", "here belongs 'tp_rank_1' of save"),
+    ],
+)
+def test_files_of_several_ranks_or_saves_are_not_mixed_up(
+    artifact: Path, tmp_path: Path, what: str, message: str
+) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(artifact, folder)
+    mixed_up(what, folder)
+    with pytest.raises(CheckpointError, match=message):
+        parallel_model_load(folder)
+
+
+def test_a_trace_of_an_older_tpcore_names_no_save(artifact: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(artifact, folder)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest["save_id"]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert opened(folder).save_id == ""
 
 
 def test_saving_is_whole_or_not_at_all(

@@ -63,7 +63,7 @@ def traced(
     **more: Any,
 ) -> TensorParallelModel:
     calls = sorted((_call(e) for e in (inputs, *bucket_inputs)), key=_size)
-    order = Order(func, calls, more.get("dynamic_shapes"), "neuron", tp, folder)
+    order = Order(func, calls, more.get("dynamic_shapes"), "neuron", tp, folder, "traced")
     manifest = assembled(order, run_replicas(trace_rank, tp, order), 0)
     return TensorParallelModel(folder, manifest, workers=OnReplicas(folder, manifest))
 

@@ -124,6 +124,13 @@ class C10dBackend(Backend):
 
     def stop(self) -> None:
         error = sys.exc_info()[1]  # of the with or finally block that stops this rank, if that is why
+        try:
+            if self._supervisor is not None and error is None:
+                self._supervisor.settle()
+        finally:
+            self._close(error or sys.exc_info()[1])
+
+    def _close(self, error: BaseException | None) -> None:
         if self._supervisor is not None:
             self._supervisor.close(error)
         for transport in self._connected:

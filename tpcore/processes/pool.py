@@ -7,12 +7,13 @@ import os
 import signal
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -84,16 +85,29 @@ class RankPool:
         env: Mapping[str, str] | None = None,
     ) -> list[Outcome]:
         """As ``run``, but how every rank ended: PeerLostError for one that was killed."""
-        if mesh.size > self.size:
-            raise ValueError(f"mesh {dict(mesh.axes)} has {mesh.size} ranks, the pool {self.size} processes")
+        return self._ran(self._job(mesh, timeout, self.meeting_point() | dict(env or {})), fn, args)
+
+    def standing(self, size: int, *, timeout: float = 60.0, env: Mapping[str, str] | None = None) -> Standing:
+        """The first ``size`` processes as one job for many runs, each on a mesh of as many ranks."""
+        return Standing(self, size, timeout, dict(env or {}))
+
+    def meeting_point(self) -> dict[str, str]:
+        """The variables by which the ranks of a new job find each other."""
         self._runs += 1
         folder = self._folder / f"run{self._runs}"
         folder.mkdir()
-        job = (dict(mesh.axes), timeout, self._class.job(folder) | dict(env or {}))
-        call = pack_call(fn, args, {"backend": self._backend})
-        for rank, worker in enumerate(self._workers[: mesh.size]):
+        return self._class.job(folder)
+
+    def _job(self, mesh: Mesh, timeout: float, variables: Mapping[str, str], name: str = "") -> _Job:
+        if mesh.size > self.size:
+            raise ValueError(f"mesh {dict(mesh.axes)} has {mesh.size} ranks, the pool {self.size} processes")
+        return _Job(dict(mesh.axes), timeout, dict(variables), name)
+
+    def _ran(self, job: _Job, fn: Callable[..., Any], args: tuple[Any, ...]) -> list[Outcome]:
+        call, size = pack_call(fn, args, {"backend": self._backend}), Mesh(job.axes).size
+        for rank, worker in enumerate(self._workers[:size]):
             worker.conn.send((rank, job, call))
-        return self._collect(mesh.size, time.monotonic() + timeout + self._grace)
+        return self._collect(size, time.monotonic() + job.timeout + self._grace)
 
     def pids(self) -> list[int]:
         return [w.process.pid or 0 for w in self._workers]
@@ -134,6 +148,39 @@ class RankPool:
                 self._workers[rank].close()
                 self._workers[rank] = self._worker(rank)
         return [outcomes[r] for r in range(world)]
+
+
+class Standing:
+    """A job whose ranks stay joined between runs: a run costs milliseconds. One that fails is its last, and
+    the next run begins a new job. Another run of the pool on the same processes ends it as well."""
+
+    def __init__(self, pool: RankPool, size: int, timeout: float, env: dict[str, str]) -> None:
+        self._pool, self._size, self._timeout, self._env = pool, size, timeout, env
+        self._variables: dict[str, str] | None = None
+        self._name = ""
+
+    def run(self, mesh: Mesh, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        """As ``RankPool.run``."""
+        if mesh.size != self._size:
+            raise ValueError(f"mesh {dict(mesh.axes)} has {mesh.size} ranks, the job {self._size}")
+        if self._variables is None:
+            self._variables, self._name = self._pool.meeting_point() | self._env, uuid.uuid4().hex
+        pool = self._pool
+        outcomes = pool._ran(pool._job(mesh, self._timeout, self._variables, self._name), fn, args)
+        error = root_cause(outcomes)
+        if error is not None:
+            self._variables = None
+            raise error
+        return [o.value for o in outcomes]
+
+
+class _Job(NamedTuple):
+    """What a rank joins. ``name``: of one that stands; empty for one that ends with its run."""
+
+    axes: dict[str, int]
+    timeout: float
+    variables: dict[str, str]
+    name: str
 
 
 class _Worker:
@@ -181,6 +228,7 @@ class _Worker:
 def _serve(conn: Connection, lifeline: Connection, stacks: str) -> None:
     follow(lifeline.fileno())
     torch.set_num_threads(1)
+    ranks = _Ranks()
     with open(stacks, "w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
         while True:
@@ -189,24 +237,53 @@ def _serve(conn: Connection, lifeline: Connection, stacks: str) -> None:
             except EOFError:
                 return
             entered: list[bool] = []
-            outcome = outcome_of(lambda: _run(rank, job, call, entered))  # noqa: B023  called at once
+            outcome = outcome_of(lambda: ranks.run(rank, job, call, entered))  # noqa: B023  called at once
             # a group that did not come about leaves traces in torch.distributed that no later one survives
             conn.send((bool(entered), pack_outcome(outcome, rank)))
 
 
-def _run(rank: int, job: tuple[Any, ...], call: bytes, entered: list[bool]) -> Any:
-    axes, timeout, variables = job
-    fn, args, chosen = unpack_call(call)
-    mesh = Mesh(axes)
-    with changed(of_rank(rank, mesh.size) | variables):
-        backend = _class_of(chosen["backend"])()
-        backend.start(timeout)
-        entered.append(True)
-        try:
-            with use(ParallelContext(backend, mesh, rank)) as ctx:
-                return fn(ctx, *args)
-        finally:
-            backend.stop()
+class _Ranks:
+    """The rank that this process is, of one job after the other."""
+
+    def __init__(self) -> None:
+        self._standing: tuple[str, Backend] | None = None
+        self._contexts: dict[tuple[tuple[str, int], ...], ParallelContext] = {}
+
+    def run(self, rank: int, job: _Job, call: bytes, entered: list[bool]) -> Any:
+        fn, args, chosen = unpack_call(call)
+        mesh = Mesh(job.axes)
+        with changed(of_rank(rank, mesh.size) | job.variables):
+            backend = self._joined(job, chosen["backend"])
+            entered.append(True)
+            try:
+                context = self._contexts.setdefault(
+                    tuple(job.axes.items()), ParallelContext(backend, mesh, rank)
+                )
+                with use(context) as ctx:
+                    found = fn(ctx, *args)
+            except BaseException:
+                self._leave(backend)
+                raise
+            if not job.name:
+                self._leave(backend)
+            return found
+
+    def _joined(self, job: _Job, chosen: str | type[Backend]) -> Backend:
+        if self._standing is not None:
+            name, backend = self._standing
+            if name == job.name:
+                return backend
+            self._leave(backend)
+        backend = _class_of(chosen)()
+        backend.start(job.timeout)
+        if job.name:
+            self._standing = job.name, backend
+        return backend
+
+    def _leave(self, backend: Backend) -> None:
+        self._standing = None
+        self._contexts.clear()
+        backend.stop()
 
 
 def _class_of(backend: str | type[Backend]) -> type[Backend]:

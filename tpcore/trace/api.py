@@ -73,7 +73,7 @@ def parallel_model_trace(
     calls = sorted((_call(e) for e in (example, *(bucket_inputs or ()))), key=_size)
     directory = TemporaryDirectory(prefix="tpcore-trace-")
     folder = Path(directory.name)
-    order = Order(func, calls, dynamic_shapes, name, tp_degree, folder)
+    order = Order(func, calls, dynamic_shapes, name, tp_degree, folder, uuid.uuid4().hex)
     try:
         manifest = assembled(order, launch(trace_rank, nprocs=tp_degree, args=(order,)), pad_value)
     except BaseException:

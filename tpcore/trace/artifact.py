@@ -69,6 +69,8 @@ class TraceManifest:
     weights: Mapping[str, Weight]
     files: Mapping[str, TracedFile]
     written_by: Mapping[str, str]
+    save_id: str = ""
+    """Also in the header of each file of weights; empty for what tpcore 0.1.0 wrote, which has none."""
 
     @property
     def programs(self) -> int:
@@ -88,6 +90,7 @@ class TraceManifest:
             {
                 "format": FORMAT,
                 "version": VERSION,
+                "save_id": self.save_id,
                 "backend": self.backend,
                 "tp": self.tp,
                 "inputs": self.inputs.to_json(),
@@ -133,17 +136,19 @@ class TraceManifest:
                 },
                 {name: TracedFile(int(f["bytes"]), str(f["checksum"])) for name, f in top["files"].items()},
                 dict(top["written_by"]),
+                str(top.get("save_id", "")),
             )
         except (KeyError, TypeError, AttributeError, ValueError) as e:
             raise CheckpointError(f"{path} is damaged: {type(e).__name__}: {e}") from e
 
 
-def write_weights(folder: Path, rank: int, weights: Mapping[str, Tensor]) -> TracedFile:
-    """The file of one rank."""
+def write_weights(folder: Path, rank: int, weights: Mapping[str, Tensor], save_id: str) -> TracedFile:
+    """The file of one rank. Its header says which rank and which save it is of."""
     path = weights_file(folder, rank)
     path.parent.mkdir()
     held = {name: StateTensor(t) for name, t in weights.items()}
-    record, _ = write_tensors(str(path), held, {"format": "pt"})
+    metadata = {"format": "pt", "save_id": save_id, "rank": rank_dir(rank)}
+    record, _ = write_tensors(str(path), held, metadata)
     return TracedFile(record.size, f"crc32:{record.crc32}")
 
 
@@ -205,6 +210,8 @@ def opened(folder: Path, *, verify: bool = False) -> TraceManifest:
             )
     for name, record in manifest.files.items():
         _check_file(folder, name, record, verify)
+    for rank in range(manifest.tp if manifest.save_id else 0):
+        _check_owner(weights_file(folder, rank), manifest.save_id)
     return manifest
 
 
@@ -221,3 +228,15 @@ def _check_file(folder: Path, name: str, record: TracedFile, verify: bool) -> No
         raise CheckpointError(f"{path} is not the file that was written: its checksum is another")
     if name.endswith(".safetensors"):
         TensorFile(str(path)).close()
+
+
+def _check_owner(path: Path, save_id: str) -> None:
+    """Two ranks' files have one size and the same tensors, so only their headers tell them apart."""
+    file = TensorFile(str(path))
+    file.close()
+    found = (file.metadata.get("rank"), file.metadata.get("save_id"))
+    if found != (path.parent.name, save_id):
+        raise CheckpointError(
+            f"{path} is of {found[0]!r} in save {found[1]!r}, and here belongs {path.parent.name!r} of save "
+            f"{save_id!r}: files of several ranks or saves were mixed up"
+        )

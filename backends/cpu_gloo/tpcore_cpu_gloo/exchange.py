@@ -10,29 +10,23 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from datetime import timedelta
-from hashlib import blake2b
 from typing import Any
 
 from tpcore.c10d.supervision.flight_recorder import Entry
 from tpcore.c10d.supervision.waiting import Waiting
-from tpcore.calls import Call, disagreement
+from tpcore.calls import Call, Places, disagreement, word_of
 from tpcore.errors import CollectiveMismatchError
 
 from . import semaphores
-from .segment import Segment
+from .segment import CALL, PLACE, Segment
 
 _SPINS = 150  # of 0.3 us: longer than a peer takes that is not late
 _YIELDS = 200
 _SLICE = 0.5  # seconds of sleep, after which somebody looks whether the peer still lives
 
 
-Announced = tuple[int, Entry]
-"""A call: the word that stands for it, and its entry in the flight recorder."""
-
-
-def word_of(key: object) -> int:
-    """64 bits that stand for ``key``, on all ranks the same."""
-    return int.from_bytes(blake2b(repr(key).encode(), digest_size=8).digest(), "little")
+Announced = tuple[int, int, Entry]
+"""A call: the words that stand for it and for its place (0: not looked at), and its entry in the recorder."""
 
 
 _TEXTS = word_of("texts of calls that differ")
@@ -50,6 +44,7 @@ class Exchange:
         self.pending: Callable[[], object] | None = None
         """Completes what was posted and not taken yet."""
         self._next = 0
+        self._places, self._positions = Places(), range(segment.size)
         self._words = [segment.words(b) for b in (0, 1)]
         self._stay = waiting.parting(self._leave)
         self._spins = _SPINS if crowd <= len(os.sched_getaffinity(0)) else 1
@@ -68,7 +63,7 @@ class Exchange:
 
     def post(self, buffer: int, call: Announced) -> None:
         view, at = self._words[buffer][self.segment.position]
-        view[at] = call[0]
+        view[at + CALL], view[at + PLACE] = call[:2]
         for address in self.segment.posts:
             semaphores.post(address)
 
@@ -76,10 +71,14 @@ class Exchange:
         for peer, address in self.segment.waits:
             if semaphores.busy(address):
                 self._wait(peer, address)
-        word = call[0]
+        word, place, entry = call
         for view, at in self._words[buffer]:
-            if view[at] != word:
-                raise self._lost() if self._someone_left(buffer) else self._mismatch(call[1])
+            if view[at + CALL] != word:
+                raise self._lost() if self._someone_left(buffer) else self._mismatch(entry, False)
+        if place:
+            places = [view[at + PLACE] for view, at in self._words[buffer]]
+            if self._places.swapped(self._positions, places):
+                raise self._mismatch(entry, True)
 
     def room(self, need: int, call: Announced) -> int:
         """Bytes of a buffer that may be used, on all ranks the same: as much as ``need``, if all have it."""
@@ -124,23 +123,23 @@ class Exchange:
         """
         for words in self._words:
             view, at = words[self.segment.position]
-            view[at] = _GONE
+            view[at + CALL] = _GONE
         for address in self.segment.posts:
             semaphores.post(address)
 
     def _someone_left(self, buffer: int) -> bool:
-        return any(view[at] == _GONE for view, at in self._words[buffer])
+        return any(view[at + CALL] == _GONE for view, at in self._words[buffer])
 
     def _lost(self) -> Exception:
         return self.waiting.lost(ConnectionResetError("it makes no more calls"))
 
-    def _mismatch(self, entry: Entry) -> CollectiveMismatchError:
+    def _mismatch(self, entry: Entry, place: bool) -> CollectiveMismatchError:
         """All members see that words differ and come here: each tells what it was about to do."""
         waiting = self.waiting
         self.segment.write(waiting.call(entry).pack())
-        self.meet(self.next_buffer(), (_TEXTS, entry))
+        self.meet(self.next_buffer(), (_TEXTS, 0, entry))
         calls = [Call.unpack(text) for text in self.segment.texts()]
-        return CollectiveMismatchError(disagreement(calls, waiting.members, waiting.places))
+        return CollectiveMismatchError(disagreement(calls, waiting.members, place or waiting.places))
 
 
 class _Post:

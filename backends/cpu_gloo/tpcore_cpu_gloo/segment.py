@@ -18,8 +18,9 @@ from torch import Tensor
 
 from . import semaphores
 
-_WORDS, _TEXT = 2, 4096
-_CALL, _ROOM = range(_WORDS)  # beside each buffer: which call fills it, and what room its owner could reserve
+_TEXT = 4096
+# words beside each buffer: which call fills it, from which place, and what room its owner could reserve
+CALL, PLACE, _ROOM = range(3)
 
 
 class Segment:
@@ -76,9 +77,9 @@ class Segment:
             self._bytes = [[w[b * most : (b + 1) * most] for w in whole] for b in (0, 1)]
 
     def words(self, buffer: int) -> list[tuple[memoryview, int]]:
-        """Where each rank says which call fills ``buffer``: a view and an index into it."""
+        """Where each rank says which call fills ``buffer``: a view, and the index of its first word."""
         at = ((self.size + buffer) * semaphores.STRIDE) // 8
-        return [(view, at + _CALL) for view in self._words]
+        return [(view, at) for view in self._words]
 
     def offer(self, buffer: int, room: int) -> None:
         """Say in ``buffer`` how much room this rank could reserve."""

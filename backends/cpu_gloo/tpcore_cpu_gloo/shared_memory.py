@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tpcore.c10d.transport import copied
-from tpcore.calls import Call
+from tpcore.calls import Call, place_of, word_of
 from tpcore.mesh import Group
 from tpcore.transport import (
     ALL_GATHER,
@@ -33,7 +33,7 @@ from tpcore.transport import (
     inverse,
 )
 
-from .exchange import Announced, Exchange, word_of
+from .exchange import Announced, Exchange
 from .pieces import Chunk, Fold, folded, tiles
 
 _FOLD: dict[str, Fold] = {"sum": torch.add, "max": torch.maximum}
@@ -217,7 +217,8 @@ class SharedTransport(Transport):
             plan = self._plans[key] = self._plan(primitive, x, arguments)
         entry = self._note(plan.name, x)
         word = word_of(Call.of(*entry[1:]).key(True)) if self._places else plan.word
-        return plan, (word, entry)
+        site = entry[-1]
+        return plan, (word, 0 if site is None else place_of(plan.name, site), entry)
 
     def _plan(self, primitive: Primitive, x: Tensor, arguments: tuple[Any, ...]) -> _Plan:
         segment, n = self._segment, x.numel()

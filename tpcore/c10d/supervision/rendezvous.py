@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -22,30 +24,30 @@ class Rendezvous:
     def __init__(self, store: dist.Store, rank: int, world: int, timeout: float) -> None:
         self.store, self.rank, self.world, self.timeout = store, rank, world, timeout
 
-    def meet(self, what: str, mine: str, lost: Lost) -> list[str]:
-        """``mine`` of every rank, in rank order.
+    def meet(self, what: str, mine: str, lost: Lost, ranks: Sequence[int] | None = None) -> list[str]:
+        """``mine`` of every rank of the job or of ``ranks``, in that order.
 
         Raises CollectiveTimeoutError naming who did not come, and what ``lost`` says of the missing.
         """
-        keys = [f"{what}/{r}" for r in range(self.world)]
+        keys = {r: f"{what}/{r}" for r in (range(self.world) if ranks is None else ranks)}
         try:
             self.store.set(keys[self.rank], mine)
             self._wait(what, keys, lost)
-            return [self.store.get(k).decode() for k in keys]
+            return [self.store.get(k).decode() for k in keys.values()]
         except dist.DistNetworkError as e:
             raise PeerLostError(
                 f"rank {self.rank}: the job's store is gone while ranks meet to {what}: {e}"
             ) from e
 
-    def _wait(self, what: str, keys: list[str], lost: Lost) -> None:
+    def _wait(self, what: str, keys: Mapping[int, str], lost: Lost) -> None:
         # by asking again and again: a wait of the store's own that ends in vain prints warnings
         deadline, pause = time.monotonic() + self.timeout, 0.001
-        while not self.store.check(keys):
+        while not self.store.check(list(keys.values())):
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
             if pause < 0.1:
                 continue
-            missing = [r for r, k in enumerate(keys) if not self.store.check([k])]
+            missing = [r for r, k in keys.items() if not self.store.check([k])]
             error = lost(missing)
             if error is not None:
                 raise error
@@ -97,13 +99,32 @@ def _tcp_store(host: str, port: int, rank: int, world: int, timeout: float) -> d
         ) from e
 
 
+def address_towards(store: dist.Store, alone: bool) -> str:
+    """The address of this host, as the other ranks can reach it. ``alone``: all ranks are on this host."""
+    store = _innermost(store)
+    host, port = (store.host, store.port) if isinstance(store, dist.TCPStore) else (socket.gethostname(), 1)
+    if alone and not isinstance(store, dist.TCPStore):
+        return "127.0.0.1"
+    # no packet is sent: the kernel says from where it would be
+    for family, kind, protocol, _, at in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
+        with suppress(OSError), socket.socket(family, kind, protocol) as s:
+            s.connect(at)
+            return str(s.getsockname()[0])
+    return "127.0.0.1"
+
+
 def own_client(store: dist.Store, prefix: str, timeout: float) -> dist.Store:
     """``store`` under ``prefix`` through a connection of its own, for calls of one wait for each other."""
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
+    store = _innermost(store)
     if isinstance(store, dist.TCPStore):
         seconds = timedelta(seconds=timeout)
         store = dist.TCPStore(store.host, store.port, timeout=seconds, wait_for_workers=False)
     elif isinstance(store, dist.FileStore):
         store = dist.FileStore(store.path, -1)  # type: ignore[attr-defined]  # not in torch's stub
     return dist.PrefixStore(prefix, store)
+
+
+def _innermost(store: dist.Store) -> dist.Store:
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store

@@ -8,24 +8,26 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
-from ...calls import checked_calls
+from ...calls import ALL, checked_calls
 from ...errors import BackendError, CollectiveMismatchError
 from ...settings import CHECK
 from .flight_recorder import FlightRecorder
 from .host import Identity, sockets
 from .peers import Peers
-from .rendezvous import Rendezvous, own_client
+from .rendezvous import Rendezvous, address_towards, own_client
 from .status_store import StatusStore, Verdict
 from .waiting import Waiting
+from .words import Words, connected
 
 Members = tuple[int, ...]
 Sockets = Callable[[], frozenset[int]]
+_RUN_AHEAD = {False: 4, True: 64}
+"""Calls that a rank may be ahead of its peers before it waits for their words; True: a device has a queue."""
 
 
 class Supervisor:
@@ -41,7 +43,7 @@ class Supervisor:
         self._library, self._lazy = tuple(library), lazy
         self._recorder = FlightRecorder()
         self._rendezvous = Rendezvous(store, rank, world, timeout)
-        self._sides: Counter[Members] = Counter()
+        self._made: Counter[Members] = Counter()
         self._waiting: dict[Any, Waiting] = {}
         self._peers = self._introduced(store)
         self._peers.open()
@@ -55,6 +57,7 @@ class Supervisor:
             raise ValueError(f"{CHECK.name} must be the same on all ranks; calls to check are {given}")
         connect = partial(own_client, store, f"tpcore monitor {found[0][2]}", self._timeout)
         identities = [Identity(*peer) for peer, _, _ in found]
+        self._address = address_towards(store, all(i.hostname == identities[0].hostname for i in identities))
         return Peers(StatusStore(connect), self._rank, identities, self._recorder)
 
     @property
@@ -121,16 +124,29 @@ class Supervisor:
             self._lazy,
         )
         if not compares(waiting) and self._checked:
-            self._sides[members] += 1
-            store = dist.PrefixStore(f"side of {members} {self._sides[members]}", self.store)
-            seconds = timedelta(seconds=self._timeout)
-            with self.connecting(members):  # gloo, whatever the transport: bytes of the host are compared
-                waiting.side = dist.ProcessGroupGloo(store, members.index(self._rank), len(members), seconds)
+            waiting.words = self._words(members)
         return waiting
+
+    def _words(self, members: Members) -> Words:
+        """Connections of their own, whatever the transport."""
+        self._made[members] += 1
+        what, position = f"compare calls {members} {self._made[members]}", members.index(self._rank)
+
+        def meet(mine: str) -> list[str]:
+            return self._rendezvous.meet(what, mine, self._lost, members)
+
+        with self.connecting(members):
+            made = connected(position, len(members), self._address, self._timeout, meet)
+        return Words(members, position, made, _RUN_AHEAD[self._lazy], self._checked == ALL)
 
     def _lost(self, missing: Sequence[int]) -> BackendError | None:
         verdict = self._peers.find(missing)
         return None if verdict is None else verdict.error(self._recorder.last())
+
+    def settle(self) -> None:
+        """Compare what is left to compare, before this rank leaves."""
+        for waiting in self._waiting.values():
+            waiting.settle()
 
     def close(self, error: BaseException | None) -> None:
         """``error``: why this rank leaves, if that is why: then all others will fail with it."""

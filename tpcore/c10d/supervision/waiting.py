@@ -8,24 +8,25 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ...calls import ALL, Call, agree, call_site
+from ...calls import ALL, Call, call_site
 from ...errors import BackendError
 from .flight_recorder import Entry, FlightRecorder, timeout_report
 from .peers import Peers, connection_broke
 from .status_store import Verdict
+from .words import Arrival, Words
 
+_LOOK = 17  # of how many calls past the first ones the place of one is compared: 17 divides no step's number
 _SLICE = timedelta(seconds=1)  # a wait returns to Python this often, for Ctrl-C and for a verdict
 
 
 class Waiting:
     """``members`` are world ranks in group order, ``rank`` the world rank of this process.
 
-    ``checked``: how many collectives to compare. They are compared over ``side``, a second gloo group of the
-    same ranks: what other code does on the first cannot be taken for a comparison, nor the reverse. A
-    transport that compares calls itself needs none, and begins them with ``note``.
+    ``checked``: how many collectives to compare before they run. Later ones are compared while they run.
+    They are compared over ``words``: what other code does on the group cannot be taken for a comparison, nor
+    the reverse. A transport that compares calls itself needs none, and begins them with ``note``.
     ``library``: files whose path starts with one of these are the backend's and no places in a program.
     ``lazy``: the main transport's wait makes a device's stream wait and returns at once.
     """
@@ -44,7 +45,7 @@ class Waiting:
     ) -> None:
         self.axes, self.members, self.rank, self.seq = tuple(axes), members, rank, 0
         self._checked, self._timeout = checked, timeout
-        self.side: Any = None
+        self.words: Words | None = None
         self._closed = False
         self.places, self._library = checked == ALL, library
         self._entries, self._recorder, self._peers = recorder.entries, recorder, peers
@@ -52,12 +53,16 @@ class Waiting:
         recorder.groups.append(self)
 
     def enter(self, op: str, x: Tensor) -> None:
-        """Before every collective. Raises on all ranks if they are not about to make the same one."""
+        """Before every collective. Raises on all ranks if they do not make the same one: before it runs while
+        calls are checked, else at the next one at the latest."""
         self.seq += 1
+        if self._closed:
+            raise self._unusable()
         entry = (self, self.seq, op, x.shape, x.dtype, call_site(*self._library))
         self._entries.append(entry)
-        if self.seq <= self._checked:
-            self._agree(entry)
+        if self.words is not None:
+            self.words.say(entry)
+            self._compare(self.words, self.seq <= self._checked)
 
     def note(self, op: str, x: Tensor) -> Entry:
         """Before every collective of a transport that compares them itself. The call's place is looked up
@@ -65,7 +70,8 @@ class Waiting:
         self.seq += 1
         if self._closed:
             raise self._unusable()
-        site = call_site(*self._library) if self.seq <= self._checked else None
+        look = self.seq <= self._checked or (self._checked and self.seq % _LOOK == 0)
+        site = call_site(*self._library) if look else None
         entry = (self, self.seq, op, x.shape, x.dtype, site)
         self._entries.append(entry)
         return entry
@@ -109,10 +115,19 @@ class Waiting:
         else:
             self._wait_in_slices(work)
         self._recorder.waiting = None
+        self.settle()  # before the result is used
 
     def close(self) -> None:
-        """From now on a collective is an error, and gloo's objects are free to go."""
-        self._checked, self.side, self._closed = 1 << 62, None, True
+        """From now on a collective is an error."""
+        self._closed = True
+        if self.words is not None:
+            self.words.close()
+
+    def settle(self) -> None:
+        """Raise if ranks have made different calls, as far as that is known by now."""
+        if self.words is not None and not self.words.settled:
+            self.words.read()
+            self._raise_if_differing(self.words)
 
     def _wait_in_slices(self, work: Any) -> None:
         try:
@@ -131,6 +146,8 @@ class Waiting:
         """After an error of ``wait``: its own, that the slice is over, or that of the collective."""
         deadline = time.monotonic() + self._timeout
         while not work.is_completed():
+            if not isinstance(work, Arrival):
+                self.settle()
             final = self._peers.final()
             if final is not None:
                 raise final.error(self._recorder.last()) from None
@@ -143,6 +160,7 @@ class Waiting:
     def _reason(self, error: RuntimeError) -> Exception:
         if "Timed out waiting" in str(error):
             return self._timed_out()
+        self.settle()  # which may have been why
         if connection_broke(error):
             return self._peers.diagnose(self.members, error).error(self._recorder.last())
         return error
@@ -155,18 +173,21 @@ class Waiting:
         )
         return peers.post(Verdict("timeout", text)).error(self._recorder.last())
 
-    def _agree(self, entry: Entry) -> None:
-        if self.side is None:
-            raise self._unusable()
-        agree(Call.of(*entry[1:]), self.members, self._exchange, self.places)
+    def _compare(self, words: Words, now: bool) -> None:
+        words.read()
+        if words.due(now):
+            self._arrive(Arrival(words, now=now))
+        self._raise_if_differing(words)
+
+    def _raise_if_differing(self, words: Words) -> None:
+        found = words.differing()
+        if found is not None:
+            raise words.error(*found, self._arrive) from None
+
+    def _arrive(self, arrival: Arrival) -> None:
+        self._recorder.waiting = self
+        self._wait_in_slices(arrival)
+        self._recorder.waiting = None
 
     def _unusable(self) -> BackendError:
         return BackendError(f"the group of ranks {list(self.members)} was used after tpcore.shutdown()")
-
-    def _exchange(self, mine: bytes) -> bytes:
-        sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-        got = torch.empty(len(mine) * len(self.members), dtype=torch.uint8)
-        self._recorder.waiting = self
-        self._wait_in_slices(self.side._allgather_base(got, sent))
-        self._recorder.waiting = None
-        return got.numpy().tobytes()

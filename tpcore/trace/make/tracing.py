@@ -52,6 +52,7 @@ class Order:
     backend: str
     tp: int
     folder: Path
+    save_id: str
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,15 @@ def assembled(order: Order, ranks: Sequence[Traced], pad_value: float | Mapping[
     for path in sorted(p for p in (order.folder / PROGRAMS).rglob("*") if p.is_file()):
         files[path.relative_to(order.folder).as_posix()] = record_of(path)
     manifest = TraceManifest(
-        order.backend, order.tp, first.inputs, first.outputs, pads, first.weights, files, written_by()
+        order.backend,
+        order.tp,
+        first.inputs,
+        first.outputs,
+        pads,
+        first.weights,
+        files,
+        written_by(),
+        order.save_id,
     )
     write_file(str(order.folder / MANIFEST), [manifest.to_json()])
     return manifest
@@ -143,7 +152,7 @@ class _Rank:
                 )
             )
         self._say("writing weights")
-        record = write_weights(self._order.folder, self._ctx.rank, weights)
+        record = write_weights(self._order.folder, self._ctx.rank, weights, self._order.save_id)
         shapes = output_shapes([s.shapes for s in seen], inputs.buckets)
         return Traced(inputs, OutputSpec(seen[0].form, shapes, state), described, record)
 

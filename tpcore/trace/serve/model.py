@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -109,7 +110,7 @@ class TensorParallelModel(nn.Module):
         self._owned.append(new)
 
     def _replace(self, source: str | PathLike[str] | Mapping[str, Tensor], folder: Path) -> None:
-        path = str(folder / "unsharded.safetensors")
+        path, save_id = str(folder / "unsharded.safetensors"), uuid.uuid4().hex
         if isinstance(source, Mapping):
             held = {name: StateTensor(t) for name, t in source.items() if isinstance(t, Tensor)}
             write_tensors(path, held, {})
@@ -117,13 +118,13 @@ class TensorParallelModel(nn.Module):
             path = str(Path(source).absolute())
         with self._turn:
             workers = self._running()
-            records = workers.ask(request("reshard", source=path, folder=str(folder)), None)
+            records = workers.ask(request("reshard", source=path, folder=str(folder), save_id=save_id), None)
             workers.ask(request("take", folder=str(folder)), None)
             workers.weights = folder
         files = dict(self.manifest.files)
         for rank, record in enumerate(records):
             files[weights_file(Path(), rank).as_posix()] = TracedFile(*record)
-        self.manifest = replace(self.manifest, files=files)
+        self.manifest = replace(self.manifest, files=files, save_id=save_id)
 
     @property
     def weights_folder(self) -> Path:

@@ -56,11 +56,11 @@ class Rank:
             self._weights[name].copy_(t)
         return [t.cpu() for t in found[: self._returned]]
 
-    def reshard(self, source: str, folder: str) -> TracedFile:
+    def reshard(self, source: str, folder: str, save_id: str) -> TracedFile:
         """Write this rank's part of another checkpoint. Changes nothing here."""
         found = shards_of(source, self._manifest, self._ctx.rank)
         found = {name: found.get(name, t) for name, t in self._weights.items()}
-        return write_weights(Path(folder), self._ctx.rank, found)
+        return write_weights(Path(folder), self._ctx.rank, found, save_id)
 
 
 class _Service:

@@ -228,6 +228,7 @@ class Peers(threading.Thread):
                 self._cut_at = None
         for fd in watched:
             os.close(fd)
+        self._store.leave(self.rank)
 
     def _watch(self) -> list[int]:
         """Wake when a neighbour dies, early enough to read its exit status before its parent does."""

@@ -144,6 +144,10 @@ class Supervisor:
         verdict = self._peers.find(missing)
         return None if verdict is None else verdict.error(self._recorder.last())
 
+    def gone(self, rank: int) -> str | None:
+        """How the process of ``rank`` has ended; None while it may still work."""
+        return self._peers.gone(rank)
+
     def settle(self) -> None:
         """Compare what is left to compare, before this rank leaves."""
         for waiting in self._waiting.values():

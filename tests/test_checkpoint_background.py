@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import signal
 import stat
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from tpcore.checkpoint.write import save as writing
 from tpcore.context import ParallelContext
 from tpcore.errors import CheckpointError
 from tpcore.mesh import Mesh
+from tpcore.processes.pool import RankPool
 from tpcore.testing import run_ranks
 
 MESH = Mesh({"dp": 2, "tp": 2})
@@ -155,6 +157,24 @@ def test_a_rank_that_falls_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     messages = run_ranks(Mesh({"tp": 2}), one)
     assert "rank 1 has written 0 bytes, and nothing for 0 s" in messages[0]
+    assert os.listdir(tmp_path) == []
+
+
+def _killed_while_it_writes(ctx: ParallelContext, target: str) -> None:
+    def killed(*args: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if ctx.rank == 1:
+        writing.write_tensors = killed  # type: ignore[assignment]  # of this process
+    save({"model": {"w": torch.ones(3)}}, target, async_save=True)
+    wait()
+
+
+def test_a_rank_that_is_killed_while_it_writes(tmp_path: Path) -> None:
+    """Rank 0 learns of it at once, whatever started the ranks: it does not wait for bytes."""
+    with RankPool(2, grace=30) as ranks:
+        outcomes = ranks.outcomes(Mesh({"tp": 2}), _killed_while_it_writes, str(tmp_path / "c"))
+    assert re.search(r"rank 1 .*(was killed by SIGKILL|is gone)", str(outcomes[0].error))
     assert os.listdir(tmp_path) == []
 
 

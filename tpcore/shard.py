@@ -13,6 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+_MOST_BLOCKS = 4096  # of a file: the work is as the square of it
+
 
 class Block(NamedTuple):
     """A run of ``size`` along the cut dim, cut in whole ``unit``s (e.g. head_dim)."""
@@ -63,6 +65,8 @@ class ShardSpec:
         if sum(b.size for b in self.blocks) != self.shape[self.dim]:
             raise ValueError(f"blocks {self.blocks} do not add up to dim {self.dim} of {self.shape}")
         for b in self.blocks:
+            if b.unit < 1 or b.size < 0:
+                raise ValueError(f"{b} has no size or no unit that a cut can have")
             if b.size % b.unit:
                 raise ValueError(f"{b} is not a whole number of units")
 
@@ -176,6 +180,8 @@ class ShardSpec:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> ShardSpec:
+        if len(data["blocks"]) > _MOST_BLOCKS:
+            raise ValueError(f"{len(data['blocks'])} blocks: a tensor has {_MOST_BLOCKS} at most")
         blocks = tuple(Block(int(size), int(unit), bool(rep)) for size, unit, rep in data["blocks"])
         return cls(tuple(int(s) for s in data["shape"]), data["dim"], blocks)
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tpcore.c10d.backend import C10dBackend
+from tpcore.c10d.supervision import words
 from tpcore.c10d.supervision.flight_recorder import FlightRecorder, RankReport
 from tpcore.c10d.supervision.host import Identity
 from tpcore.c10d.supervision.peers import Peers, connection_broke
@@ -97,38 +98,26 @@ def test_a_rank_without_a_report_is_not_silent_since_1970() -> None:
     assert re.match(r" \(pid 7 on far, no sign of life for \d+ s\)", peers.state(1, RankReport(at=1.0)))
 
 
-def test_digests_that_differ_with_equal_calls_are_explained() -> None:
+def test_words_that_differ_with_equal_calls_are_explained() -> None:
     call = Call(3, "all_reduce sum", (2,), "float32", "train.py:7 in step")
     message = unexplained([call, call])
     assert "calls are equal: #3 all_reduce sum of float32 [2] at train.py:7 in step" in message
     assert "same versions" in message
 
 
-class _OtherDigest(Call):
-    def digest(self, place: bool) -> bytes:
-        return os.getpid().to_bytes(32, "big")
-
-
-def _digests_differ(ctx: ParallelContext) -> None:
-    Call.digest = _OtherDigest.digest  # type: ignore[method-assign]  # as another version would have it
+def _other_words(ctx: ParallelContext) -> None:
+    of_this_version = words.word_of
+    words.word_of = lambda key: os.getpid()  # as another version would have it
     try:
         ctx.comm("tp").all_reduce(torch.ones(2))
     finally:
-        del Call.digest
+        words.word_of = of_this_version
 
 
-def test_ranks_whose_digests_differ_get_a_message(other: RankPool) -> None:
-    code = Call.digest
-    for outcome in other.outcomes(TP2, _digests_differ_and_give_back, code):
+def test_ranks_whose_words_differ_get_a_message(other: RankPool) -> None:
+    for outcome in other.outcomes(TP2, _other_words):
         assert isinstance(outcome.error, CollectiveMismatchError)
         assert "but the calls are equal: #1 all_reduce sum" in str(outcome.error)
-
-
-def _digests_differ_and_give_back(ctx: ParallelContext, code: object) -> None:
-    try:
-        _digests_differ(ctx)
-    finally:
-        Call.digest = code  # type: ignore[method-assign, assignment]
 
 
 @pytest.mark.parametrize(
@@ -142,6 +131,27 @@ def test_errors_of_transports_are_told_from_others(error: Exception) -> None:
     assert connection_broke(error)
     assert not connection_broke(RuntimeError("shapes do not fit"))
     assert not connection_broke(PeerLostError("rank 1, at transport/"))
+
+
+def _beats(ctx: ParallelContext) -> tuple[int, list[str]]:
+    """Growth of the job's file in twenty beats, and what is beside it."""
+    peers = ctx.backend._supervisor._peers  # type: ignore[attr-defined]
+    ctx.world.all_reduce(torch.ones(1))
+    store = Path(os.environ["TPCORE_STORE"])
+    peers._ask(peers._beat, None)
+    before = store.stat().st_size
+    for _ in range(20):
+        peers._ask(peers._beat, None)
+    names = sorted(p.name for p in store.parent.glob("*.reports-*/*") if p.suffix != ".new")
+    grown = store.stat().st_size - before
+    ctx.world.all_reduce(torch.ones(1))  # a rank that ends says so in the file
+    return grown, names
+
+
+def test_signs_of_life_leave_a_file_store_as_large_as_it_is(other: RankPool) -> None:
+    for grown, reports in other.run(TP2, _beats):
+        assert grown == 0
+        assert reports == ["0", "1"]
 
 
 UNHANDLED = """

@@ -511,3 +511,24 @@ def test_saving_is_whole_or_not_at_all(
     with pytest.raises(CheckpointError, match=r"it holds 'notes.txt'"):
         parallel_model_save(model, tmp_path / "mine")
     model.close()
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_calls_inside_and_outside_of_inference_mode(artifact: Path, first: bool) -> None:
+    with parallel_model_load(artifact, timeout=60) as model:
+        for inside in (first, not first, first):
+            with torch.inference_mode(inside):
+                found = model(*batch(2, 8))
+        assert differences(found, plain()(*batch(2, 8))) < EXACT
+
+
+def test_saving_to_a_link_writes_where_it_leads(artifact: Path, tmp_path: Path) -> None:
+    (tmp_path / "v1").mkdir()
+    (tmp_path / "current").symlink_to("v1")
+    model = parallel_model_load(artifact)
+    for _ in range(2):
+        parallel_model_save(model, tmp_path / "current")
+    model.close()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["current", "v1"]
+    assert (tmp_path / "current").is_symlink()
+    assert opened(tmp_path / "v1")

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from tpcore.processes.shared_memory import Place, SharedBuffer
+from tpcore.processes.shared_memory import Place, SharedBuffer, fill
 
 
 def put(buffer: SharedBuffer, tensors: list[torch.Tensor]) -> tuple[Place, ...]:
@@ -33,4 +33,16 @@ def test_nothing_of_it_has_a_name() -> None:
     buffer = SharedBuffer()
     put(buffer, [torch.zeros(10)])
     assert "(deleted)" in os.readlink(f"/proc/self/fd/{buffer.fd}")
+    buffer.close()
+
+
+def test_memory_keeps_nothing_of_the_graph_behind_a_tensor() -> None:
+    buffer, x = SharedBuffer(), torch.ones(3, requires_grad=True)
+    for inside in (True, False):
+        with torch.inference_mode(inside):  # the first to see the memory leaves no mark on it
+            views = buffer.get(buffer.place([x]))
+            fill(views, [2 * x])
+    assert views[0].tolist() == [2.0] * 3
+    assert views[0].grad_fn is None
+    assert not views[0].requires_grad
     buffer.close()

@@ -110,6 +110,11 @@ class Backend(ABC):
     def stop(self) -> None:
         """Leave the job."""
 
+    def gone(self, rank: int) -> str | None:
+        """How the process of ``rank`` has ended: "was killed by SIGKILL". None while it runs, and where there
+        is no telling. Asked while other ranks work alone; makes no collective."""
+        return None
+
     def mark_step(self) -> None:
         """End of a training step: a lazy backend cuts its graph here."""
 

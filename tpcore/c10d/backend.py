@@ -145,6 +145,9 @@ class C10dBackend(Backend):
             dist.destroy_process_group()
         self._owns = False
 
+    def gone(self, rank: int) -> str | None:
+        return None if self._supervisor is None else self._supervisor.gone(rank)
+
     # -- what a transport may do in its own way -----------------------------------------------------------
     def _sockets(self) -> frozenset[int]:
         """Sockets to shut down when the job is lost, for a transport that cannot be aborted."""

@@ -48,12 +48,21 @@ class SharedBuffer:
         if at + size > self._bytes.numel():
             # views of the smaller map keep it; both are the same memory
             mapped = mmap.mmap(self.fd, os.fstat(self.fd).st_size)
-            self._bytes = torch.frombuffer(mapped, dtype=torch.uint8)
-        return self._bytes[at : at + size].view(dtype).view(shape)
+            with torch.inference_mode(False):
+                self._bytes = torch.frombuffer(mapped, dtype=torch.uint8)
+        with torch.inference_mode(False):  # in it, they could not be written outside of it
+            return self._bytes[at : at + size].view(dtype).view(shape)
 
     def close(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
         os.close(self.fd)
+
+
+def fill(views: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    """Copy values into views of shared memory, and nothing of their history: the graph behind a tensor would
+    live as long as the memory does."""
+    for view, t in zip(views, tensors, strict=True):
+        view.copy_(t.detach() if t.requires_grad else t)
 
 
 def write_file(fd: int, data: bytes) -> None:

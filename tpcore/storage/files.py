@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import errno
 import json
+import math
 import os
+import stat
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -17,8 +19,11 @@ from .progress import Progress
 
 MANIFEST = "manifest.json"
 PREFIX = "tp_rank_"
+_DEEPEST = 400  # a state is 100 deep at most, and each of its dicts is up to three levels of JSON
 CHUNK = 8 << 20
 """Bytes handled at once: written, summed or read on the way to another dtype or layout."""
+LARGEST = 256 << 20
+"""Bytes of a manifest, a state or an index: one of 10,000 tensors takes 2 MB."""
 # Two ranks on two cores, each summing and writing 0.4 GB, against plain write and fsync: 1.29 without, 0.98
 # with a start every 64 MiB, 1.46 with one every 256 MiB; 1.08 by posix_fadvise; 1.5 with sums in a thread.
 _EARLY = 64 << 20
@@ -97,15 +102,31 @@ def _sync_file_range() -> Any:
     return getattr(ctypes.CDLL(None), "sync_file_range", None)
 
 
+def open_regular(path: str) -> int:
+    """A descriptor to read from. CheckpointError for a pipe or a device, which would wait or have no end."""
+    with naming("open", path):
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        if stat.S_ISREG(os.fstat(fd).st_mode):
+            return fd
+        os.close(fd)
+    raise CheckpointError(f"{path} is no regular file")
+
+
 def read_file(path: str) -> bytes:
-    with naming("read", path), open(path, "rb") as f:
-        return f.read()
+    """The whole of a file that describes others. CheckpointError where it is too large for that."""
+    with naming("read", path), open(open_regular(path), "rb") as f:
+        size = os.fstat(f.fileno()).st_size
+        if size > LARGEST:
+            raise CheckpointError(
+                f"{path} is damaged: it has {size} bytes, and none is larger than {LARGEST}"
+            )
+        return f.read(LARGEST)
 
 
 def crc32_of(path: str, progress: Progress | None = None) -> str:
     """Of a whole file."""
     crc = 0
-    with naming("read", path), open(path, "rb") as f:
+    with naming("read", path), open(open_regular(path), "rb") as f:
         while chunk := f.read(CHUNK):
             crc = zlib.crc32(chunk, crc)
             if progress is not None:
@@ -143,15 +164,40 @@ def dumps(value: Any, indent: int | None = None) -> bytes:
 
 
 def loads(data: bytes, path: str) -> Any:
-    """Strict JSON: no NaN, no infinity."""
+    """Strict JSON: no NaN, no infinity, no half of a character, not nested deeper than ``_DEEPEST``."""
 
     def refuse(word: str) -> NoReturn:
         raise ValueError(f"{word} is not JSON")
 
+    def finite(word: str) -> float:
+        value = float(word)
+        return value if math.isfinite(value) else refuse(word)
+
     try:
-        return json.loads(data, parse_constant=refuse)
+        found = json.loads(data, parse_constant=refuse, parse_float=finite)
+        if b"\\u" in data:
+            json.dumps(found, ensure_ascii=False).encode()  # a lone surrogate is in no name
     except (ValueError, RecursionError) as e:  # ValueError: bad UTF-8 and bad JSON alike
         raise CheckpointError(f"{path} is damaged: {e}") from e
+    if _deeper(found, _DEEPEST):
+        raise CheckpointError(f"{path} is damaged: it is nested more than {_DEEPEST} deep")
+    return found
+
+
+def _deeper(value: Any, limit: int) -> bool:
+    """Level by level, and not by recursion, which has a limit of its own."""
+    level = [value]
+    for _ in range(limit):
+        level = [
+            item
+            for container in level
+            if isinstance(container, dict | list)
+            for item in (container.values() if isinstance(container, dict) else container)
+            if isinstance(item, dict | list)
+        ]
+        if not level:
+            return False
+    return True
 
 
 # -- checksums --------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from .dtypes import DTYPES, as_stored, bytes_of, dtype_name
-from .files import CHUNK, FileRecord, chunks, loads, naming, spelled, write_parts
+from .files import CHUNK, FileRecord, chunks, loads, naming, open_regular, spelled, write_parts
 from .progress import Progress
 
 RUN = 64 << 10
@@ -78,9 +78,8 @@ class TensorFile:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        with naming("open", path):
-            self._fd = os.open(path, os.O_RDONLY)
-            self.size = os.fstat(self._fd).st_size
+        self._fd = open_regular(path)
+        self.size = os.fstat(self._fd).st_size
         try:
             self._entries = self._header()
         except BaseException:

@@ -92,7 +92,7 @@ def parallel_model_save(model: TensorParallelModel, save_dir: StrPath) -> None:
         raise TypeError(
             f"parallel_model_save takes what parallel_model_trace returned, not a {type(model).__name__}"
         )
-    staging = Staging(os.path.abspath(os.fspath(save_dir)), uuid.uuid4().hex, FORMAT, {PROGRAMS})
+    staging = Staging(os.path.realpath(save_dir), uuid.uuid4().hex, FORMAT, {PROGRAMS})
     try:
         where = Path(staging.path)
         for name in model.manifest.files:

@@ -128,6 +128,17 @@ class Peers(threading.Thread):
         """The same, and nobody else is told yet."""
         return self.verdict or self._ask(lambda: self._look(ranks), None) or self._look_around(ranks)
 
+    def gone(self, rank: int) -> str | None:
+        """How the process of ``rank`` has ended. One that has raised or left the job may still work: it has
+        not."""
+        if rank in self._neighbours:
+            return self._fate(rank)
+        verdict, who = self.verdict, f"rank {rank} ({self.peers[rank]}) "
+        if verdict is None or not verdict.text.startswith(who):
+            return None
+        how = verdict.text[len(who) :]
+        return how if how.startswith(("was killed", "exited", "is gone")) else None
+
     def diagnose(self, members: Sequence[int], error: BaseException) -> Verdict:
         """A connection within ``members`` broke: whose, and why."""
         deadline = time.monotonic() + _GRACE
@@ -235,6 +246,7 @@ class Peers(threading.Thread):
                 self._cut_at = None
         for fd in watched:
             os.close(fd)
+        self._store.leave(self.rank)
 
     def _watch(self) -> list[int]:
         """Wake when a neighbour dies, early enough to read its exit status before its parent does."""

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -111,6 +112,12 @@ def address_towards(store: dist.Store, alone: bool) -> str:
             s.connect(at)
             return str(s.getsockname()[0])
     return "127.0.0.1"
+
+
+def folder_beside(store: dist.Store, name: str) -> Path | None:
+    """A folder's path beside the file of a FileStore; None for other stores."""
+    store = _innermost(store)
+    return Path(f"{store.path}.{name}") if isinstance(store, dist.FileStore) else None  # type: ignore[attr-defined]
 
 
 def own_client(store: dist.Store, prefix: str, timeout: float) -> dist.Store:

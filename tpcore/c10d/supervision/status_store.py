@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -31,8 +33,9 @@ class StatusStore:
     """Used by one thread. Once the store is gone it says nothing and ``trouble`` why, which is no alarm by
     itself: whoever hosts the store may simply have finished first."""
 
-    def __init__(self, connect: Callable[[], dist.Store]) -> None:
-        self._connect = connect
+    def __init__(self, connect: Callable[[], dist.Store], folder: Path | None = None) -> None:
+        """``folder``: for reports, where the store is a file: that one would grow by each report."""
+        self._connect, self._folder = connect, folder
         self._store: dist.Store | None = None
         self.trouble = ""
 
@@ -43,12 +46,33 @@ class StatusStore:
             self._lose(e)
 
     def publish(self, rank: int, report: RankReport) -> None:
-        self._do(lambda store: store.set(f"report/{rank}", report.pack()))
+        if self._folder is None:
+            self._do(lambda store: store.set(f"report/{rank}", report.pack()))
+            return
+        with suppress(OSError):  # of a job whose folder was removed, or on a full disk
+            self._folder.mkdir(exist_ok=True)
+            new = self._folder / f"{rank}.new"
+            new.write_text(report.pack())
+            new.rename(self._folder / str(rank))
 
     def reports(self, ranks: Iterable[int]) -> dict[int, RankReport]:
         """The last one of each rank that published any."""
-        found = {r: self._get(f"report/{r}") for r in ranks}
+        found = {r: self._report(r) for r in ranks}
         return {r: RankReport.unpack(data) for r, data in found.items() if data}
+
+    def _report(self, rank: int) -> str | None:
+        if self._folder is None:
+            return self._get(f"report/{rank}")
+        with suppress(OSError):
+            return (self._folder / str(rank)).read_text()
+        return None
+
+    def leave(self, rank: int) -> None:
+        """Nobody asks for the reports of ``rank`` any more."""
+        if self._folder is not None:
+            with suppress(OSError):
+                (self._folder / str(rank)).unlink()
+                self._folder.rmdir()  # by the last
 
     def post(self, verdict: Verdict) -> Verdict | None:
         """The verdict that holds from now on; None if that cannot be known."""

@@ -19,7 +19,7 @@ from ...settings import CHECK
 from .flight_recorder import FlightRecorder
 from .host import Identity, sockets
 from .peers import Peers
-from .rendezvous import Rendezvous, address_towards, own_client
+from .rendezvous import Rendezvous, address_towards, folder_beside, own_client
 from .status_store import StatusStore, Verdict
 from .waiting import Waiting
 from .words import Words, connected
@@ -58,7 +58,8 @@ class Supervisor:
         connect = partial(own_client, store, f"tpcore monitor {found[0][2]}", self._timeout)
         identities = [Identity(*peer) for peer, _, _ in found]
         self._address = address_towards(store, all(i.hostname == identities[0].hostname for i in identities))
-        return Peers(StatusStore(connect), self._rank, identities, self._recorder)
+        reports = folder_beside(store, f"reports-{found[0][2]}")
+        return Peers(StatusStore(connect, reports), self._rank, identities, self._recorder)
 
     @property
     def store(self) -> dist.Store:
@@ -142,6 +143,10 @@ class Supervisor:
     def _lost(self, missing: Sequence[int]) -> BackendError | None:
         verdict = self._peers.find(missing)
         return None if verdict is None else verdict.error(self._recorder.last())
+
+    def gone(self, rank: int) -> str | None:
+        """How the process of ``rank`` has ended; None while it may still work."""
+        return self._peers.gone(rank)
 
     def settle(self) -> None:
         """Compare what is left to compare, before this rank leaves."""

@@ -69,7 +69,7 @@ class Manifest:
                 },
                 written_by=dict(top["written_by"]),
             )
-        except (KeyError, TypeError, AttributeError) as e:
+        except (KeyError, TypeError, AttributeError, ValueError) as e:
             raise CheckpointError(f"{path} is damaged: {type(e).__name__}: {e}") from e
         manifest.check(path)
         return manifest

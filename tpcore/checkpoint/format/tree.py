@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -82,7 +83,7 @@ def decode(tree: Any, leaf: Callable[[dict[str, Any]], Any]) -> Any:
     if not isinstance(tree, dict):
         return tree
     tag = tree.get(TAG)
-    try:
+    with _damaged(tag):
         if tag is None:
             return {key: decode(item, leaf) for key, item in tree.items()}
         if tag == "tensor":
@@ -100,9 +101,16 @@ def decode(tree: Any, leaf: Callable[[dict[str, Any]], Any]) -> Any:
             if tree.get("metadata") is not None:
                 out._metadata = decode(tree["metadata"], leaf)  # type: ignore[attr-defined]
             return out
+    raise CheckpointError(f"unknown tag {tag!r}: written by a newer tpcore?")
+
+
+@contextmanager
+def _damaged(tag: Any) -> Iterator[None]:
+    """What JSON of the wrong form raises, as an error that says so."""
+    try:
+        yield
     except (KeyError, TypeError, ValueError, AttributeError) as e:
         raise CheckpointError(f"an entry tagged {tag!r} is damaged: {type(e).__name__}: {e}") from e
-    raise CheckpointError(f"unknown tag {tag!r}: written by a newer tpcore?")
 
 
 def entries(tree: Any) -> dict[Any, Any]:
@@ -110,7 +118,8 @@ def entries(tree: Any) -> dict[Any, Any]:
     if isinstance(tree, dict) and TAG not in tree:
         return tree
     if isinstance(tree, dict) and tree[TAG] in _DICTS:
-        return {decode(key, _no_tensor): item for key, item in tree["items"]}
+        with _damaged(tree[TAG]):
+            return {decode(key, _no_tensor): item for key, item in tree["items"]}
     raise CheckpointError("a dict is missing where a checkpoint has one")
 
 
@@ -145,7 +154,10 @@ def leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
         for key, item in entries(tree).items():
             yield from leaves(item, (*path, key))
     elif isinstance(tree, list) or (isinstance(tree, dict) and tree[TAG] == "tuple"):
-        for i, item in enumerate(tree if isinstance(tree, list) else tree["items"]):
+        items = tree if isinstance(tree, list) else tree.get("items")
+        if not isinstance(items, list):
+            raise CheckpointError("a tuple's items are missing where a checkpoint has them")
+        for i, item in enumerate(items):
             yield from leaves(item, (*path, i))
     else:
         yield path, tree

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import re
 import warnings
@@ -13,10 +14,14 @@ import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
+from ...storage.files import open_regular
 from ..format.tree import is_nested
 from ..tensors.shards import MemoryShard
 from .source import Reading
 
+_DEEPEST = 100  # as of a checkpoint
+_ITEMS = 10_000_000
+_TIMES = 16  # how often tensors may name one memory; tied weights do two or three times
 _REPEATED = 64 << 20  # bytes of a tensor beyond those of its memory
 
 
@@ -33,12 +38,15 @@ def unpickled(path: str, how: Reading, allow: Sequence[type] = ()) -> Any:
             "elsewhere with `tpcore checkpoint convert`",
             stacklevel=2,
         )
+    os.close(open_regular(path))
     try:
         if not zipfile.is_zipfile(path):
             raise CheckpointError(f"{path} is truncated: its directory, which is at its end, is missing")
         _refuse_compressed(path)
         with torch.serialization.safe_globals(list(allow)):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        _Extent(path).check(found)
+        return found
     except CheckpointError:
         raise
     except pickle.UnpicklingError as e:
@@ -106,6 +114,47 @@ def own(value: Any) -> Any:
     if isinstance(value, Mapping):
         return type(value)((key, own(item)) for key, item in value.items())  # type: ignore[call-arg]
     return value
+
+
+class _Extent:
+    """How much a loaded value is if all that is shared in it is written out: a few bytes of a pickle can make
+    2**32 items of one, or gigabytes of one number. Shared containers are looked at once."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._seen: dict[int, tuple[int, int]] = {}
+        self._memory: dict[int, int] = {}
+
+    def check(self, top: Any) -> None:
+        items, size = self._of(top, (), "")
+        memory = sum(self._memory.values())
+        if items > _ITEMS or size > _TIMES * memory + _REPEATED:
+            raise CheckpointError(
+                f"{self._path} repeats what it holds to {items} items and {size} bytes, from {memory} bytes"
+            )
+
+    def _of(self, value: Any, above: tuple[int, ...], name: Any) -> tuple[int, int]:
+        """Items and bytes."""
+        if isinstance(value, Tensor):
+            return 1, self._bytes(value, name)
+        if not isinstance(value, Mapping | list | tuple):
+            return 1, 0
+        if id(value) not in self._seen:
+            if len(above) > _DEEPEST or id(value) in above:
+                raise CheckpointError(f"{self._path} is nested more than {_DEEPEST} deep, or holds itself")
+            named = value.items() if isinstance(value, Mapping) else enumerate(value)
+            found = [self._of(item, (*above, id(value)), key) for key, item in named]
+            self._seen[id(value)] = 1 + sum(n for n, _ in found), sum(size for _, size in found)
+        return self._seen[id(value)]
+
+    def _bytes(self, t: Tensor, name: Any) -> int:
+        if t.layout != torch.strided or t.is_quantized or t.is_meta:
+            return 0
+        memory = t.untyped_storage()
+        self._memory[memory.data_ptr()] = memory.nbytes()
+        if t.nbytes > memory.nbytes() + _REPEATED:  # strides of 0 make much of little
+            raise CheckpointError(f"{self._path}: {name!r} repeats {memory.nbytes()} bytes to {t.nbytes}")
+        return t.nbytes
 
 
 def unsound(path: str) -> Iterator[str]:

@@ -105,7 +105,12 @@ class _Background:
             written = _bytes_in(os.path.join(self._save.root, self._save.name_of(rank)))
             if written != seen:
                 seen, since = written, time.monotonic()
-            elif time.monotonic() > since + self.patience:
+            how = self._save.ctx.backend.gone(rank)
+            if how is not None and not os.path.exists(path):
+                raise CheckpointError(
+                    f"cannot save {self._save.target}: rank {rank} {how} before it had written"
+                )
+            if written == seen and time.monotonic() > since + self.patience:
                 raise CheckpointError(
                     f"cannot save {self._save.target}: rank {rank} has written {written} bytes, "
                     f"and nothing for {self.patience:.0f} s"

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...backend.registry import backend_class
 from ...errors import BackendError, PeerLostError
-from ...processes.shared_memory import SharedBuffer
+from ...processes.shared_memory import SharedBuffer, fill
 from ...processes.spawn import Processes, rank_environment
 from ...processes.transfer import Outcome, death, root_cause, unpack_outcome
 from ...settings import THREADS
@@ -119,8 +119,7 @@ class Workers:
             ]
             self._asking = plan, messages, self._inputs.get(places)
         _, messages, views = self._asking
-        for view, t in zip(views, inputs, strict=True):
-            view.copy_(t)
+        fill(views, inputs)
         n = self._outputs.free()
         self._tell(messages[n])
         os.sched_yield()  # a rank that waits for this core begins 0.05 ms sooner

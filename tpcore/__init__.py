@@ -39,6 +39,7 @@ from .shard import Block, ShardSpec
 from .train.clip import clip_grad_norm
 from .train.data_parallel import reduce_gradients
 from .train.step import optimizer_step
+from .train.zero import Zero1
 from .transport import Transport
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ __all__ = [
     "RowParallelLinear",
     "ShardSpec",
     "Transport",
+    "Zero1",
     "backends",
     "checkpoint",
     "clip_grad_norm",

@@ -1,18 +1,48 @@
-"""The parameters that a caller names, each once."""
+"""The parameters that a caller names, each once, and the refusal of those that are not this library's."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
+
+from ..context import current
+from ..layers.sharding import sharding
 
 Parameters = nn.Module | Tensor | Iterable[Tensor]
 
 
 def unique_parameters(parameters: Parameters) -> list[Tensor]:
-    """Every parameter once, tied ones included; generators may be given."""
+    """Every parameter once, tied ones included; generators may be given. Checked as ``check_parameters``."""
     if isinstance(parameters, nn.Module):
-        parameters = parameters.parameters()
-    elif isinstance(parameters, Tensor):
-        parameters = [parameters]
-    return list({id(p): p for p in parameters}.values())
+        named = {id(p): (name, p) for name, p in parameters.named_parameters()}
+        found, names = [p for _, p in named.values()], [repr(name) for name, _ in named.values()]
+    else:
+        given = [parameters] if isinstance(parameters, Tensor) else parameters
+        found = list({id(p): p for p in given}.values())
+        names = [f"{i}" for i in range(len(found))]
+    check_parameters(found, names)
+    return found
+
+
+def check_parameters(parameters: Sequence[Tensor], names: Sequence[str]) -> None:
+    """ValueError for what torch's own parallelism has cut, and for what lies on another context's mesh.
+
+    Its norm and its mean would be taken over the wrong ranks.
+    """
+    backend = current().backend
+    for name, p in zip(names, parameters, strict=True):
+        # by name: the core does not import torch's own parallelism
+        if any(cls.__name__ == "DTensor" for cls in type(p).__mro__):
+            raise ValueError(
+                f"parameter {name} is a DTensor: fully_shard (FSDP2) or torch's tensor parallelism has cut "
+                "it, and tpcore would reduce it over the wrong ranks. Step and clip such a model by torch's "
+                "own functions; or cut it with tpcore's layers, and its optimizer's state with tpcore.Zero1"
+            )
+        found = sharding(p)
+        if found is not None and found.ctx.backend is not backend:
+            raise ValueError(
+                f"parameter {name} of shape {tuple(p.shape)} was built under another context, on mesh "
+                f"{dict(found.ctx.mesh.axes)} of rank {found.ctx.rank}: its collectives are not those of the "
+                "context in force. Build the model after tpcore.init, inside the tpcore.use that steps it"
+            )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -16,9 +17,10 @@ def unique_parameters(parameters: Parameters) -> list[Tensor]:
     """Every parameter once, tied ones included; generators may be given. Checked as ``check_parameters``."""
     if isinstance(parameters, nn.Module):
         named = {id(p): (name, p) for name, p in parameters.named_parameters()}
-        found, names = [p for _, p in named.values()], [repr(name) for name, _ in named.values()]
+        found: list[Tensor] = [p for _, p in named.values()]
+        names = [repr(name) for name, _ in named.values()]
     else:
-        given = [parameters] if isinstance(parameters, Tensor) else parameters
+        given: Iterable[Tensor] = [parameters] if isinstance(parameters, Tensor) else parameters
         found = list({id(p): p for p in given}.values())
         names = [f"{i}" for i in range(len(found))]
     check_parameters(found, names)
@@ -46,3 +48,28 @@ def check_parameters(parameters: Sequence[Tensor], names: Sequence[str]) -> None
                 f"{dict(found.ctx.mesh.axes)} of rank {found.ctx.rank}: its collectives are not those of the "
                 "context in force. Build the model after tpcore.init, inside the tpcore.use that steps it"
             )
+
+
+def check_same_over_dp(parameters: Sequence[Tensor], names: Sequence[str]) -> None:
+    """ValueError for a parameter of which dp ranks hold different parts."""
+    for name, p in zip(names, parameters, strict=True):
+        found = sharding(p)
+        if found is not None and "dp" in found.axes:
+            raise ValueError(
+                f"parameter {name} is cut over dp already, as {found.layout}: its gradient is no mean over "
+                "dp ranks. Give such parameters to an optimizer of their own"
+            )
+
+
+def named_of(group: dict[str, Any]) -> tuple[list[Tensor], list[str]]:
+    """The parameters that a group is made of, and what errors call them. ValueError for one given twice."""
+    given = group["params"]
+    group["params"] = given = [given] if isinstance(given, Tensor) else list(given)
+    named = [item if isinstance(item, tuple) else (None, item) for item in given]
+    names = [f"{i}" if name is None else repr(name) for i, (name, _) in enumerate(named)]
+    seen: dict[int, str] = {}
+    for name, (_, p) in zip(names, named, strict=True):
+        if id(p) in seen:
+            raise ValueError(f"parameter {name} is given twice in one group, before as {seen[id(p)]}")
+        seen[id(p)] = name
+    return [p for _, p in named], names

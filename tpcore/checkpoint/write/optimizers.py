@@ -83,16 +83,15 @@ def _name(
     key: Any,
 ) -> None:
     """Name the parameters in ``saved`` as the model does that is saved with it, where they have no names."""
-    groups = []
     for group, mine in zip(saved["param_groups"], optimizer.param_groups, strict=True):
         known = [names.get(ctx.backend.memory_of(p)) for p in mine["params"]]
-        if not group.get("param_names") and None not in known:
-            group = {**group, "param_names": known}
-        if not group.get("param_names") and group["params"] and ctx.mesh.axes.get("pp", 1) > 1:
+        if group.get("param_names") or not known:
+            continue
+        if None not in known:
+            group["param_names"] = known
+        elif ctx.mesh.axes.get("pp", 1) > 1:
             raise ValueError(
-                f"cannot save {key!r}: the parameters of its optimizer have no names, without which a job with "
-                "another number of pipeline stages could not tell whose values it holds. Make the optimizer "
-                "from model.named_parameters(), or save model.state_dict() with it"
+                f"cannot save {key!r}: the parameters of its optimizer have no names, without which a job of "
+                "other pipeline stages could not tell whose values it holds. Make the optimizer from "
+                "model.named_parameters(), or save model.state_dict() with it"
             )
-        groups.append(group)
-    saved["param_groups"] = groups

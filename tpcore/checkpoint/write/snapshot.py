@@ -46,7 +46,7 @@ class StateTensor:
 
 
 class GatheredTensor:
-    """A tensor that dp ranks hold in parts, to be gathered before it is written. ``stand_in``: one on meta."""
+    """A tensor that dp ranks hold in parts, gathered before it is written. ``stand_in``: one on meta."""
 
     def __init__(
         self, stand_in: Tensor, cut: Cut, gather: Callable[[], Tensor], to: torch.dtype | None = None

@@ -13,7 +13,7 @@ from ...context import current
 from ..buckets import buckets
 from ..clip import norm_of
 from ..data_parallel import present_anywhere
-from ..parameters import check_parameters
+from ..parameters import check_parameters, check_same_over_dp, named_of
 from .accumulation import Accumulation
 from .chunk import Chunk, Segment
 from .elementwise import check_elementwise
@@ -80,16 +80,10 @@ class Zero1(torch.optim.Optimizer):
         super().__init__(params, like.defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        params = group["params"]
-        names = [repr(n) for n in group.get("param_names", ())] or [f"{i}" for i in range(len(params))]
-        seen: set[int] = set()
-        for name, p in zip(names, params, strict=True):
-            if id(p) in seen:
-                raise ValueError(f"parameter {name} is given twice in one group")
-            seen.add(id(p))
+        params, names = named_of(param_group)
         check_parameters(params, names)
+        check_same_over_dp(params, names)
+        super().add_param_group(param_group)
         self._gradients.watch(params)
 
     # -- the base optimizer over the chunks ---------------------------------------------------------------
@@ -195,7 +189,7 @@ class Zero1(torch.optim.Optimizer):
         return norm_of(pieces, p, device, self._dp)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """The mean over dp if it was not taken yet, the step of this rank's chunks, the new weights."""
         loss = None
         if closure is not None:
@@ -246,6 +240,8 @@ class Zero1(torch.optim.Optimizer):
 
     def outline(self) -> Outline:
         """What ``state_dict`` returns, with the tensors that dp cuts still to be gathered, one by one."""
+        if self._base is not None:
+            self.base()  # sees whether parameters changed
         return outline_of(super().state_dict(), self._parameters, self._chunks)
 
     @torch.no_grad()

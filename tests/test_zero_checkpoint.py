@@ -21,7 +21,7 @@ from tpcore import CheckpointError, Mesh, ParallelContext, Zero1
 from tpcore.checkpoint import load, save, wait
 from tpcore.layers.sharding import sharding
 from tpcore.testing import run_ranks
-from tpcore.train.zero.chunk import Chunk
+from tpcore.train.zero.chunk import ParameterChunk
 
 AdamW = torch.optim.AdamW
 
@@ -196,14 +196,14 @@ def tensors_alive(shape: tuple[int, ...]) -> int:
 def test_each_dp_rank_writes_its_share_and_gathers_one_tensor_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
 ) -> None:
-    whole, alive = Chunk.whole, []
+    whole, alive = ParameterChunk.whole, []
 
-    def counted(self: Chunk, part: Tensor) -> Tensor:
+    def counted(self: ParameterChunk, part: Tensor) -> Tensor:
         out = whole(self, part)
         alive.append(tensors_alive((32, 16)))
         return out
 
-    monkeypatch.setattr(Chunk, "whole", counted)
+    monkeypatch.setattr(ParameterChunk, "whole", counted)
 
     def write(ctx: ParallelContext) -> None:
         model, optimizer = stepped(torch.float32, 1)

@@ -48,7 +48,7 @@ def _power_sum(parts: Parts, p: float, zero: Tensor) -> Tensor:
     return total
 
 
-class Piece(NamedTuple):
+class Addend(NamedTuple):
     """What a norm counts of one parameter's gradient."""
 
     dtype: torch.dtype  # of the parameter and not of its gradient, which not every rank need have
@@ -56,24 +56,24 @@ class Piece(NamedTuple):
     parts: Parts
 
 
-def piece_of(parameter: Tensor) -> Piece:
+def addend_of(parameter: Tensor) -> Addend:
     found, grad = sharding(parameter), _gradient(parameter)
     if found is not None and found.axes:
         # takes part in the sum even where no rank has a gradient
-        return Piece(parameter.dtype, found.ctx.comm(*found.axes), _parts(parameter, found))
-    return Piece(parameter.dtype, None, [] if grad is None else [(grad, 1)])
+        return Addend(parameter.dtype, found.ctx.comm(*found.axes), _parts(parameter, found))
+    return Addend(parameter.dtype, None, [] if grad is None else [(grad, 1)])
 
 
 @torch.no_grad()
 def norm_of(
-    pieces: Sequence[Piece], p: float, device: torch.device | None, over: Comm | None = None
+    addends: Sequence[Addend], p: float, device: torch.device | None, over: Comm | None = None
 ) -> Tensor:
     """The norm of full gradients: one all-reduce for each set of axes. ``over``: further ranks, each of
     which holds other entries of every gradient."""
-    wide = reduce(torch.promote_types, (piece.dtype for piece in pieces), torch.float32)
+    wide = reduce(torch.promote_types, (addend.dtype for addend in addends), torch.float32)
     cut: dict[Comm | None, Parts] = defaultdict(list)
-    for piece in pieces:
-        cut[piece.comm] += piece.parts
+    for addend in addends:
+        cut[addend.comm] += addend.parts
     zero = torch.zeros((), dtype=wide, device=device)
     total = _power_sum(cut.pop(None, []), p, zero)
     # by the axes, and so in one order on all ranks: stages hold other parameters
@@ -123,6 +123,6 @@ def clip_grad_norm(parameters: Parameters, max_norm: float, norm_type: float | s
         raise ValueError(f"norm_type must be a positive number or 'inf', not {norm_type!r}")
     check_max_norm(max_norm)
     unique = unique_parameters(parameters)
-    norm = norm_of([piece_of(q) for q in unique], p, unique[0].device if unique else None)
+    norm = norm_of([addend_of(q) for q in unique], p, unique[0].device if unique else None)
     scale_to((q.grad for q in unique if q.grad is not None), norm, max_norm)
     return norm

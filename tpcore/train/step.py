@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..context import current
-from .clip import check_max_norm, norm_of, piece_of, scale_to
+from .clip import addend_of, check_max_norm, norm_of, scale_to
 from .data_parallel import reduce_gradients
 from .parameters import unique_parameters
 from .zero import Zero1
@@ -37,7 +37,7 @@ class Stepping(ABC):
         """Take no step."""
 
 
-class Whole(Stepping):
+class WholeStepping(Stepping):
     """Of an optimizer of torch: each dp rank steps all of the parameters."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -52,10 +52,10 @@ class Whole(Stepping):
 
     def norm(self) -> Tensor:
         device = self._parameters[0].device if self._parameters else None
-        return norm_of([piece_of(p) for p in self._parameters], 2.0, device)
+        return norm_of([addend_of(p) for p in self._parameters], 2.0, device)
 
 
-class Cut(Stepping):
+class CutStepping(Stepping):
     """Of a Zero1: each dp rank has its chunks."""
 
     def __init__(self, optimizer: Zero1) -> None:
@@ -74,6 +74,10 @@ class Cut(Stepping):
 
     def skip(self) -> None:
         self._optimizer.skip()
+
+
+def stepping_of(optimizer: torch.optim.Optimizer) -> Stepping:
+    return CutStepping(optimizer) if isinstance(optimizer, Zero1) else WholeStepping(optimizer)
 
 
 def _finite_everywhere(tensors: list[Tensor]) -> bool:
@@ -147,7 +151,7 @@ def optimizer_step(
     if max_norm is not None:
         check_max_norm(max_norm)
     scaling = scaler if scaler is not None and scaler.is_enabled() else None
-    stepping = Cut(optimizer) if isinstance(optimizer, Zero1) else Whole(optimizer)
+    stepping = stepping_of(optimizer)
     stepping.reduce()
     finite = scaling is None or _unscale(stepping, scaling)
     norm = stepping.norm() if max_norm is not None or skip_nonfinite else None

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from ...boxes import narrowed
 from ...comm import Comm
 from ...layers.sharding import sharding
-from ..clip import Parts, Piece
+from ..clip import Addend, Parts
 
 
-class Chunk:
+class ParameterChunk:
     """``value`` and its ``grad`` are what the base optimizer steps: 1/dp of the parameter's entries.
 
     Which entries is data, ``dp.position``, so that all ranks run one program. Without a master dtype the
@@ -106,18 +106,18 @@ class Chunk:
         """Whether rows are views of the parameter's memory."""
         return self.length * self.dp.size == self.numel and self.parameter.is_contiguous()
 
-    def segments(self, itemsize: int, most: int) -> Iterator[Segment]:
+    def segments(self, itemsize: int, most: int) -> Iterator[ChunkSegment]:
         """The chunk in pieces, of which those of all ranks take up to ``most`` bytes."""
         step = max(1, most // (self.dp.size * itemsize)) if self.divisible else self.length
         for start in range(0, self.length, step):
-            yield Segment(self, start, min(step, self.length - start))
+            yield ChunkSegment(self, start, min(step, self.length - start))
 
     # -- the norm -----------------------------------------------------------------------------------------
-    def piece(self, p: float) -> Piece:
+    def addend(self, p: float) -> Addend:
         """What this rank's gradient adds to a norm that is summed over dp afterwards."""
         found, grad = sharding(self.parameter), self.value.grad
         comm = found.ctx.comm(*found.axes) if found is not None and found.axes else None
-        return Piece(self.parameter.dtype, comm, [] if grad is None else self._parts(grad, p))
+        return Addend(self.parameter.dtype, comm, [] if grad is None else self._parts(grad, p))
 
     def _parts(self, grad: Tensor, p: float) -> Parts:
         found = sharding(self.parameter)
@@ -132,10 +132,10 @@ class Chunk:
         return [(wide * self.cut(weight), 1)]
 
 
-class Segment:
+class ChunkSegment:
     """``length`` entries of a chunk from ``start`` on."""
 
-    def __init__(self, chunk: Chunk, start: int, length: int) -> None:
+    def __init__(self, chunk: ParameterChunk, start: int, length: int) -> None:
         self.chunk, self.start, self.length = chunk, start, length
 
     @property

@@ -15,7 +15,7 @@ from ..clip import norm_of
 from ..data_parallel import present_anywhere
 from ..parameters import check_parameters, check_same_over_dp, named_of
 from .accumulation import Accumulation
-from .chunk import Chunk, Segment
+from .chunk import ChunkSegment, ParameterChunk
 from .elementwise import check_elementwise
 from .state import Outline, entries_of, outline_of
 
@@ -72,9 +72,11 @@ class Zero1(torch.optim.Optimizer):
         self._master_dtype, self._bucket = master_dtype, int(bucket_mb * 2**20)
         self._gradients = Accumulation(grad_dtype)
         self._base: torch.optim.Optimizer | None = None
-        self._chunks: dict[Tensor, Chunk] = {}
+        self._chunks: dict[Tensor, ParameterChunk] = {}
         self.for_scaler = Scaled(self)
-        self._stepped: list[Chunk] | None = None  # those with a gradient, between its mean and the step
+        self._stepped: list[ParameterChunk] | None = (
+            None  # those with a gradient, between its mean and the step
+        )
         # on the CPU, whatever device is the default: it is asked for its defaults only
         like = optimizer_class([nn.Parameter(torch.zeros(1, device="cpu"))], **options)
         super().__init__(params, like.defaults)
@@ -109,7 +111,7 @@ class Zero1(torch.optim.Optimizer):
         return self._base
 
     def _group(self, group: dict[str, Any]) -> dict[str, Any]:
-        made = [Chunk(p, self._dp, self._master_dtype) for p in group["params"]]
+        made = [ParameterChunk(p, self._dp, self._master_dtype) for p in group["params"]]
         self._chunks |= {chunk.parameter: chunk for chunk in made}
         return {**group, "params": [chunk.value for chunk in made]}
 
@@ -157,23 +159,25 @@ class Zero1(torch.optim.Optimizer):
                 segment.chunk.take_gradient(segment.start, part)
                 if segment.last:
                     self._gradients.drop(segment.chunk.parameter)
+        for p in self._parameters:
+            self._gradients.drop(p)  # of those without entries too
 
     def _gradient(self, p: Tensor) -> Tensor:
         """Zeros where another dp rank alone has one."""
         found = self._gradients.of(p)
         return torch.zeros_like(p, dtype=self._gradients.dtype_of(p)) if found is None else found
 
-    def _buckets(self, dtype_of: Callable[[Tensor], torch.dtype]) -> Iterator[list[Segment]]:
+    def _buckets(self, dtype_of: Callable[[Tensor], torch.dtype]) -> Iterator[list[ChunkSegment]]:
         """The chunks that are stepped, in pieces that travel together; ``dtype_of`` a parameter."""
 
-        def segments() -> Iterator[Segment]:
+        def segments() -> Iterator[ChunkSegment]:
             for chunk in self._stepped or ():
                 yield from chunk.segments(dtype_of(chunk.parameter).itemsize, self._bucket)
 
-        def dtype(segment: Segment) -> torch.dtype:
+        def dtype(segment: ChunkSegment) -> torch.dtype:
             return dtype_of(segment.chunk.parameter)
 
-        def nbytes(segment: Segment) -> int:
+        def nbytes(segment: ChunkSegment) -> int:
             return segment.length * self._dp.size * dtype(segment).itemsize
 
         return buckets(segments(), dtype, nbytes, self._bucket)
@@ -184,9 +188,9 @@ class Zero1(torch.optim.Optimizer):
 
     def norm(self, p: float = 2.0) -> Tensor:
         """The norm of the full mean gradient, as ``clip_grad_norm`` gives; after ``reduce_gradients``."""
-        pieces = [chunk.piece(p) for parameter, chunk in self._chunks.items() if parameter.requires_grad]
+        addends = [chunk.addend(p) for parameter, chunk in self._chunks.items() if parameter.requires_grad]
         device = next((parameter.device for parameter in self._chunks), None)
-        return norm_of(pieces, p, device, self._dp)
+        return norm_of(addends, p, device, self._dp)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

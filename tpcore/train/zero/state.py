@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...layers.sharding import sharding, stamp
-from .chunk import Chunk
+from .chunk import ParameterChunk
 
 MASTER = "master"
 
@@ -39,7 +39,7 @@ class Outline:
 
 
 def outline_of(
-    packed: dict[str, Any], parameters: Sequence[Tensor], chunks: Mapping[Tensor, Chunk]
+    packed: dict[str, Any], parameters: Sequence[Tensor], chunks: Mapping[Tensor, ParameterChunk]
 ) -> Outline:
     """``packed``: an optimizer's ``state_dict()`` with this rank's chunks in the place of full tensors."""
     gather: dict[int, Callable[[], Tensor]] = {}
@@ -61,7 +61,7 @@ def outline_of(
 def entries_of(
     saved: Mapping[str, Any],
     parameters: Sequence[Tensor],
-    chunks: Mapping[Tensor, Chunk],
+    chunks: Mapping[Tensor, ParameterChunk],
     keys: Collection[str],
     index: int,
 ) -> tuple[dict[str, Any], dict[Tensor, Tensor]]:
@@ -95,7 +95,7 @@ def _like(value: Tensor, p: Tensor) -> bool:
     return value.ndim > 0 and value.shape == p.shape
 
 
-def _part(value: Tensor, p: Tensor, chunk: Chunk, index: int, where: str) -> Tensor:
+def _part(value: Tensor, p: Tensor, chunk: ParameterChunk, index: int, where: str) -> Tensor:
     if value.shape != p.shape:
         raise ValueError(
             f"{where} has shape {tuple(value.shape)} and its parameter {tuple(p.shape)} on this rank: "

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -517,5 +519,105 @@ def test_a_state_of_another_shape_is_refused() -> None:
             Zero1(torch.optim.AdamW, cut_layer.named_parameters()).load_state_dict(plain.state_dict())
         with pytest.raises(ValueError, match="of 2 parameters, and this optimizer has 1"):
             Zero1(torch.optim.AdamW, [cut_layer.weight]).load_state_dict(plain.state_dict())
+
+    run_ranks(Mesh({"dp": 1, "tp": 2}), rank)
+
+
+# -- processes, and ranks that fail ------------------------------------------------------------------------
+def _on_gloo(ctx: ParallelContext, full: dict[str, Tensor], kind: str) -> dict[str, Tensor]:
+    cls, options = OPTIMIZERS[kind]
+    net = cut_net(full, ctx)
+    train(net, Zero1(cls, groups_of(net), bucket_mb=1e-3, **options), mine(ctx), range(5), cut)
+    tpcore.check_replicas(net)
+    tp, specs = ctx.comm("tp"), tpcore.shard_specs(net)
+    return {k: specs[k].unshard(list(tp.all_gather(p.detach()[None], 0))) for k, p in net.named_parameters()}
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 2, "tp": 2}, {"dp": 4, "tp": 1}], ids=str)
+def test_processes_take_the_same_steps(pool: Any, mesh: dict[str, int]) -> None:
+    for kind in ("adamw", "sgd"):
+        plain = plain_net()
+        full = {k: v.clone() for k, v in plain.state_dict().items()}
+        train(
+            plain,
+            OPTIMIZERS[kind][0](groups_of(plain), **OPTIMIZERS[kind][1]),
+            lambda ids: ids,
+            range(5),
+            plainly,
+        )
+        for got in pool.run(Mesh(mesh), _on_gloo, full, kind):
+            for name, p in plain.named_parameters():
+                torch.testing.assert_close(got[name], p.detach(), rtol=1e-12, atol=1e-12)
+
+
+class Fails(torch.optim.AdamW):
+    def step(self, closure: Any = None) -> None:
+        if tpcore.is_initialized() and tpcore.current().rank == 2:
+            raise RuntimeError("lost in the step")
+        super().step()
+
+
+def test_a_rank_that_is_lost_in_the_step_leaves_the_checkpoint_before_it(tmp_path: Path) -> None:
+    full = plain_net().state_dict()
+    errors: list[str] = []
+
+    def rank(ctx: ParallelContext) -> None:
+        net = cut_net(full, ctx)
+        optimizer = Zero1(torch.optim.AdamW, net.named_parameters(), lr=1e-2)
+        train(net, optimizer, mine(ctx), range(2), cut)
+        tpcore.checkpoint.save({"model": net.state_dict(), "optimizer": optimizer}, tmp_path / "c")
+        optimizer.base().__class__ = Fails
+        loss_of(net, mine(ctx)(ids_of(2, BATCH))).backward()
+        try:
+            tpcore.optimizer_step(optimizer)
+            tpcore.checkpoint.save({"model": net.state_dict(), "optimizer": optimizer}, tmp_path / "c")
+        except Exception as e:
+            errors.append(type(e).__name__)
+            raise
+
+    with pytest.raises((RuntimeError, tpcore.PeerLostError)):
+        run_ranks(Mesh({"dp": 2, "tp": 2}), rank)
+    assert sorted(errors) == ["PeerLostError"] * 3 + ["RuntimeError"]
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+    def again(ctx: ParallelContext) -> None:
+        net = cut_net(full, ctx)
+        optimizer = Zero1(torch.optim.AdamW, net.named_parameters(), lr=1e-2)
+        optimizer.load_state_dict(tpcore.checkpoint.load(tmp_path / "c", net)["optimizer"])
+        assert optimizer.state_dict()["state"][0]["step"] == 2
+        tpcore.check_replicas(net, optimizer)
+
+    run_ranks(Mesh({"dp": 2, "tp": 2}), again)
+
+
+# -- optimizers made before the model is moved -------------------------------------------------------------
+def test_a_lazy_optimizer_is_the_class_itself() -> None:
+    assert tpcore.optim.lazy(torch.optim.AdamW) is torch.optim.AdamW
+    with pytest.raises(ValueError, match=r"Adagrad makes its state at once.*tpcore\.Zero1"):
+        tpcore.optim.lazy(torch.optim.Adagrad)
+
+
+def test_moving_keeps_parameters_the_objects_that_they_are() -> None:
+    """To meta, as to every device whose tensors cannot take the place of the CPU's, torch makes new ones."""
+
+    def rank(ctx: ParallelContext) -> None:
+        layer = tpcore.ColumnParallelLinear(4, 4)
+        tied = nn.Module()
+        tied.a, tied.b = layer, tpcore.ColumnParallelLinear(4, 4)
+        tied.b.weight = layer.weight
+        weight = layer.weight
+        weight.note = "kept"  # type: ignore[attr-defined]
+        optimizer = torch.optim.AdamW(tied.named_parameters())
+        tpcore.move_model_to_device(tied, "meta")
+        assert weight.is_meta
+        assert tied.a.weight is tied.b.weight is weight
+        assert weight.note == "kept"  # type: ignore[attr-defined]
+        assert optimizer.param_groups[0]["params"][0] is weight
+
+        seen = tpcore.ColumnParallelLinear(4, 4)
+        held = weakref.ref(seen.weight)  # torch cannot exchange its contents
+        tpcore.move_model_to_device(seen, "meta")
+        assert seen.weight.is_meta
+        assert held() is not seen.weight
 
     run_ranks(Mesh({"dp": 1, "tp": 2}), rank)

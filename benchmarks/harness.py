@@ -161,6 +161,17 @@ def peak_bytes(contestant: Contestant) -> int | None:
     return _status("VmHWM") - resident
 
 
+def grown(since: int) -> int:
+    """How far this process's resident memory was, at its highest, above ``since``; Linux only."""
+    return _status("VmHWM") - since
+
+
+def resident() -> int:
+    """Of this process alone. Sets the high-water mark to it."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS")
+
+
 def _status(key: str) -> int:
     found = re.search(rf"{key}:\s*(\d+) kB", _read("/proc/self/status"))
     if found is None:
@@ -212,7 +223,7 @@ def say(text: str = "") -> None:
         sys.stdout.flush()
 
 
-def conditions() -> str:
+def conditions(world: int = TP) -> str:
     """Where and with what: everything that a figure needs beside it."""
     cpu = re.search(r"model name\s*: (.*)", _read("/proc/cpuinfo"))
     packages = ("torch", "tpcore", "fairscale", "megatron-core")
@@ -220,7 +231,7 @@ def conditions() -> str:
         f"{date.today()}, {cpu[1] if cpu else platform.machine()}, {os.cpu_count()} cores, "
         f"load {os.getloadavg()[0]:.1f}; Python {platform.python_version()}, "
         f"{', '.join(f'{name} {_version(name)}' for name in packages)}; "
-        f"{TP} processes, {torch.get_num_threads()} thread each, "
+        f"{world} processes, {torch.get_num_threads()} thread each, "
         f"TPCORE_CHECK={os.environ['TPCORE_CHECK']}"
     )
 
@@ -236,20 +247,22 @@ def _version(name: str) -> str:
         return "not installed"
 
 
-def start(main: Callable[[int, Namespace], None], options: Namespace) -> None:
-    """``main(rank, options)`` in two processes joined over gloo, one compute thread each."""
+def start(main: Callable[[int, Namespace], None], options: Namespace, world: int = TP) -> None:
+    """``main(rank, options)`` in ``world`` processes joined over gloo, one compute thread each."""
     os.environ["OMP_NUM_THREADS"] = "1"  # two ranks, two cores: a second thread would take the peer's
     # left to itself tpcore checks a job's first collectives only; what is timed here is the rest
     os.environ.setdefault("TPCORE_CHECK", "0")
     with tempfile.TemporaryDirectory(prefix="tpcore-bench-") as folder:
-        mp.start_processes(_rank, (main, options, f"{folder}/store"), TP, start_method="spawn")
+        mp.start_processes(_rank, (main, options, f"{folder}/store", world), world, start_method="spawn")
 
 
-def _rank(rank: int, main: Callable[[int, Namespace], None], options: Namespace, store: str) -> None:
+def _rank(
+    rank: int, main: Callable[[int, Namespace], None], options: Namespace, store: str, world: int
+) -> None:
     torch.set_num_threads(1)
     # Megatron-core's advice on CUDA streams, given at the first forward
     warnings.filterwarnings("ignore", "When using async grad allreduce", UserWarning)
-    dist.init_process_group("gloo", store=dist.FileStore(store, TP), rank=rank, world_size=TP)
+    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
     try:
         main(rank, options)
     finally:

@@ -52,3 +52,10 @@ def test_serve() -> None:
         assert f"| {contestant}" in printed
     assert "microseconds more than the slower rank's own forward" in printed
     assert "20 calls in a row" in printed
+
+
+def test_optimizer() -> None:
+    printed = _run("optimizer", "--size", "tiny", "--dp", "2", "--rounds", "1", "--steps", "1", "--warm", "1")
+    assert "in the end all 5 hold equal weights" in printed
+    for contestant in ("DDP, ZeroRedundancyOptimizer", "FSDP2, AdamW", "tpcore, Zero1"):
+        assert f"| {contestant} |" in printed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -94,8 +95,19 @@ FACTORIES: dict[str, Callable[[], Any]] = {
 }
 
 
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters())
+
+
+def zero1(model: nn.Module, master_dtype: torch.dtype | None = None) -> torch.optim.Optimizer:
+    return tpcore.Zero1(torch.optim.AdamW, model.parameters(), master_dtype=master_dtype)
+
+
 def seen_in_threads(
-    build: Callable[[], Any], tp: int, dp: int
+    build: Callable[[], Any],
+    tp: int,
+    dp: int,
+    make: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
 ) -> list[tuple[list[Any], list[tuple[Any, ...]]]]:
     """Per rank: the collectives of a real step, and (name, bytes of parameter, gradient, state)."""
     mesh = Mesh({"pp": 1, "dp": dp, "tp": tp})
@@ -114,7 +126,7 @@ def seen_in_threads(
 
     def step(ctx: tpcore.ParallelContext) -> list[tuple[Any, ...]]:
         model, inputs = build()
-        optimizer = torch.optim.AdamW(model.parameters())
+        optimizer = make(model)
         if callable(inputs) and not isinstance(inputs, Tensor):
             loss = inputs(model)
         elif isinstance(inputs, dict):
@@ -122,9 +134,10 @@ def seen_in_threads(
         else:
             loss = model(*inputs) if isinstance(inputs, tuple) else model(inputs)
         loss.backward()
+        gradients = {p: p.grad.nbytes for p in model.parameters()}
         tpcore.optimizer_step(optimizer, max_norm=1.0)
         return [
-            (n, p.nbytes, p.grad.nbytes, sum(t.nbytes for t in optimizer.state[p].values()))
+            (n, p.nbytes, gradients[p], sum(t.nbytes for t in optimizer.state[p].values()))
             for n, p in model.named_parameters()
         ]
 
@@ -144,6 +157,25 @@ def test_what_is_told_is_what_ranks_do(kind: str, tp: int, dp: int) -> None:
         assert [(c.axes, c.op, c.shape, c.dtype) for c in program.collectives] == calls
         assert [(p.name, p.nbytes, p.gradient, p.optimizer) for p in program.parameters] == held
     assert len(found.programs) == 1  # all ranks alike
+
+
+@pytest.mark.parametrize(("kind", "master"), [("net", None), ("half", torch.float32)])
+@pytest.mark.parametrize(("tp", "dp"), [(2, 2), (1, 4), (1, 3)])
+def test_a_cut_optimizer_is_told_to_the_byte(kind: str, master: torch.dtype | None, tp: int, dp: int) -> None:
+    build = FACTORIES[kind]
+    found = tpcore.explain(build, tp=tp, dp=dp, optimizer="zero1", master_dtype=master)
+    assert found.disagreement is None
+    for rank, (calls, held) in enumerate(seen_in_threads(build, tp, dp, lambda m: zero1(m, master))):
+        program = found.program(rank)
+        told = [(c.axes, c.op, c.shape, c.dtype) for c in program.collectives]
+        assert told == calls
+        assert [(p.name, p.nbytes, p.gradient, p.optimizer) for p in program.parameters] == held
+    entries = sum(math.prod(p.shape) for p in program.parameters)
+    padding = sum(-math.prod(p.shape) % dp for p in program.parameters)
+    each = 4 * (2 if master is None else 3)
+    counts = 4 * len(program.parameters)  # of steps
+    assert sum(p.optimizer for p in program.parameters) == each * (entries + padding) // dp + counts
+    assert [c.op for c in program.collectives if c.phase == "optimizer"] == ["all_gather dim 0"]
 
 
 def test_each_collective_has_its_phase_module_and_line() -> None:
@@ -358,6 +390,10 @@ def test_errors(target: Any, message: str) -> None:
 def test_an_optimizer_that_is_not_there() -> None:
     with pytest.raises(ValueError, match="no optimizer 'Adan'"):
         tpcore.explain(FACTORIES["net"], optimizer="Adan")
+    with pytest.raises(ValueError, match="no optimizer 'Adan'"):
+        tpcore.explain(FACTORIES["net"], optimizer="zero1:Adan")
+    with pytest.raises(ValueError, match="only Zero1 keeps master weights"):
+        tpcore.explain(FACTORIES["net"], master_dtype=torch.float32)
 
 
 # -- a Hugging Face config, and the command line ---------------------------------------------------------

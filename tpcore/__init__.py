@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from . import random
+from . import optim, random
 from .backend.capabilities import Capabilities
 from .backend.interface import Backend, hookimpl
 from .backend.registry import backends
@@ -38,7 +38,9 @@ from .mesh import Group, Mesh
 from .shard import Block, ShardSpec
 from .train.clip import clip_grad_norm
 from .train.data_parallel import reduce_gradients
+from .train.replicas import check_replicas
 from .train.step import optimizer_step
+from .train.zero import Zero1
 from .transport import Transport
 
 if TYPE_CHECKING:
@@ -92,7 +94,9 @@ __all__ = [
     "RowParallelLinear",
     "ShardSpec",
     "Transport",
+    "Zero1",
     "backends",
+    "check_replicas",
     "checkpoint",
     "clip_grad_norm",
     "current",
@@ -103,6 +107,7 @@ __all__ = [
     "keep_freed_memory",
     "launch",
     "move_model_to_device",
+    "optim",
     "optimizer_step",
     "parallel_cross_entropy",
     "parallel_layers",

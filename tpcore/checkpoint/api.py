@@ -31,7 +31,9 @@ def save(
 
     ``state_dict``: a ``model.state_dict()``, or a dict of such with anything that JSON can say beside them:
     ``{"model": ..., "optimizer": ..., "scheduler": ..., "rng": tpcore.random.get_state(), "epoch": 3}``.
-    Tied weights are written once. An optimizer's state can be loaded at another degree if the optimizer
+    Tied weights are written once. An optimizer itself may stand for its ``state_dict()``: its parameters
+    say how their state is cut, and the state of a ``Zero1`` is gathered one tensor at a time, each dp rank
+    writing a share. The ``state_dict()`` of an optimizer can be loaded at another degree if the optimizer
     was made from ``model.named_parameters()`` and the model is saved with it.
 
     A checkpoint of that name is replaced when the new one is complete, in one step. Collective: call it on

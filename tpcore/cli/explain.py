@@ -31,7 +31,10 @@ def explain_step(
         help="package.module:function or path/to/file.py:function that puts tpcore's layers into the model.",
     ),
     dtype: str | None = typer.Option(None, help="Convert the parameters: bfloat16, say."),
-    optimizer: str = typer.Option("AdamW", help="A class of torch.optim."),
+    optimizer: str = typer.Option(
+        "AdamW", help="A class of torch.optim; zero1: tpcore.Zero1 over AdamW; zero1:SGD: over another."
+    ),
+    master_dtype: str | None = typer.Option(None, help="Of zero1's master weights: float32, say."),
     max_norm: float = typer.Option(1.0, min=0, help="For gradient clipping; 0: do not clip."),
     ranks: str | None = typer.Option(
         None, help="Which ranks to record, as 0,3; default: all, of more than 16 the outermost."
@@ -54,6 +57,7 @@ def explain_step(
             parallelize=parallelize,
             dtype=None if dtype is None else _dtype(dtype),
             optimizer=optimizer,
+            master_dtype=None if master_dtype is None else _dtype(master_dtype),
             max_norm=max_norm or None,
             ranks=None if ranks is None else _numbers(ranks),
         )

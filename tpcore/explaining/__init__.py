@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ..mesh import Mesh
+from ..train.zero import Zero1
 from .lockstep import first_disagreement
 from .recording import Collective
 from .step import MakeOptimizer, Parameter, Program, record
@@ -67,6 +68,7 @@ def explain(
     parallelize: str | Callable[[nn.Module], nn.Module | None] | None = None,
     dtype: torch.dtype | None = None,
     optimizer: str | MakeOptimizer = "AdamW",
+    master_dtype: torch.dtype | None = None,
     max_norm: float | None = 1.0,
     ranks: Sequence[int] | None = None,
 ) -> Explanation:
@@ -79,9 +81,10 @@ def explain(
     not call ``tpcore.init``.
 
     ``parallelize``: replaces layers of the model by tpcore's, in place, or returns another model. ``dtype``:
-    what parameters and inputs are converted to. ``optimizer``: a class of ``torch.optim``, or a function of
-    the parameters. ``max_norm``: for clipping; None: none. ``ranks``: which to record; by default all, and
-    of more than 16 the first and the last along each axis.
+    what parameters and inputs are converted to. ``optimizer``: a class of ``torch.optim``; ``zero1``, which
+    is ``Zero1`` over AdamW, or ``zero1:SGD`` over another; or a function of the parameters. ``master_dtype``:
+    of ``Zero1``'s master weights. ``max_norm``: for clipping; None: none. ``ranks``: which to record; by
+    default all, and of more than 16 the first and the last along each axis.
 
     Raises ValueError for what cannot be built and for a step that reads values, and what the model raises.
     """
@@ -95,7 +98,7 @@ def explain(
     for rank in ranks or ():
         mesh.coords(rank)  # raises for one that is not there
     chosen = _corners(mesh) if ranks is None else sorted(set(ranks))
-    make = _optimizer(optimizer)
+    make = _optimizer(optimizer, master_dtype)
     found = {r: record(made, mesh, r, dtype=dtype, optimizer=make, max_norm=max_norm) for r in chosen}
     alike: list[tuple[list[int], Program]] = []
     for rank, program in found.items():
@@ -116,10 +119,18 @@ def _corners(mesh: Mesh) -> list[int]:
     return [r for r in range(mesh.size) if tuple(mesh.coords(r).values()) in wanted]
 
 
-def _optimizer(chosen: str | MakeOptimizer) -> MakeOptimizer:
-    if not isinstance(chosen, str):
-        return chosen
-    cls = getattr(torch.optim, chosen, None)
+def _optimizer(chosen: str | MakeOptimizer, master_dtype: torch.dtype | None) -> MakeOptimizer:
+    zero, _, name = chosen.partition(":") if isinstance(chosen, str) else ("", "", "")
+    if zero.lower() == "zero1":
+        cls = _class(name or "AdamW")
+        return lambda params: Zero1(cls, params, master_dtype=master_dtype)
+    if master_dtype is not None:
+        raise ValueError("master_dtype is for optimizer='zero1': only Zero1 keeps master weights")
+    return _class(chosen) if isinstance(chosen, str) else chosen
+
+
+def _class(name: str) -> type[torch.optim.Optimizer]:
+    cls = getattr(torch.optim, name, None)
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
-        raise ValueError(f"torch.optim has no optimizer {chosen!r}")
+        raise ValueError(f"torch.optim has no optimizer {name!r}")
     return cls

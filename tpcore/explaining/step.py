@@ -16,8 +16,8 @@ from ..context import ParallelContext, use
 from ..layers.module import move_model_to_device
 from ..layers.sharding import sharding
 from ..mesh import Mesh
-from ..train.clip import clip_grad_norm
-from ..train.data_parallel import reduce_gradients
+from ..train.clip import scale_to
+from ..train.step import stepping_of
 from .recording import LIBRARY, Collective, Recorder, RecordingBackend, tensors
 from .target import Inputs
 
@@ -75,16 +75,20 @@ def record(
             recorder.phase = "backward"
             loss.backward()
         recorder.phase = "reduction"
-        reduce_gradients(model)
+        made = optimizer([p for p in model.parameters() if p.requires_grad])
+        gradients = {id(p): _nbytes(p.grad) for p in model.parameters() if p.grad is not None}
+        stepping = stepping_of(made)
+        stepping.reduce()
         if max_norm is not None:
             recorder.phase = "clipping"
-            clip_grad_norm(model, max_norm)
+            scale_to(stepping.gradients(), stepping.norm(), max_norm)
         recorder.phase = "optimizer"
-        stepped = optimizer([p for p in model.parameters() if p.requires_grad])
         with torch.device("cpu"):  # where torch's optimizers count their steps
-            stepped.step()
+            made.step()
     owners = {id(p): type(m).__name__ for m in model.modules() for p in m.parameters(recurse=False)}
-    held = tuple(_held(n, p, owners[id(p)], stepped.state) for n, p in model.named_parameters())
+    held = tuple(
+        _held(n, p, owners[id(p)], gradients.get(id(p), 0), made.state) for n, p in model.named_parameters()
+    )
     return Program(type(model).__name__, held, tuple(recorder.calls))
 
 
@@ -123,13 +127,12 @@ def _kind(value: Any) -> str:
     return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
-def _held(name: str, p: nn.Parameter, layer: str, state: Mapping[Any, Any]) -> Parameter:
+def _held(name: str, p: nn.Parameter, layer: str, gradient: int, state: Mapping[Any, Any]) -> Parameter:
     found = sharding(p)
     full = tuple(p.shape) if found is None else found.layout.shape
     cut = found is not None and bool(found.axes)
     dtype = str(p.dtype).removeprefix("torch.")
     kept = sum(_nbytes(t) for t in tensors(list(state.get(p, {}).values())))
-    gradient = 0 if p.grad is None else _nbytes(p.grad)
     return Parameter(name, layer, tuple(p.shape), full, dtype, cut, _nbytes(p), gradient, kept)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from typing import Any
 
@@ -117,24 +118,30 @@ class ParallelModule(nn.Module):
 
 
 def move_model_to_device(model: nn.Module, device: torch.device | str) -> nn.Module:
-    """``model.to(device)`` that keeps weight tying and every attribute set on a parameter.
+    """``model.to(device)`` that keeps every Parameter the object it is, its ties and its attributes.
 
-    On devices whose tensors cannot share an object with the CPU's, such as XLA, ``to`` makes new
-    Parameters: ties and attributes would be lost. Build the optimizer afterwards.
+    On devices whose tensors cannot take the place of the CPU's, such as XLA, ``to`` makes new Parameters:
+    here the old ones get their contents. So an optimizer that was made before goes on with them, if it has
+    no state yet. A parameter to which something holds a weak reference becomes a new object all the same,
+    as torch cannot exchange its contents.
     """
     places: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
-    attributes: dict[int, dict[str, Any]] = {}
+    before: dict[int, tuple[nn.Parameter, dict[str, Any]]] = {}
     for module in model.modules():
         for name, p in module._parameters.items():
             if p is not None:
                 places[id(p)].append((module, name))
-                attributes[id(p)] = dict(p.__dict__)
+                before[id(p)] = p, dict(p.__dict__)
     model.to(device)
     for key, owners in places.items():
         first_owner, first_name = owners[0]
-        parameter = first_owner._parameters[first_name]
+        made, (parameter, attributes) = first_owner._parameters[first_name], before[key]
+        if made is not None and made is not parameter:
+            if weakref.getweakrefcount(parameter):
+                parameter = made
+            else:
+                torch.utils.swap_tensors(parameter, made)
         for owner, name in owners:
             owner._parameters[name] = parameter
-        if parameter is not None:
-            parameter.__dict__.update(attributes[key])
+        parameter.__dict__.update(attributes)
     return model

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from functools import reduce
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,32 +48,61 @@ def _power_sum(parts: Parts, p: float, zero: Tensor) -> Tensor:
     return total
 
 
+class Addend(NamedTuple):
+    """What a norm counts of one parameter's gradient."""
+
+    dtype: torch.dtype  # of the parameter and not of its gradient, which not every rank need have
+    comm: Comm | None  # over the ranks that hold other entries; None where all hold the same
+    parts: Parts
+
+
+def addend_of(parameter: Tensor) -> Addend:
+    found, grad = sharding(parameter), _gradient(parameter)
+    if found is not None and found.axes:
+        # takes part in the sum even where no rank has a gradient
+        return Addend(parameter.dtype, found.ctx.comm(*found.axes), _parts(parameter, found))
+    return Addend(parameter.dtype, None, [] if grad is None else [(grad, 1)])
+
+
 @torch.no_grad()
-def _total_norm(parameters: list[Tensor], p: float) -> Tensor:
-    # by the ranks that hold other numbers, and so in one order on all of them: stages hold other parameters
-    cut: dict[tuple[str, ...], dict[Comm, Parts]] = defaultdict(lambda: defaultdict(list))
-    whole: Parts = []
-    wide = torch.float32
-    for parameter in parameters:
-        # of the parameter and not of its gradient, which not every rank need have
-        wide = torch.promote_types(wide, parameter.dtype)
-        found, grad = sharding(parameter), _gradient(parameter)
-        if found is not None and found.axes:
-            # takes part in the sum even where no rank has a gradient
-            cut[found.axes][found.ctx.comm(*found.axes)] += _parts(parameter, found)
-        elif grad is not None:
-            whole.append((grad, 1))
-    device = parameters[0].device if parameters else None
+def norm_of(
+    addends: Sequence[Addend], p: float, device: torch.device | None, over: Comm | None = None
+) -> Tensor:
+    """The norm of full gradients: one all-reduce for each set of axes. ``over``: further ranks, each of
+    which holds other entries of every gradient."""
+    wide = reduce(torch.promote_types, (addend.dtype for addend in addends), torch.float32)
+    cut: dict[Comm | None, Parts] = defaultdict(list)
+    for addend in addends:
+        cut[addend.comm] += addend.parts
     zero = torch.zeros((), dtype=wide, device=device)
-    total = _power_sum(whole, p, zero)
-    for comm, parts in (item for axes in sorted(cut) for item in cut[axes].items()):
-        # one element, not 0-d: backends move tensors with dims
-        part = _power_sum(parts, p, zero).to(wide).reshape(1)
-        if p == float("inf"):
-            total = torch.maximum(total, comm.all_reduce(part, "max").squeeze(0))
-        else:
-            total = total + comm.all_reduce(part).squeeze(0)
+    total = _power_sum(cut.pop(None, []), p, zero)
+    # by the axes, and so in one order on all ranks: stages hold other parameters
+    comms = sorted((comm for comm in cut if comm is not None), key=lambda comm: comm.group.axes)
+    for comm in comms:
+        part = _over(comm, _power_sum(cut[comm], p, zero).to(wide), p)
+        total = torch.maximum(total, part) if p == float("inf") else total + part
+    if over is not None:
+        total = _over(over, total, p)
     return total if p == float("inf") else total.pow(1 / p)
+
+
+def _over(comm: Comm, part: Tensor, p: float) -> Tensor:
+    # one element, not 0-d: backends move tensors with dims
+    return comm.all_reduce(part.reshape(1), "max" if p == float("inf") else "sum").squeeze(0)
+
+
+def check_max_norm(max_norm: float) -> None:
+    if not max_norm >= 0:
+        raise ValueError(f"max_norm must be 0 or more, not {max_norm}")
+
+
+@torch.no_grad()
+def scale_to(grads: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
+    """Scale gradients in place so that a norm of ``norm`` becomes at most ``max_norm``."""
+    # 1e-6 as in torch.nn.utils.clip_grad_norm_
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for grad in grads:
+        grad.mul_(scale.to(grad.dtype))
 
 
 @torch.no_grad()
@@ -83,18 +115,14 @@ def clip_grad_norm(parameters: Parameters, max_norm: float, norm_type: float | s
     iterable of them, generators too. ``norm_type``: a positive number, ``float("inf")`` or ``"inf"``.
 
     Returns the norm before clipping, 0-d, float32 or wider, the same on every rank. Call it after the
-    mean over data parallel. Collective: every rank that the layouts name must call it.
+    mean over data parallel. Collective: every rank that the layouts name must call it. Raises ValueError for
+    parameters of another context, and for those that torch's own parallelism has cut.
     """
     p = float(norm_type)
     if not p > 0:
         raise ValueError(f"norm_type must be a positive number or 'inf', not {norm_type!r}")
-    if not max_norm >= 0:
-        raise ValueError(f"max_norm must be 0 or more, not {max_norm}")
+    check_max_norm(max_norm)
     unique = unique_parameters(parameters)
-    norm = _total_norm(unique, p)
-    # 1e-6 as in torch.nn.utils.clip_grad_norm_
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for parameter in unique:
-        if parameter.grad is not None:
-            parameter.grad.mul_(scale.to(parameter.grad.dtype))
+    norm = norm_of([addend_of(q) for q in unique], p, unique[0].device if unique else None)
+    scale_to((q.grad for q in unique if q.grad is not None), norm, max_norm)
     return norm

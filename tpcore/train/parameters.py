@@ -1,18 +1,75 @@
-"""The parameters that a caller names, each once."""
+"""The parameters that a caller names, each once, and the refusal of those that are not this library's."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from torch import Tensor, nn
+
+from ..context import current
+from ..layers.sharding import sharding
 
 Parameters = nn.Module | Tensor | Iterable[Tensor]
 
 
 def unique_parameters(parameters: Parameters) -> list[Tensor]:
-    """Every parameter once, tied ones included; generators may be given."""
+    """Every parameter once, tied ones included; generators may be given. Checked as ``check_parameters``."""
     if isinstance(parameters, nn.Module):
-        parameters = parameters.parameters()
-    elif isinstance(parameters, Tensor):
-        parameters = [parameters]
-    return list({id(p): p for p in parameters}.values())
+        named = {id(p): (name, p) for name, p in parameters.named_parameters()}
+        found: list[Tensor] = [p for _, p in named.values()]
+        names = [repr(name) for name, _ in named.values()]
+    else:
+        given: Iterable[Tensor] = [parameters] if isinstance(parameters, Tensor) else parameters
+        found = list({id(p): p for p in given}.values())
+        names = [f"{i}" for i in range(len(found))]
+    check_parameters(found, names)
+    return found
+
+
+def check_parameters(parameters: Sequence[Tensor], names: Sequence[str]) -> None:
+    """ValueError for what torch's own parallelism has cut, and for what lies on another context's mesh.
+
+    Its norm and its mean would be taken over the wrong ranks.
+    """
+    backend = current().backend
+    for name, p in zip(names, parameters, strict=True):
+        # by name: the core does not import torch's own parallelism
+        if any(cls.__name__ == "DTensor" for cls in type(p).__mro__):
+            raise ValueError(
+                f"parameter {name} is a DTensor: fully_shard (FSDP2) or torch's tensor parallelism has cut "
+                "it, and tpcore would reduce it over the wrong ranks. Step and clip such a model by torch's "
+                "own functions; or cut it with tpcore's layers, and its optimizer's state with tpcore.Zero1"
+            )
+        found = sharding(p)
+        if found is not None and found.ctx.backend is not backend:
+            raise ValueError(
+                f"parameter {name} of shape {tuple(p.shape)} was built under another context, on mesh "
+                f"{dict(found.ctx.mesh.axes)} of rank {found.ctx.rank}: its collectives are not those of the "
+                "context in force. Build the model after tpcore.init, inside the tpcore.use that steps it"
+            )
+
+
+def check_same_over_dp(parameters: Sequence[Tensor], names: Sequence[str]) -> None:
+    """ValueError for a parameter of which dp ranks hold different parts."""
+    for name, p in zip(names, parameters, strict=True):
+        found = sharding(p)
+        if found is not None and "dp" in found.axes:
+            raise ValueError(
+                f"parameter {name} is cut over dp already, as {found.layout}: its gradient is no mean over "
+                "dp ranks. Give such parameters to an optimizer of their own"
+            )
+
+
+def named_of(group: dict[str, Any]) -> tuple[list[Tensor], list[str]]:
+    """The parameters that a group is made of, and what errors call them. ValueError for one given twice."""
+    given = group["params"]
+    group["params"] = given = [given] if isinstance(given, Tensor) else list(given)
+    named = [item if isinstance(item, tuple) else (None, item) for item in given]
+    names = [f"{i}" if name is None else repr(name) for i, (name, _) in enumerate(named)]
+    seen: dict[int, str] = {}
+    for name, (_, p) in zip(names, named, strict=True):
+        if id(p) in seen:
+            raise ValueError(f"parameter {name} is given twice in one group, before as {seen[id(p)]}")
+        seen[id(p)] = name
+    return [p for _, p in named], names

@@ -2,30 +2,169 @@
 
 from __future__ import annotations
 
-from typing import overload
+from abc import ABC, abstractmethod
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from ..context import current
-from .clip import clip_grad_norm
+from .clip import addend_of, check_max_norm, norm_of, scale_to
 from .data_parallel import reduce_gradients
+from .parameters import unique_parameters
+from .zero import Zero1
+
+
+class Stepping(ABC):
+    """An optimizer's gradients between backward and its step."""
+
+    scaled: Any
+    """What a GradScaler takes for the optimizer: its ``param_groups`` and its ``step``."""
+
+    @abstractmethod
+    def reduce(self) -> None:
+        """The mean over dp. Collective."""
+
+    @abstractmethod
+    def gradients(self) -> list[Tensor]:
+        """What this rank has of the mean, to change in place."""
+
+    @abstractmethod
+    def norm(self) -> Tensor:
+        """Of the full gradient. Collective."""
+
+    def skip(self) -> None:
+        """Take no step."""
+
+
+class WholeStepping(Stepping):
+    """Of an optimizer of torch: each dp rank steps all of the parameters."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.scaled = optimizer
+        self._parameters = unique_parameters(p for group in optimizer.param_groups for p in group["params"])
+
+    def reduce(self) -> None:
+        reduce_gradients(self._parameters)
+
+    def gradients(self) -> list[Tensor]:
+        return [p.grad for p in self._parameters if p.grad is not None]
+
+    def norm(self) -> Tensor:
+        device = self._parameters[0].device if self._parameters else None
+        return norm_of([addend_of(p) for p in self._parameters], 2.0, device)
+
+
+class CutStepping(Stepping):
+    """Of a Zero1: each dp rank has its chunks."""
+
+    def __init__(self, optimizer: Zero1) -> None:
+        self._optimizer, self.scaled = optimizer, optimizer.for_scaler
+        optimizer.grad_norm = None
+
+    def reduce(self) -> None:
+        self._optimizer.reduce_gradients()
+
+    def gradients(self) -> list[Tensor]:
+        return self._optimizer.gradients()
+
+    def norm(self) -> Tensor:
+        self._optimizer.grad_norm = self._optimizer.norm()
+        return self._optimizer.grad_norm
+
+    def skip(self) -> None:
+        self._optimizer.skip()
+
+
+def stepping_of(optimizer: torch.optim.Optimizer) -> Stepping:
+    return CutStepping(optimizer) if isinstance(optimizer, Zero1) else WholeStepping(optimizer)
+
+
+def _finite_everywhere(tensors: list[Tensor]) -> bool:
+    """Whether no rank of the world has an infinity or a NaN, the same answer on all. Reads a value."""
+    world = current().world
+    # the largest entry and not the sum of squares, which overflows earlier
+    values = (t.coalesce().values() if t.is_sparse else t for t in tensors)
+    largest = [torch.linalg.vector_norm(t, float("inf")).isfinite() for t in values if t.numel()]
+    device = world.position.device
+    here = torch.stack(largest).all() if largest else torch.ones((), dtype=torch.bool, device=device)
+    bad = (~here).to(torch.int64).reshape(1)
+    return not bool(world.all_reduce(bad, "max").item())
+
+
+def _unscale(stepping: Stepping, scaler: torch.amp.GradScaler) -> bool:
+    """Unscale the gradients; False on all ranks if one of them has an infinity.
+
+    Then each rank gets one, so that its scaler finds by itself what any rank's has found.
+    """
+    finite = _finite_everywhere(stepping.gradients())
+    for gradient in stepping.gradients() if not finite else ():
+        gradient.mul_(float("nan"))
+    scaler.unscale_(stepping.scaled)
+    return finite
 
 
 @overload
-def optimizer_step(optimizer: torch.optim.Optimizer, *, max_norm: None = None) -> None: ...
+def optimizer_step(
+    optimizer: torch.optim.Optimizer,
+    *,
+    max_norm: None = None,
+    skip_nonfinite: Literal[False] = False,
+    scaler: torch.amp.GradScaler | None = None,
+) -> None: ...
 @overload
-def optimizer_step(optimizer: torch.optim.Optimizer, *, max_norm: float) -> Tensor: ...
+def optimizer_step(
+    optimizer: torch.optim.Optimizer,
+    *,
+    max_norm: float,
+    skip_nonfinite: bool = False,
+    scaler: torch.amp.GradScaler | None = None,
+) -> Tensor: ...
 @overload
-def optimizer_step(optimizer: torch.optim.Optimizer, *, max_norm: float | None) -> Tensor | None: ...
-def optimizer_step(optimizer: torch.optim.Optimizer, *, max_norm: float | None = None) -> Tensor | None:
+def optimizer_step(
+    optimizer: torch.optim.Optimizer,
+    *,
+    max_norm: float | None = None,
+    skip_nonfinite: bool = False,
+    scaler: torch.amp.GradScaler | None = None,
+) -> Tensor | None: ...
+@torch.no_grad()
+def optimizer_step(
+    optimizer: torch.optim.Optimizer,
+    *,
+    max_norm: float | None = None,
+    skip_nonfinite: bool = False,
+    scaler: torch.amp.GradScaler | None = None,
+) -> Tensor | None:
     """Mean of the gradients over dp, clipping if ``max_norm`` is given, the step, the backend's end of step.
 
-    The same on every backend. Returns the gradient norm before clipping, or None without ``max_norm``.
+    The same on every backend, for optimizers of torch and for ``Zero1``. Returns the norm of the full
+    gradient before clipping with ``max_norm`` or ``skip_nonfinite``, else None.
+
+    ``skip_nonfinite``: no step is taken, on any rank, where that norm is not finite on one of them; the norm
+    that is returned says so. ``scaler``: a ``torch.amp.GradScaler`` whose ``scale(loss)`` was
+    differentiated. Gradients are unscaled before clipping, and all ranks skip the step where one has an
+    infinity, so that their scales stay equal; call ``scaler.update()`` afterwards. Both read a value, at
+    which a lazy backend ends a program. Collective over the world. Raises ValueError for parameters of
+    another context, and for those that torch's own parallelism has cut.
     """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    reduce_gradients(parameters)
-    norm = None if max_norm is None else clip_grad_norm(parameters, max_norm)
-    optimizer.step()
+    if max_norm is not None:
+        check_max_norm(max_norm)
+    scaling = scaler if scaler is not None and scaler.is_enabled() else None
+    stepping = stepping_of(optimizer)
+    stepping.reduce()
+    finite = scaling is None or _unscale(stepping, scaling)
+    norm = stepping.norm() if max_norm is not None or skip_nonfinite else None
+    if norm is not None and skip_nonfinite:
+        finite = _finite_everywhere([norm]) and finite
+    if finite:
+        if norm is not None and max_norm is not None:
+            scale_to(stepping.gradients(), norm, max_norm)
+        if scaling is None:
+            optimizer.step()
+        else:
+            scaling.step(stepping.scaled)
+    else:
+        stepping.skip()
     current().backend.mark_step()
     return norm

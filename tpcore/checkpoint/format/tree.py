@@ -128,7 +128,7 @@ def only(tree: Any, kept: dict[Any, Any]) -> Any:
     if TAG not in tree:
         return kept
     items = zip(tree["items"], entries(tree), strict=True)
-    return {**tree, "items": [item for item, key in items if key in kept]}
+    return {**tree, "items": [[item[0], kept[key]] for item, key in items if key in kept]}
 
 
 def with_entry(tree: Any, key: str, item: Any) -> Any:

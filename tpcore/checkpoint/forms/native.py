@@ -29,6 +29,7 @@ from ..format.tree import (
 )
 from ..tensors.stored import Stored
 from .source import Cuts, Fill, Form, OfParameter, Reading, Source, Stage, State
+from .stages import STAGE, is_encoded_optimizer, merged
 
 
 class Native(Source):
@@ -44,8 +45,10 @@ class Native(Source):
     def stage(self, pp_rank: int, own: int | None, cuts: Cuts) -> NativeStage:
         return NativeStage(self.checkpoint, self._how.model_key, pp_rank, own)
 
-    def entries_of_all(self, cuts: Cuts) -> Stage:
-        return NativeStage(self.checkpoint, self._how.model_key, 0, None, range(self.pp))
+    def entries_of_all(self, cuts: Cuts, names: Sequence[str] | None = None) -> Stage:
+        stage = NativeStage(self.checkpoint, self._how.model_key, 0, None, range(self.pp))
+        stage.merge(names)
+        return stage
 
 
 class NativeStage(Stage):
@@ -63,9 +66,20 @@ class NativeStage(Stage):
         self._checkpoint, self._model_key, self._own = checkpoint, model_key, own
         self._pp_rank = pp_rank
         self._first = checkpoint.rank(own or 0, pp_rank)
-        self._stored: dict[tuple[str, str], Stored] = {}  # the same one for tensors that are one
+        self._stored: dict[tuple[int, str, str], Stored] = {}  # the same one for tensors that are one
         self.tree = self._first.tree
-        self._top = entries(self.tree)
+        self._top = dict(entries(self.tree))
+        self._merged: set[Any] = set()  # keys of optimizers out of all stages
+
+    def merge(self, names: Sequence[str] | None) -> None:
+        """Let optimizers have the parameters of all stages, of these ``names``."""
+        trees = [entries(self._checkpoint.rank(0, stage).tree) for stage in self._alike]
+        for key in self._top:
+            every = [tree.get(key) for tree in trees]
+            one = merged(every, names) if all(map(is_encoded_optimizer, every)) else None
+            if one is not None:
+                self._top[key] = one
+                self._merged.add(key)
 
     def _nested(self) -> bool:
         return is_nested(self._top, self._model_key, self._checkpoint.path, is_dict, is_tensor)
@@ -103,8 +117,10 @@ class NativeStage(Stage):
 
     def _difference(self, key: Any) -> str | None:
         """Where the ranks disagree about a top-level entry."""
-        mine = self._top[key]
         for stage, i in product(self._alike, range(self._checkpoint.tp)):
+            mine = (
+                entries(self._checkpoint.rank(0, stage).tree)[key] if key in self._merged else self._top[key]
+            )
             theirs = entries(self._checkpoint.rank(i, stage).tree).get(key)
             if theirs != mine:
                 a, b = dict(leaves(mine, (key,))), dict(leaves(theirs, (key,)))
@@ -116,7 +132,7 @@ class NativeStage(Stage):
                     f"tp={self._checkpoint.tp}{stages}: it is {a.get(path)!r} of tp rank 0, "
                     f"{b.get(path)!r} of {other}"
                 )
-        return self._other_values(key)
+        return None if key in self._merged else self._other_values(key)
 
     def _other_values(self, key: Any) -> str | None:
         """Where stages hold other tensors under the names of an entry, one of which has to stand for all."""
@@ -140,7 +156,7 @@ class NativeStage(Stage):
 
     def of_parameters(self) -> Iterator[OfParameter]:
         for key, item in self._top.items():
-            if not is_dict(item) or not {"state", "param_groups"} <= entries(item).keys():
+            if not is_encoded_optimizer(item):
                 continue
             state, groups = entries(item)["state"], decode(entries(item)["param_groups"], lambda leaf: None)
             if not is_dict(state) or not isinstance(groups, list):
@@ -160,10 +176,11 @@ class NativeStage(Stage):
             file, name = str(leaf["file"]), str(leaf["name"])
         except KeyError as e:
             raise CheckpointError(f"{path}: {where} is damaged: no {e}") from e
-        if (file, name) not in self._stored:
-            shard, cut = self._first.tensor(file, name)
+        stage = int(leaf.get(STAGE, self._pp_rank))
+        if (stage, file, name) not in self._stored:
+            shard, cut = self._checkpoint.rank(self._own or 0, stage).tensor(file, name)
             mesh = self._checkpoint.mesh_of(cut)
-            at = {"pp": self._pp_rank, "tp": self._own or 0}
+            at = {"pp": stage, "tp": self._own or 0}
             if isinstance(cut, Layout) and cut.local_shape(mesh) != shard.shape:
                 raise CheckpointError(f"{path}: {where} is {shard.shape} and not a shard of {cut}")
 
@@ -177,8 +194,8 @@ class NativeStage(Stage):
                     shards[i] = directory.tensor(file, name)[0]
                 return shards[i]
 
-            self._stored[file, name] = Stored(where, cut, mesh, own, of)
-        return self._stored[file, name]
+            self._stored[stage, file, name] = Stored(where, cut, mesh, own, of)
+        return self._stored[stage, file, name]
 
     def tensors(self) -> Iterator[tuple[str, Stored]]:
         """With those beside the model."""

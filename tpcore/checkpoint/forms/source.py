@@ -89,8 +89,11 @@ class Source(ABC):
     def stage(self, pp_rank: int, own: int | None, cuts: Cuts) -> Stage:
         """A stage for tp rank ``own``, or for nobody. ``cuts`` says what is on record nowhere."""
 
-    def entries_of_all(self, cuts: Cuts) -> Stage | None:
-        """What lies beside the model on all stages alike, where a job of other stages can have it."""
+    def entries_of_all(self, cuts: Cuts, names: Sequence[str] | None = None) -> Stage | None:
+        """What lies beside the model on all stages alike, where a job of other stages can have it.
+
+        ``names``: of the parameters of which an optimizer's state is wanted, in its order; None: all.
+        """
         return None
 
     @property

@@ -36,8 +36,8 @@ class Loading:
         at, axes = ctx.mesh.coords(ctx.rank), ctx.mesh.axes
         self._rank, self._n = at.get("tp", 0), axes.get("tp", 1)
         self._pp_rank, pp = (at.get("pp", 0), axes.get("pp", 1)) if sharded else (0, 1)
-        self._restaged = source.pp != pp
-        if self._restaged and source.entries_of_all(_cuts_of(None)) is None:
+        self.restaged = source.pp != pp
+        if self.restaged and source.entries_of_all(_cuts_of(None)) is None:
             raise CheckpointError(f"{source.path} was saved at pp={source.pp} and this job has pp={pp}")
         self._jobs: list[Job] = []
         self._made: dict[Stored, Tensor] = {}
@@ -46,8 +46,9 @@ class Loading:
         self._rest: Any = {}
         self._notes: list[str] = []
 
-    def stage(self, cuts: Cuts) -> Stage:
-        if self._restaged and (every := self._source.entries_of_all(cuts)) is not None:
+    def stage(self, cuts: Cuts, names: Sequence[str] | None = None) -> Stage:
+        """``names``: of the parameters of this job's optimizer, where its stages are others."""
+        if self.restaged and (every := self._source.entries_of_all(cuts, names)) is not None:
             return every
         own = self._rank if self._source.tp == self._n else None
         return self._source.stage(self._pp_rank, own, cuts)
@@ -57,19 +58,28 @@ class Loading:
 
         None where that can be had as it is, or every tensor's cut is on record.
         """
-        if self._sharded and self._source.tp == self._n:
+        if self.restaged or (self._sharded and self._source.tp == self._n):
             return None, {}
         stage = self._source.stage(self._pp_rank, None, _cuts_of(None))
         states = stage.states()
         bound = stage.bound() if self._sharded else ()
         return states, {} if states is None else stage.entries(self._fill, bound)
 
-    def compare(self, model: nn.Module | None, parameters: Sequence[Layout | None] = ()) -> None:
+    def compare(
+        self,
+        model: nn.Module | None,
+        parameters: Sequence[Layout | None] = (),
+        names: Sequence[str] | None = None,
+        key: str | None = None,
+    ) -> None:
         """See that all of it can be loaded, before anything is changed.
 
-        ``parameters``: how an optimizer's are cut, in the order of its groups, which then loads the state.
+        ``parameters``: how an optimizer's are cut, in the order of its groups, which then loads the entry
+        ``key``; ``names``: theirs, if they have any. What lies beside that entry may be left out.
         """
-        stage, whole = self.stage(_cuts_of(model)), model is None
+        if model is not None:
+            names = [name for name, _ in model.named_parameters()]
+        stage, whole = self.stage(_cuts_of(model), names), model is None
         if model is not None:
             found = self._model(model, stage)
             if not self._sharded:
@@ -84,7 +94,7 @@ class Loading:
         elif model is not None:
             bound = self._follow_model(stage, model, found) | bound
         for why in dict.fromkeys(bound.values()):
-            if self._strict:
+            if self._strict and (key is None or bound.get(key) == why):
                 keys = ", ".join(spell((key,)) for key in bound if bound[key] == why)
                 raise CheckpointError(f"{why}. strict=False leaves {keys} out")
             self._notes.append(f"left out: {why}")
@@ -94,7 +104,7 @@ class Loading:
 
     def _model(self, model: nn.Module, stage: Stage) -> Mapping[str, Any]:
         """What the model can have: of its own stage, or of all of them, of which it has some names."""
-        if not self._restaged:
+        if not self.restaged:
             return stage.model(self._fill)
         found = model_of(self._source, _cuts_of(model))
         pp = self._ctx.mesh.axes.get("pp", 1)

@@ -41,7 +41,8 @@ def load_object(where: StrPath, target: Any, how: Reading, *, sharded: bool, str
             loading = Loading(ctx, source, strict=strict, sharded=sharded)
             states, rest = loading.states() if optimizer else (None, {})
             if states is None:
-                loading.compare(None, _layouts(optimizer, ctx) if optimizer else ())
+                layouts, names = _parameters(optimizer, ctx) if optimizer else ((), None)
+                loading.compare(None, layouts, names, key if loading.restaged else None)
         if states is None:
             rest = loading.run()
     with together(ctx):
@@ -53,10 +54,14 @@ def load_object(where: StrPath, target: Any, how: Reading, *, sharded: bool, str
     return rest
 
 
-def _layouts(optimizer: torch.optim.Optimizer, ctx: ParallelContext) -> list[Layout | None]:
-    """How the parameters are cut, in the order of their groups."""
-    params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    return [layout_of(p, ctx, f"parameter {i}") for i, p in enumerate(params)]
+def _parameters(
+    optimizer: torch.optim.Optimizer, ctx: ParallelContext
+) -> tuple[Sequence[Layout | None], list[str] | None]:
+    """How the parameters are cut, in the order of their groups, and their names if all have one."""
+    params = [*chain.from_iterable(group["params"] for group in optimizer.param_groups)]
+    names = [*chain.from_iterable(group.get("param_names") or () for group in optimizer.param_groups)]
+    layouts = [layout_of(p, ctx, f"parameter {i}") for i, p in enumerate(params)]
+    return layouts, names if len(names) == len(params) else None
 
 
 def cut_anew(states: Sequence[Saved], optimizer: Any, ctx: ParallelContext, where: str) -> dict[str, Any]:

@@ -26,7 +26,8 @@ from ...storage.publish import Staging, staging_path
 from ...storage.tensorfile import write_tensors
 from ..format.manifest import FORMAT, STATE, VERSION, Manifest, rank_dir
 from ..format.retention import keep_last
-from .snapshot import Entry, Part, cuts_of, total_of
+from .optimizers import resolve
+from .snapshot import Entry, Part, Writer, cuts_of, on_host, total_of
 
 
 @dataclass(frozen=True)
@@ -109,16 +110,18 @@ class Save:
         # on all ranks, for some do not read: what is still to be computed may need them
         ctx.backend.mark_step()
         at = ctx.mesh.coords(ctx.rank)
-        self._dp = (at.get("dp", 0), ctx.mesh.axes.get("dp", 1)) if options.all_dp else (0, 1)
-        self._first = at.get("dp", 0) == 0
+        self._dp = at.get("dp", 0), ctx.mesh.axes.get("dp", 1)
+        self._first, self._shared = self._dp[0] == 0, False
         self._part: Part | None = None
+        self._files: dict[str, dict[str, Writer]] = {}
         self.staging: Staging | None = None
         with together(ctx):
-            if self._first or options.all_dp:
-                cut_of, memory_of = cuts_of(state, ctx), ctx.backend.memory_of
-                self._part = Part(state, cut_of, memory_of, down_cast_bf16=options.down_cast_bf16)
-                if options.background:
-                    self._part.to_host()
+            self._take(state)
+        if self._part is not None:
+            self._part.gather(self._files)
+        with together(ctx):
+            if options.background:
+                self._files = on_host(self._files)
         # rank 0 says where: a relative name may mean another place elsewhere
         proposal = json.dumps([uuid.uuid4().hex, os.path.realpath(save_dir)]).encode()
         self.save_id, self.target = json.loads(gather_bytes(proposal, ctx.world)[0])
@@ -126,6 +129,21 @@ class Save:
         with together(ctx), naming("save", self.target):
             if ctx.rank == 0:
                 self.staging = Staging(self.target, self.save_id, FORMAT)
+
+    def _take(self, state: dict[Any, Any]) -> None:
+        """Say of each tensor how it is cut, and whether this rank writes it."""
+        resolved, options = resolve(state, self.ctx), self.options
+        self._shared = self._dp[1] > 1 and (options.all_dp or bool(resolved.gather))
+        if not (self._first or self._shared):
+            return
+        self._part = Part(
+            resolved.state,
+            cuts_of(resolved.state, self.ctx, resolved.cuts),
+            self.ctx.backend.memory_of,
+            gather=resolved.gather,
+            down_cast_bf16=options.down_cast_bf16,
+        )
+        self._files = self._part.share(*(self._dp if self._shared else (0, 1)), all_of_it=options.all_dp)
 
     def name_of(self, rank: int) -> str:
         at = self.ctx.mesh.coords(rank)
@@ -137,14 +155,13 @@ class Save:
             return b"null"
         name = self.name_of(self.ctx.rank)
         with naming("save", self.target):
-            files = self._part.share(*self._dp)
             if progress is not None:
-                progress.start(total_of(files))
-            records, tensors = write_tensor_files(self.root, name, self.save_id, files, progress)
-            if self._dp[1] > 1:
+                progress.start(total_of(self._files))
+            records, tensors = write_tensor_files(self.root, name, self.save_id, self._files, progress)
+            if self._shared:
                 sync_dir(os.path.join(self.root, name))
         tree = self._part.tree if self._first else None
-        self._part = None  # in the background: frees the copy
+        self._part, self._files = None, {}  # in the background: frees the copy
         return json.dumps([name, records, tensors, tree]).encode()
 
     def put_together(self, reports: Sequence[bytes]) -> None:

@@ -45,6 +45,29 @@ class StateTensor:
         return StateTensor(self.pieces()[0].clone(), self.cut)
 
 
+class GatheredTensor:
+    """A tensor that dp ranks hold in parts, gathered before it is written. ``stand_in``: one on meta."""
+
+    def __init__(
+        self, stand_in: Tensor, cut: Cut, gather: Callable[[], Tensor], to: torch.dtype | None = None
+    ) -> None:
+        self.cut, self.dtype, self.shape = cut, to or stand_in.dtype, tuple(stand_in.shape)
+        self._gather, self._values = gather, stand_in
+
+    def gather(self, *, keep: bool) -> None:
+        """Collective over dp. ``keep``: this rank writes it, from host memory of its own."""
+        values = self._gather()
+        if keep:
+            self._values = values.detach().cpu().to(self.dtype).contiguous()
+
+    def pieces(self) -> list[Tensor]:
+        return [self._values]
+
+    def copied(self) -> GatheredTensor:
+        return self
+
+
+Writer = StateTensor | GatheredTensor
 CutOf = Callable[[Tensor, str], Cut]
 MemoryOf = Callable[[Tensor], object]
 """``Backend.memory_of``: what is equal for tensors that are one."""
@@ -59,6 +82,7 @@ class Part:
         cut_of: CutOf,
         memory_of: MemoryOf = Backend.memory_of,
         *,
+        gather: Mapping[int, Callable[[], Tensor]] | None = None,
         down_cast_bf16: bool = False,
     ) -> None:
         if not isinstance(state, dict):
@@ -67,7 +91,8 @@ class Part:
             )
         self._cut_of, self._memory_of, self._down_cast = cut_of, memory_of, down_cast_bf16
         self._places: dict[Any, dict[str, Any]] = {}
-        self.files: dict[str, dict[str, StateTensor]] = defaultdict(dict)
+        self._gather = gather or {}
+        self.files: dict[str, dict[str, Writer]] = defaultdict(dict)
         self._stems: dict[Any, str] = {}
         self.tree = encode(state, self._leaf)
 
@@ -77,7 +102,7 @@ class Part:
         if type(t) not in (Tensor, nn.Parameter) or t.layout != torch.strided or t.is_quantized:
             kind = f"{type(t).__name__} of layout {t.layout}, dtype {t.dtype}"
             raise ValueError(f"cannot save {where}: a {kind}")
-        if t.is_meta:
+        if t.is_meta and id(t) not in self._gather:
             raise ValueError(f"cannot save {where}: it is on the meta device and has no values")
         place = self._memory_of(t), self._cut_of(t, where)
         if place not in self._places:
@@ -85,7 +110,11 @@ class Part:
             name = _unused(".".join(map(str, path[1:] or path)), (*self.files[file], "__metadata__"))
             # not where it has no dims: those count steps, and bfloat16 counts to 256
             narrow = self._down_cast and t.dtype == torch.float32 and t.ndim > 0
-            self.files[file][name] = StateTensor(t, place[1], torch.bfloat16 if narrow else None)
+            to = torch.bfloat16 if narrow else None
+            gather = self._gather.get(id(t))
+            self.files[file][name] = (
+                StateTensor(t, place[1], to) if gather is None else GatheredTensor(t, place[1], gather, to)
+            )
             self._places[place] = {TAG: "tensor", "file": file, "name": name}
         return self._places[place]
 
@@ -97,28 +126,47 @@ class Part:
             self._stems[top] = _unused(str(top[0]) if fits else "part", self._stems.values())
         return f"{self._stems[top]}.safetensors"
 
-    def share(self, rank: int, n: int) -> Mapping[str, Mapping[str, Entry]]:
-        """The files that ``rank`` writes, of ``n`` ranks with equal tensors; every rank names all alike."""
+    def share(self, rank: int, n: int, *, all_of_it: bool) -> dict[str, dict[str, Writer]]:
+        """The files that ``rank`` writes, of ``n`` ranks with equal tensors; every rank names all alike.
+
+        Unless ``all_of_it`` is shared, the first rank writes what it has, and the others help with what is
+        gathered.
+        """
         if n == 1:
             return self.files
-        load, out = [0] * n, defaultdict[str, dict[str, Entry]](dict)
+        load, out = [0] * n, defaultdict[str, dict[str, Writer]](dict)
         places = {(p["file"], p["name"]): p for p in self._places.values()}
-        for (file, name), place in sorted(places.items(), key=lambda at: (-self._bytes(*at[0]), at[0])):
-            who = load.index(min(load))
-            load[who] += self._bytes(file, name)
-            place["file"] = file.removesuffix(".safetensors") + f".dp{who}.safetensors"
+        for (file, name), place in sorted(places.items(), key=lambda at: self._order(*at[0])):
+            entry = self.files[file][name]
+            shared = all_of_it or isinstance(entry, GatheredTensor)
+            who = load.index(min(load)) if shared else 0
+            load[who] += nbytes_of(entry)
+            if shared:
+                place["file"] = file.removesuffix(".safetensors") + f".dp{who}.safetensors"
             if who == rank:
-                out[place["file"]][name] = self.files[file][name]
+                out[place["file"]][name] = entry
         return out
 
-    def _bytes(self, file: str, name: str) -> int:
-        return nbytes_of(self.files[file][name])
+    def _order(self, file: str, name: str) -> tuple[bool, int, str, str]:
+        """What one rank writes alone comes first, then large before small."""
+        entry = self.files[file][name]
+        return isinstance(entry, GatheredTensor), -nbytes_of(entry), file, name
 
-    def to_host(self) -> None:
-        """Copy all values, so that what is written later is what they are now."""
+    def gather(self, mine: Mapping[str, Mapping[str, Writer]]) -> None:
+        """Gather, one after the other, what dp ranks hold in parts, and keep those that this rank writes.
+
+        Collective over dp where there are any.
+        """
+        kept = {id(entry) for entries in mine.values() for entry in entries.values()}
         for entries in self.files.values():
-            for name, entry in entries.items():
-                entries[name] = entry.copied()
+            for entry in entries.values():
+                if isinstance(entry, GatheredTensor):
+                    entry.gather(keep=id(entry) in kept)
+
+
+def on_host(files: Mapping[str, Mapping[str, Writer]]) -> dict[str, dict[str, Writer]]:
+    """Copies of all values, so that what is written later is what they are now."""
+    return {file: {name: entry.copied() for name, entry in some.items()} for file, some in files.items()}
 
 
 def total_of(files: Mapping[str, Mapping[str, Entry]]) -> int:
@@ -136,8 +184,8 @@ def _unused(name: str, used: Iterable[str]) -> str:
 
 
 # -- cuts -------------------------------------------------------------------------------------------------
-def cuts_of(state: Mapping[Any, Any], ctx: ParallelContext) -> Callable[[Tensor, str], Cut]:
-    """The cut that goes on record with each tensor of a state.
+def cuts_of(state: Mapping[Any, Any], ctx: ParallelContext, known: Mapping[int, Layout]) -> CutOf:
+    """The cut that goes on record with each tensor of a state; ``known``: some of them, by ``id``.
 
     An entry that a plain module made of a parallel layer's parameter (as ``cls.predictions.bias`` of
     transformers' BERT) has no mark of its own, but is the memory of one that has.
@@ -150,7 +198,11 @@ def cuts_of(state: Mapping[Any, Any], ctx: ParallelContext) -> Callable[[Tensor,
                 if isinstance(t, Tensor) and sharding(t) is not None and not t.is_meta:
                     marked[memory_of(t)] = t
     cuts = optimizer_cuts(state, marked, ctx.mesh, memory_of) if isinstance(state, Mapping) else {}
-    return lambda t, where: layout_of(marked.get(memory_of(t), t), ctx, where) or cuts.get(id(t))
+
+    def cut_of(t: Tensor, where: str) -> Cut:
+        return known.get(id(t)) or layout_of(marked.get(memory_of(t), t), ctx, where) or cuts.get(id(t))
+
+    return cut_of
 
 
 def optimizer_cuts(

@@ -1,0 +1,623 @@
+"""Zero1 steps as the plain optimizer on the whole batch does, whatever the mesh."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from nets import cut_net, ids_of, loss_of, plain_net
+from torch import Tensor, nn
+
+import tpcore
+from tpcore import Block, Mesh, ParallelContext, ShardSpec, Zero1
+from tpcore.testing import run_ranks
+
+
+class Lion(torch.optim.Optimizer):
+    """Chen et al., 2023, https://arxiv.org/abs/2302.06675: one that torch has not."""
+
+    def __init__(self, params: Any, lr: float, betas: tuple[float, float] = (0.9, 0.99)) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            first, second = group["betas"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                average = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                p.sub_(torch.sign(average * first + p.grad * (1 - first)), alpha=group["lr"])
+                average.mul_(second).add_(p.grad, alpha=1 - second)
+
+
+Make = Callable[..., torch.optim.Optimizer]
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "adamw": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1}),
+    "adam": (torch.optim.Adam, {"lr": 1e-2, "amsgrad": True}),
+    "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.05}),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 5e-3, "momentum": 0.5, "centered": True}),
+    "nadam": (torch.optim.NAdam, {"lr": 1e-2}),
+    "lion": (Lion, {"lr": 1e-3}),
+}
+STEPS, BATCH = 20, 12
+MESHES = [(2, 1), (3, 1), (4, 1), (2, 2), (3, 2), (4, 2)]
+
+
+def groups_of(net: nn.Module) -> list[dict[str, Any]]:
+    """Two groups, by the number of dims, the second at another rate."""
+    named = list(net.named_parameters())
+    return [
+        {"params": [(n, p) for n, p in named if p.ndim > 1]},
+        {"params": [(n, p) for n, p in named if p.ndim < 2], "lr": 5e-3},
+    ]
+
+
+def train(
+    net: nn.Module, optimizer: torch.optim.Optimizer, part: Callable[[Tensor], Tensor], steps: Any, norm: Any
+) -> list[Tensor]:
+    """The norms, of steps clipped to half of the first one's."""
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.1 * step))
+    seen = []
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(net, part(ids_of(step, BATCH))).backward()
+        seen.append(norm(optimizer))
+        schedule.step()
+    return seen
+
+
+def plainly(optimizer: torch.optim.Optimizer) -> Tensor:
+    norm = nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], 0.3)
+    optimizer.step()
+    return norm
+
+
+def cut(optimizer: torch.optim.Optimizer) -> Tensor:
+    return tpcore.optimizer_step(optimizer, max_norm=0.3)
+
+
+def mine(ctx: ParallelContext) -> Callable[[Tensor], Tensor]:
+    return lambda ids: ids.chunk(ctx.comm("dp").size)[ctx.coord("dp")]
+
+
+def assert_equals(net: nn.Module, plain: nn.Module, ctx: ParallelContext, tolerance: float) -> None:
+    n, r, specs = ctx.comm("tp").size, ctx.coord("tp"), tpcore.shard_specs(net)
+    want = dict(plain.named_parameters())
+    for name, p in net.named_parameters():
+        shard = specs[name].shard(want[name].detach(), r, n)
+        torch.testing.assert_close(
+            p.detach(), shard, rtol=tolerance, atol=tolerance, msg=lambda m, k=name: f"{k}: {m}"
+        )
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_twenty_steps_are_those_of_the_plain_optimizer(kind: str) -> None:
+    cls, options = OPTIMIZERS[kind]
+    plain = plain_net()
+    full = {k: v.clone() for k, v in plain.state_dict().items()}
+    norms = train(plain, cls(groups_of(plain), **options), lambda ids: ids, range(STEPS), plainly)
+
+    def rank(ctx: ParallelContext) -> None:
+        net = cut_net(full, ctx)
+        optimizer = Zero1(cls, groups_of(net), bucket_mb=1e-3, **options)
+        seen = train(net, optimizer, mine(ctx), range(STEPS), cut)
+        torch.testing.assert_close(torch.stack(seen), torch.stack(norms), rtol=1e-9, atol=0)
+        assert_equals(net, plain, ctx, 1e-12)
+
+    for dp, tp in MESHES:
+        run_ranks(Mesh({"dp": dp, "tp": tp}), rank)
+
+
+def test_state_is_that_of_the_plain_optimizer_and_a_share_of_it_lies_here() -> None:
+    plain = plain_net()
+    full = {k: v.clone() for k, v in plain.state_dict().items()}
+    whole = torch.optim.AdamW(plain.named_parameters(), lr=1e-2)
+    train(plain, whole, lambda ids: ids, range(3), plainly)
+    names = [n for n, p in plain.named_parameters() if p in whole.state]
+
+    def rank(ctx: ParallelContext) -> None:
+        net = cut_net(full, ctx)
+        optimizer = Zero1(torch.optim.AdamW, net.named_parameters(), lr=1e-2)
+        train(net, optimizer, mine(ctx), range(3), cut)
+        dp = ctx.comm("dp").size
+        for p, values in optimizer.state.items():
+            assert values["exp_avg"].shape == (-(-p.numel() // dp),)
+        n, r, specs = ctx.comm("tp").size, ctx.coord("tp"), tpcore.shard_specs(net)
+        got = optimizer.state_dict()
+        assert got["param_groups"][0]["param_names"] == [n for n, _ in net.named_parameters()]
+        assert got["state"].keys() == whole.state_dict()["state"].keys()
+        for name, values in zip(names, got["state"].values(), strict=True):
+            want = whole.state[plain.get_parameter(name)]
+            assert values.keys() == want.keys()
+            assert values["step"] == want["step"]
+            for key in ("exp_avg", "exp_avg_sq"):
+                shard = specs[name].shard(want[key], r, n)
+                torch.testing.assert_close(values[key], shard, rtol=1e-10, atol=1e-12)
+
+    for dp, tp in ((3, 1), (2, 2)):
+        run_ranks(Mesh({"dp": dp, "tp": tp}), rank)
+
+
+def test_odd_parameters() -> None:
+    """Fewer entries than ranks, no dims, none at all, another order in memory, frozen, half precision."""
+
+    def rank(ctx: ParallelContext) -> None:
+        double = torch.float64
+        params = {
+            "few": nn.Parameter(torch.arange(3, dtype=double)),
+            "scalar": nn.Parameter(torch.tensor(2.0, dtype=double)),
+            "empty": nn.Parameter(torch.zeros(0, 4, dtype=double)),
+            "turned": nn.Parameter(torch.arange(12, dtype=double).view(3, 4).t()),
+            "frozen": nn.Parameter(torch.ones(4, dtype=double), requires_grad=False),
+            "half": nn.Parameter(torch.arange(8, dtype=torch.bfloat16)),
+        }
+        plain = {name: nn.Parameter(p.detach().clone(), p.requires_grad) for name, p in params.items()}
+        zero = Zero1(torch.optim.Adagrad, params.items(), lr=0.25, bucket_mb=1e-5)
+        want = torch.optim.Adagrad(plain.items(), lr=0.25)
+        for step in range(3):
+            for some, share in ((params, ctx.rank), (plain, 1.5)):
+                for p in some.values():
+                    if p.requires_grad:
+                        p.grad = torch.full_like(p, 1.0 + step + share)
+            norm = tpcore.optimizer_step(zero, max_norm=1e9)
+            every = torch.cat([p.grad.double().flatten() for p in plain.values() if p.grad is not None])
+            torch.testing.assert_close(norm, every.norm())
+            want.step()
+        for name, p in params.items():
+            torch.testing.assert_close(p, plain[name], rtol=1e-14, atol=1e-14)
+            assert p.grad is None
+        state = zero.state_dict()
+        assert state["state"][1]["sum"].shape == ()
+        again = Zero1(torch.optim.Adagrad, params.items(), lr=0.25)
+        again.load_state_dict(state)
+        assert torch.equal(again.state_dict()["state"][1]["sum"], want.state[plain["scalar"]]["sum"])
+
+    run_ranks(Mesh({"dp": 4, "tp": 1}), rank)
+
+
+class Heads(tpcore.ParallelModule):
+    """q of 4 heads, k and v of 2 in one weight: on 4 ranks each key head is held twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        heads = (Block(8, 2), Block(4, 2, replicate=True), Block(4, 2, replicate=True))
+        self.shard_parameter("weight", ShardSpec((16, 3), 0, heads), nn.init.normal_, torch.float64, None)
+
+
+@pytest.mark.parametrize("p", [1.0, 2.0, float("inf")])
+def test_the_norm_counts_entries_that_several_ranks_hold_once(p: float) -> None:
+    full = torch.randn(16, 3, dtype=torch.float64)
+
+    def rank(ctx: ParallelContext) -> None:
+        layer = Heads()
+        layer.weight.grad = layer.shard_specs["weight"].shard(full, ctx.coord("tp"), ctx.comm("tp").size)
+        optimizer = Zero1(torch.optim.SGD, layer.parameters(), lr=1.0)
+        optimizer.reduce_gradients()
+        torch.testing.assert_close(optimizer.norm(p), torch.linalg.vector_norm(full, p), rtol=1e-12, atol=0)
+
+    run_ranks(Mesh({"dp": 2, "tp": 4}), rank)
+
+
+# -- precision ---------------------------------------------------------------------------------------------
+def test_masters_keep_what_the_weights_have_no_room_for() -> None:
+    def rank(ctx: ParallelContext) -> None:
+        weight = nn.Parameter(torch.linspace(1, 2, 10).bfloat16())
+        start = weight.detach().float()
+        optimizer = Zero1(torch.optim.SGD, [("w", weight)], lr=1.0, master_dtype=torch.float32)
+        for _ in range(8):
+            weight.grad = torch.full_like(weight, 2.0**-11)
+            tpcore.optimizer_step(optimizer)
+        assert torch.equal(optimizer.state_dict()["state"][0]["master"], start - 2.0**-8)
+        assert torch.equal(weight, (start - 2.0**-8).bfloat16())
+        with torch.no_grad():
+            weight[0] = 5.0  # another hand, or a checkpoint that was loaded: the weights are what counts
+        weight.grad = torch.full_like(weight, 2.0**-11)
+        tpcore.optimizer_step(optimizer)
+        master = optimizer.state_dict()["state"][0]["master"]
+        assert master[0] == 5.0 - 2.0**-11
+        assert torch.equal(master[1:], start[1:] - 9 * 2.0**-11)
+
+    run_ranks(Mesh({"dp": 3, "tp": 1}), rank)
+
+
+def test_gradients_are_summed_in_float32() -> None:
+    """256 + 1 is 256 in bfloat16, however often."""
+
+    def rank(ctx: ParallelContext) -> None:
+        weight = nn.Parameter(torch.ones(6, dtype=torch.bfloat16))
+        dtypes = {"master_dtype": torch.float32, "grad_dtype": torch.float32}
+        optimizer = Zero1(torch.optim.SGD, [("w", weight)], lr=1.0, **dtypes)
+        for part in (256.0, 1.0, 1.0, float(4 * ctx.coord("dp"))):
+            (weight * part).sum().backward()
+            assert weight.grad is None
+        norm = tpcore.optimizer_step(optimizer, max_norm=1e9)
+        assert norm == optimizer.grad_norm
+        torch.testing.assert_close(norm, torch.full((6,), 260.0).norm())
+        assert (optimizer.state_dict()["state"][0]["master"] == 1 - 260).all()
+        (weight * 3).sum().backward()
+        optimizer.zero_grad()
+        before = weight.detach().clone()
+        tpcore.optimizer_step(optimizer)
+        assert torch.equal(weight, before)
+
+    run_ranks(Mesh({"dp": 2, "tp": 1}), rank)
+
+
+def bytes_of(optimizer: torch.optim.Optimizer) -> int:
+    return sum(t.nbytes for values in optimizer.state.values() for t in values.values() if t.ndim)
+
+
+@pytest.mark.parametrize("dp", [2, 4])
+def test_bytes_that_a_rank_holds(dp: int) -> None:
+    """AdamW: 8/dp bytes a parameter; with masters 4/dp more; nothing else between steps."""
+
+    def rank(ctx: ParallelContext) -> None:
+        for dtype, master, each in ((torch.float32, None, 8), (torch.bfloat16, torch.float32, 12)):
+            model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))).to(dtype)
+            n = sum(p.numel() for p in model.parameters())
+            optimizer = Zero1(torch.optim.AdamW, model.named_parameters(), master_dtype=master)
+            model(torch.ones(2, 64, dtype=dtype)).sum().backward()
+            tpcore.optimizer_step(optimizer, max_norm=1.0)
+            assert bytes_of(optimizer) == each * n // dp
+            chunks = sum(c.value.nbytes for c in optimizer._chunks.values())
+            assert chunks == (0 if master is None else 4 * n // dp)
+            assert all(p.grad is None for p in model.parameters())
+
+    run_ranks(Mesh({"dp": dp, "tp": 1}), rank)
+
+
+# -- steps that are skipped --------------------------------------------------------------------------------
+def _with(kind: str, net: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    if kind == "zero1":
+        return Zero1(torch.optim.AdamW, net.named_parameters(), lr=1e-2, **options)
+    return torch.optim.AdamW(net.named_parameters(), lr=1e-2)
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+@pytest.mark.parametrize("kind", ["plain", "zero1"])
+def test_an_infinity_on_one_rank_is_skipped_by_all(kind: str, bad: float) -> None:
+    full = plain_net().state_dict()
+
+    def rank(ctx: ParallelContext) -> None:
+        net = cut_net(full, ctx)
+        optimizer = _with(kind, net)
+        train(net, optimizer, mine(ctx), range(2), cut)
+        before = {k: v.clone() for k, v in net.state_dict().items()}
+        optimizer.zero_grad()
+        loss_of(net, mine(ctx)(ids_of(2, BATCH))).backward()
+        if ctx.rank == 1:
+            net.up.weight.grad[0, 0] = bad
+        norm = tpcore.optimizer_step(optimizer, skip_nonfinite=True)
+        assert not norm.isfinite()
+        for name, value in net.state_dict().items():
+            assert torch.equal(value, before[name])
+        assert optimizer.state_dict()["state"][0]["step"] == 2
+        optimizer.zero_grad()
+        loss_of(net, mine(ctx)(ids_of(2, BATCH))).backward()
+        assert tpcore.optimizer_step(optimizer, max_norm=0.3, skip_nonfinite=True).isfinite()
+        assert not torch.equal(net.up.weight, before["up.weight"])
+
+    run_ranks(Mesh({"dp": 2, "tp": 2}), rank)
+
+
+@pytest.mark.parametrize("kind", ["plain", "zero1"])
+def test_scales_stay_the_same_on_all_ranks(kind: str) -> None:
+    """As the whole model's scaler: an overflow on one rank halves the scale of all and skips the step."""
+    plain = plain_net()
+    full = {k: v.clone() for k, v in plain.state_dict().items()}
+
+    def scaler() -> torch.amp.GradScaler:
+        return torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
+
+    def steps(net: nn.Module, optimizer: Any, part: Any, step: Any, spoil: bool) -> list[float]:
+        scaling, scales = scaler(), []
+        for i in range(6):
+            optimizer.zero_grad()
+            scaling.scale(loss_of(net, part(ids_of(i, BATCH)))).backward()
+            if i == 2 and spoil:
+                net.norm.weight.grad[0] = float("inf")
+            step(optimizer, scaling)
+            scaling.update()
+            scales.append(scaling.get_scale())
+        return scales
+
+    def whole(optimizer: torch.optim.Optimizer, scaling: torch.amp.GradScaler) -> None:
+        scaling.unscale_(optimizer)
+        nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], 0.3)
+        scaling.step(optimizer)
+
+    want = steps(plain, _with("plain", plain), lambda ids: ids, whole, True)
+    assert want == [8.0, 8.0, 4.0, 4.0, 4.0, 8.0]
+
+    def rank(ctx: ParallelContext) -> None:
+        net = cut_net(full, ctx)
+
+        def step(optimizer: torch.optim.Optimizer, scaling: torch.amp.GradScaler) -> None:
+            tpcore.optimizer_step(optimizer, max_norm=0.3, scaler=scaling)
+
+        assert steps(net, _with(kind, net), mine(ctx), step, ctx.rank == 3) == want
+        assert_equals(net, plain, ctx, 1e-12)
+
+    run_ranks(Mesh({"dp": 2, "tp": 2}), rank)
+
+
+def test_a_scaler_that_would_decide_alone_is_refused() -> None:
+    def rank(ctx: ParallelContext) -> None:
+        layer = nn.Linear(4, 4)
+        optimizer, scaler = (
+            Zero1(torch.optim.SGD, layer.named_parameters(), lr=1.0),
+            torch.amp.GradScaler("cpu"),
+        )
+        scaler.scale(layer(torch.ones(1, 4)).sum()).backward()
+        with pytest.raises(ValueError, match=r"optimizer_step\(optimizer, scaler=scaler\)"):
+            scaler.step(optimizer)
+
+    run_ranks(Mesh({"dp": 2, "tp": 1}), rank)
+
+
+# -- scripts -----------------------------------------------------------------------------------------------
+def test_an_optimizer_made_before_the_model_is_cut() -> None:
+    """Whatever gives the parameters other contents, they stay the objects that they are."""
+    plain = plain_net()
+    full = {k: v.clone() for k, v in plain.state_dict().items()}
+    train(plain, torch.optim.AdamW(plain.named_parameters(), lr=1e-2), lambda ids: ids, range(2), plainly)
+
+    def rank(ctx: ParallelContext) -> None:
+        net = cut_net(full, ctx)
+        values = {n: p.detach() for n, p in net.named_parameters()}
+        for p in net.parameters():
+            p.data = torch.zeros(11, dtype=p.dtype)
+        optimizer = Zero1(torch.optim.AdamW, net.named_parameters(), lr=1e-2)
+        assert optimizer.state_dict()["state"] == {}
+        for name, p in net.named_parameters():
+            p.data = values[name]
+        train(net, optimizer, mine(ctx), range(2), cut)
+        assert_equals(net, plain, ctx, 1e-12)
+        net.up.weight.data = torch.zeros(5, dtype=torch.float64)
+        with pytest.raises(ValueError, match=r"of 48 entries .* has 5 .* before the first step"):
+            optimizer.state_dict()
+
+    run_ranks(Mesh({"dp": 2, "tp": 2}), rank)
+
+
+def test_a_group_that_comes_later_and_a_closure() -> None:
+    def rank(ctx: ParallelContext) -> None:
+        first, second = (nn.Parameter(torch.ones(4)) for _ in range(2))
+        optimizer = Zero1(torch.optim.SGD, [("first", first)], lr=1.0, momentum=0.5)
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = (first * (1 + ctx.rank)).sum() + second.sum()
+            loss.backward()
+            return loss
+
+        assert optimizer.step(closure) == 4 * (1 + ctx.rank) + 4
+        optimizer.add_param_group({"params": [("second", second)], "lr": 0.5})
+        assert optimizer.param_groups[1]["momentum"] == 0.5
+        optimizer.step(closure)
+        assert (first == 1 - 1.5 - 1.5 * 1.5).all()
+        assert (second == 0.5).all()
+
+    run_ranks(Mesh({"dp": 2, "tp": 1}), rank)
+
+
+def test_a_parameter_used_on_one_dp_rank_only() -> None:
+    def rank(ctx: ParallelContext) -> None:
+        some, none = (nn.Parameter(torch.ones(3)) for _ in range(2))
+        optimizer = Zero1(torch.optim.SGD, [("some", some), ("none", none)], lr=1.0, weight_decay=0.5)
+        if ctx.coord("dp") == 1:
+            some.grad = torch.full((3,), 4.0)
+        tpcore.optimizer_step(optimizer, max_norm=1e9)
+        assert (some == 1 - 2 - 0.5).all()
+        assert (none == 1).all()
+
+    run_ranks(Mesh({"dp": 2, "tp": 1}), rank)
+
+
+# -- errors ------------------------------------------------------------------------------------------------
+class Muon(torch.optim.SGD):
+    pass
+
+
+class Mixes(torch.optim.SGD):
+    """Scales by the norm of the whole parameter, and has no name that anybody knows."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad = p.grad / p.grad.norm()
+        super().step()
+
+
+def _twice(ctx: ParallelContext, p: nn.Parameter) -> None:
+    Zero1(torch.optim.SGD, [{"params": [p]}, {"params": [p]}], lr=1.0)
+
+
+def _elsewhere(ctx: ParallelContext, p: nn.Parameter) -> nn.Module:
+    other = ParallelContext(type(ctx.backend)(ctx.rank, ctx.backend._world), ctx.mesh, ctx.rank)  # type: ignore[attr-defined]
+    with tpcore.use(other):
+        return tpcore.ColumnParallelLinear(4, 4, bias=False)
+
+
+class DTensor(nn.Parameter):
+    """As FSDP2's, by name: making one takes process groups."""
+
+
+ERRORS: dict[str, tuple[Callable[[ParallelContext, nn.Parameter], Any], str]] = {
+    "mixing, by name": (lambda ctx, p: Zero1(Muon, [p], lr=1.0), "Muon mixes its entries: it orthogonalizes"),
+    "mixing": (lambda ctx, p: Zero1(Mixes, [p], lr=1.0), "Mixes mixes its entries: a step of a whole"),
+    "LBFGS": (lambda ctx, p: Zero1(torch.optim.LBFGS, [p]), "LBFGS mixes"),
+    "Adafactor": (lambda ctx, p: Zero1(torch.optim.Adafactor, [p]), "Adafactor mixes"),
+    "two groups": (_twice, "more than one parameter group"),
+    "twice in one": (
+        lambda ctx, p: Zero1(torch.optim.SGD, [("p", p), ("q", p)], lr=1.0),
+        "twice in one group",
+    ),
+    "DTensor": (
+        lambda ctx, p: Zero1(torch.optim.SGD, [("p", DTensor(p))], lr=1.0),
+        "'p' is a DTensor: fully",
+    ),
+    "DTensor, clipped": (lambda ctx, p: tpcore.clip_grad_norm([DTensor(p)], 1.0), "0 is a DTensor"),
+    "another context": (
+        lambda ctx, p: Zero1(torch.optim.SGD, _elsewhere(ctx, p).named_parameters(), lr=1.0),
+        "'weight' .* another context",
+    ),
+    "another context, stepped": (
+        lambda ctx, p: tpcore.optimizer_step(torch.optim.SGD(_elsewhere(ctx, p).parameters(), lr=1.0)),
+        "another context",
+    ),
+    "another context, clipped": (
+        lambda ctx, p: tpcore.clip_grad_norm(_elsewhere(ctx, p), 1.0),
+        "'weight' .* context",
+    ),
+    "cut over dp": (
+        lambda ctx, p: Zero1(
+            torch.optim.SGD,
+            tpcore.ColumnParallelLinear(4, 4, tensor_model_parallel_group=ctx.comm("dp")).named_parameters(),
+            lr=1.0,
+        ),
+        "'weight' .* cut over dp",
+    ),
+    "bucket": (lambda ctx, p: Zero1(torch.optim.SGD, [p], lr=1.0, bucket_mb=0), "bucket_mb must be above 0"),
+    "dtype": (
+        lambda ctx, p: Zero1(torch.optim.SGD, [p], lr=1.0, master_dtype=torch.int64),
+        "master_dtype must be",
+    ),
+    "rate": (lambda ctx, p: Zero1(torch.optim.SGD, [p], lr=-1.0), "learning rate"),
+    "max_norm": (lambda ctx, p: tpcore.optimizer_step(torch.optim.SGD([p], lr=1.0), max_norm=-1), "max_norm"),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_what_is_refused(case: str) -> None:
+    attempt, match = ERRORS[case]
+
+    def rank(ctx: ParallelContext) -> None:
+        with pytest.raises(ValueError, match=f"(?is){match}"):
+            attempt(ctx, nn.Parameter(torch.ones(4, 4)))
+
+    run_ranks(Mesh({"dp": 2, "tp": 1}), rank)
+
+
+def test_a_state_of_another_shape_is_refused() -> None:
+    def rank(ctx: ParallelContext) -> None:
+        whole = nn.Linear(4, 4)
+        whole(torch.ones(1, 4)).sum().backward()
+        plain = torch.optim.AdamW(whole.named_parameters())
+        plain.step()
+        cut_layer = tpcore.ColumnParallelLinear(4, 4)
+        with pytest.raises(
+            ValueError, match=r"state\[0\]\.exp_avg has shape \(4, 4\) .* \(2, 4\) .* cuts for this"
+        ):
+            Zero1(torch.optim.AdamW, cut_layer.named_parameters()).load_state_dict(plain.state_dict())
+        with pytest.raises(ValueError, match="of 2 parameters, and this optimizer has 1"):
+            Zero1(torch.optim.AdamW, [cut_layer.weight]).load_state_dict(plain.state_dict())
+
+    run_ranks(Mesh({"dp": 1, "tp": 2}), rank)
+
+
+# -- processes, and ranks that fail ------------------------------------------------------------------------
+def _on_gloo(ctx: ParallelContext, full: dict[str, Tensor], kind: str) -> dict[str, Tensor]:
+    cls, options = OPTIMIZERS[kind]
+    net = cut_net(full, ctx)
+    train(net, Zero1(cls, groups_of(net), bucket_mb=1e-3, **options), mine(ctx), range(5), cut)
+    tpcore.check_replicas(net)
+    tp, specs = ctx.comm("tp"), tpcore.shard_specs(net)
+    return {k: specs[k].unshard(list(tp.all_gather(p.detach()[None], 0))) for k, p in net.named_parameters()}
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 2, "tp": 2}, {"dp": 4, "tp": 1}], ids=str)
+def test_processes_take_the_same_steps(pool: Any, mesh: dict[str, int]) -> None:
+    for kind in ("adamw", "sgd"):
+        plain = plain_net()
+        full = {k: v.clone() for k, v in plain.state_dict().items()}
+        train(
+            plain,
+            OPTIMIZERS[kind][0](groups_of(plain), **OPTIMIZERS[kind][1]),
+            lambda ids: ids,
+            range(5),
+            plainly,
+        )
+        for got in pool.run(Mesh(mesh), _on_gloo, full, kind):
+            for name, p in plain.named_parameters():
+                torch.testing.assert_close(got[name], p.detach(), rtol=1e-12, atol=1e-12)
+
+
+class Fails(torch.optim.AdamW):
+    def step(self, closure: Any = None) -> None:
+        if tpcore.is_initialized() and tpcore.current().rank == 2:
+            raise RuntimeError("lost in the step")
+        super().step()
+
+
+def test_a_rank_that_is_lost_in_the_step_leaves_the_checkpoint_before_it(tmp_path: Path) -> None:
+    full = plain_net().state_dict()
+    errors: list[str] = []
+
+    def rank(ctx: ParallelContext) -> None:
+        net = cut_net(full, ctx)
+        optimizer = Zero1(torch.optim.AdamW, net.named_parameters(), lr=1e-2)
+        train(net, optimizer, mine(ctx), range(2), cut)
+        tpcore.checkpoint.save({"model": net.state_dict(), "optimizer": optimizer}, tmp_path / "c")
+        optimizer.base().__class__ = Fails
+        loss_of(net, mine(ctx)(ids_of(2, BATCH))).backward()
+        try:
+            tpcore.optimizer_step(optimizer)
+            tpcore.checkpoint.save({"model": net.state_dict(), "optimizer": optimizer}, tmp_path / "c")
+        except Exception as e:
+            errors.append(type(e).__name__)
+            raise
+
+    with pytest.raises((RuntimeError, tpcore.PeerLostError)):
+        run_ranks(Mesh({"dp": 2, "tp": 2}), rank)
+    assert sorted(errors) == ["PeerLostError"] * 3 + ["RuntimeError"]
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+    def again(ctx: ParallelContext) -> None:
+        net = cut_net(full, ctx)
+        optimizer = Zero1(torch.optim.AdamW, net.named_parameters(), lr=1e-2)
+        optimizer.load_state_dict(tpcore.checkpoint.load(tmp_path / "c", net)["optimizer"])
+        assert optimizer.state_dict()["state"][0]["step"] == 2
+        tpcore.check_replicas(net, optimizer)
+
+    run_ranks(Mesh({"dp": 2, "tp": 2}), again)
+
+
+# -- optimizers made before the model is moved -------------------------------------------------------------
+def test_a_lazy_optimizer_is_the_class_itself() -> None:
+    assert tpcore.optim.lazy(torch.optim.AdamW) is torch.optim.AdamW
+    with pytest.raises(ValueError, match=r"Adagrad makes its state at once.*tpcore\.Zero1"):
+        tpcore.optim.lazy(torch.optim.Adagrad)
+
+
+def test_moving_keeps_parameters_the_objects_that_they_are() -> None:
+    """To meta, as to every device whose tensors cannot take the place of the CPU's, torch makes new ones."""
+
+    def rank(ctx: ParallelContext) -> None:
+        layer = tpcore.ColumnParallelLinear(4, 4)
+        tied = nn.Module()
+        tied.a, tied.b = layer, tpcore.ColumnParallelLinear(4, 4)
+        tied.b.weight = layer.weight
+        weight = layer.weight
+        weight.note = "kept"  # type: ignore[attr-defined]
+        optimizer = torch.optim.AdamW(tied.named_parameters())
+        tpcore.move_model_to_device(tied, "meta")
+        assert weight.is_meta
+        assert tied.a.weight is tied.b.weight is weight
+        assert weight.note == "kept"  # type: ignore[attr-defined]
+        assert optimizer.param_groups[0]["params"][0] is weight
+
+        seen = tpcore.ColumnParallelLinear(4, 4)
+        held = weakref.ref(seen.weight)  # torch cannot exchange its contents
+        tpcore.move_model_to_device(seen, "meta")
+        assert seen.weight.is_meta
+        assert held() is not seen.weight
+
+    run_ranks(Mesh({"dp": 1, "tp": 2}), rank)

@@ -1,0 +1,97 @@
+"""Optimizers in a state that is saved: their own state, whose cuts their parameters say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...context import ParallelContext
+from ...layout import Layout
+from ...train.zero import Zero1
+from ..format.tree import is_optimizer
+from ..tensors.stored import layout_of
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A state in which optimizers have given way to their ``state_dict()``.
+
+    ``cuts``: of tensors in those, by ``id``. ``gather``: by ``id`` of the tensors on meta that stand for what
+    dp ranks hold in parts, a function that gives the values and is collective over dp.
+    """
+
+    state: Any
+    cuts: dict[int, Layout] = field(default_factory=dict)
+    gather: dict[int, Callable[[], Tensor]] = field(default_factory=dict)
+
+
+def resolve(state: Any, ctx: ParallelContext) -> Resolved:
+    """ValueError for an optimizer of a pipeline stage that has no names for its parameters."""
+    if not isinstance(state, Mapping) or not any(map(_is_optimizer, state.values())):
+        return Resolved(state)
+    found = Resolved(dict(state))
+    names = _names(state, ctx)
+    for key, value in state.items():
+        if isinstance(value, torch.optim.Optimizer):
+            found.state[key] = _resolved(value, found, ctx)
+            _name(value, found.state[key], names, ctx, key)
+    return found
+
+
+def _is_optimizer(value: Any) -> bool:
+    return isinstance(value, torch.optim.Optimizer)
+
+
+def _resolved(optimizer: torch.optim.Optimizer, found: Resolved, ctx: ParallelContext) -> dict[str, Any]:
+    saved: dict[str, Any]
+    if isinstance(optimizer, Zero1):
+        outline = optimizer.outline()
+        saved = outline.state
+        found.gather.update(outline.gather)
+    else:
+        saved = optimizer.state_dict()
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, values in saved["state"].items():
+        p = parameters[number]
+        for value in values.values():
+            if isinstance(value, Tensor) and value.ndim and value.shape == p.shape:
+                layout = layout_of(p, ctx, f"parameter {number}")
+                found.cuts[id(value)] = layout or Layout(tuple(p.shape))
+    return saved
+
+
+def _names(state: Mapping[Any, Any], ctx: ParallelContext) -> dict[object, str]:
+    """The names of the models' parameters, by what is equal for tensors that are the same memory."""
+    names: dict[object, str] = {}
+    for model in (state, *state.values()):
+        if isinstance(model, Mapping) and not is_optimizer(model):
+            for name, t in model.items():
+                if isinstance(t, Tensor) and isinstance(name, str):
+                    names.setdefault(ctx.backend.memory_of(t), name)
+    return names
+
+
+def _name(
+    optimizer: torch.optim.Optimizer,
+    saved: dict[str, Any],
+    names: Mapping[object, str],
+    ctx: ParallelContext,
+    key: Any,
+) -> None:
+    """Name the parameters in ``saved`` as the model does that is saved with it, where they have no names."""
+    for group, mine in zip(saved["param_groups"], optimizer.param_groups, strict=True):
+        known = [names.get(ctx.backend.memory_of(p)) for p in mine["params"]]
+        if group.get("param_names") or not known:
+            continue
+        if None not in known:
+            group["param_names"] = known
+        elif ctx.mesh.axes.get("pp", 1) > 1:
+            raise ValueError(
+                f"cannot save {key!r}: the parameters of its optimizer have no names, without which a job of "
+                "other pipeline stages could not tell whose values it holds. Make the optimizer from "
+                "model.named_parameters(), or save model.state_dict() with it"
+            )

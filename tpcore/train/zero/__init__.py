@@ -1,0 +1,5 @@
+"""ZeRO-1: each data-parallel rank keeps the optimizer's state for its part of every parameter."""
+
+from .optimizer import Zero1
+
+__all__ = ["Zero1"]

@@ -1,0 +1,152 @@
+"""One rank's part of one parameter: the flat local shard, cut over dp into equal chunks, the last padded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...boxes import narrowed
+from ...comm import Comm
+from ...layers.sharding import sharding
+from ..clip import Addend, Parts
+
+
+class ParameterChunk:
+    """``value`` and its ``grad`` are what the base optimizer steps: 1/dp of the parameter's entries.
+
+    Which entries is data, ``dp.position``, so that all ranks run one program. Without a master dtype the
+    values are cut from the parameter for each step and freed after it. A master value stays: it has the
+    bits that the parameter's dtype has no room for.
+    """
+
+    def __init__(self, parameter: Tensor, dp: Comm, master_dtype: torch.dtype | None) -> None:
+        self.parameter, self.dp = parameter, dp
+        self.numel = parameter.numel()
+        self.length = -(-self.numel // dp.size)
+        wide = torch.promote_types(parameter.dtype, master_dtype or parameter.dtype)
+        self.has_master = wide != parameter.dtype
+        # as long as it is for optimizers that make their state at once, as Adagrad does
+        self.value = nn.Parameter(torch.empty(self.length, dtype=wide, device=parameter.device))
+        self._filled = False
+
+    # -- the cut ------------------------------------------------------------------------------------------
+    def rows(self, full: Tensor) -> Tensor:
+        """A tensor of the parameter's shape as one row for each dp rank."""
+        flat, room = full.reshape(-1), self.length * self.dp.size
+        return (flat if room == self.numel else F.pad(flat, (0, room - self.numel))).view(self.dp.size, -1)
+
+    def cut(self, full: Tensor) -> Tensor:
+        """This rank's entries of a tensor of the parameter's shape."""
+        return self.rows(full).index_select(0, self.dp.position).view(-1)
+
+    def cut_on_host(self, full: Tensor, index: int) -> Tensor:
+        """The same of a tensor in host memory, for the dp rank ``index``: a device would compile a program
+        for each shape."""
+        part = full.reshape(-1)[index * self.length : (index + 1) * self.length]
+        return F.pad(part, (0, self.length - part.numel())).clone()
+
+    def whole(self, part: Tensor) -> Tensor:
+        """A tensor of the parameter's shape from the entries of all dp ranks. Collective over dp."""
+        rows = self.dp.all_gather(part.unsqueeze(0), 0)
+        return rows.reshape(-1)[: self.numel].view(self.parameter.shape)
+
+    # -- a step -------------------------------------------------------------------------------------------
+    def fill(self) -> None:
+        """Take the parameter's values: a master's stay where they still round to these.
+
+        So whatever changed the weights since, a checkpoint that was loaded for one, is what goes on.
+        """
+        now = self.cut(self.parameter.detach())
+        if self.has_master:
+            master, now_wide = self.value.detach(), now.to(self.value.dtype)
+            now = torch.where(now == master.to(now.dtype), master, now_wide) if self._filled else now_wide
+        self.value.data = now
+        self._filled = True
+
+    def take_master(self, values: Tensor | None) -> None:
+        """The master values of a saved state; None: there are none, and the weights say them."""
+        self._filled = values is not None and self.has_master
+        if values is not None and self.has_master:
+            self.value.data = values.to(self.value.device, self.value.dtype)
+
+    @property
+    def master(self) -> Tensor | None:
+        return self.value.detach() if self.has_master and self._filled else None
+
+    def take_gradient(self, start: int, part: Tensor) -> None:
+        """``part`` of the mean gradient, from the entry ``start`` of the chunk on."""
+        if len(part) == self.length:
+            self.value.grad = part.to(self.value.dtype)
+            return
+        if start == 0:
+            self.value.grad = torch.empty_like(self.value)
+        if self.value.grad is not None:
+            self.value.grad[start : start + len(part)].copy_(part)
+
+    def put(self, start: int, rows: Tensor) -> None:
+        """Write what all ranks have from the entry ``start`` of their chunks on into the parameter."""
+        target = self.parameter.detach()
+        if self.divisible:
+            target.view(self.dp.size, self.length)[:, start : start + rows.shape[1]].copy_(rows)
+        else:
+            target.copy_(rows.reshape(-1)[: self.numel].view(target.shape))
+
+    def free(self) -> None:
+        """Drop what the next step takes anew."""
+        self.value.grad = None
+        if not (self.has_master and self._filled):
+            self.value.data = self.value.detach()[:0].clone()
+
+    # -- in buckets ---------------------------------------------------------------------------------------
+    @property
+    def divisible(self) -> bool:
+        """Whether rows are views of the parameter's memory."""
+        return self.length * self.dp.size == self.numel and self.parameter.is_contiguous()
+
+    def segments(self, itemsize: int, most: int) -> Iterator[ChunkSegment]:
+        """The chunk in pieces, of which those of all ranks take up to ``most`` bytes."""
+        step = max(1, most // (self.dp.size * itemsize)) if self.divisible else self.length
+        for start in range(0, self.length, step):
+            yield ChunkSegment(self, start, min(step, self.length - start))
+
+    # -- the norm -----------------------------------------------------------------------------------------
+    def addend(self, p: float) -> Addend:
+        """What this rank's gradient adds to a norm that is summed over dp afterwards."""
+        found, grad = sharding(self.parameter), self.value.grad
+        comm = found.ctx.comm(*found.axes) if found is not None and found.axes else None
+        return Addend(self.parameter.dtype, comm, [] if grad is None else self._parts(grad, p))
+
+    def _parts(self, grad: Tensor, p: float) -> Parts:
+        found = sharding(self.parameter)
+        shares = found.layout.shares(found.ctx.mesh) if found is not None and found.axes else ()
+        if len(shares) <= 1:
+            return [(grad, shares[0].copies if shares else 1)]
+        # blocks that unlike numbers of ranks hold: each entry counts by how many hold it
+        wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
+        weight = torch.ones(self.parameter.shape, dtype=wide.dtype, device=grad.device)
+        for share in shares:
+            narrowed(weight, share.start, share.size).fill_(share.copies ** (-1 / p))
+        return [(wide * self.cut(weight), 1)]
+
+
+class ChunkSegment:
+    """``length`` entries of a chunk from ``start`` on."""
+
+    def __init__(self, chunk: ParameterChunk, start: int, length: int) -> None:
+        self.chunk, self.start, self.length = chunk, start, length
+
+    @property
+    def last(self) -> bool:
+        return self.start + self.length == self.chunk.length
+
+    def of_rows(self, full: Tensor) -> Tensor:
+        """Those of all ranks, out of a tensor of the parameter's shape."""
+        return self.chunk.rows(full).narrow(1, self.start, self.length)
+
+    def of_value(self) -> Tensor:
+        """This rank's, in the parameter's dtype."""
+        value = self.chunk.value.detach().narrow(0, self.start, self.length)
+        return value.to(self.chunk.parameter.dtype)

@@ -1,0 +1,289 @@
+"""An optimizer whose state is cut over data parallel."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...context import current
+from ..buckets import buckets
+from ..clip import norm_of
+from ..data_parallel import present_anywhere
+from ..parameters import check_parameters, check_same_over_dp, named_of
+from .accumulation import Accumulation
+from .chunk import ChunkSegment, ParameterChunk
+from .elementwise import check_elementwise
+from .state import Outline, entries_of, outline_of
+
+_NOT_OPTIONS = ("params", "param_names")
+
+
+class Zero1(torch.optim.Optimizer):
+    """``optimizer_class`` with its state cut over dp: 1/dp of the state on each rank, and the same steps.
+
+    Each parameter's local shard is flattened and cut into dp equal chunks, the last of which is padded. A
+    step takes the mean of the gradients, of which each rank receives its chunks (one reduce-scatter a
+    bucket), steps the chunks, and gathers the new weights (one all-gather a bucket). This is stage 1 of
+    ZeRO (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054), with gradients freed as they are
+    reduced.
+
+    ``optimizer_class``: any optimizer that treats each entry of a parameter by itself: AdamW, Adam, SGD,
+    Adagrad, RMSprop, NAdam and others, of torch or not. ``params``: as for that class, best
+    ``model.named_parameters()``. ``options``: its own (``lr=...``). Groups, schedulers and
+    ``add_param_group`` work as they do there.
+
+    ``master_dtype``: the dtype of the chunks, ``torch.float32`` for bfloat16 weights: each rank keeps a
+    master copy of its chunks in it, and the weights are those rounded. ``grad_dtype``: gradients of several
+    backwards are summed in it, and sent in it. ``bucket_mb``: MiB of gradients or weights that one
+    collective carries.
+
+    The base optimizer is made at the first step, so that the model may be cut, moved or loaded before. Take
+    the step by ``tpcore.optimizer_step``, which can clip and skip; ``step()`` alone does neither. The
+    constructor and all methods that move tensors are collective over dp. Raises ValueError for an optimizer
+    that mixes entries, for a parameter given twice, for parameters that torch's own parallelism has cut or
+    another context has built, and for parameters that are cut over dp already.
+    """
+
+    grad_norm: Tensor | None = None
+    """The norm of the last step's gradients before clipping, where ``optimizer_step`` computed one."""
+
+    def __init__(
+        self,
+        optimizer_class: type[torch.optim.Optimizer],
+        params: Any,
+        *,
+        master_dtype: torch.dtype | None = None,
+        grad_dtype: torch.dtype | None = None,
+        bucket_mb: float = 4,
+        **options: Any,
+    ) -> None:
+        if not bucket_mb > 0:
+            raise ValueError(f"bucket_mb must be above 0, not {bucket_mb}")
+        for name, dtype in (("master_dtype", master_dtype), ("grad_dtype", grad_dtype)):
+            if dtype is not None and not dtype.is_floating_point:
+                raise ValueError(f"{name} must be a floating dtype, not {dtype}")
+        self._class, self._options = optimizer_class, options
+        self._entries = check_elementwise(optimizer_class, options)
+        self._dp = current().comm("dp")
+        self._master_dtype, self._bucket = master_dtype, int(bucket_mb * 2**20)
+        self._gradients = Accumulation(grad_dtype)
+        self._base: torch.optim.Optimizer | None = None
+        self._chunks: dict[Tensor, ParameterChunk] = {}
+        self.for_scaler = Scaled(self)
+        self._stepped: list[ParameterChunk] | None = (
+            None  # those with a gradient, between its mean and the step
+        )
+        # on the CPU, whatever device is the default: it is asked for its defaults only
+        like = optimizer_class([nn.Parameter(torch.zeros(1, device="cpu"))], **options)
+        super().__init__(params, like.defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        params, names = named_of(param_group)
+        check_parameters(params, names)
+        check_same_over_dp(params, names)
+        super().add_param_group(param_group)
+        self._gradients.watch(params)
+
+    # -- the base optimizer over the chunks ---------------------------------------------------------------
+    @property
+    def _parameters(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def base(self) -> torch.optim.Optimizer:
+        """The optimizer that steps the chunks; its groups have the options of this one's."""
+        if self._base is not None and self._changed():
+            self._base = None
+        if self._base is None:
+            check_parameters(self._parameters, [f"{i}" for i in range(len(self._parameters))])
+            self._chunks = {}
+            first = self.param_groups[0]
+            self._base = self._class([self._group(first)], **self._options)
+            self._free_those_of(first)
+        for group in self.param_groups[len(self._base.param_groups) :]:
+            self._base.add_param_group(self._group(group))
+            self._free_those_of(group)
+        for mine, theirs in zip(self.param_groups, self._base.param_groups, strict=True):
+            theirs.update({k: v for k, v in mine.items() if k not in _NOT_OPTIONS})
+        return self._base
+
+    def _group(self, group: dict[str, Any]) -> dict[str, Any]:
+        made = [ParameterChunk(p, self._dp, self._master_dtype) for p in group["params"]]
+        self._chunks |= {chunk.parameter: chunk for chunk in made}
+        return {**group, "params": [chunk.value for chunk in made]}
+
+    def _free_those_of(self, group: dict[str, Any]) -> None:
+        for p in group["params"]:
+            self._chunks[p].free()
+
+    def _changed(self) -> bool:
+        """Whether parameters were cut or moved since the base was made, which had no state yet."""
+        new = [p for p, c in self._chunks.items() if p.numel() != c.numel or p.device != c.value.device]
+        if new and self.state:
+            chunk = self._chunks[new[0]]
+            raise ValueError(
+                f"a parameter of {chunk.numel} entries on {chunk.value.device} has {new[0].numel()} on "
+                f"{new[0].device} now, and the optimizer has its state: cut and move the model before the "
+                "first step, or make the optimizer anew"
+            )
+        return bool(new)
+
+    # -- a step -------------------------------------------------------------------------------------------
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients, also a mean that no step has used. They are always set to None."""
+        for p in self._parameters:
+            self._gradients.drop(p)
+        self.skip()
+        self._gradients.watch(self._parameters)
+
+    @torch.no_grad()
+    def reduce_gradients(self) -> None:
+        """Give each rank its chunks of the mean over dp, and free the gradients. Done already: nothing."""
+        if self._stepped is not None:
+            return
+        self.base()
+        chunks = [chunk for p, chunk in self._chunks.items() if p.requires_grad and chunk.numel]
+        has = [self._gradients.of(chunk.parameter) is not None for chunk in chunks]
+        device = chunks[0].parameter.device if chunks else torch.device("cpu")
+        anywhere = present_anywhere(has, self._dp, device)
+        self._stepped = [chunk for chunk, somewhere in zip(chunks, anywhere, strict=True) if somewhere]
+        for chunk in self._stepped:
+            chunk.fill()
+        for bucket in self._buckets(self._gradients.dtype_of):
+            rows = torch.cat([s.of_rows(self._gradient(s.chunk.parameter)) for s in bucket], 1)
+            mine = self._dp.reduce_scatter(rows.div_(self._dp.size), 0).view(-1)
+            for segment, part in zip(bucket, mine.split([s.length for s in bucket]), strict=True):
+                segment.chunk.take_gradient(segment.start, part)
+                if segment.last:
+                    self._gradients.drop(segment.chunk.parameter)
+        for p in self._parameters:
+            self._gradients.drop(p)  # of those without entries too
+
+    def _gradient(self, p: Tensor) -> Tensor:
+        """Zeros where another dp rank alone has one."""
+        found = self._gradients.of(p)
+        return torch.zeros_like(p, dtype=self._gradients.dtype_of(p)) if found is None else found
+
+    def _buckets(self, dtype_of: Callable[[Tensor], torch.dtype]) -> Iterator[list[ChunkSegment]]:
+        """The chunks that are stepped, in pieces that travel together; ``dtype_of`` a parameter."""
+
+        def segments() -> Iterator[ChunkSegment]:
+            for chunk in self._stepped or ():
+                yield from chunk.segments(dtype_of(chunk.parameter).itemsize, self._bucket)
+
+        def dtype(segment: ChunkSegment) -> torch.dtype:
+            return dtype_of(segment.chunk.parameter)
+
+        def nbytes(segment: ChunkSegment) -> int:
+            return segment.length * self._dp.size * dtype(segment).itemsize
+
+        return buckets(segments(), dtype, nbytes, self._bucket)
+
+    def gradients(self) -> list[Tensor]:
+        """This rank's chunks of the mean gradients, to change in place; after ``reduce_gradients``."""
+        return [c.value.grad for c in self._stepped or () if c.value.grad is not None]
+
+    def norm(self, p: float = 2.0) -> Tensor:
+        """The norm of the full mean gradient, as ``clip_grad_norm`` gives; after ``reduce_gradients``."""
+        addends = [chunk.addend(p) for parameter, chunk in self._chunks.items() if parameter.requires_grad]
+        device = next((parameter.device for parameter in self._chunks), None)
+        return norm_of(addends, p, device, self._dp)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """The mean over dp if it was not taken yet, the step of this rank's chunks, the new weights."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if getattr(self, "grad_scale", None) is not None:
+            raise ValueError(
+                "scaler.step(optimizer) would let each rank decide by its own gradients whether to skip: "
+                "tpcore.optimizer_step(optimizer, scaler=scaler) decides once for all ranks"
+            )
+        self.reduce_gradients()
+        base = self.base()
+        base.step()
+        for mine, theirs in zip(self.param_groups, base.param_groups, strict=True):
+            mine.update({k: v for k, v in theirs.items() if k not in _NOT_OPTIONS})
+        self._gather()
+        self.skip()
+        self._show_state()
+        return loss
+
+    # GradScaler then calls step on every rank, inf or not, and step can say what is wrong
+    _step_supports_amp_scaling = True
+
+    def _gather(self) -> None:
+        for bucket in self._buckets(lambda p: p.dtype):
+            mine = torch.cat([segment.of_value() for segment in bucket])
+            rows = self._dp.all_gather(mine.unsqueeze(0), 0)
+            for segment, part in zip(bucket, rows.split([s.length for s in bucket], 1), strict=True):
+                segment.chunk.put(segment.start, part)
+
+    def skip(self) -> None:
+        """Forget the mean of the gradients: no step is taken with it."""
+        for chunk in self._stepped or ():
+            chunk.free()
+        self._stepped = None
+
+    # -- state --------------------------------------------------------------------------------------------
+    def _show_state(self) -> None:
+        """``state`` by this optimizer's own parameters: this rank's chunks, and their masters."""
+        base = self._base
+        self.state = defaultdict(dict)
+        for p, chunk in self._chunks.items() if base is not None else ():
+            values = dict(base.state.get(chunk.value, {})) if base is not None else {}
+            if chunk.master is not None:
+                values["master"] = chunk.master
+            if values:
+                self.state[p] = values
+
+    def outline(self) -> Outline:
+        """What ``state_dict`` returns, with the tensors that dp cuts still to be gathered, one by one."""
+        if self._base is not None:
+            self.base()  # sees whether parameters changed
+        return outline_of(super().state_dict(), self._parameters, self._chunks)
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """The state as ``optimizer_class`` has it on this tp rank's shards, with ``master`` values if any.
+
+        Collective over dp. Every rank gets all of it: to save, give ``tpcore.checkpoint.save`` the optimizer
+        itself, which gathers one tensor at a time.
+        """
+        return self.outline().gathered()
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take a state of ``optimizer_class`` or of ``Zero1`` over it, for this tp rank's shards.
+
+        Without ``master`` values in it, masters start from the weights. Raises ValueError where it does not
+        fit the parameters.
+        """
+        base = self.base()
+        index = current().coord("dp")
+        state, masters = entries_of(state_dict, self._parameters, self._chunks, self._entries, index)
+        base.load_state_dict(state)
+        for p, chunk in self._chunks.items():
+            chunk.take_master(masters.get(p))
+        for mine, theirs in zip(self.param_groups, base.param_groups, strict=True):
+            mine.update({k: v for k, v in theirs.items() if k not in _NOT_OPTIONS})
+        self._show_state()
+
+
+class Scaled:
+    """What a GradScaler sees of a Zero1: the gradients of the chunks, and the step."""
+
+    def __init__(self, optimizer: Zero1) -> None:
+        self._optimizer = optimizer
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self._optimizer.base().param_groups
+
+    def step(self) -> Any:
+        return self._optimizer.step()

@@ -56,6 +56,7 @@ PUBLIC = {
         "parallel_cross_entropy",
         "parallel_layers",
         "parallel_state",
+        "parallelize",
         "random",
         "reduce_gradients",
         "shard_specs",

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from . import checkpoint, parallel_layers, trace
     from .explaining import explain
     from .parallel_layers import parallel_state
+    from .plans import parallelize
     from .processes.launch import launch
 
 __version__ = "0.1.0"
@@ -60,6 +61,10 @@ def __getattr__(name: str) -> Any:
         from .explaining import explain
 
         return explain
+    if name == "parallelize":
+        from .plans import parallelize
+
+        return parallelize
     if name in ("checkpoint", "parallel_layers", "parallel_state", "trace"):
         from importlib import import_module
 
@@ -107,6 +112,7 @@ __all__ = [
     "parallel_cross_entropy",
     "parallel_layers",
     "parallel_state",
+    "parallelize",
     "random",
     "reduce_gradients",
     "shard_specs",

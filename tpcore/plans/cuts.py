@@ -68,6 +68,11 @@ def decide(model: nn.Module, rules: Mapping[str, Rule]) -> list[Cut]:
             matched.append((name, module, rule))
         else:
             wrong.append(why)
+    modules = {name for name, _ in model.named_modules()}
+    for name, p in model.named_parameters():
+        rule = rule_of(name, rules)
+        if rule is not None and rule != plan.REPLICATE and name not in modules:
+            wrong.append(unknown_style(plan.wildcard(name), type(p).__name__, str(rule)))
     if wrong:
         raise ValueError("; ".join(dict.fromkeys(wrong)))
     queries = _queries(matched)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from torch import nn
+from dataclasses import dataclass
+from typing import Any
 
+from torch import Tensor, nn
+
+from .. import ops
+from ..comm import Comm
 from ..shard import Block
 from .fit import Need
 
 _HEAD_SIZE = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size", "attention_head_dim")
-_LOCAL = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "all_head_size", "split_size")
+_HEAD_COUNT = ("num_heads", "num_attention_heads", "num_attn_heads", "n_heads", "n_head", "nhead")
+_LOCAL = (*_HEAD_COUNT, "all_head_size", "split_size")
 _LOCAL_KV = ("num_key_value_heads", "num_kv_heads")
 _LOCAL_WIDTH = ("inner_dim", "embed_dim", "hidden_size", "attn_dim", "projection_dim", "kv_dim")
 
@@ -19,7 +25,29 @@ def head_size(owner: nn.Module) -> int | None:
         size = getattr(owner, name, None)
         if isinstance(size, int) and size > 0:
             return size
+    if isinstance(getattr(owner, "split_size", None), int) and isinstance(
+        getattr(owner, "n_head", None), int
+    ):
+        return int(owner.split_size // owner.n_head)  # type: ignore[operator]
     return None
+
+
+@dataclass(frozen=True)
+class HeadsArgument:
+    """A hook: of arguments with entries for all heads along dim 0, beside those of the batch, this rank's."""
+
+    comm: Comm
+    heads: int
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return args, {**kwargs, **{n: self._local(kwargs[n]) for n in _OF_HEADS if kwargs.get(n) is not None}}
+
+    def _local(self, bias: Tensor) -> Tensor:
+        by_head = bias.reshape(-1, self.heads, *bias.shape[1:])
+        return ops.scatter(by_head, self.comm, 1).flatten(0, 1)
+
+
+_OF_HEADS = ("alibi", "position_bias")
 
 
 def grouped(name: str, owner: nn.Module, size: int, queries: int) -> tuple[Block, Need]:

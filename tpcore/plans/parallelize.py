@@ -12,7 +12,7 @@ from ..layers import ColumnParallelLinear
 from . import plan as styles
 from .cuts import Cut, attentions, decide
 from .fit import check_fit
-from .heads import localize
+from .heads import HeadsArgument, head_size, localize
 from .inputs import share_inputs
 from .loss import cut_loss
 from .plan import Rule, checked
@@ -58,6 +58,9 @@ def parallelize(
         heads = list(attentions(model, cuts))
         replace(model, cuts, comm)
         for owner, width, projections in heads:
+            if any(cut.module is owner and cut.style == styles.HEADS_ARGUMENT for cut in cuts):
+                hook = HeadsArgument(comm, width // (head_size(owner) or 1))
+                owner.register_forward_pre_hook(hook, with_kwargs=True)
             localize(owner, comm.size, max(cut.copies(comm.size) for cut in projections), width)
         if sequence_parallel:
             cut_sequence(model, cuts, comm)

@@ -14,11 +14,12 @@ COLUMN, COLUMN_GATHERED = "colwise", "colwise_gather_output"
 ROW, ROW_SPLIT = "rowwise", "rowwise_split_input"
 PACKED_COLUMN, PACKED_ROW, QKV_COLUMN = "packed_colwise", "packed_rowwise", "qkv_colwise"
 EMBEDDING_ROW, EMBEDDING_COLUMN, EMBEDDING_HEADS = "embedding_rowwise", "embedding_colwise", "embedding_heads"
+HEADS_ARGUMENT = "heads_argument"
 SUMMED, REPLICATE, LOCAL_PARAMETERS = "replicated_with_grad_allreduce", "replicate", "local_params"
 
 STYLES = frozenset(
     {COLUMN, COLUMN_GATHERED, ROW, ROW_SPLIT, PACKED_COLUMN, PACKED_ROW, QKV_COLUMN}
-    | {EMBEDDING_ROW, EMBEDDING_COLUMN, EMBEDDING_HEADS, SUMMED, REPLICATE, LOCAL_PARAMETERS}
+    | {EMBEDDING_ROW, EMBEDDING_COLUMN, EMBEDDING_HEADS, HEADS_ARGUMENT, SUMMED, REPLICATE, LOCAL_PARAMETERS}
 )
 ALIASES = {
     # before transformers 5.1 (huggingface/transformers#42809)
@@ -60,6 +61,6 @@ def checked(user: Mapping[str, Rule], names: Iterable[str]) -> None:
 
 def unknown_style(name: str, kind: str, style: str) -> str:
     return (
-        f"{name} ({kind}): style {style!r} is not supported, only {', '.join(sorted(STYLES))}. "
+        f"{name} ({kind}): style {style!r} is not supported for it; there are {', '.join(sorted(STYLES))}. "
         f"plan={{{wildcard(name)!r}: 'replicate'}} leaves it whole on every rank"
     )

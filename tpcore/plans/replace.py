@@ -79,9 +79,21 @@ def _tied(cuts: list[Cut], owners: Places) -> list[list[Cut]]:
     return groups
 
 
+_SAME_AS_LINEAR = ("FalconLinear",)
+"""Subclasses of ``nn.Linear`` whose forward computes the same in other words."""
+
+
+def _plain(old: nn.Module) -> nn.Module:
+    if type(old).__name__ not in _SAME_AS_LINEAR or not isinstance(old, nn.Linear):
+        return old
+    plain = nn.Linear(old.in_features, old.out_features, old.bias is not None, device="meta")
+    plain.weight, plain.bias = old.weight, old.bias
+    return plain.train(old.training)
+
+
 def _made(cut: Cut, comm: Comm) -> ParallelModule | None:
     """The layer, with parameters of its own still."""
-    old, style, options = cut.module, cut.style, {"tensor_model_parallel_group": comm}
+    old, style, options = _plain(cut.module), cut.style, {"tensor_model_parallel_group": comm}
     conv = hasattr(old, "nf") and not isinstance(old, nn.Linear)
     column: type[ColumnParallelLinear] = ColumnParallelConv1D if conv else ColumnParallelLinear
     row: type[RowParallelLinear] = RowParallelConv1D if conv else RowParallelLinear

@@ -27,9 +27,15 @@ def checked_model(model: Any) -> Any:
 
 
 def rules_of(model: Any, user: dict[str, Rule]) -> dict[str, Rule]:
-    """``user``'s rules, before those of the model's own plan, its family's and its vocabulary's."""
+    """``user``'s rules, before those of the model's own plan, its family's and its vocabulary's.
+
+    ValueError where no block would be cut: ranks that all compute the same are not what was asked for.
+    """
     rules = normalized(own_rules(model)) | normalized(user)
-    if not any(rule != plan.REPLICATE for rule in rules.values()):
+    ends = {wildcard(name) for name, module in model.named_modules() if module in vocabulary(model)}
+    if not any(
+        rule not in (plan.REPLICATE, plan.SUMMED) and name not in ends for name, rule in rules.items()
+    ):
         raise ValueError(
             f"{type(model).__name__} ({model.config.model_type}) has no plan of its own and its family is "
             "not known: say how to cut it, parallelize(model, plan={'layers.*.fc1': 'colwise', "

@@ -1,4 +1,4 @@
-"""BERT and what is built like it: attention.self, attention.output, intermediate, output."""
+"""BERT and what is built like it: attention.self (or .attention), attention.output, intermediate, output."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from ..plan import Rule
 
 def rules(config: Any) -> dict[str, Rule]:
     layer = "encoder.layer.*"
-    attentions = (f"{layer}.attention", f"{layer}.crossattention")
+    attentions = [f"{layer}.{name}" for name in ("attention", "crossattention")]
+    projections = [f"{inner}.{name}" for inner in ("self", "attention") for name in ("query", "key", "value")]
     return {
-        **{f"{a}.self.{name}": "colwise" for a in attentions for name in ("query", "key", "value")},
+        **{f"{a}.{p}": "colwise" for a in attentions for p in projections},
         **{f"{a}.output.dense": "rowwise" for a in attentions},
         f"{layer}.intermediate.dense": "colwise",
         f"{layer}.output.dense": "rowwise",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from types import MethodType
 from typing import TypeVar
 
 from torch import nn
 
+from ..comm import Comm
 from ..context import ParallelContext, current, use
 from ..layers import ColumnParallelLinear
 from . import plan as styles
@@ -14,11 +17,13 @@ from .cuts import Cut, attentions, decide
 from .fit import check_fit
 from .heads import HeadsArgument, head_size, localize
 from .inputs import share_inputs
+from .lazy import FILES, read_parts
 from .loss import cut_loss
 from .plan import Rule, checked
 from .replace import replace
 from .sequence import cut_sequence
 from .transformers import checked_model, rules_of
+from .whole import save_whole
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -28,6 +33,7 @@ def parallelize(
     *,
     plan: Mapping[str, Rule] | None = None,
     sequence_parallel: bool = False,
+    lazy_from: str | os.PathLike[str] | None = None,
     ctx: ParallelContext | None = None,
 ) -> Model:
     """Cut a transformers model over the tp group, in place, by its own plan; returns the model.
@@ -39,7 +45,8 @@ def parallelize(
     ``*`` for the number of a layer. ``"replicate"`` leaves a module whole. Instead of a style the blocks in
     which a linear layer's output features are cut (``tpcore.Block``).
     ``sequence_parallel``: between attention and MLP each rank keeps some of the tokens, in every forward
-    whose number of tokens tp divides. ``ctx``: the parallel context, by default the current one.
+    whose number of tokens tp divides. ``lazy_from``: a directory of safetensors or ``.bin`` files of which
+    each rank reads its part, by default that of ``from_pretrained`` in ``tpcore.lazy()``. ``ctx``: the parallel context, by default the current one.
 
     Raises ValueError before anything is changed for a model without a plan, a rule that matches nothing, a
     style that is not supported, and for sizes that tp does not divide, all in one with the degrees that fit.
@@ -52,22 +59,29 @@ def parallelize(
     checked(rules, [name for name, _ in (*model.named_modules(), *model.named_parameters())])
     cuts = decide(model, rules_of(model, rules))
     check_fit(type(model).__name__, [need for cut in cuts for need in cut.needs], comm.size)
-    if comm.size == 1:
-        return model
+    files = getattr(model, FILES, None) if lazy_from is None else lazy_from
     with use(context):
-        heads = list(attentions(model, cuts))
-        replace(model, cuts, comm)
-        for owner, width, projections in heads:
-            if any(cut.module is owner and cut.style == styles.HEADS_ARGUMENT for cut in cuts):
-                hook = HeadsArgument(comm, width // (head_size(owner) or 1))
-                owner.register_forward_pre_hook(hook, with_kwargs=True)
-            localize(owner, comm.size, max(cut.copies(comm.size) for cut in projections), width)
-        if sequence_parallel:
-            cut_sequence(model, cuts, comm)
-        else:
-            share_inputs(model, cuts)
-        _cut_loss(model, cuts)
+        if comm.size > 1:
+            _cut(model, cuts, comm, sequence_parallel)
+        if files is not None:
+            read_parts(model, os.fspath(files), context)
     return model
+
+
+def _cut(model: nn.Module, cuts: list[Cut], comm: Comm, sequence_parallel: bool) -> None:
+    heads = list(attentions(model, cuts))
+    replace(model, cuts, comm)
+    for owner, width, projections in heads:
+        if any(cut.module is owner and cut.style == styles.HEADS_ARGUMENT for cut in cuts):
+            hook = HeadsArgument(comm, width // (head_size(owner) or 1))
+            owner.register_forward_pre_hook(hook, with_kwargs=True)
+        localize(owner, comm.size, max(cut.copies(comm.size) for cut in projections), width)
+    if sequence_parallel:
+        cut_sequence(model, cuts, comm)
+    else:
+        share_inputs(model, cuts)
+    _cut_loss(model, cuts)
+    model.__dict__["save_pretrained"] = MethodType(save_whole, model)
 
 
 def _cut_loss(model: nn.Module, cuts: list[Cut]) -> None:

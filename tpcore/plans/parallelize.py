@@ -15,6 +15,7 @@ from ..layers import ColumnParallelLinear
 from . import plan as styles
 from .cuts import Cut, attentions, decide
 from .fit import check_fit
+from .guards import guard
 from .heads import HeadsArgument, head_size, localize
 from .inputs import share_inputs
 from .lazy import FILES, read_parts
@@ -81,6 +82,7 @@ def _cut(model: nn.Module, cuts: list[Cut], comm: Comm, sequence_parallel: bool)
     else:
         share_inputs(model, cuts)
     _cut_loss(model, cuts)
+    guard(model)
     model.__dict__["save_pretrained"] = MethodType(save_whole, model)
 
 

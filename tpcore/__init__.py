@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from . import checkpoint, parallel_layers, trace
     from .explaining import explain
     from .parallel_layers import parallel_state
+    from .plans import full_state_dict, lazy, parallelize
     from .processes.launch import launch
 
 __version__ = "0.1.0"
@@ -62,6 +63,10 @@ def __getattr__(name: str) -> Any:
         from .explaining import explain
 
         return explain
+    if name in ("full_state_dict", "lazy", "parallelize"):
+        from . import plans
+
+        return getattr(plans, name)
     if name in ("checkpoint", "parallel_layers", "parallel_state", "trace"):
         from importlib import import_module
 
@@ -101,17 +106,20 @@ __all__ = [
     "clip_grad_norm",
     "current",
     "explain",
+    "full_state_dict",
     "hookimpl",
     "init",
     "is_initialized",
     "keep_freed_memory",
     "launch",
+    "lazy",
     "move_model_to_device",
     "optim",
     "optimizer_step",
     "parallel_cross_entropy",
     "parallel_layers",
     "parallel_state",
+    "parallelize",
     "random",
     "reduce_gradients",
     "shard_specs",

@@ -192,11 +192,11 @@ class ColumnParallelLinear(_ParallelLinear):
         else:
             y = column_linear(x, weight, added, self.tp, self.sequence_dim, self.reduce_dtype)
         if self.gather_output or self.features.padded:
-            y = self._outputs(y)
-            bias = self._outputs(bias) if self.skip_bias_add and bias is not None else bias
+            y = self.outputs(y)
+            bias = self.outputs(bias) if self.skip_bias_add and bias is not None else bias
         return (y, bias) if self.skip_bias_add else y
 
-    def _outputs(self, y: Tensor) -> Tensor:
+    def outputs(self, y: Tensor) -> Tensor:
         """What a caller gets of output features: all of them, or this rank's with padded places cleared."""
         if not self.gather_output:
             return self.features.mask(y, self.tp)

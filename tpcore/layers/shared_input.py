@@ -45,12 +45,18 @@ class _Hook:
         return (*args[:at], self.copy(args[at]), *args[at + 1 :]), kwargs
 
 
-def share_input(owner: nn.Module, *columns: ColumnParallelLinear, argument: str = "hidden_states") -> None:
+def share_input(
+    owner: nn.Module,
+    *columns: ColumnParallelLinear,
+    argument: str = "hidden_states",
+    copy: InputCopy | None = None,
+) -> None:
     """Let ``columns``, which ``owner.forward`` calls on its ``argument``, read one copy of it.
 
     The gradient of that argument is then summed over the tp group once, not once for each column: 2 of 5
     all-reduces of a Llama block's backward remain. ``owner.forward`` stays as it is, and must not use the
-    argument otherwise: what flows back to it from elsewhere would be summed as well.
+    argument otherwise: what flows back to it from elsewhere would be summed as well. ``copy``: what makes the
+    copy, by default as the columns would.
 
     The copy is made by a hook that runs as the owner is entered. A cache in the columns, of the tensor they
     saw last, would do without an owner, but it would keep activations alive, mix up calls with and without
@@ -67,7 +73,7 @@ def share_input(owner: nn.Module, *columns: ColumnParallelLinear, argument: str 
     if argument not in names:
         raise ValueError(f"{type(owner).__name__}.forward has no argument {argument!r} but {names}")
     owner.register_forward_pre_hook(
-        _Hook(InputCopy(*kinds.pop()), argument, names.index(argument)), with_kwargs=True
+        _Hook(copy or InputCopy(*kinds.pop()), argument, names.index(argument)), with_kwargs=True
     )
     for column in columns:
         column.input_is_copied, column.sequence_dim = True, None

@@ -44,6 +44,12 @@ def nbytes_of(t: Writable) -> int:
     return math.prod(t.shape) * t.dtype.itemsize
 
 
+def order_of(tensors: Mapping[str, Writable]) -> list[str]:
+    """Names in the order in which a file holds them, which is that in which pieces are asked for: widest
+    elements first, so that each starts at a multiple of its size, as safetensors itself does it."""
+    return sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+
+
 def write_tensors(
     path: str,
     tensors: Mapping[str, Writable],
@@ -53,8 +59,7 @@ def write_tensors(
     summed: bool = True,
 ) -> tuple[FileRecord, dict[str, str]]:
     """Write one file. Returns its record, and the crc32 of each tensor as 8 hex digits."""
-    # widest elements first, so that each starts at a multiple of its size, as safetensors itself does it
-    order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+    order = order_of(tensors)
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     at = 0
     for name in order:

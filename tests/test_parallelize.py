@@ -1,0 +1,245 @@
+"""A model of transformers, cut by its plan: equal to the whole, or one error that names what does not fit."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import hf
+import pytest
+import torch
+import transformers
+from hf import GPT2, NO_DROPOUT, TINY, assert_equals_whole, llama, text
+
+import tpcore
+from tpcore import Block, Mesh
+from tpcore.testing import run_ranks
+from tpcore.testing.threads import ThreadTransport
+
+TWO = Mesh({"tp": 2})
+QWEN3 = {**TINY, "num_key_value_heads": 2, "head_dim": 8}
+
+
+def gpt_neox() -> Any:
+    config = transformers.GPTNeoXConfig(**TINY, hidden_dropout=0.0, attention_dropout=0.0)
+    return transformers.GPTNeoXForCausalLM(config)
+
+
+MODELS = {
+    "llama": llama,
+    "llama, one key head, tied, biases": lambda: llama(
+        num_key_value_heads=1, tie_word_embeddings=True, attention_bias=True, mlp_bias=True
+    ),
+    "qwen3, normed heads": lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**QWEN3)),
+    "gemma3, scaled table": lambda: transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**QWEN3)),
+    "gpt_neox, q|k|v by heads": gpt_neox,
+    "bert, no plan of its own": lambda: transformers.BertForMaskedLM(
+        transformers.BertConfig(**{**TINY, **NO_DROPOUT})
+    ),
+    "gpt2, q|k|v in Conv1D": lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2)),
+}
+
+ROUNDS = 1e-6
+"""Norms of transformers compute in float32: what they round differs with the order of sums."""
+TOLERANCE = dict.fromkeys(("qwen3, normed heads", "gemma3, scaled table"), ROUNDS)
+SPREAD = {**TOLERANCE, "llama": ROUNDS, "llama, one key head, tied, biases": ROUNDS}
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "tokens"])
+@pytest.mark.parametrize("name", MODELS)
+def test_equals_the_whole_model(name: str, sequence_parallel: bool) -> None:
+    assert_equals_whole(
+        MODELS[name],
+        sequence_parallel=sequence_parallel,
+        tolerance=(SPREAD if sequence_parallel else TOLERANCE).get(name, 1e-12),
+    )
+
+
+def test_gathered_projections() -> None:
+    phi3 = {**TINY, "num_key_value_heads": 2}
+    assert_equals_whole(lambda: transformers.Phi3ForCausalLM(transformers.Phi3Config(**phi3)), (2,))
+
+
+def test_eager_attention() -> None:
+    assert_equals_whole(lambda: llama(num_key_value_heads=1, attn_implementation="eager"))
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "tokens"])
+def test_activation_checkpointing(sequence_parallel: bool) -> None:
+    def run(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        model.activation_checkpointing_enable()
+        return hf.step(model, batch)
+
+    assert_equals_whole(llama, (2,), run=run, tolerance=ROUNDS, sequence_parallel=sequence_parallel)
+
+
+def test_gradients_accumulate() -> None:
+    """A norm of heads sees a part of its gradient on each rank: what is summed must not be summed again."""
+
+    def run(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        for _ in range(2):
+            model(**batch).loss.backward()
+        return hf.step(model, batch)
+
+    assert_equals_whole(MODELS["qwen3, normed heads"], (2,), run=run, tolerance=ROUNDS)
+
+
+def test_a_copied_model_is_its_own() -> None:
+    def run(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        twin = copy.deepcopy(model)
+        for p in model.parameters():
+            p.data = p.data * 2
+        got = hf.step(twin, batch)
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            p.grad = q.grad
+        return got
+
+    assert_equals_whole(
+        MODELS["qwen3, normed heads"], (2,), run=run, tolerance=ROUNDS, sequence_parallel=True
+    )
+
+
+def test_an_odd_number_of_tokens_stays_whole() -> None:
+    assert_equals_whole(llama, (2,), text(length=7), sequence_parallel=True)
+
+
+def test_an_odd_number_of_tokens_and_checkpointing_is_an_error() -> None:
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        model = tpcore.parallelize(llama(), sequence_parallel=True).train()
+        model.activation_checkpointing_enable()
+        with pytest.raises(ValueError, match="pad the batch to a multiple of 2"):
+            model(**text(length=7))
+
+    run_ranks(TWO, rank)
+
+
+def calls(**options: Any) -> dict[str, int]:
+    """Collectives of one step of a Llama of two layers, by name, on rank 0."""
+
+    class Counting(ThreadTransport):
+        def exchange(self, call: str, x: torch.Tensor) -> list[torch.Tensor]:
+            if self.index == 0:
+                found[call.split()[0]] = found.get(call.split()[0], 0) + 1
+            return super().exchange(call, x)
+
+    class Backend(tpcore.testing.threads.ThreadBackend):
+        transport_class = Counting
+
+        def connect(self, group: Any, rank: int) -> Counting:
+            return Counting(group, rank, self._world)
+
+    found: dict[str, int] = {}
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        model = tpcore.parallelize(llama(), **options).train()
+        if ctx.rank == 0:
+            found.clear()
+        model(**text()).loss.backward()
+
+    run_ranks(TWO, rank, backend=Backend)
+    return found
+
+
+def test_inputs_are_summed_once_for_all_that_read_them() -> None:
+    # forward 2 a layer and the table; backward 2 a layer and the head; one exchange of the loss
+    assert calls() == {"all_reduce": 10, "all_gather": 1}
+
+
+def test_tokens_are_gathered_and_reduced_by_scattering() -> None:
+    found = calls(sequence_parallel=True)
+    assert found["reduce_scatter"] == 8  # attention and MLP of 2 layers, forward and backward
+    # the same transposed, 8; tokens into the first block and out of the last one, 2; the loss
+    assert found["all_gather"] == 11
+    assert found["all_reduce"] == 6  # table and head; the norms of 2 layers
+
+
+def test_the_head_and_the_table_stay_whole_where_asked() -> None:
+    whole = {"lm_head": "replicate", "model.embed_tokens": "replicate"}
+    assert_equals_whole(llama, (2,), plan=whole)
+
+
+def test_blocks_say_how_a_layer_is_cut() -> None:
+    rules = {"model.layers.*.mlp.up_proj": [Block(64)], "model.layers.1.mlp.gate_proj": "colwise"}
+    assert_equals_whole(llama, (2,), plan=rules)
+
+
+def refused(match: str, degree: int = 2, make: Any = llama, **options: Any) -> None:
+    """``parallelize`` raises a ValueError on every rank, and the model is as it was."""
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        model = make()
+        before = {name: p.shape for name, p in model.named_parameters()}
+        with pytest.raises(ValueError, match=match):
+            tpcore.parallelize(model, **options)
+        assert {name: p.shape for name, p in model.named_parameters()} == before
+
+    run_ranks(Mesh({"tp": degree}), rank)
+
+
+def test_a_rule_that_matches_nothing_is_refused() -> None:
+    refused(
+        "match no module and no parameter: 'model.layers.\\*.mlp.up'",
+        plan={"model.layers.*.mlp.up": "colwise"},
+    )
+
+
+def test_an_unknown_style_is_refused_by_name() -> None:
+    refused("mlp.up_proj .*'diagonal' is not supported", plan={"model.layers.*.mlp.up_proj": "diagonal"})
+
+
+def test_all_misfits_are_named_with_the_degrees_that_fit() -> None:
+    refused(
+        "tp=4 does not fit LlamaForCausalLM: .*gate_proj has 62 features.*q_proj has 6 heads.*"
+        "Degrees that fit: 1, 2$",
+        degree=4,
+        make=lambda: llama(intermediate_size=62, hidden_size=48, num_attention_heads=6),
+    )
+
+
+def test_a_family_without_a_plan_is_refused() -> None:
+    config = transformers.MambaConfig(vocab_size=99, hidden_size=32, num_hidden_layers=2)
+    refused("no plan of its own and its family", make=lambda: transformers.MambaForCausalLM(config))
+
+
+def test_gradients_of_the_whole_are_refused() -> None:
+    def make() -> Any:
+        model = llama()
+        model(**text()).loss.backward()
+        return model
+
+    refused("zero_grad", make=make)
+
+
+def test_other_modules_are_refused() -> None:
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        with pytest.raises(TypeError, match="a model of transformers, not a Linear"):
+            tpcore.parallelize(torch.nn.Linear(2, 2))
+
+    run_ranks(TWO, rank)
+
+
+def test_an_optimizer_made_before_goes_on_working() -> None:
+    torch.manual_seed(0)
+    whole = llama(tie_word_embeddings=True)
+
+    def train(model: Any, optimizer: torch.optim.Optimizer, norm: Any) -> list[float]:
+        losses = []
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss = model(**text()).loss
+            loss.backward()
+            norm(model.parameters(), 0.5)
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    expected = train(whole, torch.optim.AdamW(whole.parameters(), lr=1e-2), torch.nn.utils.clip_grad_norm_)
+
+    def rank(ctx: tpcore.ParallelContext) -> list[float]:
+        torch.manual_seed(0)
+        model = llama(tie_word_embeddings=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        return train(tpcore.parallelize(model), optimizer, tpcore.clip_grad_norm)
+
+    for losses in run_ranks(TWO, rank):
+        assert losses == pytest.approx(expected, abs=1e-5)  # float32

@@ -1,0 +1,49 @@
+"""Plans of families to which transformers gives none: one file for each way of building a block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+from ..plan import Rule
+
+FILES = {
+    "albert": "albert",
+    "bart": "bart bigbird_pegasus biogpt blenderbot blenderbot-small m2m_100 marian mbart mvp "
+    "opt pegasus plbart speech_to_text whisper xglm",
+    "bert": "bert bert-generation camembert data2vec-text dpt electra ernie esm layoutlm markuplm "
+    "megatron-bert rembert roberta roberta-prelayernorm roc_bert roformer splinter videomae visual_bert "
+    "xlm-roberta xlm-roberta-xl xmod yolos",
+    "better": "apertus glm glm4 phi3",
+    "bloom": "bloom falcon gpt_neox_japanese persimmon",
+    "deberta": "deberta-v2",
+    "distilbert": "distilbert flaubert xlm",
+    "gpt2": "gpt2 openai-gpt",
+    "gpt_bigcode": "gpt_bigcode",
+    "gpt_neo": "gpt_neo",
+    "gptj": "gptj",
+    "llama": "hunyuan_v1_dense stablelm",
+    "modernbert": "modernbert modernbert-decoder",
+    "mpnet": "mpnet",
+    "mpt": "mpt",
+    "t5": "longt5 mt5 t5 umt5",
+    "vit": "audio-spectrogram-transformer beit clip clip_text_model clip_vision_model data2vec-audio deit dinov2 "
+    "dinov2_with_registers hubert ijepa siglip_text_model siglip_vision_model siglip2_text_model "
+    "siglip2_vision_model vit vit_mae vit_msn vivit wav2vec2",
+}
+"""By file: the ``model_type`` of each family that it knows."""
+
+
+def file_of(model_type: str) -> str | None:
+    """The module here that knows a family."""
+    return next((file for file, kinds in FILES.items() if model_type in kinds.split()), None)
+
+
+def rules_of(config: Any) -> Mapping[str, Rule]:
+    """Rules of a family, named as in its base model or its stacks of layers; none for an unknown one."""
+    file = file_of(getattr(config, "model_type", ""))
+    if file is None:
+        return {}
+    rules: Callable[[Any], Mapping[str, Rule]] = import_module(f"{__name__}.{file}").rules
+    return rules(config)

@@ -1,0 +1,35 @@
+"""BLOOM, Falcon, Persimmon and the Japanese GPT-NeoX: q, k and v of a head side by side in one layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...shard import Block
+from ..plan import Rule
+
+
+def rules(config: Any) -> dict[str, Rule]:
+    attentions = ("h.*.self_attention", "layers.*.self_attn", "layers.*.attention")
+    networks = ("h.*.mlp", "layers.*.mlp")
+    return {
+        **{f"{a}.query_key_value": _projection(config) for a in attentions},
+        **{f"{a}.dense": "rowwise" for a in attentions},
+        **{f"{a}.{norm}": "replicated_with_grad_allreduce" for a in attentions for norm in _NORMS},
+        "h.*.self_attention": "heads_argument",  # alibi
+        **{f"{n}.dense_h_to_4h": "colwise" for n in networks},
+        **{f"{n}.dense_4h_to_h": "rowwise" for n in networks},
+    }
+
+
+_NORMS = ("q_layernorm", "k_layernorm")
+
+
+def _projection(config: Any) -> Rule:
+    """Falcon has q|k|v of one key head, or each key head beside its queries."""
+    if config.model_type != "falcon":
+        return "colwise"
+    heads, size = config.num_attention_heads, config.hidden_size // config.num_attention_heads
+    if config.new_decoder_architecture:
+        groups = config.num_kv_heads
+        return [Block((heads + 2 * groups) * size, (heads // groups + 2) * size)]
+    return "qkv_colwise" if config.multi_query else "colwise"

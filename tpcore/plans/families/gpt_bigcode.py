@@ -1,0 +1,16 @@
+"""GPT BigCode: queries of many heads, with keys and values of one; or all three of each head side by side."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..plan import Rule
+
+
+def rules(config: Any) -> dict[str, Rule]:
+    return {
+        "h.*.attn.c_attn": "qkv_colwise" if config.multi_query else "colwise",
+        "h.*.attn.c_proj": "rowwise",
+        "h.*.mlp.c_fc": "colwise",
+        "h.*.mlp.c_proj": "rowwise",
+    }

@@ -1,0 +1,19 @@
+"""Llama's names without its plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..plan import Rule
+
+
+def rules(config: Any) -> dict[str, Rule]:
+    attention, norms = "layers.*.self_attn", ("query_layernorm", "key_layernorm")
+    return {
+        **{f"{attention}.{name}_proj": "colwise" for name in "qkv"},
+        **{f"{attention}.{name}": "replicated_with_grad_allreduce" for name in norms},
+        f"{attention}.o_proj": "rowwise",
+        "layers.*.mlp.gate_proj": "colwise",
+        "layers.*.mlp.up_proj": "colwise",
+        "layers.*.mlp.down_proj": "rowwise",
+    }

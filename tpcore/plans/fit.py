@@ -1,0 +1,35 @@
+"""Whether a model fits a degree of tensor parallelism: all that does not, in one error, before any change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .plan import wildcard
+
+
+@dataclass(frozen=True)
+class Need:
+    """``count`` whole things that a module's cut has to share out evenly."""
+
+    name: str
+    count: int
+    what: str
+    shared: bool = False
+    """Whether several ranks may hold one of them, where there are more ranks."""
+
+    def fits(self, n: int) -> bool:
+        return self.count % n == 0 or (self.shared and n % self.count == 0)
+
+
+def check_fit(model: str, needs: Sequence[Need], tp: int) -> None:
+    """ValueError that names every misfit at this degree, and the degrees that fit."""
+    misfits = {f"{wildcard(need.name)} has {need.count} {need.what}" for need in needs if not need.fits(tp)}
+    if not misfits:
+        return
+    largest = max(need.count for need in needs)
+    fitting = [n for n in range(1, min(largest, 1024) + 1) if all(need.fits(n) for need in needs)]
+    raise ValueError(
+        f"tp={tp} does not fit {model}: {'; '.join(sorted(misfits))}. "
+        f"Degrees that fit: {', '.join(map(str, fitting))}"
+    )

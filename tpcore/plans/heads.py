@@ -1,0 +1,97 @@
+"""Attention heads: how the features of a projection are grouped, and what a module's forward reads of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from .. import ops
+from ..comm import Comm
+from ..shard import Block
+from .fit import Need
+
+_HEAD_SIZE = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size", "attention_head_dim")
+_HEAD_COUNT = ("num_heads", "num_attention_heads", "num_attn_heads", "n_heads", "n_head", "nhead")
+_LOCAL = (*_HEAD_COUNT, "all_head_size", "split_size")
+_LOCAL_KV = ("num_key_value_heads", "num_kv_heads")
+_LOCAL_WIDTH = ("inner_dim", "embed_dim", "hidden_size", "attn_dim", "projection_dim", "kv_dim")
+
+
+def head_size(owner: nn.Module) -> int | None:
+    """Features of one head, where ``owner`` is an attention."""
+    for name in _HEAD_SIZE:
+        size = getattr(owner, name, None)
+        if isinstance(size, int) and size > 0:
+            return size
+    if isinstance(getattr(owner, "split_size", None), int) and isinstance(
+        getattr(owner, "n_head", None), int
+    ):
+        return int(owner.split_size // owner.n_head)  # type: ignore[operator]
+    return None
+
+
+@dataclass(frozen=True)
+class HeadsArgument:
+    """A hook: of arguments with entries for all heads along dim 0, beside those of the batch, this rank's."""
+
+    comm: Comm
+    heads: int
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return args, {**kwargs, **{n: self._local(kwargs[n]) for n in _OF_HEADS if kwargs.get(n) is not None}}
+
+    def _local(self, bias: Tensor) -> Tensor:
+        by_head = bias.reshape(-1, self.heads, *bias.shape[1:])
+        return ops.scatter(by_head, self.comm, 1).flatten(0, 1)
+
+
+_OF_HEADS = ("alibi", "position_bias")
+
+
+def grouped(name: str, owner: nn.Module, size: int, queries: int) -> tuple[Block, Need]:
+    """How ``size`` output features are cut in whole heads, in an attention of ``queries`` query features.
+
+    Fewer than the queries are key or value heads that several queries share: where tp is above their number
+    several ranks hold one. More are several things of each head side by side (q|k|v of GPT-NeoX).
+    """
+    unit = head_size(owner)
+    if unit is None or size % unit:
+        return Block(size), Need(name, size, "features")
+    if size > queries and queries and size % queries == 0:
+        unit *= size // queries
+    shared = size < queries
+    return Block(size, unit, replicate=shared), Need(name, size // unit, "heads", shared)
+
+
+def fused(name: str, owner: nn.Module, size: int, queries: int) -> tuple[tuple[Block, ...], list[Need]]:
+    """q|k|v of ``size`` output features, of which ``queries`` are those of the query heads."""
+    kv, odd = divmod(size - queries, 2)
+    if odd or kv < 1 or head_size(owner) is None:
+        raise ValueError(
+            f"{name} ({type(owner).__name__}): {size} features are not q|k|v with {queries} of the queries"
+        )
+    parts = [grouped(name, owner, part, queries) for part in (queries, kv, kv)]
+    return tuple(block for block, _ in parts), [need for _, need in parts]
+
+
+def localize(owner: nn.Module, n: int, copies: int, width: int) -> None:
+    """Let ``owner``'s forward, which reads its own numbers of heads, see those of one rank.
+
+    ``copies``: how many ranks hold each key and value head. ``width``: the features of all query heads.
+    """
+    for name in _LOCAL:
+        count = getattr(owner, name, None)
+        if isinstance(count, int) and count % n == 0 and name in vars(owner):
+            setattr(owner, name, count // n)
+    for name in _LOCAL_KV:
+        count = getattr(owner, name, None)
+        if isinstance(count, int) and name in vars(owner):
+            setattr(owner, name, max(1, count * copies // n))
+    for name in _LOCAL_WIDTH:
+        if getattr(owner, name, None) == width and name in vars(owner):
+            setattr(owner, name, width // n)
+    groups = getattr(owner, "num_key_value_groups", None)
+    if isinstance(groups, int) and copies > 1:
+        setattr(owner, "num_key_value_groups", groups // copies)  # noqa: B010  typed as a module otherwise

@@ -1,0 +1,89 @@
+"""The loss of a language model over logits of which each rank has a part of the vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..layers import ColumnParallelLinear
+from ..layers.loss import parallel_cross_entropy
+from .source import asks_loss_function
+
+_SHIFTS = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False}
+
+
+class VocabularyLoss:
+    """``model.loss_function`` of a model whose head is cut: of parts where the head leaves parts."""
+
+    def __init__(self, head: ColumnParallelLinear, whole: Callable[..., Tensor], shift: bool) -> None:
+        self._head, self._whole, self._shift = head, whole, shift
+
+    def __call__(
+        self,
+        logits: Tensor,
+        labels: Tensor | None = None,
+        vocab_size: int | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
+        if self._head.gather_output:
+            vocab = self._head.output_size if vocab_size is None else vocab_size
+            extra = {} if shift_labels is None else {"shift_labels": shift_labels}
+            return self._whole(
+                logits, labels, vocab, num_items_in_batch, ignore_index=ignore_index, **extra, **options
+            )
+        if shift_labels is not None:
+            labels = shift_labels
+        elif labels is not None and self._shift:
+            labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        if labels is None:
+            raise ValueError("the loss over a cut vocabulary needs labels, or shift_labels")
+        each = parallel_cross_entropy(
+            logits,
+            labels,
+            options.get("label_smoothing", 0.0),
+            ignore_index,
+            vocab_size=self._head.output_size,
+            tensor_model_parallel_group=self._head.tp,
+        )
+        count = (labels != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
+        return each.sum() / count
+
+
+def cut_loss(model: nn.Module, head: ColumnParallelLinear) -> bool:
+    """Let the loss be one of parts of the vocabulary, where ``model`` asks ``self.loss_function`` for it.
+
+    With labels the logits stay parts until the loss is made. Those of the output are whole, but in training
+    mode, where they stay this rank's part: to gather them costs more than the loss.
+    """
+    whole = getattr(model, "loss_function", None)
+    shift = _SHIFTS.get(getattr(whole, "__name__", ""))
+    if whole is None or shift is None or not asks_loss_function(type(model).forward):
+        return False
+    model.loss_function = VocabularyLoss(head, whole, shift)  # type: ignore[assignment]
+    model.register_forward_pre_hook(_before, with_kwargs=True)
+    model.register_forward_hook(_after, with_kwargs=True)
+    return True
+
+
+def _head(model: nn.Module) -> ColumnParallelLinear:
+    # asked of the model: a hook that kept it would belong to the original of a copied model
+    return cast(ColumnParallelLinear, model.get_output_embeddings())  # type: ignore[operator]
+
+
+def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    _head(model).gather_output = kwargs.get("labels") is None and kwargs.get("shift_labels") is None
+
+
+def _after(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    head = _head(model)
+    if not head.gather_output:
+        head.gather_output = True
+        if not model.training and isinstance(getattr(output, "logits", None), Tensor):
+            output.logits = head.outputs(output.logits)
+    return output

@@ -1,0 +1,93 @@
+"""The entry point: decide, compare with the degree, replace, then the loss and the tokens."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from types import MethodType
+from typing import TypeVar
+
+from torch import nn
+
+from ..comm import Comm
+from ..context import ParallelContext, current, use
+from ..layers import ColumnParallelLinear
+from . import plan as styles
+from .cuts import Cut, attentions, decide
+from .fit import check_fit
+from .guards import guard
+from .heads import HeadsArgument, head_size, localize
+from .inputs import share_inputs
+from .lazy import FILES, read_parts
+from .loss import cut_loss
+from .plan import Rule, checked
+from .replace import replace
+from .sequence import cut_sequence
+from .transformers import checked_model, rules_of
+from .whole import save_whole
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def parallelize(
+    model: Model,
+    *,
+    plan: Mapping[str, Rule] | None = None,
+    sequence_parallel: bool = False,
+    lazy_from: str | os.PathLike[str] | None = None,
+    ctx: ParallelContext | None = None,
+) -> Model:
+    """Cut a transformers model over the tp group, in place, by its own plan; returns the model.
+
+    Names of parameters and modules stay, what is tied stays tied, and each Parameter stays the same object,
+    so that an optimizer made before goes on working. ``model.config`` stays as it is.
+
+    ``plan``: rules that go before the model's own: a style for each name of ``model.named_modules()``, with
+    ``*`` for the number of a layer. ``"replicate"`` leaves a module whole. Instead of a style the blocks in
+    which a linear layer's output features are cut (``tpcore.Block``).
+    ``sequence_parallel``: between attention and MLP each rank keeps some of the tokens, in every forward
+    whose number of tokens tp divides. ``lazy_from``: a directory of safetensors or ``.bin`` files of which
+    each rank reads its part, by default that of ``from_pretrained`` in ``tpcore.lazy()``. ``ctx``: the parallel context, by default the current one.
+
+    Raises ValueError before anything is changed for a model without a plan, a rule that matches nothing, a
+    style that is not supported, and for sizes that tp does not divide, all in one with the degrees that fit.
+    Collective: every rank of the tp group calls it, with the same model and arguments.
+    """
+    context = ctx or current()
+    comm = context.comm("tp")
+    checked_model(model)
+    rules = dict(plan or {})
+    checked(rules, [name for name, _ in (*model.named_modules(), *model.named_parameters())])
+    cuts = decide(model, rules_of(model, rules))
+    check_fit(type(model).__name__, [need for cut in cuts for need in cut.needs], comm.size)
+    files = getattr(model, FILES, None) if lazy_from is None else lazy_from
+    with use(context):
+        if comm.size > 1:
+            _cut(model, cuts, comm, sequence_parallel)
+        if files is not None:
+            read_parts(model, os.fspath(files), context)
+    return model
+
+
+def _cut(model: nn.Module, cuts: list[Cut], comm: Comm, sequence_parallel: bool) -> None:
+    heads = list(attentions(model, cuts))
+    replace(model, cuts, comm)
+    for owner, width, projections in heads:
+        if any(cut.module is owner and cut.style == styles.HEADS_ARGUMENT for cut in cuts):
+            hook = HeadsArgument(comm, width // (head_size(owner) or 1))
+            owner.register_forward_pre_hook(hook, with_kwargs=True)
+        localize(owner, comm.size, max(cut.copies(comm.size) for cut in projections), width)
+    if sequence_parallel:
+        cut_sequence(model, cuts, comm)
+    else:
+        share_inputs(model, cuts)
+    _cut_loss(model, cuts)
+    guard(model)
+    model.__dict__["save_pretrained"] = MethodType(save_whole, model)
+
+
+def _cut_loss(model: nn.Module, cuts: list[Cut]) -> None:
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    gathered = {cut.name for cut in cuts if cut.style == styles.COLUMN_GATHERED}
+    if gathered and isinstance(head, ColumnParallelLinear):
+        cut_loss(model, head)

@@ -1,0 +1,66 @@
+"""The rules of a cut: which module in which way. The only module that knows the names of the styles."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from ..shard import Block
+
+Rule = str | Sequence[Block]
+"""A style by name, or the blocks in which a linear layer's output features are cut."""
+
+COLUMN, COLUMN_GATHERED = "colwise", "colwise_gather_output"
+ROW, ROW_SPLIT = "rowwise", "rowwise_split_input"
+PACKED_COLUMN, PACKED_ROW, QKV_COLUMN = "packed_colwise", "packed_rowwise", "qkv_colwise"
+EMBEDDING_ROW, EMBEDDING_COLUMN, EMBEDDING_HEADS = "embedding_rowwise", "embedding_colwise", "embedding_heads"
+HEADS_ARGUMENT = "heads_argument"
+SUMMED, REPLICATE, LOCAL_PARAMETERS = "replicated_with_grad_allreduce", "replicate", "local_params"
+
+STYLES = frozenset(
+    {COLUMN, COLUMN_GATHERED, ROW, ROW_SPLIT, PACKED_COLUMN, PACKED_ROW, QKV_COLUMN}
+    | {EMBEDDING_ROW, EMBEDDING_COLUMN, EMBEDDING_HEADS, HEADS_ARGUMENT, SUMMED, REPLICATE, LOCAL_PARAMETERS}
+)
+ALIASES = {
+    # before transformers 5.1 (huggingface/transformers#42809)
+    "colwise_rep": COLUMN_GATHERED,
+    "rowwise_rep": ROW_SPLIT,
+    "local_colwise": COLUMN,
+    "local_rowwise": ROW,
+    "local_packed_colwise": PACKED_COLUMN,
+    "local_packed_rowwise": PACKED_ROW,
+}
+
+
+def wildcard(name: str) -> str:
+    """``name`` with ``*`` for each number between dots."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", re.sub(r"^\d+(?=\.|$)", "*", name))
+
+
+def normalized(rules: Mapping[str, Rule]) -> dict[str, Rule]:
+    """``rules`` in today's names of the styles."""
+    return {name: ALIASES.get(rule, rule) if isinstance(rule, str) else rule for name, rule in rules.items()}
+
+
+def rule_of(name: str, rules: Mapping[str, Rule]) -> Rule | None:
+    """The rule for a module or parameter: that of its own name first, then that of all layers alike."""
+    return rules[name] if name in rules else rules.get(wildcard(name))
+
+
+def checked(user: Mapping[str, Rule], names: Iterable[str]) -> None:
+    """ValueError for rules that match no name: a misspelt rule would leave a layer whole without a word."""
+    known = set(names)
+    known |= {wildcard(name) for name in known}
+    unused = [name for name in user if name not in known]
+    if unused:
+        raise ValueError(
+            f"rules of the plan match no module and no parameter: {', '.join(map(repr, unused))}. Names are "
+            "those of model.named_modules(), with * for the number of a layer"
+        )
+
+
+def unknown_style(name: str, kind: str, style: str) -> str:
+    return (
+        f"{name} ({kind}): style {style!r} is not supported for it; there are {', '.join(sorted(STYLES))}. "
+        f"plan={{{wildcard(name)!r}: 'replicate'}} leaves it whole on every rank"
+    )

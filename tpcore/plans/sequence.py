@@ -1,0 +1,180 @@
+"""Sequence parallelism: between the cut regions of a block each rank keeps some of the tokens.
+
+Activations are ``[batch, tokens, features]``, cut along dim 1. They enter whole at the modules that call
+column layers, attention and MLP, not at the layers inside: an attention's views read the number of tokens.
+Korthikanti et al. 2022, arXiv:2205.05198.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import ops
+from ..comm import Comm
+from ..layers import RowParallelLinear
+from ..layers.module import ParallelModule
+from ..layers.shared_input import InputCopy
+from . import plan
+from .cuts import Cut
+from .inputs import columns_by_owner, share_inputs
+from .summed import sum_gradients
+
+Map = Callable[[Tensor], Tensor]
+
+
+@dataclass(eq=False)
+class Stack:
+    """A list of blocks, and whether tokens are cut in the forward that is under way.
+
+    The number of tokens decides, which is the same on every rank: cut where tp divides it. So they are whole
+    while single tokens are generated.
+    """
+
+    comm: Comm
+    rows: list[RowParallelLinear]
+    blocks: nn.ModuleList
+    active: bool = False
+    allowed: bool = True
+    """Whether nobody asked for hidden states between the blocks, of which this rank has a part."""
+
+    def enter(self, tokens: Tensor) -> Tensor:
+        n = self.comm.size
+        self.active = self.allowed and tokens.ndim == 3 and tokens.shape[1] % n == 0
+        recomputed = any(getattr(block, "gradient_checkpointing", False) for block in self.blocks)
+        if not self.active and recomputed and self.blocks.training and torch.is_grad_enabled():
+            # the backward, which runs a block again, could not know how its forward had been
+            raise ValueError(
+                f"sequence parallelism with activation checkpointing needs a number of tokens that tp={n} "
+                f"divides, and no hidden states as output, not tokens of {tuple(tokens.shape)}: pad the batch "
+                f"to a multiple of {n}"
+            )
+        for row in self.rows:
+            row.sequence_dim = 1 if self.active else None
+        return ops.scatter(tokens, self.comm, 1) if self.active else tokens
+
+    def gather(self, tokens: Tensor) -> Tensor:
+        """Chunks -> replicated: what each rank does with them is the same."""
+        return ops.gather(tokens, self.comm, 1) if self.active else tokens
+
+    def scatter(self, tokens: Tensor) -> Tensor:
+        return ops.scatter(tokens, self.comm, 1) if self.active else tokens
+
+
+@dataclass(frozen=True)
+class TokenCopy(InputCopy):
+    """A copy of the input for column layers: of all tokens, from the ranks where they are cut."""
+
+    stack: Stack | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.stack is not None and self.stack.active:
+            return ops.all_gather(x, self.comm, 1, dtype=self.dtype)
+        return ops.copy(x, self.comm, dtype=self.dtype)
+
+
+@dataclass(frozen=True)
+class _Before:
+    """A hook on a module's hidden states, its first argument."""
+
+    change: Map
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            return (self.change(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": self.change(kwargs["hidden_states"])}
+
+
+@dataclass(frozen=True)
+class _After:
+    """A hook on a module's hidden states, its first output."""
+
+    change: Map
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return (self.change(output[0]), *output[1:])
+        return self.change(output)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A hook that looks whether the caller wants what lies between the blocks."""
+
+    stacks: list[Stack] = field(default_factory=list)
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        names = ("output_hidden_states", "output_attentions")
+        wanted = any(kwargs.get(n, getattr(model.config, n, False)) for n in names)
+        for stack in self.stacks:
+            stack.allowed = not wanted
+
+
+def cut_sequence(model: nn.Module, cuts: list[Cut], comm: Comm) -> None:
+    """Let the blocks of every stack that has cut layers work on this rank's tokens between them."""
+    if getattr(model.config, "layerdrop", 0) or getattr(model.config, "decoder_layerdrop", 0):
+        raise ValueError("sequence_parallel=True: with layerdrop the last block may not run; set it to 0")
+    stacks = []
+    for name, blocks in _stacks(model, cuts):
+        inside = [cut for cut in cuts if cut.name.startswith(name + ".")]
+        rows = [m for m in blocks.modules() if isinstance(m, RowParallelLinear) and m.input_is_parallel]
+        stack = Stack(comm, rows, blocks)
+        owners = _enter_owners(model, inside, stack)
+        _sum_norms(model, name, owners, stack)
+        blocks[0].register_forward_pre_hook(_Before(stack.enter), with_kwargs=True)
+        blocks[-1].register_forward_hook(_After(stack.gather))
+        stacks.append(stack)
+    model.register_forward_pre_hook(_Asked(stacks), with_kwargs=True)
+
+
+def _stacks(model: nn.Module, cuts: list[Cut]) -> Iterator[tuple[str, nn.ModuleList]]:
+    """The outermost lists of blocks with cut layers inside."""
+    found: list[str] = []
+    for name, module in model.named_modules():
+        inner = any(name.startswith(other + ".") for other in found)
+        blocks = isinstance(module, nn.ModuleList) and any(cut.name.startswith(name + ".") for cut in cuts)
+        if blocks and not inner and isinstance(module, nn.ModuleList):
+            found.append(name)
+            yield name, module
+    if not found:
+        raise ValueError(
+            f"sequence_parallel=True: {type(model).__name__} has no list of blocks with cut layers"
+        )
+
+
+def _enter_owners(model: nn.Module, cuts: list[Cut], stack: Stack) -> set[str]:
+    """Let tokens enter whole at the modules that call column layers; the names of those modules."""
+    comm = stack.comm
+    columns = columns_by_owner(model, cuts)
+    shared = share_inputs(model, cuts, TokenCopy(comm, None, torch.float32, stack))
+    gathered = {cut.owner for cut in cuts if cut.style == plan.COLUMN_GATHERED}
+    for name in (columns.keys() | gathered) - shared:
+        owner = model.get_submodule(name)
+        if any(owner is block for block in stack.blocks):
+            raise ValueError(
+                f"sequence_parallel=True: {type(owner).__name__} calls {', '.join(columns[name])} itself, so "
+                "that its tokens cannot enter whole there and stay cut elsewhere: this family works without"
+            )
+        owner.register_forward_pre_hook(_Before(stack.gather), with_kwargs=True)
+    for name in gathered:  # their output is whole on every rank
+        model.get_submodule(name).register_forward_hook(_After(stack.scatter))
+    return columns.keys() | gathered
+
+
+def _sum_norms(model: nn.Module, stack_name: str, owners: set[str], stack: Stack) -> None:
+    """Sum the gradients of what sees this rank's tokens only: norms. Anything else might mix tokens."""
+    for name, module in model.named_modules():
+        outside = not name.startswith(stack_name + ".") or any(f"{name}.".startswith(o + ".") for o in owners)
+        whole = list(module.parameters(recurse=False))
+        if outside or isinstance(module, ParallelModule) or not whole:
+            continue
+        if not any(word in type(module).__name__ for word in ("Norm", "Scale")):
+            raise ValueError(
+                f"sequence_parallel=True: {name} ({type(module).__name__}) is whole and no norm, so that it "
+                "may mix tokens of which each rank would have some: cut it, or leave sequence_parallel out"
+            )
+        sum_gradients(module, stack.comm, stack)

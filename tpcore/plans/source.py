@@ -1,0 +1,91 @@
+"""What the source of a forward shows, where a cut depends on it."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+
+def tree_of(function: Callable[..., Any]) -> ast.AST | None:
+    """The syntax tree of a function beneath its decorators; None where there is no source."""
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
+    except (OSError, TypeError, SyntaxError):
+        return None
+
+
+def calls_super(forward: Callable[..., Any]) -> bool:
+    """Whether a forward asks ``super().forward``."""
+    tree = tree_of(forward)
+    return tree is not None and any(
+        isinstance(node, ast.Attribute)
+        and node.attr == "forward"
+        and isinstance(node.value, ast.Call)
+        and getattr(node.value.func, "id", "") == "super"
+        for node in ast.walk(tree)
+    )
+
+
+def asks_loss_function(forward: Callable[..., Any]) -> bool:
+    """Whether a forward asks ``self.loss_function`` for its loss, of logits on which it works one by one.
+
+    A forward that looks at the vocabulary of its logits, by an index or by their shape, needs all of them.
+    """
+    tree = tree_of(forward)
+    if tree is None:
+        return False
+    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    asks = any(isinstance(node, ast.Attribute) and node.attr == "loss_function" for node in ast.walk(tree))
+    logits = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == "logits"]
+    return asks and bool(logits) and all(_elementwise(node, parents) for node in logits)
+
+
+_POINTWISE = {"float", "to", "tanh", "loss_function"}
+
+
+def _elementwise(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
+    parent = parents[node]
+    if isinstance(parent, ast.Attribute):
+        return parent.attr in {"float", "to", "dtype", "device"}
+    if isinstance(parent, ast.Call):
+        return getattr(parent.func, "attr", "") in _POINTWISE
+    if isinstance(parent, ast.keyword):
+        function = getattr(parents[parent], "func", None)
+        name = str(getattr(function, "attr", None) or getattr(function, "id", ""))
+        return name in _POINTWISE or "Output" in name
+    if isinstance(parent, ast.BinOp):
+        return isinstance(parent.op, ast.Mult | ast.Div)
+    return isinstance(parent, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Tuple | ast.Return)
+
+
+def argument_of_calls(forward: Callable[..., Any], children: set[str]) -> str | None:
+    """The argument that a forward passes to each of ``children``, using nothing but its shape besides."""
+    tree = tree_of(forward)
+    if tree is None:
+        return None
+    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _own_call(node) in children]
+    names = {getattr(call.args[0], "id", "") if len(call.args) == 1 else "" for call in calls}
+    if {_own_call(call) for call in calls} != children or len(names) != 1:
+        return None
+    (name,) = names
+    if name not in inspect.signature(forward).parameters:
+        return None
+    uses = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == name]
+    return name if all(_of_call_or_shape(node, parents[node], children) for node in uses) else None
+
+
+def _own_call(node: ast.Call) -> str:
+    """``name`` of a call ``self.name(...)``."""
+    function = node.func
+    own = isinstance(function, ast.Attribute) and getattr(function.value, "id", "") == "self"
+    return function.attr if own and isinstance(function, ast.Attribute) else ""
+
+
+def _of_call_or_shape(node: ast.Name, parent: ast.AST, children: set[str]) -> bool:
+    if isinstance(parent, ast.Attribute):
+        return parent.attr in {"shape", "size", "dtype", "device", "ndim"}
+    return isinstance(parent, ast.Call) and _own_call(parent) in children and isinstance(node.ctx, ast.Load)

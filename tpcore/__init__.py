@@ -38,6 +38,7 @@ from .mesh import Group, Mesh
 from .shard import Block, ShardSpec
 from .train.clip import clip_grad_norm
 from .train.data_parallel import reduce_gradients
+from .train.pipeline import PipelinedLayers, PipelineModel
 from .train.step import optimizer_step
 from .transport import Transport
 
@@ -87,6 +88,8 @@ __all__ = [
     "ParallelModule",
     "ParallelQKV",
     "PeerLostError",
+    "PipelineModel",
+    "PipelinedLayers",
     "RMSNorm",
     "RowParallelConv1D",
     "RowParallelLinear",

@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tpcore
+from tpcore import ops
+from tpcore.comm import Comm
 from tpcore.context import ParallelContext
 from tpcore.layers.sharding import sharding
 
@@ -18,6 +20,8 @@ VOCAB, WIDTH, SEQ = 24, 16, 4
 class Block(nn.Module):
     """A layer norm that no parallel layer replaces, a causal mixing of tokens, an MLP."""
 
+    tokens: Comm | None = None  # over which they lie, with sequence parallelism
+
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
@@ -25,7 +29,11 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, mix: Tensor, *, scale: Tensor | None = None) -> Tensor:
-        h = mix @ self.norm(x)
+        h = self.norm(x)
+        if self.tokens is None:
+            h = mix @ h
+        else:
+            h = ops.scatter(mix @ ops.gather(h, self.tokens, 1), self.tokens, 1)
         h = h if scale is None else h * scale
         return x + self.dropout(self.down(F.gelu(self.up(h))))
 
@@ -66,18 +74,28 @@ def plain(layers: int, **options: Any) -> Model:
     return Model(layers, **options).double()
 
 
-def cut(layers: int, ctx: ParallelContext, *, tied: bool = False, dropout: float = 0.0) -> CutModel:
-    """All layers, with tpcore's in them; which stage keeps which is for the caller to say."""
+def cut(
+    layers: int, ctx: ParallelContext, *, tied: bool = False, dropout: float = 0.0, tokens: bool = False
+) -> CutModel:
+    """All layers, with tpcore's in them; which stage keeps which is for the caller to say. ``tokens``: with
+    sequence parallelism over tp."""
     torch.manual_seed(5)
     model = CutModel(layers, tied=tied, dropout=dropout).double()
-    both = ctx.comm("pp", "tp")
+    on: dict[str, Any] = {}
+    ends: dict[str, Any] = {"tensor_model_parallel_group": ctx.comm("pp", "tp")}
+    if tokens:
+        on = {"sequence_parallel_enabled": True, "sequence_dimension": 1}
+        ends |= {**on, "sequence_parallel_group": ctx.comm("tp")}
     for block in model.layers:
-        block.up = tpcore.ColumnParallelLinear.from_plain(block.up, gather_output=False)
-        block.down = tpcore.RowParallelLinear.from_plain(block.down, input_is_parallel=True)
-    model.embed = tpcore.ParallelEmbedding.from_plain(model.embed, tensor_model_parallel_group=both)
-    model.head = tpcore.ColumnParallelLinear.from_plain(
-        model.head, gather_output=False, tensor_model_parallel_group=both
-    )
+        if tokens:
+            block.tokens = ctx.comm("tp")
+            block.norm = tpcore.LayerNorm.from_plain(block.norm, sequence_parallel_enabled=True)
+        block.up = tpcore.ColumnParallelLinear.from_plain(block.up, gather_output=False, **on)
+        block.down = tpcore.RowParallelLinear.from_plain(block.down, input_is_parallel=True, **on)
+    if tokens:
+        model.norm = tpcore.LayerNorm.from_plain(model.norm, sequence_parallel_enabled=True)
+    model.embed = tpcore.ParallelEmbedding.from_plain(model.embed, **ends)
+    model.head = tpcore.ColumnParallelLinear.from_plain(model.head, gather_output=False, **ends)
     if tied:
         model.head.weight = model.embed.weight
     return model

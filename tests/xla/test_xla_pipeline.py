@@ -71,7 +71,14 @@ def counted(ctx: tpcore.ParallelContext, engine: str) -> list[tuple[int, list[in
             tpcore.optimizer_step(optimizer, max_norm=1.0)
             optimizer.zero_grad(set_to_none=False)
             made = programs()[before:]
-            by_step.append((len(made), sum(p.compiled for p in made), max(p.operations for p in made), len({p.digest for p in made})))
+            by_step.append(
+                (
+                    len(made),
+                    sum(p.compiled for p in made),
+                    max(p.operations for p in made),
+                    len({p.digest for p in made}),
+                )
+            )
         found.append(by_step)
     return found
 

@@ -46,8 +46,8 @@ def _check_alike(i: int, layer: nn.Module, j: int, other: nn.Module) -> None:
             raise ValueError(
                 f"layers {j} and {i} would do the same on two stages, and differ: {name or 'the layer'} is "
                 f"{theirs.get(name, 'not there')} in the one and {mine.get(name, 'not there')} in the other. "
-                "Stages run one program: a pattern of layers must repeat on each of them, so pp has to divide "
-                "the number of times that it occurs"
+                "Stages run one program: a pattern of layers must repeat on each of them, so pp has to "
+                "divide the number of times that it occurs"
             )
 
 
@@ -69,7 +69,7 @@ def _signature(layer: nn.Module) -> Signature:
 
 
 def one_call_for_all(layers: Sequence[nn.Module]) -> None:
-    """ValueError where a model passes its layers arguments by kind: the loop calls the pipeline once, with the
+    """ValueError where a model passes its layers arguments by kind: a loop calls the pipeline once, with the
     arguments of the first layer."""
     words = [{k: v for k, v in _signature(layer).items() if v[:1] in "'\""} for layer in layers]
     for i, other in enumerate(words):
@@ -97,12 +97,12 @@ def find_layers(model: nn.Module) -> tuple[nn.Module, str]:
     kind = type(model).__name__
     if not found:
         raise ValueError(
-            f"{kind} has no nn.ModuleList of layers to make a pipeline of: put its layers into one, over which "
-            "forward loops"
+            f"{kind} has no nn.ModuleList of layers to make a pipeline of: put its layers into one, over "
+            "which forward loops"
         )
     first = next(iter(found))
     raise ValueError(
-        f"{kind} has several lists of layers, {', '.join(found)}, and a pipeline is made of one: an encoder and "
-        "its decoder would be two. Choose it yourself: "
+        f"{kind} has several lists of layers, {', '.join(found)}, and a pipeline is made of one: an "
+        "encoder and its decoder would be two. Choose it yourself: "
         f"model.{first} = tpcore.PipelinedLayers(model.{first}, num_microbatches)"
     )

@@ -21,8 +21,8 @@ class Arguments:
     named: Mapping[str, Any]
 
     def mapped(self, fn: Callable[[Tensor, str], Any]) -> Arguments:
-        """With ``fn`` of each tensor and the name of the argument that it is in. ValueError for an object that
-        may hold tensors out of sight."""
+        """With ``fn`` of each tensor and the name of the argument that it is in. ValueError for an object
+        that may hold tensors out of sight."""
         positional = tuple(_mapped(v, fn, n) for v, n in zip(self.positional, self.names, strict=False))
         return Arguments(self.names, positional, {n: _mapped(v, fn, n) for n, v in self.named.items()})
 
@@ -37,16 +37,31 @@ class Arguments:
         self.mapped(lambda t, name: found.setdefault(name) if t.requires_grad else None)
         return list(found)
 
-    def microbatch(self, index: Tensor, count: int, batch: int, shared: Collection[str]) -> Arguments:
+    def microbatch(self, index: Tensor, count: int, batch: int, shared: Collection[str] | None) -> Arguments:
         """Those of microbatch ``index`` (data: it differs by stage) of ``count``: its part of what has the
         batch in dim 0."""
 
         def part(t: Tensor, name: str) -> Tensor:
-            if count == 1 or not t.ndim or t.shape[0] != batch or name in shared:
+            if count == 1 or not t.ndim or t.shape[0] != batch or name in (shared or ()):
                 return t
-            return t.unflatten(0, (count, -1)).index_select(0, index).squeeze(0)
+            every: Tensor = t.unflatten(0, (count, -1))
+            return every.index_select(0, index).squeeze(0)
 
         return self.mapped(part)
+
+
+def check_told_apart(arguments: Arguments, x: Tensor) -> None:
+    """ValueError where the first size of an argument may be the batch of ``x``, or another size of it."""
+
+    def check(t: Tensor, name: str) -> None:
+        if t.ndim and t.shape[0] == len(x) and len(x) in x.shape[1:]:
+            raise ValueError(
+                f"the layers get {name} of shape {tuple(t.shape)} beside an input of {tuple(x.shape)}: whether "
+                f"it is cut into microbatches cannot be told from its size. Pass shared=[{name!r}] if every "
+                "microbatch gets all of it, and shared=[] if not"
+            )
+
+    arguments.mapped(check)
 
 
 def chosen(every: Sequence[Arguments], position: Tensor) -> Arguments:
@@ -56,7 +71,8 @@ def chosen(every: Sequence[Arguments], position: Tensor) -> Arguments:
     if any(other != plain[0] for other in plain):
         raise ValueError(
             "the model calls its layers with other arguments from microbatch to microbatch, beside tensors: "
-            f"{next(other for other in plain if other != plain[0])} and {plain[0]}; all stages run one program"
+            f"{next(other for other in plain if other != plain[0])} and {plain[0]}; all stages run "
+            "one program"
         )
     columns = iter(list(zip(*(a.tensors() for a in every), strict=True)))
 

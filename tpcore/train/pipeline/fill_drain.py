@@ -26,7 +26,7 @@ class Options:
     """``shared``: arguments that every microbatch gets whole. ``cut``: ends a program on lazy backends."""
 
     recompute: bool
-    shared: Collection[str]
+    shared: Collection[str] | None
     cut: Callable[[], None] | None
 
 

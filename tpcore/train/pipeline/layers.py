@@ -15,7 +15,7 @@ from ...layers.module import ParallelModule
 from ...layers.sharding import Sharding, sharding, stamp
 from ...layout import Layout, Slot
 from .alike import check_layers, one_call_for_all
-from .arguments import Arguments
+from .arguments import Arguments, check_told_apart
 from .fill_drain import FillDrain, Options
 from .microbatches import check_count, check_divides
 from .schedule import Schedule
@@ -34,7 +34,8 @@ class PipelinedLayers(nn.Module):
 
     Called as a layer is: the first argument, ``[batch, ...]``, is the same on all stages, and so is the
     result. It is cut along dim 0 into ``num_microbatches``, and so are tensors in other arguments whose dim 0
-    is the batch, but for those that ``shared`` names. Gradients are those of the layers one after the other.
+    is of that size, but for those that ``shared`` names; where they could be of that size for another reason,
+    ``shared`` has to be given. Gradients are those of the layers one after the other.
 
     ``recompute``: keep the input of each microbatch alone and run the layers again in backward.
     ``cut_programs``: on lazy backends each tick ends a program, so that one program serves all microbatches
@@ -49,7 +50,7 @@ class PipelinedLayers(nn.Module):
         num_microbatches: int,
         *,
         recompute: bool = True,
-        shared: Collection[str] = (),
+        shared: Collection[str] | None = None,
         cut_programs: bool = True,
     ) -> None:
         super().__init__()
@@ -60,7 +61,7 @@ class PipelinedLayers(nn.Module):
         check_layers(every, self.pp.size)
         if self.pp.size > 1 or num_microbatches > 1:
             one_call_for_all(every)
-        self.recompute, self.shared, self.cut_programs = recompute, frozenset(shared), cut_programs
+        self.recompute, self.shared, self.cut_programs = recompute, shared, cut_programs
         for i, layer in enumerate(every):
             if self._slot(i).coordinate(ctx.mesh) == ctx.coord("pp"):
                 self.add_module(str(i), layer)
@@ -83,8 +84,8 @@ class PipelinedLayers(nn.Module):
         elif index in (0, -1):
             return self
         raise ValueError(
-            f"{index} of {self.num_layers} pipelined layers: they run as one, so that a forward may loop over "
-            "all of them and not over some"
+            f"{index} of {self.num_layers} pipelined layers: they run as one, so that a forward "
+            "may loop over all of them and not over some"
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -105,6 +106,8 @@ class PipelinedLayers(nn.Module):
 
     def _run(self, x: Tensor, arguments: Arguments) -> Tensor:
         count = check_divides(len(x), self.num_microbatches)
+        if self.shared is None and count > 1:
+            check_told_apart(arguments, x)
         schedule = Schedule(self.pp.size, count)
         options = Options(self.recompute, self.shared, self.end_program if self.cuts else None)
         road = FillDrain(self.stage, self.pp, schedule, options, list(self.parameters()))
@@ -121,7 +124,7 @@ class PipelinedLayers(nn.Module):
             raise TypeError(f"pipelined layers are called without {names[0]!r}, their input")
         return rest.pop(names[0]), Arguments((), (), rest)
 
-    # -- what an engine that owns the loop uses ---------------------------------------------------------------
+    # -- what an engine that owns the loop uses -----------------------------------------------------------
     @contextmanager
     def instead(self, run: Instead) -> Iterator[None]:
         """Within, a call of the layers is ``run`` and not the pipeline."""
@@ -143,7 +146,7 @@ class PipelinedLayers(nn.Module):
         """What the random numbers of one run of the pipeline come from; None where layers draw none."""
         return random.draw() if self.training else None
 
-    # -- where its parameters live ----------------------------------------------------------------------------
+    # -- where its parameters live ------------------------------------------------------------------------
     def _slot(self, number: int) -> Slot:
         return Slot("pp", number, self.num_layers)
 

@@ -33,7 +33,8 @@ class Ends(ABC):
 
 
 class Lockstep:
-    """One run over all microbatches of a batch. Gradients add up in the parameters, as of the sum of losses."""
+    """One run over all microbatches of a batch. Gradients add up in the parameters, as of the sum of
+    losses."""
 
     def __init__(
         self, stage: Stage, ends: Ends, pp: Comm, schedule: Schedule, seed: int | None, *, train: bool

@@ -29,9 +29,9 @@ class PipelineModel:
 
     A batch is cut along dim 0 into ``num_microbatches``: every tensor whose dim 0 is that of the first one,
     but for arguments that ``shared`` names. ``loss``: whether that of the batch is the ``"mean"`` of the
-    microbatches' losses, or their ``"sum"``, as where the model divides by a number of tokens that it is given.
-    The model's forward is run up to its layers, and then once more with what they made; both draw the same
-    random numbers.
+    microbatches' losses, or their ``"sum"``, as where the model divides by a number of tokens that it is
+    given. The model's forward is run up to its layers, and then once more with what they made; both draw the
+    same random numbers.
     """
 
     def __init__(
@@ -52,7 +52,8 @@ class PipelineModel:
         """Forward and backward of a batch; returns its loss, without gradient, the same on every stage.
 
         Gradients are added to those that there are: several runs accumulate. ``args`` and ``kwargs`` are the
-        model's. ValueError on all ranks for a batch that does not divide, or a model that no pipeline can run.
+        model's. ValueError on all ranks for a batch that does not divide, or a model that no pipeline can
+        run.
         """
         return self._run(args, kwargs, train=True)
 
@@ -141,8 +142,8 @@ class _Ends(Ends):
             out = self._call(microbatch)
         if len(entered) != 1:
             raise ValueError(
-                f"the forward of {type(self._model).__name__} calls its pipelined layers {len(entered)} times, "
-                "and one microbatch goes through them once"
+                f"the forward of {type(self._model).__name__} calls its pipelined layers {len(entered)} "
+                "times, and one microbatch goes through them once"
             )
         return _loss_of(out, type(self._model).__name__) * self._weight, entered[0]
 
@@ -154,7 +155,7 @@ def _loss_of(out: Any, model: str) -> Tensor:
     found = out if isinstance(out, Tensor) else found
     if not isinstance(found, Tensor) or found.numel() != 1:
         raise ValueError(
-            f"{model} returned no loss of one element, but a {type(out).__name__}: give it labels, or return the "
-            "loss"
+            f"{model} returned no loss of one element, but a {type(out).__name__}: give it labels, or "
+            "return the loss"
         )
     return found.reshape(())

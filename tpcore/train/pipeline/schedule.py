@@ -9,9 +9,9 @@ from dataclasses import dataclass
 class Schedule:
     """All stages in lockstep: at tick ``t`` stage ``r`` runs microbatch ``t - r`` forward.
 
-    In one forward, one backward (Narayanan et al. 2021, arXiv:2104.04473, section 2.2) the same tick also runs
-    microbatch ``t - 2 (stages - 1) + r`` backward. The ends of the model, before and after its layers, run on
-    all stages, each with its part of the vocabulary.
+    In one forward, one backward (Narayanan et al. 2021, arXiv:2104.04473, section 2.2) the same tick also
+    runs microbatch ``t - 2 (stages - 1) + r`` backward. The ends of the model, before and after its layers,
+    run on all stages, each with its part of the vocabulary.
     """
 
     stages: int

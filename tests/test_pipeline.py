@@ -426,3 +426,28 @@ def test_losses_of_microbatches_are_averaged_or_added() -> None:
             torch.testing.assert_close(model.norm.weight.grad, 2 * dense.norm.weight.grad, **EXACT)
 
     run_ranks(mesh(2), rank)
+
+
+# -- before a launch --------------------------------------------------------------------------------------
+def test_explain_tells_what_each_stage_costs() -> None:
+    class Tower(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = tpcore.PipelinedLayers([nn.Linear(8, 8) for _ in range(6)], 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    found = tpcore.explain(lambda: (Tower(), torch.zeros(8, 8)), pp=3)
+    assert found.disagreement is None
+    unit = 2 * 8 * 4  # bytes of a microbatch
+    for stage, (ranks, program) in enumerate(found.programs):
+        assert ranks == (stage,)
+        (cost,) = program.pipelines
+        assert cost.layers == (str(2 * stage), str(2 * stage + 1))
+        assert (cost.stage, cost.bubble, cost.input_bytes) == (stage, 2 / 6, unit)
+        assert (cost.kept, cost.kept_lockstep) == (6 * unit, 5 * unit)
+        moved = [c.sent for c in program.collectives if c.op.startswith("permute")]
+        assert cost.sent == sum(moved) == 10 * unit

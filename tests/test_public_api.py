@@ -77,7 +77,7 @@ PUBLIC = {
         "sum_dtype",
     ],
     "tpcore.random": ["draw", "get_state", "manual_seed", "mixed", "seeded", "set_state", "sharded"],
-    "tpcore.explaining": ["Collective", "Explanation", "Parameter", "Program", "explain"],
+    "tpcore.explaining": ["Collective", "Explanation", "Parameter", "Program", "StageCost", "explain"],
     "tpcore.checkpoint": ["load", "save", "wait"],
     "tpcore_neuron": ["NativeBackend", "NeuronBackend"],
     "tpcore_neuron.testing": ["Collective", "Program", "lower", "programs", "run_replicas"],

@@ -19,6 +19,7 @@ from ..mesh import Mesh
 from ..train.clip import clip_grad_norm
 from ..train.data_parallel import reduce_gradients
 from .recording import LIBRARY, Collective, Recorder, RecordingBackend, tensors
+from .stages import StageCost, Watch
 from .target import Inputs
 
 Build = Callable[[], tuple[nn.Module, Inputs]]
@@ -47,6 +48,7 @@ class Program:
     model: str  # its class
     parameters: tuple[Parameter, ...]
     collectives: tuple[Collective, ...]
+    pipelines: tuple[StageCost, ...] = ()
 
 
 def record(
@@ -70,7 +72,8 @@ def record(
         if dtype is not None:
             model.to(dtype)
         recorder.phase = "forward"
-        with recorder.watch(model):
+        watch = Watch()
+        with recorder.watch(model), watch.on(model):
             loss = _loss(model, inputs, dtype)
             recorder.phase = "backward"
             loss.backward()
@@ -85,7 +88,7 @@ def record(
             stepped.step()
     owners = {id(p): type(m).__name__ for m in model.modules() for p in m.parameters(recurse=False)}
     held = tuple(_held(n, p, owners[id(p)], stepped.state) for n, p in model.named_parameters())
-    return Program(type(model).__name__, held, tuple(recorder.calls))
+    return Program(type(model).__name__, held, tuple(recorder.calls), watch.costs(model))
 
 
 def _loss(model: nn.Module, inputs: Inputs, dtype: torch.dtype | None) -> Tensor:

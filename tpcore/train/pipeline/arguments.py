@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...comm import Comm
+
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format)
 
 
@@ -38,8 +40,8 @@ class Arguments:
         return list(found)
 
     def microbatch(self, index: Tensor, count: int, batch: int, shared: Collection[str] | None) -> Arguments:
-        """Those of microbatch ``index`` (data: it differs by stage) of ``count``: its part of what has the
-        batch in dim 0."""
+        """Those of microbatch ``index`` of ``count``: its part of what has the batch in dim 0. The index is
+        data, for it differs by stage."""
 
         def part(t: Tensor, name: str) -> Tensor:
             if count == 1 or not t.ndim or t.shape[0] != batch or name in (shared or ()):
@@ -56,19 +58,25 @@ def check_told_apart(arguments: Arguments, x: Tensor) -> None:
     def check(t: Tensor, name: str) -> None:
         if t.ndim and t.shape[0] == len(x) and len(x) in x.shape[1:]:
             raise ValueError(
-                f"the layers get {name} of shape {tuple(t.shape)} beside an input of {tuple(x.shape)}: whether "
-                f"it is cut into microbatches cannot be told from its size. Pass shared=[{name!r}] if every "
-                "microbatch gets all of it, and shared=[] if not"
+                f"the layers get {name} of shape {tuple(t.shape)} beside an input of {tuple(x.shape)}: its "
+                "size does not tell whether it is cut into microbatches. Pass "
+                f"shared=[{name!r}] if every microbatch gets all of it, and shared=[] if not"
             )
 
     arguments.mapped(check)
 
 
-def chosen(every: Sequence[Arguments], position: Tensor) -> Arguments:
-    """Of the arguments that each stage is to get, those of the stage at ``position``."""
+def chosen(every: Sequence[Arguments], pp: Comm, place: int) -> Arguments:
+    """Of the arguments that each stage is to get, those of this stage, by data.
+
+    They may be of several forms, as where transformers leaves out a mask that masks nothing. Then no data can
+    choose: an eager backend takes those at ``place``, and a lazy one would need several programs: ValueError.
+    """
     first = every[0]
-    plain = [a.mapped(lambda t, name: None) for a in every]
+    plain = [a.mapped(lambda t, name: ...) for a in every]
     if any(other != plain[0] for other in plain):
+        if pp.eager:
+            return every[place]
         raise ValueError(
             "the model calls its layers with other arguments from microbatch to microbatch, beside tensors: "
             f"{next(other for other in plain if other != plain[0])} and {plain[0]}; all stages run "
@@ -80,7 +88,7 @@ def chosen(every: Sequence[Arguments], position: Tensor) -> Arguments:
         column = next(columns)
         if all(other is t for other in column):
             return t
-        return torch.stack(column).index_select(0, position).squeeze(0)
+        return torch.stack(column).index_select(0, pp.position).squeeze(0)
 
     return first.mapped(choose)
 

@@ -89,7 +89,7 @@ class Lockstep:
         return self._inputs[max(self._inputs)], self._arguments[m]
 
     def _arguments_of(self, numbers: list[int]) -> Arguments:
-        return chosen([self._arguments[m] for m in numbers], self._pp.position)
+        return chosen([self._arguments[m] for m in numbers], self._pp, self._stage.place)
 
     def _run_loss(self, y: Tensor, m: int | None) -> Tensor | None:
         """The loss of the microbatch that the last stage has finished, if there is one, and the gradient of

@@ -134,9 +134,9 @@ def _memory(program: Program, *, staged: bool) -> Table:
 def _stage(cost: StageCost) -> str:
     return (
         f"Stage {cost.stage} of {cost.stages}: {cost.name} {', '.join(cost.layers)}, "
-        f"{cost.microbatches} microbatches of {size(cost.input_bytes)}; idle {cost.bubble:.0%} of the "
-        f"time; keeps {size(cost.kept)} of inputs for backward, {size(cost.kept_lockstep)} with PipelineModel; sends "
-        f"{size(cost.sent)} to other stages"
+        f"{cost.microbatches} microbatches of {size(cost.input_bytes)}; "
+        f"idle {cost.bubble:.0%} of the time; keeps {size(cost.kept)} of inputs for backward, "
+        f"{size(cost.kept_lockstep)} with PipelineModel; sends {size(cost.sent)} to other stages"
     )
 
 

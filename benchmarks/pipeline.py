@@ -18,8 +18,8 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, cast
 
 import torch
 import torch.utils.checkpoint
@@ -57,19 +57,23 @@ class Sleeper(nn.Module):
         self.weight, self.again = nn.Parameter(torch.ones(1)), again
 
     def forward(self, x: Tensor) -> Tensor:
+        nap: Callable[[Tensor, Tensor], Tensor] = _Nap.apply
         if not self.again:
-            return _Nap.apply(x, self.weight)
-        return torch.utils.checkpoint.checkpoint(_Nap.apply, x, self.weight, use_reentrant=False)
+            return nap(x, self.weight)
+        y: Tensor = torch.utils.checkpoint.checkpoint(nap, x, self.weight, use_reentrant=False)
+        return y
 
 
 class Tower(nn.Module):
-    def __init__(self, layers: list[nn.Module], width: int) -> None:
+    layers: nn.Module
+
+    def __init__(self, layers: Iterable[nn.Module], width: int) -> None:
         super().__init__()
         self.enter, self.layers = nn.Linear(width, width), nn.ModuleList(layers)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.enter(x)
-        for layer in self.layers:
+        for layer in cast(Iterable[nn.Module], self.layers):
             x = layer(x)
         return x.square().mean()
 
@@ -79,8 +83,9 @@ def _steps(ctx: tpcore.ParallelContext, count: int) -> dict[str, Callable[[], ob
     pp, x = ctx.comm("pp"), torch.rand(count, 4)
 
     def tower(*, recompute: bool) -> Tower:
-        model = Tower([Sleeper() for _ in range(pp.size)], 4)
-        model.layers = tpcore.PipelinedLayers(model.layers, count, recompute=recompute)
+        model = Tower([], 4)
+        stages = (Sleeper() for _ in range(pp.size))
+        model.layers = tpcore.PipelinedLayers(stages, count, recompute=recompute)
         return model
 
     kept, again = tower(recompute=False), tower(recompute=True)
@@ -101,7 +106,8 @@ def _torch(ctx: tpcore.ParallelContext, count: int, x: Tensor, *, again: bool) -
     )
     schedule = pipelining.Schedule1F1B(stage, count, loss_fn=lambda y, target: y.square().mean())
     first, last = place == 0, place == pp.size - 1
-    return lambda: schedule.step(*((x,) if first else ()), **({"target": x} if last else {}))
+    given: dict[str, Any] = {"target": x} if last else {}
+    return lambda: schedule.step(*((x,) if first else ()), **given)
 
 
 def _race(pp: int, count: int, rounds: int) -> dict[str, float]:
@@ -128,7 +134,8 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+        y: Tensor = self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+        return x + y
 
 
 def _memory(pp: int, counts: tuple[int, ...]) -> dict[str, list[float]]:
@@ -148,8 +155,9 @@ def _real_steps(count: int) -> dict[str, Callable[[], object]]:
     x = torch.rand(count, TOKENS, WIDTH)
 
     def tower(*, recompute: bool) -> Tower:
-        model = Tower([Block() for _ in range(LAYERS)], WIDTH)
-        model.layers = tpcore.PipelinedLayers(model.layers, count, recompute=recompute, shared=())
+        model = Tower([], WIDTH)
+        blocks = (Block() for _ in range(LAYERS))
+        model.layers = tpcore.PipelinedLayers(blocks, count, recompute=recompute, shared=())
         return model
 
     kept, again, engine = tower(recompute=False), tower(recompute=True), tower(recompute=True)

@@ -29,7 +29,7 @@ class StageCost:
     sent: int  # to the next stage in forward, to the one before in backward
 
 
-class Watch:
+class StageWatch:
     """Notes what goes into the pipelines of a model while it runs."""
 
     def __init__(self) -> None:

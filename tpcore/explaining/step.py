@@ -19,7 +19,7 @@ from ..mesh import Mesh
 from ..train.clip import clip_grad_norm
 from ..train.data_parallel import reduce_gradients
 from .recording import LIBRARY, Collective, Recorder, RecordingBackend, tensors
-from .stages import StageCost, Watch
+from .stages import StageCost, StageWatch
 from .target import Inputs
 
 Build = Callable[[], tuple[nn.Module, Inputs]]
@@ -72,7 +72,7 @@ def record(
         if dtype is not None:
             model.to(dtype)
         recorder.phase = "forward"
-        watch = Watch()
+        watch = StageWatch()
         with recorder.watch(model), watch.on(model):
             loss = _loss(model, inputs, dtype)
             recorder.phase = "backward"

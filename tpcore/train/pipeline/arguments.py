@@ -15,18 +15,18 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 
 
 @dataclass(frozen=True)
-class Arguments:
+class LayerArguments:
     """Positional ones, which have ``names``, and named ones."""
 
     names: tuple[str, ...]
     positional: tuple[Any, ...]
     named: Mapping[str, Any]
 
-    def mapped(self, fn: Callable[[Tensor, str], Any]) -> Arguments:
+    def mapped(self, fn: Callable[[Tensor, str], Any]) -> LayerArguments:
         """With ``fn`` of each tensor and the name of the argument that it is in. ValueError for an object
         that may hold tensors out of sight."""
         positional = tuple(_mapped(v, fn, n) for v, n in zip(self.positional, self.names, strict=False))
-        return Arguments(self.names, positional, {n: _mapped(v, fn, n) for n, v in self.named.items()})
+        return LayerArguments(self.names, positional, {n: _mapped(v, fn, n) for n, v in self.named.items()})
 
     def tensors(self) -> list[Tensor]:
         found: list[Tensor] = []
@@ -39,7 +39,9 @@ class Arguments:
         self.mapped(lambda t, name: found.setdefault(name) if t.requires_grad else None)
         return list(found)
 
-    def microbatch(self, index: Tensor, count: int, batch: int, shared: Collection[str] | None) -> Arguments:
+    def microbatch(
+        self, index: Tensor, count: int, batch: int, shared: Collection[str] | None
+    ) -> LayerArguments:
         """Those of microbatch ``index`` of ``count``: its part of what has the batch in dim 0. The index is
         data, for it differs by stage."""
 
@@ -52,7 +54,7 @@ class Arguments:
         return self.mapped(part)
 
 
-def check_told_apart(arguments: Arguments, x: Tensor) -> None:
+def check_told_apart(arguments: LayerArguments, x: Tensor) -> None:
     """ValueError where the first size of an argument may be the batch of ``x``, or another size of it."""
 
     def check(t: Tensor, name: str) -> None:
@@ -66,7 +68,7 @@ def check_told_apart(arguments: Arguments, x: Tensor) -> None:
     arguments.mapped(check)
 
 
-def chosen(every: Sequence[Arguments], pp: Comm, place: int) -> Arguments:
+def chosen(every: Sequence[LayerArguments], pp: Comm, place: int) -> LayerArguments:
     """Of the arguments that each stage is to get, those of this stage, by data.
 
     They may be of several forms, as where transformers leaves out a mask that masks nothing. Then no data can

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from ... import ops
 from ...comm import Comm
-from .arguments import Arguments
+from .arguments import LayerArguments
 from .recompute import recomputed
 from .schedule import Schedule
-from .stage import Stage
+from .stage import StageLayers
 
 
 @dataclass(frozen=True)
-class Options:
+class FillDrainOptions:
     """``shared``: arguments that every microbatch gets whole. ``cut``: ends a program on lazy backends."""
 
     recompute: bool
@@ -58,13 +58,13 @@ class _Cut(torch.autograd.Function):
 class FillDrain:
     """``run`` puts a batch through all stages; the result is the same on every stage."""
 
-    stage: Stage
+    stage: StageLayers
     pp: Comm
     schedule: Schedule
-    options: Options
+    options: FillDrainOptions
     parameters: list[Tensor]
 
-    def run(self, x: Tensor, arguments: Arguments, seed: int | None) -> Tensor:
+    def run(self, x: Tensor, arguments: LayerArguments, seed: int | None) -> Tensor:
         first, last = self.pp.position == 0, self.pp.position == self.pp.size - 1
         # only stage 0 uses it, so that its gradient is summed over stages; what layers get beside it all use
         feeds = list(ops.copy(x, self.pp).chunk(self.schedule.microbatches))
@@ -90,7 +90,7 @@ class FillDrain:
             return out
         return ops.reduce(where(last, out, torch.zeros_like(out)), self.pp)
 
-    def _tick(self, t: int, x: Tensor, every: Arguments, batch: int, seed: int | None) -> Tensor:
+    def _tick(self, t: int, x: Tensor, every: LayerArguments, batch: int, seed: int | None) -> Tensor:
         """What this stage makes of ``x`` at tick ``t``."""
         count, options = self.schedule.microbatches, self.options
         index = (tick(t, x) - self.pp.position).clamp(0, count - 1)

@@ -15,13 +15,13 @@ from ...layers.module import ParallelModule
 from ...layers.sharding import Sharding, sharding, stamp
 from ...layout import Layout, Slot
 from .alike import check_layers, one_call_for_all
-from .arguments import Arguments, check_told_apart
-from .fill_drain import FillDrain, Options
+from .arguments import LayerArguments, check_told_apart
+from .fill_drain import FillDrain, FillDrainOptions
 from .microbatches import check_count, check_divides
 from .schedule import Schedule
-from .stage import Stage
+from .stage import StageLayers
 
-Instead = Callable[[Tensor, Arguments], Tensor]
+Instead = Callable[[Tensor, LayerArguments], Tensor]
 
 
 class PipelinedLayers(nn.Module):
@@ -65,7 +65,7 @@ class PipelinedLayers(nn.Module):
         for i, layer in enumerate(every):
             if self._slot(i).coordinate(ctx.mesh) == ctx.coord("pp"):
                 self.add_module(str(i), layer)
-        self.stage = Stage(self, ctx.coord("pp"))
+        self.stage = StageLayers(self, ctx.coord("pp"))
         self._instead: Instead | None = None
         self.register_load_state_dict_post_hook(_stamp_again)
         self._stamp_all()
@@ -104,25 +104,25 @@ class PipelinedLayers(nn.Module):
         y = run(x, arguments)
         return (y,) if self.stage.tuples else y
 
-    def _run(self, x: Tensor, arguments: Arguments) -> Tensor:
+    def _run(self, x: Tensor, arguments: LayerArguments) -> Tensor:
         count = check_divides(len(x), self.num_microbatches)
         if self.shared is None and count > 1:
             check_told_apart(arguments, x)
         schedule = Schedule(self.pp.size, count)
-        options = Options(self.recompute, self.shared, self.end_program if self.cuts else None)
+        options = FillDrainOptions(self.recompute, self.shared, self.end_program if self.cuts else None)
         road = FillDrain(self.stage, self.pp, schedule, options, list(self.parameters()))
         return road.run(x, arguments, self.seed())
 
-    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Arguments]:
+    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, LayerArguments]:
         """The input of the first layer, which is the first argument, and the other arguments."""
         names = list(inspect.signature(next(self.children()).forward).parameters)
         names += [f"argument {i}" for i in range(len(names), len(args))]
         if args:
-            return args[0], Arguments(tuple(names[1:]), args[1:], kwargs)
+            return args[0], LayerArguments(tuple(names[1:]), args[1:], kwargs)
         rest = dict(kwargs)
         if names[0] not in rest:
             raise TypeError(f"pipelined layers are called without {names[0]!r}, their input")
-        return rest.pop(names[0]), Arguments((), (), rest)
+        return rest.pop(names[0]), LayerArguments((), (), rest)
 
     # -- what an engine that owns the loop uses -----------------------------------------------------------
     @contextmanager

@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 from ...comm import Comm
-from .arguments import Arguments, chosen
+from .arguments import LayerArguments, chosen
 from .fill_drain import tick, where
 from .recompute import Backward
 from .schedule import Schedule
-from .stage import Stage
+from .stage import StageLayers
 
 
 class Ends(ABC):
     """A model before and after its layers, by microbatch."""
 
     @abstractmethod
-    def enter(self, microbatch: int) -> tuple[Tensor, Arguments]:
+    def enter(self, microbatch: int) -> tuple[Tensor, LayerArguments]:
         """Up to the layers, without gradients: their input and their other arguments."""
 
     @abstractmethod
@@ -37,7 +37,7 @@ class Lockstep:
     losses."""
 
     def __init__(
-        self, stage: Stage, ends: Ends, pp: Comm, schedule: Schedule, seed: int | None, *, train: bool
+        self, stage: StageLayers, ends: Ends, pp: Comm, schedule: Schedule, seed: int | None, *, train: bool
     ) -> None:
         self._stage, self._ends, self._pp, self._schedule = stage, ends, pp, schedule
         self._seed, self._train = seed, train
@@ -45,7 +45,7 @@ class Lockstep:
         self._ring = [(i + 1) % pp.size for i in range(pp.size)]
         self._back = [(i - 1) % pp.size for i in range(pp.size)]
         self._inputs: dict[int, Tensor] = {}  # by tick
-        self._arguments: dict[int, Arguments] = {}  # by microbatch
+        self._arguments: dict[int, LayerArguments] = {}  # by microbatch
         self._entered: dict[int, Backward] = {}  # by microbatch
         self._forward: Tensor | None = None  # what came from the stage before
         self._gradient: Tensor | None = None  # what came from the stage behind
@@ -84,11 +84,11 @@ class Lockstep:
         self._forward = self._pp.permute(y, self._ring)
         return y
 
-    def _again(self, m: int) -> tuple[Tensor, Arguments]:
+    def _again(self, m: int) -> tuple[Tensor, LayerArguments]:
         """In the bubble at the end stage 0 takes any activations: those that are at hand."""
         return self._inputs[max(self._inputs)], self._arguments[m]
 
-    def _arguments_of(self, numbers: list[int]) -> Arguments:
+    def _arguments_of(self, numbers: list[int]) -> LayerArguments:
         return chosen([self._arguments[m] for m in numbers], self._pp, self._stage.place)
 
     def _run_loss(self, y: Tensor, m: int | None) -> Tensor | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .arguments import Arguments
+from .arguments import LayerArguments
 
 
 def check_count(number: int) -> int:
@@ -29,11 +29,11 @@ def check_divides(batch: int, count: int) -> int:
 
 def microbatches(
     args: tuple[Any, ...], kwargs: dict[str, Any], count: int, shared: Collection[str], *, copied: bool
-) -> list[Arguments]:
+) -> list[LayerArguments]:
     """What each microbatch of a call gets: its part of every tensor whose dim 0 is that of the first tensor.
     ``copied``: in memory of its own, so that a program does not know which of them it reads."""
     names = tuple(f"argument {i}" for i in range(len(args)))
-    whole = Arguments(names, args, kwargs)
+    whole = LayerArguments(names, args, kwargs)
     batch = next((len(t) for t in whole.tensors() if t.ndim), 0)
     check_divides(batch, count)
 

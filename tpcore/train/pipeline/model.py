@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ... import random
 from .alike import find_layers
-from .arguments import Arguments
+from .arguments import LayerArguments
 from .layers import PipelinedLayers
 from .lockstep import Ends, Lockstep
 from .microbatches import check_count, microbatches
@@ -99,7 +99,7 @@ class _Ends(Ends):
         self,
         model: nn.Module,
         layers: PipelinedLayers,
-        batches: list[Arguments],
+        batches: list[LayerArguments],
         seed: int | None,
         weight: float,
     ) -> None:
@@ -112,10 +112,10 @@ class _Ends(Ends):
         with nullcontext() if seed is None else random.seeded(random.mixed(seed, m)):
             return self._model(*batch.positional, **batch.named)
 
-    def enter(self, microbatch: int) -> tuple[Tensor, Arguments]:
-        seen: list[tuple[Tensor, Arguments]] = []
+    def enter(self, microbatch: int) -> tuple[Tensor, LayerArguments]:
+        seen: list[tuple[Tensor, LayerArguments]] = []
 
-        def leave(x: Tensor, arguments: Arguments) -> Tensor:
+        def leave(x: Tensor, arguments: LayerArguments) -> Tensor:
             seen.append((x, arguments))
             raise _AtLayers
 
@@ -129,7 +129,7 @@ class _Ends(Ends):
     def leave(self, microbatch: int, hidden: Tensor) -> tuple[Tensor, Backward]:
         entered: list[Backward] = []
 
-        def pass_on(x: Tensor, arguments: Arguments) -> Tensor:
+        def pass_on(x: Tensor, arguments: LayerArguments) -> Tensor:
             if names := arguments.requiring_grad():
                 raise ValueError(
                     f"the layers get {names[0]}, which takes a gradient that this engine does not send back: "

@@ -8,23 +8,28 @@ from typing import Any
 from torch import Tensor, nn
 
 from ... import random
-from .arguments import Arguments
+from .arguments import LayerArguments
 
 
-class Stage:
+class StageLayers:
     """Runs ``layers`` one after another; the place of the stage goes into its random numbers only."""
 
     def __init__(self, layers: nn.Module, place: int) -> None:
         self._layers, self.place = layers, place
         self.tuples = False  # whether a layer returns its output in a tuple, as those of a model may
 
-    def __call__(self, x: Tensor, arguments: Arguments) -> Tensor:
+    def __call__(self, x: Tensor, arguments: LayerArguments) -> Tensor:
         for layer in self._layers.children():
             x = self._hidden(layer(x, *arguments.positional, **arguments.named))
         return x
 
     def run(
-        self, arguments: Callable[[], Arguments], seed: int | None, microbatch: int, *, check: bool = False
+        self,
+        arguments: Callable[[], LayerArguments],
+        seed: int | None,
+        microbatch: int,
+        *,
+        check: bool = False,
     ) -> Callable[[Tensor], Tensor]:
         """The stage on one microbatch, as a function that draws the same numbers whenever it is called.
 

@@ -19,10 +19,12 @@ from pipelines import (
     plain,
     share_of,
 )
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import tpcore
 from tpcore import Mesh, checkpoint
+from tpcore.checkpoint.offline.consolidate import consolidate
 from tpcore.context import ParallelContext
 from tpcore.layers.sharding import sharding
 from tpcore.layout import Slot
@@ -145,7 +147,7 @@ def test_twenty_steps_with_clipping(engine: str, pp: int, tp: int, dp: int) -> N
 
 
 def test_a_checkpoint_opens_on_any_mesh(tmp_path: Path) -> None:
-    """Plain modules' parameters too, and as a plain file for a model that nobody has cut."""
+    """Plain modules' parameters too, and as one file for the plain model."""
 
     def changed(ctx: ParallelContext) -> nn.Module:
         model = cut(4, ctx, tied=True)
@@ -167,6 +169,12 @@ def test_a_checkpoint_opens_on_any_mesh(tmp_path: Path) -> None:
     run_ranks(mesh(2, 2), write)
     for pp, tp in ((1, 1), (4, 1), (2, 1), (1, 2), (2, 2)):
         run_ranks(mesh(pp, tp), read)
+    consolidate(tmp_path / "c", tmp_path / "whole")
+    unsharded = plain(4, tied=True)
+    unsharded.load_state_dict(load_file(tmp_path / "whole" / "model.safetensors"), strict=False)
+    (want,) = run_ranks(mesh(1), lambda ctx: changed(ctx).state_dict())
+    for name, value in unsharded.state_dict().items():
+        torch.testing.assert_close(value, want[name], rtol=1e-9, atol=1e-9)
 
 
 def _backward(loss: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from pipelines import (
     assert_same_gradients,
     batch_of,
     cut,
+    part_of,
     plain,
     share_of,
 )
@@ -175,6 +176,36 @@ def test_a_checkpoint_opens_on_any_mesh(tmp_path: Path) -> None:
     (want,) = run_ranks(mesh(1), lambda ctx: changed(ctx).state_dict())
     for name, value in unsharded.state_dict().items():
         torch.testing.assert_close(value, want[name], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("there", [1, 2, 4])
+def test_stages_that_others_wrote(tmp_path: Path, there: int) -> None:
+    """The table on the first of them, head and norm on the last, each cut over tp alone."""
+    full = plain(4).state_dict()
+    files = [(stage, rank) for stage in range(there) for rank in range(2)]
+    for stage, rank in files:
+        part: dict[str, Tensor] = {}
+        for name, value in full.items():
+            number = int(name.split(".")[1]) if name.startswith("layers") else -1
+            at = number * there // 4 if number >= 0 else 0 if name.startswith("embed") else there - 1
+            dim = 1 if "down.weight" in name else 0 if "norm" not in name and "down" not in name else None
+            if at == stage:
+                part[name] = value if dim is None else value.chunk(2, dim)[rank].clone()
+        folder = tmp_path / f"tp_rank_{rank:02d}_pp_rank_{stage:02d}"
+        folder.mkdir()
+        torch.save({"model": part, "epoch": 3}, folder / "checkpoint.pt")
+
+    def read(ctx: ParallelContext) -> None:
+        model = cut(4, ctx)
+        for p in model.parameters():
+            nn.init.zeros_(p)
+        model.layers = tpcore.PipelinedLayers(model.layers, 2, shared=["mix"])
+        assert checkpoint.load(tmp_path, model)["epoch"] == 3
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, part_of(full[name], value, ctx)), name
+
+    for pp, tp in ((1, 1), (2, 2), (4, 1), (2, 1)):
+        run_ranks(mesh(pp, tp), read)
 
 
 def _backward(loss: Tensor) -> Tensor:

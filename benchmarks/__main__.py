@@ -5,5 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 
-for name in ("import_time", "all_reduce", "mlp_block", "cross_entropy", "optimizer", "serve"):
+for name in (
+    "import_time",
+    "all_reduce",
+    "mlp_block",
+    "cross_entropy",
+    "optimizer",
+    "serve",
+    "pipeline",
+):
     subprocess.run([sys.executable, "-m", f"benchmarks.{name}"], check=True)

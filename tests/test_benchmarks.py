@@ -59,3 +59,18 @@ def test_optimizer() -> None:
     assert "in the end all 5 hold equal weights" in printed
     for contestant in ("DDP, ZeroRedundancyOptimizer", "FSDP2, AdamW", "tpcore, Zero1"):
         assert f"| {contestant} |" in printed
+
+
+def test_pipeline() -> None:
+    printed = _run("pipeline", "--pp", "2", "--microbatches", "2", "6", "--rounds", "1")
+    for count in (2, 6):
+        table = printed.split(f"**pp=2, {count} microbatches**")[1]
+        for name in (
+            "PipelinedLayers",
+            "PipelineModel",
+            "torch Schedule1F1B",
+            "torch Schedule1F1B, recomputing",
+        ):
+            assert f"| {name} |" in table
+    few, many = (float(n) for n in printed.split("| PipelineModel |")[-1].split("|")[:2])
+    assert many < 1.05 * few  # its memory does not grow with the microbatches

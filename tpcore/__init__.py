@@ -38,6 +38,7 @@ from .mesh import Group, Mesh
 from .shard import Block, ShardSpec
 from .train.clip import clip_grad_norm
 from .train.data_parallel import reduce_gradients
+from .train.pipeline import PipelinedLayers, PipelineModel
 from .train.replicas import check_replicas
 from .train.step import optimizer_step
 from .train.zero import Zero1
@@ -94,6 +95,8 @@ __all__ = [
     "ParallelModule",
     "ParallelQKV",
     "PeerLostError",
+    "PipelineModel",
+    "PipelinedLayers",
     "RMSNorm",
     "RowParallelConv1D",
     "RowParallelLinear",

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..explaining import Collective, Explanation, Program, explain
+from ..explaining import Collective, Explanation, Program, StageCost, explain
 from ..explaining.summary import kinds, replicated, size, sizes
 
 
@@ -24,6 +24,7 @@ def explain_step(
     ),
     tp: int = typer.Option(1, min=1, help="Size of the tensor-parallel group."),
     dp: int = typer.Option(1, min=1, help="Size of the data-parallel group."),
+    pp: int = typer.Option(1, min=1, help="Pipeline stages, of a model with PipelinedLayers."),
     batch_size: int = typer.Option(1, min=1, help="Examples of one dp rank in a step."),
     seq_len: int = typer.Option(128, min=1, help="Tokens of an example."),
     parallelize: str | None = typer.Option(
@@ -52,6 +53,7 @@ def explain_step(
             target,
             tp=tp,
             dp=dp,
+            pp=pp,
             batch_size=batch_size,
             seq_len=seq_len,
             parallelize=parallelize,
@@ -106,28 +108,40 @@ def _show(found: Explanation) -> None:
         axes = ", ".join(f"{axis}={n}" for axis, n in found.mesh.axes.items())
         alike = f"ranks {', '.join(map(str, ranks))} alike" if len(ranks) > 1 else f"rank {ranks[0]}"
         console.print(f"{program.model} on {axes}: {alike}\n", markup=False, soft_wrap=True)
-        console.print(_memory(program))
+        console.print(_memory(program, staged=found.mesh.axes["pp"] > 1))
         for line in replicated(program, found.mesh.axes["tp"]):
             console.print(line, markup=False, soft_wrap=True)
         idle = [p.name for p in program.parameters if not p.gradient]
         if idle:
             console.print(f"Without a gradient: {', '.join(idle[:8])}", markup=False, soft_wrap=True)
+        for cost in program.pipelines:
+            console.print(_stage(cost), markup=False, soft_wrap=True)
         console.print()
         console.print(_traffic(program) if program.collectives else "No collectives.")
         console.print()
 
 
-def _memory(program: Program) -> Table:
+def _memory(program: Program, *, staged: bool) -> Table:
     table = Table(box=None, pad_edge=False)
     for title in ("on each rank", "elements", "parameters", "gradients", "optimizer", "together"):
         table.add_column(title, justify="left" if title == "on each rank" else "right")
-    rows = {"cut over tp": [p for p in program.parameters if p.cut]}
+    cut = "cut, or of this stage" if staged else "cut over tp"
+    rows = {cut: [p for p in program.parameters if p.cut]}
     rows["held in full"] = [p for p in program.parameters if not p.cut]
     rows["all"] = list(program.parameters)
     for name, some in rows.items():
         elements, *held = sizes(some)
         table.add_row(name, f"{elements:,}", *map(size, held), size(sum(held)))
     return table
+
+
+def _stage(cost: StageCost) -> str:
+    return (
+        f"Stage {cost.stage} of {cost.stages}: {cost.name} {', '.join(cost.layers)}, "
+        f"{cost.microbatches} microbatches of {size(cost.input_bytes)}; "
+        f"idle {cost.bubble:.0%} of the time; keeps {size(cost.kept)} of inputs for backward, "
+        f"{size(cost.kept_lockstep)} with PipelineModel; sends {size(cost.sent)} to other stages"
+    )
 
 
 def _traffic(program: Program) -> Table:

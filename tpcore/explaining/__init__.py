@@ -15,10 +15,11 @@ from ..mesh import Mesh
 from ..train.zero import Zero1
 from .lockstep import first_disagreement
 from .recording import Collective
+from .stages import StageCost
 from .step import MakeOptimizer, Parameter, Program, record
 from .target import Factory, Inputs, build, function
 
-__all__ = ["Collective", "Explanation", "Parameter", "Program", "explain"]
+__all__ = ["Collective", "Explanation", "Parameter", "Program", "StageCost", "explain"]
 
 _MANY = 16  # up to so many ranks all are recorded
 
@@ -63,6 +64,7 @@ def explain(
     *,
     tp: int = 1,
     dp: int = 1,
+    pp: int = 1,
     batch_size: int = 1,
     seq_len: int = 128,
     parallelize: str | Callable[[nn.Module], nn.Module | None] | None = None,
@@ -78,7 +80,8 @@ def explain(
     name, ``package.module:function`` or ``path/to/file.py:function``; or a Hugging Face config: a directory,
     a ``config.json``, a model class of transformers. ``inputs``: a tensor, positional or keyword arguments,
     or a function ``loss(model)``. A factory may take ``batch_size`` (of one dp rank) and ``seq_len``; it does
-    not call ``tpcore.init``.
+    not call ``tpcore.init``. At ``pp`` above 1 the model has ``PipelinedLayers``, and each program says what
+    its stage costs.
 
     ``parallelize``: replaces layers of the model by tpcore's, in place, or returns another model. ``dtype``:
     what parameters and inputs are converted to. ``optimizer``: a class of ``torch.optim``; ``zero1``, which
@@ -88,7 +91,7 @@ def explain(
 
     Raises ValueError for what cannot be built and for a step that reads values, and what the model raises.
     """
-    mesh = Mesh({"pp": 1, "dp": dp, "tp": tp})
+    mesh = Mesh({"pp": pp, "dp": dp, "tp": tp})
     change = function(parallelize) if isinstance(parallelize, str) else parallelize
 
     def made() -> tuple[nn.Module, Inputs]:

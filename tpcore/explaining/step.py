@@ -19,6 +19,7 @@ from ..mesh import Mesh
 from ..train.clip import scale_to
 from ..train.step import stepping_of
 from .recording import LIBRARY, Collective, Recorder, RecordingBackend, tensors
+from .stages import StageCost, StageWatch
 from .target import Inputs
 
 Build = Callable[[], tuple[nn.Module, Inputs]]
@@ -47,6 +48,7 @@ class Program:
     model: str  # its class
     parameters: tuple[Parameter, ...]
     collectives: tuple[Collective, ...]
+    pipelines: tuple[StageCost, ...] = ()
 
 
 def record(
@@ -70,7 +72,8 @@ def record(
         if dtype is not None:
             model.to(dtype)
         recorder.phase = "forward"
-        with recorder.watch(model):
+        watch = StageWatch()
+        with recorder.watch(model), watch.on(model):
             loss = _loss(model, inputs, dtype)
             recorder.phase = "backward"
             loss.backward()
@@ -89,7 +92,7 @@ def record(
     held = tuple(
         _held(n, p, owners[id(p)], gradients.get(id(p), 0), made.state) for n, p in model.named_parameters()
     )
-    return Program(type(model).__name__, held, tuple(recorder.calls))
+    return Program(type(model).__name__, held, tuple(recorder.calls), watch.costs(model))
 
 
 def _loss(model: nn.Module, inputs: Inputs, dtype: torch.dtype | None) -> Tensor:

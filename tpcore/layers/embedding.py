@@ -14,7 +14,7 @@ from .features import Features
 from .ids import check_ids
 from .initial import Init
 from .module import Device, ParallelModule
-from .options import sequence_dim
+from .options import sequence_dim, tokens_over
 from .plain import checked_plain, filled
 
 Embedding = TypeVar("Embedding", bound="ParallelEmbedding")
@@ -42,8 +42,10 @@ class ParallelEmbedding(ParallelModule):
     By default each rank holds some rows of the table, looks up the ids that are its own and the sum over
     ranks fills in the rest; ``pad`` allows a vocabulary that tp does not divide. With
     ``shard_across_embedding`` each rank holds some columns for every id, which ``collect_output=False``
-    leaves uncollected. ``padding_idx``, ``max_norm``, ``norm_type``, ``scale_grad_by_freq`` and ``sparse``
-    mean what they mean in ``nn.Embedding``. A callable as third argument is ``init_method``.
+    leaves uncollected. ``sequence_parallel_group``: the tokens lie over this part of the layer's ranks, such
+    as over tp for a table cut over pp and tp. ``padding_idx``, ``max_norm``, ``norm_type``,
+    ``scale_grad_by_freq`` and ``sparse`` mean what they mean in ``nn.Embedding``. A callable as third
+    argument is ``init_method``.
 
     Raises IndexError on every rank for an id out of range, on backends that can look at values, and
     ValueError for ``sparse`` on backends without sparse tensors.
@@ -70,6 +72,7 @@ class ParallelEmbedding(ParallelModule):
         *,
         sequence_dimension: int | None = None,
         collect_output: bool = True,
+        sequence_parallel_group: Any = None,
     ) -> None:
         super().__init__(tensor_model_parallel_group)
         if callable(padding_idx):  # the first published order: (num, dim, init_method, dtype, device)
@@ -85,6 +88,7 @@ class ParallelEmbedding(ParallelModule):
         self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
         self.shard_across_embedding, self.collect_output = shard_across_embedding, collect_output
         self.sequence_dim = sequence_dim(sequence_parallel_enabled, sequence_dimension)
+        self.tokens = tokens_over(self, self.sequence_dim, sequence_parallel_group)
         if not collect_output and (self.sequence_dim is not None or not shard_across_embedding):
             raise ValueError(
                 "collect_output=False needs shard_across_embedding=True and no sequence parallelism"
@@ -134,6 +138,8 @@ class ParallelEmbedding(ParallelModule):
         if self.sequence_dim is None:
             # one rank adds a value and the others zeros, so that no wider sum is needed
             return ops.reduce(y, self.tp)
+        if self.tokens is not None:
+            return self.tokens.summed(y)
         return ops.reduce_scatter(y, self.tp, self.sequence_dim)
 
     def _columns(self, ids: Tensor) -> Tensor:
@@ -141,7 +147,9 @@ class ParallelEmbedding(ParallelModule):
         if not self.collect_output:
             return self.features.mask(y, self.tp) if self.features.padded else y
         y = self.features.restored(ops.gather(y, self.tp, -1))
-        return y if self.sequence_dim is None else ops.scatter(y, self.tp, self.sequence_dim)
+        if self.sequence_dim is None:
+            return y
+        return ops.scatter(y, self.tp if self.tokens is None else self.tokens.over, self.sequence_dim)
 
     def _own(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Row of this rank's shard for each id (0 where another rank has it), and whether it is ours."""

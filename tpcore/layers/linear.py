@@ -23,7 +23,7 @@ from .copies import Copies
 from .features import Features
 from .initial import Init
 from .module import Device, ParallelModule
-from .options import cut_features, sequence_dim
+from .options import cut_features, sequence_dim, tokens_over
 from .plain import checked_plain, filled
 
 Result = Tensor | tuple[Tensor, Tensor | None]
@@ -140,7 +140,8 @@ class ColumnParallelLinear(_ParallelLinear):
     ``blocks``: the same for projections of several sizes, cut in whole units, as ``tpcore.Block`` says; the
     gradients of what several ranks hold are summed over them. ``input_is_copied``: the input comes from
     ``ops.copy``, or from ``ops.all_gather`` of tokens, which sums its gradient, once for all layers that read
-    it (``tpcore.share_input``).
+    it (``tpcore.share_input``). ``sequence_parallel_group``: the tokens lie over this part of the layer's
+    ranks, such as over tp for a head cut over pp and tp.
     ``pad``: allow an output size that tp does not divide. ``skip_bias_add``: return ``(y, bias)`` and do
     not add it. ``reduce_dtype``: the least precision to sum input gradients in. ``keep_master_weight``:
     keep the full initial weight as ``master_weight`` on the CPU.
@@ -166,6 +167,7 @@ class ColumnParallelLinear(_ParallelLinear):
         tensor_model_parallel_group: Any = None,
         keep_master_weight: bool = False,
         input_is_copied: bool = False,
+        sequence_parallel_group: Any = None,
     ) -> None:
         super().__init__(input_size, output_size, tensor_model_parallel_group)
         self.gather_output, self.skip_bias_add, self.reduce_dtype = gather_output, skip_bias_add, reduce_dtype
@@ -176,6 +178,9 @@ class ColumnParallelLinear(_ParallelLinear):
                 f"{type(self).__name__}(input_is_copied=True) gets all tokens and gathers none: "
                 "leave out sequence_parallel_enabled, and let ops.all_gather make the copy"
             )
+        self.tokens = tokens_over(self, self.sequence_dim, sequence_parallel_group)
+        if self.tokens is not None:
+            self.input_is_copied, self.sequence_dim = True, None
         cut = cut_features(self, "output_size", stride, blocks, pad)
         self._declare(cut, True, bias, init_method, dtype, device, keep_master_weight)
 
@@ -187,6 +192,8 @@ class ColumnParallelLinear(_ParallelLinear):
         if self.form.transposed:
             weight = weight.t()
         added = None if self.skip_bias_add else bias
+        if self.tokens is not None:
+            x = self.tokens.gathered(x, self.reduce_dtype)
         if self.input_is_copied:
             y = F.linear(x, weight, added)
         else:

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..comm import Comm
+from ..context import current
 from ..shard import Block, ShardSpec
 from .module import ParallelModule
 
@@ -13,6 +21,42 @@ def sequence_dim(enabled: bool, dim: int | None) -> int | None:
     if dim is not None and not enabled:
         raise ValueError(f"sequence_dimension={dim} without sequence_parallel_enabled=True has no meaning")
     return (0 if dim is None else dim) if enabled else None
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Sequence parallelism over some of a layer's ranks: chunks along ``dim`` lie over ``over``, and the
+    ranks of ``rest`` hold the same. What moves over each is the least: chunks over ``rest``."""
+
+    dim: int
+    over: Comm
+    rest: Comm
+
+    def gathered(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """This rank's chunk -> all tokens, one copy for each rank of the layer."""
+        return ops.all_gather(ops.copy(x, self.rest, dtype=dtype), self.over, self.dim, dtype=dtype)
+
+    def summed(self, y: Tensor) -> Tensor:
+        """Partial sums of all tokens -> this rank's chunk of the sum."""
+        return ops.reduce(ops.reduce_scatter(y, self.over, self.dim), self.rest)
+
+
+def tokens_over(layer: ParallelModule, dim: int | None, group: Any) -> Tokens | None:
+    """How tokens lie where that is over ``group``, and not over all the layer's ranks; None otherwise.
+
+    Collective, for it makes groups. ValueError where ``group`` is no part of the layer's.
+    """
+    if group is None:
+        return None
+    what, ctx = type(layer).__name__, current()
+    over = ctx.comm_for(group)
+    if dim is None:
+        raise ValueError(f"{what}: sequence_parallel_group without sequence_parallel_enabled has no meaning")
+    mine, theirs = layer.tp.group.axes, over.group.axes
+    if not set(theirs) <= set(mine) & set(ctx.mesh.axes):
+        raise ValueError(f"{what} is cut over {mine}, and its tokens over {theirs}, which is no part of that")
+    rest = [axis for axis in mine if axis not in theirs]
+    return Tokens(dim, over, ctx.comm(*rest)) if rest else None
 
 
 def cut_features(

@@ -43,14 +43,21 @@ class RankFiles(Source):
     def stage(self, pp_rank: int, own: int | None, cuts: Cuts) -> Stage:
         return _RankFilesStage(self, pp_rank, own, cuts)
 
+    def entries_of_all(self, cuts: Cuts) -> Stage:
+        return _RankFilesStage(self, 0, None, cuts, [file for stage in self.files[1:] for file in stage])
+
 
 class _RankFilesStage(Stage):
-    def __init__(self, source: RankFiles, pp_rank: int, own: int | None, cuts: Cuts) -> None:
+    """``alike``: files of other stages, whose entries beside the model this one's are to stand for."""
+
+    def __init__(
+        self, source: RankFiles, pp_rank: int, own: int | None, cuts: Cuts, alike: Sequence[str] = ()
+    ) -> None:
         self._source, self._pp_rank, self._own, self._cuts = source, pp_rank, own, cuts
         self._files = source.files[pp_rank]
         read = [source.read(file) for file in self._files]
         self._states = [state for state, _ in read]
-        rests = [rest for _, rest in read]
+        rests = [rest for _, rest in read] + [source.read(file)[1] for file in alike]
         self._rest, self._bound = split(rests) if own is None else (rests[own], [])
 
     def states(self) -> Sequence[Mapping[str, Any]]:

@@ -103,12 +103,16 @@ class Loading:
             self._fit.verify()
 
     def _model(self, model: nn.Module, stage: Stage) -> Mapping[str, Any]:
-        """What the model can have: of its own stage, or of all of them, of which it has some names."""
-        if not self.restaged:
-            return stage.model(self._fill)
-        found = model_of(self._source, _cuts_of(model))
-        pp = self._ctx.mesh.axes.get("pp", 1)
-        return {k: v for k, v in found.items() if pp == 1 or k in model.state_dict(keep_vars=True)}
+        """What the model can have: of its own stage, or of all of them, of which it has some names.
+
+        Of others too where the stages are as many: elsewhere a table is on the first stage alone.
+        """
+        found = {} if self.restaged else dict(stage.model(self._fill))
+        wanted = model.state_dict(keep_vars=True)
+        if not self.restaged and (self._source.pp == 1 or wanted.keys() <= found.keys()):
+            return found
+        every, pp = model_of(self._source, _cuts_of(model)), self._ctx.mesh.axes.get("pp", 1)
+        return {k: v for k, v in every.items() if pp == 1 or k in wanted} | found
 
     def _follow(
         self, tensors: Iterable[OfParameter], layout_of: Callable[[OfParameter], Layout | None]

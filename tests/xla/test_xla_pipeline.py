@@ -1,0 +1,91 @@
+"""Pipelines on replicas: one program for all stages, and as many programs whatever the microbatches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from pipelines import assert_same_gradients, batch_of, cut, plain
+from tpcore_neuron.testing import programs, run_replicas
+
+import tpcore
+
+FLOAT64 = 1e-8  # XLA's exp and erf of float64 are good to about 1e-9, not to 1e-16
+
+
+def on_stages(pp: int, tp: int, fn: Any, *args: Any) -> list[Any]:
+    return run_replicas(_with_context, pp * tp, pp, tp, fn, args)
+
+
+def _with_context(pp: int, tp: int, fn: Any, args: tuple[Any, ...]) -> Any:
+    ctx = tpcore.init(backend="neuron", tp=tp, pp=pp)
+    try:
+        return fn(ctx, *args)
+    finally:
+        tpcore.shutdown()
+
+
+def equal(ctx: tpcore.ParallelContext, count: int) -> None:
+    dense = plain(4, tied=True)
+    want = dense(**batch_of(8))
+    want.backward()
+    for engine in ("layers", "lockstep"):
+        model = cut(4, ctx, tied=True)
+        pipe = tpcore.PipelineModel(model, count)
+        tpcore.move_model_to_device(model, ctx.device)
+        batch = {k: v.to(ctx.device) for k, v in batch_of(8).items()}
+        pipe.layers.shared = ["mix"]
+        if engine == "layers":
+            loss = model(**batch)
+            loss.backward()
+        else:
+            loss = pipe.run_train(**batch)
+        ctx.backend.mark_step()
+        torch.testing.assert_close(loss.detach().cpu(), want.detach(), rtol=FLOAT64, atol=FLOAT64)
+        grads = {n: p.grad.cpu() for n, p in model.named_parameters()}
+        tpcore.move_model_to_device(model, "cpu")
+        for name, p in model.named_parameters():
+            p.grad = grads[name]
+        assert_same_gradients(model, dense, ctx, rtol=FLOAT64, atol=FLOAT64)
+
+
+@pytest.mark.parametrize(("process", "pp", "tp", "count"), [("n4", 2, 2, 2), ("n4", 4, 1, 2)])
+def test_a_pipeline_is_the_plain_model(process: str, pp: int, tp: int, count: int) -> None:
+    on_stages(pp, tp, equal, count)
+
+
+def counted(ctx: tpcore.ParallelContext) -> list[list[tuple[int, int, int]]]:
+    """By number of microbatches and step: programs run, programs compiled, operations of the largest."""
+    found = []
+    for count in (4, 8, 16):
+        model = cut(2, ctx)
+        pipe = tpcore.PipelineModel(model, count)
+        tpcore.move_model_to_device(model, ctx.device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        steps = []
+        for step in range(3):
+            batch = {k: v.to(ctx.device) for k, v in batch_of(2 * count, step).items()}
+            before = len(programs())
+            pipe.run_train(**batch)
+            tpcore.optimizer_step(optimizer, max_norm=1.0)
+            optimizer.zero_grad(set_to_none=False)
+            made = programs()[before:]
+            steps.append((len(made), sum(p.compiled for p in made), max(p.operations for p in made)))
+        found.append(steps)
+    return found
+
+
+@pytest.mark.parametrize("process", ["n2"])
+def test_microbatches_run_the_same_programs(process: str) -> None:
+    """What is compiled for 4 microbatches serves 8 and 16, but for the program that cuts the batch. Nothing
+    is compiled after the second step. Replicas compare the programs of both stages as they run."""
+    for four, eight, sixteen in on_stages(2, 1, counted):
+        for count, steps in ((4, four), (8, eight), (16, sixteen)):
+            # one for the batch, one a tick, the step
+            assert [run for run, _, _ in steps] == [1 + count + 2 + 1] * 3
+            assert [compiled for _, compiled, _ in steps][2:] == [0]
+        assert sum(compiled for _, compiled, _ in four) <= 10
+        for steps in (eight, sixteen):
+            assert [compiled for _, compiled, _ in steps][:2] == [1, 1]
+        assert len({most for steps in (four, eight, sixteen) for _, _, most in steps}) == 1

@@ -1,0 +1,108 @@
+"""Which layers make a pipeline: as many on each stage, all alike, found in a model or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+Signature = dict[str, Any]
+
+
+def check_layers(layers: Sequence[nn.Module], stages: int) -> None:
+    """ValueError where ``layers`` cannot be ``stages`` stages that run one program."""
+    count = len(layers)
+    if not count:
+        raise ValueError("a pipeline of no layers: give the layers that the model loops over")
+    if count % stages:
+        fit = [n for n in range(1, count + 1) if not count % n]
+        near = sorted({count // stages * stages, -(-count // stages) * stages} - {0})
+        raise ValueError(
+            f"{count} layers do not divide into pp={stages} stages, which must run one program: pp of "
+            f"{_any(fit)} would do, or a model of {_any(near)} layers"
+        )
+    owners: dict[int, int] = {}
+    for i, layer in enumerate(layers):
+        for name, p in layer.named_parameters():
+            if owners.setdefault(id(p), i) != i:
+                raise ValueError(
+                    f"layers {owners[id(p)]} and {i} share a parameter, {name}: they would be on two stages "
+                    "that do not add its gradients up"
+                )
+    per = count // stages
+    for i, layer in enumerate(layers):
+        _check_alike(i, layer, i % per, layers[i % per])
+
+
+def _any(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers[:-1])) + (" or " if numbers[1:] else "") + str(numbers[-1])
+
+
+def _check_alike(i: int, layer: nn.Module, j: int, other: nn.Module) -> None:
+    mine, theirs = _signature(layer), _signature(other)
+    for name in {**theirs, **mine}:
+        if mine.get(name) != theirs.get(name):
+            raise ValueError(
+                f"layers {j} and {i} would do the same on two stages, and differ: {name or 'the layer'} is "
+                f"{theirs.get(name, 'not there')} in the one and {mine.get(name, 'not there')} in the other. "
+                "Stages run one program: a pattern of layers must repeat on each of them, so pp has to "
+                "divide the number of times that it occurs"
+            )
+
+
+def _signature(layer: nn.Module) -> Signature:
+    """What has to be the same for two layers to be one program: classes, parameters, words in attributes."""
+    found: Signature = {}
+    for name, module in layer.named_modules():
+        found[name] = type(module).__name__
+        dotted = name and f"{name}."
+        for key, t in (*module._parameters.items(), *module._buffers.items()):
+            if t is not None:
+                found[dotted + key] = f"{t.dtype} {list(t.shape)}"
+                if isinstance(t, nn.Parameter) and not t.requires_grad:
+                    found[dotted + key] += " without gradient"
+        for key, value in vars(module).items():
+            if isinstance(value, str):
+                found[dotted + key] = repr(value)
+    return found
+
+
+def one_call_for_all(layers: Sequence[nn.Module]) -> None:
+    """ValueError where a model passes its layers arguments by kind: a loop calls the pipeline once, with the
+    arguments of the first layer."""
+    words = [{k: v for k, v in _signature(layer).items() if v[:1] in "'\""} for layer in layers]
+    for i, other in enumerate(words):
+        if other != words[0]:
+            name = next(k for k in {**words[0], **other} if words[0].get(k) != other.get(k))
+            raise ValueError(
+                f"layers 0 and {i} are of two kinds: {name} is {words[0].get(name)} and {other.get(name)}. A "
+                "model passes such layers different arguments, a mask each for one, and a pipeline is called "
+                "once for all of them"
+            )
+
+
+def find_layers(model: nn.Module) -> tuple[nn.Module, str]:
+    """The module that owns the one list of layers of ``model``, and its name there; ValueError where there is
+    none, or more than one."""
+    found: dict[str, tuple[nn.Module, str]] = {}
+    for path, module in model.named_modules():
+        for name, child in module.named_children():
+            whole = f"{path}.{name}" if path else name
+            inside = any(whole.startswith(f"{outer}.") for outer in found)
+            if isinstance(child, nn.ModuleList) and len(child) and not inside:
+                found[whole] = module, name
+    if len(found) == 1:
+        return next(iter(found.values()))
+    kind = type(model).__name__
+    if not found:
+        raise ValueError(
+            f"{kind} has no nn.ModuleList of layers to make a pipeline of: put its layers into one, over "
+            "which forward loops"
+        )
+    first = next(iter(found))
+    raise ValueError(
+        f"{kind} has several lists of layers, {', '.join(found)}, and a pipeline is made of one: an "
+        "encoder and its decoder would be two. Choose it yourself: "
+        f"model.{first} = tpcore.PipelinedLayers(model.{first}, num_microbatches)"
+    )

@@ -1,0 +1,113 @@
+"""What layers get beside their input: nested values whose tensors travel with their microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...comm import Comm
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format)
+
+
+@dataclass(frozen=True)
+class LayerArguments:
+    """Positional ones, which have ``names``, and named ones."""
+
+    names: tuple[str, ...]
+    positional: tuple[Any, ...]
+    named: Mapping[str, Any]
+
+    def mapped(self, fn: Callable[[Tensor, str], Any]) -> LayerArguments:
+        """With ``fn`` of each tensor and the name of the argument that it is in. ValueError for an object
+        that may hold tensors out of sight."""
+        positional = tuple(_mapped(v, fn, n) for v, n in zip(self.positional, self.names, strict=False))
+        return LayerArguments(self.names, positional, {n: _mapped(v, fn, n) for n, v in self.named.items()})
+
+    def tensors(self) -> list[Tensor]:
+        found: list[Tensor] = []
+        self.mapped(lambda t, name: found.append(t))
+        return found
+
+    def requiring_grad(self) -> list[str]:
+        """Names of those with tensors that take a gradient."""
+        found: dict[str, None] = {}
+        self.mapped(lambda t, name: found.setdefault(name) if t.requires_grad else None)
+        return list(found)
+
+    def microbatch(
+        self, index: Tensor, count: int, batch: int, shared: Collection[str] | None
+    ) -> LayerArguments:
+        """Those of microbatch ``index`` of ``count``: its part of what has the batch in dim 0. The index is
+        data, for it differs by stage."""
+
+        def part(t: Tensor, name: str) -> Tensor:
+            if count == 1 or not t.ndim or t.shape[0] != batch or name in (shared or ()):
+                return t
+            every: Tensor = t.unflatten(0, (count, -1))
+            return every.index_select(0, index).squeeze(0)
+
+        return self.mapped(part)
+
+
+def check_told_apart(arguments: LayerArguments, x: Tensor) -> None:
+    """ValueError where the first size of an argument may be the batch of ``x``, or another size of it."""
+
+    def check(t: Tensor, name: str) -> None:
+        if t.ndim and t.shape[0] == len(x) and len(x) in x.shape[1:]:
+            raise ValueError(
+                f"the layers get {name} of shape {tuple(t.shape)} beside an input of {tuple(x.shape)}: its "
+                "size does not tell whether it is cut into microbatches. Pass "
+                f"shared=[{name!r}] if every microbatch gets all of it, and shared=[] if not"
+            )
+
+    arguments.mapped(check)
+
+
+def chosen(every: Sequence[LayerArguments], pp: Comm, place: int) -> LayerArguments:
+    """Of the arguments that each stage is to get, those of this stage, by data.
+
+    They may be of several forms, as where transformers leaves out a mask that masks nothing. Then no data can
+    choose: an eager backend takes those at ``place``, and a lazy one would need several programs: ValueError.
+    """
+    first = every[0]
+    plain = [a.mapped(lambda t, name: ...) for a in every]
+    if any(other != plain[0] for other in plain):
+        if pp.eager:
+            return every[place]
+        raise ValueError(
+            "the model calls its layers with other arguments from microbatch to microbatch, beside tensors: "
+            f"{next(other for other in plain if other != plain[0])} and {plain[0]}; all stages run "
+            "one program"
+        )
+    columns = iter(list(zip(*(a.tensors() for a in every), strict=True)))
+
+    def choose(t: Tensor, name: str) -> Tensor:
+        column = next(columns)
+        if all(other is t for other in column):
+            return t
+        return torch.stack(column).index_select(0, pp.position).squeeze(0)
+
+    return first.mapped(choose)
+
+
+def _mapped(value: Any, fn: Callable[[Tensor, str], Any], name: str) -> Any:
+    if isinstance(value, Tensor):
+        return fn(value, name)
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, Mapping):
+        return {key: _mapped(v, fn, name) for key, v in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a namedtuple
+        return type(value)(*(_mapped(v, fn, name) for v in value))
+    if isinstance(value, tuple | list):
+        return type(value)(_mapped(v, fn, name) for v in value)
+    raise ValueError(
+        f"the layers of a pipeline get {name}, a {type(value).__name__}: what it holds cannot go with its "
+        "microbatch. Pass tensors, numbers, strings, and tuples, lists and dicts of these; a transformers "
+        "model makes no cache with use_cache=False"
+    )

@@ -1,0 +1,107 @@
+"""A pipeline as one differentiable function: all microbatches forward, then by autograd all of them back.
+
+GPipe (Huang et al. 2019, arXiv:1811.06965) as one program for all ranks: at every tick each stage runs its
+layers and what it made moves one stage on, by a permutation of the ring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import ops
+from ...comm import Comm
+from .arguments import LayerArguments
+from .recompute import recomputed
+from .schedule import Schedule
+from .stage import StageLayers
+
+
+@dataclass(frozen=True)
+class FillDrainOptions:
+    """``shared``: arguments that every microbatch gets whole. ``cut``: ends a program on lazy backends."""
+
+    recompute: bool
+    shared: Collection[str] | None
+    cut: Callable[[], None] | None
+
+
+def tick(number: int, like: Tensor) -> Tensor:
+    """``number`` as data: one element, and moved, so that no program holds it."""
+    return torch.tensor([number]).to(like.device)
+
+
+def where(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """By a condition of one element. Not a product with a mask: zero times an infinity is no zero."""
+    return torch.where(condition.view([1] * a.ndim), a, b)
+
+
+class _Cut(torch.autograd.Function):
+    """Ends a program as its backward comes by."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, end: Callable[[], None]) -> Tensor:
+        ctx.end = end
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.end()
+        return grad, None
+
+
+@dataclass(frozen=True)
+class FillDrain:
+    """``run`` puts a batch through all stages; the result is the same on every stage."""
+
+    stage: StageLayers
+    pp: Comm
+    schedule: Schedule
+    options: FillDrainOptions
+    parameters: list[Tensor]
+
+    def run(self, x: Tensor, arguments: LayerArguments, seed: int | None) -> Tensor:
+        first, last = self.pp.position == 0, self.pp.position == self.pp.size - 1
+        # only stage 0 uses it, so that its gradient is summed over stages; what layers get beside it all use
+        feeds = list(ops.copy(x, self.pp).chunk(self.schedule.microbatches))
+        every = arguments.mapped(lambda t, name: ops.copy(t, self.pp) if t.requires_grad else t)
+        if (
+            self.options.cut is not None
+        ):  # in buffers of their own, a tick's program does not know which it reads
+            feeds = [feed.clone() for feed in feeds]
+            self.options.cut()
+        # real activations in the bubble too: of zeros, a norm may make what is no number
+        state, made = feeds[0], []
+        for t in range(self.schedule.ticks):
+            feed = feeds[self.schedule.entering(t)]
+            y = self._tick(t, feed if self.pp.size == 1 else where(first, feed, state), every, len(x), seed)
+            if self.schedule.leaving(t) is not None:
+                made.append(y)
+            if t + 1 < self.schedule.ticks:
+                state = ops.shift(y, self.pp)
+            if self.options.cut is not None:
+                self.options.cut()
+        out = torch.cat(made)
+        if self.pp.size == 1:
+            return out
+        return ops.reduce(where(last, out, torch.zeros_like(out)), self.pp)
+
+    def _tick(self, t: int, x: Tensor, every: LayerArguments, batch: int, seed: int | None) -> Tensor:
+        """What this stage makes of ``x`` at tick ``t``."""
+        count, options = self.schedule.microbatches, self.options
+        index = (tick(t, x) - self.pp.position).clamp(0, count - 1)
+        call = self.stage.run(
+            lambda: every.microbatch(index, count, batch, options.shared),
+            seed,
+            self.schedule.forward_of(t)[self.stage.place],
+            check=t == 0,
+        )
+        if not torch.is_grad_enabled():
+            return call(x)
+        if options.cut is not None:
+            x = _Cut.apply(x, options.cut)
+        return recomputed(call, x, [*every.tensors(), *self.parameters]) if options.recompute else call(x)

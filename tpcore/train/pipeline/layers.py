@@ -1,0 +1,196 @@
+"""In place of a model's list of layers: this stage's, which the model's own forward runs as a pipeline."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from ... import random
+from ...context import current
+from ...layers.module import ParallelModule
+from ...layers.sharding import Sharding, sharding, stamp
+from ...layout import Layout, Slot
+from .alike import check_layers, one_call_for_all
+from .arguments import LayerArguments, check_told_apart
+from .fill_drain import FillDrain, FillDrainOptions
+from .microbatches import check_count, check_divides
+from .schedule import Schedule
+from .stage import StageLayers
+
+Instead = Callable[[Tensor, LayerArguments], Tensor]
+
+
+class PipelinedLayers(nn.Module):
+    """The layers of a model, of which each pipeline stage runs its share, one microbatch after another.
+
+    ``layers``: all of them, alike, and as many for each stage; those of other stages are dropped, and the
+    kept ones keep their numbers, so that parameters have the names of the unsharded model. A forward that
+    loops over them, or over a slice of all, finds one layer, the whole pipeline:
+    ``model.layers = tpcore.PipelinedLayers(model.layers, num_microbatches=8)`` is all there is to change.
+
+    Called as a layer is: the first argument, ``[batch, ...]``, is the same on all stages, and so is the
+    result. It is cut along dim 0 into ``num_microbatches``, and so are tensors in other arguments whose dim 0
+    is of that size, but for those that ``shared`` names; where they could be of that size for another reason,
+    ``shared`` has to be given. Gradients are those of the layers one after the other.
+
+    ``recompute``: keep the input of each microbatch alone and run the layers again in backward.
+    ``cut_programs``: on lazy backends each tick ends a program, so that one program serves all microbatches
+    and no compiler merges what is computed again with what was computed before. Dropout draws its own numbers
+    for each microbatch and stage, the same when it is computed again. ValueError for layers that are not
+    alike, or not ``pp`` times as many, and for a batch that does not divide.
+    """
+
+    def __init__(
+        self,
+        layers: Iterable[nn.Module],
+        num_microbatches: int,
+        *,
+        recompute: bool = True,
+        shared: Collection[str] | None = None,
+        cut_programs: bool = True,
+    ) -> None:
+        super().__init__()
+        self.context = ctx = current()
+        self.pp = ctx.comm("pp")
+        every = list(layers)
+        self.num_layers, self.num_microbatches = len(every), check_count(num_microbatches)
+        check_layers(every, self.pp.size)
+        if self.pp.size > 1 or num_microbatches > 1:
+            one_call_for_all(every)
+        self.recompute, self.shared, self.cut_programs = recompute, shared, cut_programs
+        for i, layer in enumerate(every):
+            if self._slot(i).coordinate(ctx.mesh) == ctx.coord("pp"):
+                self.add_module(str(i), layer)
+        self.stage = StageLayers(self, ctx.coord("pp"))
+        self._instead: Instead | None = None
+        self.register_load_state_dict_post_hook(_stamp_again)
+        self._stamp_all()
+
+    # -- what a model's forward sees ------------------------------------------------------------------------
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter((self,))
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int | slice) -> nn.Module:
+        if isinstance(index, slice):
+            if range(self.num_layers)[index] == range(self.num_layers):
+                return self
+        elif index in (0, -1):
+            return self
+        raise ValueError(
+            f"{index} of {self.num_layers} pipelined layers: they run as one, so that a forward "
+            "may loop over all of them and not over some"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        """What a model asks of a layer before it calls it is what the first one says."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            first = next(self.children(), None) if "_modules" in self.__dict__ else None
+            if first is None or name.startswith("_"):
+                raise
+            return getattr(first, name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        x, arguments = self._arguments(args, kwargs)
+        run = self._run if self._instead is None else self._instead
+        y = run(x, arguments)
+        return (y,) if self.stage.tuples else y
+
+    def _run(self, x: Tensor, arguments: LayerArguments) -> Tensor:
+        count = check_divides(len(x), self.num_microbatches)
+        if self.shared is None and count > 1:
+            check_told_apart(arguments, x)
+        schedule = Schedule(self.pp.size, count)
+        options = FillDrainOptions(self.recompute, self.shared, self.end_program if self.cuts else None)
+        road = FillDrain(self.stage, self.pp, schedule, options, list(self.parameters()))
+        return road.run(x, arguments, self.seed())
+
+    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, LayerArguments]:
+        """The input of the first layer, which is the first argument, and the other arguments."""
+        names = list(inspect.signature(next(self.children()).forward).parameters)
+        names += [f"argument {i}" for i in range(len(names), len(args))]
+        if args:
+            return args[0], LayerArguments(tuple(names[1:]), args[1:], kwargs)
+        rest = dict(kwargs)
+        if names[0] not in rest:
+            raise TypeError(f"pipelined layers are called without {names[0]!r}, their input")
+        return rest.pop(names[0]), LayerArguments((), (), rest)
+
+    # -- what an engine that owns the loop uses -----------------------------------------------------------
+    @contextmanager
+    def instead(self, run: Instead) -> Iterator[None]:
+        """Within, a call of the layers is ``run`` and not the pipeline."""
+        self._instead = run
+        try:
+            yield
+        finally:
+            self._instead = None
+
+    @property
+    def cuts(self) -> bool:
+        """Whether ticks end programs: on lazy backends, unless switched off."""
+        return self.cut_programs and not self.pp.eager
+
+    def end_program(self) -> None:
+        self.context.backend.mark_step()
+
+    def seed(self) -> int | None:
+        """What the random numbers of one run of the pipeline come from; None where layers draw none."""
+        return random.draw() if self.training else None
+
+    # -- where its parameters live ------------------------------------------------------------------------
+    def _slot(self, number: int) -> Slot:
+        return Slot("pp", number, self.num_layers)
+
+    def _stamp_all(self) -> None:
+        if self.pp.size == 1:
+            return
+        for number, layer in self.named_children():
+            for module in layer.modules():
+                if isinstance(module, ParallelModule):
+                    module.place(self._slot(int(number)))
+            for t in (*layer.parameters(), *layer.buffers()):
+                self._stamp(t, number)
+
+    def _stamp(self, t: Tensor, number: str) -> None:
+        """Mark what no parallel layer has marked: it is whole, and on this stage alone."""
+        found = sharding(t)
+        if found is None or found.layout.slot is None:
+            stamp(t, Sharding(Layout(tuple(t.shape), slot=self._slot(int(number))), self.context))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> PipelinedLayers:
+        super()._apply(fn, recurse)
+        self._stamp_all()
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._stamp_all()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        found = super().state_dict(*args, **kwargs)
+        prefix = kwargs.get("prefix", "")
+        for name, t in found.items() if self.pp.size > 1 else ():
+            number = name.removeprefix(prefix).partition(".")[0]
+            if name.startswith(prefix) and number in self._modules and isinstance(t, Tensor):
+                self._stamp(t, number)
+        return found
+
+    def extra_repr(self) -> str:
+        held = ", ".join(name for name, _ in self.named_children())
+        return (
+            f"{held} of {self.num_layers} layers, pp={self.pp.size}, num_microbatches={self.num_microbatches}"
+        )
+
+
+def _stamp_again(layers: nn.Module, keys: Any) -> None:
+    if isinstance(layers, PipelinedLayers):
+        layers._stamp_all()

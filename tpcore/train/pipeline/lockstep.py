@@ -1,0 +1,145 @@
+"""One forward, one backward on all stages in lockstep: memory for few microbatches, however many there are.
+
+A tick runs one microbatch forward on each stage and another one backward, which computes it again from the
+stage's input. Inputs are held by tick, in the same place on all ranks; which of them a stage takes is data.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ...comm import Comm
+from .arguments import LayerArguments, chosen
+from .fill_drain import tick, where
+from .recompute import Backward
+from .schedule import Schedule
+from .stage import StageLayers
+
+
+class Ends(ABC):
+    """A model before and after its layers, by microbatch."""
+
+    @abstractmethod
+    def enter(self, microbatch: int) -> tuple[Tensor, LayerArguments]:
+        """Up to the layers, without gradients: their input and their other arguments."""
+
+    @abstractmethod
+    def leave(self, microbatch: int, hidden: Tensor) -> tuple[Tensor, Backward]:
+        """From what the layers made to the loss, and the backward of what led to the layers."""
+
+
+class Lockstep:
+    """One run over all microbatches of a batch. Gradients add up in the parameters, as of the sum of
+    losses."""
+
+    def __init__(
+        self, stage: StageLayers, ends: Ends, pp: Comm, schedule: Schedule, seed: int | None, *, train: bool
+    ) -> None:
+        self._stage, self._ends, self._pp, self._schedule = stage, ends, pp, schedule
+        self._seed, self._train = seed, train
+        self._first, self._last = pp.position == 0, pp.position == pp.size - 1
+        self._ring = [(i + 1) % pp.size for i in range(pp.size)]
+        self._back = [(i - 1) % pp.size for i in range(pp.size)]
+        self._inputs: dict[int, Tensor] = {}  # by tick
+        self._arguments: dict[int, LayerArguments] = {}  # by microbatch
+        self._entered: dict[int, Backward] = {}  # by microbatch
+        self._forward: Tensor | None = None  # what came from the stage before
+        self._gradient: Tensor | None = None  # what came from the stage behind
+        self._losses: list[Tensor] = []
+
+    @property
+    def held(self) -> list[Tensor]:
+        """The stage inputs that are kept now."""
+        return list(self._inputs.values())
+
+    def run(self, end_tick: Callable[[], None]) -> Tensor:
+        """The sum of the losses. ``end_tick`` is called at the end of each tick."""
+        schedule = self._schedule
+        for t in range(schedule.step_ticks if self._train else schedule.ticks):
+            out = None
+            if t < schedule.ticks:
+                y = self._run_forward(t)
+                out = self._run_loss(y, schedule.leaving(t))
+            if self._train and t >= schedule.stages - 1:
+                self._run_backward(t, out)
+            self._forget(t)
+            end_tick()
+        return torch.stack(self._losses).sum()
+
+    @torch.no_grad()
+    def _run_forward(self, t: int) -> Tensor:
+        m = self._schedule.entering(t)
+        feed, self._arguments[m] = self._ends.enter(m) if m not in self._arguments else self._again(m)
+        x = feed if self._forward is None or self._pp.size == 1 else where(self._first, feed, self._forward)
+        self._inputs[t] = x
+        numbers = self._schedule.forward_of(t)
+        call = self._stage.run(
+            lambda: self._arguments_of(numbers), self._seed, numbers[self._stage.place], check=t == 0
+        )
+        y = call(x)
+        self._forward = self._pp.permute(y, self._ring)
+        return y
+
+    def _again(self, m: int) -> tuple[Tensor, LayerArguments]:
+        """In the bubble at the end stage 0 takes any activations: those that are at hand."""
+        return self._inputs[max(self._inputs)], self._arguments[m]
+
+    def _arguments_of(self, numbers: list[int]) -> LayerArguments:
+        return chosen([self._arguments[m] for m in numbers], self._pp, self._stage.place)
+
+    def _run_loss(self, y: Tensor, m: int | None) -> Tensor | None:
+        """The loss of the microbatch that the last stage has finished, if there is one, and the gradient of
+        what it made. All ranks have it, and each computes with its part of the vocabulary."""
+        if m is None:
+            return None
+        hidden = self._pp.broadcast(y, self._pp.size - 1).detach().requires_grad_(self._train)
+        with torch.set_grad_enabled(self._train):
+            loss, entered = self._ends.leave(m, hidden)
+        if self._train:
+            self._entered[m] = entered
+            loss.backward()
+        self._losses.append(loss.detach())
+        return hidden.grad if hidden.grad is not None else torch.zeros_like(hidden)
+
+    def _run_backward(self, t: int, out: Tensor | None) -> None:
+        schedule, pp = self._schedule, self._pp
+        numbers = schedule.backward_of(t)
+        x = self._input_of(t).detach().requires_grad_()
+        call = self._stage.run(lambda: self._arguments_of(numbers), self._seed, numbers[self._stage.place])
+        with torch.enable_grad():
+            y = call(x)
+        torch.autograd.backward(y, self._gradient_at(t, out))
+        grad = x.grad if x.grad is not None else torch.zeros_like(x)
+        self._gradient = pp.permute(grad, self._back)
+        m = schedule.returned(t)
+        if m is not None:
+            self._entered.pop(m)(pp.broadcast(grad, 0))
+
+    def _input_of(self, t: int) -> Tensor:
+        """Of the inputs that are held, that which this stage had for the microbatch it now runs backward:
+        stage ``r`` ran it forward ``2 (stages - 1 - r)`` ticks ago."""
+        stages, latest = self._pp.size, max(self._inputs)
+        ages = [self._inputs.get(t - 2 * (stages - 1 - r), self._inputs[latest]) for r in range(stages)]
+        if stages == 1:
+            return ages[0]
+        return torch.stack(ages).index_select(0, self._pp.position).squeeze(0)
+
+    def _gradient_at(self, t: int, out: Tensor | None) -> Tensor:
+        """What this stage sends back: of the loss on the last one, of the stage behind on others, and nothing
+        where it has no microbatch to run backward."""
+        come = [g for g in (self._gradient, out) if g is not None]
+        grad = come[0] if len(come) == 1 else where(self._last, come[1], come[0])
+        if self._pp.size == 1:
+            return grad
+        m = tick(t - 2 * (self._pp.size - 1), grad) + self._pp.position
+        return where((m >= 0) & (m < self._schedule.microbatches), grad, torch.zeros_like(grad))
+
+    def _forget(self, t: int) -> None:
+        """Inputs and arguments that no stage needs at later ticks."""
+        kept = t + 1 - 2 * (self._pp.size - 1) if self._train else t
+        self._inputs = {at: x for at, x in self._inputs.items() if at >= kept}
+        self._arguments = {m: a for m, a in self._arguments.items() if m >= kept - self._pp.size}

@@ -1,0 +1,79 @@
+"""The layers of one stage as one function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from ... import random
+from .arguments import LayerArguments
+
+
+class StageLayers:
+    """Runs ``layers`` one after another; the place of the stage goes into its random numbers only."""
+
+    def __init__(self, layers: nn.Module, place: int) -> None:
+        self._layers, self.place = layers, place
+        self.tuples = False  # whether a layer returns its output in a tuple, as those of a model may
+
+    def __call__(self, x: Tensor, arguments: LayerArguments) -> Tensor:
+        for layer in self._layers.children():
+            x = self._hidden(layer(x, *arguments.positional, **arguments.named))
+        return x
+
+    def run(
+        self,
+        arguments: Callable[[], LayerArguments],
+        seed: int | None,
+        microbatch: int,
+        *,
+        check: bool = False,
+    ) -> Callable[[Tensor], Tensor]:
+        """The stage on one microbatch, as a function that draws the same numbers whenever it is called.
+
+        With ``check`` it raises ValueError, on all ranks, where the layers do what no pipeline can.
+        """
+
+        def call(x: Tensor) -> Tensor:
+            before = self._versions()
+            if seed is None:
+                y = self(x, arguments())
+            else:
+                with random.seeded(random.mixed(seed, microbatch, self.place + 1)):
+                    y = self(x, arguments())
+            if check:
+                self._check(x, y, before)
+            return y
+
+        return call
+
+    def _check(self, x: Tensor, y: Tensor, before: dict[str, int]) -> None:
+        changed = [name for name, version in self._versions().items() if before[name] != version]
+        if changed:
+            raise ValueError(
+                f"the layers change {changed[0]!r} as they run: in a pipeline they also run on what is no "
+                "microbatch, and again in backward; replace what keeps statistics, such as a BatchNorm"
+            )
+        if y.shape != x.shape or y.dtype != x.dtype:
+            raise ValueError(
+                f"the layers make {y.dtype} {tuple(y.shape)} of {x.dtype} {tuple(x.shape)}: what goes from "
+                "stage to stage has one shape and dtype"
+            )
+
+    def _versions(self) -> dict[str, int]:
+        return {name: buffer._version for name, buffer in self._layers.named_buffers()}
+
+    def _hidden(self, out: Any) -> Tensor:
+        self.tuples = isinstance(out, tuple | list)
+        if isinstance(out, Tensor):
+            return out
+        if isinstance(out, tuple | list) and out and isinstance(out[0], Tensor):
+            if all(other is None for other in out[1:]):
+                return out[0]
+            raise ValueError(
+                f"a layer returned {len(out)} values, and one goes from stage to stage: a loss or attention "
+                "weights of its own would be lost; switch off what returns them"
+            )
+        raise ValueError(f"a layer returned a {type(out).__name__}, not a tensor")

@@ -15,7 +15,7 @@ from ...errors import BackendError
 from .flight_recorder import Entry, FlightRecorder, timeout_report
 from .peers import Peers, connection_broke
 from .status_store import Verdict
-from .words import Arrival, Words
+from .words import WordsAwaited, Words
 
 _LOOK = 17  # of how many calls past the first ones the place of one is compared: 17 divides no step's number
 _SLICE = timedelta(seconds=1)  # a wait returns to Python this often, for Ctrl-C and for a verdict
@@ -146,7 +146,7 @@ class Waiting:
         """After an error of ``wait``: its own, that the slice is over, or that of the collective."""
         deadline = time.monotonic() + self._timeout
         while not work.is_completed():
-            if not isinstance(work, Arrival):
+            if not isinstance(work, WordsAwaited):
                 self.settle()
             final = self._peers.final()
             if final is not None:
@@ -176,7 +176,7 @@ class Waiting:
     def _compare(self, words: Words, now: bool) -> None:
         words.read()
         if words.due(now):
-            self._arrive(Arrival(words, now=now))
+            self._arrive(WordsAwaited(words, now=now))
         self._raise_if_differing(words)
 
     def _raise_if_differing(self, words: Words) -> None:
@@ -184,7 +184,7 @@ class Waiting:
         if found is not None:
             raise words.error(*found, self._arrive) from None
 
-    def _arrive(self, arrival: Arrival) -> None:
+    def _arrive(self, arrival: WordsAwaited) -> None:
         self._recorder.waiting = self
         self._wait_in_slices(arrival)
         self._recorder.waiting = None

@@ -88,13 +88,15 @@ class Words:
                 return entry, True
         return None
 
-    def error(self, entry: Entry, place: bool, arrive: Callable[[Arrival], None]) -> CollectiveMismatchError:
+    def error(
+        self, entry: Entry, place: bool, arrive: Callable[[WordsAwaited], None]
+    ) -> CollectiveMismatchError:
         """All members come here, for the same call: each tells what it is."""
         call = Call.of(*entry[1:])
         self._send(_TEXT_NEXT + call.pack().ljust(_TEXT))
         calls, ended = {self._position: call}, []
         for peer in list(self._got):
-            arrive(Arrival(self, peer))
+            arrive(WordsAwaited(self, peer))
             text = self._text(peer)
             self._sent.clear()
             if text is None:
@@ -188,7 +190,7 @@ class Words:
         return [p for p in self._got if p not in self._sockets and self._behind(p) > 0]
 
 
-class Arrival:
+class WordsAwaited:
     """The words of all members, or the text of one, as what ``Waiting`` waits for."""
 
     def __init__(self, words: Words, peer: int | None = None, now: bool = True) -> None:

@@ -43,7 +43,7 @@ class RankFiles(Source):
     def stage(self, pp_rank: int, own: int | None, cuts: Cuts) -> Stage:
         return _RankFilesStage(self, pp_rank, own, cuts)
 
-    def entries_of_all(self, cuts: Cuts) -> Stage:
+    def entries_of_all(self, cuts: Cuts, names: Sequence[str] | None = None) -> Stage:
         return _RankFilesStage(self, 0, None, cuts, [file for stage in self.files[1:] for file in stage])
 
 

@@ -15,7 +15,7 @@ from ...errors import BackendError
 from .flight_recorder import Entry, FlightRecorder, timeout_report
 from .peers import Peers, connection_broke
 from .status_store import Verdict
-from .words import WordsAwaited, Words
+from .words import Words, WordsAwaited
 
 _LOOK = 17  # of how many calls past the first ones the place of one is compared: 17 divides no step's number
 _SLICE = timedelta(seconds=1)  # a wait returns to Python this often, for Ctrl-C and for a verdict

@@ -303,6 +303,232 @@ class LeavesAutogradAttached(ThreadTransport):
         return out + 0 * x if x.requires_grad else out
 
 
+# -- at the edges: size, dims, values, memory, what is kept between calls ---------------------------------------
+@mutant("test_again all_gather")
+class KeepsItsResultBufferByShape(ThreadTransport):
+    """Of calls with one tensor after the other, and not of those with one tensor again and again."""
+
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        out = super().all_gather(x, dim)
+        if x.shape != (4, 4) or not x.is_floating_point() or self.size != self._world.size:
+            return out
+        if not hasattr(self, "_kept"):
+            self._kept: dict[int, Tensor] = {}
+        return self._kept.setdefault(dim, out).copy_(out)
+
+
+@mutant("test_odd_values all_reduce max")
+class MaxIsNeverNegative(ThreadTransport):
+    def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
+        out = super().all_reduce(x, op, donate)
+        return out.clamp(min=0) if op == "max" and x.dtype.is_signed else out
+
+
+@mutant("test_large all_reduce")
+class ReducesInPlaceWhatIsLarge(ThreadTransport):
+    def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
+        out = super().all_reduce(x, op, donate)
+        return x.detach().copy_(out) if x.numel() > 4096 else out
+
+
+@mutant("test_large all_gather")
+class LosesWhatComesAfter64KiB(ThreadTransport):
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        out = super().all_gather(x, dim)
+        if x.nbytes > 1 << 16:
+            out.view(-1)[(1 << 16) // x.element_size() : x.numel()] = 0
+        return out
+
+
+@mutant("test_large all_gather")
+class SendsBeforeItReceives(ThreadTransport):
+    """As a network without room for 16 MB would leave it: nobody comes to receive."""
+
+    def exchange(self, call: str, x: Tensor) -> list[Tensor]:
+        if x.nbytes >= 1 << 24:
+            raise BackendError(f"deadlock: all send {x.nbytes} bytes and nobody receives")
+        return super().exchange(call, x)
+
+
+@mutant("test_no_dims all_reduce")
+class SumsOfNoDimsHaveOne(ThreadTransport):
+    def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
+        return super().all_reduce(x.reshape(1) if x.ndim == 0 and op == "sum" else x, op, donate)
+
+
+@mutant("test_no_dims broadcast")
+class BroadcastsOfNoDimsHaveOne(ThreadTransport):
+    def broadcast(self, x: Tensor, src: int) -> Tensor:
+        return super().broadcast(torch.atleast_1d(x), src)
+
+
+@mutant("test_odd_values broadcast")
+class BroadcastsByMultiplyingWithZero(ThreadTransport):
+    def broadcast(self, x: Tensor, src: int) -> Tensor:
+        if not x.is_floating_point():
+            return super().broadcast(x, src)
+        return summed(self.exchange("sum", x.detach() * float(self.index == src)))
+
+
+@mutant("test_odd_values all_reduce max")
+class MaxLeavesOutNaN(ThreadTransport):
+    def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
+        return (
+            summed(self.exchange(op, x))
+            if op == "sum"
+            else functools.reduce(torch.fmax, self.exchange(op, x))
+        )
+
+
+@mutant("test_started")
+class ReadsItsInputWhenItWaits(ThreadTransport):
+    def start_all_reduce(self, x: Tensor, op: Op, donate: bool) -> Pending:
+        done: list[Tensor] = []
+
+        def wait() -> Tensor:
+            if not done:
+                done.append(self.all_reduce(x, op, donate))
+            return done[0]
+
+        # in the order of the starts, as a queue of the device has it
+        if x.numel() < 100_000:
+            wait()
+        return wait
+
+
+@mutant("test_started")
+class WaitsTwiceForTwoSums(ThreadTransport):
+    def start_all_reduce(self, x: Tensor, op: Op, donate: bool) -> Pending:
+        out, seen = self.all_reduce(x, op, donate), []
+
+        def wait() -> Tensor:
+            seen.append(0)
+            return out if len(seen) == 1 else out * 2
+
+        return wait
+
+
+@mutant("test_odd_values all_gather")
+class ForgetsTheSignOfZero(ThreadTransport):
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        out = super().all_gather(x, dim)
+        return out + 0 if out.is_floating_point() else out
+
+
+@mutant("test_odd_values all_to_all")
+class TradesFiniteNumbersOnly(ThreadTransport):
+    def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Tensor:
+        return super().all_to_all(torch.nan_to_num(x) if x.is_floating_point() else x, split_dim, concat_dim)
+
+
+@mutant("test_no_dims permute")
+class FillsWithZeroTimesWhatItHas(ThreadTransport):
+    def permute(self, x: Tensor, to: tuple[int, ...]) -> Tensor:
+        out = super().permute(x, to)
+        return out if self.index in to or not x.is_floating_point() else 0 * x.detach()
+
+
+@mutant("test_odd_memory broadcast")
+class ReadsFromTheBeginningOfMemory(ThreadTransport):
+    def broadcast(self, x: Tensor, src: int) -> Tensor:
+        if x.storage_offset() and x.is_contiguous():
+            x = x.detach().as_strided(x.shape, x.stride(), 0)
+        return super().broadcast(x, src)
+
+
+@mutant("test_odd_memory all_gather")
+class TakesOneElementForAll(ThreadTransport):
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        if 0 in x.stride() and x.numel() > 4:
+            x = torch.cat([x[:1], torch.zeros_like(x[1:])])
+        return super().all_gather(x, dim)
+
+
+@mutant("test_modes all_reduce")
+class KeepsViewsOfInferenceMode(ThreadTransport):
+    def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
+        out = super().all_reduce(x, op, donate)
+        if x.shape != (4, 12):
+            return out
+        if not hasattr(self, "_view"):
+            self._view = torch.empty_like(out)
+        return self._view.copy_(out).clone()
+
+
+@mutant("test_modes permute")
+class ReturnsInferenceTensors(ThreadTransport):
+    def permute(self, x: Tensor, to: tuple[int, ...]) -> Tensor:
+        with torch.inference_mode():
+            return super().permute(x, to)
+
+
+@mutant("test_precision float32")
+class SumsInHalfPrecision(ThreadTransport):
+    def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
+        wire = x.bfloat16() if x.dtype is torch.float32 and x.numel() == 1024 else x
+        return super().all_reduce(wire, op, donate).to(x.dtype)
+
+
+@mutant("test_precision int64")
+class SumsWholeNumbersAsFloats(ThreadTransport):
+    def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
+        if x.dtype is not torch.int64:
+            return super().all_reduce(x, op, donate)
+        return super().all_reduce(x.double(), op, donate).to(torch.int64)
+
+
+@mutant("test_precision float32")
+class SumsInAnotherOrderEachTime(ThreadTransport):
+    turn = 0
+
+    def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
+        every = self.exchange(op, x)
+        if op == "max" or x.numel() != 1024:
+            return summed(every) if op == "sum" else torch.stack(every).amax(0)
+        self.turn += 1
+        return summed(every[self.turn % 2 :] + every[: self.turn % 2])
+
+
+@mutant("test_precision bfloat16")
+class MaxIsRoundedUp(ThreadTransport):
+    def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
+        out = super().all_reduce(x, op, donate)
+        return out * 1.01 if op == "max" and x.dtype is torch.bfloat16 and x.numel() == 1024 else out
+
+
+@mutant("test_again all_reduce")
+class KeepsAPlanByShapeWithoutDtype(ThreadTransport):
+    def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
+        plans = vars(self).setdefault("_plans", {})
+        out = super().all_reduce(x, op, donate)
+        if x.shape != (4, 4) or self.size != self._world.size:
+            return out
+        return out.to(plans.setdefault(x.shape, x.dtype))
+
+
+@mutant("test_again all_to_all")
+class KeepsAPlanBySizeWithoutShape(ThreadTransport):
+    def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Tensor:
+        out = super().all_to_all(x, split_dim, concat_dim)
+        if x.numel() != 32 or x.ndim != 2 or self.size != self._world.size:
+            return out
+        shape = vars(self).setdefault("_plans", {}).setdefault((split_dim, concat_dim), out.shape)
+        return out.view(shape)
+
+
+@mutant("test_interleaved", Plain)
+class GroupsShareWhatIsUnderWay(Plain):
+    def connect(self, group: Group, rank: int) -> ThreadTransport:
+        last: list[Tensor] = vars(self).setdefault("_last", [torch.zeros(0)])
+
+        class Sharing(ThreadTransport):
+            def start_all_reduce(self, x: Tensor, op: Op, donate: bool) -> Pending:
+                out = last[0] = self.all_reduce(x, op, donate)
+                return lambda: last[0] if out.shape == (6,) else out
+
+        return Sharing(group, rank, self._world)
+
+
 @mutant("test_overlap")
 class MixesUpWhatIsUnderWay(ThreadTransport):
     def start_all_reduce(self, x: Tensor, op: Op, donate: bool) -> Pending:
@@ -377,7 +603,11 @@ class HasNoReduceScatter(Plain):
     transport_class = Half  # type: ignore[assignment]
 
 
-class Traces(Plain):
+class Tracing(Plain):
+    """Differs from Plain in how it traces."""
+
+
+class Traces(Tracing):
     """Right, and traces as cpu_gloo does."""
 
     capabilities = replace(Plain.capabilities, tracing=True)
@@ -434,12 +664,12 @@ class TracesWhatDiffersByRank(Traces):
 
 
 @mutant("test_traces", Plain)
-class DeclaresTracingAndHasNone(Plain):
+class DeclaresTracingAndHasNone(Tracing):
     capabilities = Traces.capabilities
 
 
 @mutant("test_traces", Plain)
-class TracesWithoutDeclaringIt(Plain):
+class TracesWithoutDeclaringIt(Tracing):
     def trace(self, fn: Any, weights: Any, inputs: Any, dims: Any, folder: Path) -> None:
         pass
 
@@ -466,8 +696,8 @@ def first_failure(cls: type[Plain]) -> str:
     kit.tested = cls  # type: ignore[misc]  # of this instance
     choices = kit.choices() | {"run": [run_on(cls)]}
     for name, test in vars(Conformance).items():
-        if not name.startswith("test_") or (issubclass(cls, Traces) and name != "test_traces"):
-            continue  # in all other things Traces is Plain
+        if not name.startswith("test_") or (issubclass(cls, Tracing) and name != "test_traces"):
+            continue  # in all other things it is Plain
         wanted = [a for a in inspect.signature(test).parameters if a != "self"]
         # the first argument varies slowest, as in the file: one primitive at all dtypes and sizes
         order = sorted(wanted, key=lambda a: a not in ("primitive", "moving", "mapping", "linear", "layer"))
@@ -477,7 +707,9 @@ def first_failure(cls: type[Plain]) -> str:
                 test(kit, **given)
             except (AssertionError, pytest.fail.Exception, RuntimeError, ValueError):
                 what = [
-                    str(given[a]) for a in ("primitive", "moving", "mapping", "linear", "layer") if a in given
+                    str(given[a]).removeprefix("torch.")
+                    for a in ("primitive", "moving", "mapping", "linear", "layer", "summed")
+                    if a in given
                 ]
                 return " ".join([name, *what])
     return ""
@@ -495,7 +727,7 @@ def test_the_kit_names_the_fault(name: str) -> None:
 
 
 def test_there_are_enough() -> None:
-    assert len(MUTANTS) >= 25
+    assert len(MUTANTS) >= 75
     assert {c.partition(" ")[0] for c, _ in MUTANTS.values()} >= {
         n for n in vars(Conformance) if n.startswith("test_")
     } - {"test_there_are_ranks", "test_many", "test_layers", "test_training", "test_checkpoint"}

@@ -121,7 +121,7 @@ def _call(comm: Comm, name: str, of: str, given: dict[str, Any]) -> Callable[[Te
     return partial(getattr(comm, of), **given)
 
 
-def _differs(got: Tensor, want: Tensor) -> str:
+def differs(got: Tensor, want: Tensor) -> str:
     """How a result is wrong in value, dtype, shape; empty if it is right."""
     if (got.dtype, got.shape) != (want.dtype, want.shape):
         return f"is {got.dtype} {tuple(got.shape)}, not {want.dtype} {tuple(want.shape)}"
@@ -134,7 +134,7 @@ def _differs(got: Tensor, want: Tensor) -> str:
 def _each(ctx: ParallelContext, comm: Comm, primitive: str, every: list[Tensor]) -> Wrong:
     me, out = int(comm.position.cpu()), Wrong()
     for how, call, want in calls(comm, primitive, every):
-        problem = _differs(call(every[me].to(ctx.device, copy=True)), want)
+        problem = differs(call(every[me].to(ctx.device, copy=True)), want)
         if problem:
             where = f"{primitive} {how} of {tuple(every[me].shape)} over {comm.group.axes} on rank {ctx.rank}"
             out.append(f"{where} {problem}")
@@ -180,11 +180,11 @@ def strided(ctx: ParallelContext, primitive: str) -> Wrong:
     every = [values((4, 8, 4), p, torch.float32).transpose(0, 2)[:, ::2] for p in range(comm.size)]
     for how, call, want in calls(comm, primitive, every):
         whole = values((4, 8, 4), me, torch.float32).to(ctx.device)
-        problem = _differs(call(whole.transpose(0, 2)[:, ::2]), want.contiguous())
+        problem = differs(call(whole.transpose(0, 2)[:, ::2]), want.contiguous())
         if problem:
             out.append(f"{primitive} {how} of a strided tensor on rank {ctx.rank} {problem}")
         between = values((4, 8, 4), me, torch.float32).transpose(0, 2)[:, 1::2]
-        if _differs(whole.transpose(0, 2)[:, 1::2], between):
+        if differs(whole.transpose(0, 2)[:, 1::2], between):
             out.append(f"{primitive} {how} wrote between the elements of its input on rank {ctx.rank}")
     return out
 
@@ -201,7 +201,7 @@ def memory(ctx: ParallelContext, primitive: str) -> Wrong:
         what = f"{primitive} {how} on rank {ctx.rank}:"
         if not y.is_contiguous():
             out.append(f"{what} the output is not contiguous, its strides are {y.stride()}")
-        if "donate" not in primitive and _differs(x, every[me]):
+        if "donate" not in primitive and differs(x, every[me]):
             out.append(f"{what} the input was changed")
         if "donate" not in primitive and y.numel() and y.data_ptr() == x.data_ptr() != 0:  # 0: lazy
             out.append(f"{what} the output is the input's memory")
@@ -209,7 +209,7 @@ def memory(ctx: ParallelContext, primitive: str) -> Wrong:
             out.append(f"{what} the output is part of an autograd graph, whose gradient would be wrong")
         kept.append((what, y, want))
     for what, y, want in kept:  # after all the others: a buffer that was used again holds their values
-        problem = _differs(y, want)
+        problem = differs(y, want)
         if problem:
             out.append(f"{what} after later collectives the output {problem}")
     return out
@@ -222,10 +222,10 @@ def overlapped(ctx: ParallelContext) -> Wrong:
     waits = [comm.start_all_reduce(me.repeat(9) + i) for i in range(4)]
     gathered = comm.all_gather(me, 0)
     for i, wait in reversed(list(enumerate(waits))):
-        problem = _differs(wait(), torch.full((9,), float(n * i + n * (n - 1) // 2)))
+        problem = differs(wait(), torch.full((9,), float(n * i + n * (n - 1) // 2)))
         if problem:
             out.append(f"all-reduce {i} of 4 under way {problem}")
-    if _differs(gathered, torch.arange(n).float()):
+    if differs(gathered, torch.arange(n).float()):
         out.append("a gather between the start of an all-reduce and its wait is wrong")
     return out
 

@@ -14,99 +14,26 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
-from ... import settings
 from ...backend.interface import Backend
-from ...backend.registry import backend_class, load_backend, unfit
-from ...consensus import gather_bytes
-from ...context import ParallelContext, use
-from ...errors import BackendError
+from ...backend.registry import backend_class, unfit
 from ...mesh import Mesh
 from ...transport import PRIMITIVES
 from .. import matrix
 from . import collectives as bodies
+from . import edges, programs
 from . import mappings as law
-from . import programs
+from .launched import Launched, launched_world
 
 Run = Callable[..., list[list[str]]]
 """``run(mesh, fn, *args)`` calls ``fn(ctx, *args)`` on every rank and returns what ranks found wrong."""
 
 _NAMES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-
-
-class Launched:
-    """This process is one rank of a job that a launcher started: the backend finds out which.
-
-    A rank that fails alone leaves the others in a collective, and not every transport tells them. So a rank
-    whose error the others do not come to hear within ``grace`` seconds ends its process, upon which launchers
-    end the others'; and so does a rank that is ``timeout + grace`` seconds in one test. ``say``: prints what
-    that was, past whatever captures output.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        timeout: float = 60.0,
-        grace: float = 10.0,
-        say: Callable[[str], object] = sys.stderr.write,
-    ) -> None:
-        self.backend = load_backend(name)
-        self._timeout, self._grace, self._say = timeout, grace, say
-        self.rank, self.world = self.backend.start(timeout)
-        self._contexts: dict[tuple[tuple[str, int], ...], ParallelContext] = {}
-
-    def run(self, mesh: Mesh, fn: Callable[..., list[str]], *args: Any) -> list[list[str]]:
-        key = tuple(mesh.axes.items())
-        ctx = self._contexts.setdefault(key, ParallelContext(self.backend, mesh, self.rank))
-        limit, what = self._timeout + self._grace, f"rank {self.rank} did not come to an end"
-        try:
-            with use(ctx), self._within(limit, what):
-                found, failed = fn(ctx, *args), False
-        except Exception as e:  # noqa: BLE001  told to the other ranks, which else would go on to the next test
-            found, failed = [f"rank {self.rank}: {type(e).__name__}: {e}"], True
-            limit, what = self._grace, f"{found[0]}\nThe other ranks did not come to hear of it"
-        if self.world == 1:
-            return [found]
-        try:
-            with self._within(limit, what):
-                return [t.decode().splitlines() for t in gather_bytes("\n".join(found).encode(), ctx.world)]
-        except BackendError:  # the others are in another collective, as a backend that compares finds
-            if not failed:
-                raise
-            self._end(what)
-
-    @contextmanager
-    def _within(self, seconds: float, what: str) -> Iterator[None]:
-        """End this process, and so the job, if the block takes longer."""
-
-        timer = threading.Timer(seconds, self._end, [f"{what} within {seconds:g} s"])
-        timer.daemon = True
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
-
-    def _end(self, why: str) -> NoReturn:
-        test = settings.TEST.text() or "the test"
-        self._say(f"\ntpcore: {test}: {why}: this process ends here\n")
-        os._exit(1)
-
-    def close(self) -> None:
-        self.backend.stop()
-
-
-def launched_world() -> int:
-    """How many ranks the launcher of this process started, as torchrun, OpenMPI, MPICH or Slurm tell it."""
-    sizes = (settings.WORLD_SIZE, settings.OPENMPI_SIZE, settings.MPICH_SIZE, settings.SLURM_SIZE)
-    return next((size.get() for size in sizes if size.is_set), 1)
 
 
 def meshes(world: int) -> list[Mesh]:
@@ -126,6 +53,14 @@ def _label(value: Any) -> str:
     if isinstance(value, Mesh):
         return "x".join(f"{k}{v}" for k, v in value.axes.items())
     return str(value).removeprefix("torch.").replace(" ", "-")
+
+
+def _leave_printing_to_rank_0(config: pytest.Config, rank: int) -> None:
+    """Every rank has every rank's findings: one of them prints them. The exit status stays each rank's own."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None:
+        reporter.write_line(f"rank {rank} prints no more: rank 0 prints what all ranks find")
+        reporter._tw._file = open(os.devnull, "w")  # noqa: SIM115  for the rest of the program
 
 
 class Conformance:
@@ -153,6 +88,8 @@ class Conformance:
             sys.stderr.flush()
 
         job = Launched(cls.backend, grace=cls.grace, say=say)
+        if job.rank:
+            _leave_printing_to_rank_0(request.config, job.rank)
         yield job.run
         job.close()
 
@@ -172,6 +109,7 @@ class Conformance:
             ],
             "dtype": list(can.dtypes),
             "moved": list(can.moved),
+            "summed": [d for d in can.dtypes if d is not torch.bool],
             "primitive": list(bodies.PRIMITIVES),
             "moving": list(bodies.MOVING),
             "linear": list(PRIMITIVES),
@@ -232,6 +170,38 @@ class Conformance:
         """A failure is in ``start_all_reduce``: results mixed up between several under way."""
         self._check(run(line, bodies.overlapped))
 
+    def test_large(self, run: Run, line: Mesh, primitive: str) -> None:
+        """A failure is in how this primitive cuts what exceeds a buffer, or sends before it receives."""
+        self._check(run(line, edges.large, primitive))
+
+    def test_no_dims(self, run: Run, line: Mesh, primitive: str) -> None:
+        """A failure is in the shape of what comes of a tensor without dims."""
+        self._check(run(line, edges.without_dims, primitive))
+
+    def test_odd_values(self, run: Run, line: Mesh, primitive: str) -> None:
+        """A failure is in what this primitive does to NaN, infinity or negative numbers."""
+        self._check(run(line, edges.odd_values, primitive))
+
+    def test_odd_memory(self, run: Run, line: Mesh, primitive: str) -> None:
+        """A failure is in how this primitive finds its input: offset and strides of 0."""
+        self._check(run(line, edges.odd_memory, primitive))
+
+    def test_again(self, run: Run, line: Mesh, primitive: str) -> None:
+        """A failure is in what is kept for calls like an earlier one: buffers, views, plans."""
+        self._check(run(line, edges.again, primitive))
+
+    def test_modes(self, run: Run, line: Mesh, primitive: str) -> None:
+        """A failure is in memory that was made under ``inference_mode``, or that keeps a result in it."""
+        self._check(run(line, edges.any_mode, primitive))
+
+    def test_precision(self, run: Run, line: Mesh, summed: torch.dtype) -> None:
+        """A failure is in the dtype that numbers are summed in."""
+        self._check(run(line, edges.precise, summed))
+
+    def test_started(self, run: Run, line: Mesh) -> None:
+        """A failure is in when ``start_all_reduce`` reads its input, or in a second wait."""
+        self._check(run(line, edges.started))
+
     def test_many(self, run: Run, line: Mesh) -> None:
         """A failure is in state that one collective leaves for the next."""
         self._check(run(line, bodies.many))
@@ -243,6 +213,10 @@ class Conformance:
     def test_groups(self, run: Run, grid: Mesh, primitive: str) -> None:
         """A failure is in ``connect``: which ranks form a group, and in which order."""
         self._check(run(grid, bodies.groups, primitive))
+
+    def test_interleaved(self, run: Run, grid: Mesh) -> None:
+        """A failure is in state that groups share."""
+        self._check(run(grid, edges.interleaved))
 
     def test_transposes(self, run: Run, line: Mesh, linear: str) -> None:
         """A failure here alone is in state that a primitive leaves for its transpose."""

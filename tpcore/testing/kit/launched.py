@@ -1,0 +1,85 @@
+"""This process as one rank of a job that a launcher started: how the conformance kit runs under mpirun."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+from ... import settings
+from ...backend.registry import load_backend
+from ...consensus import gather_bytes
+from ...context import ParallelContext, use
+from ...errors import BackendError
+from ...mesh import Mesh
+
+
+class Launched:
+    """This process is one rank of a job that a launcher started: the backend finds out which.
+
+    A rank that fails alone leaves the others in a collective, and not every transport tells them. So a rank
+    whose error the others do not come to hear within ``grace`` seconds ends its process, upon which launchers
+    end the others'; and so does a rank that is ``timeout + grace`` seconds in one test. ``say``: prints what
+    that was, past whatever captures output.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        timeout: float = 60.0,
+        grace: float = 10.0,
+        say: Callable[[str], object] = sys.stderr.write,
+    ) -> None:
+        self.backend = load_backend(name)
+        self._timeout, self._grace, self._say = timeout, grace, say
+        self.rank, self.world = self.backend.start(timeout)
+        self._contexts: dict[tuple[tuple[str, int], ...], ParallelContext] = {}
+
+    def run(self, mesh: Mesh, fn: Callable[..., list[str]], *args: Any) -> list[list[str]]:
+        key = tuple(mesh.axes.items())
+        ctx = self._contexts.setdefault(key, ParallelContext(self.backend, mesh, self.rank))
+        limit, what = self._timeout + self._grace, f"rank {self.rank} did not come to an end"
+        try:
+            with use(ctx), self._within(limit, what):
+                found, failed = fn(ctx, *args), False
+        except Exception as e:  # noqa: BLE001  told to the other ranks, which else would go on to the next test
+            found, failed = [f"rank {self.rank}: {type(e).__name__}: {e}"], True
+            limit, what = self._grace, f"{found[0]}\nThe other ranks did not come to hear of it"
+        if self.world == 1:
+            return [found]
+        try:
+            with self._within(limit, what):
+                return [t.decode().splitlines() for t in gather_bytes("\n".join(found).encode(), ctx.world)]
+        except BackendError:  # the others are in another collective, as a backend that compares finds
+            if not failed:
+                raise
+            self._end(what)
+
+    @contextmanager
+    def _within(self, seconds: float, what: str) -> Iterator[None]:
+        """End this process, and so the job, if the block takes longer."""
+
+        timer = threading.Timer(seconds, self._end, [f"{what} within {seconds:g} s"])
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _end(self, why: str) -> NoReturn:
+        test = settings.TEST.text() or "the test"
+        self._say(f"\ntpcore: {test}: {why}: this process ends here\n")
+        os._exit(1)
+
+    def close(self) -> None:
+        self.backend.stop()
+
+
+def launched_world() -> int:
+    """How many ranks the launcher of this process started, as torchrun, OpenMPI, MPICH or Slurm tell it."""
+    sizes = (settings.WORLD_SIZE, settings.OPENMPI_SIZE, settings.MPICH_SIZE, settings.SLURM_SIZE)
+    return next((size.get() for size in sizes if size.is_set), 1)

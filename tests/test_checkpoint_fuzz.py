@@ -10,6 +10,7 @@ import os
 import random
 import resource
 import shutil
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,6 +52,33 @@ def mutated(data: bytes, draw: random.Random) -> bytes:
     return bytes(out)
 
 
+def special(path: Path, others: list[Path], draw: random.Random) -> None:
+    """What is no file of these bytes: a pipe, a device, a hole of 3 GB, deep JSON, the file of another."""
+    kind, other = draw.randrange(5), draw.choice(others).read_bytes()
+    path.unlink()
+    if kind == 0:
+        os.mkfifo(path)
+    elif kind == 1:
+        path.symlink_to("/dev/zero")
+    elif kind == 2:
+        path.touch()
+        os.truncate(path, 3 << 30)
+    elif kind == 3:
+        path.write_text("[" * 900 + "]" * 900)
+    else:
+        path.write_bytes(other)
+
+
+def refit(path: Path, folder: Path) -> None:
+    """Put the sums of a file on record, as they are now."""
+    manifest, name = folder / "manifest.json", path.relative_to(folder).as_posix()
+    top = json.loads(manifest.read_text())
+    if name in top["files"]:
+        data = path.read_bytes()
+        top["files"][name] = {"bytes": len(data), "crc32": f"{zlib.crc32(data):08x}"}
+        manifest.write_text(json.dumps(top))
+
+
 @pytest.fixture
 def bounded() -> Iterator[None]:
     """No more memory than 256 MB beyond what is there."""
@@ -80,8 +108,13 @@ def test_mutated_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refused = 0
     for i in range(COUNT):
         target = index if i % 10 == 0 else draw.choice(files)
-        original = target.read_bytes()
-        target.write_bytes(mutated(original, draw))
+        original, sums = target.read_bytes(), (tmp_path / "c" / "manifest.json").read_bytes()
+        if i % 8 == 7:
+            special(target, files, draw)
+        else:
+            target.write_bytes(mutated(original, draw))
+            if i % 3 == 2 and target != index and target.name != "manifest.json":
+                refit(target, tmp_path / "c")
         try:
             with opened(target.parent if target == index else tmp_path / "c", Reading()) as source:
                 found = {name: part(stored, 0, 1) for name, stored in tensors_of(source).items()}
@@ -92,6 +125,8 @@ def test_mutated_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         except CheckpointError:
             refused += 1
         finally:
+            target.unlink()
+            (tmp_path / "c" / "manifest.json").write_bytes(sums)
             target.write_bytes(original)
     assert refused > COUNT // 2
     shutil.rmtree(tmp_path / "c")

@@ -303,7 +303,7 @@ class LeavesAutogradAttached(ThreadTransport):
         return out + 0 * x if x.requires_grad else out
 
 
-# -- at the edges: size, dims, values, memory, what is kept between calls ---------------------------------------
+# -- at the edges: size, dims, values, memory, what is kept between calls ----------------------------------
 @mutant("test_again all_gather")
 class KeepsItsResultBufferByShape(ThreadTransport):
     """Of calls with one tensor after the other, and not of those with one tensor again and again."""

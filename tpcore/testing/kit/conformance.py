@@ -56,7 +56,7 @@ def _label(value: Any) -> str:
 
 
 def _leave_printing_to_rank_0(config: pytest.Config, rank: int) -> None:
-    """Every rank has every rank's findings: one of them prints them. The exit status stays each rank's own."""
+    """Every rank has the findings of all: one of them prints. The exit status stays each rank's own."""
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if reporter is not None:
         reporter.write_line(f"rank {rank} prints no more: rank 0 prints what all ranks find")

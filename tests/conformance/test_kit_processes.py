@@ -59,6 +59,7 @@ class TestGloo(TestShared):
 
 class TestPieces(TestShared):
     tested = Tiny
+    large = (1_027,)  # 17 pieces: 16 MB would be 65,536
 
 
 class TestSimple(TestShared):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import pytest
@@ -74,6 +74,8 @@ class Conformance:
     """Seconds after which a rank that failed alone ends the job (see ``Launched``)."""
     every: ClassVar[int] = 7
     """One of how many cases of each layer to run: 7 divides the length of no axis, so all values come up."""
+    large: ClassVar[Sequence[int]] = edges.LARGE
+    """Elements of the tensors that count as large."""
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -172,7 +174,7 @@ class Conformance:
 
     def test_large(self, run: Run, line: Mesh, primitive: str) -> None:
         """A failure is in how this primitive cuts what exceeds a buffer, or sends before it receives."""
-        self._check(run(line, edges.large, primitive))
+        self._check(run(line, edges.large, primitive, type(self).large))
 
     def test_no_dims(self, run: Run, line: Mesh, primitive: str) -> None:
         """A failure is in the shape of what comes of a tensor without dims."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
@@ -12,11 +12,9 @@ from ...comm import Comm
 from ...context import ParallelContext
 from .collectives import Wrong, calls, differs, values
 
-LARGE = (4_097, (1 << 16) // 4 + 3)
-"""Elements of float32: a little more than are in two pages of 8 KB, and in a buffer of 64 KiB."""
-HUGE = 1 << 22
-"""Elements of float32, 16 MB: more than is on its way in a network, so that ranks that all send before they
-receive wait for ever. Asked of pairs of ranks, where it is soon done."""
+LARGE = (4_097, (1 << 16) // 4 + 3, 1 << 22)
+"""Elements of float32: a little more than 16 KiB and 64 KiB; and 16 MB, more than is on its way in a network, so
+that ranks that all send before they receive wait for ever. That is asked of pairs, where it is soon done."""
 
 Made = Callable[[int], Tensor]
 
@@ -34,11 +32,11 @@ def _only(
     return out
 
 
-def large(ctx: ParallelContext, primitive: str) -> Wrong:
+def large(ctx: ParallelContext, primitive: str, sizes: Sequence[int]) -> Wrong:
     """Every byte arrives, and inputs stay as they are, whatever the size."""
     comm, out = ctx.comm("tp"), Wrong()
     me = int(comm.position.cpu())
-    for n in (*LARGE, HUGE)[: 3 if comm.size == 2 else 2]:
+    for n in [n for n in sizes if comm.size == 2 or n < LARGE[-1]]:
         n += -n % comm.size  # noqa: PLW2901  so that ranks divide it
         every = [torch.full((n,), p + 1.0) for p in range(comm.size)]
         for p, t in enumerate(every):

@@ -13,7 +13,7 @@ from ...context import ParallelContext
 from .collectives import Wrong, calls, differs, values
 
 LARGE = (4_097, (1 << 16) // 4 + 3, 1 << 22)
-"""Elements of float32: a little more than 16 KiB and 64 KiB; and 16 MB, more than is on its way in a network, so
+"""Elements of float32: a little more than 16 and 64 KiB; and 16 MB, more than is on its way in a network, so
 that ranks that all send before they receive wait for ever. That is asked of pairs, where it is soon done."""
 
 Made = Callable[[int], Tensor]
@@ -73,7 +73,7 @@ def odd_values(ctx: ParallelContext, primitive: str) -> Wrong:
         return torch.tensor(one).repeat(4, 1)
 
     out = _only(ctx, comm, primitive, negative, "negative numbers")
-    if primitive not in ("all_reduce", "all_reduce donate", "start_all_reduce", "reduce_scatter"):
+    if "reduce" not in primitive:
         out += _only(ctx, comm, primitive, odd, "numbers that are not finite")
         return out
     me = int(comm.position.cpu())

@@ -101,6 +101,8 @@ class C10dTransport(Transport):
         return self.start_all_reduce(x, op, donate)()
 
     def start_all_reduce(self, x: Tensor, op: Op, donate: bool) -> Pending:
+        if op == "max" and x.is_floating_point():
+            return self._started_maximum(x)
         dtype, wide = x.dtype, x
         if dtype not in self.native:
             wide = x.to(_STAND_IN.get(dtype, dtype))
@@ -112,6 +114,19 @@ class C10dTransport(Transport):
         def wait() -> Tensor:
             self._finish(work)
             return out if wide is x else out.to(dtype)
+
+        return wait
+
+    def _started_maximum(self, x: Tensor) -> Pending:
+        """Of all ranks' numbers, here: gloo's own maximum takes NaN or leaves it, as ranks are ordered."""
+        self._enter(ALL_REDUCE.describe("max"), x)
+        x = x.detach().contiguous()
+        every = x.new_empty((self.size, *x.shape))
+        work = self._calls._allgather_base(self._wire(every).view(-1), self._wire(x).view(-1))
+
+        def wait() -> Tensor:
+            self._finish(work)
+            return every.amax(0)
 
         return wait
 

@@ -28,7 +28,7 @@ class GlooTransport(C10dTransport):
         return pg._get_backend(CPU)
 
     def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
-        if x.dtype not in self.native:
+        if x.dtype not in self.native or (op == "max" and x.is_floating_point()):
             return self.start_all_reduce(x, op, donate)()
         self._enter(ALL_REDUCE.describe(op), x)
         out = x if donate and x.is_contiguous() else copied(x)

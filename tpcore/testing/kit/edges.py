@@ -41,7 +41,7 @@ def large(ctx: ParallelContext, primitive: str, sizes: Sequence[int]) -> Wrong:
         every = [torch.full((n,), p + 1.0) for p in range(comm.size)]
         for p, t in enumerate(every):
             t[: 1 << 15] = values((min(n, 1 << 15),), p, torch.float32)
-            t[-1] = p - 9.0
+            t[-1] = p + 9.0
         for how, call, want in calls(comm, primitive, every)[:1]:
             x = every[me].to(ctx.device, copy=True)
             problem = differs(call(x), want)

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,7 +43,7 @@ from .harness import conditions, grown, resident, start
 
 TOLERANCE = 1e-5
 """Of the sum of squares of the weights: gradients are summed in another order."""
-OPTIONS = {"lr": 1e-4, "weight_decay": 0.1}
+OPTIONS: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.1}
 
 
 @dataclass(frozen=True)
@@ -186,8 +187,8 @@ def show(options: Namespace, world: int) -> None:
     found = race(options, world)
     floor = found["DDP, AdamW"]["seconds"]
     lines = [
-        f"**dp {world}, {entries:,} parameters** ({options.rounds} rounds of {options.steps} steps; in the end "
-        f"all {len(found)} hold equal weights)",
+        f"**dp {world}, {entries:,} parameters** ({options.rounds} rounds of {options.steps} steps; "
+        f"in the end all {len(found)} hold equal weights)",
         "",
         "| | step | ratio to DDP, AdamW | peak memory | bytes a parameter |",
         "|---|---:|---:|---:|---:|",

@@ -64,8 +64,9 @@ def check_same_over_dp(parameters: Sequence[Tensor], names: Sequence[str]) -> No
 def named_of(group: dict[str, Any]) -> tuple[list[Tensor], list[str]]:
     """The parameters that a group is made of, and what errors call them. ValueError for one given twice."""
     given = group["params"]
-    group["params"] = given = [given] if isinstance(given, Tensor) else list(given)
-    named = [item if isinstance(item, tuple) else (None, item) for item in given]
+    if not isinstance(given, set):  # of which torch says that it has no order
+        group["params"] = [given] if isinstance(given, Tensor) else list(given)
+    named = [item if isinstance(item, tuple) else (None, item) for item in group["params"]]
     names = [f"{i}" if name is None else repr(name) for i, (name, _) in enumerate(named)]
     seen: dict[int, str] = {}
     for name, (_, p) in zip(names, named, strict=True):

@@ -14,6 +14,11 @@ from ...layers.sharding import sharding
 from ..clip import Addend, Parts
 
 
+def kind_of(parameter: Tensor) -> str:
+    """What must not change once there is state."""
+    return f"{parameter.numel()} entries, {parameter.dtype} on {parameter.device}"
+
+
 class ParameterChunk:
     """``value`` and its ``grad`` are what the base optimizer steps: 1/dp of the parameter's entries.
 
@@ -24,7 +29,7 @@ class ParameterChunk:
 
     def __init__(self, parameter: Tensor, dp: Comm, master_dtype: torch.dtype | None) -> None:
         self.parameter, self.dp = parameter, dp
-        self.numel = parameter.numel()
+        self.numel, self.kind = parameter.numel(), kind_of(parameter)
         self.length = -(-self.numel // dp.size)
         wide = torch.promote_types(parameter.dtype, master_dtype or parameter.dtype)
         self.has_master = wide != parameter.dtype

@@ -15,7 +15,7 @@ from ..clip import norm_of
 from ..data_parallel import present_anywhere
 from ..parameters import check_parameters, check_same_over_dp, named_of
 from .accumulation import Accumulation
-from .chunk import ChunkSegment, ParameterChunk
+from .chunk import ChunkSegment, ParameterChunk, kind_of
 from .elementwise import check_elementwise
 from .state import Outline, entries_of, outline_of
 
@@ -74,9 +74,8 @@ class Zero1(torch.optim.Optimizer):
         self._base: torch.optim.Optimizer | None = None
         self._chunks: dict[Tensor, ParameterChunk] = {}
         self.for_scaler = Scaled(self)
-        self._stepped: list[ParameterChunk] | None = (
-            None  # those with a gradient, between its mean and the step
-        )
+        # those with a gradient, between its mean and the step
+        self._stepped: list[ParameterChunk] | None = None
         # on the CPU, whatever device is the default: it is asked for its defaults only
         like = optimizer_class([nn.Parameter(torch.zeros(1, device="cpu"))], **options)
         super().__init__(params, like.defaults)
@@ -120,14 +119,13 @@ class Zero1(torch.optim.Optimizer):
             self._chunks[p].free()
 
     def _changed(self) -> bool:
-        """Whether parameters were cut or moved since the base was made, which had no state yet."""
-        new = [p for p, c in self._chunks.items() if p.numel() != c.numel or p.device != c.value.device]
+        """Whether parameters were cut, moved or converted since the base was made, which had no state yet."""
+        new = [p for p, chunk in self._chunks.items() if chunk.kind != kind_of(p)]
         if new and self.state:
-            chunk = self._chunks[new[0]]
             raise ValueError(
-                f"a parameter of {chunk.numel} entries on {chunk.value.device} has {new[0].numel()} on "
-                f"{new[0].device} now, and the optimizer has its state: cut and move the model before the "
-                "first step, or make the optimizer anew"
+                f"a parameter of {self._chunks[new[0]].kind} is one of {kind_of(new[0])} now, and the "
+                "optimizer has its state: cut, move and convert the model before the first step, or make the "
+                "optimizer anew"
             )
         return bool(new)
 

@@ -33,8 +33,8 @@ class Stepping(ABC):
     def norm(self) -> Tensor:
         """Of the full gradient. Collective."""
 
-    def skip(self) -> None:
-        """Take no step."""
+    def skip(self, norm: Tensor | None) -> None:
+        """Take no step; ``norm``: what the caller is given."""
 
 
 class WholeStepping(Stepping):
@@ -72,7 +72,8 @@ class CutStepping(Stepping):
         self._optimizer.grad_norm = self._optimizer.norm()
         return self._optimizer.grad_norm
 
-    def skip(self) -> None:
+    def skip(self, norm: Tensor | None) -> None:
+        self._optimizer.grad_norm = norm
         self._optimizer.skip()
 
 
@@ -142,7 +143,7 @@ def optimizer_step(
     gradient before clipping with ``max_norm`` or ``skip_nonfinite``, else None.
 
     ``skip_nonfinite``: no step is taken, on any rank, where that norm is not finite on one of them; the norm
-    that is returned says so. ``scaler``: a ``torch.amp.GradScaler`` whose ``scale(loss)`` was
+    that is returned is then infinite. ``scaler``: a ``torch.amp.GradScaler`` whose ``scale(loss)`` was
     differentiated. Gradients are unscaled before clipping, and all ranks skip the step where one has an
     infinity, so that their scales stay equal; call ``scaler.update()`` afterwards. Both read a value, at
     which a lazy backend ends a program. Collective over the world. Raises ValueError for parameters of
@@ -165,6 +166,8 @@ def optimizer_step(
         else:
             scaling.step(stepping.scaled)
     else:
-        stepping.skip()
+        # also where this rank's own is finite: a gradient that all should hold alike has gone wrong elsewhere
+        norm = None if norm is None else torch.full_like(norm, float("inf"))
+        stepping.skip(norm)
     current().backend.mark_step()
     return norm

@@ -126,6 +126,14 @@ def optimizer_step(
     optimizer: torch.optim.Optimizer,
     *,
     max_norm: float | None = None,
+    skip_nonfinite: Literal[True],
+    scaler: torch.amp.GradScaler | None = None,
+) -> Tensor: ...
+@overload
+def optimizer_step(
+    optimizer: torch.optim.Optimizer,
+    *,
+    max_norm: float | None = None,
     skip_nonfinite: bool = False,
     scaler: torch.amp.GradScaler | None = None,
 ) -> Tensor | None: ...
@@ -158,16 +166,16 @@ def optimizer_step(
     norm = stepping.norm() if max_norm is not None or skip_nonfinite else None
     if norm is not None and skip_nonfinite:
         finite = _finite_everywhere([norm]) and finite
-    if finite:
+    if not finite:
+        # also where this rank's own is finite: a gradient that all should hold alike is not
+        norm = None if norm is None else torch.full_like(norm, float("inf"))
+        stepping.skip(norm)
+    else:
         if norm is not None and max_norm is not None:
             scale_to(stepping.gradients(), norm, max_norm)
         if scaling is None:
             optimizer.step()
         else:
             scaling.step(stepping.scaled)
-    else:
-        # also where this rank's own is finite: a gradient that all should hold alike has gone wrong elsewhere
-        norm = None if norm is None else torch.full_like(norm, float("inf"))
-        stepping.skip(norm)
     current().backend.mark_step()
     return norm

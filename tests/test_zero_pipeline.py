@@ -1,0 +1,107 @@
+"""Zero1 under a pipeline, and an optimizer made before a model is cut by ``parallelize``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pipelines import batch_of, cut, plain, share_of
+from torch import Tensor, nn
+
+import tpcore
+from tpcore import Mesh, ParallelContext, Zero1
+from tpcore.testing import run_ranks
+
+AdamW = torch.optim.AdamW
+
+
+def loss_of(model: Any, engine: str, batch: dict[str, Tensor]) -> Tensor:
+    if engine == "lockstep":
+        return tpcore.PipelineModel(model, 2).run_train(**batch)
+    loss: Tensor = model(**batch)
+    loss.backward()
+    return loss
+
+
+def staged(ctx: ParallelContext) -> nn.Module:
+    model = cut(4, ctx, tied=True)
+    model.layers = tpcore.PipelinedLayers(model.layers, 2, shared=["mix"])
+    return model
+
+
+def trained(model: nn.Module, optimizer: Any, ctx: ParallelContext, engine: str, steps: range) -> list[float]:
+    seen = []
+    for step in steps:
+        optimizer.zero_grad()
+        loss = loss_of(model, engine, share_of(batch_of(8, step), ctx)).detach().reshape(1)
+        seen.append((ctx.comm("dp").all_reduce(loss) / ctx.comm("dp").size).item())
+        seen.append(tpcore.optimizer_step(optimizer, max_norm=0.5).item())
+    return seen
+
+
+@pytest.mark.parametrize(("engine", "tp"), [("layers", 1), ("layers", 2), ("lockstep", 2)])
+def test_steps_of_a_pipeline_and_its_checkpoint_elsewhere(tmp_path: Path, engine: str, tp: int) -> None:
+    """Loss and norm of every step, at pp 2 x dp 2, then at pp 1. 1e-9: rounding, grown by AdamW."""
+    dense, want = plain(4, tied=True), []
+    optimizer = AdamW(dense.named_parameters(), lr=0.02)
+    for step in range(20):
+        optimizer.zero_grad()
+        loss = dense(**batch_of(8, step))
+        loss.backward()
+        want += [loss.item(), nn.utils.clip_grad_norm_(dense.parameters(), 0.5).item()]
+        optimizer.step()
+
+    def first(ctx: ParallelContext) -> list[float]:
+        model = staged(ctx)
+        made = Zero1(AdamW, model.named_parameters(), lr=0.02, bucket_mb=1e-2)
+        seen = trained(model, made, ctx, engine, range(16))
+        tpcore.check_replicas(model, made)
+        tpcore.checkpoint.save({"model": model.state_dict(), "optimizer": made}, tmp_path / "c")
+        return seen + trained(model, made, ctx, engine, range(16, 20))
+
+    for got in run_ranks(Mesh({"pp": 2, "dp": 2, "tp": tp}), first):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+
+    def second(ctx: ParallelContext) -> list[float]:
+        model = staged(ctx)
+        made = Zero1(AdamW, model.named_parameters(), lr=0.1)
+        made.load_state_dict(tpcore.checkpoint.load(tmp_path / "c", model)["optimizer"])
+        return trained(model, made, ctx, "layers", range(16, 20))
+
+    for there in ({"pp": 1, "dp": 2, "tp": 1}, {"pp": 4, "dp": 1, "tp": 1}):
+        for got in run_ranks(Mesh(there), second):
+            torch.testing.assert_close(got, want[32:], rtol=1e-9, atol=1e-9)
+
+
+def test_an_optimizer_made_before_parallelize() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
+    ids = torch.randint(1, 32, (4, 6), generator=torch.Generator().manual_seed(1))
+
+    def model() -> Any:
+        torch.manual_seed(0)
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads)).double()
+
+    whole, want = model(), []
+    optimizer = AdamW(whole.named_parameters(), lr=1e-2)
+    for _ in range(2):
+        optimizer.zero_grad()
+        whole(input_ids=ids, labels=ids).loss.backward()
+        want.append(nn.utils.clip_grad_norm_(whole.parameters(), 0.5))
+        optimizer.step()
+
+    def rank(ctx: ParallelContext) -> None:
+        net = model()
+        made = Zero1(AdamW, net.named_parameters(), lr=1e-2)
+        net = tpcore.parallelize(net)
+        mine = ids.chunk(2)[ctx.coord("dp")]
+        for norm in want:
+            made.zero_grad()
+            net(input_ids=mine, labels=mine).loss.backward()
+            # transformers computes norms and the loss in float32
+            torch.testing.assert_close(tpcore.optimizer_step(made, max_norm=0.5), norm, rtol=1e-5, atol=0)
+
+    run_ranks(Mesh({"pp": 1, "dp": 2, "tp": 2}), rank)

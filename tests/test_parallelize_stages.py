@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import hf
@@ -13,6 +14,7 @@ from pipelines import part_of
 
 import tpcore
 from tpcore import Mesh
+from tpcore.layers.sharding import sharding
 from tpcore.testing import run_ranks
 
 FOUR = {**TINY, "num_hidden_layers": 4}
@@ -79,3 +81,28 @@ def test_what_one_stage_cannot_save_alone() -> None:
             model.save_pretrained("there")
 
     run_ranks(Mesh({"pp": 2, "dp": 1, "tp": 1}), rank)
+
+
+def test_each_stage_reads_its_own_of_the_files(tmp_path: Path) -> None:
+    """Lazily, and into a model that is there; what is on a stage alone says so afterwards."""
+    torch.manual_seed(0)
+    whole = hf.llama(num_hidden_layers=4)
+    whole.save_pretrained(tmp_path)
+    full, want = whole.state_dict(), whole(**hf.text()).loss.detach()
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        with tpcore.lazy():
+            lazily: Any = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+        tpcore.parallelize(lazily, num_microbatches=1)
+        there: Any = tpcore.parallelize(hf.llama(num_hidden_layers=4), num_microbatches=1)
+        tpcore.checkpoint.load(tmp_path, there, sharded=False)
+        for model in (lazily, there):
+            for name, p in model.named_parameters():
+                assert torch.equal(p, part_of(full[name], p, ctx)), name
+                on_one = name.startswith("model.layers.")
+                mark = sharding(p)
+                assert on_one == (mark is not None and mark.layout.slot is not None), name
+            # as the whole model's in float32, in which the order of sums differs
+            torch.testing.assert_close(model(**hf.text()).loss.detach(), want, rtol=1e-5, atol=1e-5)
+
+    run_ranks(Mesh({"pp": 2, "dp": 1, "tp": 2}), rank)

@@ -20,6 +20,7 @@ from ..context import ParallelContext
 from ..errors import CheckpointError
 from ..layers.module import ParallelModule
 from ..storage.files import naming
+from ..train.pipeline import PipelinedLayers
 from .names import names_in_memory
 
 FILES = "_tpcore_lazy_from"
@@ -125,6 +126,8 @@ def _materialize(model: nn.Module, device: torch.device) -> None:
                 p, nn.Parameter(torch.empty_like(p, device=device), requires_grad=p.requires_grad)
             )
     for module in model.modules():
+        if isinstance(module, PipelinedLayers):
+            module.mark_places()
         if isinstance(module, ParallelModule):
             for name in module.shard_specs:  # what a swapped Parameter carried went with its old memory
                 module.register_parameter(name, module.get_parameter(name))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import TypeVar
 
@@ -23,6 +23,7 @@ from .loss import cut_loss
 from .plan import Rule, checked
 from .replace import replace
 from .sequence import cut_sequence
+from .stages import groups, into_stages, number_of_stages
 from .transformers import checked_model, rules_of
 from .whole import save_whole
 
@@ -34,6 +35,7 @@ def parallelize(
     *,
     plan: Mapping[str, Rule] | None = None,
     sequence_parallel: bool = False,
+    num_microbatches: int | None = None,
     lazy_from: str | os.PathLike[str] | None = None,
     ctx: ParallelContext | None = None,
 ) -> Model:
@@ -49,6 +51,10 @@ def parallelize(
     whose number of tokens tp divides. ``lazy_from``: a directory of safetensors or ``.bin`` files of which
     each rank reads its part, by default that of ``from_pretrained`` in ``tpcore.lazy()``. ``ctx``: the parallel context, by default the current one.
 
+    ``num_microbatches``: the model's layers become ``tpcore.PipelinedLayers``, each stage's its own, and the
+    vocabulary is cut over stages and tp together. Needed at ``pp`` above 1, where an optimizer is made after
+    this; ``tpcore.PipelineModel(model, ...)`` then runs one forward, one backward.
+
     Raises ValueError before anything is changed for a model without a plan, a rule that matches nothing, a
     style that is not supported, and for sizes that tp does not divide, all in one with the degrees that fit.
     Collective: every rank of the tp group calls it, with the same model and arguments.
@@ -56,34 +62,45 @@ def parallelize(
     context = ctx or current()
     comm = context.comm("tp")
     checked_model(model)
+    stages = number_of_stages(context, num_microbatches)
     rules = dict(plan or {})
     checked(rules, [name for name, _ in (*model.named_modules(), *model.named_parameters())])
     cuts = decide(model, rules_of(model, rules))
     check_fit(type(model).__name__, [need for cut in cuts for need in cut.needs], comm.size)
     files = getattr(model, FILES, None) if lazy_from is None else lazy_from
     with use(context):
-        if comm.size > 1:
-            _cut(model, cuts, comm, sequence_parallel)
+        if comm.size * stages > 1:
+            over = groups(model, context, stages)
+            _replace(model, cuts, comm, over)
+        if num_microbatches is not None:
+            cuts = into_stages(model, cuts, num_microbatches, stages)
+        if comm.size * stages > 1:
+            _connect(model, cuts, comm, sequence_parallel)
         if files is not None:
             read_parts(model, os.fspath(files), context)
     return model
 
 
-def _cut(model: nn.Module, cuts: list[Cut], comm: Comm, sequence_parallel: bool) -> None:
+def _replace(model: nn.Module, cuts: list[Cut], comm: Comm, over: Callable[[Cut], Comm]) -> None:
+    """Parallel layers, and attention modules that know their heads."""
     heads = list(attentions(model, cuts))
-    replace(model, cuts, comm)
+    replace(model, cuts, over)
     for owner, width, projections in heads:
         if any(cut.module is owner and cut.style == styles.HEADS_ARGUMENT for cut in cuts):
             hook = HeadsArgument(comm, width // (head_size(owner) or 1))
             owner.register_forward_pre_hook(hook, with_kwargs=True)
         localize(owner, comm.size, max(cut.copies(comm.size) for cut in projections), width)
+
+
+def _connect(model: nn.Module, cuts: list[Cut], comm: Comm, sequence_parallel: bool) -> None:
+    """What flows between them: tokens, inputs, the loss."""
     if sequence_parallel:
         cut_sequence(model, cuts, comm)
     else:
         share_inputs(model, cuts)
     _cut_loss(model, cuts)
     guard(model)
-    model.__dict__["save_pretrained"] = MethodType(save_whole, model)
+    model.__dict__.setdefault("save_pretrained", MethodType(save_whole, model))
 
 
 def _cut_loss(model: nn.Module, cuts: list[Cut]) -> None:

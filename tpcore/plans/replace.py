@@ -24,19 +24,20 @@ from .summed import sum_gradients
 Places = dict[int, list[tuple[nn.Module, str]]]
 
 
-def replace(model: nn.Module, cuts: Iterable[Cut], comm: Comm) -> None:
-    """Put a parallel layer in the place of each module that is cut, under each of its names."""
+def replace(model: nn.Module, cuts: Iterable[Cut], over: Callable[[Cut], Comm]) -> None:
+    """Put a parallel layer in the place of each module that is cut, under each of its names. ``over``: which
+    ranks hold its parts."""
     cuts = list(cuts)
     children, owners = _children(model), _owners(model)
     for group in _tied(cuts, owners):
-        made = [(cut, _made(cut, comm)) for cut in group]
+        made = [(cut, _made(cut, over(cut))) for cut in group]
         _adopt(made, owners)
         for cut, layer in made:
             for parent, leaf in children[id(cut.module)] if layer is not None else ():
                 setattr(parent, leaf, layer)
     for cut in cuts:
         if cut.style == plan.SUMMED:
-            sum_gradients(cut.module, comm)
+            sum_gradients(cut.module, over(cut))
 
 
 def _children(model: nn.Module) -> Places:

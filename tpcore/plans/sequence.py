@@ -19,6 +19,7 @@ from ..comm import Comm
 from ..layers import RowParallelLinear
 from ..layers.module import ParallelModule
 from ..layers.shared_input import InputCopy
+from ..train.pipeline import PipelinedLayers
 from . import plan
 from .cuts import Cut
 from .inputs import columns_by_owner, share_inputs
@@ -37,7 +38,7 @@ class Stack:
 
     comm: Comm
     rows: list[RowParallelLinear]
-    blocks: nn.ModuleList
+    blocks: nn.ModuleList | PipelinedLayers
     active: bool = False
     allowed: bool = True
     """Whether nobody asked for hidden states between the blocks, of which this rank has a part."""
@@ -45,7 +46,7 @@ class Stack:
     def enter(self, tokens: Tensor) -> Tensor:
         n = self.comm.size
         self.active = self.allowed and tokens.ndim == 3 and tokens.shape[1] % n == 0
-        recomputed = any(getattr(block, "gradient_checkpointing", False) for block in self.blocks)
+        recomputed = any(getattr(block, "gradient_checkpointing", False) for block in self.blocks.children())
         if not self.active and recomputed and self.blocks.training and torch.is_grad_enabled():
             # the backward, which runs a block again, could not know how its forward had been
             raise ValueError(
@@ -131,13 +132,13 @@ def cut_sequence(model: nn.Module, cuts: list[Cut], comm: Comm) -> None:
     model.register_forward_pre_hook(_Asked(stacks), with_kwargs=True)
 
 
-def _stacks(model: nn.Module, cuts: list[Cut]) -> Iterator[tuple[str, nn.ModuleList]]:
+def _stacks(model: nn.Module, cuts: list[Cut]) -> Iterator[tuple[str, nn.ModuleList | PipelinedLayers]]:
     """The outermost lists of blocks with cut layers inside."""
     found: list[str] = []
     for name, module in model.named_modules():
         inner = any(name.startswith(other + ".") for other in found)
-        blocks = isinstance(module, nn.ModuleList) and any(cut.name.startswith(name + ".") for cut in cuts)
-        if blocks and not inner and isinstance(module, nn.ModuleList):
+        blocks = any(cut.name.startswith(name + ".") for cut in cuts)
+        if blocks and not inner and isinstance(module, nn.ModuleList | PipelinedLayers):
             found.append(name)
             yield name, module
     if not found:
@@ -154,7 +155,7 @@ def _enter_owners(model: nn.Module, cuts: list[Cut], stack: Stack) -> set[str]:
     gathered = {cut.owner for cut in cuts if cut.style == plan.COLUMN_GATHERED}
     for name in (columns.keys() | gathered) - shared:
         owner = model.get_submodule(name)
-        if any(owner is block for block in stack.blocks):
+        if any(owner is block for block in stack.blocks.children()):
             raise ValueError(
                 f"sequence_parallel=True: {type(owner).__name__} calls {', '.join(columns[name])} itself, so "
                 "that its tokens cannot enter whole there and stay cut elsewhere: this family works without"

@@ -83,7 +83,10 @@ class Loading:
         if model is not None:
             found = self._model(model, stage)
             if not self._sharded:
-                found = aligned(found, set(model.state_dict(keep_vars=True)))
+                wanted = set(model.state_dict(keep_vars=True))
+                found = aligned(found, wanted)
+                if self._ctx.mesh.axes.get("pp", 1) > 1:  # the names that other stages have are nowhere here
+                    found = {name: item for name, item in found.items() if name in wanted}
             self._fit = Fit(model, found, self._ctx, self._source.path, strict=self._strict)
         bound = dict(stage.bound(model=whole)) if self._sharded else {}
         if parameters:

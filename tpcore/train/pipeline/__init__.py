@@ -1,7 +1,8 @@
 """Pipeline parallelism: one program for all ranks, a stage is data."""
 
+from .alike import find_layers
 from .layers import PipelinedLayers
 from .model import PipelineModel, pipelined_layers
 from .schedule import Schedule
 
-__all__ = ["PipelineModel", "PipelinedLayers", "Schedule", "pipelined_layers"]
+__all__ = ["PipelineModel", "PipelinedLayers", "Schedule", "find_layers", "pipelined_layers"]

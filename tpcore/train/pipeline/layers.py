@@ -68,7 +68,7 @@ class PipelinedLayers(nn.Module):
         self.stage = StageLayers(self, ctx.coord("pp"))
         self._instead: Instead | None = None
         self.register_load_state_dict_post_hook(_stamp_again)
-        self._stamp_all()
+        self.mark_places()
 
     # -- what a model's forward sees ------------------------------------------------------------------------
     def __iter__(self) -> Iterator[nn.Module]:
@@ -150,7 +150,8 @@ class PipelinedLayers(nn.Module):
     def _slot(self, number: int) -> Slot:
         return Slot("pp", number, self.num_layers)
 
-    def _stamp_all(self) -> None:
+    def mark_places(self) -> None:
+        """Mark parameters and buffers with their stage; again where others took their place."""
         if self.pp.size == 1:
             return
         for number, layer in self.named_children():
@@ -168,12 +169,12 @@ class PipelinedLayers(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> PipelinedLayers:
         super()._apply(fn, recurse)
-        self._stamp_all()
+        self.mark_places()
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._stamp_all()
+        self.mark_places()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         found = super().state_dict(*args, **kwargs)
@@ -193,4 +194,4 @@ class PipelinedLayers(nn.Module):
 
 def _stamp_again(layers: nn.Module, keys: Any) -> None:
     if isinstance(layers, PipelinedLayers):
-        layers._stamp_all()
+        layers.mark_places()

@@ -1,0 +1,108 @@
+"""Models of transformers cut over stages and tp by ``parallelize``, as the whole model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import hf
+import pytest
+import torch
+import transformers
+from hf import GPT2, NO_DROPOUT, TINY
+from pipelines import part_of
+
+import tpcore
+from tpcore import Mesh
+from tpcore.layers.sharding import sharding
+from tpcore.testing import run_ranks
+
+FOUR = {**TINY, "num_hidden_layers": 4}
+ROUNDS = {"rtol": 1e-6, "atol": 1e-7}  # norms of transformers compute in float32
+
+MODELS = {
+    "llama": lambda: hf.llama(num_hidden_layers=4),
+    "llama, tied": lambda: hf.llama(num_hidden_layers=4, tie_word_embeddings=True),
+    "gpt2": lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**GPT2, "n_layer": 4})),
+    "bert": lambda: transformers.BertForMaskedLM(transformers.BertConfig(**{**FOUR, **NO_DROPOUT})),
+}
+
+
+def text() -> dict[str, torch.Tensor]:
+    """As many labels in each microbatch."""
+    batch = hf.text(length=6)
+    return {name: torch.cat([t[:2], t[:2]]) for name, t in batch.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "pp", "tp", "sequence_parallel"),
+    [
+        ("llama", 2, 2, False),
+        ("llama", 2, 2, True),
+        ("llama, tied", 4, 1, False),
+        ("llama, tied", 1, 2, False),
+        ("gpt2", 2, 2, True),
+        ("bert", 2, 2, False),
+    ],
+)
+def test_equals_the_whole_model(name: str, pp: int, tp: int, sequence_parallel: bool) -> None:
+    whole = hf.double(MODELS[name])
+    whole(**text()).loss.backward()
+    want = whole(**text()).loss.detach()
+    full = dict(whole.named_parameters())
+
+    def rank(ctx: tpcore.ParallelContext) -> set[str]:
+        for engine in ("layers", "lockstep"):
+            model: Any = hf.double(MODELS[name])
+            tpcore.parallelize(model, num_microbatches=2, sequence_parallel=sequence_parallel)
+            if engine == "lockstep":
+                loss = tpcore.PipelineModel(model, 2).run_train(**text())
+            else:
+                loss = model(**text()).loss
+                loss.backward()
+            torch.testing.assert_close(loss.detach(), want, **ROUNDS)
+            for key, p in model.named_parameters():
+                torch.testing.assert_close(p.grad, part_of(full[key].grad, p, ctx), **ROUNDS)
+        return {key for key, _ in model.named_parameters()}
+
+    names = run_ranks(Mesh({"pp": pp, "dp": 1, "tp": tp}), rank)
+    assert set().union(*names) == set(full)
+
+
+def test_stages_need_a_number_of_microbatches() -> None:
+    with pytest.raises(ValueError, match=r"parallelize on pp=2 stages needs num_microbatches=.* 8, they"):
+        run_ranks(Mesh({"pp": 2, "dp": 1, "tp": 1}), lambda ctx: tpcore.parallelize(hf.llama()))
+
+
+def test_what_one_stage_cannot_save_alone() -> None:
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        model = tpcore.parallelize(hf.llama(), num_microbatches=2)
+        with pytest.raises(ValueError, match=r"several pipeline stages: save with tpcore.checkpoint.save"):
+            model.save_pretrained("there")
+
+    run_ranks(Mesh({"pp": 2, "dp": 1, "tp": 1}), rank)
+
+
+def test_each_stage_reads_its_own_of_the_files(tmp_path: Path) -> None:
+    """Lazily, and into a model that is there; what is on a stage alone says so afterwards."""
+    torch.manual_seed(0)
+    whole = hf.llama(num_hidden_layers=4)
+    whole.save_pretrained(tmp_path)
+    full, want = whole.state_dict(), whole(**hf.text()).loss.detach()
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        with tpcore.lazy():
+            lazily: Any = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+        tpcore.parallelize(lazily, num_microbatches=1)
+        there: Any = tpcore.parallelize(hf.llama(num_hidden_layers=4), num_microbatches=1)
+        tpcore.checkpoint.load(tmp_path, there, sharded=False)
+        for model in (lazily, there):
+            for name, p in model.named_parameters():
+                assert torch.equal(p, part_of(full[name], p, ctx)), name
+                on_one = name.startswith("model.layers.")
+                mark = sharding(p)
+                assert on_one == (mark is not None and mark.layout.slot is not None), name
+            # as the whole model's in float32, in which the order of sums differs
+            torch.testing.assert_close(model(**hf.text()).loss.detach(), want, rtol=1e-5, atol=1e-5)
+
+    run_ranks(Mesh({"pp": 2, "dp": 1, "tp": 2}), rank)

@@ -49,6 +49,7 @@ PUBLIC = {
         "checkpoint",
         "clip_grad_norm",
         "current",
+        "divide",
         "explain",
         "full_state_dict",
         "hookimpl",

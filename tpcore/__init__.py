@@ -35,7 +35,7 @@ from .layers.sharding import shard_specs
 from .layout import Layout
 from .memory import keep_freed_memory
 from .mesh import Group, Mesh
-from .shard import Block, ShardSpec
+from .shard import Block, ShardSpec, divide
 from .train.clip import clip_grad_norm
 from .train.data_parallel import reduce_gradients
 from .train.pipeline import PipelinedLayers, PipelineModel
@@ -108,6 +108,7 @@ __all__ = [
     "checkpoint",
     "clip_grad_norm",
     "current",
+    "divide",
     "explain",
     "full_state_dict",
     "hookimpl",

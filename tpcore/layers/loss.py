@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from ..comm import Comm
 from ..context import current
+from .features import unpadded
 from .ids import check_ids
 
 CHUNK = 1 << 18
@@ -54,7 +55,14 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, target: Tensor, comm: Comm, smoothing: float, ignore: int, vocab: int
+        ctx: Any,
+        logits: Tensor,
+        target: Tensor,
+        comm: Comm,
+        smoothing: float,
+        ignore: int,
+        vocab: int,
+        certain: bool,
     ) -> Tensor:
         width = logits.shape[-1]
         wide = torch.promote_types(logits.dtype, torch.float32)
@@ -67,21 +75,28 @@ class _CrossEntropy(torch.autograd.Function):
         ahead = None
         if comm.eager and logits.dtype is wide and ctx.needs_input_grad[0]:
             ahead = torch.empty_like(logits, memory_format=torch.contiguous_format)
-        rows = logits.new_empty((3 if smoothing else 2, len(target)), dtype=wide)
+        tokens, look = len(target), comm.eager and not certain and comm.size > 1 and logits.numel() > 0
+        # with one place more, for what tells padding
+        rows = logits.new_empty((3 if smoothing else 2, tokens + look), dtype=wide)
         for at in _chunks(logits, comm):
             chunk = logits[at].to(wide)
             if smoothing:
                 rows[2, at] = _fill(chunk, padding, 0.0).sum(-1)
             _, rows[0, at] = _share(chunk, padding, comm.eager, None if ahead is None else ahead[at])
         picked = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1).to(wide)
-        rows[1] = torch.where(mine, picked, torch.zeros_like(picked))
+        rows[1, :tokens] = torch.where(mine, picked, torch.zeros_like(picked))
+        if look:
+            rows[:2, -1] = logits[:, [0, -1]].ne(0).any(0).to(wide)
 
         gathered = comm.all_gather(rows.unsqueeze(0), 0)
+        if look:
+            _refuse_padding(gathered[:, :2, -1], width * comm.size)
+        gathered = gathered[..., :tokens]
         log_sum = gathered[:, 0].logsumexp(0)
         loss = log_sum - (1 - smoothing) * gathered[:, 1].sum(0)
         if smoothing:
             loss = loss - smoothing / vocab * gathered[:, 2].sum(0)
-        ctx.save_for_backward(logits, (rows[0] - log_sum).exp(), local, mine, kept)
+        ctx.save_for_backward(logits, (rows[0, :tokens] - log_sum).exp(), local, mine, kept)
         ctx.args, ctx.ahead = (comm, smoothing, vocab), ahead
         return torch.where(kept, loss, torch.zeros_like(loss))
 
@@ -111,7 +126,18 @@ class _CrossEntropy(torch.autograd.Function):
             chunk.scatter_add_(-1, local[at].unsqueeze(-1), hit[at])
             if ahead is None:
                 out[at] = chunk
-        return out, None, None, None, None, None
+        return out, None, None, None, None, None, None
+
+
+def _refuse_padding(nonzero: Tensor, columns: int) -> None:
+    """ValueError if the last column of all looks like padding. ``nonzero``: ``[ranks, 2]``, whether the first
+    and the last column of a rank hold anything but exact zeros, as padding does for every token."""
+    if not nonzero.is_meta and nonzero[0, 0] and not nonzero[-1, 1]:
+        raise ValueError(
+            f"parallel_cross_entropy: the last of {columns} logits is exactly 0 for every token, as padding "
+            "is, and would count as a word of the vocabulary: pass vocab_size=, the size without padding "
+            f"({columns} if there is none)"
+        )
 
 
 def _padding(logits: Tensor, comm: Comm, vocab: int) -> Tensor | None:
@@ -147,10 +173,12 @@ def parallel_cross_entropy(
     ``vocab_parallel_logits``: ``[..., vocab / tp]``, this rank's part of the vocabulary, left as it is.
     ``target``: int64 ``[...]``, the same on every rank, ids in the whole vocabulary or ``ignore_index``
     (those give loss 0 and no gradient). ``vocab_size``: the size without padding, where the layer that
-    made the logits was padded (``pad=True``); the padding then counts for nothing.
+    made the logits was padded (``pad=True``); the padding then counts for nothing. The layer's own output
+    tells it; what other operations made of that needs it.
 
     Returns ``[...]``, in float32 for half-precision logits, the same on every rank. Raises IndexError for
-    a target out of range, on backends that can look at values, ValueError for shapes that do not fit.
+    a target out of range, on backends that can look at values, ValueError for shapes that do not fit and, on
+    the same backends, for what looks like padding without ``vocab_size``.
     """
     logits, comm = vocab_parallel_logits, current().comm_for(tensor_model_parallel_group)
     if logits.shape[:-1] != target.shape:
@@ -161,6 +189,7 @@ def parallel_cross_entropy(
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing must be in [0, 1], not {label_smoothing}")
     columns = logits.shape[-1] * comm.size
+    vocab_size = unpadded(logits) if vocab_size is None else vocab_size
     vocab = columns if vocab_size is None else vocab_size
     if not 0 < vocab <= columns:
         raise ValueError(
@@ -169,5 +198,7 @@ def parallel_cross_entropy(
     if comm.eager:
         check_ids(target, vocab, "parallel_cross_entropy", ignore_index)
     flat = logits.reshape(-1, logits.shape[-1])
-    loss: Tensor = _CrossEntropy.apply(flat, target.reshape(-1), comm, label_smoothing, ignore_index, vocab)
+    loss: Tensor = _CrossEntropy.apply(
+        flat, target.reshape(-1), comm, label_smoothing, ignore_index, vocab, vocab_size is not None
+    )
     return loss.view(target.shape)

@@ -50,6 +50,7 @@ PUBLIC = {
         "clip_grad_norm",
         "current",
         "divide",
+        "dtensor_state_dict",
         "explain",
         "full_state_dict",
         "hookimpl",

@@ -46,6 +46,7 @@ from .transport import Transport
 
 if TYPE_CHECKING:
     from . import checkpoint, parallel_layers, trace
+    from .c10d.dtensor import dtensor_state_dict
     from .explaining import explain
     from .parallel_layers import parallel_state
     from .plans import full_state_dict, lazy, parallelize
@@ -60,6 +61,10 @@ def __getattr__(name: str) -> Any:
         from .processes.launch import launch
 
         return launch
+    if name == "dtensor_state_dict":
+        from .c10d.dtensor import dtensor_state_dict
+
+        return dtensor_state_dict
     if name == "explain":
         from .explaining import explain
 
@@ -109,6 +114,7 @@ __all__ = [
     "clip_grad_norm",
     "current",
     "divide",
+    "dtensor_state_dict",
     "explain",
     "full_state_dict",
     "hookimpl",

@@ -22,11 +22,10 @@ def refuse_shards_as_replicas() -> RemovableHandle:
 
 
 def _look(owner: nn.Module, name: str, module: Any) -> None:
-    # its constructor has chosen the group when it takes the model, and sends nothing before
-    group = getattr(owner, "process_group", None)
-    if not isinstance(owner, DistributedDataParallel) or name != "module" or group is None:
+    if not isinstance(owner, DistributedDataParallel) or name != "module":
         return
-    ranks = dist.get_process_group_ranks(group)
+    # its constructor has chosen the group when it takes the model, and sends nothing before
+    ranks = dist.get_process_group_ranks(owner.process_group)
     for parameter_name, parameter in module.named_parameters():
         found = sharding(parameter)
         unlike = [] if found is None else [r for r in ranks if not _same_part(found, r)]

@@ -23,10 +23,15 @@ CHUNK = 1 << 18
 """Logits worked on at once where the backend is eager: 1 MiB of float32 stays in a core's cache."""
 
 
+def _looks(comm: Comm) -> bool:
+    """Whether values may be looked at: not on lazy devices, and not by torch.compile."""
+    return comm.eager and not torch.compiler.is_dynamo_compiling()
+
+
 def _chunks(logits: Tensor, comm: Comm) -> Iterator[slice]:
     """Runs of tokens. A single one on lazy backends: their compilers fuse, and a loop is a longer graph."""
     tokens, width = logits.shape
-    step = max(1, CHUNK // max(1, width)) if comm.eager else max(1, tokens)
+    step = max(1, CHUNK // max(1, width)) if _looks(comm) else max(1, tokens)
     for start in range(0, tokens, step):
         yield slice(start, min(start + step, tokens))
 
@@ -73,16 +78,16 @@ class _CrossEntropy(torch.autograd.Function):
         padding = _padding(logits, comm, vocab)
 
         ahead = None
-        if comm.eager and logits.dtype is wide and ctx.needs_input_grad[0]:
+        if _looks(comm) and logits.dtype is wide and ctx.needs_input_grad[0]:
             ahead = torch.empty_like(logits, memory_format=torch.contiguous_format)
-        tokens, look = len(target), comm.eager and not certain and comm.size > 1 and logits.numel() > 0
+        tokens, look = len(target), _looks(comm) and not certain and comm.size > 1 and logits.numel() > 0
         # with one place more, for what tells padding
         rows = logits.new_empty((3 if smoothing else 2, tokens + look), dtype=wide)
         for at in _chunks(logits, comm):
             chunk = logits[at].to(wide)
             if smoothing:
                 rows[2, at] = _fill(chunk, padding, 0.0).sum(-1)
-            _, rows[0, at] = _share(chunk, padding, comm.eager, None if ahead is None else ahead[at])
+            _, rows[0, at] = _share(chunk, padding, _looks(comm), None if ahead is None else ahead[at])
         picked = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1).to(wide)
         rows[1, :tokens] = torch.where(mine, picked, torch.zeros_like(picked))
         if look:
@@ -115,7 +120,7 @@ class _CrossEntropy(torch.autograd.Function):
         out = torch.empty_like(logits, memory_format=torch.contiguous_format) if ahead is None else ahead
         for at in _chunks(logits, comm):
             if ahead is None:
-                chunk, _ = _share(logits[at].to(part.dtype), padding, comm.eager, None)
+                chunk, _ = _share(logits[at].to(part.dtype), padding, _looks(comm), None)
             else:
                 chunk = ahead[at]
             chunk.mul_(part[at])
@@ -180,7 +185,8 @@ def parallel_cross_entropy(
     a target out of range, on backends that can look at values, ValueError for shapes that do not fit and, on
     the same backends, for what looks like padding without ``vocab_size``.
     """
-    logits, comm = vocab_parallel_logits, current().comm_for(tensor_model_parallel_group)
+    logits, group = vocab_parallel_logits, tensor_model_parallel_group
+    comm = group if isinstance(group, Comm) else current().comm_for(group)
     if logits.shape[:-1] != target.shape:
         raise ValueError(
             f"logits of shape {tuple(logits.shape)} need targets of {tuple(logits.shape[:-1])}, "

@@ -26,7 +26,7 @@ from tpcore.errors import BackendError
 from tpcore.storage.files import write_file
 
 from .graphs import Target, from_json, to_json
-from .operators import Operators, fast
+from .operators import fast, operators
 
 GRAPH, CONSTANTS = "graph.json", "constants.safetensors"
 
@@ -40,7 +40,7 @@ class _PureFunction(nn.Module):
 
     def forward(self, weights: list[Tensor], ranks: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
         fn, names, comms = self._of
-        with traced(comms, ranks, Operators):
+        with traced(comms, ranks, operators):
             return fn(dict(zip(names, weights, strict=True)), inputs)
 
 

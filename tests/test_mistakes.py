@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +13,8 @@ from torch import Tensor, nn
 
 import tpcore
 from tpcore import Mesh
-from tpcore.context import ParallelContext
+from tpcore.checks import raising
+from tpcore.context import ParallelContext, use
 from tpcore.testing import run_ranks
 
 
@@ -121,3 +126,136 @@ def test_zeros_that_are_no_padding_pass() -> None:
         tpcore.parallel_cross_entropy(logits, target)
 
     run_ranks(Mesh({"tp": 2}), check)
+
+
+# -- parts taken for wholes, and ranks with other data ------------------------------------------------------
+class Model(nn.Module):
+    """Right as it is; a test exchanges one part of it for what is wrong."""
+
+    def __init__(self, tokens: bool = False) -> None:
+        super().__init__()
+        spread = {"sequence_parallel_enabled": tokens, "sequence_dimension": 1 if tokens else None}
+        self.embed = tpcore.ParallelEmbedding(12, 8, **spread)
+        self.norm: nn.Module = tpcore.RMSNorm(8, sequence_parallel_enabled=tokens)
+        self.qkv = tpcore.ColumnParallelLinear(8, 24, gather_output=False, stride=3, unit=2, **spread)
+        self.out = tpcore.RowParallelLinear(8, 8, input_is_parallel=True, **spread)
+        self.head = tpcore.ColumnParallelLinear(8, 12, gather_output=False, **spread)
+        self.loss = tpcore.parallel_cross_entropy
+
+    def forward(self, ids: Tensor, target: Tensor) -> Tensor:
+        x = self.embed(ids)
+        h = self.qkv(self.norm(x))
+        q, k, v = h.view(*h.shape[:-1], 3, -1, 2).permute(2, 0, 3, 1, 4)
+        # as attention is written by hand, with a norm of each head: both over dims that are whole
+        weights = F.softmax(F.rms_norm(q, (2,)) @ k.transpose(-1, -2), -1)
+        x = x + F.dropout(self.out((weights @ v).transpose(1, 2).flatten(2)), 0.0)
+        logits = self.head(x).float() / 2.0
+        return self.loss(logits.flatten(0, 1), target.flatten()).mean()
+
+
+def _cut_cross_entropy(model: Model) -> None:
+    model.loss = F.cross_entropy
+
+
+def _softmax(model: Model) -> None:
+    model.loss = lambda logits, target: logits.softmax(-1)[..., 0]
+
+
+def _plain_norm(model: Model) -> None:
+    model.norm = nn.RMSNorm(8)
+
+
+MISTAKES = {
+    "F.cross_entropy": (
+        _cut_cross_entropy,
+        False,
+        "cross_entropy takes 6 of 12 features .* use tpcore.parallel",
+    ),
+    "softmax": (_softmax, False, "softmax takes 6 of 12 features for all of them.*gather them"),
+    "nn.RMSNorm": (
+        _plain_norm,
+        True,
+        r"rms_norm with a parameter of shape \(8,\) sees 2 of 4 tokens.*tpcore.RMSNorm",
+    ),
+}
+GIVEN = torch.arange(8).view(2, 4) % 5, torch.arange(8).view(2, 4) % 3  # targets that each rank has
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_part_taken_for_the_whole_is_found(name: str) -> None:
+    spoil, tokens, says = MISTAKES[name]
+
+    def build() -> tuple[nn.Module, tuple[Tensor, ...]]:
+        model = Model(tokens)
+        spoil(model)
+        return model, GIVEN
+
+    (found,) = tpcore.explain(build, tp=2).mistakes
+    assert re.search(says, found)
+    assert found.startswith("norm: " if tokens else "Model: ")
+
+    def run(ctx: ParallelContext) -> None:
+        with use(replace(ctx, checks=raising())):
+            model, given = build()
+            with pytest.raises(ValueError, match=says):
+                model(*given)
+
+    run_ranks(Mesh({"tp": 2}), run)
+
+
+@pytest.mark.parametrize("tokens", [False, True])
+def test_nothing_is_found_in_a_model_that_is_right(tokens: bool) -> None:
+    assert tpcore.explain(lambda: (Model(tokens), GIVEN), tp=2).mistakes == ()
+
+    def run(ctx: ParallelContext) -> None:
+        unwatched = Model(tokens)
+        with use(replace(ctx, checks=raising())):
+            torch.manual_seed(0)
+            model = Model(tokens)
+            model.load_state_dict(unwatched.state_dict())
+            loss, want = model(*GIVEN), unwatched(*GIVEN)
+            torch.testing.assert_close(loss, want, rtol=0, atol=0)
+            for one in (loss, want):
+                one.backward()
+            for p, q in zip(model.parameters(), unwatched.parameters(), strict=True):
+                torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=0)
+            tpcore.optimizer_step(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    run_ranks(Mesh({"dp": 1, "tp": 2}), run)
+
+
+def _other_seed(ctx: ParallelContext) -> None:
+    torch.manual_seed(ctx.coord("tp"))
+    Model()
+
+
+def _other_batch(ctx: ParallelContext) -> None:
+    Model()((GIVEN[0] + ctx.coord("tp")) % 5, GIVEN[1]).backward()
+
+
+def _other_activations(ctx: ParallelContext) -> None:
+    tpcore.ColumnParallelLinear(8, 8)(torch.randn(64, 8) * (1 + ctx.coord("tp")))
+
+
+def _other_targets(ctx: ParallelContext) -> None:
+    Model()(GIVEN[0], (GIVEN[1] + ctx.coord("tp")) % 5).backward()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (_other_seed, "ranks {} and {} .* the random state that weight starts from of ParallelEmbedding at "),
+        (_other_batch, r"ranks {} and {} .* the ids of ParallelEmbedding at .*test_mistakes.*same batch"),
+        (_other_activations, "the input of ColumnParallelLinear at .*in _other_activations"),
+        (_other_targets, "the targets of parallel_cross_entropy at "),
+    ],
+)
+def test_ranks_of_one_group_with_other_data_are_named(spoil: Callable[..., None], says: str) -> None:
+    def run(ctx: ParallelContext) -> None:
+        ctx, first = replace(ctx, checks=raising()), 2 * ctx.coord("dp")
+        with use(ctx):
+            spoil(ctx)
+            with pytest.raises(ValueError, match=says.format(first, first + 1)):
+                tpcore.optimizer_step(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1))
+
+    run_ranks(Mesh({"dp": 2, "tp": 2}), run)

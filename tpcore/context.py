@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import permutations
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,6 +17,9 @@ from .backend.interface import Backend
 from .comm import Comm
 from .errors import BackendError
 from .mesh import Mesh
+
+if TYPE_CHECKING:
+    from .checks import Checks
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,7 @@ class ParallelContext:
     backend: Backend
     mesh: Mesh
     rank: int  # host-side only: file names, logs. Graphs use comm.position
+    checks: Checks | None = field(default=None, repr=False, compare=False)
     _comms: dict[tuple[tuple[str, ...], int | None], Comm] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )

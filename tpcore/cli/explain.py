@@ -46,7 +46,7 @@ def explain_step(
     """Show what each rank holds, and every collective of a training step with the module that makes it.
 
     Nothing is started and no memory is used: the step runs on tensors without values. Exit status 1 if the
-    ranks would disagree, and so hang.
+    ranks would disagree, and so hang, or take their parts for wholes; 2 if there is no step to show.
     """
     try:
         found = explain(
@@ -72,9 +72,10 @@ def explain_step(
         typer.echo(json.dumps(found.to_json(), indent=1))
     else:
         _show(found)
-    if found.disagreement is not None:
-        typer.echo(f"\n{found.disagreement}", err=True)
-        raise typer.Exit(1)
+    problems = [*found.mistakes, *([] if found.disagreement is None else [found.disagreement])]
+    for problem in problems:
+        typer.echo(f"\n{problem}", err=True)
+    raise typer.Exit(1 if problems else 0)
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -67,6 +67,7 @@ class Recorder:
     def __init__(self) -> None:
         self.phase = ""
         self.calls: list[Collective] = []
+        self.mistakes: dict[str, None] = {}
         self._running: list[Where] = []
         self._makers: dict[
             Any, Where
@@ -77,6 +78,12 @@ class Recorder:
         dtype = str(x.dtype).removeprefix("torch.")
         shape, nbytes = tuple(x.shape), x.numel() * x.element_size()
         self.calls.append(Collective(self.phase, group.axes, group.size, op, shape, dtype, nbytes, *where))
+
+    def mistake(self, problem: str) -> None:
+        """Note what would compute something else than is meant, with the module and line that do it."""
+        where = self._where()
+        inside = f"{where.module}: " if where.module else ""
+        self.mistakes[f"{inside}{problem}" + (f" ({where.site})" if where.site else "")] = None
 
     def _where(self) -> Where:
         if self._running:  # in backward too, where a part of forward is run again to save memory

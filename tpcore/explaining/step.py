@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..backend.registry import check_fits
+from ..checks import Checks
 from ..context import ParallelContext, use
 from ..layers.module import move_model_to_device
 from ..layers.sharding import sharding
@@ -49,6 +50,8 @@ class Program:
     parameters: tuple[Parameter, ...]
     collectives: tuple[Collective, ...]
     pipelines: tuple[StageCost, ...] = ()
+    mistakes: tuple[str, ...] = ()
+    """Where the step computes something else than the whole model would."""
 
 
 def record(
@@ -64,7 +67,7 @@ def record(
     recorder = Recorder()
     backend = RecordingBackend(rank, mesh.size, recorder)
     check_fits(backend, mesh)
-    ctx = ParallelContext(backend, mesh, rank)
+    ctx = ParallelContext(backend, mesh, rank, Checks(recorder.mistake, values=False))
     with use(ctx), torch.random.fork_rng(devices=[]), _explained(rank), torch.device("meta"):
         recorder.phase = "building"
         model, inputs = build()
@@ -92,7 +95,7 @@ def record(
     held = tuple(
         _held(n, p, owners[id(p)], gradients.get(id(p), 0), made.state) for n, p in model.named_parameters()
     )
-    return Program(type(model).__name__, held, tuple(recorder.calls), watch.costs(model))
+    return Program(type(model).__name__, held, tuple(recorder.calls), watch.costs(model), tuple(recorder.mistakes))
 
 
 def _loss(model: nn.Module, inputs: Inputs, dtype: torch.dtype | None) -> Tensor:

@@ -20,7 +20,7 @@ from .. import ops
 from ..fused import column_linear, row_linear
 from ..shard import Block, ShardSpec
 from .copies import Copies
-from .features import Features, mark_unpadded
+from .features import Features, mark_unpadded, unpadded
 from .initial import Init
 from .module import Device, ParallelModule
 from .options import cut_features, sequence_dim, tokens_over
@@ -187,6 +187,8 @@ class ColumnParallelLinear(_ParallelLinear):
         self._declare(cut, True, bias, init_method, dtype, device, keep_master_weight)
 
     def forward(self, x: Tensor) -> Result:
+        if self.checks is not None and self.sequence_dim is None:
+            self.look_alike("the input", x)
         weight, bias = self.weight, self.bias
         if self.copies is not None:
             weight = self.copies(weight, int(self.form.transposed))
@@ -203,7 +205,15 @@ class ColumnParallelLinear(_ParallelLinear):
         if self.gather_output or self.features.padded:
             y = self.outputs(y)
             bias = self.outputs(bias) if self.skip_bias_add and bias is not None else bias
+        if not self.gather_output and self.checks is not None:
+            y = self._as_part(y)
         return (y, bias) if self.skip_bias_add else y
+
+    def _as_part(self, y: Tensor) -> Tensor:
+        size, y = unpadded(y), self.as_part(y, -1, "features")
+        if size is not None:
+            mark_unpadded(y, size)
+        return y
 
     def outputs(self, y: Tensor) -> Tensor:
         """What a caller gets of output features: all of them, or this rank's with padded places cleared."""
@@ -282,6 +292,8 @@ class RowParallelLinear(_ParallelLinear):
         if self.reduce_output:
             added = None if self.skip_bias_add else bias
             y = row_linear(x, weight, added, self.tp, self.sequence_dim, self.reduce_dtype)
+            if self.sequence_dim is not None:
+                y = self.as_part(y, self.sequence_dim, "tokens")
         else:
             y = F.linear(x, weight)
         if not self.skip_bias_add:

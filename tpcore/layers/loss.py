@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..checks import Checks, plain
 from ..comm import Comm
-from ..context import current
+from ..context import current, is_initialized
 from .features import unpadded
 from .ids import check_ids
 
@@ -164,6 +165,10 @@ def _fill(logits: Tensor, padding: Tensor | None, value: float) -> Tensor:
     return torch.cat([logits[:, :rest], logits[:, rest:].masked_fill(padding, value)], -1)
 
 
+def _checks() -> Checks | None:
+    return None if torch.compiler.is_compiling() or not is_initialized() else current().checks
+
+
 def parallel_cross_entropy(
     vocab_parallel_logits: Tensor,
     target: Tensor,
@@ -187,6 +192,7 @@ def parallel_cross_entropy(
     """
     logits, group = vocab_parallel_logits, tensor_model_parallel_group
     comm = group if isinstance(group, Comm) else current().comm_for(group)
+    vocab_size, logits = unpadded(logits) if vocab_size is None else vocab_size, plain(logits)
     if logits.shape[:-1] != target.shape:
         raise ValueError(
             f"logits of shape {tuple(logits.shape)} need targets of {tuple(logits.shape[:-1])}, "
@@ -195,7 +201,6 @@ def parallel_cross_entropy(
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing must be in [0, 1], not {label_smoothing}")
     columns = logits.shape[-1] * comm.size
-    vocab_size = unpadded(logits) if vocab_size is None else vocab_size
     vocab = columns if vocab_size is None else vocab_size
     if not 0 < vocab <= columns:
         raise ValueError(
@@ -203,6 +208,8 @@ def parallel_cross_entropy(
         )
     if comm.eager:
         check_ids(target, vocab, "parallel_cross_entropy", ignore_index)
+    if (checks := _checks()) is not None:
+        checks.same("the targets of parallel_cross_entropy", target)
     flat = logits.reshape(-1, logits.shape[-1])
     loss: Tensor = _CrossEntropy.apply(
         flat, target.reshape(-1), comm, label_smoothing, ignore_index, vocab, vocab_size is not None

@@ -150,6 +150,9 @@ def optimizer_step(
     """
     if max_norm is not None:
         check_max_norm(max_norm)
+    ctx = current()
+    if ctx.checks is not None:
+        ctx.checks.compare(ctx.comm("tp"))
     scaling = scaler if scaler is not None and scaler.is_enabled() else None
     stepping = stepping_of(optimizer)
     stepping.reduce()
@@ -166,5 +169,5 @@ def optimizer_step(
             scaling.step(stepping.scaled)
     else:
         stepping.skip()
-    current().backend.mark_step()
+    ctx.backend.mark_step()
     return norm

@@ -33,6 +33,7 @@ checkpoint = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+_WIDE = 1000
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 Src = Annotated[str, typer.Argument(metavar="DIR", help="A checkpoint: a directory or an unsharded file.")]
@@ -140,6 +141,15 @@ def reshard(
         typer.echo(json.dumps({"out": out, "tp": tp, "left_out": left}, indent=2))
     else:
         typer.echo(f"{out}: for tp={tp}" + "".join(f"\nleft out: {why}" for why in left))
+    before = set(_padded(src, given))
+    padded = [name for name in _padded(out, given) if name not in before]
+    if padded:
+        more = f" and {len(padded) - 3} more" if len(padded) > 3 else ""
+        typer.echo(
+            f"warning: tp={tp} does not divide {', '.join(padded[:3])}{more}: "
+            "only layers with pad=True fit that",
+            err=True,
+        )
 
 
 @checkpoint.command()
@@ -181,8 +191,7 @@ def inspect_(
     for row in found.rows:
         sizes = _shape(row.shape), row.dtype, row.cut, _shape(row.local)
         table.add_row(row.name, *sizes, f"{row.bytes:,}")
-    console = Console(highlight=False, markup=False)
-    console.print(table)
+    wide_console().print(table)
     stages = f", pp={found.pp}" if found.pp > 1 else ""
     typer.echo(f"{found.form}, tp={found.tp}{stages}: {len(found.rows)} tensors, {total:,} bytes")
 
@@ -212,7 +221,7 @@ def diff(
             kind = d.why is not None and not d.absolute
             amounts = ("", "") if kind else (f"{d.absolute:.3g}", f"{d.relative:.3g}")
             table.add_row(d.name, d.why or "values", *amounts)
-        Console(highlight=False, markup=False).print(table)
+        wide_console().print(table)
     raise typer.Exit(1 if found else 0)
 
 
@@ -235,6 +244,12 @@ def verify(
     raise typer.Exit(1 if wrong else 0)
 
 
+def wide_console() -> Console:
+    """As wide as a terminal; for a file or a pipe so wide that no name is broken."""
+    console = Console(highlight=False, markup=False)
+    return console if console.is_terminal else Console(highlight=False, markup=False, width=_WIDE)
+
+
 @contextmanager
 def _reporting(quiet: bool) -> Iterator[Progress]:
     """A progress bar on a terminal; what is wrong with the input in one line on stderr, exit status 2."""
@@ -250,6 +265,13 @@ def _reporting(quiet: bool) -> Iterator[Progress]:
     except (CheckpointError, ValueError, OSError) as e:
         typer.echo(f"error: {e}", err=True)
         raise typer.Exit(2) from e
+
+
+def _padded(path: str, given: Given) -> list[str]:
+    """Names of tensors of which a rank has more than its part."""
+    from ..checkpoint.offline.inspect import inspect as inspect_checkpoint
+
+    return [row.name for row in inspect_checkpoint(path, **given.reading).rows if row.padded]
 
 
 def _rules(cuts: list[str]) -> list[Any]:

@@ -65,8 +65,10 @@ def explain_step(
         )
         if plot is not None:
             _draw(found, plot)
-    except (ValueError, ImportError) as e:
-        typer.echo(f"tpcore explain: {e}", err=True)
+    except Exception as e:  # what the model raises too: there is no step to show
+        where = "".join(f" ({note})" for note in getattr(e, "__notes__", []))
+        kind = "" if isinstance(e, ValueError | ImportError) else f"{type(e).__name__}: "
+        typer.echo(f"tpcore explain: {kind}{e}{where}", err=True)
         raise typer.Exit(2) from e
     if as_json:
         typer.echo(json.dumps(found.to_json(), indent=1))

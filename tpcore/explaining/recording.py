@@ -68,6 +68,8 @@ class Recorder:
         self.phase = ""
         self.calls: list[Collective] = []
         self.mistakes: dict[str, None] = {}
+        self.failed: Where | None = None
+        """The module that raised."""
         self._running: list[Where] = []
         self._makers: dict[
             Any, Where
@@ -114,7 +116,10 @@ class Recorder:
         return enter
 
     def _leaving(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        self._mark(output, self._running.pop())
+        where = self._running.pop()
+        if sys.exc_info()[0] is not None:
+            self.failed = self.failed or where  # the innermost comes first
+        self._mark(output, where)
 
     def _mark(self, value: Any, maker: Where) -> None:
         """Say of every node behind ``value`` that nobody is known to have made: it was ``maker``."""

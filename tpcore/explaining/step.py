@@ -68,7 +68,7 @@ def record(
     backend = RecordingBackend(rank, mesh.size, recorder)
     check_fits(backend, mesh)
     ctx = ParallelContext(backend, mesh, rank, Checks(recorder.mistake, values=False))
-    with use(ctx), torch.random.fork_rng(devices=[]), _explained(rank), torch.device("meta"):
+    with use(ctx), torch.random.fork_rng(devices=[]), _explained(rank, recorder), torch.device("meta"):
         recorder.phase = "building"
         model, inputs = build()
         move_model_to_device(model, "meta")
@@ -147,15 +147,18 @@ def _nbytes(t: Tensor) -> int:
 
 
 @contextmanager
-def _explained(rank: int) -> Iterator[None]:
-    """Errors of what needs values, told as what they are."""
+def _explained(rank: int, recorder: Recorder) -> Iterator[None]:
+    """Errors of what needs values, told as what they are; a note of where at any other."""
     try:
         yield
-    except (RuntimeError, NotImplementedError) as e:
-        if "meta" not in str(e).lower():
-            raise
+    except Exception as e:
         frames = [f for f in traceback.extract_tb(e.__traceback__) if not f.filename.startswith(LIBRARY)]
         at = f" at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
+        if not isinstance(e, RuntimeError | NotImplementedError) or "meta" not in str(e).lower():
+            module = f", module {recorder.failed.module}" if recorder.failed else ""
+            notes = getattr(e, "__notes__", [])  # Python 3.10 has no add_note
+            e.__notes__ = [*notes, f"rank {rank}, {recorder.phase}{module}{at}"]
+            raise
         raise ValueError(
             f"rank {rank} reads a value{at}, and a recorded step has none: it runs on meta tensors, which "
             f"have shapes only. What a model must know while it is built, compute with device='cpu'; what it "

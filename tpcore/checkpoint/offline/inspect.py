@@ -18,7 +18,8 @@ StrPath = str | os.PathLike[str]
 
 
 class TensorRow(NamedTuple):
-    """One tensor. ``local``: the shape of a shard; ``bytes``: of the logical tensor."""
+    """One tensor. ``local``: the shape of a shard; ``bytes``: of the logical tensor; ``padded``: whether a
+    shard holds more than its part of it."""
 
     name: str
     shape: tuple[int, ...]
@@ -26,6 +27,7 @@ class TensorRow(NamedTuple):
     cut: str
     local: tuple[int, ...]
     bytes: int
+    padded: bool = False
 
 
 class Inspected(NamedTuple):
@@ -56,7 +58,12 @@ def _row(name: str, stored: Stored) -> TensorRow:
     cut = str(stored.cut.spec).partition(" ")[2] if isinstance(stored.cut, Layout) else stored.cut
     if cut is None:
         cut = "same on all ranks" if stored.bound() is None else "unknown"
-    return TensorRow(name, stored.shape, dtype_name(dtype), cut, local, bytes_of_logical(stored))
+    padded = False
+    if isinstance(stored.cut, Layout) and stored.cut.cuts:
+        padded = stored.cut.padded(stored.mesh)
+        copies = sorted({share.copies for share in stored.cut.shares(stored.mesh)} - {1})
+        cut += "".join(f", held by {n} ranks each" for n in copies)
+    return TensorRow(name, stored.shape, dtype_name(dtype), cut, local, bytes_of_logical(stored), padded)
 
 
 def bytes_of_logical(stored: Stored) -> int:

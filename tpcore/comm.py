@@ -37,20 +37,22 @@ class Comm:
     Python control flow must never depend on it, so that a compiling backend builds one graph for all ranks.
     """
 
-    def __init__(
-        self, transport: Transport, sums: Mapping[str, frozenset[torch.dtype]], name: str = ""
-    ) -> None:
-        """``sums``: the dtypes that can be summed, and those of which the maximum can be taken. ``name``: by
-        which the context of this rank finds it."""
+    def __init__(self, transport: Transport, sums: Mapping[str, frozenset[torch.dtype]]) -> None:
+        """``sums``: the dtypes that can be summed, and those of which the maximum can be taken."""
         alone = transport.size == 1
         unchecked = alone or transport.compares or not transport.eager
         self.transport = transport if unchecked else Checked(transport)
         self.group, self.size, self.position = transport.group, transport.size, transport.position
         self.eager = transport.eager
         self._sums = sums
+        self.called("")
+
+    def called(self, name: str) -> Comm:
+        """Itself, with the name by which the context of its rank finds it."""
+        self.name = name
         # what torch.compile sees, which cannot follow a collective into its library
         self._compiled = Operators(_NAMESPACE, name, Place(self.group, self.size, self.position))
-        self.name = name
+        return self
 
     @property
     def _road(self) -> Transport:

@@ -56,7 +56,7 @@ class ParallelContext:
         if (axes, within) not in self._comms:
             group = self.mesh.group(*axes, within=within)
             name = " x ".join(axes) + ("" if within is None else f" within {within}")
-            self._comms[axes, within] = self.backend.comm(group, self.rank, name)
+            self._comms[axes, within] = self.backend.comm(group, self.rank).called(name)
         return self._comms[axes, within]
 
     def named(self, name: str) -> Comm:
@@ -101,7 +101,8 @@ class ParallelContext:
         for comm in (*self._comms.values(), *self._adopted):
             if comm.process_group is group:
                 return comm
-        self._adopted.append(self.backend.comm_of(group, f"group {len(self._adopted)} of the program"))
+        name = f"group {len(self._adopted)} of the program"
+        self._adopted.append(self.backend.comm_of(group).called(name))
         return self._adopted[-1]
 
     @property

@@ -77,19 +77,19 @@ class Backend(ABC):
         )
 
     @final
-    def comm(self, group: Group, rank: int, name: str = "") -> Comm:
-        """Collectives over ``group``, checked. ``name``: by which the context finds it."""
-        return self._bound(self.connect(group, rank), "connect", name)
+    def comm(self, group: Group, rank: int) -> Comm:
+        """Collectives over ``group``, checked."""
+        return self._bound(self.connect(group, rank), "connect")
 
     @final
-    def comm_of(self, process_group: Any, name: str = "") -> Comm:
+    def comm_of(self, process_group: Any) -> Comm:
         """Collectives over a group object of the user's, checked."""
-        return self._bound(self.adopt(process_group), "adopt", name)
+        return self._bound(self.adopt(process_group), "adopt")
 
-    def _bound(self, made: Transport, by: str, name: str) -> Comm:
+    def _bound(self, made: Transport, by: str) -> Comm:
         if not isinstance(made, Transport):
             raise BackendError(f"{type(self).__name__}.{by}() returned {made!r}, not a tpcore Transport")
-        return Comm(made, self.capabilities.sums(), name)
+        return Comm(made, self.capabilities.sums())
 
     @abstractmethod
     def device(self) -> torch.device:

@@ -141,7 +141,9 @@ def _tpcore(size: Size) -> Entry:
 
 def _compiled(size: Size) -> Entry:
     """The same layers, by torch.compile."""
-    return _of("tpcore, compiled", torch.compile(_block(size), fullgraph=True))
+    block = _block(size)
+    block.compile(fullgraph=True)
+    return _of("tpcore, compiled", block)
 
 
 def _dtensor(size: Size) -> Entry:

@@ -118,14 +118,13 @@ def _known_meshes(ctx: ParallelContext) -> dict[tuple[tuple[str, int], ...], Any
 
 
 def _device_mesh(ctx: ParallelContext, axes: dict[str, int]) -> DeviceMesh:
-    grid = torch.arange(ctx.mesh.size).view(*axes.values())
-    known = _known_meshes(ctx)
-    if tuple(axes.items()) not in known:
-        kind, names = ctx.device.type, tuple(axes)
+    known, key = _known_meshes(ctx), tuple(axes.items())
+    if key not in known:
+        grid, kind, names = torch.arange(ctx.mesh.size).view(*axes.values()), ctx.device.type, tuple(axes)
         if all(a in ctx.mesh.axes for a in names):
             groups = [ctx.comm(a).process_group for a in names]
-            made = DeviceMesh.from_group(groups, kind, mesh=grid, mesh_dim_names=names)
+            known[key] = DeviceMesh.from_group(groups, kind, mesh=grid, mesh_dim_names=names)
         else:
-            made = DeviceMesh(kind, grid, mesh_dim_names=names)
-        known[tuple(axes.items())] = made
-    return known[tuple(axes.items())]
+            known[key] = DeviceMesh(kind, grid, mesh_dim_names=names)
+    found: DeviceMesh = known[key]
+    return found

@@ -157,7 +157,7 @@ def _explained(rank: int, recorder: Recorder) -> Iterator[None]:
         if not isinstance(e, RuntimeError | NotImplementedError) or "meta" not in str(e).lower():
             module = f", module {recorder.failed.module}" if recorder.failed else ""
             notes = getattr(e, "__notes__", [])  # Python 3.10 has no add_note
-            e.__notes__ = [*notes, f"rank {rank}, {recorder.phase}{module}{at}"]
+            vars(e)["__notes__"] = [*notes, f"rank {rank}, {recorder.phase}{module}{at}"]
             raise
         raise ValueError(
             f"rank {rank} reads a value{at}, and a recorded step has none: it runs on meta tensors, which "

@@ -27,13 +27,13 @@ from rich.table import Table
 
 from ..errors import CheckpointError
 from ..storage.progress import Progress
+from .console import wide_console
 
 checkpoint = typer.Typer(
     help="Examine, check, combine and reshard checkpoints. DIR is of any form that can be read.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-_WIDE = 1000
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 Src = Annotated[str, typer.Argument(metavar="DIR", help="A checkpoint: a directory or an unsharded file.")]
@@ -133,6 +133,7 @@ def reshard(
     given: Given,
 ) -> None:
     """Write the checkpoint for another tensor-parallel degree, optimizer state included."""
+    from ..checkpoint.offline.inspect import padded_names
     from ..checkpoint.offline.reshard import reshard as reshard_checkpoint
 
     with _reporting(given.as_json) as progress:
@@ -141,8 +142,8 @@ def reshard(
         typer.echo(json.dumps({"out": out, "tp": tp, "left_out": left}, indent=2))
     else:
         typer.echo(f"{out}: for tp={tp}" + "".join(f"\nleft out: {why}" for why in left))
-    before = set(_padded(src, given))
-    padded = [name for name in _padded(out, given) if name not in before]
+    before = set(padded_names(src, **given.reading))
+    padded = [name for name in padded_names(out, **given.reading) if name not in before]
     if padded:
         more = f" and {len(padded) - 3} more" if len(padded) > 3 else ""
         typer.echo(
@@ -244,12 +245,6 @@ def verify(
     raise typer.Exit(1 if wrong else 0)
 
 
-def wide_console() -> Console:
-    """As wide as a terminal; for a file or a pipe so wide that no name is broken."""
-    console = Console(highlight=False, markup=False)
-    return console if console.is_terminal else Console(highlight=False, markup=False, width=_WIDE)
-
-
 @contextmanager
 def _reporting(quiet: bool) -> Iterator[Progress]:
     """A progress bar on a terminal; what is wrong with the input in one line on stderr, exit status 2."""
@@ -265,13 +260,6 @@ def _reporting(quiet: bool) -> Iterator[Progress]:
     except (CheckpointError, ValueError, OSError) as e:
         typer.echo(f"error: {e}", err=True)
         raise typer.Exit(2) from e
-
-
-def _padded(path: str, given: Given) -> list[str]:
-    """Names of tensors of which a rank has more than its part."""
-    from ..checkpoint.offline.inspect import inspect as inspect_checkpoint
-
-    return [row.name for row in inspect_checkpoint(path, **given.reading).rows if row.padded]
 
 
 def _rules(cuts: list[str]) -> list[Any]:

@@ -95,7 +95,9 @@ def record(
     held = tuple(
         _held(n, p, owners[id(p)], gradients.get(id(p), 0), made.state) for n, p in model.named_parameters()
     )
-    return Program(type(model).__name__, held, tuple(recorder.calls), watch.costs(model), tuple(recorder.mistakes))
+    return Program(
+        type(model).__name__, held, tuple(recorder.calls), watch.costs(model), tuple(recorder.mistakes)
+    )
 
 
 def _loss(model: nn.Module, inputs: Inputs, dtype: torch.dtype | None) -> Tensor:

@@ -22,6 +22,13 @@ def mark_unpadded(y: Tensor, size: int) -> None:
     setattr(y, _MARK, size)
 
 
+def marked_like(y: Tensor, other: Tensor) -> Tensor:
+    """``y``, the same tensor as ``other`` in another guise, with its mark."""
+    if (size := unpadded(other)) is not None:
+        mark_unpadded(y, size)
+    return y
+
+
 def unpadded(y: Tensor) -> int | None:
     """What ``mark_unpadded`` left; None on other tensors, such as what an operation makes of ``y``."""
     found: int | None = getattr(y, _MARK, None)

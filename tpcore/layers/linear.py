@@ -20,7 +20,7 @@ from .. import ops
 from ..fused import column_linear, row_linear
 from ..shard import Block, ShardSpec
 from .copies import Copies
-from .features import Features, mark_unpadded, unpadded
+from .features import Features, mark_unpadded, marked_like
 from .initial import Init
 from .module import Device, ParallelModule
 from .options import cut_features, sequence_dim, tokens_over
@@ -141,8 +141,8 @@ class ColumnParallelLinear(_ParallelLinear):
     gradients of what several ranks hold are summed over them. ``unit``: how many features stay on one rank
     (the size of a head); units that tp does not divide are a ValueError. ``input_is_copied``: the input comes
     from ``ops.copy``, or from ``ops.all_gather`` of tokens, which sums its gradient, once for all layers that
-    read it (``tpcore.share_input``). ``sequence_parallel_group``: the tokens lie over this part of the layer's
-    ranks, such as over tp for a head cut over pp and tp.
+    read it (``tpcore.share_input``). ``sequence_parallel_group``: the tokens lie over this part of
+    the layer's ranks, such as over tp for a head cut over pp and tp.
     ``pad``: allow an output size that tp does not divide. ``skip_bias_add``: return ``(y, bias)`` and do
     not add it. ``reduce_dtype``: the least precision to sum input gradients in. ``keep_master_weight``:
     keep the full initial weight as ``master_weight`` on the CPU.
@@ -206,14 +206,8 @@ class ColumnParallelLinear(_ParallelLinear):
             y = self.outputs(y)
             bias = self.outputs(bias) if self.skip_bias_add and bias is not None else bias
         if not self.gather_output and self.checks is not None:
-            y = self._as_part(y)
+            y = marked_like(self.as_part(y, -1, "features"), y)
         return (y, bias) if self.skip_bias_add else y
-
-    def _as_part(self, y: Tensor) -> Tensor:
-        size, y = unpadded(y), self.as_part(y, -1, "features")
-        if size is not None:
-            mark_unpadded(y, size)
-        return y
 
     def outputs(self, y: Tensor) -> Tensor:
         """What a caller gets of output features: all of them, or this rank's with padded places cleared."""

@@ -45,6 +45,11 @@ def inspect(path: StrPath, *, rules: Sequence[CutRule] = (), how: Reading | None
         return Inspected(source.path, source.form, source.tp, source.pp, rows)
 
 
+def padded_names(path: StrPath, *, rules: Sequence[CutRule] = (), how: Reading | None = None) -> list[str]:
+    """Of tensors of which a rank has more than its part."""
+    return [row.name for row in inspect(path, rules=rules, how=how).rows if row.padded]
+
+
 def _all(source: Source, rules: Sequence[CutRule]) -> Iterator[tuple[str, Stored]]:
     if not isinstance(source, Native):
         yield from tensors_of(source, rules).items()

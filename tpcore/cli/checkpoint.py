@@ -144,7 +144,7 @@ def reshard(
         typer.echo(f"{out}: for tp={tp}" + "".join(f"\nleft out: {why}" for why in left))
     before = set(padded_names(src, **given.reading))
     padded = [name for name in padded_names(out, **given.reading) if name not in before]
-    if padded:
+    if padded and not given.as_json:
         more = f" and {len(padded) - 3} more" if len(padded) > 3 else ""
         typer.echo(
             f"warning: tp={tp} does not divide {', '.join(padded[:3])}{more}: "

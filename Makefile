@@ -19,6 +19,8 @@ PROJECT := $(VENV)/.project-$(firstword $(shell (cat pyproject.toml; grep ^__ver
 
 # Large (7.6 GB), so that clones share it: it lies outside, under the key of its lock, and .venv-xla points there.
 XLA_VENV := .venv-xla
+DOCS_VENV := .venv-docs
+DOCS_DONE = $(DOCS_VENV)/.lock-$(VERSION)-$(firstword $(shell cksum < $(LOCK)))
 XLA_PYTHON := $(if $(filter file,$(origin PYTHON)),$(firstword $(wildcard $(BIN)/python) $(PYTHON)),$(PYTHON))
 XLA_LOCK := requirements/lock-xla.txt
 XLA_KEY := $(VERSION)-$(firstword $(shell cksum < $(XLA_LOCK)))
@@ -60,8 +62,15 @@ lint: venv  ## style and types, without running anything
 types: venv
 	$(BIN)/mypy
 
-docs: venv  ## build the documentation into site/; a broken link or reference is an error
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+docs: $(DOCS_DONE)  ## build the documentation into site/; a broken link or reference is an error
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --quiet --strict
+
+$(DOCS_DONE): $(LOCK)
+	$(PYTHON) -m venv --clear $(DOCS_VENV)
+	@# the pages are built from the source alone: no torch
+	$(DOCS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
+	    --constraint $(LOCK) mkdocs mkdocs-material 'mkdocstrings[python]'
+	@touch $@
 
 bench: venv  ## the benchmarks; numbers and how they were made: benchmarks/README.md
 	$(BIN)/python -m $(BENCH)
@@ -79,7 +88,7 @@ lock: venv  ## write the versions installed in .venv to the lock
 	mv $(LOCK).new $(LOCK)
 
 clean:  ## remove the environment and everything built
-	rm -rf $(VENV) $(XLA_VENV) build dist site demo .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(XLA_VENV) $(DOCS_VENV) build dist site demo .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 venv: $(PROJECT)  ## the environment alone: .venv with the locked versions and tpcore, editable
 

@@ -130,10 +130,20 @@ def floor(full: nn.Module, size: Size, rank: int) -> Entry:
     return Entry("floor", forward, both, [w1, b1, w2, b2], input_grad=lambda x: grad_x)
 
 
-def _tpcore(size: Size) -> Entry:
+def _block(size: Size) -> Block:
     up = tpcore.ColumnParallelLinear(size.hidden, size.ffn, gather_output=False)
-    down = tpcore.RowParallelLinear(size.ffn, size.hidden, input_is_parallel=True)
-    return _of("tpcore", Block(up, down))
+    return Block(up, tpcore.RowParallelLinear(size.ffn, size.hidden, input_is_parallel=True))
+
+
+def _tpcore(size: Size) -> Entry:
+    return _of("tpcore", _block(size))
+
+
+def _compiled(size: Size) -> Entry:
+    """The same layers, by torch.compile."""
+    block = _block(size)
+    block.compile(fullgraph=True)
+    return _of("tpcore, compiled", block)
 
 
 def _dtensor(size: Size) -> Entry:
@@ -162,7 +172,13 @@ def _megatron(size: Size) -> Entry:
 
 def entries(full: nn.Module, size: Size, rank: int) -> list[Entry]:
     """All that can be imported here, holding this rank's shards of ``full``."""
-    makers = {"tpcore": _tpcore, "torch": _dtensor, "fairscale": _fairscale, "megatron-core": _megatron}
+    makers = {
+        "tpcore": _tpcore,
+        "compiled": _compiled,
+        "torch": _dtensor,
+        "fairscale": _fairscale,
+        "megatron-core": _megatron,
+    }
     made = list(peers.importable({name: partial(make, size) for name, make in makers.items()}))
     for entry in made:
         for parameter, value in zip(entry.parameters, _shards(full, rank), strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -156,10 +157,41 @@ def test_inspect(tmp_path: Path) -> None:
         "cut": "cut on dim 0",
         "local": [4, 4],
         "bytes": 112,
+        "padded": True,
     }
     assert rows["model.gate_up.weight"]["cut"] == "cut on dim 0 in 2 blocks"
     assert rows["model.norm.weight"]["cut"] == "same on all ranks"
     assert found["bytes"] == sum(row["bytes"] for row in found["rows"])
+
+
+def test_names_stay_whole_in_a_pipe_and_copies_are_told(tmp_path: Path) -> None:
+    name = "a_module_with_quite_a_long_name." * 4 + "weight"
+
+    def one(ctx: ParallelContext) -> None:
+        heads = tpcore.Block(4, 2, replicate=True)
+        keys = tpcore.ColumnParallelLinear(4, 4, bias=False, blocks=[heads], gather_output=False)
+        save({"model": {name: keys.state_dict()["weight"]}}, tmp_path / "c")
+
+    run_ranks(Mesh({"tp": 4}), one)
+    (line,) = [line for line in run("inspect", tmp_path / "c").splitlines() if f"model.{name} " in line]
+    assert "cut on dim 0, held by 2 ranks each" in line
+    assert "2x4" in line
+
+
+def test_resharding_warns_of_sizes_that_no_plain_layer_fits(tmp_path: Path) -> None:
+    write(tmp_path / "c", 2)
+    said = run("reshard", tmp_path / "c", tmp_path / "three", "--tp", 3)
+    assert re.search(
+        r"warning: tp=3 does not divide model\.gate_up\.\w+, .*: only layers with pad=True", said
+    )
+    assert "embed" not in said  # padded at tp=2 already
+    assert "warning" not in run("reshard", tmp_path / "c", tmp_path / "four", "--tp", 4)
+
+
+def test_a_pickle_that_is_not_trusted_is_not_to_be_converted_by_the_same_command(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "w.pt")
+    said = run("convert", tmp_path / "w.pt", tmp_path / "w.safetensors", "--no-trust", status=2)
+    assert "(--no-trust) does not read: where it is trusted" in said
 
 
 def test_diff(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
@@ -237,6 +238,34 @@ def test_what_stays_on_meta_is_said(tmp_path: Path) -> None:
         with pytest.warns(UserWarning, match="(?s)still on meta.*'angles'"):
             load(tmp_path / "c", model)
         assert not model.weight.requires_grad
+
+    run_ranks(Mesh({"tp": 1}), check)
+
+
+class _Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.register_buffer("scale", torch.full((2,), 3.0), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) + torch.empty_like(self.scale, device=x.device)  # as transformers' masks do
+
+
+def test_a_module_whose_buffer_stays_on_meta_does_not_compute(tmp_path: Path) -> None:
+    def check(ctx: ParallelContext) -> None:
+        save(_Scaled().state_dict(), tmp_path / "c")
+        with torch.device("meta"):
+            inner = _Scaled()
+        model = nn.Sequential(inner)
+        with pytest.warns(UserWarning, match="still on meta"):
+            load(tmp_path / "c", inner)
+        for one in (model, copy.deepcopy(model)):
+            with pytest.raises(ValueError, match=r"_Scaled\.scale has no values: on meta since"):
+                one(torch.zeros(1, 2))
+            one[0].scale = torch.ones(2)
+            one(torch.zeros(1, 2))
+            assert not one[0]._forward_pre_hooks
 
     run_ranks(Mesh({"tp": 1}), check)
 

@@ -49,6 +49,8 @@ PUBLIC = {
         "checkpoint",
         "clip_grad_norm",
         "current",
+        "divide",
+        "dtensor_state_dict",
         "explain",
         "full_state_dict",
         "hookimpl",

@@ -35,7 +35,7 @@ from .layers.sharding import shard_specs
 from .layout import Layout
 from .memory import keep_freed_memory
 from .mesh import Group, Mesh
-from .shard import Block, ShardSpec
+from .shard import Block, ShardSpec, divide
 from .train.clip import clip_grad_norm
 from .train.data_parallel import reduce_gradients
 from .train.pipeline import PipelinedLayers, PipelineModel
@@ -46,6 +46,7 @@ from .transport import Transport
 
 if TYPE_CHECKING:
     from . import checkpoint, parallel_layers, trace
+    from .c10d.dtensor import dtensor_state_dict
     from .explaining import explain
     from .parallel_layers import parallel_state
     from .plans import full_state_dict, lazy, parallelize
@@ -60,6 +61,10 @@ def __getattr__(name: str) -> Any:
         from .processes.launch import launch
 
         return launch
+    if name == "dtensor_state_dict":
+        from .c10d.dtensor import dtensor_state_dict
+
+        return dtensor_state_dict
     if name == "explain":
         from .explaining import explain
 
@@ -108,6 +113,8 @@ __all__ = [
     "checkpoint",
     "clip_grad_norm",
     "current",
+    "divide",
+    "dtensor_state_dict",
     "explain",
     "full_state_dict",
     "hookimpl",

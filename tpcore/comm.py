@@ -9,10 +9,21 @@ from typing import Any, NoReturn, final
 import torch
 from torch import Tensor
 
+from .operators import Operators, Place, define
 from .relay import Checked
 from .transport import Op, Pending, Transport
 
 __all__ = ["Comm", "Op", "Pending"]
+
+
+def _in_force(name: str) -> Comm:
+    from .context import current  # which imports this module
+
+    return current().named(name)
+
+
+_NAMESPACE = "tpcore"
+_LIBRARY = define(_NAMESPACE, _in_force)
 
 
 @final
@@ -34,6 +45,18 @@ class Comm:
         self.group, self.size, self.position = transport.group, transport.size, transport.position
         self.eager = transport.eager
         self._sums = sums
+        self.called("")
+
+    def called(self, name: str) -> Comm:
+        """Itself, with the name by which the context of its rank finds it."""
+        self.name = name
+        # what torch.compile sees, which cannot follow a collective into its library
+        self._compiled = Operators(_NAMESPACE, name, Place(self.group, self.size, self.position))
+        return self
+
+    @property
+    def _road(self) -> Transport:
+        return self._compiled if torch.compiler.is_dynamo_compiling() else self.transport
 
     def __deepcopy__(self, memo: object) -> Comm:
         return self  # a copied model talks over the same group
@@ -50,19 +73,19 @@ class Comm:
         if self.size == 1:
             return x
         self._check_sums(x, op)
-        return self.transport.all_reduce(x, op, donate)
+        return self._road.all_reduce(x, op, donate)
 
     def start_all_reduce(self, x: Tensor, op: Op = "sum", *, donate: bool = False) -> Pending:
         """Begin an all-reduce so that local work can overlap with it; call the result to wait."""
         if self.size == 1:
             return lambda: x
         self._check_sums(x, op)
-        return self.transport.start_all_reduce(x, op, donate)
+        return self._road.start_all_reduce(x, op, donate)
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         """The group's chunks, concatenated along ``dim`` in rank order. All have one shape."""
         dim = _positive(x, dim)
-        return x if self.size == 1 else self.transport.all_gather(x, dim)
+        return x if self.size == 1 else self._road.all_gather(x, dim)
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
         """Sum over the group, of which this rank keeps its chunk along ``dim``."""
@@ -71,20 +94,20 @@ class Comm:
         if self.size == 1:
             return x
         self._check_sums(x, "sum")
-        return self.transport.reduce_scatter(x, dim)
+        return self._road.reduce_scatter(x, dim)
 
     def broadcast(self, x: Tensor, src: int) -> Tensor:
         """``x`` of the member at position ``src`` of the group."""
         if not 0 <= src < self.size:
             raise ValueError(f"no member {src} in a group {self.group.axes} of size {self.size}")
-        return x if self.size == 1 else self.transport.broadcast(x, src)
+        return x if self.size == 1 else self._road.broadcast(x, src)
 
     def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Tensor:
         """Chunk ``i`` of ``x`` along ``split_dim`` goes to member ``i``; what comes is concatenated along
         ``concat_dim`` in rank order."""
         split_dim, concat_dim = _positive(x, split_dim), _positive(x, concat_dim)
         self.chunk(x, split_dim)
-        return x if self.size == 1 else self.transport.all_to_all(x, split_dim, concat_dim)
+        return x if self.size == 1 else self._road.all_to_all(x, split_dim, concat_dim)
 
     def permute(self, x: Tensor, to: Sequence[int | None]) -> Tensor:
         """``x`` of member ``i`` goes to member ``to[i]``, or nowhere if that is None or -1. A member to whom
@@ -98,7 +121,7 @@ class Comm:
             )
         if self.size == 1:
             return x if used else torch.zeros_like(x)
-        return self.transport.permute(x, targets)
+        return self._road.permute(x, targets)
 
     def split(self, x: Tensor, dim: int) -> Tensor:
         """This rank's chunk of ``x``, selected by data."""

@@ -9,13 +9,17 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import permutations
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .backend.interface import Backend
 from .comm import Comm
+from .errors import BackendError
 from .mesh import Mesh
+
+if TYPE_CHECKING:
+    from .checks import Checks
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,7 @@ class ParallelContext:
     backend: Backend
     mesh: Mesh
     rank: int  # host-side only: file names, logs. Graphs use comm.position
+    checks: Checks | None = field(default=None, repr=False, compare=False)
     _comms: dict[tuple[tuple[str, ...], int | None], Comm] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -50,8 +55,16 @@ class ParallelContext:
             within = None
         if (axes, within) not in self._comms:
             group = self.mesh.group(*axes, within=within)
-            self._comms[axes, within] = self.backend.comm(group, self.rank)
+            name = " x ".join(axes) + ("" if within is None else f" within {within}")
+            self._comms[axes, within] = self.backend.comm(group, self.rank).called(name)
         return self._comms[axes, within]
+
+    def named(self, name: str) -> Comm:
+        """The Comm of this context, or that it adopted, whose ``name`` this is. BackendError for another."""
+        for comm in (*self._comms.values(), *self._adopted):
+            if comm.name == name:
+                return comm
+        raise BackendError(f"a compiled graph wants the group {name!r}, and {self} has none of that name")
 
     @cached_property
     def world(self) -> Comm:
@@ -88,7 +101,8 @@ class ParallelContext:
         for comm in (*self._comms.values(), *self._adopted):
             if comm.process_group is group:
                 return comm
-        self._adopted.append(self.backend.comm_of(group))
+        name = f"group {len(self._adopted)} of the program"
+        self._adopted.append(self.backend.comm_of(group).called(name))
         return self._adopted[-1]
 
     @property
@@ -105,10 +119,20 @@ def is_initialized() -> bool:
     return _current.get() is not None or bool(_process)
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _entered() -> bool:
+    return _current.get() is not None
+
+
 def current() -> ParallelContext:
     """The context in force: the innermost ``use``, else what ``init`` started."""
-    ctx = _current.get()
-    if ctx is not None:
+    if torch.compiler.is_dynamo_compiling():  # which cannot read a ContextVar
+        if _entered():
+            raise RuntimeError(
+                "torch.compile does not see the context of tpcore.use: pass "
+                "tensor_model_parallel_group=ctx.comm('tp'), or let tpcore.init make the context"
+            )
+    elif (ctx := _current.get()) is not None:
         return ctx
     if _process:
         return _process[-1]

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import ops
+from .checks import plain
 from .comm import Comm
 
 Backward = Callable[[Any, Tensor], tuple[Tensor | None, ...]]
@@ -133,7 +134,7 @@ def column_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, comm: Comm, sequence_dim: int | None, dtype: torch.dtype
 ) -> Tensor:
     """``x @ weight.T + bias`` of a weight cut by output features; ``dtype`` sums the input gradient."""
-    kind = x.device.type
+    x, kind = plain(x), x.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind):  # which does not know that device
         x, weight, bias = _cast(x, weight, bias, torch.get_autocast_dtype(kind))
     run = _Column.apply if torch.is_grad_enabled() else _column
@@ -145,7 +146,7 @@ def row_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, comm: Comm, sequence_dim: int | None, dtype: torch.dtype
 ) -> Tensor:
     """``sum over ranks of x @ weight.T, + bias`` of a weight cut by input features; ``dtype`` sums it."""
-    kind = x.device.type
+    x, kind = plain(x), x.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind):
         x, weight, bias = _cast(x, weight, bias, torch.get_autocast_dtype(kind))
     run = _Row.apply if torch.is_grad_enabled() else _row

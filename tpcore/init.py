@@ -9,6 +9,8 @@ from functools import partial
 from . import settings
 from .backend.interface import Backend
 from .backend.registry import backend_class, check_connects, check_fits, load_backend
+from .calls import ALL, checked_calls
+from .checks import raising
 from .consensus import gather_bytes
 from .context import ParallelContext, current, enter_process, is_initialized, leave_process
 from .log import inform
@@ -100,7 +102,8 @@ def init(
     chosen = backend if isinstance(backend, Backend) else load_backend(choose_backend(backend))
     rank, world = chosen.start(seconds)
     try:
-        ctx = ParallelContext(chosen, _mesh(tp, pp, world), rank)
+        checks = raising() if checked_calls() == ALL else None
+        ctx = ParallelContext(chosen, _mesh(tp, pp, world), rank, checks)
         check_fits(chosen, ctx.mesh)
         # now, on all ranks in one order: making a group is itself collective
         check_connects(chosen, lambda: ctx.world)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .checks import plain
 from .comm import Comm
 from .transport import ALL_TO_ALL, PERMUTE, Primitive
 
@@ -35,7 +36,7 @@ class _Linear(torch.autograd.Function):
 def _linear(x: Tensor, comm: Comm, forward: Map, transpose: Map) -> Tensor:
     if comm.size == 1:
         return x  # not through autograd: it forbids in-place ops on what a Function passes through
-    y: Tensor = _Linear.apply(x, forward, transpose)
+    y: Tensor = _Linear.apply(plain(x), forward, transpose)
     return y
 
 

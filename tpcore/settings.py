@@ -94,8 +94,8 @@ CHECK: Variable[str] = Variable(
     "`warmup` (default), `1` or `always`, `0` or `off`",
     "How much of the program is checked while it runs. Over torch.distributed: collectives are compared "
     "between the ranks, and waited for before they run: the first 512 of each group, all, or no comparison. "
-    "Over torch_xla: `always` "
-    "names each line that reads a value inside a step. See "
+    "`always` also finds parts that are taken for wholes and tp ranks that have other data. Over torch_xla "
+    "it names each line that reads a value inside a step. See "
     "[When something goes wrong](debugging.md#checked-collectives).",
 )
 THREADS = Variable(

@@ -16,6 +16,14 @@ from torch import Tensor
 _MOST_BLOCKS = 4096  # of a file: the work is as the square of it
 
 
+def divide(numerator: int, denominator: int, what: str = "") -> int:
+    """The quotient, as of heads by ``tp.size``; ValueError, with ``what`` is divided, where there is a
+    remainder."""
+    if denominator < 1 or numerator % denominator:
+        raise ValueError(f"{what + '=' if what else ''}{numerator} is not divisible by {denominator}")
+    return numerator // denominator
+
+
 class Block(NamedTuple):
     """A run of ``size`` along the cut dim, cut in whole ``unit``s (e.g. head_dim)."""
 

@@ -91,7 +91,7 @@ def test_buckets_pad_and_cut_back(pool: RankPool, tmp_path: Path) -> None:
         got = model(ids, mask)
         assert got["logits"].shape == (rows, length, VOCABULARY)
         assert differences(got, want) < EXACT
-    with pytest.raises(ValueError, match="no program takes ids"):
+    with pytest.raises(ValueError, match=r"no program takes ids"):
         model(*batch(5, 8))
 
 
@@ -209,3 +209,45 @@ def test_what_cannot_be_traced(
 ) -> None:
     with pytest.raises(error, match=message):
         traced_in(pool, tmp_path, func, torch.ones(1, 4), 2)
+
+
+def test_an_example_may_be_a_view(pool: RankPool, tmp_path: Path) -> None:
+    ids, mask = batch(2, 9)
+    given = ids[:, :-1], mask[:, :-1]
+    model = traced_in(pool, tmp_path, lambda: Encoder(True), given, 2, dynamic_shapes=(DYNAMIC, DYNAMIC))
+    plain = Encoder(False).eval()
+    for rows, length in ((2, 8), (3, 21)):
+        ids, mask = (t[:, :-1] for t in batch(rows, length + 1))
+        with torch.no_grad():
+            assert differences(model(ids, mask=mask), plain(ids, mask)) < EXACT
+
+
+class Spread(nn.Module):
+    """Sequence parallelism between its two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = tpcore.ParallelEmbedding(
+            8, 4, sequence_parallel_enabled=True, sequence_dimension=1, dtype=torch.float64
+        )
+        self.up = tpcore.ColumnParallelLinear(
+            4, 4, sequence_parallel_enabled=True, sequence_dimension=1, dtype=torch.float64
+        )
+
+    def forward(self, ids: Tensor) -> Tensor:
+        y: Tensor = self.up(self.embed(ids).tanh())
+        return y
+
+
+def test_sequence_parallelism_with_every_length_says_what_to_do(pool: RankPool, tmp_path: Path) -> None:
+    length = {1: torch.export.Dim("length", min=2, max=64)}
+    with pytest.raises(
+        ValueError, match=r"every size of length .*sequence_parallel_enabled=False .* bucket_"
+    ):
+        traced_in(pool, tmp_path, Spread, torch.zeros(1, 8, dtype=torch.int64), 2, dynamic_shapes=(length,))
+
+
+def test_a_smaller_batch_than_every_bucket_has_says_what_to_do(pool: RankPool, tmp_path: Path) -> None:
+    model = traced_in(pool, tmp_path, lambda: Encoder(True), batch(2, 4), 2, bucket_inputs=[batch(2, 8)])
+    with pytest.raises(ValueError, match=r"no program takes ids .*for ids, mask trace with examples of each"):
+        model(*batch(1, 4))

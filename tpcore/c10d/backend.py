@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch.utils.hooks import RemovableHandle
 
 from .. import settings
 from ..backend.capabilities import Capabilities
@@ -24,6 +25,7 @@ from ..backend.interface import Backend
 from ..errors import BackendError
 from ..mesh import Group
 from ..transport import Transport
+from .replicas import refuse_shards_as_replicas
 from .supervision.rendezvous import store_of_environment
 from .supervision.supervisor import Members, Supervisor
 from .supervision.waiting import Waiting
@@ -71,6 +73,9 @@ class C10dBackend(Backend):
         self._rank, self._world = rank, world
         self._owns = False
         self._supervisor: Supervisor | None = None
+        self._hooks: list[RemovableHandle] = []
+        self.device_meshes: dict[tuple[tuple[str, int], ...], Any] = {}
+        """Those of ``tpcore.dtensor_state_dict``, by axes and sizes: making one is collective."""
 
     @classmethod
     def unavailable(cls) -> str | None:
@@ -112,6 +117,7 @@ class C10dBackend(Backend):
             self._supervisor.watch_exceptions()
             # an error that all ranks raise next must not cut off one that is still connecting
             self._supervisor.meet("have joined")
+            self._hooks.append(refuse_shards_as_replicas())
         return rank, world
 
     def _job(self, adopted: bool) -> tuple[dist.Store, int, int]:
@@ -131,6 +137,9 @@ class C10dBackend(Backend):
             self._close(error or sys.exc_info()[1])
 
     def _close(self, error: BaseException | None) -> None:
+        self.device_meshes.clear()
+        while self._hooks:
+            self._hooks.pop().remove()
         if self._supervisor is not None:
             self._supervisor.close(error)
         for transport in self._connected:

@@ -27,6 +27,7 @@ from rich.table import Table
 
 from ..errors import CheckpointError
 from ..storage.progress import Progress
+from .console import wide_console
 
 checkpoint = typer.Typer(
     help="Examine, check, combine and reshard checkpoints. DIR is of any form that can be read.",
@@ -132,6 +133,7 @@ def reshard(
     given: Given,
 ) -> None:
     """Write the checkpoint for another tensor-parallel degree, optimizer state included."""
+    from ..checkpoint.offline.inspect import padded_names
     from ..checkpoint.offline.reshard import reshard as reshard_checkpoint
 
     with _reporting(given.as_json) as progress:
@@ -140,6 +142,15 @@ def reshard(
         typer.echo(json.dumps({"out": out, "tp": tp, "left_out": left}, indent=2))
     else:
         typer.echo(f"{out}: for tp={tp}" + "".join(f"\nleft out: {why}" for why in left))
+    before = set(padded_names(src, **given.reading))
+    padded = [name for name in padded_names(out, **given.reading) if name not in before]
+    if padded and not given.as_json:
+        more = f" and {len(padded) - 3} more" if len(padded) > 3 else ""
+        typer.echo(
+            f"warning: tp={tp} does not divide {', '.join(padded[:3])}{more}: "
+            "only layers with pad=True fit that",
+            err=True,
+        )
 
 
 @checkpoint.command()
@@ -181,8 +192,7 @@ def inspect_(
     for row in found.rows:
         sizes = _shape(row.shape), row.dtype, row.cut, _shape(row.local)
         table.add_row(row.name, *sizes, f"{row.bytes:,}")
-    console = Console(highlight=False, markup=False)
-    console.print(table)
+    wide_console().print(table)
     stages = f", pp={found.pp}" if found.pp > 1 else ""
     typer.echo(f"{found.form}, tp={found.tp}{stages}: {len(found.rows)} tensors, {total:,} bytes")
 
@@ -212,7 +222,7 @@ def diff(
             kind = d.why is not None and not d.absolute
             amounts = ("", "") if kind else (f"{d.absolute:.3g}", f"{d.relative:.3g}")
             table.add_row(d.name, d.why or "values", *amounts)
-        Console(highlight=False, markup=False).print(table)
+        wide_console().print(table)
     raise typer.Exit(1 if found else 0)
 
 

@@ -46,7 +46,7 @@ def explain_step(
     """Show what each rank holds, and every collective of a training step with the module that makes it.
 
     Nothing is started and no memory is used: the step runs on tensors without values. Exit status 1 if the
-    ranks would disagree, and so hang.
+    ranks would disagree, and so hang, or take their parts for wholes; 2 if there is no step to show.
     """
     try:
         found = explain(
@@ -65,16 +65,19 @@ def explain_step(
         )
         if plot is not None:
             _draw(found, plot)
-    except (ValueError, ImportError) as e:
-        typer.echo(f"tpcore explain: {e}", err=True)
+    except Exception as e:  # what the model raises too: there is no step to show
+        where = "".join(f" ({note})" for note in getattr(e, "__notes__", []))
+        kind = "" if isinstance(e, ValueError | ImportError) else f"{type(e).__name__}: "
+        typer.echo(f"tpcore explain: {kind}{e}{where}", err=True)
         raise typer.Exit(2) from e
     if as_json:
         typer.echo(json.dumps(found.to_json(), indent=1))
     else:
         _show(found)
-    if found.disagreement is not None:
-        typer.echo(f"\n{found.disagreement}", err=True)
-        raise typer.Exit(1)
+    problems = [*found.mistakes, *([] if found.disagreement is None else [found.disagreement])]
+    for problem in problems:
+        typer.echo(f"\n{problem}", err=True)
+    raise typer.Exit(1 if problems else 0)
 
 
 def _dtype(name: str) -> torch.dtype:

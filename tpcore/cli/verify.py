@@ -10,6 +10,9 @@ from rich.console import Console
 from rich.table import Table
 
 from .. import settings
+from ..backend.registry import load_backend
+from ..errors import BackendError
+from ..init import choose_backend
 from ..processes.launch import launch
 
 if TYPE_CHECKING:
@@ -29,6 +32,11 @@ def verify(
     """
     from ..testing.verify.report import on_rank  # here: the other commands are spared all of it
 
+    try:
+        load_backend(choose_backend(backend))
+    except BackendError as e:  # here once, before each rank says it
+        typer.echo(f"tpcore verify: {e}", err=True)
+        raise typer.Exit(2) from e
     if settings.WORLD_SIZE.is_set:
         report, first = on_rank(backend, tp), settings.RANK.get() == 0
     else:

@@ -34,6 +34,11 @@ class Explanation:
     """The first place where the recorded ranks would hang or mix up numbers; None if they fit together."""
 
     @property
+    def mistakes(self) -> tuple[str, ...]:
+        """Where a step computes something else than the whole model would, with the module and the remedy."""
+        return tuple(dict.fromkeys(text for _, program in self.programs for text in program.mistakes))
+
+    @property
     def ranks(self) -> tuple[int, ...]:
         """Those that were recorded."""
         return tuple(sorted(r for ranks, _ in self.programs for r in ranks))
@@ -55,6 +60,7 @@ class Explanation:
             "mesh": dict(self.mesh.axes),
             "torch": torch.__version__,
             "disagreement": self.disagreement,
+            "mistakes": list(self.mistakes),
             "programs": programs,
         }
 

@@ -67,6 +67,9 @@ class Recorder:
     def __init__(self) -> None:
         self.phase = ""
         self.calls: list[Collective] = []
+        self.mistakes: dict[str, None] = {}
+        self.failed: Where | None = None
+        """The module that raised."""
         self._running: list[Where] = []
         self._makers: dict[
             Any, Where
@@ -77,6 +80,12 @@ class Recorder:
         dtype = str(x.dtype).removeprefix("torch.")
         shape, nbytes = tuple(x.shape), x.numel() * x.element_size()
         self.calls.append(Collective(self.phase, group.axes, group.size, op, shape, dtype, nbytes, *where))
+
+    def mistake(self, problem: str) -> None:
+        """Note what would compute something else than is meant, with the module and line that do it."""
+        where = self._where()
+        inside = f"{where.module}: " if where.module else ""
+        self.mistakes[f"{inside}{problem}" + (f" ({where.site})" if where.site else "")] = None
 
     def _where(self) -> Where:
         if self._running:  # in backward too, where a part of forward is run again to save memory
@@ -107,7 +116,10 @@ class Recorder:
         return enter
 
     def _leaving(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        self._mark(output, self._running.pop())
+        where = self._running.pop()
+        if sys.exc_info()[0] is not None:
+            self.failed = self.failed or where  # the innermost comes first
+        self._mark(output, where)
 
     def _mark(self, value: Any, maker: Where) -> None:
         """Say of every node behind ``value`` that nobody is known to have made: it was ``maker``."""

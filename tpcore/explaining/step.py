@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..backend.registry import check_fits
+from ..checks import Checks
 from ..context import ParallelContext, use
 from ..layers.module import move_model_to_device
 from ..layers.sharding import sharding
@@ -49,6 +50,8 @@ class Program:
     parameters: tuple[Parameter, ...]
     collectives: tuple[Collective, ...]
     pipelines: tuple[StageCost, ...] = ()
+    mistakes: tuple[str, ...] = ()
+    """Where the step computes something else than the whole model would."""
 
 
 def record(
@@ -64,8 +67,8 @@ def record(
     recorder = Recorder()
     backend = RecordingBackend(rank, mesh.size, recorder)
     check_fits(backend, mesh)
-    ctx = ParallelContext(backend, mesh, rank)
-    with use(ctx), torch.random.fork_rng(devices=[]), _explained(rank), torch.device("meta"):
+    ctx = ParallelContext(backend, mesh, rank, Checks(recorder.mistake, values=False))
+    with use(ctx), torch.random.fork_rng(devices=[]), _explained(rank, recorder), torch.device("meta"):
         recorder.phase = "building"
         model, inputs = build()
         move_model_to_device(model, "meta")
@@ -92,7 +95,9 @@ def record(
     held = tuple(
         _held(n, p, owners[id(p)], gradients.get(id(p), 0), made.state) for n, p in model.named_parameters()
     )
-    return Program(type(model).__name__, held, tuple(recorder.calls), watch.costs(model))
+    return Program(
+        type(model).__name__, held, tuple(recorder.calls), watch.costs(model), tuple(recorder.mistakes)
+    )
 
 
 def _loss(model: nn.Module, inputs: Inputs, dtype: torch.dtype | None) -> Tensor:
@@ -144,15 +149,18 @@ def _nbytes(t: Tensor) -> int:
 
 
 @contextmanager
-def _explained(rank: int) -> Iterator[None]:
-    """Errors of what needs values, told as what they are."""
+def _explained(rank: int, recorder: Recorder) -> Iterator[None]:
+    """Errors of what needs values, told as what they are; a note of where at any other."""
     try:
         yield
-    except (RuntimeError, NotImplementedError) as e:
-        if "meta" not in str(e).lower():
-            raise
+    except Exception as e:
         frames = [f for f in traceback.extract_tb(e.__traceback__) if not f.filename.startswith(LIBRARY)]
         at = f" at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
+        if not isinstance(e, RuntimeError | NotImplementedError) or "meta" not in str(e).lower():
+            module = f", module {recorder.failed.module}" if recorder.failed else ""
+            notes = getattr(e, "__notes__", [])  # Python 3.10 has no add_note
+            vars(e)["__notes__"] = [*notes, f"rank {rank}, {recorder.phase}{module}{at}"]
+            raise
         raise ValueError(
             f"rank {rank} reads a value{at}, and a recorded step has none: it runs on meta tensors, which "
             f"have shapes only. What a model must know while it is built, compute with device='cpu'; what it "

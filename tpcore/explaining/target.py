@@ -60,6 +60,10 @@ def _from_file(path: Path) -> Any:
 
 def build(target: str | Factory, batch_size: int, seq_len: int) -> tuple[nn.Module, Inputs]:
     """The model and its inputs, under the context and the default device in force."""
+    if isinstance(target, str) and target.endswith(".py"):
+        raise ValueError(
+            f"{target} is a file: name the function in it that makes the model, as {target}:make"
+        )
     if isinstance(target, str) and ":" not in target:
         return _hugging_face(target, batch_size, seq_len)
     factory = function(target) if isinstance(target, str) else target

@@ -127,9 +127,11 @@ class ParallelEmbedding(ParallelModule):
     def forward(self, ids: Tensor) -> Tensor:
         if self.tp.eager:
             check_ids(ids, self.num_embeddings, "ParallelEmbedding")
+            self.look_alike("the ids", ids)
         if self.max_norm is not None:
             self._renormalize(ids)
-        return self._columns(ids) if self.shard_across_embedding else self._rows(ids)
+        y = self._columns(ids) if self.shard_across_embedding else self._rows(ids)
+        return y if self.sequence_dim is None else self.as_part(y, self.sequence_dim, "tokens")
 
     def _rows(self, ids: Tensor) -> Tensor:
         local, mine = self._own(ids)

@@ -14,6 +14,25 @@ from ..comm import Comm
 from ..shard import ShardSpec
 
 Index = NDArray[np.int64]
+_MARK = "tpcore_unpadded"
+
+
+def mark_unpadded(y: Tensor, size: int) -> None:
+    """Let ``y``, this rank's features with padding among them, tell how many all ranks have without it."""
+    setattr(y, _MARK, size)
+
+
+def marked_like(y: Tensor, other: Tensor) -> Tensor:
+    """``y``, the same tensor as ``other`` in another guise, with its mark."""
+    if (size := unpadded(other)) is not None:
+        mark_unpadded(y, size)
+    return y
+
+
+def unpadded(y: Tensor) -> int | None:
+    """What ``mark_unpadded`` left; None on other tensors, such as what an operation makes of ``y``."""
+    found: int | None = getattr(y, _MARK, None)
+    return found
 
 
 @dataclass(frozen=True, eq=False)

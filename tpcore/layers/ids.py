@@ -14,15 +14,15 @@ def _exporting() -> bool:
 def check_ids(ids: Tensor, size: int, what: str, ignore: int | None = None) -> None:
     """Raise IndexError if an id is outside ``range(size)`` and not ``ignore``.
 
-    Reads values: callers skip it on lazy backends, where that would cut the graph. In a graph that
-    torch.export makes it becomes an assertion.
+    Reads values: callers skip it on lazy backends, where that would cut the graph. In a graph of
+    torch.export or torch.compile it becomes an assertion, and the error a RuntimeError.
     """
-    if _exporting():
+    if _exporting() or torch.compiler.is_dynamo_compiling():
         fits = (ids >= 0) & (ids < size)
         fits = fits if ignore is None else fits | (ids == ignore)
         torch._assert_async(fits.all(), f"{what}: an id does not fit a vocabulary of {size}")
         return
-    if not ids.numel() or ids.is_meta or torch.compiler.is_compiling():
+    if not ids.numel() or ids.is_meta:
         return
     seen = ids if ignore is None else ids.masked_fill(ids == ignore, 0)
     low, high = (int(v) for v in torch.aminmax(seen))

@@ -20,7 +20,7 @@ from .. import ops
 from ..fused import column_linear, row_linear
 from ..shard import Block, ShardSpec
 from .copies import Copies
-from .features import Features
+from .features import Features, mark_unpadded, marked_like
 from .initial import Init
 from .module import Device, ParallelModule
 from .options import cut_features, sequence_dim, tokens_over
@@ -138,10 +138,11 @@ class ColumnParallelLinear(_ParallelLinear):
 
     ``stride``: that many projections are fused along the output, each cut by itself (q|k|v: 3).
     ``blocks``: the same for projections of several sizes, cut in whole units, as ``tpcore.Block`` says; the
-    gradients of what several ranks hold are summed over them. ``input_is_copied``: the input comes from
-    ``ops.copy``, or from ``ops.all_gather`` of tokens, which sums its gradient, once for all layers that read
-    it (``tpcore.share_input``). ``sequence_parallel_group``: the tokens lie over this part of the layer's
-    ranks, such as over tp for a head cut over pp and tp.
+    gradients of what several ranks hold are summed over them. ``unit``: how many features stay on one rank
+    (the size of a head); units that tp does not divide are a ValueError. ``input_is_copied``: the input comes
+    from ``ops.copy``, or from ``ops.all_gather`` of tokens, which sums its gradient, once for all layers that
+    read it (``tpcore.share_input``). ``sequence_parallel_group``: the tokens lie over this part of
+    the layer's ranks, such as over tp for a head cut over pp and tp.
     ``pad``: allow an output size that tp does not divide. ``skip_bias_add``: return ``(y, bias)`` and do
     not add it. ``reduce_dtype``: the least precision to sum input gradients in. ``keep_master_weight``:
     keep the full initial weight as ``master_weight`` on the CPU.
@@ -168,6 +169,7 @@ class ColumnParallelLinear(_ParallelLinear):
         keep_master_weight: bool = False,
         input_is_copied: bool = False,
         sequence_parallel_group: Any = None,
+        unit: int = 1,
     ) -> None:
         super().__init__(input_size, output_size, tensor_model_parallel_group)
         self.gather_output, self.skip_bias_add, self.reduce_dtype = gather_output, skip_bias_add, reduce_dtype
@@ -181,10 +183,12 @@ class ColumnParallelLinear(_ParallelLinear):
         self.tokens = tokens_over(self, self.sequence_dim, sequence_parallel_group)
         if self.tokens is not None:
             self.input_is_copied, self.sequence_dim = True, None
-        cut = cut_features(self, "output_size", stride, blocks, pad)
+        cut = cut_features(self, "output_size", stride, blocks, pad, unit)
         self._declare(cut, True, bias, init_method, dtype, device, keep_master_weight)
 
     def forward(self, x: Tensor) -> Result:
+        if self.checks is not None and self.sequence_dim is None:
+            self.look_alike("the input", x)
         weight, bias = self.weight, self.bias
         if self.copies is not None:
             weight = self.copies(weight, int(self.form.transposed))
@@ -201,12 +205,16 @@ class ColumnParallelLinear(_ParallelLinear):
         if self.gather_output or self.features.padded:
             y = self.outputs(y)
             bias = self.outputs(bias) if self.skip_bias_add and bias is not None else bias
+        if not self.gather_output and self.checks is not None:
+            y = marked_like(self.as_part(y, -1, "features"), y)
         return (y, bias) if self.skip_bias_add else y
 
     def outputs(self, y: Tensor) -> Tensor:
         """What a caller gets of output features: all of them, or this rank's with padded places cleared."""
         if not self.gather_output:
-            return self.features.mask(y, self.tp)
+            y = self.features.mask(y, self.tp)
+            mark_unpadded(y, self.output_size)
+            return y
         y = ops.gather(y, self.tp, -1)
         return y if self.features.plain else self.features.restored(y)
 
@@ -219,8 +227,8 @@ class RowParallelLinear(_ParallelLinear):
     ``sequence_dimension``). The bias is replicated and added once, after the sum.
 
     ``reduce_output=False`` leaves the partial sums to the caller; options otherwise as in
-    ``ColumnParallelLinear``, ``stride``, ``blocks`` and ``pad`` about the input size, ``reduce_dtype``
-    about outputs.
+    ``ColumnParallelLinear``, ``stride``, ``blocks``, ``unit`` and ``pad`` about the input size,
+    ``reduce_dtype`` about outputs.
     """
 
     def __init__(
@@ -243,6 +251,7 @@ class RowParallelLinear(_ParallelLinear):
         reduce_dtype: torch.dtype = torch.float32,
         tensor_model_parallel_group: Any = None,
         keep_master_weight: bool = False,
+        unit: int = 1,
     ) -> None:
         super().__init__(input_size, output_size, tensor_model_parallel_group)
         self.input_is_parallel, self.reduce_output = input_is_parallel, reduce_output
@@ -263,7 +272,7 @@ class RowParallelLinear(_ParallelLinear):
                 f"{type(self).__name__}: blocks={tuple(blocks or ())} replicate input features: the sum over "
                 "ranks would count them once for each copy; pass replicate=False"
             )
-        cut = cut_features(self, "input_size", stride, blocks, pad)
+        cut = cut_features(self, "input_size", stride, blocks, pad, unit)
         self._declare(cut, False, bias, init_method, dtype, device, keep_master_weight)
 
     def forward(self, x: Tensor) -> Result:
@@ -277,6 +286,8 @@ class RowParallelLinear(_ParallelLinear):
         if self.reduce_output:
             added = None if self.skip_bias_add else bias
             y = row_linear(x, weight, added, self.tp, self.sequence_dim, self.reduce_dtype)
+            if self.sequence_dim is not None:
+                y = self.as_part(y, self.sequence_dim, "tokens")
         else:
             y = F.linear(x, weight)
         if not self.skip_bias_add:

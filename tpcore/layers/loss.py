@@ -14,18 +14,25 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..checks import Checks, plain
 from ..comm import Comm
-from ..context import current
+from ..context import current, is_initialized
+from .features import unpadded
 from .ids import check_ids
 
 CHUNK = 1 << 18
 """Logits worked on at once where the backend is eager: 1 MiB of float32 stays in a core's cache."""
 
 
+def _looks(comm: Comm) -> bool:
+    """Whether values may be looked at: not on lazy devices, and not by torch.compile."""
+    return comm.eager and not torch.compiler.is_dynamo_compiling()
+
+
 def _chunks(logits: Tensor, comm: Comm) -> Iterator[slice]:
     """Runs of tokens. A single one on lazy backends: their compilers fuse, and a loop is a longer graph."""
     tokens, width = logits.shape
-    step = max(1, CHUNK // max(1, width)) if comm.eager else max(1, tokens)
+    step = max(1, CHUNK // max(1, width)) if _looks(comm) else max(1, tokens)
     for start in range(0, tokens, step):
         yield slice(start, min(start + step, tokens))
 
@@ -54,7 +61,14 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, target: Tensor, comm: Comm, smoothing: float, ignore: int, vocab: int
+        ctx: Any,
+        logits: Tensor,
+        target: Tensor,
+        comm: Comm,
+        smoothing: float,
+        ignore: int,
+        vocab: int,
+        certain: bool,
     ) -> Tensor:
         width = logits.shape[-1]
         wide = torch.promote_types(logits.dtype, torch.float32)
@@ -65,23 +79,30 @@ class _CrossEntropy(torch.autograd.Function):
         padding = _padding(logits, comm, vocab)
 
         ahead = None
-        if comm.eager and logits.dtype is wide and ctx.needs_input_grad[0]:
+        if _looks(comm) and logits.dtype is wide and ctx.needs_input_grad[0]:
             ahead = torch.empty_like(logits, memory_format=torch.contiguous_format)
-        rows = logits.new_empty((3 if smoothing else 2, len(target)), dtype=wide)
+        tokens, look = len(target), _looks(comm) and not certain and comm.size > 1 and logits.numel() > 0
+        # with one place more, for what tells padding
+        rows = logits.new_empty((3 if smoothing else 2, tokens + look), dtype=wide)
         for at in _chunks(logits, comm):
             chunk = logits[at].to(wide)
             if smoothing:
                 rows[2, at] = _fill(chunk, padding, 0.0).sum(-1)
-            _, rows[0, at] = _share(chunk, padding, comm.eager, None if ahead is None else ahead[at])
+            _, rows[0, at] = _share(chunk, padding, _looks(comm), None if ahead is None else ahead[at])
         picked = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1).to(wide)
-        rows[1] = torch.where(mine, picked, torch.zeros_like(picked))
+        rows[1, :tokens] = torch.where(mine, picked, torch.zeros_like(picked))
+        if look:
+            rows[:2, -1] = logits[:, [0, -1]].ne(0).any(0).to(wide)
 
         gathered = comm.all_gather(rows.unsqueeze(0), 0)
+        if look:
+            _refuse_padding(gathered[:, :2, -1], width * comm.size)
+        gathered = gathered[..., :tokens]
         log_sum = gathered[:, 0].logsumexp(0)
         loss = log_sum - (1 - smoothing) * gathered[:, 1].sum(0)
         if smoothing:
             loss = loss - smoothing / vocab * gathered[:, 2].sum(0)
-        ctx.save_for_backward(logits, (rows[0] - log_sum).exp(), local, mine, kept)
+        ctx.save_for_backward(logits, (rows[0, :tokens] - log_sum).exp(), local, mine, kept)
         ctx.args, ctx.ahead = (comm, smoothing, vocab), ahead
         return torch.where(kept, loss, torch.zeros_like(loss))
 
@@ -100,7 +121,7 @@ class _CrossEntropy(torch.autograd.Function):
         out = torch.empty_like(logits, memory_format=torch.contiguous_format) if ahead is None else ahead
         for at in _chunks(logits, comm):
             if ahead is None:
-                chunk, _ = _share(logits[at].to(part.dtype), padding, comm.eager, None)
+                chunk, _ = _share(logits[at].to(part.dtype), padding, _looks(comm), None)
             else:
                 chunk = ahead[at]
             chunk.mul_(part[at])
@@ -111,7 +132,18 @@ class _CrossEntropy(torch.autograd.Function):
             chunk.scatter_add_(-1, local[at].unsqueeze(-1), hit[at])
             if ahead is None:
                 out[at] = chunk
-        return out, None, None, None, None, None
+        return out, None, None, None, None, None, None
+
+
+def _refuse_padding(nonzero: Tensor, columns: int) -> None:
+    """ValueError if the last column of all looks like padding. ``nonzero``: ``[ranks, 2]``, whether the first
+    and the last column of a rank hold anything but exact zeros, as padding does for every token."""
+    if not nonzero.is_meta and nonzero[0, 0] and not nonzero[-1, 1]:
+        raise ValueError(
+            f"parallel_cross_entropy: the last of {columns} logits is exactly 0 for every token, as padding "
+            "is, and would count as a word of the vocabulary: pass vocab_size=, the size without padding "
+            f"({columns} if there is none)"
+        )
 
 
 def _padding(logits: Tensor, comm: Comm, vocab: int) -> Tensor | None:
@@ -133,6 +165,10 @@ def _fill(logits: Tensor, padding: Tensor | None, value: float) -> Tensor:
     return torch.cat([logits[:, :rest], logits[:, rest:].masked_fill(padding, value)], -1)
 
 
+def _checks() -> Checks | None:
+    return None if torch.compiler.is_compiling() or not is_initialized() else current().checks
+
+
 def parallel_cross_entropy(
     vocab_parallel_logits: Tensor,
     target: Tensor,
@@ -147,12 +183,16 @@ def parallel_cross_entropy(
     ``vocab_parallel_logits``: ``[..., vocab / tp]``, this rank's part of the vocabulary, left as it is.
     ``target``: int64 ``[...]``, the same on every rank, ids in the whole vocabulary or ``ignore_index``
     (those give loss 0 and no gradient). ``vocab_size``: the size without padding, where the layer that
-    made the logits was padded (``pad=True``); the padding then counts for nothing.
+    made the logits was padded (``pad=True``); the padding then counts for nothing. The layer's own output
+    tells it; what other operations made of that needs it.
 
     Returns ``[...]``, in float32 for half-precision logits, the same on every rank. Raises IndexError for
-    a target out of range, on backends that can look at values, ValueError for shapes that do not fit.
+    a target out of range, on backends that can look at values, ValueError for shapes that do not fit and, on
+    the same backends, for what looks like padding without ``vocab_size``.
     """
-    logits, comm = vocab_parallel_logits, current().comm_for(tensor_model_parallel_group)
+    logits, group = vocab_parallel_logits, tensor_model_parallel_group
+    comm = group if isinstance(group, Comm) else current().comm_for(group)
+    vocab_size, logits = unpadded(logits) if vocab_size is None else vocab_size, plain(logits)
     if logits.shape[:-1] != target.shape:
         raise ValueError(
             f"logits of shape {tuple(logits.shape)} need targets of {tuple(logits.shape[:-1])}, "
@@ -168,6 +208,10 @@ def parallel_cross_entropy(
         )
     if comm.eager:
         check_ids(target, vocab, "parallel_cross_entropy", ignore_index)
+    if (checks := _checks()) is not None:
+        checks.same("the targets of parallel_cross_entropy", target)
     flat = logits.reshape(-1, logits.shape[-1])
-    loss: Tensor = _CrossEntropy.apply(flat, target.reshape(-1), comm, label_smoothing, ignore_index, vocab)
+    loss: Tensor = _CrossEntropy.apply(
+        flat, target.reshape(-1), comm, label_smoothing, ignore_index, vocab, vocab_size is not None
+    )
     return loss.view(target.shape)

@@ -7,7 +7,7 @@ from collections import defaultdict
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..comm import Comm
 from ..context import current
@@ -36,6 +36,7 @@ class ParallelModule(nn.Module):
         super().__init__()
         ctx = current()
         self.tp: Comm = ctx.comm_for(group)
+        self.checks = ctx.checks if self.tp.size > 1 else None
         self._lies_on, self._axes = ctx.over(self.tp)
         self._dtypes = (*ctx.backend.capabilities.dtypes, *ctx.backend.capabilities.moved)
         members = self.tp.group.members(ctx.rank)
@@ -54,6 +55,8 @@ class ParallelModule(nn.Module):
             raise ValueError(f"{type(self).__name__}.{name} of {dtype}: this backend computes on {known}")
         # empty((0,)): asks torch which device is meant, a `with torch.device(...)` block included
         where = torch.empty((0,), device=None if isinstance(device, bool) else device).device
+        if where.type != "meta":
+            self.look_alike(f"the random state that {name} starts from", torch.get_rng_state())
         if where.type == "meta":
             local = torch.empty(spec.local_shape(self.tp.size), dtype=dtype, device=where)
         else:
@@ -67,6 +70,15 @@ class ParallelModule(nn.Module):
         super().register_parameter(name, param)
         if name in self.shard_specs:  # a new one in its place, as `layer.weight = ...` puts it
             self._stamp_all()
+
+    def look_alike(self, what: str, t: Tensor) -> None:
+        """In a checked run, note ``t``, which the ranks of the tp group should have alike."""
+        if self.checks is not None and self._axes == ("tp",):
+            self.checks.same(f"{what} of {type(self).__name__}", t)
+
+    def as_part(self, y: Tensor, dim: int, kind: str) -> Tensor:
+        """In a checked run, ``y`` as this rank's part along ``dim``: of ``features`` or ``tokens``."""
+        return y if self.checks is None else self.checks.part(y, self.tp, dim, kind)
 
     def comm_within(self, count: int) -> Comm:
         """Over runs of ``count`` consecutive ranks of this layer's group, which hold the same. Collective."""

@@ -60,12 +60,21 @@ def tokens_over(layer: ParallelModule, dim: int | None, group: Any) -> Tokens | 
 
 
 def cut_features(
-    layer: ParallelModule, name: str, stride: int, blocks: Sequence[Block] | None, pad: bool
+    layer: ParallelModule, name: str, stride: int, blocks: Sequence[Block] | None, pad: bool, unit: int = 1
 ) -> ShardSpec:
     """How the features of which a layer has ``name`` (``output_size``, say) are cut over its ranks."""
     what, size, n = type(layer).__name__, getattr(layer, name), layer.tp.size
     if blocks is None:
         spec = ShardSpec.strided((size,), 0, stride)
+        part = size // stride
+        if unit < 1 or part % unit:
+            raise ValueError(f"{what}: {name}={size}{_parts(stride)} is no whole number of units of {unit}")
+        if unit > 1:
+            spec = ShardSpec((size,), 0, (Block(part, unit),) * stride)
+    elif unit != 1:
+        raise ValueError(
+            f"{what}: unit={unit} and blocks={tuple(blocks)} both say what stays whole: pass one"
+        )
     else:
         parts = tuple(Block(*block) for block in blocks)
         if stride != 1:
@@ -77,9 +86,14 @@ def cut_features(
             raise ValueError(f"{what}: blocks of {sizes} features are not {name}={size}")
         spec = ShardSpec((size,), 0, parts)
     if spec.padded(n) and not pad:
-        parts_of = f" in {stride} parts" if stride > 1 else f" in {blocks}" if blocks is not None else ""
+        parts_of = _parts(stride) if blocks is None else f" in {blocks}"
+        units = f", {size // stride // unit} units of {unit}," if unit > 1 else ""
         raise ValueError(
-            f"{what}: {name}={size}{parts_of} is not divisible by tp={n}; "
-            "pass pad=True to pad it with zeros that never show"
+            f"{what}: {name}={size}{parts_of}{units} is not divisible by tp={n}; "
+            "pass pad=True to pad it with zeros"
         )
     return spec
+
+
+def _parts(stride: int) -> str:
+    return f" in {stride} parts" if stride > 1 else ""

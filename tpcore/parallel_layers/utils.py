@@ -6,17 +6,11 @@ from torch import Tensor
 
 from ..layers.module import move_model_to_device
 from ..layers.sharding import sharding, stamp
+from ..shard import divide
 
 
 def ensure_divisibility(numerator: int, denominator: int) -> None:
-    if numerator % denominator:
-        raise ValueError(f"{numerator} is not divisible by {denominator}")
-
-
-def divide(numerator: int, denominator: int) -> int:
-    """The quotient; ValueError where there is a remainder."""
-    ensure_divisibility(numerator, denominator)
-    return numerator // denominator
+    divide(numerator, denominator)
 
 
 def split_tensor_along_dim(

@@ -168,7 +168,14 @@ class Inputs:
     def _refuse(self, leaves: Sequence[Tensor]) -> NoReturn:
         named = zip(self.arguments.names, leaves, strict=True)
         given = ", ".join(f"{name} {list(t.shape)}" for name, t in named)
-        raise ValueError(f"no program takes {given}; the model was traced for {self}")
+        why = f"no program takes {given}; the model was traced for {self}"
+        fixed = [n for n, t, s in zip(self.arguments.names, leaves, self.shapes, strict=True) if _other(t, s)]
+        if self.buckets and fixed:
+            why += (
+                f". A dim is padded where the examples of the buckets differ in it: for {', '.join(fixed)} "
+                "trace with examples of each size, or fill the call up yourself"
+            )
+        raise ValueError(why)
 
     def __str__(self) -> str:
         named = zip(self.arguments.names, self.shapes, strict=True)
@@ -196,3 +203,10 @@ class Inputs:
             {name: DynamicDim(name, low, high) for name, (low, high) in data["dims"].items()},
             tuple(data["buckets"]),
         )
+
+
+def _other(t: Tensor, shape: Shape) -> bool:
+    """Whether a fixed size of ``shape`` is another than that of ``t``."""
+    return t.ndim == len(shape) and any(
+        isinstance(m, int) and n != m for n, m in zip(t.shape, shape, strict=True)
+    )

@@ -159,6 +159,9 @@ def optimizer_step(
     """
     if max_norm is not None:
         check_max_norm(max_norm)
+    ctx = current()
+    if ctx.checks is not None:
+        ctx.checks.compare(ctx.comm("tp"))
     scaling = scaler if scaler is not None and scaler.is_enabled() else None
     stepping = stepping_of(optimizer)
     stepping.reduce()
@@ -177,5 +180,5 @@ def optimizer_step(
             optimizer.step()
         else:
             scaling.step(stepping.scaled)
-    current().backend.mark_step()
+    ctx.backend.mark_step()
     return norm

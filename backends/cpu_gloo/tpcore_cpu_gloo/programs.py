@@ -26,7 +26,7 @@ from tpcore.errors import BackendError
 from tpcore.storage.files import write_file
 
 from .graphs import Target, from_json, to_json
-from .operators import Operators, fast
+from .operators import fast, operators
 
 GRAPH, CONSTANTS = "graph.json", "constants.safetensors"
 
@@ -40,7 +40,7 @@ class _PureFunction(nn.Module):
 
     def forward(self, weights: list[Tensor], ranks: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
         fn, names, comms = self._of
-        with traced(comms, ranks, Operators):
+        with traced(comms, ranks, operators):
             return fn(dict(zip(names, weights, strict=True)), inputs)
 
 
@@ -83,13 +83,23 @@ def _exported(
     known: dict[str, Any] = {}
     shapes = [{at: _dim(d, known) for at, d in of.items()} for of in dims]
     roomy = [_roomy(t, d) for t, d in zip(inputs, dims, strict=True)]
-    with torch.no_grad():
-        return torch.export.export(
-            pure,
-            (weights, [c.position for c in comms], roomy),
-            dynamic_shapes=([None] * len(weights), [None] * len(comms), shapes),
-            strict=False,
-        )
+    try:
+        with torch.no_grad():
+            return torch.export.export(
+                pure,
+                (weights, [c.position for c in comms], roomy),
+                dynamic_shapes=([None] * len(weights), [None] * len(comms), shapes),
+                strict=False,
+            )
+    except Exception as e:
+        if not known or "Constraints violated" not in str(e):
+            raise
+        dims_of = ", ".join(str(d) for d in {d.name: d for of in dims for d in of.values()}.values())
+        raise ValueError(
+            f"the model does not take every size of {dims_of}: sequence parallelism, say, takes multiples "
+            "of tp only. Trace it with sequence_parallel_enabled=False (the weights are the same), or for "
+            f"few sizes with bucket_inputs. torch says: {str(e)[:500]}"
+        ) from e
 
 
 def _dim(dim: DynamicDim, known: dict[str, Any]) -> Any:
@@ -97,11 +107,12 @@ def _dim(dim: DynamicDim, known: dict[str, Any]) -> Any:
 
 
 def _roomy(t: Tensor, dims: Mapping[int, DynamicDim]) -> Tensor:
-    """An example of at least 2 in every dynamic dimension: torch.export takes a size of 1 for a constant."""
+    """An example of at least 2 in every dynamic dimension: torch.export takes a size of 1 for a constant.
+    Contiguous: the strides of a view, such as ``batch[:, :-1]``, would bind the sizes of a call."""
     size = list(t.shape)
     for at, dim in dims.items():
         size[at] = max(size[at], 2 if dim.max is None else min(2, dim.max))
-    return t if size == list(t.shape) else t.new_zeros(size)
+    return t.contiguous() if size == list(t.shape) else t.new_zeros(size)
 
 
 def _take_out_what_changes_nothing(graph: Graph) -> None:

@@ -29,7 +29,8 @@ def unpickled(path: str, how: Reading, allow: Sequence[type] = ()) -> Any:
     """A torch file by torch's restricted unpickler: tensors, plain values and the classes in ``allow``."""
     if not how.trust:
         raise CheckpointError(
-            f"{path} is a pickle and trust=False: `tpcore checkpoint convert` makes safetensors of it"
+            f"{path} is a pickle, which trust=False (--no-trust) does not read: where it is trusted, "
+            "`tpcore checkpoint convert` makes safetensors of it"
         )
     if not how.quiet and _version() < (2, 10):
         warnings.warn(

@@ -18,7 +18,8 @@ StrPath = str | os.PathLike[str]
 
 
 class TensorRow(NamedTuple):
-    """One tensor. ``local``: the shape of a shard; ``bytes``: of the logical tensor."""
+    """One tensor. ``local``: the shape of a shard; ``bytes``: of the logical tensor; ``padded``: whether a
+    shard holds more than its part of it."""
 
     name: str
     shape: tuple[int, ...]
@@ -26,6 +27,7 @@ class TensorRow(NamedTuple):
     cut: str
     local: tuple[int, ...]
     bytes: int
+    padded: bool = False
 
 
 class Inspected(NamedTuple):
@@ -43,6 +45,11 @@ def inspect(path: StrPath, *, rules: Sequence[CutRule] = (), how: Reading | None
         return Inspected(source.path, source.form, source.tp, source.pp, rows)
 
 
+def padded_names(path: StrPath, *, rules: Sequence[CutRule] = (), how: Reading | None = None) -> list[str]:
+    """Of tensors of which a rank has more than its part."""
+    return [row.name for row in inspect(path, rules=rules, how=how).rows if row.padded]
+
+
 def _all(source: Source, rules: Sequence[CutRule]) -> Iterator[tuple[str, Stored]]:
     if not isinstance(source, Native):
         yield from tensors_of(source, rules).items()
@@ -56,7 +63,12 @@ def _row(name: str, stored: Stored) -> TensorRow:
     cut = str(stored.cut.spec).partition(" ")[2] if isinstance(stored.cut, Layout) else stored.cut
     if cut is None:
         cut = "same on all ranks" if stored.bound() is None else "unknown"
-    return TensorRow(name, stored.shape, dtype_name(dtype), cut, local, bytes_of_logical(stored))
+    padded = False
+    if isinstance(stored.cut, Layout) and stored.cut.cuts:
+        padded = stored.cut.padded(stored.mesh)
+        copies = sorted({share.copies for share in stored.cut.shares(stored.mesh)} - {1})
+        cut += "".join(f", held by {n} ranks each" for n in copies)
+    return TensorRow(name, stored.shape, dtype_name(dtype), cut, local, bytes_of_logical(stored), padded)
 
 
 def bytes_of_logical(stored: Stored) -> int:

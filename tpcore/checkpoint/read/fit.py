@@ -13,6 +13,7 @@ from ...errors import CheckpointError
 from ...layout import Layout
 from ...mesh import Mesh
 from ..tensors.stored import Job, Stored, layout_of
+from .unfilled import refuse_while_on_meta
 
 _SHOWN = 8
 _EXTRA_STATE = "_extra_state"  # torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
@@ -146,6 +147,7 @@ class Fit:
         left = [repr(name) for name, t in tensors if t.is_meta]
         if left:
             self._notes.append(listed("still on meta, because the checkpoint does not hold them", left))
+            refuse_while_on_meta(self._model)
         return self._notes
 
 

@@ -21,7 +21,7 @@ from ...errors import CheckpointError
 from ...layout import Layout
 from ...storage.dtypes import dtype_name
 from ...storage.files import MANIFEST, FileRecord, dumps, naming, sync_dir, write_file
-from ...storage.progress import Progress
+from ...storage.progress import Bar, Progress
 from ...storage.publish import Staging, staging_path
 from ...storage.tensorfile import write_tensors
 from ..format.manifest import FORMAT, STATE, VERSION, Manifest, rank_dir
@@ -198,16 +198,18 @@ def write_checkpoint(state: dict[Any, Any], save_dir: str | os.PathLike[str], op
     rank if one fails, and then leaves nothing behind.
     """
     save = Save(state, save_dir, options)
-    ctx, report = save.ctx, b"null"
+    ctx, report, bar = save.ctx, b"null", Bar("saving")
+    progress = Progress(bar) if ctx.rank == 0 else None
     try:
         for turn in range(ctx.mesh.size) if options.serially else (ctx.rank,):
             with together(ctx):
                 if turn == ctx.rank:
-                    report = save.write()
+                    report = save.write(progress)
         reports = gather_bytes(report, ctx.world)
         with together(ctx):
             save.put_together(reports)
     finally:
+        bar.close()
         save.close()
 
 

@@ -1,0 +1,130 @@
+"""torch.compile: a model with tpcore's layers is one graph, which computes what the layers compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextvars import Context
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import tpcore
+from tpcore.context import ParallelContext, enter_process, leave_process
+from tpcore.mesh import Mesh
+from tpcore.processes.pool import RankPool
+
+pytestmark = pytest.mark.processes
+HIDDEN, HEADS, VOCAB = 16, 4, 9  # a vocabulary that 2 ranks pad
+TWO = Mesh({"tp": 2})
+
+
+class Model(nn.Module):
+    """A transformer block between an embedding and a loss; both ranks hold its one key head."""
+
+    def __init__(self, tokens: bool) -> None:
+        super().__init__()
+        spread = {"sequence_parallel_enabled": tokens, "sequence_dimension": 1 if tokens else None}
+        self.embed = tpcore.ParallelEmbedding(VOCAB, HIDDEN, pad=True, **spread)
+        self.norm = tpcore.RMSNorm(HIDDEN, sequence_parallel_enabled=tokens)
+        self.qkv = tpcore.ParallelQKV(HIDDEN, HEADS, 1, fused=True, bias=True, **spread)
+        self.out = tpcore.RowParallelLinear(HIDDEN, HIDDEN, input_is_parallel=True, **spread)
+        self.up = tpcore.ColumnParallelLinear(HIDDEN, 32, gather_output=False, **spread)
+        self.down = tpcore.RowParallelLinear(32, HIDDEN, input_is_parallel=True, **spread)
+        self.head = tpcore.ColumnParallelLinear(HIDDEN, VOCAB, gather_output=False, pad=True, **spread)
+
+    def forward(self, ids: Tensor, target: Tensor) -> Tensor:
+        x = self.embed(ids)
+        parts = [t.unflatten(-1, (-1, self.qkv.head_dim)).transpose(1, 2) for t in self.qkv(self.norm(x))]
+        y = F.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True)
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        x = x + self.down(F.gelu(self.up(x)))
+        return tpcore.parallel_cross_entropy(self.head(x), target, 0.1).mean()
+
+
+def _step(run: nn.Module, model: nn.Module, *given: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    loss = run(*given)
+    loss.backward()
+    return [loss.detach(), *[p.grad.clone() for p in model.parameters() if p.grad is not None]]
+
+
+def _as_after_init(ctx: ParallelContext, fn: Callable[..., None], *args: object) -> None:
+    """The context as a program has it, which calls ``tpcore.init``; the pool enters it for a block."""
+    torch._dynamo.reset()
+    enter_process(ctx)
+    try:
+        Context().run(fn, ctx, *args)
+    finally:
+        leave_process()
+
+
+def _alike(ctx: ParallelContext, tokens: bool, backend: str) -> None:
+    torch.manual_seed(0)
+    model = Model(tokens).double()
+    ids = torch.randint(VOCAB, (3, 2, 9))
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for one in ids:  # the second step takes the graph of the first
+        given = one[:, :-1], one[:, 1:]
+        want, got = _step(model, model, *given), _step(compiled, model, *given)
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)  # float64, other fusions
+    assert counter.frame_count == 1
+    with pytest.raises(RuntimeError, match="ParallelEmbedding: an id does not fit a vocabulary of 9"):
+        compiled(ids[0][:, :-1] + VOCAB, ids[0][:, 1:])
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[RankPool]:
+    """Two ranks: each makes its graphs itself."""
+    with RankPool(2) as pool:
+        yield pool
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tokens", "backend"), [(True, "eager"), (False, "inductor")])
+def test_a_model_is_one_graph_with_the_same_values(two: RankPool, tokens: bool, backend: str) -> None:
+    two.run(TWO, _as_after_init, _alike, tokens, backend, timeout=300)
+
+
+def _other_layers(ctx: ParallelContext) -> None:
+    torch.manual_seed(0)
+    x, comm = torch.randn(4, 8, dtype=torch.float64, requires_grad=True), ctx.comm("tp")
+    layers: list[nn.Module] = [
+        tpcore.ColumnParallelLinear(8, 12),
+        tpcore.ColumnParallelLinear(8, 9, pad=True, skip_bias_add=True),
+        tpcore.RowParallelLinear(8, 6),
+        tpcore.LayerNorm(8, sequence_parallel_enabled=True),
+    ]
+    for layer in layers:
+        layer.double()
+        torch.testing.assert_close(torch.compile(layer, fullgraph=True, backend="eager")(x), layer(x))
+
+    def moved(t: Tensor) -> Tensor:
+        t = tpcore.ops.all_to_all(t, comm, 0, 1)
+        return tpcore.ops.shift(t, comm) * comm.position + comm.broadcast(t.detach(), 1)
+
+    compiled = torch.compile(moved, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), moved(x))
+    grads = [torch.autograd.grad(f(x).square().sum(), x) for f in (moved, compiled)]
+    torch.testing.assert_close(grads[0], grads[1])
+
+
+def test_other_layers_and_collectives_compile_whole(two: RankPool) -> None:
+    two.run(TWO, _as_after_init, _other_layers, timeout=300)
+
+
+def _inside_a_block(ctx: ParallelContext) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(tpcore.parallel_cross_entropy, fullgraph=True, backend="eager")
+    logits, target = torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(Exception, match=r"does not see the context of tpcore\.use: pass tensor_model"):
+        compiled(logits, target)
+    with_group = compiled(logits, target, tensor_model_parallel_group=ctx.comm("tp"))
+    torch.testing.assert_close(with_group, torch.full((2,), 8.0).log())
+
+
+def test_a_context_that_a_block_enters_is_not_seen(two: RankPool) -> None:
+    two.run(TWO, _inside_a_block, timeout=300)

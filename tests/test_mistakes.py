@@ -1,0 +1,261 @@
+"""Mistakes that a model's author can make end in the right result or in an error that names them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import tpcore
+from tpcore import Mesh
+from tpcore.checks import raising
+from tpcore.context import ParallelContext, use
+from tpcore.testing import run_ranks
+
+
+# -- heads that tp does not divide --------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("build", "says"),
+    [
+        (
+            lambda: tpcore.ColumnParallelLinear(96, 288, gather_output=False, stride=3, unit=16),
+            "output_size=288 in 3 parts, 6 units of 16, is not divisible by tp=4",
+        ),
+        (
+            lambda: tpcore.RowParallelLinear(96, 96, input_is_parallel=True, unit=16),
+            "input_size=96, 6 units of 16, is not divisible by tp=4",
+        ),
+        (
+            lambda: tpcore.ColumnParallelLinear(96, 288, stride=3, unit=20),
+            "output_size=288 in 3 parts is no whole number of units of 20",
+        ),
+        (
+            lambda: tpcore.ColumnParallelLinear(96, 96, unit=16, blocks=[tpcore.Block(96)]),
+            "unit=16 and blocks=.* both say",
+        ),
+        (
+            lambda: tpcore.divide(6, tpcore.current().comm("tp").size, "heads"),
+            "heads=6 is not divisible by 4",
+        ),
+    ],
+    ids=["column", "row", "no whole units", "blocks too", "divide"],
+)
+def test_heads_that_tp_would_cut_are_refused_by_name(build: object, says: str) -> None:
+    def check(ctx: ParallelContext) -> None:
+        with pytest.raises(ValueError, match=says):
+            build()  # type: ignore[operator]
+
+    run_ranks(Mesh({"tp": 4}), check)
+
+
+def test_units_lie_whole_on_a_rank() -> None:
+    plain = nn.Linear(8, 36)  # q|k|v of 4 heads of 3
+    x = torch.randn(5, 8)
+
+    def check(ctx: ParallelContext) -> None:
+        cut = tpcore.ColumnParallelLinear.from_plain(plain, gather_output=False, stride=3, unit=3)
+        heads = plain(x).view(5, 3, 4, 3)[:, :, 2 * ctx.rank : 2 * ctx.rank + 2]
+        torch.testing.assert_close(cut(x).view(5, 3, 2, 3), heads)
+
+    run_ranks(Mesh({"tp": 2}), check)
+
+
+def test_padded_units_are_those_of_the_plain_layers() -> None:
+    up, down, x = nn.Linear(8, 18).double(), nn.Linear(18, 8).double(), torch.randn(5, 8).double()
+
+    def check(ctx: ParallelContext) -> None:
+        first = tpcore.ColumnParallelLinear.from_plain(up, gather_output=False, unit=3, pad=True)
+        second = tpcore.RowParallelLinear.from_plain(down, input_is_parallel=True, unit=3, pad=True)
+        torch.testing.assert_close(second(first(x)), down(up(x)))
+
+    run_ranks(Mesh({"tp": 4}), check)
+
+
+# -- a padded head ------------------------------------------------------------------------------------------
+def _head(vocab: int, bias: bool = True) -> tuple[nn.Linear, Tensor, Tensor]:
+    torch.manual_seed(0)
+    return nn.Linear(4, vocab, bias).double(), torch.randn(6, 4).double(), torch.randint(vocab, (6,))
+
+
+@pytest.mark.parametrize("vocab", [10, 5])  # at tp=4 the last rank of 5 has nothing but padding
+def test_the_loss_of_a_padded_head_knows_the_padding(vocab: int) -> None:
+    plain, x, target = _head(vocab)
+    want = F.cross_entropy(plain(x), target)
+    (grad,) = torch.autograd.grad(want, plain.bias)
+
+    def check(ctx: ParallelContext) -> None:
+        head = tpcore.ColumnParallelLinear.from_plain(plain, gather_output=False, pad=True)
+        loss = tpcore.parallel_cross_entropy(head(x), target).mean()
+        torch.testing.assert_close(loss, want)
+        loss.backward()
+        assert head.bias is not None
+        torch.testing.assert_close(
+            head.bias.grad, tpcore.shard_specs(head)["bias"].shard(grad, ctx.rank, ctx.mesh.size)
+        )
+
+    run_ranks(Mesh({"tp": 4}), check)
+
+
+def test_padding_that_an_operation_hides_is_refused_unless_the_size_is_given() -> None:
+    plain, x, target = _head(10)
+
+    def check(ctx: ParallelContext) -> None:
+        head = tpcore.ColumnParallelLinear.from_plain(plain, gather_output=False, pad=True)
+        logits = head(x) / 2.0
+        with pytest.raises(ValueError, match=r"the last of 12 logits is exactly 0 .* pass vocab_size="):
+            tpcore.parallel_cross_entropy(logits, target)
+        loss = tpcore.parallel_cross_entropy(logits, target, vocab_size=10).mean()
+        torch.testing.assert_close(loss, F.cross_entropy(plain(x) / 2.0, target))
+
+    run_ranks(Mesh({"tp": 4}), check)
+
+
+def test_zeros_that_are_no_padding_pass() -> None:
+    """A head that starts as zero everywhere, and tokens of which some have a zero last."""
+    target = torch.zeros(3, dtype=torch.int64)
+
+    def check(ctx: ParallelContext) -> None:
+        logits = torch.zeros(3, 4)
+        torch.testing.assert_close(tpcore.parallel_cross_entropy(logits, target), torch.full((3,), 8.0).log())
+        logits[:, 0], logits[1, -1] = 1.0, 1.0
+        tpcore.parallel_cross_entropy(logits, target)
+
+    run_ranks(Mesh({"tp": 2}), check)
+
+
+# -- parts taken for wholes, and ranks with other data ------------------------------------------------------
+class Model(nn.Module):
+    """Right as it is; a test exchanges one part of it for what is wrong."""
+
+    def __init__(self, tokens: bool = False) -> None:
+        super().__init__()
+        spread = {"sequence_parallel_enabled": tokens, "sequence_dimension": 1 if tokens else None}
+        self.embed = tpcore.ParallelEmbedding(12, 8, **spread)
+        self.norm: nn.Module = tpcore.RMSNorm(8, sequence_parallel_enabled=tokens)
+        self.qkv = tpcore.ColumnParallelLinear(8, 24, gather_output=False, stride=3, unit=2, **spread)
+        self.out = tpcore.RowParallelLinear(8, 8, input_is_parallel=True, **spread)
+        self.head = tpcore.ColumnParallelLinear(8, 12, gather_output=False, **spread)
+        self.loss = tpcore.parallel_cross_entropy
+
+    def forward(self, ids: Tensor, target: Tensor) -> Tensor:
+        x = self.embed(ids)
+        h = self.qkv(self.norm(x))
+        q, k, v = h.view(*h.shape[:-1], 3, -1, 2).permute(2, 0, 3, 1, 4)
+        # as attention is written by hand, with a norm of each head: both over dims that are whole
+        weights = F.softmax(F.rms_norm(q, (2,)) @ k.transpose(-1, -2), -1)
+        x = x + F.dropout(self.out((weights @ v).transpose(1, 2).flatten(2)), 0.0)
+        logits = self.head(x).float() / 2.0
+        return self.loss(logits.flatten(0, 1), target.flatten()).mean()
+
+
+def _cut_cross_entropy(model: Model) -> None:
+    model.loss = F.cross_entropy
+
+
+def _softmax(model: Model) -> None:
+    model.loss = lambda logits, target: logits.softmax(-1)[..., 0]
+
+
+def _plain_norm(model: Model) -> None:
+    model.norm = nn.RMSNorm(8)
+
+
+MISTAKES = {
+    "F.cross_entropy": (
+        _cut_cross_entropy,
+        False,
+        "cross_entropy takes 6 of 12 features .* use tpcore.parallel",
+    ),
+    "softmax": (_softmax, False, "softmax takes 6 of 12 features for all of them.*gather them"),
+    "nn.RMSNorm": (
+        _plain_norm,
+        True,
+        r"rms_norm with a parameter of shape \(8,\) sees 2 of 4 tokens.*tpcore.RMSNorm",
+    ),
+}
+GIVEN = torch.arange(8).view(2, 4) % 5, torch.arange(8).view(2, 4) % 3  # targets that each rank has
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_part_taken_for_the_whole_is_found(name: str) -> None:
+    spoil, tokens, says = MISTAKES[name]
+
+    def build() -> tuple[nn.Module, tuple[Tensor, ...]]:
+        model = Model(tokens)
+        spoil(model)
+        return model, GIVEN
+
+    (found,) = tpcore.explain(build, tp=2).mistakes
+    assert re.search(says, found)
+    assert found.startswith("norm: " if tokens else "Model: ")
+
+    def run(ctx: ParallelContext) -> None:
+        with use(replace(ctx, checks=raising())):
+            model, given = build()
+            with pytest.raises(ValueError, match=says):
+                model(*given)
+
+    run_ranks(Mesh({"tp": 2}), run)
+
+
+@pytest.mark.parametrize("tokens", [False, True])
+def test_nothing_is_found_in_a_model_that_is_right(tokens: bool) -> None:
+    assert tpcore.explain(lambda: (Model(tokens), GIVEN), tp=2).mistakes == ()
+
+    def run(ctx: ParallelContext) -> None:
+        unwatched = Model(tokens)
+        with use(replace(ctx, checks=raising())):
+            torch.manual_seed(0)
+            model = Model(tokens)
+            model.load_state_dict(unwatched.state_dict())
+            loss, want = model(*GIVEN), unwatched(*GIVEN)
+            torch.testing.assert_close(loss, want, rtol=0, atol=0)
+            for one in (loss, want):
+                one.backward()
+            for p, q in zip(model.parameters(), unwatched.parameters(), strict=True):
+                torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=0)
+            tpcore.optimizer_step(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    run_ranks(Mesh({"dp": 1, "tp": 2}), run)
+
+
+def _other_seed(ctx: ParallelContext) -> None:
+    torch.manual_seed(ctx.coord("tp"))
+    Model()
+
+
+def _other_batch(ctx: ParallelContext) -> None:
+    Model()((GIVEN[0] + ctx.coord("tp")) % 5, GIVEN[1]).backward()
+
+
+def _other_activations(ctx: ParallelContext) -> None:
+    tpcore.ColumnParallelLinear(8, 8)(torch.randn(64, 8) * (1 + ctx.coord("tp")))
+
+
+def _other_targets(ctx: ParallelContext) -> None:
+    Model()(GIVEN[0], (GIVEN[1] + ctx.coord("tp")) % 5).backward()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (_other_seed, "ranks {} and {} .* the random state that weight starts from of ParallelEmbedding at "),
+        (_other_batch, r"ranks {} and {} .* the ids of ParallelEmbedding at .*test_mistakes.*same batch"),
+        (_other_activations, "the input of ColumnParallelLinear at .*in _other_activations"),
+        (_other_targets, "the targets of parallel_cross_entropy at "),
+    ],
+)
+def test_ranks_of_one_group_with_other_data_are_named(spoil: Callable[..., None], says: str) -> None:
+    def run(ctx: ParallelContext) -> None:
+        ctx, first = replace(ctx, checks=raising()), 2 * ctx.coord("dp")
+        with use(ctx):
+            spoil(ctx)
+            with pytest.raises(ValueError, match=says.format(first, first + 1)):
+                tpcore.optimizer_step(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1))
+
+    run_ranks(Mesh({"dp": 2, "tp": 2}), run)

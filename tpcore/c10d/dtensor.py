@@ -1,0 +1,130 @@
+"""A cut model as torch's own tools see cut tensors: DTensors over a DeviceMesh."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from ..context import ParallelContext, current
+from ..errors import BackendError
+from ..layers.sharding import sharding
+from ..layout import Layout
+from ..shard import ShardSpec
+from .backend import C10dBackend
+
+
+def dtensor_state_dict(model: nn.Module) -> dict[str, Any]:
+    """``model.state_dict()`` with DTensors, which share memory with the model.
+
+    In a plain state dict each tp rank has its own part under the same name, so that
+    ``torch.distributed.checkpoint`` keeps one of them; of these it keeps all. ``torch.distributed.checkpoint.
+    load`` into such a dict fills the model, at any tp. The DeviceMesh has the axes of the mesh.
+
+    A parameter of several blocks (``stride=``, ``blocks=``) is one DTensor for each, ``qkv.weight.0`` and so
+    on: a DTensor is cut once. Padding is in none. What is in no state dict, an optimizer's state for one, is
+    for ``tpcore.checkpoint``.
+
+    Raises BackendError on backends without torch.distributed, ValueError for a cut that a DTensor cannot say:
+    over several axes, or padded by whole heads. Collective.
+    """
+    ctx = current()
+    _known_meshes(ctx)
+    found: dict[str, Any] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if isinstance(value, Tensor):
+            found.update(_entries(ctx, name, value))
+        else:
+            found[name] = value
+    return found
+
+
+def _entries(ctx: ParallelContext, name: str, value: Tensor) -> Iterator[tuple[str, DTensor]]:
+    mark, local = sharding(value), value.detach()
+    layout = Layout(tuple(value.shape)) if mark is None else mark.layout
+    if mark is not None and mark.ctx.mesh != ctx.mesh:
+        raise ValueError(
+            f"{name!r} is cut over a group that no axes of {ctx.mesh} make: no DTensor says that"
+        )
+    if layout.slot is not None or len(layout.cuts) > 1 or any(len(cut.axes) > 1 for cut in layout.cuts):
+        raise ValueError(f"{name!r} is {layout}, which no DTensor says: use tpcore.checkpoint")
+    if not layout.cuts:
+        yield name, _over(ctx, local, layout.shape, {})
+        return
+    (cut,), dim = layout.cuts, layout.spec.dim or 0
+    (axis,), n, start = cut.axes, cut.degree(ctx.mesh), 0
+    for number, block in enumerate(cut.spec.blocks):
+        shape = (*layout.shape[:dim], block.size, *layout.shape[dim + 1 :])
+        spec = ShardSpec(shape, dim, (block,))
+        (copies,) = spec.block_copies(n)
+        if not _as_torch_chunks(spec, n // copies):
+            raise ValueError(
+                f"{name!r} is cut by units of {block.unit} and padded at {axis}={n}: a DTensor pads by one"
+            )
+        (piece,) = spec.pieces(ctx.coord(axis), n)
+        part = local.narrow(dim, start, piece.length)
+        start += spec.local_shape(n)[dim]
+        whole = name if len(cut.spec.blocks) == 1 else f"{name}.{number}"
+        yield whole, _over(ctx, part, shape, {axis: Shard(dim)}, axis, copies)
+
+
+def _as_torch_chunks(spec: ShardSpec, n: int) -> bool:
+    """Whether the parts are those of ``torch.chunk``, as a DTensor's are."""
+    dim = spec.dim or 0
+    size = spec.shape[dim]
+    chunk = -(-size // n)
+    return all(
+        (piece.full, piece.length) == (min(r * chunk, size), min(chunk, max(size - r * chunk, 0)))
+        for r in range(n)
+        for piece in spec.pieces(r, n)
+    )
+
+
+def _over(
+    ctx: ParallelContext,
+    local: Tensor,
+    shape: tuple[int, ...],
+    cuts: dict[str, Placement],
+    axis: str = "",
+    copies: int = 1,
+) -> DTensor:
+    """A DTensor of the full ``shape``. With ``copies``, so many neighbours on ``axis`` hold the same."""
+    axes = {a: n for a, n in ctx.mesh.axes.items() if n > 1 or a != "pp"}
+    if copies > 1:  # as an axis of its own, inside
+        axes = {k: v for a, n in axes.items() for k, v in _divided(a, n, axis, copies).items()}
+    placements = [cuts.get(a, Replicate()) for a in axes]
+    size = torch.Size(shape)
+    stride = torch.empty(size, device="meta").stride()
+    return DTensor.from_local(
+        local, _device_mesh(ctx, axes), placements, run_check=False, shape=size, stride=stride
+    )
+
+
+def _divided(name: str, size: int, axis: str, copies: int) -> dict[str, int]:
+    return {name: size // copies, f"{name}_copies": copies} if name == axis else {name: size}
+
+
+def _known_meshes(ctx: ParallelContext) -> dict[tuple[tuple[str, int], ...], Any]:
+    if not isinstance(ctx.backend, C10dBackend):
+        raise BackendError(
+            f"dtensor_state_dict needs a backend over torch.distributed, and {type(ctx.backend).__name__} is "
+            "none: use tpcore.checkpoint"
+        )
+    return ctx.backend.device_meshes
+
+
+def _device_mesh(ctx: ParallelContext, axes: dict[str, int]) -> DeviceMesh:
+    known, key = _known_meshes(ctx), tuple(axes.items())
+    if key not in known:
+        grid, kind, names = torch.arange(ctx.mesh.size).view(*axes.values()), ctx.device.type, tuple(axes)
+        if all(a in ctx.mesh.axes for a in names):
+            groups = [ctx.comm(a).process_group for a in names]
+            known[key] = DeviceMesh.from_group(groups, kind, mesh=grid, mesh_dim_names=names)
+        else:
+            known[key] = DeviceMesh(kind, grid, mesh_dim_names=names)
+    found: DeviceMesh = known[key]
+    return found

@@ -158,6 +158,14 @@ def test_the_head_and_the_table_stay_whole_where_asked() -> None:
     assert_equals_whole(llama, (2,), plan=whole)
 
 
+def test_experts_may_stay_whole() -> None:
+    """The rest of a model of experts is cut: attention, the vocabulary and the loss."""
+    sizes = {**TINY, "num_key_value_heads": 2, "num_local_experts": 4, "experts_implementation": "eager"}
+    config = transformers.MixtralConfig(**sizes)
+    plan = {"model.layers.*.mlp.experts": "replicate"}
+    assert_equals_whole(lambda: transformers.MixtralForCausalLM(config), (2,), tolerance=ROUNDS, plan=plan)
+
+
 def test_blocks_say_how_a_layer_is_cut() -> None:
     rules = {"model.layers.*.mlp.up_proj": [Block(64)], "model.layers.1.mlp.gate_proj": "colwise"}
     assert_equals_whole(llama, (2,), plan=rules)

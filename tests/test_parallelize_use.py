@@ -1,4 +1,4 @@
-"""A cut model in use: text is generated as by the whole one, and what would be wrong without a word is an error."""
+"""A cut model in use: it generates what the whole one does; what would be wrong in silence is an error."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_distributed_data_parallel_is_refused(tmp_path: Path) -> None:
 
 
 def test_bfloat16_under_autocast_stays_close() -> None:
-    """Rounding differs where sums are taken in parts: bfloat16 has 8 bits, and a loss of about 4.6 moves by 1%."""
+    """Sums in parts round elsewhere: bfloat16 has 8 bits, and a loss of about 4.6 moves by 1%."""
     torch.manual_seed(0)
     whole = llama()
     with torch.autocast("cpu", torch.bfloat16):

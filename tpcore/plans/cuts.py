@@ -59,6 +59,7 @@ def features(module: nn.Module) -> tuple[int, int]:
 def decide(model: nn.Module, rules: Mapping[str, Rule]) -> list[Cut]:
     """Every cut that ``rules`` ask for. ValueError, for all that cannot be, of a style or of a module."""
     matched, wrong = [], []
+    rules = _without_whole(rules)
     for name, module in model.named_modules():
         rule = rule_of(name, rules)
         if rule is None or rule in (plan.REPLICATE, plan.LOCAL_PARAMETERS):
@@ -77,6 +78,12 @@ def decide(model: nn.Module, rules: Mapping[str, Rule]) -> list[Cut]:
         raise ValueError("; ".join(dict.fromkeys(wrong)))
     queries = _queries(matched)
     return [_cut(model, name, module, rule, queries) for name, module, rule in matched]
+
+
+def _without_whole(rules: Mapping[str, Rule]) -> dict[str, Rule]:
+    """``rules`` without those for what lies inside a module that stays whole."""
+    whole = [name for name, rule in rules.items() if rule == plan.REPLICATE]
+    return {k: v for k, v in rules.items() if not any(k.startswith(f"{name}.") for name in whole)}
 
 
 def _mismatch(name: str, module: nn.Module, rule: Rule) -> str | None:

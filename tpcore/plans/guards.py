@@ -23,15 +23,15 @@ class RefusedByName:
     def __iter__(self) -> Iterator[str]:
         raise ValueError(
             f"DistributedDataParallel would copy rank 0's part of this {self.model} to ranks that hold other "
-            "parts, and so would accelerate: leave the model as it is and call tpcore.reduce_gradients() before "
-            "each optimizer step, or tpcore.optimizer_step()"
+            "parts, and so would accelerate: leave the model as it is and call tpcore.reduce_gradients() "
+            "before each optimizer step, or tpcore.optimizer_step()"
         )
 
 
 def _resize(model: nn.Module, *args: Any, **kwargs: Any) -> NoReturn:
     raise ValueError(
-        f"the vocabulary of this {type(model).__name__} is cut over ranks: call resize_token_embeddings before "
-        "tpcore.parallelize"
+        f"the vocabulary of this {type(model).__name__} is cut over ranks: call resize_token_embeddings "
+        "before tpcore.parallelize"
     )
 
 

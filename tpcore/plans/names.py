@@ -1,7 +1,7 @@
 """Names of tensors in files, where they are not those in memory: by transformers' own mapping.
 
-transformers 5 renamed modules of many families (the head of GPT-NeoX, every layer of ViT) and kept the names in
-files. Its mapping is asked and not copied.
+transformers 5 renamed modules of many families (the head of GPT-NeoX, every layer of ViT) and kept the names
+in files. Its mapping is asked and not copied.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ def names_in_memory(model: Any, stored: Iterable[str], where: str) -> dict[str, 
     mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    own = {name: None for name in model.state_dict(keep_vars=True)}
+    own = dict.fromkeys(model.state_dict(keep_vars=True))
     ignored = [re.compile(p) for p in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
     found: dict[str, str] = {}
     for name in stored:
         renamed, converter = rename_source_key(name, renamings, converters, model.base_model_prefix, own)
         if converter is not None and renamed not in found.values() and renamed != name:
             raise CheckpointError(
-                f"{where}: {name!r} is merged or split on the way to {renamed!r}, of which no rank could read "
-                "its part: load the whole model, then parallelize it"
+                f"{where}: {name!r} is merged or split on the way to {renamed!r}, of which no rank could "
+                "read its part: load the whole model, then parallelize it"
             )
         if renamed in own or not any(pattern.search(renamed) for pattern in ignored):
             found[name] = renamed
@@ -50,14 +50,14 @@ def names_in_files(model: Any, names: Iterable[str]) -> dict[str, str]:
     asked = {name: torch.empty((i + 1,), device="meta") for i, name in enumerate(order)}
     try:
         answer = revert_weight_conversion(model, dict(asked))
-    except Exception as e:  # noqa: BLE001  what a conversion makes of such shapes is its own affair
+    except Exception as e:
         raise CheckpointError(
             f"{type(model).__name__} is stored merged or split, not by renaming: {e}"
         ) from e
     found = {order[t.shape[0] - 1]: name for name, t in answer.items() if t.ndim == 1}
     if found.keys() != set(order) or len(answer) != len(order):
         raise CheckpointError(
-            f"{type(model).__name__} is stored with tensors merged or split, which is not done tensor by tensor: "
+            f"{type(model).__name__} is stored with tensors merged or split, which is not done one by one: "
             "model.save_pretrained(dir, state_dict=tpcore.full_state_dict(model)) holds all of it in memory"
         )
     return found

@@ -137,6 +137,8 @@ def _embedding(old: nn.Module, **options: object) -> ParallelModule:
             setattr(layer, name, value)
     for name, buffer in old.named_buffers(recurse=False):
         layer.register_buffer(name, buffer, name not in old._non_persistent_buffers_set)
+    for name, child in old.named_children():
+        layer.add_module(name, child)
     layer.__class__ = type(kind.__name__, (kind, _Table), {"__module__": kind.__module__})
     return layer
 

@@ -51,8 +51,8 @@ class Stack:
             # the backward, which runs a block again, could not know how its forward had been
             raise ValueError(
                 f"sequence parallelism with activation checkpointing needs a number of tokens that tp={n} "
-                f"divides, and no hidden states as output, not tokens of {tuple(tokens.shape)}: pad the batch "
-                f"to a multiple of {n}"
+                f"divides, and no hidden states as output, not tokens of {tuple(tokens.shape)}: pad the "
+                f"batch to a multiple of {n}"
             )
         for row in self.rows:
             row.sequence_dim = 1 if self.active else None

@@ -31,6 +31,12 @@ def rules_of(model: Any, user: dict[str, Rule]) -> dict[str, Rule]:
 
     ValueError where no block would be cut: ranks that all compute the same are not what was asked for.
     """
+    why = families.REFUSED.get(model.config.model_type)
+    if why is not None and not user:
+        raise ValueError(
+            f"{type(model).__name__} ({model.config.model_type}) cannot be cut by its plan: {why}; say how "
+            "to cut it, parallelize(model, plan={...})"
+        )
     rules = normalized(own_rules(model)) | normalized(user)
     ends = {wildcard(name) for name, module in model.named_modules() if module in vocabulary(model)}
     if not any(

@@ -28,11 +28,17 @@ FILES = {
     "mpnet": "mpnet",
     "mpt": "mpt",
     "t5": "longt5 mt5 t5 umt5",
-    "vit": "audio-spectrogram-transformer beit clip clip_text_model clip_vision_model data2vec-audio deit dinov2 "
-    "dinov2_with_registers hubert ijepa siglip_text_model siglip_vision_model siglip2_text_model "
-    "siglip2_vision_model vit vit_mae vit_msn vivit wav2vec2",
+    "vit": "audio-spectrogram-transformer beit clip clip_text_model clip_vision_model data2vec-audio deit "
+    "dinov2 dinov2_with_registers hubert ijepa siglip_vision_model siglip2_vision_model vit vit_mae vit_msn "
+    "vivit wav2vec2",
 }
 """By file: the ``model_type`` of each family that it knows."""
+
+REFUSED = {
+    "doge": "its own plan cuts the values that all its heads share",
+    "esmc": "its own plan cuts heads on which one norm works",
+}
+"""Families whose own plan does not hold: why."""
 
 
 def file_of(model_type: str) -> str | None:

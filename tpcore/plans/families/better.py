@@ -6,7 +6,6 @@ from typing import Any
 
 from ..plan import Rule
 
-
 _GATED = {"layers.*.mlp.gate_up_proj": "packed_colwise", "layers.*.mlp.down_proj": "rowwise"}
 _ACTIVATION = {"layers.*.mlp.act_fn": "replicated_with_grad_allreduce"}
 

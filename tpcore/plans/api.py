@@ -18,7 +18,7 @@ from .fit import check_fit
 from .guards import guard
 from .heads import HeadsArgument, head_size, localize
 from .inputs import share_inputs
-from .lazy import FILES, read_parts
+from .loading import FILES, read_parts
 from .loss import cut_loss
 from .plan import Rule, checked
 from .replace import replace
@@ -49,7 +49,8 @@ def parallelize(
     which a linear layer's output features are cut (``tpcore.Block``).
     ``sequence_parallel``: between attention and MLP each rank keeps some of the tokens, in every forward
     whose number of tokens tp divides. ``lazy_from``: a directory of safetensors or ``.bin`` files of which
-    each rank reads its part, by default that of ``from_pretrained`` in ``tpcore.lazy()``. ``ctx``: the parallel context, by default the current one.
+    each rank reads its part, by default that of ``from_pretrained`` in ``tpcore.lazy()``. ``ctx``: the
+    parallel context, by default the current one.
 
     ``num_microbatches``: the model's layers become ``tpcore.PipelinedLayers``, each stage's its own, and the
     vocabulary is cut over stages and tp together. Needed at ``pp`` above 1, where an optimizer is made after

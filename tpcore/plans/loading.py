@@ -41,7 +41,7 @@ class _Shapes(TorchFunctionMode):
 
 @contextmanager
 def lazy() -> Iterator[None]:
-    """Within, models are made without values: ``from_config`` and constructors on meta, ``from_pretrained`` too.
+    """Within, models are made without values, by ``from_config``, constructors and ``from_pretrained``.
 
     ``from_pretrained`` takes a directory and remembers it: ``tpcore.parallelize`` then reads this rank's part
     from there. Its dtype is that of the files' configuration unless ``dtype`` is given. One thread at a time
@@ -50,7 +50,7 @@ def lazy() -> Iterator[None]:
     from transformers import PreTrainedModel
 
     original = PreTrainedModel.__dict__["from_pretrained"]
-    PreTrainedModel.from_pretrained = classmethod(_from_pretrained)  # type: ignore[assignment]
+    PreTrainedModel.from_pretrained = classmethod(_from_pretrained)  # type: ignore[assignment, arg-type]
     try:
         with _Shapes():
             yield

@@ -1,0 +1,374 @@
+"""Every family of transformers with a plan of its own or of tpcore's: a tiny model of it, cut and compared.
+
+``python tests/families.py --table > docs/families.md`` writes the page of all; names instead try some.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import tpcore
+from tpcore import Mesh
+from tpcore.layers.sharding import sharding
+from tpcore.plans.families import FILES
+from tpcore.testing import run_ranks
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import transformers
+    from transformers.models.auto import modeling_auto as auto
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
+
+transformers.logging.set_verbosity_error()
+
+
+def _named(names: str, value: Any) -> dict[str, Any]:
+    return dict.fromkeys(names.split(), value)
+
+
+SIZES: dict[str, Any] = {
+    **_named("hidden_size d_model n_embd dim embed_dim emb_dim embedding_size word_embed_proj_dim", 32),
+    **_named("intermediate_size ffn_dim d_ff n_inner encoder_ffn_dim decoder_ffn_dim hidden_dim mlp_dim", 64),
+    **_named("ffn_hidden_size shared_intermediate_size", 64),
+    **_named("num_hidden_layers num_layers n_layer n_layers encoder_layers decoder_layers", 2),
+    **_named("num_decoder_layers num_encoder_layers", 2),
+    **_named(
+        "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads", 4
+    ),
+    **_named("num_key_value_heads num_kv_heads multi_query_group_num", 2),
+    **_named("head_dim d_kv", 8),
+    **_named(
+        "max_position_embeddings n_positions max_seq_len max_source_positions max_target_positions n_ctx", 64
+    ),
+    **_named("pad_token_id", 0),
+    **_named("image_size", 32),
+    **_named("patch_size num_mel_bins hidden_size_per_layer_input", 8),
+    **_named("vocab_size vocab_size_per_layer_input", 99),
+    **_named("num_labels", 3),
+    **_named("rotary_dim sliding_window window_size", 4),
+    **_named("bos_token_id", 1),
+    **_named("eos_token_id", 2),
+    **_named("max_length", 24),
+    **_named("num_kv_shared_layers", 0),
+    **_named("mask_time_prob apply_spec_augment", 0),
+}
+DROPOUTS = (
+    "hidden_dropout_prob attention_probs_dropout_prob dropout attention_dropout activation_dropout "
+    "hidden_dropout resid_pdrop embd_pdrop attn_pdrop resid_dropout embed_dropout dropout_rate "
+    "classifier_dropout layerdrop encoder_layerdrop decoder_layerdrop attn_dropout residual_dropout "
+    "drop_path_rate feat_proj_dropout final_dropout ffn_dropout embedding_dropout mlp_dropout "
+    "summary_first_dropout"
+)
+SIZES |= _named(DROPOUTS, 0.0)
+OPTIONAL = {"num_key_value_heads", "head_dim", "pad_token_id", "n_inner", "num_kv_heads"}
+SPECIAL: dict[str, dict[str, Any]] = {
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "qwen2_vl_text": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+    },
+    "qwen2_5_vl_text": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+    },
+    "roc_bert": {"pronunciation_vocab_size": 99, "shape_vocab_size": 99},
+    "speech_to_text": {"input_feat_per_channel": 8, "conv_channels": 16},
+}
+LATENT: dict[str, Any] = {"num_key_value_heads": 4} | {
+    **_named("qk_rope_head_dim qk_nope_head_dim v_head_dim head_dim", 8),
+    **_named("kv_lora_rank q_lora_rank", 16),
+}
+"""Sizes of latent attention, which depend on each other."""
+SINGLE = {"xglm"}
+"""Families that cannot compute in float64."""
+NOT_BUILT = {
+    "clip": "its text and its image model have rows of their own",
+    "llama4": "a text and an image model in one",
+    "muse_glimmer": "a text and an image model in one",
+    "muse_spark": "a text and an image model in one",
+    "phi4_multimodal": "text, images and speech in one",
+    **dict.fromkeys(("bailing_hybrid", "cohere_compass_text", "dots1", "dots3_note_text"), "sizes"),
+    **dict.fromkeys(
+        ("diffusion_gemma_text", "embedding_gemma2_text", "gemma4_text", "gemma4_unified_text"), "sizes"
+    ),
+    **dict.fromkeys(("glm4v_text", "glm_image_text", "glm_ocr_text", "lfm2_moe", "neomme"), "sizes"),
+    **dict.fromkeys(
+        ("gemma4_vision", "muse_glimmer_assistant", "muse_glimmer_vision", "muse_spark_text"), "inputs"
+    ),
+    **dict.fromkeys(("qwen4_exp_text",), "sizes"),
+    **dict.fromkeys(("voxtral_realtime_text",), "no public class"),
+}
+"""Families of which no tiny model is made here, so that nothing is known: sizes, inputs."""
+LARGEST = 6_000_000  # parameters of a model that is run
+
+CLASSES = (
+    auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+    auto.MODEL_MAPPING_NAMES,
+)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    family: str
+    model: str
+    works: bool
+    text: str
+
+
+def families() -> list[str]:
+    """The ``model_type`` of every family with a plan of its own, or one of tpcore's."""
+    ours = {name for names in FILES.values() for name in names.split()}
+    return sorted(t for t in CONFIG_MAPPING_NAMES if t not in NOT_BUILT and (t in ours or _has_plan(t)))
+
+
+def _has_plan(model_type: str) -> bool:
+    return bool(getattr(CONFIG_MAPPING[model_type], "base_model_tp_plan", None))
+
+
+def config_of(model_type: str) -> Any:
+    kind = CONFIG_MAPPING[model_type]
+    default = kind()
+    chosen = {
+        name: value
+        for name, value in SIZES.items()
+        if hasattr(default, name)
+        and not isinstance(getattr(default, name), list | tuple | dict)
+        and (getattr(default, name) is not None or name in OPTIONAL)
+    }
+    for name, other in (getattr(kind, "attribute_map", None) or {}).items():
+        if name in chosen and other in chosen and name != other:
+            chosen.pop(name)
+    types = getattr(default, "layer_types", None)
+    if types:
+        chosen["layer_types"] = [types[0], list(dict.fromkeys(types))[-1]]
+    if model_type in ("t5", "mt5", "umt5", "longt5"):
+        chosen["decoder_start_token_id"] = 0
+    if hasattr(default, "qk_rope_head_dim"):
+        chosen |= {name: size for name, size in LATENT.items() if getattr(default, name, None) is not None}
+    chosen |= SPECIAL.get(model_type, {})
+    try:
+        config = kind(**chosen)
+    except Exception:  # noqa: BLE001  a family whose sizes depend on each other: each that can be set by itself
+        config = kind()
+        for name, value in chosen.items():
+            try:
+                setattr(config, name, value)
+            except Exception:  # noqa: BLE001
+                continue
+    if getattr(config, "vocab_size", 99) is None:
+        config.vocab_size = 99
+    return config
+
+
+def class_of(model_type: str) -> type[nn.Module] | None:
+    for names in CLASSES:
+        name = names.get(model_type)
+        if name is not None:
+            return getattr(transformers, name if isinstance(name, str) else name[0])
+    return None
+
+
+def batch_of(model: Any) -> dict[str, Tensor]:
+    """Something that the model takes, in float64 where it is no text."""
+    made, config = torch.Generator().manual_seed(1), model.config
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=made, dtype=torch.float64)
+
+    if config.model_type.startswith("siglip2") and model.main_input_name == "pixel_values":
+        shapes = torch.tensor([[4, 4]] * 3)
+        return {
+            "pixel_values": noise(3, 16, 192),
+            "pixel_attention_mask": torch.ones(3, 16),
+            "spatial_shapes": shapes,
+        }
+    if model.main_input_name == "pixel_values":
+        size = config.image_size if isinstance(config.image_size, int) else config.image_size[0]
+        frames = (config.num_frames,) if hasattr(config, "num_frames") else ()
+        return {"pixel_values": noise(2, *frames, config.num_channels, size, size)}
+    if model.main_input_name == "input_values":
+        spectrogram = config.model_type.startswith("audio-")
+        return {
+            "input_values": noise(3, config.max_length, config.num_mel_bins)
+            if spectrogram
+            else noise(3, 1600)
+        }
+    vocab = getattr(config, "vocab_size", None) or config.get_text_config().vocab_size
+    ids = torch.randint(3, vocab, (3, 8), generator=made)
+    if model.main_input_name == "input_features":
+        features = noise(2, 24, 8) if config.model_type == "speech_to_text" else noise(2, 8, 24)
+        return {"input_features": features, "decoder_input_ids": ids[:2]}
+    mask = torch.ones_like(ids)
+    mask[1, -2:] = 0
+    batch = {"input_ids": ids, "attention_mask": mask}
+    if model.get_output_embeddings() is not None:
+        batch["labels"] = ids.masked_fill(mask == 0, -100)
+    elif config.is_encoder_decoder:
+        batch["decoder_input_ids"] = ids
+    if config.model_type == "xmod":
+        batch["lang_ids"] = torch.zeros(3, dtype=torch.long)
+    return batch
+
+
+def made(kind: type[nn.Module], config: Any) -> Any:
+    """A model whose every parameter matters: none is zero, and no norm is one."""
+    torch.manual_seed(0)
+    model = kind(config).float() if config.model_type in SINGLE else kind(config).double()
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn(p.shape, generator=generator, dtype=p.dtype))
+    return model
+
+
+def step(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """(loss in training, output in evaluation); gradients in the parameters."""
+    options = {"use_cache": False} if hasattr(model.config, "use_cache") else {}
+    model.train()
+    output = model(**batch, **options)
+    loss = output.loss if getattr(output, "loss", None) is not None else _some_loss(_first(output))
+    loss.backward()
+    model.eval()
+    with torch.no_grad():
+        return loss.detach(), _first(model(**batch, **options))
+
+
+def _first(output: Any) -> Tensor:
+    logits = getattr(output, "logits", None)
+    return output[0] if logits is None else logits
+
+
+def _some_loss(y: Tensor) -> Tensor:
+    return (y * torch.linspace(-1, 1, y.shape[-1], dtype=y.dtype)).square().mean()
+
+
+def distance(got: Tensor, want: Tensor) -> float:
+    """The largest difference, relative to the largest entry."""
+    if got.shape != want.shape or not torch.isfinite(want).all():
+        return float("inf")
+    return float((got - want).abs().max() / (want.abs().max() + 1e-3)) if want.numel() else 0.0
+
+
+def worst(
+    whole: Any, model_type: str, kind: type[nn.Module], config: Any, degree: int, **options: Any
+) -> float:
+    """How far a cut model is from the whole one: loss, output and every gradient, on every rank."""
+    batch = batch_of(whole)
+    want = step(whole, batch)
+    gradients = {name: p.grad for name, p in whole.named_parameters()}
+
+    def rank(ctx: tpcore.ParallelContext) -> Iterator[float] | list[float]:
+        model = tpcore.parallelize(made(kind, config), **options)
+        found = [distance(got, expected) for got, expected in zip(step(model, batch), want, strict=True)]
+        for name, p in model.named_parameters():
+            expected, place = gradients[name], sharding(p)
+            if expected is None or p.grad is None:
+                found.append(0.0 if expected is p.grad else float("inf"))
+                continue
+            if place is not None:
+                expected = place.layout.spec.shard(expected, ctx.coord("tp"), degree)
+            found.append(distance(p.grad, expected))
+        return found
+
+    return max(max(found) for found in run_ranks(Mesh({"tp": degree}), rank))
+
+
+def refusal(kind: type[nn.Module], config: Any, degree: int, **options: Any) -> str | None:
+    """Why ``parallelize`` refuses a model, asked of one without values; None if it does not."""
+
+    def rank(ctx: tpcore.ParallelContext) -> str | None:
+        with torch.device("meta"):
+            model = kind(config)
+        try:
+            tpcore.parallelize(model, **options)
+        except ValueError as e:
+            return str(e)
+        return None
+
+    return run_ranks(Mesh({"tp": degree}), rank)[0]
+
+
+def verdict(model_type: str, degree: int = 2, **options: Any) -> Verdict:
+    """What comes of a family. Raises where a model is cut and differs: that neither works nor is refused."""
+    kind, config = class_of(model_type), config_of(model_type)
+    if kind is None:
+        return Verdict(model_type, "-", False, "no model class of its own")
+    why = refusal(kind, config, degree, **options)
+    if why is not None:
+        return Verdict(model_type, kind.__name__, False, why)
+    with torch.device("meta"):
+        size = sum(p.numel() for p in kind(config).parameters())
+    if size > LARGEST:
+        raise AssertionError(f"{model_type}: {size} parameters are too many to run; give it sizes in SPECIAL")
+    # 1e-5: norms of transformers round to float32, whose step is 1e-7, and a few layers stand above them
+    found = worst(made(kind, config), model_type, kind, config, degree, **options)
+    if not found < (1e-4 if model_type in SINGLE else 1e-5):
+        raise AssertionError(f"{model_type}: a cut {kind.__name__} differs from the whole by {found:.0e}")
+    return Verdict(model_type, kind.__name__, True, "works")
+
+
+PAGE = """# Families of transformers
+
+What comes of every family of transformers {version} that has a tensor-parallel plan of its own, or one of
+tpcore's: a tiny model with random weights is cut over two ranks, and its loss, its output and every
+gradient are compared with those of the whole model. What is refused raises `ValueError` before anything is
+changed. This page is written by `python tests/families.py --table`.
+
+{works} families work, {refused} are refused, and of {unknown} nothing is known: no tiny model was made.
+
+| family (`model_type`) | model | |
+|---|---|---|
+"""
+
+
+def short(text: str) -> str:
+    """A refusal in the words of a table."""
+    for style, words in (("moe_tp_experts", "experts"), ("mla_kv_a_proj", "latent attention")):
+        if style in text:
+            return f"refused: {words} (`{style}`)"
+    if "Parameter)" in text:
+        return "refused: a parameter outside of a layer is cut"
+    if "its own plan" in text:
+        return "refused: " + text.partition("by its plan: ")[2].partition(";")[0]
+    return "refused: " + ("no block is cut by its plan" if "no plan of its own" in text else text)
+
+
+def page(rows: list[Verdict]) -> str:
+    works = sum(row.works for row in rows)
+    head = PAGE.format(
+        version=transformers.__version__, works=works, refused=len(rows) - works, unknown=len(NOT_BUILT)
+    )
+    lines = [f"| `{r.family}` | {r.model} | {'works' if r.works else short(r.text)} |" for r in rows]
+    lines += [f"| `{name}` | - | not known: {why} |" for name, why in sorted(NOT_BUILT.items())]
+    return head + "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    rows = []
+    table = sys.argv[1:] == ["--table"]
+    if table:
+        sys.stdout.write(page([v for v in map(verdict, families()) if v.model != "-"]))
+        return
+    for name in sys.argv[1:] or families():
+        try:
+            rows.append(verdict(name))
+        except Exception as e:  # noqa: BLE001
+            rows.append(Verdict(name, "?", False, f"BROKEN {type(e).__name__}: {str(e)[:200]}"))
+        print(f"{rows[-1].family:28} {rows[-1].model:36} {rows[-1].text[:200]}", flush=True)  # noqa: T201
+    print(sum(row.works for row in rows), "of", len(rows))  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()

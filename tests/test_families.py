@@ -1,0 +1,54 @@
+"""Families of transformers: each works, equal to the whole model, or is refused; nothing in between."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from families import NOT_BUILT, families, short, verdict
+
+from tpcore.plans.families import FILES
+
+PAGE = Path(__file__).parents[1] / "docs" / "families.md"
+ROWS = dict(re.findall(r"^\| `(\S+)` \| \S+ \| (.+) \|$", PAGE.read_text(), re.M))
+LIST = "bert roberta distilbert electra albert gpt2 gpt_neo gptj opt bloom falcon t5 bart vit whisper"
+OTHERS = "clip_text_model mpt modernbert deberta-v2 mpnet openai-gpt gpt_bigcode apertus glm4 olmo2 cohere2"
+
+# what transformers and torch say while tiny models of odd sizes are made
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.mark.parametrize("family", f"{LIST} {OTHERS}".split())
+def test_a_family_of_the_list_equals_the_whole(family: str) -> None:
+    assert verdict(family).works
+
+
+@pytest.mark.parametrize("family", ["bert", "gptj", "t5", "bloom", "falcon", "vit"])
+def test_on_four_ranks(family: str) -> None:
+    assert verdict(family, 4).works
+
+
+def test_experts_are_refused_by_name() -> None:
+    found = verdict("mixtral")
+    assert not found.works
+    assert "mlp.experts (MixtralExperts): style 'moe_tp_experts'" in found.text
+
+
+def test_the_page_has_a_row_for_every_family() -> None:
+    unknown = {name for name, text in ROWS.items() if text.startswith("not known")}
+    assert unknown == set(NOT_BUILT)
+    assert ROWS.keys() - unknown <= set(families())
+    ours = {name for names in FILES.values() for name in names.split()}
+    assert {name for name in ours if ROWS.get(name) != "works"} == {"clip"}, (
+        "clip's halves are rows of their own"
+    )
+    assert sum(text == "works" for text in ROWS.values()) >= 110
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("family", sorted(ROWS.keys() - NOT_BUILT.keys()))
+def test_the_page_holds(family: str) -> None:
+    found = verdict(family)
+    assert ROWS[family] == ("works" if found.works else short(found.text))

@@ -1,0 +1,99 @@
+"""Models of transformers on replicas: the losses of the whole model, by one program that all ranks run."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from onreplicas import on_replicas
+from tpcore_neuron.testing import programs
+
+import tpcore
+from tpcore.context import ParallelContext
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "pad_token_id": 0,
+}
+STEPS = 4
+
+
+def make(family: str) -> Any:
+    torch.manual_seed(0)
+    if family == "llama":
+        config = transformers.LlamaConfig(**SIZES, num_key_value_heads=1, tie_word_embeddings=True)
+        return transformers.LlamaForCausalLM(config)
+    if family == "qwen3":
+        return transformers.Qwen3ForCausalLM(
+            transformers.Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=8)
+        )
+    if family == "bert":
+        dropouts = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        return transformers.BertForMaskedLM(transformers.BertConfig(**SIZES, **dropouts))
+    if family == "t5":
+        sizes = {"vocab_size": 99, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+        return transformers.T5ForConditionalGeneration(
+            transformers.T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0)
+        )
+    sizes = {"vocab_size": 99, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **dropouts))
+
+
+def losses(model: Any, optimizer: Any, update: Any, device: Any) -> list[float]:
+    ids = torch.randint(3, 99, (4, 8), generator=torch.Generator().manual_seed(1)).to(device)
+    options = {} if model.config.model_type == "bert" else {"use_cache": False}
+    found = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(input_ids=ids, labels=ids, **options).loss
+        loss.backward()
+        update(model, optimizer)
+        found.append(loss.detach())
+    return [loss.item() for loss in found]
+
+
+def clip_and_step(model: Any, optimizer: Any) -> None:
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+
+
+def train(ctx: ParallelContext, family: str, sequence_parallel: bool) -> None:
+    warnings.simplefilter("ignore")
+    whole = make(family).train()
+    want = losses(whole, torch.optim.AdamW(whole.parameters(), lr=1e-2), clip_and_step, "cpu")
+    model = tpcore.parallelize(make(family), sequence_parallel=sequence_parallel).train()
+    tpcore.move_model_to_device(model, ctx.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    before = len(programs())
+    got = losses(model, optimizer, lambda _, o: tpcore.optimizer_step(o, max_norm=0.5), ctx.device)
+    assert got == pytest.approx(want, abs=1e-5)  # float32, four steps
+    ran = programs()[before:]
+    assert sum(bool(p.compiled) for p in ran) <= 2, "the first step, and the one with the optimizer's state"
+
+
+def cases() -> list[Any]:
+    """All families; those marked slow say nothing that the others do not say of XLA."""
+    quick = {("llama", True), ("bert", False), ("t5", True)}
+    every = [(f, tokens) for f in ("llama", "qwen3", "bert", "gpt2", "t5") for tokens in (False, True)]
+    return [
+        pytest.param(
+            *case,
+            id=f"{case[0]}{'-tokens' if case[1] else ''}",
+            marks=() if case in quick else pytest.mark.slow,
+        )
+        for case in every
+    ]
+
+
+@pytest.mark.parametrize(("family", "sequence_parallel"), cases())
+def test_trains_as_the_whole_model(family: str, sequence_parallel: bool) -> None:
+    on_replicas(2, 2, train, family, sequence_parallel)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ from torch import Tensor, nn
 import tpcore
 from tpcore import Mesh, checkpoint
 from tpcore.checkpoint.offline.consolidate import consolidate
-from tpcore.context import ParallelContext
+from tpcore.checks import raising
+from tpcore.context import ParallelContext, use
 from tpcore.layers.sharding import sharding
 from tpcore.layout import Slot
 from tpcore.testing import run_ranks
@@ -88,6 +90,16 @@ def test_a_pipeline_is_the_plain_model(pp: int, tp: int, dp: int, count: int, to
     layers = 12 if pp == 6 else 6 if pp == 3 else 4
     names = run_ranks(mesh(pp, tp, dp), lambda ctx: both_ways(ctx, layers, count, tokens))
     assert set().union(*names) == {name for name, _ in plain(layers, tied=True).named_parameters()}
+
+
+@pytest.mark.parametrize("tokens", [False, True])
+def test_checked_runs_find_nothing_in_stages(tokens: bool) -> None:
+    def run(ctx: ParallelContext) -> None:
+        with use(replace(ctx, checks=raising())):
+            both_ways(tpcore.current(), 4, 2, tokens)
+            tpcore.optimizer_step(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1))
+
+    run_ranks(mesh(2, 2), run)
 
 
 def test_over_gloo(pool: Any) -> None:

@@ -187,7 +187,7 @@ class ColumnParallelLinear(_ParallelLinear):
         self._declare(cut, True, bias, init_method, dtype, device, keep_master_weight)
 
     def forward(self, x: Tensor) -> Result:
-        if self.checks is not None and self.sequence_dim is None:
+        if self.checks is not None and self.sequence_dim is None and self.tokens is None:
             self.look_alike("the input", x)
         weight, bias = self.weight, self.bias
         if self.copies is not None:

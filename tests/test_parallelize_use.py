@@ -13,6 +13,7 @@ from hf import TINY, llama, text
 
 import tpcore
 from tpcore import Mesh
+from tpcore.processes.pool import RankPool
 from tpcore.testing import run_ranks
 
 TWO = Mesh({"tp": 2})
@@ -50,6 +51,20 @@ def test_generates_what_the_whole_model_does(options: dict[str, Any], sequence_p
         assert torch.equal(generated(model, **options), expected)
 
     run_ranks(TWO, rank)
+
+
+def _sampled(ctx: tpcore.ParallelContext) -> None:
+    options: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 20}
+    torch.manual_seed(0)
+    whole = llama(num_key_value_heads=1)
+    expected = generated(whole, **options)
+    model = tpcore.parallelize(whole)
+    assert torch.equal(generated(model, **options), expected)
+
+
+def test_samples_what_the_whole_model_does(pool: RankPool) -> None:
+    """In processes, because ranks that are threads share torch's random numbers."""
+    pool.run(TWO, _sampled)
 
 
 def test_hidden_states_are_whole_where_asked_for() -> None:

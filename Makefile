@@ -28,7 +28,7 @@ XLA_CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/tpcore/xla-$(XLA_KEY)
 XLA_PROJECT := $(XLA_VENV)/.project-$(XLA_KEY)-$(subst $(VENV)/.project-,,$(PROJECT))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-xla demo test test-cpu test-fast test-xla lint types docs bench correctness lock clean
+.PHONY: help venv venv-xla demo test test-cpu test-fast test-oldest test-xla lint types docs bench correctness lock clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -37,8 +37,9 @@ help:  ## this list
 demo: venv  ## pretrain a small BERT at tp=1 and tp=2, compare the loss curves, serve it (78 seconds on 2 cores)
 	$(BIN)/python $(DEMO)
 
-test:  ## everything that must hold: test-cpu, then test-xla
+test:  ## everything that must hold: test-cpu, test-oldest, then test-xla
 	@$(MAKE) --no-print-directory test-cpu
+	@$(MAKE) --no-print-directory test-oldest
 	@$(MAKE) --no-print-directory test-xla
 
 # ruff first because it takes no time, then the tests, which start at once; the slower static checks follow.
@@ -50,6 +51,17 @@ test-cpu: venv  ## lint, tests, types, documentation: all but the tests that nee
 
 test-fast: venv  ## the tests that are not slow: PYTEST_ARGS='tests/test_cli.py' runs a part
 	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+
+OLDEST := $(shell sed -n 's/^hf = \["transformers>=\([0-9.]*\),.*/\1/p' pyproject.toml)
+OLDEST_AT := $(VENV)/transformers-$(OLDEST)
+
+test-oldest: venv $(OLDEST_AT)/.done  ## parallelize with the oldest release of transformers that it takes
+	PYTHONPATH=$(OLDEST_AT) $(BIN)/python -m pytest -m "not slow" tests/test_transformers_names.py tests/test_families.py \
+	    tests/test_parallelize.py tests/test_parallelize_files.py
+
+$(OLDEST_AT)/.done:
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --target $(OLDEST_AT) transformers==$(OLDEST).*
+	@touch $@
 
 test-xla: venv-xla  ## the tests of the neuron backend, on XLA replicas in an environment of their own
 	TPCORE_REQUIRE_XLA=1 $(XLA_VENV)/bin/python -m pytest tests/xla $(PYTEST_ARGS)

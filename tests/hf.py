@@ -122,3 +122,9 @@ def assert_equals_whole(
 
     for degree in degrees:
         run_ranks(Mesh({"tp": degree}), rank)
+
+
+def recompute(model: Any) -> None:
+    """Turn activation checkpointing on, which transformers gave another name in 5.23."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable()

@@ -67,7 +67,7 @@ def test_eager_attention() -> None:
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "tokens"])
 def test_activation_checkpointing(sequence_parallel: bool) -> None:
     def run(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        model.activation_checkpointing_enable()
+        hf.recompute(model)
         return hf.step(model, batch)
 
     assert_equals_whole(llama, (2,), run=run, tolerance=ROUNDS, sequence_parallel=sequence_parallel)
@@ -106,7 +106,7 @@ def test_an_odd_number_of_tokens_stays_whole() -> None:
 def test_an_odd_number_of_tokens_and_checkpointing_is_an_error() -> None:
     def rank(ctx: tpcore.ParallelContext) -> None:
         model = tpcore.parallelize(llama(), sequence_parallel=True).train()
-        model.activation_checkpointing_enable()
+        hf.recompute(model)
         with pytest.raises(ValueError, match="pad the batch to a multiple of 2"):
             model(**text(length=7))
 

@@ -121,7 +121,7 @@ WRONG: dict[str, tuple[str, Callable[[Any], object]]] = {
     "items of one": (STATE, lambda top: top["state"].update(by={"$": "dict", "items": [[1], 2]})),
     "items a number": (STATE, lambda top: top["state"].update(by={"$": "dict", "items": 7})),
     "key a list": (STATE, lambda top: top["state"].update(by={"$": "dict", "items": [[[1], 2]]})),
-    "half a character": (STATE, lambda top: top["state"].update({"\ud800": 1})),
+    "half a character": ("manifest.json", lambda top: top["files"].update({"\ud800": {}})),
     "written by": ("manifest.json", lambda top: top.update(written_by=[[1, 2, 3]])),
     "mesh": ("manifest.json", lambda top: top["mesh"].update(tp=10**8)),
     "mesh of pp": ("manifest.json", lambda top: top["mesh"].update(pp=10**8)),

@@ -163,8 +163,11 @@ def dumps(value: Any, indent: int | None = None) -> bytes:
     return (json.dumps(value, indent=indent, allow_nan=False) + "\n").encode()
 
 
-def loads(data: bytes, path: str) -> Any:
-    """Strict JSON: no NaN, no infinity, no half of a character, not nested deeper than ``_DEEPEST``."""
+def loads(data: bytes, path: str, *, halves: bool = False) -> Any:
+    """Strict JSON: no NaN, no infinity, not nested deeper than ``_DEEPEST``.
+
+    ``halves``: strings may have halves of characters, as the values of a state may and no name of a file.
+    """
 
     def refuse(word: str) -> NoReturn:
         raise ValueError(f"{word} is not JSON")
@@ -175,8 +178,8 @@ def loads(data: bytes, path: str) -> Any:
 
     try:
         found = json.loads(data, parse_constant=refuse, parse_float=finite)
-        if b"\\u" in data:
-            json.dumps(found, ensure_ascii=False).encode()  # a lone surrogate is in no name
+        if not halves and b"\\u" in data:
+            json.dumps(found, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as e:  # ValueError: bad UTF-8 and bad JSON alike
         raise CheckpointError(f"{path} is damaged: {e}") from e
     if _deeper(found, _DEEPEST):

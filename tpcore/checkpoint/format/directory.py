@@ -75,7 +75,7 @@ class RankState:
             raise CheckpointError(
                 f"{self.path} is damaged, or of another save: {MANIFEST} has another checksum"
             )
-        top = loads(data, self.path)
+        top = loads(data, self.path, halves=True)
         check_format(top, self.path)
         self._check_save(top.get("save_id"), top.get("rank"), self.path)
         try:

@@ -210,4 +210,6 @@ class Transport(ABC):
         zeros."""
         sources = torch.tensor(inverse(to)).to(self.position.device).index_select(0, self.position)
         found = self.all_gather(x.unsqueeze(0), 0).index_select(0, sources.clamp(min=0))[0]
-        return found if -1 not in inverse(to) else torch.where(sources >= 0, found, torch.zeros_like(found))
+        if -1 not in inverse(to):
+            return found
+        return torch.where(sources >= 0, found, torch.zeros_like(found)).reshape(x.shape)

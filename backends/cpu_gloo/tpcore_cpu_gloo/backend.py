@@ -51,8 +51,8 @@ class GlooBackend(C10dBackend):
         super().__init__(store, rank, world)
         self._roads: dict[Any, Exchange | str] = {}
 
-    def stop(self) -> None:
-        super().stop()
+    def _close(self, error: BaseException | None) -> None:
+        super()._close(error)
         for road in self._roads.values():
             if isinstance(road, Exchange):
                 road.close()

@@ -43,7 +43,7 @@ class Exchange:
         """What a transport keeps for calls that it has seen, as long as the buffers have one size."""
         self.pending: Callable[[], object] | None = None
         """Completes what was posted and not taken yet."""
-        self._next = 0
+        self._next, self._posted = 0, 1
         self._places, self._positions = Places(), range(segment.size)
         self._words = [segment.words(b) for b in (0, 1)]
         self._stay = waiting.parting(self._leave)
@@ -64,6 +64,7 @@ class Exchange:
     def post(self, buffer: int, call: Announced) -> None:
         view, at = self._words[buffer][self.segment.position]
         view[at + CALL], view[at + PLACE] = call[:2]
+        self._posted = buffer
         for address in self.segment.posts:
             semaphores.post(address)
 
@@ -119,11 +120,10 @@ class Exchange:
     def _leave(self) -> None:
         """What the end of a connection is elsewhere: peers wake up, now or at their next call.
 
-        In both buffers, because this rank may have been about to fill either.
+        They still complete the call that this rank posted last.
         """
-        for words in self._words:
-            view, at = words[self.segment.position]
-            view[at + CALL] = _GONE
+        view, at = self._words[1 - self._posted][self.segment.position]
+        view[at + CALL] = _GONE
         for address in self.segment.posts:
             semaphores.post(address)
 

@@ -36,8 +36,8 @@ def gather_bytes(data: bytes, comm: Comm) -> list[bytes]:
 def check_one_program(text: bytes, constants: bytes, world: Comm) -> None:
     """Raise BackendError on all ranks if they have traced different programs, for the first's is what all
     will run. ``text``: the program in lines, of which those that differ are shown."""
-    heard = gather_bytes(hashlib.sha256(text + constants).digest(), world)
-    other = next((rank for rank, said in enumerate(heard) if said != heard[0]), None)
+    digests = gather_bytes(hashlib.sha256(text + constants).digest(), world)
+    other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if other is None:
         return
     texts = gather_bytes(text, world)
@@ -67,14 +67,14 @@ class together(AbstractContextManager[None]):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, BackendError) or not isinstance(error, Exception | None):
             return  # the ranks can no longer talk, or this one is asked to stop
-        said = "" if error is None else f"{type(error).__module__}.{type(error).__qualname__}\n{error}"
-        data = said[:_LIMIT].encode(errors="backslashreplace")  # file names may hold what UTF-8 cannot
-        heard = gather_bytes(data, self._ctx.world) if self._ctx.world.size > 1 else [data]
+        text = "" if error is None else f"{type(error).__module__}.{type(error).__qualname__}\n{error}"
+        data = text[:_LIMIT].encode(errors="backslashreplace")  # file names may hold what UTF-8 cannot
+        texts = gather_bytes(data, self._ctx.world) if self._ctx.world.size > 1 else [data]
         if error is not None:
             return  # raised again by the with statement
-        for rank, text in enumerate(heard):
-            if text:
-                name, _, message = text.decode().partition("\n")
+        for rank, theirs in enumerate(texts):
+            if theirs:
+                name, _, message = theirs.decode().partition("\n")
                 raise _rebuilt(name, f"rank {rank}: {message}")
 
 

@@ -33,28 +33,28 @@ def choose_backend(name: str | None) -> str:
 
 def _mesh(tp: int, pp: int, world: int) -> Mesh:
     need = pp * tp
-    asked = f"tp={tp}" if pp == 1 else f"pp={pp} times tp={tp}"
+    degrees = f"tp={tp}" if pp == 1 else f"pp={pp} times tp={tp}"
     if need > world == 1 and not settings.WORLD_SIZE.is_set:
         script = " ".join(sys.argv) if sys.argv and sys.argv[0].endswith(".py") else "your_script.py"
         raise ValueError(
-            f"{asked} needs {need} processes and this is one process alone. Start them with\n"
+            f"{degrees} needs {need} processes and this is one process alone. Start them with\n"
             f"    torchrun --nproc_per_node={need} {script}\n"
             f"or from Python with tpcore.launch(fn, nprocs={need})"
         )
     if need > world:
         lower = "tp" if pp == 1 else "pp or tp"
         raise ValueError(
-            f"{asked} is larger than the world of {world} processes: start {need} or lower {lower}"
+            f"{degrees} is larger than the world of {world} processes: start {need} or lower {lower}"
         )
     if world % need:
         raise ValueError(
-            f"{asked} does not divide the world of {world} processes: dp would be {world / need:g}"
+            f"{degrees} does not divide the world of {world} processes: dp would be {world / need:g}"
         )
     return Mesh({"pp": pp, "dp": world // need, "tp": tp})
 
 
 def _check_mesh(ctx: ParallelContext) -> None:
-    """ValueError on all ranks if they were asked for different meshes: no group that they make would fit."""
+    """ValueError on all ranks whose meshes differ: no group that they make would fit."""
     if not ctx.world.eager:
         return  # each gather would be a program to compile; the first group that differs ends the job there
     mine = json.dumps(dict(ctx.mesh.axes)).encode()

@@ -47,11 +47,11 @@ def initialize_model_parallel(
             )
     ctx = init(tp=tensor_model_parallel_size, pp=pipeline_model_parallel_size)
     if not skip_collective_init:
-        heard = int(ctx.world.all_reduce(torch.ones((1,), dtype=torch.int64).to(ctx.device)))
-        if heard != ctx.mesh.size:
+        counted = int(ctx.world.all_reduce(torch.ones((1,), dtype=torch.int64).to(ctx.device)))
+        if counted != ctx.mesh.size:
             shutdown()
             raise BackendError(
-                f"the first all-reduce over {ctx.mesh.size} ranks counted {heard}: "
+                f"the first all-reduce over {ctx.mesh.size} ranks counted {counted}: "
                 f"{type(ctx.backend).__name__} does not reach every rank"
             )
 

@@ -1,7 +1,7 @@
 """Names of tensors in files, where they are not those in memory: by transformers' own mapping.
 
 transformers 5 renamed modules of many families (the head of GPT-NeoX, every layer of ViT) and kept the names
-in files. Its mapping is asked and not copied.
+in files. Its mapping is called, not copied.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ def names_in_memory(model: Any, stored: Iterable[str], where: str) -> dict[str, 
 
 
 def names_in_files(model: Any, names: Iterable[str]) -> dict[str, str]:
-    """By the model's name: that under which transformers stores it. Names alone are asked, no values."""
+    """By the model's name: that under which transformers stores it. Names alone are mapped, no values."""
     from transformers.core_model_loading import revert_weight_conversion
 
     order = list(names)
     # the number of entries tells which is which, however they are called afterwards
-    asked = {name: torch.empty((i + 1,), device="meta") for i, name in enumerate(order)}
+    meta = {name: torch.empty((i + 1,), device="meta") for i, name in enumerate(order)}
     try:
-        answer = revert_weight_conversion(model, dict(asked))
+        answer = revert_weight_conversion(model, dict(meta))
     except Exception as e:
         raise CheckpointError(
             f"{type(model).__name__} is stored merged or split, not by renaming: {e}"

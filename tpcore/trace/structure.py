@@ -110,15 +110,15 @@ def match(form: Form, value: Any, where: str) -> list[Tensor]:
         return []
     if kind in ("tuple", "list"):
         if not isinstance(value, tuple | list) or len(value) != len(inner):
-            raise TypeError(f"{where} must be a {kind} of {len(inner)}, as it was traced, not {_said(value)}")
+            raise TypeError(f"{where} must be a {kind} of {len(inner)}, as it was traced, not {_kind(value)}")
         return [t for i, f in enumerate(inner) for t in match(f, value[i], f"{where}[{i}]")]
     if not isinstance(value, Mapping) or value.keys() != {key for key, _ in inner}:
         keys = [key for key, _ in inner]
-        raise TypeError(f"{where} must be a dict with the keys {keys}, as it was traced, not {_said(value)}")
+        raise TypeError(f"{where} must be a dict with the keys {keys}, as it was traced, not {_kind(value)}")
     return [t for key, f in inner for t in match(f, value[key], f"{where}[{key!r}]")]
 
 
-def _said(value: Any) -> str:
+def _kind(value: Any) -> str:
     if isinstance(value, Mapping):
         return f"one with {list(value)}"
     return (

@@ -47,11 +47,11 @@ def _node(node: Node) -> JSON:
     if node.op == "placeholder":
         return [node.name, "input"]
     if node.op == "output":
-        return [node.name, "output", _said(node.args[0])]
+        return [node.name, "output", _to_json(node.args[0])]
     if node.op != "call_function":
         raise BackendError(f"the graph has a node {node.format_node()}, which no program can hold")
-    kwargs = {name: _said(value) for name, value in node.kwargs.items()}
-    return [node.name, _name_of(node.target), [_said(a) for a in node.args], *([kwargs] if kwargs else [])]
+    kwargs = {name: _to_json(value) for name, value in node.kwargs.items()}
+    return [node.name, _name_of(node.target), [_to_json(a) for a in node.args], *([kwargs] if kwargs else [])]
 
 
 def _name_of(target: Any) -> str:
@@ -65,7 +65,7 @@ def _name_of(target: Any) -> str:
     raise BackendError(f"the graph calls {target!r}, which no program can hold")
 
 
-def _said(value: Any) -> JSON:
+def _to_json(value: Any) -> JSON:
     """One argument. What JSON has no form for is a dict with one entry."""
     if isinstance(value, Node):
         return {
@@ -78,11 +78,11 @@ def _said(value: Any) -> JSON:
     if isinstance(value, float):
         return value if math.isfinite(value) else {"float": str(value)}
     if isinstance(value, list | tuple):
-        return [_said(v) for v in value]
+        return [_to_json(v) for v in value]
     if isinstance(value, dict):
-        return {"dict": {str(k): _said(v) for k, v in value.items()}}
+        return {"dict": {str(k): _to_json(v) for k, v in value.items()}}
     if isinstance(value, slice):
-        return {"slice": [_said(v) for v in (value.start, value.stop, value.step)]}
+        return {"slice": [_to_json(v) for v in (value.start, value.stop, value.step)]}
     if isinstance(value, torch.device):
         return {"device": str(value)}
     kind = _OF_TORCH.get(type(value))
@@ -91,18 +91,18 @@ def _said(value: Any) -> JSON:
     return {kind: str(value).removeprefix("torch.")}
 
 
-def from_json(said: JSON, instead: Mapping[str, Target]) -> GraphModule:
+def from_json(data: JSON, instead: Mapping[str, Target]) -> GraphModule:
     """The graph again. ``instead``: what to call for operators of these names.
 
-    torch.fx makes a graph into Python source. No text of ``said`` gets into that but as a literal: nodes
+    torch.fx makes a graph into Python source. No text of ``data`` gets into that but as a literal: nodes
     and inner graphs get names of their own here, operators are looked up, names of arguments are checked.
     KeyError, TypeError and the like for what is damaged, BackendError for an operator that is not here.
     """
     root, graph, made = torch.nn.Module(), Graph(), _Made({}, {})
-    for number, (name, inner) in enumerate(said.get("graphs", {}).items()):
+    for number, (name, inner) in enumerate(data.get("graphs", {}).items()):
         made.graphs[name] = f"graph{number}"
         setattr(root, made.graphs[name], from_json(inner, instead))
-    for number, (name, target, *rest) in enumerate(said["nodes"]):
+    for number, (name, target, *rest) in enumerate(data["nodes"]):
         if target == "input":
             made.nodes[name] = graph.placeholder(f"n{number}")
         elif target == "output":

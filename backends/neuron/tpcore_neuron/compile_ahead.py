@@ -39,9 +39,9 @@ def _parse(command: list[str], world: int | None) -> tuple[int, list[str]]:
     if name == "torchrun":
         from torch.distributed.run import get_args_parser
 
-        asked = get_args_parser().parse_args(command[1:])
-        script = ["-m"] * bool(asked.module) + [asked.training_script, *asked.training_script_args]
-        return world or int(asked.nproc_per_node) * int(asked.nnodes.split(":")[-1]), script
+        options = get_args_parser().parse_args(command[1:])
+        script = ["-m"] * bool(options.module) + [options.training_script, *options.training_script_args]
+        return world or int(options.nproc_per_node) * int(options.nnodes.split(":")[-1]), script
     if not name.startswith("python") or len(command) < 2:
         raise BackendError(
             f"cannot compile {' '.join(command) or 'nothing'}: give what starts one rank, as in\n"

@@ -73,13 +73,13 @@ def trace(
         )
     comms = program_comms(ctx)
     with together(ctx):
-        program, said, constants = _lowered(fn, weights, inputs, comms)
-    check_one_program(said.encode() + program.text.encode(), constants, ctx.world)
+        program, recipe, constants = _lowered(fn, weights, inputs, comms)
+    check_one_program(recipe.encode() + program.text.encode(), constants, ctx.world)
     with together(ctx):
         if ctx.rank == 0:
             write_file(str(folder / HLO), [program.hlo])
             write_file(str(folder / TEXT), [program.text.encode()])
-            write_file(str(folder / PARAMETERS), [said.encode()])
+            write_file(str(folder / PARAMETERS), [recipe.encode()])
             write_file(str(folder / CONSTANTS), [constants])
             if neuronx.platform() is not None:
                 zeros = {name: torch.zeros(t.shape, dtype=t.dtype) for name, t in weights.items()}
@@ -122,9 +122,9 @@ def _lowered(
     parameters = program.parameters()
     # numbers of Python that are not 0 or 1, which torch_xla makes parameters too, so as not to recompile
     constants = {str(at): t.cpu() for at, t in parameters.items() if at not in known}
-    said = [known.get(at, ["constant", str(at)]) for at in range(len(parameters))]
+    recipe = [known.get(at, ["constant", str(at)]) for at in range(len(parameters))]
     groups = [group_name(c.group) for c in comms]
-    text = json.dumps({"groups": groups, "parameters": said}, separators=(",", ":"))
+    text = json.dumps({"groups": groups, "parameters": recipe}, separators=(",", ":"))
     return program, text, save({name: t.contiguous() for name, t in constants.items()})
 
 
@@ -136,15 +136,15 @@ def _placeholder(t: Tensor) -> Tensor:
 def load(folder: Path, weights: Mapping[str, Tensor], comm_of: Callable[[str], Comm]) -> LoadedProgram:
     """``comm_of``: the Comm of a group by its name."""
     try:
-        said = json.loads((folder / PARAMETERS).read_text())
-        ranks = [comm_of(axes).position for axes in said["groups"]]
+        recipe = json.loads((folder / PARAMETERS).read_text())
+        ranks = [comm_of(axes).position for axes in recipe["groups"]]
         if (folder / COMPILED).is_file() and neuronx.platform() is not None:
             return neuronx.load_compiled(folder / COMPILED, weights, [t.cpu() for t in ranks])
         constants = load_file(folder / CONSTANTS)
         computation = xb.computation_from_module_proto("tpcore", (folder / HLO).read_bytes())
         device, fixed = torch_xla.device(), {}
         of_weights, free = [], []
-        for at, (kind, key) in enumerate(said["parameters"]):
+        for at, (kind, key) in enumerate(recipe["parameters"]):
             if kind == "input":
                 free.append((at, int(key)))
             elif kind == "weight":

@@ -22,7 +22,7 @@ from tpcore.errors import BackendError
 _HERE = str(Path(__file__).parent) + os.sep
 _TPCORE = str(Path(tpcore.__file__).parent) + os.sep
 _READS = ("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__")
-_told: set[str] = set()
+_reported: set[str] = set()
 
 
 def watch() -> None:
@@ -39,8 +39,8 @@ def _watched(name: str, read: Any) -> Any:
         if self.device.type == "xla" and not own and _is_pending(self):
             code, line = call_site(_HERE)
             where = f"{code.co_filename}:{line}"
-            if where not in _told:
-                _told.add(where)
+            if where not in _reported:
+                _reported.add(where)
                 warnings.warn(
                     f"{name} at {where} reads a value that is not computed yet: the step is cut into two "
                     "programs there, and the host waits. Read it after the step (mark_step), or from "

@@ -56,8 +56,8 @@ def unpickled(path: str, how: Reading, allow: Sequence[type] = ()) -> Any:
             f"save the state_dict alone ({str(e).splitlines()[0][:200]})"
         ) from e
     except Exception as e:  # a damaged file makes torch.load raise whatever its bytes happen to mean
-        said = (str(e).splitlines() or [""])[0][:200]
-        raise CheckpointError(f"{path} is damaged: {type(e).__name__}: {said}") from e
+        reason = (str(e).splitlines() or [""])[0][:200]
+        raise CheckpointError(f"{path} is damaged: {type(e).__name__}: {reason}") from e
 
 
 def _refuse_compressed(path: str) -> None:

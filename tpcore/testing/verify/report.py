@@ -133,10 +133,10 @@ def _layer(ctx: ParallelContext, layer: str, dtype: str, sequence: bool) -> Row:
 def _merged(ctx: ParallelContext, row: Row) -> Row:
     if ctx.world.size == 1:
         return row
-    heard = [Row(**json.loads(t)) for t in gather_bytes(json.dumps(asdict(row)).encode(), ctx.world)]
-    worst = max(heard, key=lambda r: r.error / max(r.allowed, 1e-300))
+    rows = [Row(**json.loads(t)) for t in gather_bytes(json.dumps(asdict(row)).encode(), ctx.world)]
+    worst = max(rows, key=lambda r: r.error / max(r.allowed, 1e-300))
     row.error, row.allowed = worst.error, worst.allowed
-    row.wrong = [message for r in heard for message in r.wrong]
+    row.wrong = [message for r in rows for message in r.wrong]
     return row
 
 

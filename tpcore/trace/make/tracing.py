@@ -144,8 +144,8 @@ class _Rank:
         inputs = self._inputs(arguments, examples)
         seen: list[_Function] = []
         for number, leaves in enumerate(examples):
-            said = f" for {[list(t.shape) for t in leaves]}" if inputs.buckets else ""
-            self._say(f"tracing{said}")
+            sizes = f" for {[list(t.shape) for t in leaves]}" if inputs.buckets else ""
+            self._say(f"tracing{sizes}")
             seen.append(
                 self._program(
                     _Function(model, arguments, tuple(aliases.values())), weights, leaves, inputs, number
@@ -198,10 +198,10 @@ class _Rank:
             for name, t in weights.items()
             if described[name].spec.dim is None
         }
-        heard = [json.loads(said) for said in gather_bytes(json.dumps(sums).encode(), self._ctx.world)]
-        for rank, theirs in enumerate(heard):
-            for name in heard[0]:
-                if theirs.get(name) != heard[0][name]:
+        ranks = [json.loads(text) for text in gather_bytes(json.dumps(sums).encode(), self._ctx.world)]
+        for rank, theirs in enumerate(ranks):
+            for name in ranks[0]:
+                if theirs.get(name) != ranks[0][name]:
                     raise ValueError(
                         f"{name!r} is not cut, and ranks 0 and {rank} hold different values: load a "
                         "checkpoint, or seed (torch.manual_seed) before the model is built"

@@ -17,17 +17,17 @@ _ANSWER = Struct("<Q?d")
 _CHUNK = 1 << 12
 
 
-def said(value: Any) -> bytes:
+def encoded(value: Any) -> bytes:
     return json.dumps(value).encode()
 
 
 def value_of(data: bytes) -> Any:
-    """What was said, with lists for tuples."""
+    """The value, with lists for tuples."""
     return json.loads(data)
 
 
 def request(do: str, **arguments: Any) -> bytes:
-    data = said([do, arguments])
+    data = encoded([do, arguments])
     return _SIZE.pack(len(data)) + data
 
 
@@ -37,7 +37,7 @@ def requested(fd: int) -> bytes:
 
 
 def answer(well: bool, data: bytes, seconds: float = 0.0) -> bytes:
-    """``data``: of ``said`` if it went well, else of ``pack_outcome``."""
+    """``data``: of ``encoded`` if it went well, else of ``pack_outcome``."""
     return _ANSWER.pack(_ANSWER.size - _SIZE.size + len(data), well, seconds) + data
 
 

@@ -14,11 +14,11 @@ from torch import Tensor
 from ...processes.shared_memory import SharedBuffer
 from ...storage.dtypes import dtype_of
 from ..inputs import Layout
-from .messages import said, value_of
+from .messages import encoded, value_of
 
 _POPULATE_READ = 22  # MADV_POPULATE_READ of Linux 5.14, which the mmap module does not name
 LENT = 3
-"""Buffers that are lent. A caller in a loop still holds one output while it asks for the next."""
+"""Buffers of outputs. A caller in a loop still holds one output while it asks for the next."""
 
 
 class Written:
@@ -29,11 +29,11 @@ class Written:
         self._layout: Layout | None = None
 
     def put(self, tensors: Sequence[Tensor]) -> bytes:
-        """Where they lie, as it is ``said``."""
+        """Where they lie, ``encoded``."""
         layout = [(t.dtype, t.shape) for t in tensors]
         if layout != self._layout:  # most are like the ones before
             places = self._buffer.place(tensors)
-            self._views, self._places = self._buffer.get(places), said(places)
+            self._views, self._places = self._buffer.get(places), encoded(places)
             self._layout = layout
         for view, t in zip(self._views, tensors, strict=True):
             view.copy_(t)
@@ -131,7 +131,7 @@ class OutputBuffers:
         return [t.clone() for t in tensors] if n == LENT else tensors
 
     def _keep(self) -> None:
-        """A fork may hold what is lent now for as long as it likes: nothing is written there any more."""
+        """A fork may hold the outputs in use for as long as it likes: nothing is written there any more."""
         for buffer in self.buffers[:LENT]:
             buffer.keep()
 

@@ -23,7 +23,7 @@ from ...processes.lifeline import follow
 from ...processes.shared_memory import SharedBuffer
 from ...processes.transfer import Outcome, pack_outcome
 from ..artifact import TracedFile, TraceManifest, opened, program_dir, read_weights, write_weights
-from .messages import answer, requested, said, send, value_of
+from .messages import answer, encoded, requested, send, value_of
 from .outputs import Written
 from .replacing import shards_of
 
@@ -77,7 +77,7 @@ class _Service:
             inputs, outputs = self._inputs.get(arguments["inputs"]), self._outputs[arguments["outputs"]]
             return partial(self.call, arguments["program"], inputs, outputs)
         known: dict[str, Callable[..., Any]] = {"take": self._rank.take, "reshard": self._rank.reshard}
-        return lambda: answer(True, said(known[name](**arguments)))
+        return lambda: answer(True, encoded(known[name](**arguments)))
 
     def call(self, program: int, inputs: list[Tensor], outputs: Written) -> bytes:
         started = time.perf_counter()
@@ -133,7 +133,7 @@ def main(lifeline: int, folder: Path, weights: Path, fds: list[int]) -> None:
     except BaseException as e:
         send(replies, _failed(e))
         raise
-    send(replies, answer(True, said(None)))
+    send(replies, answer(True, encoded(None)))
     _Service(rank, SharedBuffer(inputs), [Written(fd) for fd in outputs]).serve(requests, replies)
     # not by way of shutdown: what it would wait for are ranks that are ending too
     sys.stdout.flush()

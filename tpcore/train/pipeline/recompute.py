@@ -29,10 +29,10 @@ class _Recomputed(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         x = x.detach().requires_grad_(ctx.needs_input_grad[1])
-        asked = [t for t, needs in zip((x, *ctx.others), ctx.needs_input_grad[1:], strict=True) if needs]
+        wanted = [t for t, needs in zip((x, *ctx.others), ctx.needs_input_grad[1:], strict=True) if needs]
         with torch.enable_grad(), ctx.autocast():
             y = ctx.run(x)
-        found = iter(torch.autograd.grad(y, asked, grad, allow_unused=True))
+        found = iter(torch.autograd.grad(y, wanted, grad, allow_unused=True))
         return None, *(next(found) if needs else None for needs in ctx.needs_input_grad[1:])
 
 

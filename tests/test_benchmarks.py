@@ -47,8 +47,8 @@ def test_import_time() -> None:
 def test_serve() -> None:
     options = ["--size", "tiny", "--rounds", "2", "--warm", "1", "--loads", "1", "--calls", "20"]
     printed = _run("serve", *options)
-    assert "the outputs of all 3 equal those of the unsharded encoder" in printed
-    for contestant in ("floor | ", "tpcore | ", "one process | "):
+    assert "the outputs of all 7 equal those of the unsharded encoder" in printed
+    for contestant in ("floor | ", "tpcore | ", "tpcore over gloo | ", "one process, 2 threads | "):
         assert f"| {contestant}" in printed
     assert "microseconds more than the slower rank's own forward" in printed
     assert "20 calls in a row" in printed

@@ -56,6 +56,11 @@ class Backend(ABC):
         return None
 
     @classmethod
+    def remark(cls) -> str:
+        """One sentence on how this machine carries the collectives; empty where nothing is to choose."""
+        return ""
+
+    @classmethod
     def compile_ahead(cls, command: Sequence[str], world: int | None) -> list[ProgramInfo]:
         """The programs that ``command`` (``python train.py ...``) on ``world`` ranks needs, compiled into a
         cache where this machine has the compiler. ``world`` None: as many as the command says, or 1."""

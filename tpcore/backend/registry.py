@@ -33,6 +33,7 @@ class BackendInfo:
     usable: bool
     reason: str  # why not usable; empty if it is
     capabilities: dict[str, Any] = field(default_factory=dict)  # as JSON has them; empty if it is broken
+    remark: str = ""  # how this machine carries the collectives, where that is a choice
 
 
 def _entry_points(name: str | None = None) -> list[EntryPoint]:
@@ -142,13 +143,15 @@ def backends() -> list[BackendInfo]:
     out = []
     for ep in _entry_points():
         can: dict[str, Any] = {}
+        remark = ""
         try:
             cls = _load(ep)
             can = cls.capabilities.to_json()
             reason = cls.unavailable() or ""
+            remark = "" if reason else cls.remark()
         except BackendError as e:
             reason = str(e)
         except Exception as e:  # noqa: BLE001  a plugin's hook or probe may fail in any way; list the others
             reason = f"{type(e).__name__}: {e}"
-        out.append(BackendInfo(ep.name, *_origin(ep), ep.value, not reason, reason, can))
+        out.append(BackendInfo(ep.name, *_origin(ep), ep.value, not reason, reason, can, remark))
     return out

@@ -58,6 +58,15 @@ class GlooBackend(C10dBackend):
                 road.close()
         self._roads.clear()
 
+    @classmethod
+    def remark(cls) -> str:
+        """Which groups take shared memory here. A member that cannot is known only once the group is made."""
+        found = shared(1, 0, cls.buffers, lambda text: [text], _refusal())
+        if isinstance(found, list):
+            return f"all groups exchange tensors over gloo, none through shared memory: {found[0]}"
+        found.close()
+        return "groups of ranks on one host exchange tensors through shared memory, other groups over gloo"
+
     def device(self) -> torch.device:
         return torch.device("cpu")
 
@@ -96,9 +105,8 @@ class GlooBackend(C10dBackend):
         members, neighbours = waiting.members, waiting.neighbours()
         if not neighbours.issuperset(members):
             return "not all on one host"
-        refusal = "" if SHM.get() else f"{SHM.name}=0"
         found = shared(
-            len(members), members.index(self._rank), self.buffers, partial(exchanged, pg, waiting), refusal
+            len(members), members.index(self._rank), self.buffers, partial(exchanged, pg, waiting), _refusal()
         )
         if not isinstance(found, list):
             return Exchange(found, waiting, len(neighbours))
@@ -116,3 +124,7 @@ class GlooBackend(C10dBackend):
         local = [i for _, i in socket.if_nameindex() if i in ("lo", "lo0")]
         with changed({INTERFACE.name: local[0]} if local and not INTERFACE.is_set else {}):
             yield
+
+
+def _refusal() -> str:
+    return "" if SHM.get() else f"{SHM.name}=0"

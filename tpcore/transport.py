@@ -41,6 +41,8 @@ class Primitive:
     """From a Comm, a cotangent and the arguments: the transpose of the linear map over all ranks."""
     shape: Callable[..., Shape] | None = None
     """From the shape given, the group's size and the arguments: the shape returned. None: the same."""
+    divides: str = ""
+    """The argument that names the dim which the group's size must divide, if there is one."""
     sums: bool = False
     """Whether it computes, so that it takes only dtypes that the backend declares for sums."""
 
@@ -108,6 +110,7 @@ REDUCE_SCATTER = Primitive(
     sent=lambda nbytes, n: (n - 1) * nbytes // n,
     transpose=lambda comm, y, dim: comm.all_gather(y, dim),
     shape=_shorter,
+    divides="dim",
     sums=True,
 )
 BROADCAST = Primitive(
@@ -126,6 +129,7 @@ ALL_TO_ALL = Primitive(
     sent=lambda nbytes, n: (n - 1) * nbytes // n,
     transpose=lambda comm, y, split_dim, concat_dim: comm.all_to_all(y, concat_dim, split_dim),
     shape=lambda shape, n, split_dim, concat_dim: _longer(_shorter(shape, n, split_dim), n, concat_dim),
+    divides="split_dim",
 )
 PERMUTE = Primitive(
     "permute",

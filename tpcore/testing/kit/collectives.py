@@ -17,7 +17,7 @@ from ...comm import Comm, Op
 from ...context import ParallelContext
 from ...errors import BackendError
 from ...transport import PRIMITIVES as PRIMITIVES_BY_NAME
-from ...transport import REDUCE_SCATTER, TABLE, Primitive
+from ...transport import TABLE, Primitive
 
 SHAPES = ((4,), (4, 8), (8, 4, 4), (4, 1, 8, 4))
 EMPTY = ((0, 4), (4, 0))
@@ -83,8 +83,7 @@ def _arguments(primitive: Primitive, shape: torch.Size, n: int) -> Iterator[dict
     tried = [_TRIED[name](ndim, n) for name in primitive.arguments if name != "concat_dim"]
     for values in itertools.product(*tried):
         given = dict(zip([a for a in primitive.arguments if a != "concat_dim"], values, strict=True))
-        cut = given.get("split_dim", given["dim"] if primitive is REDUCE_SCATTER else None)
-        if cut is not None and shape[cut] % n:
+        if primitive.divides and shape[given[primitive.divides]] % n:
             continue
         if "split_dim" not in given:
             yield given

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...comm import Comm
 from ...context import ParallelContext
+from ...transport import PRIMITIVES
 from .collectives import Wrong, calls, differs, values
 
 LARGE = (4_097, (1 << 16) // 4 + 3, 1 << 22)
@@ -54,7 +55,8 @@ def large(ctx: ParallelContext, primitive: str, sizes: Sequence[int]) -> Wrong:
 
 def without_dims(ctx: ParallelContext, primitive: str) -> Wrong:
     """Tensors of no dims stay such, where a primitive takes them."""
-    if primitive in ("all_gather", "reduce_scatter", "all_to_all"):
+    known = PRIMITIVES.get(primitive)
+    if known is not None and {"dim", "split_dim"} & known.arguments.keys():
         return Wrong()
     return _only(ctx, ctx.comm("tp"), primitive, lambda p: torch.tensor(p - 3.0), "a tensor of no dims")
 

@@ -12,7 +12,7 @@ from ...layout import Layout
 from ...mesh import Mesh
 from ...shard import ShardSpec
 from ...storage.dtypes import dtype_of
-from ...storage.files import MANIFEST, PREFIX, loads, naming, read_file, spelled
+from ...storage.files import MANIFEST, PREFIX, crc32_text, loads, naming, read_file
 from ...storage.tensorfile import FileTensor, TensorFile
 from ..tensors.stored import Cut
 from .manifest import STATE, Manifest, check_format, rank_dir
@@ -71,7 +71,7 @@ class RankState:
         self._checkpoint, self._name = checkpoint, name
         self.path = checkpoint.file(f"{name}/{STATE}")
         data = read_file(self.path)
-        if checkpoint.manifest.files[f"{name}/{STATE}"].crc32 != spelled(zlib.crc32(data)):
+        if checkpoint.manifest.files[f"{name}/{STATE}"].crc32 != crc32_text(zlib.crc32(data)):
             raise CheckpointError(
                 f"{self.path} is damaged, or of another save: {MANIFEST} has another checksum"
             )

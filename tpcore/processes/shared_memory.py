@@ -59,7 +59,7 @@ class SharedBuffer:
 
 
 def fill(views: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-    """Copy values into views of shared memory. Detached: otherwise the views keep the autograd graph alive."""
+    """Copy values into views of shared memory. Detached: otherwise views keep the autograd graph alive."""
     for view, t in zip(views, tensors, strict=True):
         view.copy_(t.detach() if t.requires_grad else t)
 

@@ -91,7 +91,7 @@ def test_what_is_held_is_never_written_again(model: Both, hold: Callable[[Tensor
         return torch.as_tensor(held[0] if isinstance(held, list) else held).clone()
 
     held = [hold(model(numbers(100 * i, 50))[0]) for i in range(OUTPUT_BUFFERS + 3)]
-    assert model.used == [*range(OUTPUT_BUFFERS), OUTPUT_BUFFERS, OUTPUT_BUFFERS, OUTPUT_BUFFERS]
+    assert model.used == [*range(OUTPUT_BUFFERS), *[OUTPUT_BUFFERS] * 3]
     for i in range(5):
         model(numbers(-i, 50))
     for i, found in enumerate(held):

@@ -1,4 +1,4 @@
-"""Entries beside the model that say nothing of cuts: the same on all ranks, or bound to the degree."""
+"""Entries other than the model without recorded cuts. Only those equal on all ranks fit another degree."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from .pickles import mapped
 
 
 def split(rests: Sequence[Mapping[Any, Any]]) -> tuple[dict[Any, Any], list[Any]]:
-    """Of what lies beside the model on each rank: what is the same on all, and the keys of what is not.
+    """The entries that are the same on all ranks, and the keys of the others. ``rests``: entries per rank.
 
-    An optimizer's state is cut like its parameters even where all ranks hold zeros.
+    An optimizer's state counts as different: it is cut like its parameters, even if all values are zero.
     """
     first, *others = rests
     bound = [

@@ -56,7 +56,7 @@ def save(
     where = _given("save_dir", save_dir, "output_dir", output_dir)
     if save_xser:
         raise ValueError(
-            "save_xser=True asks for a format of torch_xla; drop it: tensors are streamed anyhow"
+            "save_xser=True is for a format of torch_xla: leave it out, tensors are streamed in any case"
         )
     if keep_last is not None and keep_last < 1:
         raise ValueError(f"keep_last={keep_last}: at least the checkpoint that is being saved is kept")

@@ -112,7 +112,7 @@ def open_regular(path: str) -> int:
         if stat.S_ISREG(os.fstat(fd).st_mode):
             return fd
         os.close(fd)
-    raise CheckpointError(f"{path} is no regular file")
+    raise CheckpointError(f"{path} is not a regular file")
 
 
 def read_file(path: str) -> bytes:
@@ -120,9 +120,7 @@ def read_file(path: str) -> bytes:
     with naming("read", path), open(open_regular(path), "rb") as f:
         size = os.fstat(f.fileno()).st_size
         if size > LARGEST:
-            raise CheckpointError(
-                f"{path} is damaged: it has {size} bytes, and none is larger than {LARGEST}"
-            )
+            raise CheckpointError(f"{path} is damaged: it has {size} bytes, more than the limit of {LARGEST}")
         return f.read(LARGEST)
 
 

@@ -120,7 +120,7 @@ class TensorFile:
         e = self._entries[name]
         start, end = (self._data + offset for offset in e["data_offsets"])
         if not self._data <= start <= end <= self.size:
-            raise CheckpointError(f"{self.path}: {name!r} lies outside of the file")
+            raise CheckpointError(f"{self.path}: {name!r} is outside of the file")
         return e["dtype"], e["shape"], start, end - start
 
     def tensor(self, name: str) -> FileTensor:

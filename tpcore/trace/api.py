@@ -62,7 +62,7 @@ def parallel_model_trace(
     if example is None or (inputs is not None and example_inputs is not None):
         raise TypeError("inputs and example_inputs are two names of one argument: give one")
     if dynamic_shapes is not None and bucket_inputs is not None:
-        raise ValueError("dynamic_shapes and bucket_inputs are two ways to the same: give one")
+        raise ValueError("dynamic_shapes and bucket_inputs are alternatives: give one")
     name = choose_backend(backend)
     _check_degree(tp_degree, name)
     if dynamic_shapes and not backend_class(name).capabilities.dynamic_shapes:

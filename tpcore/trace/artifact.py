@@ -225,7 +225,7 @@ def _check_file(folder: Path, name: str, record: TracedFile, verify: bool) -> No
     if size != record.size:
         raise CheckpointError(f"{path} is damaged: it has {size} bytes and was written with {record.size}")
     if (verify or name.startswith(PROGRAMS)) and record_of(path) != record:
-        raise CheckpointError(f"{path} is not the file that was written: its checksum is another")
+        raise CheckpointError(f"{path} is not the file that was written: its checksum differs")
     if name.endswith(".safetensors"):
         TensorFile(str(path)).close()
 

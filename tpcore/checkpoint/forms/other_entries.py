@@ -28,9 +28,9 @@ def split(rests: Sequence[Mapping[Any, Any]]) -> tuple[dict[Any, Any], list[Any]
 
 def why_bound(keys: Sequence[Any], path: str, tp: int) -> str:
     return (
-        f"{', '.join(map(str, keys))} in {path} can be had only at the degree of the save, tp={tp}: it "
-        "differs by rank or is an optimizer's state, and nothing there names the parameters that such a "
-        "state belongs to. The optimizer knows: load(path, model_or_optimizer=optimizer, model_key=...)"
+        f"{', '.join(map(str, keys))} in {path} can be loaded only at the degree of the save, tp={tp}: it "
+        "differs between ranks or is an optimizer's state, whose parameters the file does not name. For an "
+        "optimizer's state: load(path, model_or_optimizer=optimizer, model_key=...)"
     )
 
 

@@ -80,5 +80,5 @@ def _rank_of_shards(stage: Stage, how: Reading) -> RankContents:
 def _tensor(stored: Stored) -> Tensor:
     shard = stored.first
     if not isinstance(shard, MemoryShard):
-        raise TypeError(f"{shard} is of no pickle")
+        raise TypeError(f"{shard} is not from a pickle")
     return shard.tensor

@@ -52,7 +52,7 @@ def reshard(
     ``strict=False`` leaves out entries that can be loaded only at the degree of the save.
     """
     if tp < 1:
-        raise ValueError(f"tp={tp} is no number of ranks")
+        raise ValueError(f"tp={tp} must be 1 or more ranks")
     left: dict[str, None] = {}
     with opened(src, how or Reading(), rules) as source:
         native = isinstance(source, Native)
@@ -98,7 +98,7 @@ def _rank_of_model(
     """Contents for ``rank`` from another library's checkpoint: the model, and entries equal on all ranks."""
     plain = sorted(name for name, item in model.items() if not isinstance(item, Stored))
     if plain:
-        raise CheckpointError(f"{path}: {plain[0]!r} is no tensor; only a model can say it")
+        raise CheckpointError(f"{path}: {plain[0]!r} is not a tensor: only a model can load it")
     tensors, ties = once(model, path)
     names = {name: name for name in tensors} | ties
     file = "model.safetensors"

@@ -69,7 +69,9 @@ def read_shards(
         for other, name in ties.items():
             twice = other in found and found[other].first.identity != found[name].first.identity
             if twice and not torch.equal(_read(found[other], *wanted[name], rank, n), made[name]):
-                raise CheckpointError(f"{where}: {name!r} and {other!r} are one in the model, not there")
+                raise CheckpointError(
+                    f"{where}: {name!r} and {other!r} are one tensor in the model, but differ"
+                )
         return made
 
 

@@ -73,7 +73,7 @@ def cut_anew(states: Sequence[Saved], optimizer: Any, ctx: ParallelContext, wher
     """
     for state in states:
         if not is_optimizer(state):
-            raise CheckpointError(f"{where} holds no optimizer's state there, but {list(state)[:8]}")
+            raise CheckpointError(f"{where} has no optimizer's state there, but {list(state)[:8]}")
     first = states[0]
     saved = [group["params"] for group in first["param_groups"]]
     here = [group["params"] for group in optimizer.param_groups]
@@ -86,7 +86,7 @@ def cut_anew(states: Sequence[Saved], optimizer: Any, ctx: ParallelContext, wher
     made: dict[Any, Any] = {}
     for index, values in first["state"].items():
         if index not in params or any(s["state"].get(index, {}).keys() != values.keys() for s in states):
-            raise CheckpointError(f"{where}: of parameter {index} the ranks hold different states")
+            raise CheckpointError(f"{where}: the ranks hold different states of parameter {index}")
         want = layout_of(params[index], ctx, f"parameter {index}")
         made[index] = {
             key: _value([s["state"][index][key] for s in states], want, ctx, f"{where}: state[{index}].{key}")

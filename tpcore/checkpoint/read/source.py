@@ -47,7 +47,7 @@ def opened(path: str | os.PathLike[str], how: Reading, rules: Sequence[CutRule] 
     with ExitStack() as stack:
         source = open_source(os.fspath(path), how, stack)
         if rules and isinstance(source, Native):
-            raise ValueError(f"{source.path} says itself how its tensors are cut: leave out the rules for it")
+            raise ValueError(f"{source.path} records the cuts of its tensors: leave out the rules")
         yield source
 
 

@@ -123,7 +123,7 @@ def _parsed(report: bytes) -> Any:
     try:
         return json.loads(report)
     except ValueError:
-        return {"error": "it could not write, not even why"}
+        return {"error": "it could write neither its part nor its error"}
 
 
 def _bytes_in(folder: str) -> int:

@@ -213,7 +213,7 @@ class Workers:
         error = root_cause(list(outcomes.values()))
         late = ", ".join(map(str, sorted(waiting)))
         if error is not None:
-            text = f"{error}\n(rank {late} did not come to an end after this, and all were ended)"
+            text = f"{error}\n(rank {late} did not finish after this, and all ranks were ended)"
             self._fail(type(error) if isinstance(error, BackendError) else BackendError, text, error)
         self._fail(
             TimeoutError,
@@ -223,7 +223,10 @@ class Workers:
         )
 
     def _fail(self, kind: type[Exception], text: str, cause: BaseException | None) -> NoReturn:
-        self._failure = kind, f"{text}\nThe model can be used no more: load it again, or with restart=True"
+        self._failure = (
+            kind,
+            f"{text}\nThe model cannot be used any more: load it again, or pass restart=True",
+        )
         self._processes.send(signal.SIGKILL)
         self.close()
         raise kind(self._failure[1]) from cause

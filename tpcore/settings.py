@@ -20,7 +20,7 @@ class Variable(Generic[T]):
 
     name: str
     parse: Callable[[str], T]
-    """Raises ValueError with what the value must be: "a whole number"."""
+    """Raises a ValueError whose text is what the value must be: "a whole number"."""
     default: T
     values: str
     meaning: str
@@ -156,34 +156,34 @@ STORE = Variable(
 )
 
 LAUNCHER = ("MASTER_", "TORCHELASTIC_", "GROUP_", "ROLE_")
-"""How names begin that a launcher of this process may have set and that are not meant for its children."""
+"""Prefixes of variables that this process's launcher may have set and that its children must not inherit."""
 
 
 # -- environments of processes ------------------------------------------------------------------------------
 def environment() -> dict[str, str]:
-    """A copy of this process's."""
+    """A copy of this process's environment."""
     return dict(os.environ)
 
 
 def inherited() -> dict[str, str]:
-    """What a child process gets of this process's environment: not which rank of which job this one is."""
+    """The environment for a child process: this process's, without the variables of its job and rank."""
     own = {v.name for v in (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, STORE)}
     return {k: v for k, v in os.environ.items() if k not in own and not k.startswith(LAUNCHER)}
 
 
 def of_rank(rank: int, size: int) -> dict[str, str]:
-    """As a launcher tells one of ``size`` ranks, all of this host, which it is."""
+    """The variables that a launcher sets for one of ``size`` ranks, all on this host."""
     values = ((RANK, rank), (WORLD_SIZE, size), (LOCAL_RANK, rank), (LOCAL_WORLD_SIZE, size))
     return {variable.name: str(value) for variable, value in values}
 
 
 def update(variables: Mapping[str, str]) -> None:
-    """For libraries that read the environment themselves, before they do."""
+    """Set variables for libraries that read the environment themselves. Call it before they do."""
     os.environ.update(variables)
 
 
 def restore(before: Mapping[str, str]) -> None:
-    """Make the environment what ``environment()`` gave."""
+    """Restore the environment that ``environment()`` returned."""
     for name in [k for k in os.environ if k not in before]:
         del os.environ[name]
     os.environ.update(before)
@@ -191,7 +191,7 @@ def restore(before: Mapping[str, str]) -> None:
 
 @contextmanager
 def changed(variables: Mapping[str, str]) -> Iterator[None]:
-    """``variables`` are set inside the block, and as before after it."""
+    """Set ``variables`` inside the block; restore the old values after it."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

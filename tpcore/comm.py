@@ -143,7 +143,7 @@ class Comm:
     @contextmanager
     def traced(self, position: Tensor, transport: Transport | None = None) -> Iterator[None]:
         """While a graph is traced: ``position``, an input of the graph, replaces this rank's position, and
-        ``transport`` makes the collectives (default: the present transport, at ``position``)."""
+        ``transport`` makes the collectives; None: the present transport does, at ``position``."""
         saved = self.position, self.transport
         self.position, self.transport = position, transport or self.transport.at(position)
         try:
@@ -158,7 +158,7 @@ class Comm:
 
     @property
     def rank(self) -> NoReturn:
-        """Refused: ``if comm.rank == 0`` would cut a lazy backend's graph, or give each rank its own graph."""
+        """Refused: ``if comm.rank == 0`` would cut a lazy backend's graph, or give each rank its own."""
         raise AttributeError(
             "a Comm has no rank: comm.position, its place in the group, is a tensor, as graphs need it; "
             "for file names and logs use ctx.rank, an int"

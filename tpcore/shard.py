@@ -41,7 +41,7 @@ class Piece(NamedTuple):
 
 
 class Move(NamedTuple):
-    """A copy of ``length`` entries along the cut dim: from ``src_start`` of shard ``src`` to ``dst_start``."""
+    """A copy of ``length`` entries along the cut dim from ``src_start`` of shard ``src`` to ``dst_start``."""
 
     src: int
     src_start: int

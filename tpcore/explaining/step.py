@@ -1,4 +1,4 @@
-"""One training step of one rank, recorded: forward, backward, reduction over dp, clipping, the optimizer."""
+"""Records one training step of one rank: forward, backward, reduction over dp, clipping, the optimizer."""
 
 from __future__ import annotations
 
@@ -29,29 +29,29 @@ MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter as a rank holds it; bytes of it, of its gradient and of the optimizer's state for it."""
+    """One rank's part of a parameter, with the bytes of it, of its gradient and of its optimizer state."""
 
     name: str
     layer: str  # the class of the module that owns it
-    shape: tuple[int, ...]  # of the shard, padding included
+    shape: tuple[int, ...]  # of this rank's part, padding included
     full: tuple[int, ...]
     dtype: str
     cut: bool
     nbytes: int
-    gradient: int  # 0: the step gave it none
+    gradient: int  # 0 if the step computes none
     optimizer: int
 
 
 @dataclass(frozen=True)
 class Program:
-    """What one rank holds and does in a step. Equal for ranks that are alike."""
+    """The parameters and collectives of one rank in a step. Equal for ranks that do the same."""
 
-    model: str  # its class
+    model: str  # the class name
     parameters: tuple[Parameter, ...]
     collectives: tuple[Collective, ...]
     pipelines: tuple[StageCost, ...] = ()
     mistakes: tuple[str, ...] = ()
-    """Where the step computes something else than the whole model would."""
+    """Places where the step computes something else than the whole model would."""
 
 
 def record(
@@ -63,7 +63,7 @@ def record(
     optimizer: MakeOptimizer,
     max_norm: float | None,
 ) -> Program:
-    """Build this rank's model on meta tensors and run a step of it. ``dtype``: of parameters and inputs."""
+    """Build this rank's model on meta tensors and record a step. ``dtype``: of parameters and inputs."""
     recorder = Recorder()
     backend = RecordingBackend(rank, mesh.size, recorder)
     check_fits(backend, mesh)
@@ -89,7 +89,7 @@ def record(
             recorder.phase = "clipping"
             scale_to(stepping.gradients(), stepping.norm(), max_norm)
         recorder.phase = "optimizer"
-        with torch.device("cpu"):  # where torch's optimizers count their steps
+        with torch.device("cpu"):  # torch's optimizers keep their step count there
             made.step()
     owners = {id(p): type(m).__name__ for m in model.modules() for p in m.parameters(recurse=False)}
     held = tuple(
@@ -101,7 +101,7 @@ def record(
 
 
 def _loss(model: nn.Module, inputs: Inputs, dtype: torch.dtype | None) -> Tensor:
-    """What ``inputs`` computes if it is a function, else the model's own loss, else the sum of outputs."""
+    """The result of ``inputs`` if it is a function, else the model's own loss, else the sum of outputs."""
     if callable(inputs) and not isinstance(inputs, Tensor):
         found = inputs(model)
         if not isinstance(found, Tensor) or found.numel() != 1:
@@ -150,7 +150,8 @@ def _nbytes(t: Tensor) -> int:
 
 @contextmanager
 def _explained(rank: int, recorder: Recorder) -> Iterator[None]:
-    """Errors of what needs values, told as what they are; a note of where at any other."""
+    """Turn torch's errors about missing values into a ValueError that explains them. Other errors get a note
+    with the phase, the module and the line."""
     try:
         yield
     except Exception as e:

@@ -1,4 +1,4 @@
-"""Better rules than those that transformers has, for families with a plan of their own."""
+"""Families with a plan in transformers for which these rules are better."""
 
 from __future__ import annotations
 

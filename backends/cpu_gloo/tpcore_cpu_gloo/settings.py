@@ -1,4 +1,4 @@
-"""The environment variables of the backend: what gloo listens on, and whether memory is shared."""
+"""The environment variables of the backend: gloo's network interface, and the use of shared memory."""
 
 from __future__ import annotations
 

@@ -37,14 +37,14 @@ EXTRACT_ONLY = Variable(
 
 
 def of_replicas(size: int, given: dict[str, str]) -> dict[str, str]:
-    """For a process in which XLA:CPU has ``size`` devices; to be set before torch_xla is imported."""
+    """Variables of a process in which XLA:CPU has ``size`` devices. Set them before torch_xla is imported."""
     return {
-        # the default is the number of cores; where a collective waits in each of fewer, none ever ends
+        # the default is the number of cores; with fewer threads than waiting collectives none would end
         "XLA_THREAD_POOL_SIZE": given.get("XLA_THREAD_POOL_SIZE", str(max(8, 2 * size))),
-        # LLVM's optimizations take twice as long as they save on what a test computes
+        # LLVM's optimizations take twice the time that they save in a test
         "XLA_FLAGS": given.get("XLA_FLAGS", "--xla_backend_optimization_level=0"),
         DEVICE.name: "CPU",
         "CPU_NUM_DEVICES": str(size),
-        # a program that may write to its inputs keeps them until it ends, and freeing one then waits for it
+        # a program that may write to its inputs keeps them until it ends, and freeing an input would wait
         "XLA_ENABLE_PARAM_ALIASING": "0",
     }

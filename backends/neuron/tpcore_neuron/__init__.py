@@ -17,5 +17,5 @@ def tpcore_backend() -> type[Backend]:
     """The backend for the installed packages: PyTorch/XLA, unless torch-neuronx is the native one."""
     if not platform.has_native():
         return NeuronBackend
-    inform(f"neuron: the native road, for torch-neuronx {platform.installed('torch-neuronx')} is installed")
+    inform(f"neuron: native backend (torch-neuronx {platform.installed('torch-neuronx')} is installed)")
     return NativeBackend

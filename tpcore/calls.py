@@ -129,7 +129,7 @@ class Call:
 def unexplained(calls: Sequence[Call]) -> str:
     """The message for ranks whose hashes differ although their calls are equal."""
     return (
-        f"what the ranks exchanged about their next collective differs, but the calls are equal: {calls[0]}\n"
+        f"the ranks' hashes of their next collective differ, but the calls are equal: {calls[0]}\n"
         "Do all ranks run the same versions of tpcore and Python?"
     )
 

@@ -71,7 +71,7 @@ class PartOf(Tensor):
             mark.report(problem)
         with torch._C.DisableTorchFunctionSubclass():
             out = func(*args, **kwargs)
-        return out if name in _CONTRACTIONS else _carried(out, mark, given)
+        return out if name in _CONTRACTIONS else _propagated(out, mark, given)
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
@@ -82,9 +82,9 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
-def _carried(out: Any, mark: Mark, given: list[Tensor]) -> Any:
+def _propagated(out: Any, mark: Mark, given: list[Tensor]) -> Any:
     if isinstance(out, (list, tuple)) and type(out) in (list, tuple):
-        return type(out)(_carried(one, mark, given) for one in out)
+        return type(out)(_propagated(one, mark, given) for one in out)
     if not isinstance(out, Tensor) or isinstance(out, PartOf) or not out.is_floating_point():
         return out
     places = [dim for dim, size in enumerate(out.shape) if size == mark.width]
@@ -106,10 +106,10 @@ def _problem(
     """What is wrong with a call of the function ``name`` on a part; None if nothing is."""
     have = f"{mark.width} of {mark.width * mark.ranks} {mark.kind}"
     if mark.kind == "tokens":
-        held = [t for t in given if isinstance(t, nn.Parameter) and t.requires_grad]
-        if held and torch.is_grad_enabled() and not getattr(held[0], "sequence_parallel_enabled", False):
+        whole = [t for t in given if isinstance(t, nn.Parameter) and t.requires_grad]
+        if whole and torch.is_grad_enabled() and not getattr(whole[0], "sequence_parallel_enabled", False):
             return (
-                f"{name} with a parameter of shape {tuple(held[0].shape)} sees {have}, and so would its "
+                f"{name} with a parameter of shape {tuple(whole[0].shape)} sees {have}, and so would its "
                 "gradient: in a sequence-parallel region use tpcore.RMSNorm or tpcore.LayerNorm with "
                 "sequence_parallel_enabled=True, or tpcore.ops.copy(parameter, comm) in a layer of your own"
             )
@@ -121,7 +121,7 @@ def _problem(
         if name in _OVER_CLASSES or name == "log_softmax"
         else "gather them first (gather_output=True, or tpcore.ops.gather)"
     )
-    return f"{name} takes {have} for all of them, on each rank others: {remedy}"
+    return f"{name} sees only {have}, different ones on each rank: {remedy}"
 
 
 def _reduced(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> range | tuple[int, ...]:

@@ -16,14 +16,14 @@ from .transport import Op, Pending, Transport
 __all__ = ["Comm", "Op", "Pending"]
 
 
-def _in_force(name: str) -> Comm:
+def _current_comm(name: str) -> Comm:
     from .context import current  # here, because context imports this module
 
     return current().named(name)
 
 
 _NAMESPACE = "tpcore"
-_LIBRARY = define(_NAMESPACE, _in_force)
+_LIBRARY = define(_NAMESPACE, _current_comm)
 
 
 @final

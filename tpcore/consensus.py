@@ -45,8 +45,8 @@ def check_one_program(text: bytes, constants: bytes, world: Comm) -> None:
     lines = [line for line in unified_diff(mine, theirs, lineterm="", n=0) if line[0] in "+-"][2:]
     shown = "\n".join(line[:200] for line in lines[:_LINES])
     raise BackendError(
-        f"ranks 0 and {other} would need different programs, so that one could not serve all: something in "
-        "the model's forward depends on the rank as a Python number, or is a tensor that is no buffer\n"
+        f"ranks 0 and {other} would need different programs, but one program must serve all ranks: the "
+        "model's forward uses the rank as a Python number, or a tensor that is no buffer\n"
         f"{shown or 'their constants differ'}"
     )
 

@@ -64,7 +64,7 @@ class ParallelContext:
         for comm in (*self._comms.values(), *self._adopted):
             if comm.name == name:
                 return comm
-        raise BackendError(f"a compiled graph wants the group {name!r}, and {self} has none of that name")
+        raise BackendError(f"a compiled graph needs the group {name!r}, and {self} has none of that name")
 
     @cached_property
     def world(self) -> Comm:

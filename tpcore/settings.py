@@ -92,10 +92,9 @@ CHECK: Variable[str] = Variable(
     one_of({"1": "always", "always": "always", "0": "off", "off": "off", "warmup": "warmup"}),
     "warmup",
     "`warmup` (default), `1` or `always`, `0` or `off`",
-    "How much of the program is checked while it runs. Over torch.distributed: collectives are compared "
-    "between the ranks, and waited for before they run: the first 512 of each group, all, or no comparison. "
-    "`always` also finds parts that are taken for wholes and tp ranks that have other data. Over torch_xla "
-    "it names each line that reads a value inside a step. See "
+    "Checks while the program runs. Over torch.distributed, ranks compare their collectives before these "
+    "run: the first 512 of each group, all, or none. `always` also finds parts that are used as wholes and "
+    "tp ranks with different data. Over torch_xla it names each line that reads a value inside a step. See "
     "[When something goes wrong](debugging.md#checked-collectives).",
 )
 THREADS = Variable(
@@ -103,22 +102,22 @@ THREADS = Variable(
     whole,
     1,
     "a number, default `1` in processes that `tpcore.launch` starts",
-    "Threads that torch computes with in each process.",
+    "Number of torch's threads in each process.",
 )
 
 # -- what a launcher sets -----------------------------------------------------------------------------------
-RANK = Variable("RANK", whole, 0, "0 to `WORLD_SIZE` - 1", "This process among all of the job.", "launcher")
+RANK = Variable("RANK", whole, 0, "0 to `WORLD_SIZE` - 1", "This process's rank in the job.", "launcher")
 WORLD_SIZE = Variable(
-    "WORLD_SIZE", whole, 1, "a number", "Processes of the job. Unset: a process alone.", "launcher"
+    "WORLD_SIZE", whole, 1, "a number", "Number of processes of the job. Unset: one process.", "launcher"
 )
 LOCAL_RANK = Variable(
-    "LOCAL_RANK", whole, 0, "a number", "This process among those of its host: picks its device.", "launcher"
+    "LOCAL_RANK", whole, 0, "a number", "This process's rank on its host: selects its device.", "launcher"
 )
 LOCAL_WORLD_SIZE = Variable(
-    "LOCAL_WORLD_SIZE", whole, 1, "a number", "Processes of the job on this host.", "launcher"
+    "LOCAL_WORLD_SIZE", whole, 1, "a number", "Number of the job's processes on this host.", "launcher"
 )
-MASTER_ADDR = Variable("MASTER_ADDR", str, "", "a host", "Where the job's store listens.", "launcher")
-MASTER_PORT = Variable("MASTER_PORT", whole, 0, "a port", "Where the job's store listens.", "launcher")
+MASTER_ADDR = Variable("MASTER_ADDR", str, "", "a host", "Host of the job's store.", "launcher")
+MASTER_PORT = Variable("MASTER_PORT", whole, 0, "a port", "Port of the job's store.", "launcher")
 AGENT_STORE = Variable(
     "TORCHELASTIC_USE_AGENT_STORE",
     "True".__eq__,
@@ -132,10 +131,10 @@ RESTARTS = Variable(
     whole,
     0,
     "a number",
-    "How often the launcher has started the ranks again: each start has its own part of the store.",
+    "How often the launcher has restarted the ranks: each start has its own part of the store.",
     "launcher",
 )
-# of other launchers, which know no WORLD_SIZE
+# set by other launchers, which set no WORLD_SIZE
 OPENMPI_SIZE = Variable(
     "OMPI_COMM_WORLD_SIZE", whole, 1, "a number", "As `WORLD_SIZE`, for the conformance kit.", "launcher"
 )
@@ -151,7 +150,7 @@ STORE = Variable(
     str,
     "",
     "a path",
-    "The file at which the processes of a traced model meet, instead of a port.",
+    "The file by which the processes of a traced model find each other, instead of a port.",
     "tpcore",
 )
 

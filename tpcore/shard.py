@@ -222,6 +222,6 @@ def _gathered_index(spec: ShardSpec, n: int) -> NDArray[np.int64]:
     width = table.shape[1]
     out = np.empty(0 if spec.dim is None else spec.shape[spec.dim], dtype=np.int64)
     for rank in reversed(range(n)):  # replicated blocks have an index several times; the first rank's stays
-        held = table[rank] >= 0
-        out[table[rank][held]] = rank * width + np.arange(width)[held]
+        filled = table[rank] >= 0
+        out[table[rank][filled]] = rank * width + np.arange(width)[filled]
     return out

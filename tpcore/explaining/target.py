@@ -71,13 +71,13 @@ def build(target: str | Factory, batch_size: int, seq_len: int) -> tuple[nn.Modu
     taken = inspect.signature(factory).parameters
     made = factory(**{k: v for k, v in sizes.items() if k in taken})
     if isinstance(made, nn.Module):
-        return made, _guessed(made, batch_size, seq_len)
+        return made, _guess_inputs(made, batch_size, seq_len)
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
         return made
     raise ValueError(f"{target} returned {type(made).__name__}, not a module, or a module and its inputs")
 
 
-def _guessed(model: nn.Module, batch_size: int, seq_len: int) -> Tensor:
+def _guess_inputs(model: nn.Module, batch_size: int, seq_len: int) -> Tensor:
     """Inputs for the first layer: token ids for an embedding, floats for a linear layer."""
     for module in model.modules():
         if any(True for _ in module.parameters(recurse=False)):

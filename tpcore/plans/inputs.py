@@ -31,7 +31,7 @@ def shared_argument(owner: nn.Module, columns: dict[str, ColumnParallelLinear]) 
 
 
 def share_inputs(model: nn.Module, cuts: list[Cut], copy: InputCopy | None = None) -> set[str]:
-    """Copy inputs once wherever that is certainly correct; return the names of those modules."""
+    """Copy inputs once in the modules where that is certainly correct; return these modules' names."""
     done = set()
     for name, columns in columns_by_owner(model, cuts).items():
         owner = model.get_submodule(name)

@@ -47,7 +47,7 @@ class Exchange:
         self._next, self._posted = 0, 1
         self._places, self._positions = Places(), range(segment.size)
         self._words = [segment.words(b) for b in (0, 1)]
-        self._stay = waiting.parting(self._leave)
+        self._cancel_parting = waiting.parting(self._leave)
         self._spins = _SPINS if crowd <= len(os.sched_getaffinity(0)) else 1
 
     def next_buffer(self) -> int:
@@ -76,7 +76,7 @@ class Exchange:
         word, place, entry = call
         for view, at in self._words[buffer]:
             if view[at + CALL] != word:
-                raise self._lost() if self._someone_left(buffer) else self._mismatch(entry, False)
+                raise self._lost() if self._member_left(buffer) else self._mismatch(entry, False)
         if place:
             places = [view[at + PLACE] for view, at in self._words[buffer]]
             if self._places.swapped(self._positions, places):
@@ -102,7 +102,7 @@ class Exchange:
         return segment.room
 
     def close(self) -> None:
-        self._stay()
+        self._cancel_parting()
         self.plans.clear()
         self.pending = None
         self.segment.close()
@@ -127,7 +127,7 @@ class Exchange:
         for address in self.segment.posts:
             semaphores.post(address)
 
-    def _someone_left(self, buffer: int) -> bool:
+    def _member_left(self, buffer: int) -> bool:
         return any(view[at + CALL] == _GONE for view, at in self._words[buffer])
 
     def _lost(self) -> Exception:

@@ -74,14 +74,14 @@ def refused() -> Iterator[None]:
 def _refusing(name: str, read: Any) -> Any:
     @functools.wraps(read)
     def reading(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if self.device.type == "xla" and (name != "to" or _leaves(*args, *kwargs.values())):
+        if self.device.type == "xla" and (name != "to" or _leaves_device(*args, *kwargs.values())):
             _refuse(name)
         return read(self, *args, **kwargs)
 
     return reading
 
 
-def _leaves(*given: Any) -> bool:
+def _leaves_device(*given: Any) -> bool:
     devices = [g.device if isinstance(g, Tensor) else g for g in given]
     return any(torch.device(d).type != "xla" for d in devices if isinstance(d, str | torch.device))
 

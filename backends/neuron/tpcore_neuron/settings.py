@@ -9,7 +9,7 @@ DEVICE = Variable(
     str,
     "NEURON",
     "`NEURON` (default), `CPU`, ...",
-    "The device of torch_xla. Another than `NEURON`: the `neuron` backend runs on that.",
+    "The device of torch_xla. With another value than `NEURON` the `neuron` backend runs on that device.",
 )
 CORES = Variable(
     "NEURON_RT_VISIBLE_CORES",
@@ -23,15 +23,15 @@ PAIRS = Variable(
     one_of({"native": False, "pairs": True}),
     False,
     "`native` (default), `pairs`",
-    "How `neuron` permutes: by the compiler's collective-permute, or by all-gathers of two ranks where a "
-    "compiler lacks it.",
+    "How `neuron` permutes: by the compiler's collective-permute, or by all-gathers over two ranks for "
+    "compilers that lack it.",
 )
 EXTRACT_ONLY = Variable(
     "NEURON_EXTRACT_GRAPHS_ONLY",
     str,
     "",
     "`1`",
-    "For the script, not read by tpcore: it is run to see its programs (`tpcore compile`).",
+    "Tells the script that it runs only to collect its programs (`tpcore compile`). tpcore does not read it.",
     "tpcore",
 )
 

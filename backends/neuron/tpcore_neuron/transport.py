@@ -121,7 +121,7 @@ class XlaTransport(Transport):
         ranks, from which every rank keeps its part. A group of odd size has no such pairs."""
         if self.size % 2:
             return super().permute(x, to)
-        stays = self._here([int(i == j) for i, j in enumerate(to)])
+        stays = self._own_entry([int(i == j) for i, j in enumerate(to)])
         out = torch.where(stays == 1, x, torch.zeros_like(x))
         for sends, pairs in _rounds(to):
             groups = [[ranks[i], ranks[j]] for ranks in self._groups for i, j in pairs]
@@ -129,13 +129,13 @@ class XlaTransport(Transport):
                 self._xm.all_gather(_wide(x).unsqueeze(0), dim=0, groups=groups, pin_layout=False)
             )
             firsts, targets = {i for i, _ in pairs}, {j for _, j in sends}
-            partner = self._here([int(r in firsts) for r in range(self.size)])
-            receives = self._here([int(r in targets) for r in range(self.size)])
+            partner = self._own_entry([int(r in firsts) for r in range(self.size)])
+            receives = self._own_entry([int(r in targets) for r in range(self.size)])
             found = both.index_select(0, partner)[0].to(x.dtype)
             out = torch.where(receives == 1, found, out)
         return out
 
-    def _here(self, every: list[int]) -> Tensor:
+    def _own_entry(self, every: list[int]) -> Tensor:
         """This rank's entry of a table of all positions, as a tensor."""
         return torch.tensor(every).to(self._device).index_select(0, self.position)
 

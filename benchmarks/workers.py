@@ -19,7 +19,12 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 import tpcore
 
@@ -140,7 +145,8 @@ def layers(size: Size, rank: int) -> nn.Module:
 def dtensor(size: Size, rank: int) -> nn.Module:
     """torch's parallelize_module, on which transformers' and torchtitan's plans are built."""
     encoder, mesh = whole(size, rank), peers.mesh()
-    plan = {name: ColwiseParallel() for name in COLUMNS} | {name: RowwiseParallel() for name in ROWS}
+    plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in COLUMNS}
+    plan |= {name: RowwiseParallel() for name in ROWS}
     for layer in encoder.layers:
         parallelize_module(layer, mesh, plan)
     return encoder

@@ -234,7 +234,7 @@ def test_a_part_taken_for_the_whole_is_a_finding(tmp_path: Path) -> None:
     (tmp_path / "cut.py").write_text(cut)
     found = CliRunner().invoke(app, ["explain", f"{tmp_path / 'cut.py'}:make", "--tp", "2"])
     assert found.exit_code == 1
-    assert "Model: softmax takes 4 of 8 features for all of them" in found.output
+    assert "Model: softmax sees only 4 of 8 features" in found.output
 
 
 @pytest.mark.parametrize("name", ["nope", "neuron"])

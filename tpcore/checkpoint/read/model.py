@@ -6,6 +6,8 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,14 +20,17 @@ from ...layers.sharding import Sharding, layouts, shard_specs, stamp
 from ...layout import Layout
 from ...shard import ShardSpec
 from ...storage.files import naming
+from ...train.zero import ReadRun, Zero1
 from ..format.tree import spell
 from ..forms.registry import open_source
 from ..forms.source import Cuts, OfParameter, Reading, Source, Stage
-from ..tensors.stored import Job, Stored
+from ..tensors.stored import Job, Stored, layout_of
 from .fit import Fit, aligned
 from .source import model_of
 
 StrPath = str | os.PathLike[str]
+OPTIMIZER = "optimizer"
+"""The entry that a model's optimizer takes."""
 
 
 class Loading:
@@ -43,6 +48,7 @@ class Loading:
         self._made: dict[Stored, Tensor] = {}
         self._fit: Fit | None = None
         self._wants: dict[Stored, Layout] = {}  # the cut of an optimizer's tensor, if not the file's
+        self._later: dict[Stored, Tensor] = {}  # on meta, for what is read once the rest is there
         self._rest: Any = {}
         self._notes: list[str] = []
 
@@ -71,13 +77,15 @@ class Loading:
         parameters: Sequence[Layout | None] = (),
         names: Sequence[str] | None = None,
         key: str | None = None,
+        later: str | None = None,
     ) -> None:
         """See that all of it can be loaded, before anything is changed.
 
         ``parameters``: how an optimizer's are cut, in the order of its groups, which then loads the entry
-        ``key``; ``names``: theirs, if they have any. What lies beside that entry may be left out.
+        ``key``; ``names``: theirs, if they have any. What lies beside that entry may be left out. ``later``:
+        the entry of an optimizer that reads its tensors by itself, in ``run``.
         """
-        if model is not None:
+        if model is not None and names is None:
             names = [name for name, _ in model.named_parameters()]
         stage, whole = self.stage(_cuts_of(model), names), model is None
         if model is not None:
@@ -89,18 +97,22 @@ class Loading:
                     found = {name: item for name, item in found.items() if name in wanted}
             self._fit = Fit(model, found, self._ctx, self._source.path, strict=self._strict)
         bound = dict(stage.bound(model=whole)) if self._sharded else {}
+        if model is not None:
+            bound = self._follow_model(stage, model, found) | bound
         if parameters:
             self._follow(
                 stage.of_parameters(),
                 lambda of: parameters[of.number] if of.number < len(parameters) else None,
             )
-        elif model is not None:
-            bound = self._follow_model(stage, model, found) | bound
         for why in dict.fromkeys(bound.values()):
             if self._strict and (key is None or bound.get(key) == why):
                 keys = ", ".join(spell((key,)) for key in bound if bound[key] == why)
                 raise CheckpointError(f"{why}. strict=False leaves {keys} out")
             self._notes.append(f"left out: {why}")
+        for of in stage.of_parameters() if later is not None else ():
+            if of.key == later and of.stored.first.shape:
+                shape = of.stored.local_shape(self._wants.get(of.stored), self._ctx.mesh)
+                self._later[of.stored] = torch.empty(shape, dtype=of.stored.dtype, device="meta")
         self._rest = stage.entries(self._fill, bound, model=whole)
         if self._fit is not None:
             self._fit.verify()
@@ -151,6 +163,8 @@ class Loading:
 
     def _fill(self, stored: Stored) -> Tensor:
         """Memory for a tensor, filled by ``read``; one for all the places where the same one was saved."""
+        if stored in self._later:
+            return self._later[stored]
         if stored not in self._made:
             want = self._wants.get(stored)
             out = torch.empty(stored.local_shape(want, self._ctx.mesh), dtype=stored.dtype)
@@ -161,16 +175,25 @@ class Loading:
             self._made[stored] = out
         return self._made[stored]
 
-    def run(self) -> Any:
-        """Read, after ``compare``; returns what lies beside the model. Collective over the world."""
+    def run(self, take: Callable[[Any, Mapping[int, ReadRun]], None] | None = None) -> Any:
+        """Read, after ``compare``; returns what lies beside the model. Collective over the world.
+
+        ``take``: gets that before the model is changed, and by the ``id`` of the tensors on meta in it how
+        they are read.
+        """
         ctx, path = self._ctx, self._source.path
         seen = {data.decode() for data in gather_bytes(self._source.save_id.encode(), ctx.world)}
         if len(seen) > 1:
             raise CheckpointError(f"{path} was replaced while it was opened: the ranks saw {sorted(seen)}")
+        # first what the model does not see: while a rank finds damage there, no rank has changed anything
         with together(ctx), naming("load", path):
-            # first what the model does not see, so that as little as possible can fail once it changes
+            self._verify_later()
             for job in self._jobs:
                 job.run()
+        if take is not None:
+            with together(ctx), naming("load", path):
+                take(self._rest, self._runs())
+        with together(ctx), naming("load", path):
             if self._fit is not None:
                 self._fit.run()
         with together(ctx):
@@ -179,6 +202,21 @@ class Loading:
             for note in self._notes if ctx.rank == 0 else ():
                 warnings.warn(note, stacklevel=4)
         return self._rest
+
+    def _verify_later(self) -> None:
+        """Compare with their checksums what each dp rank will read a run of: each of them a share, whole."""
+        mesh = self._ctx.mesh
+        share, n = mesh.coords(self._ctx.rank).get("dp", 0), mesh.axes.get("dp", 1)
+        for stored, like in [*self._later.items()][share::n] if n > 1 else ():
+            stored.job(like, self._wants.get(stored), self._ctx.rank, self._ctx.mesh).verify()
+
+    def _runs(self) -> dict[int, ReadRun]:
+        """By the ``id`` of the tensors on meta that stand for what is read later: how."""
+        rank, mesh = self._ctx.rank, self._ctx.mesh
+        return {
+            id(like): partial(stored.read_run, want=self._wants.get(stored), rank=rank, mesh=mesh)
+            for stored, like in self._later.items()
+        }
 
 
 def _cuts_of(model: nn.Module | None) -> Cuts:
@@ -194,8 +232,34 @@ def _cuts_of(model: nn.Module | None) -> Cuts:
     return cut
 
 
+def parameters_of(
+    optimizer: torch.optim.Optimizer, ctx: ParallelContext
+) -> tuple[Sequence[Layout | None], list[str] | None]:
+    """How the parameters are cut, in the order of their groups, and their names if all have one."""
+    params = [*chain.from_iterable(group["params"] for group in optimizer.param_groups)]
+    names = [*chain.from_iterable(group.get("param_names") or () for group in optimizer.param_groups)]
+    layouts = [layout_of(p, ctx, f"parameter {i}") for i, p in enumerate(params)]
+    return layouts, names if len(names) == len(params) else None
+
+
+def give(target: Any, entries: Any, runs: Mapping[int, ReadRun], key: Any, path: str) -> None:
+    """Let ``target`` take its entry out of those that were read."""
+    if key not in entries:
+        raise ValueError(f"{path} has no entry {key!r}; it has {list(entries)}")
+    if isinstance(target, Zero1):
+        target.load_outline(entries.pop(key), runs)
+    else:
+        target.load_state_dict(entries.pop(key))
+
+
 def read_checkpoint(
-    load_dir: StrPath, model: nn.Module | None, how: Reading, *, sharded: bool, strict: bool
+    load_dir: StrPath,
+    model: nn.Module | None,
+    how: Reading,
+    *,
+    sharded: bool,
+    strict: bool,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> Any:
     """Load a checkpoint; see ``tpcore.checkpoint.load``. Collective over the world."""
     if not sharded and model is None:
@@ -207,5 +271,11 @@ def read_checkpoint(
         with together(ctx), naming("load", path):
             source = open_source(path, how, stack, sharded=sharded)
             loading = Loading(ctx, source, strict=strict, sharded=sharded)
-            loading.compare(model)
-        return loading.run()
+            if optimizer is None:
+                loading.compare(model)
+            else:
+                later = OPTIMIZER if isinstance(optimizer, Zero1) else None
+                loading.compare(model, *parameters_of(optimizer, ctx), later=later)
+        if optimizer is None:
+            return loading.run()
+        return loading.run(lambda rest, runs: give(optimizer, rest, runs, OPTIMIZER, path))

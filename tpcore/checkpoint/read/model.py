@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -24,13 +24,12 @@ from ...train.zero import ReadRun, Zero1
 from ..format.tree import spell
 from ..forms.registry import open_source
 from ..forms.source import Cuts, OfParameter, Reading, Source, Stage
-from ..tensors.stored import Job, Stored, layout_of
-from .fit import Fit, aligned
+from ..tensors.stored import Job, Stored
+from .fit import Fit, aligned, listed
 from .source import model_of
+from .target import OPTIMIZER, give, parameters_of
 
 StrPath = str | os.PathLike[str]
-OPTIMIZER = "optimizer"
-"""The entry that a model's optimizer takes."""
 
 
 class Loading:
@@ -49,6 +48,7 @@ class Loading:
         self._fit: Fit | None = None
         self._wants: dict[Stored, Layout] = {}  # the cut of an optimizer's tensor, if not the file's
         self._later: dict[Stored, Tensor] = {}  # on meta, for what is read once the rest is there
+        self._elsewhere: list[str] = []  # names of the checkpoint that this stage's model has not
         self._rest: Any = {}
         self._notes: list[str] = []
 
@@ -93,8 +93,8 @@ class Loading:
             if not self._sharded:
                 wanted = set(model.state_dict(keep_vars=True))
                 found = aligned(found, wanted)
-                if self._ctx.mesh.axes.get("pp", 1) > 1:  # the names that other stages have are nowhere here
-                    found = {name: item for name, item in found.items() if name in wanted}
+                if self._ctx.mesh.axes.get("pp", 1) > 1:
+                    found = self._of_this_stage(found, wanted)
             self._fit = Fit(model, found, self._ctx, self._source.path, strict=self._strict)
         bound = dict(stage.bound(model=whole)) if self._sharded else {}
         if model is not None:
@@ -127,7 +127,26 @@ class Loading:
         if not self.restaged and (self._source.pp == 1 or wanted.keys() <= found.keys()):
             return found
         every, pp = model_of(self._source, _cuts_of(model)), self._ctx.mesh.axes.get("pp", 1)
-        return {k: v for k, v in every.items() if pp == 1 or k in wanted} | found
+        return (every if pp == 1 else self._of_this_stage(every, wanted.keys())) | found
+
+    def _of_this_stage(self, every: Mapping[str, Any], wanted: Collection[str]) -> dict[str, Any]:
+        """Those that this stage's model has. What no stage has is found out in ``run``."""
+        self._elsewhere = [name for name in every if name not in wanted]
+        return {name: item for name, item in every.items() if name in wanted}
+
+    def _verify_names(self, model_names: Collection[str]) -> None:
+        """CheckpointError for names that no stage's model has, as where there is one stage. Collective."""
+        with together(self._ctx):
+            told = gather_bytes(json.dumps(sorted(model_names)).encode(), self._ctx.comm("pp"))
+            known = {name for names in told for name in json.loads(names)}
+            wrong = [n for n in self._elsewhere if n not in known]
+            lines = [f"{n!r}: the checkpoint has it, the model of no stage" for n in wrong]
+            if lines and self._strict:
+                raise CheckpointError(listed(f"{self._source.path} does not fit the model", lines))
+        if lines:
+            self._notes.append(
+                listed(f"{self._source.path} has more than the model, and strict=False", lines)
+            )
 
     def _follow(
         self, tensors: Iterable[OfParameter], layout_of: Callable[[OfParameter], Layout | None]
@@ -185,6 +204,8 @@ class Loading:
         seen = {data.decode() for data in gather_bytes(self._source.save_id.encode(), ctx.world)}
         if len(seen) > 1:
             raise CheckpointError(f"{path} was replaced while it was opened: the ranks saw {sorted(seen)}")
+        if self._fit is not None and self._ctx.mesh.axes.get("pp", 1) > 1:
+            self._verify_names(self._fit.names)
         # first what the model does not see: while a rank finds damage there, no rank has changed anything
         with together(ctx), naming("load", path):
             self._verify_later()
@@ -230,26 +251,6 @@ def _cuts_of(model: nn.Module | None) -> Cuts:
         return spec if spec is not None and spec.dim is not None else None
 
     return cut
-
-
-def parameters_of(
-    optimizer: torch.optim.Optimizer, ctx: ParallelContext
-) -> tuple[Sequence[Layout | None], list[str] | None]:
-    """How the parameters are cut, in the order of their groups, and their names if all have one."""
-    params = [*chain.from_iterable(group["params"] for group in optimizer.param_groups)]
-    names = [*chain.from_iterable(group.get("param_names") or () for group in optimizer.param_groups)]
-    layouts = [layout_of(p, ctx, f"parameter {i}") for i, p in enumerate(params)]
-    return layouts, names if len(names) == len(params) else None
-
-
-def give(target: Any, entries: Any, runs: Mapping[int, ReadRun], key: Any, path: str) -> None:
-    """Let ``target`` take its entry out of those that were read."""
-    if key not in entries:
-        raise ValueError(f"{path} has no entry {key!r}; it has {list(entries)}")
-    if isinstance(target, Zero1):
-        target.load_outline(entries.pop(key), runs)
-    else:
-        target.load_state_dict(entries.pop(key))
 
 
 def read_checkpoint(

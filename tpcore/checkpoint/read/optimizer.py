@@ -23,7 +23,8 @@ from ..forms.rank_files import in_order
 from ..forms.registry import open_source
 from ..forms.source import Reading
 from ..tensors.stored import Stored, layout_of
-from .model import Loading, StrPath, give, parameters_of
+from .model import Loading, StrPath
+from .target import give, parameters_of
 
 Saved = Mapping[str, Any]
 """What an optimizer's ``state_dict()`` gave."""

@@ -65,8 +65,14 @@ class CutModel(Model):
     """The same, cut: the vocabulary over stages and tp, the blocks over tp."""
 
     def losses(self, logits: Tensor, labels: Tensor) -> Tensor:
-        both = tpcore.current().comm("pp", "tp")
-        return tpcore.parallel_cross_entropy(logits, labels, tensor_model_parallel_group=both)
+        over = ends_of(tpcore.current())
+        return tpcore.parallel_cross_entropy(logits, labels, tensor_model_parallel_group=over)
+
+
+def ends_of(ctx: ParallelContext) -> Comm:
+    """Over which ranks embedding and head are cut. One stage takes the group of tp: a traced program knows
+    it by that name."""
+    return ctx.comm("pp", "tp") if ctx.mesh.axes["pp"] > 1 else ctx.comm("tp")
 
 
 def plain(layers: int, **options: Any) -> Model:
@@ -82,7 +88,7 @@ def cut(
     torch.manual_seed(5)
     model = CutModel(layers, tied=tied, dropout=dropout).double()
     on: dict[str, Any] = {}
-    ends: dict[str, Any] = {"tensor_model_parallel_group": ctx.comm("pp", "tp")}
+    ends: dict[str, Any] = {"tensor_model_parallel_group": ends_of(ctx)}
     if tokens:
         on = {"sequence_parallel_enabled": True, "sequence_dimension": 1}
         ends |= {**on, "sequence_parallel_group": ctx.comm("tp")}

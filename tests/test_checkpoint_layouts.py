@@ -89,7 +89,8 @@ def test_optimizer_state_is_cut_by_the_models_layout(tmp_path: Path, here: str, 
 
 
 def test_state_without_names_is_refused_where_the_layouts_differ(tmp_path: Path) -> None:
-    _saved(tmp_path / "c", 2, "whole", names=False)
+    with pytest.warns(UserWarning, match="without the names of its parameters"):
+        _saved(tmp_path / "c", 2, "whole", names=False)
 
     def rank(ctx: ParallelContext) -> None:
         same = Heads(*LAYOUTS["whole"])

@@ -13,7 +13,7 @@ from hf import GPT2, NO_DROPOUT, TINY
 from pipelines import part_of
 
 import tpcore
-from tpcore import Mesh
+from tpcore import CheckpointError, Mesh
 from tpcore.layers.sharding import sharding
 from tpcore.testing import run_ranks
 
@@ -106,3 +106,28 @@ def test_each_stage_reads_its_own_of_the_files(tmp_path: Path) -> None:
             torch.testing.assert_close(model(**hf.text()).loss.detach(), want, rtol=1e-5, atol=1e-5)
 
     run_ranks(Mesh({"pp": 2, "dp": 1, "tp": 2}), rank)
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_name_that_no_stage_has_is_refused_at_any_number_of_stages(
+    tmp_path: Path, pp: int, sharded: bool
+) -> None:
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        model = tpcore.parallelize(hf.llama(num_hidden_layers=2), num_microbatches=1)
+        before = {k: v.clone() for k, v in model.state_dict().items()}
+        with pytest.raises(
+            CheckpointError, match=r"does not fit the model:\n  'of.nobody': the checkpoint has"
+        ):
+            tpcore.checkpoint.load(where, model, sharded=sharded)
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+    whole, where = hf.llama(num_hidden_layers=2), tmp_path / "whole.pt"
+    state = {**whole.state_dict(), "of.nobody": torch.ones(2)}
+    torch.save(state, where)
+    if sharded:
+        where = tmp_path / "c"
+        run_ranks(
+            Mesh({"pp": 1, "dp": 1, "tp": 1}), lambda ctx: tpcore.checkpoint.save({"model": state}, where)
+        )
+    run_ranks(Mesh({"pp": pp, "dp": 1, "tp": 1}), rank)

@@ -81,6 +81,14 @@ class Statistics(nn.Module):
         return self.norm(x)
 
 
+class Balancing(nn.Module):
+    """Puts a loss of its own aside, for the model to add up."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.loss = x.square().mean()
+        return x
+
+
 class Attentive(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return x, x
@@ -99,6 +107,7 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any], str]] = {
         {},
         "layers change '0.norm.num_batches_tracked' as they run",
     ),
+    "a loss of its own": (Balancing, (X,), {}, "layers change '0.loss' as they run"),
     "shapes": (lambda: nn.Linear(2, 3), (X,), {}, r"float32 \(1, 3\) of torch.float32 \(1, 2\)"),
     "two values": (Attentive, (X,), {}, "returned 2 values"),
     "a cache": (Block, (torch.ones(4, 3, WIDTH), Cache()), {}, "get mix, a Cache: .* use_cache=False"),

@@ -148,12 +148,26 @@ def test_names_come_from_the_model_that_is_saved_too(tmp_path: Path) -> None:
     run_ranks(Mesh({"pp": 1, "dp": 1, "tp": 2}), read)
 
 
+@pytest.mark.parametrize("zero", [False, True])
+def test_an_optimizer_that_no_stages_could_open_warns_where_it_is_saved(tmp_path: Path, zero: bool) -> None:
+    def write(ctx: ParallelContext, *, with_model: bool) -> None:
+        model, optimizer = staged(ctx, zero, named=False)
+        state: dict[str, Any] = {"model": model.state_dict()} if with_model else {}
+        save(state | {"optimizer": optimizer}, tmp_path / "c")
+
+    one = Mesh({"pp": 1, "dp": 2, "tp": 1})
+    with pytest.warns(UserWarning, match="at another number of pipeline stages. Save the optimizer itself"):
+        run_ranks(one, lambda ctx: write(ctx, with_model=False))
+    run_ranks(one, lambda ctx: write(ctx, with_model=True))  # the model names them
+
+
 def test_state_of_stages_without_names_is_refused_elsewhere(tmp_path: Path) -> None:
     def write(ctx: ParallelContext) -> None:
         model, optimizer = staged(ctx, False, named=False)
         save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c")
 
-    run_ranks(Mesh({"pp": 2, "dp": 1, "tp": 1}), write)
+    with pytest.warns(UserWarning, match="without the names of its parameters"):
+        run_ranks(Mesh({"pp": 2, "dp": 1, "tp": 1}), write)
 
     def read(ctx: ParallelContext) -> None:
         with pytest.raises(CheckpointError, match=r"optimizer.* only at the degree it was saved at"):

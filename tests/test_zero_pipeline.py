@@ -41,12 +41,12 @@ def trained(model: nn.Module, optimizer: Any, ctx: ParallelContext, engine: str,
     return seen
 
 
-@pytest.mark.parametrize(("engine", "tp"), [("layers", 1), ("layers", 2), ("lockstep", 2)])
+@pytest.mark.parametrize(("engine", "tp"), [("layers", 1), ("lockstep", 2)])
 def test_steps_of_a_pipeline_and_its_checkpoint_elsewhere(tmp_path: Path, engine: str, tp: int) -> None:
     """Loss and norm of every step, at pp 2 x dp 2, then at pp 1. 1e-9: rounding, grown by AdamW."""
     dense, want = plain(4, tied=True), []
     optimizer = AdamW(dense.named_parameters(), lr=0.02)
-    for step in range(20):
+    for step in range(6):
         optimizer.zero_grad()
         loss = dense(**batch_of(8, step))
         loss.backward()
@@ -56,10 +56,10 @@ def test_steps_of_a_pipeline_and_its_checkpoint_elsewhere(tmp_path: Path, engine
     def first(ctx: ParallelContext) -> list[float]:
         model = staged(ctx)
         made = Zero1(AdamW, model.named_parameters(), lr=0.02, bucket_mb=1e-2)
-        seen = trained(model, made, ctx, engine, range(16))
+        seen = trained(model, made, ctx, engine, range(4))
         tpcore.check_replicas(model, made)
         tpcore.checkpoint.save({"model": model.state_dict(), "optimizer": made}, tmp_path / "c")
-        return seen + trained(model, made, ctx, engine, range(16, 20))
+        return seen + trained(model, made, ctx, engine, range(4, 6))
 
     for got in run_ranks(Mesh({"pp": 2, "dp": 2, "tp": tp}), first):
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
@@ -68,11 +68,11 @@ def test_steps_of_a_pipeline_and_its_checkpoint_elsewhere(tmp_path: Path, engine
         model = staged(ctx)
         made = Zero1(AdamW, model.named_parameters(), lr=0.1)
         made.load_state_dict(tpcore.checkpoint.load(tmp_path / "c", model)["optimizer"])
-        return trained(model, made, ctx, "layers", range(16, 20))
+        return trained(model, made, ctx, "layers", range(4, 6))
 
     for there in ({"pp": 1, "dp": 2, "tp": 1}, {"pp": 4, "dp": 1, "tp": 1}):
         for got in run_ranks(Mesh(there), second):
-            torch.testing.assert_close(got, want[32:], rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(got, want[8:], rtol=1e-9, atol=1e-9)
 
 
 def test_an_optimizer_made_before_parallelize() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -33,16 +34,48 @@ class Region(NamedTuple):
     dst_start: tuple[int, ...]
     size: tuple[int, ...]
 
-    def rows(self, start: int, end: int) -> Region:
-        """The region, clipped to rows ``start`` to ``end`` of the destination and counted from ``start``."""
-        at = self.dst_start[0]
-        first, last = (min(max(row, start), end) for row in (at, at + self.size[0]))
+    def within(self, start: Sequence[int], size: Sequence[int]) -> Region:
+        """The region within this box of the wanted part, with that box as the part. It may be empty."""
+        box = list(zip(self.dst_start, self.size, start, size, strict=True))
+        ends = [tuple(min(max(n, s), s + k) for n in (at, at + m)) for at, m, s, k in box]
+        first = [begin for begin, _ in ends]
         return Region(
             self.src,
-            (self.src_start[0] + first - at, *self.src_start[1:]),
-            (first - start, *self.dst_start[1:]),
-            (last - first, *self.size[1:]),
+            tuple(a + f - d for a, f, d in zip(self.src_start, first, self.dst_start, strict=True)),
+            tuple(f - s for f, s in zip(first, start, strict=True)),
+            tuple(last - begin for begin, last in ends),
         )
+
+
+Slab = tuple[tuple[int, ...], tuple[int, ...]]
+"""A box by its start and its size."""
+
+
+def slabs(shape: Sequence[int], start: int, stop: int) -> Iterator[Slab]:
+    """The entries from ``start`` up to ``stop`` of a tensor, numbered row by row, as boxes in that order.
+
+    There are at most two a dim, and one more.
+    """
+    if start >= stop:
+        return
+    if len(shape) < 2:
+        yield (start,) * len(shape), (stop - start,) * len(shape)
+        return
+    row = math.prod(shape[1:])
+    whole = range(-(-start // row), stop // row)  # rows
+    if not whole:  # one row's end and the next one's start, or the inside of a row
+        for at in range(start // row, -(-stop // row)):
+            yield from _in_row(shape, at, start, stop)
+        return
+    yield from _in_row(shape, whole.start - 1, start, whole.start * row)
+    yield (whole.start, *(0 for _ in shape[1:])), (len(whole), *shape[1:])
+    yield from _in_row(shape, whole.stop, whole.stop * row, stop)
+
+
+def _in_row(shape: Sequence[int], at: int, start: int, stop: int) -> Iterator[Slab]:
+    row = math.prod(shape[1:])
+    for begin, size in slabs(shape[1:], max(start - at * row, 0), min(stop - at * row, row)):
+        yield (at, *begin), (1, *size)
 
 
 def narrowed(t: Tensor, starts: Sequence[int], size: Sequence[int]) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..context import current
@@ -74,6 +75,7 @@ def load(
     sharded: bool = True,
     strict: bool = True,
     *,
+    optimizer: torch.optim.Optimizer | None = None,
     trust: bool = True,
     chkpt_path: StrPath | None = None,
     model_or_optimizer: Any = None,
@@ -88,6 +90,9 @@ def load(
     all entries of this rank. ``sharded=False``: load a ``.safetensors`` file, a file of ``torch.save``
     (``{"model": ...}`` or flat) or a Hugging Face directory, and read only this rank's part. Its names may
     have one prefix more or less than the model's.
+
+    ``optimizer``: takes the entry ``"optimizer"``, which is then not returned. Of a checkpoint of this
+    library a ``Zero1`` reads its own entries alone, one tensor after the other.
 
     Directories of NeuronX Distributed and optimum-neuron can be loaded too, in all their layouts (that of
     ``load_xser=True`` is recognised by its files, and the argument has no effect). The cut of their tensors
@@ -114,8 +119,13 @@ def load(
     finish_save()
     target = model if model is not None else model_or_optimizer
     how = Reading(model_key, trust, quiet=current().rank > 0)
+    if optimizer is not None and not isinstance(target, nn.Module):
+        raise ValueError(
+            "optimizer= goes with a model, load(path, model, optimizer=optimizer); alone it is "
+            'load(path, model_or_optimizer=optimizer, model_key="optimizer")'
+        )
     if target is None or isinstance(target, nn.Module):
-        return read_checkpoint(where, target, how, sharded=sharded, strict=strict)
+        return read_checkpoint(where, target, how, sharded=sharded, strict=strict, optimizer=optimizer)
     return load_object(where, target, how, sharded=sharded, strict=strict)
 
 

@@ -42,6 +42,11 @@ class Fit:
         self._notes: list[str] = []
         self._compare(found, where, strict)
 
+    @property
+    def names(self) -> list[str]:
+        """Those of the model's state."""
+        return list(self._wanted)
+
     # -- comparing ----------------------------------------------------------------------------------------
     def _compare(self, found: Mapping[str, Any], where: str, strict: bool) -> None:
         both = [name for name in self._wanted if name in found]

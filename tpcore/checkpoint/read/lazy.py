@@ -12,7 +12,7 @@ from torch import Tensor
 from ...errors import CheckpointError
 from ...mesh import Mesh
 from ...storage.files import CHUNK
-from ..tensors.stored import Cut, Job, Stored
+from ..tensors.stored import Cut, Job, Stored, within
 
 ONE = Mesh({"tp": 1})
 
@@ -47,9 +47,9 @@ class Lazy:
         step = max(1, CHUNK // max(1, math.prod(shape[1:]) * size))
         for start in range(0, rows, step):
             out = torch.empty((min(step, rows - start), *shape[1:]), dtype=self.dtype)
-            band = [(shard, r.rows(start, start + len(out)) if shape else r) for shard, r in parts]
             out = out if shape else out[0]
-            Job(out, tuple((s, r) for s, r in band if 0 not in r.size), covered).run(check=False)
+            at = (start, *(0 for _ in shape[1:])) if shape else ()
+            Job(out, within(parts, at, out.shape), covered).run(check=False)
             yield out
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,12 +20,14 @@ from ...layers.sharding import Sharding, layouts, shard_specs, stamp
 from ...layout import Layout
 from ...shard import ShardSpec
 from ...storage.files import naming
+from ...train.zero import ReadRun, Zero1
 from ..format.tree import dotted
 from ..forms.registry import open_source
 from ..forms.source import Cuts, OfParameter, Reading, Source, Stage
 from ..tensors.stored import Job, Stored
-from .fit import Fit, aligned
+from .fit import Fit, aligned, listed
 from .source import model_of
+from .target import OPTIMIZER, give, parameters_of
 
 StrPath = str | os.PathLike[str]
 
@@ -43,6 +47,8 @@ class Loading:
         self._made: dict[Stored, Tensor] = {}
         self._fit: Fit | None = None
         self._wants: dict[Stored, Layout] = {}  # layouts of optimizers' tensors that differ from the file's
+        self._later: dict[Stored, Tensor] = {}  # on meta: tensors that are read after the rest
+        self._elsewhere: list[str] = []  # names of the checkpoint that this stage's model lacks
         self._rest: Any = {}
         self._notes: list[str] = []
 
@@ -71,13 +77,15 @@ class Loading:
         parameters: Sequence[Layout | None] = (),
         names: Sequence[str] | None = None,
         key: str | None = None,
+        later: str | None = None,
     ) -> None:
         """Check that everything can be loaded, before anything is changed.
 
         ``parameters``: layouts of an optimizer's parameters, in the order of its groups. ``names``: their
         names, if they have any. ``key``: the entry that the optimizer loads; other entries may be left out.
+        ``later``: the entry of an optimizer that reads its tensors by itself, in ``run``.
         """
-        if model is not None:
+        if model is not None and names is None:
             names = [name for name, _ in model.named_parameters()]
         stage, whole = self.stage(_cuts_of(model), names), model is None
         if model is not None:
@@ -85,22 +93,26 @@ class Loading:
             if not self._sharded:
                 wanted = set(model.state_dict(keep_vars=True))
                 found = aligned(found, wanted)
-                if self._ctx.mesh.axes.get("pp", 1) > 1:  # names of other stages are not in this model
-                    found = {name: item for name, item in found.items() if name in wanted}
+                if self._ctx.mesh.axes.get("pp", 1) > 1:
+                    found = self._of_this_stage(found, wanted)
             self._fit = Fit(model, found, self._ctx, self._source.path, strict=self._strict)
         bound = dict(stage.bound(model=whole)) if self._sharded else {}
+        if model is not None:
+            bound = self._follow_model(stage, model, found) | bound
         if parameters:
             self._follow(
                 stage.of_parameters(),
                 lambda of: parameters[of.number] if of.number < len(parameters) else None,
             )
-        elif model is not None:
-            bound = self._follow_model(stage, model, found) | bound
         for why in dict.fromkeys(bound.values()):
             if self._strict and (key is None or bound.get(key) == why):
                 keys = ", ".join(dotted((key,)) for key in bound if bound[key] == why)
                 raise CheckpointError(f"{why}. strict=False leaves {keys} out")
             self._notes.append(f"left out: {why}")
+        for of in stage.of_parameters() if later is not None else ():
+            if of.key == later and of.stored.first.shape:
+                shape = of.stored.local_shape(self._wants.get(of.stored), self._ctx.mesh)
+                self._later[of.stored] = torch.empty(shape, dtype=of.stored.dtype, device="meta")
         self._rest = stage.entries(self._fill, bound, model=whole)
         if self._fit is not None:
             self._fit.verify()
@@ -116,7 +128,26 @@ class Loading:
         if not self.restaged and (self._source.pp == 1 or wanted.keys() <= found.keys()):
             return found
         every, pp = model_of(self._source, _cuts_of(model)), self._ctx.mesh.axes.get("pp", 1)
-        return {k: v for k, v in every.items() if pp == 1 or k in wanted} | found
+        return (every if pp == 1 else self._of_this_stage(every, wanted.keys())) | found
+
+    def _of_this_stage(self, every: Mapping[str, Any], wanted: Collection[str]) -> dict[str, Any]:
+        """Those that this stage's model has. What no stage has is found out in ``run``."""
+        self._elsewhere = [name for name in every if name not in wanted]
+        return {name: item for name, item in every.items() if name in wanted}
+
+    def _verify_names(self, model_names: Collection[str]) -> None:
+        """CheckpointError for names that no stage's model has, as where there is one stage. Collective."""
+        with together(self._ctx):
+            told = gather_bytes(json.dumps(sorted(model_names)).encode(), self._ctx.comm("pp"))
+            known = {name for names in told for name in json.loads(names)}
+            wrong = [n for n in self._elsewhere if n not in known]
+            lines = [f"{n!r}: the checkpoint has it, the model of no stage" for n in wrong]
+            if lines and self._strict:
+                raise CheckpointError(listed(f"{self._source.path} does not fit the model", lines))
+        if lines:
+            self._notes.append(
+                listed(f"{self._source.path} has more than the model, and strict=False", lines)
+            )
 
     def _follow(
         self, tensors: Iterable[OfParameter], layout_of: Callable[[OfParameter], Layout | None]
@@ -152,6 +183,8 @@ class Loading:
 
     def _fill(self, stored: Stored) -> Tensor:
         """Memory for a tensor, which ``run`` fills. Places where the same tensor was saved share it."""
+        if stored in self._later:
+            return self._later[stored]
         if stored not in self._made:
             want = self._wants.get(stored)
             out = torch.empty(stored.local_shape(want, self._ctx.mesh), dtype=stored.dtype)
@@ -162,16 +195,28 @@ class Loading:
             self._made[stored] = out
         return self._made[stored]
 
-    def run(self) -> Any:
-        """Read, after ``compare``. Returns the entries other than the model. Collective over the world."""
+    def run(self, take: Callable[[Any, Mapping[int, ReadRun]], None] | None = None) -> Any:
+        """Read, after ``compare``. Returns the entries other than the model. Collective over the world.
+
+        ``take``: called with those entries, and with a reader by the ``id`` of each tensor on meta in them,
+        before the model is changed.
+        """
         ctx, path = self._ctx, self._source.path
         seen = {data.decode() for data in gather_bytes(self._source.save_id.encode(), ctx.world)}
         if len(seen) > 1:
             raise CheckpointError(f"{path} was replaced while it was opened: the ranks saw {sorted(seen)}")
+        if self._fit is not None and self._ctx.mesh.axes.get("pp", 1) > 1:
+            self._verify_names(self._fit.names)
+        # first what the model does not see: while a rank finds damage there, no rank has changed anything
         with together(ctx), naming("load", path):
+            self._verify_later()
             # the model last, so that as little as possible can fail once it has changed
             for job in self._jobs:
                 job.run()
+        if take is not None:
+            with together(ctx), naming("load", path):
+                take(self._rest, self._runs())
+        with together(ctx), naming("load", path):
             if self._fit is not None:
                 self._fit.run()
         with together(ctx):
@@ -180,6 +225,21 @@ class Loading:
             for note in self._notes if ctx.rank == 0 else ():
                 warnings.warn(note, stacklevel=4)
         return self._rest
+
+    def _verify_later(self) -> None:
+        """Compare with their checksums what each dp rank will read a run of: each of them a share, whole."""
+        mesh = self._ctx.mesh
+        share, n = mesh.coords(self._ctx.rank).get("dp", 0), mesh.axes.get("dp", 1)
+        for stored, like in [*self._later.items()][share::n] if n > 1 else ():
+            stored.job(like, self._wants.get(stored), self._ctx.rank, self._ctx.mesh).verify()
+
+    def _runs(self) -> dict[int, ReadRun]:
+        """By the ``id`` of the tensors on meta that stand for what is read later: how."""
+        rank, mesh = self._ctx.rank, self._ctx.mesh
+        return {
+            id(like): partial(stored.read_run, want=self._wants.get(stored), rank=rank, mesh=mesh)
+            for stored, like in self._later.items()
+        }
 
 
 def _cuts_of(model: nn.Module | None) -> Cuts:
@@ -196,7 +256,13 @@ def _cuts_of(model: nn.Module | None) -> Cuts:
 
 
 def read_checkpoint(
-    load_dir: StrPath, model: nn.Module | None, how: Reading, *, sharded: bool, strict: bool
+    load_dir: StrPath,
+    model: nn.Module | None,
+    how: Reading,
+    *,
+    sharded: bool,
+    strict: bool,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> Any:
     """Load a checkpoint; see ``tpcore.checkpoint.load``. Collective over the world."""
     if not sharded and model is None:
@@ -208,5 +274,11 @@ def read_checkpoint(
         with together(ctx), naming("load", path):
             source = open_source(path, how, stack, sharded=sharded)
             loading = Loading(ctx, source, strict=strict, sharded=sharded)
-            loading.compare(model)
-        return loading.run()
+            if optimizer is None:
+                loading.compare(model)
+            else:
+                later = OPTIMIZER if isinstance(optimizer, Zero1) else None
+                loading.compare(model, *parameters_of(optimizer, ctx), later=later)
+        if optimizer is None:
+            return loading.run()
+        return loading.run(lambda rest, runs: give(optimizer, rest, runs, OPTIMIZER, path))

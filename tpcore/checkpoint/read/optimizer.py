@@ -16,6 +16,7 @@ from ...context import ParallelContext, current
 from ...errors import CheckpointError
 from ...layout import Layout
 from ...storage.files import naming
+from ...train.zero import Zero1
 from ..format.tree import is_optimizer
 from ..forms.pickles import in_own_memory, mapped
 from ..forms.rank_files import in_order
@@ -23,6 +24,7 @@ from ..forms.registry import open_source
 from ..forms.source import Reading
 from ..tensors.stored import Stored, layout_of
 from .model import Loading, StrPath
+from .target import give, parameters_of
 
 Saved = Mapping[str, Any]
 """An optimizer's ``state_dict()``."""
@@ -35,33 +37,21 @@ def load_object(where: StrPath, target: Any, how: Reading, *, sharded: bool, str
         suffix = "" if sharded else " with sharded=False"
         raise ValueError(f"cannot load into a {type(target).__name__}{suffix}")
     ctx, path, key = current(), os.fspath(where), how.model_key
+    later = key if isinstance(target, Zero1) else None
     with ExitStack() as stack:
         with together(ctx), naming("load", path):
             source = open_source(path, how, stack, sharded=sharded)
             loading = Loading(ctx, source, strict=strict, sharded=sharded)
             states, rest = loading.states() if optimizer else (None, {})
             if states is None:
-                layouts, names = _parameters(optimizer, ctx) if optimizer else ((), None)
-                loading.compare(None, layouts, names, key if loading.restaged else None)
+                layouts, names = parameters_of(optimizer, ctx) if optimizer else ((), None)
+                loading.compare(None, layouts, names, key if loading.restaged else None, later)
         if states is None:
-            rest = loading.run()
+            return loading.run(lambda rest, runs: give(target, rest, runs, key, path))
     with together(ctx):
-        if states is not None:
-            rest[key] = cut_anew(states, optimizer, ctx, path)
-        if key not in rest:
-            raise ValueError(f"{path} has no entry {key!r}; it has {list(rest)}")
-        target.load_state_dict(rest.pop(key))
+        rest[key] = cut_anew(states, optimizer, ctx, path)
+        give(target, rest, {}, key, path)
     return rest
-
-
-def _parameters(
-    optimizer: torch.optim.Optimizer, ctx: ParallelContext
-) -> tuple[Sequence[Layout | None], list[str] | None]:
-    """Layouts of the parameters, in the order of their groups, and their names if all have one."""
-    params = [*chain.from_iterable(group["params"] for group in optimizer.param_groups)]
-    names = [*chain.from_iterable(group.get("param_names") or () for group in optimizer.param_groups)]
-    layouts = [layout_of(p, ctx, f"parameter {i}") for i, p in enumerate(params)]
-    return layouts, names if len(names) == len(params) else None
 
 
 def cut_anew(states: Sequence[Saved], optimizer: Any, ctx: ParallelContext, where: str) -> dict[str, Any]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from ...boxes import Region, narrowed
+from ...boxes import Region, narrowed, slabs
 from ...context import ParallelContext
 from ...errors import CheckpointError
 from ...layers.sharding import sharding
@@ -27,12 +27,22 @@ COPIED = "dp"
 """The axis along which a checkpoint stores one copy: its ranks share a directory."""
 
 
+Parts = tuple[tuple[Shard, Region], ...]
+"""What a rank's part is made of."""
+
+
+def within(parts: Parts, start: Sequence[int], size: Sequence[int]) -> Parts:
+    """What a box of the part is made of."""
+    every = ((shard, region.within(start, size)) for shard, region in parts)
+    return tuple((shard, region) for shard, region in every if 0 not in region.size)
+
+
 @dataclass(frozen=True, eq=False)
 class Job:
     """Fills ``out`` from regions of shards. Unless ``covered``, the rest becomes zero."""
 
     out: Tensor
-    parts: tuple[tuple[Shard, Region], ...]
+    parts: Parts
     covered: bool
 
     def verify(self) -> None:
@@ -133,9 +143,7 @@ class Stored:
             return self.first.shape
         return (want or self.whole()[0]).local_shape(mesh)
 
-    def parts(
-        self, want: Layout | None, rank: int, mesh: Mesh
-    ) -> tuple[tuple[tuple[Shard, Region], ...], bool]:
+    def parts(self, want: Layout | None, rank: int, mesh: Mesh) -> tuple[Parts, bool]:
         """The regions of shards that make up the part of ``rank`` on ``mesh``, and whether they cover it."""
         if self.kept(want, mesh):
             nothing = (0,) * len(self.first.shape)
@@ -148,6 +156,14 @@ class Stored:
 
     def job(self, out: Tensor, want: Layout | None, rank: int, mesh: Mesh) -> Job:
         return Job(out, *self.parts(want, rank, mesh))
+
+    def read_run(self, start: int, out: Tensor, want: Layout | None, rank: int, mesh: Mesh) -> None:
+        """Fill ``out``, flat, with the entries of that part from ``start`` on, numbered row by row."""
+        (parts, covered), done = self.parts(want, rank, mesh), 0
+        for begin, size in slabs(self.local_shape(want, mesh), start, start + len(out)):
+            count = math.prod(size)
+            Job(out[done : done + count].view(size), within(parts, begin, size), covered).run()
+            done += count
 
 
 def _summary(shard: Shard) -> object:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,8 +31,9 @@ class Resolved:
 
 
 def resolve(state: Any, ctx: ParallelContext) -> Resolved:
-    """Replace the optimizers in ``state``. ValueError if one of a pipeline stage has unnamed parameters."""
-    if not isinstance(state, Mapping) or not any(map(_is_optimizer, state.values())):
+    """Replace the optimizers in ``state``. ValueError if one of a pipeline stage has unnamed parameters. At
+    pp=1 a warning says where such a state can be loaded, and where not."""
+    if not isinstance(state, Mapping) or not any(map(_of_optimizer, state.values())):
         return Resolved(state)
     found = Resolved(dict(state))
     names = _names(state, ctx)
@@ -39,11 +41,27 @@ def resolve(state: Any, ctx: ParallelContext) -> Resolved:
         if isinstance(value, torch.optim.Optimizer):
             found.state[key] = _resolved(value, found, ctx)
             _name(value, found.state[key], names, ctx, key)
+            _warn_of_no_names(key, found.state[key], ctx, "at another number of pipeline stages")
+        elif is_optimizer(value):
+            _warn_of_no_names(key, value, ctx, "at another degree")
     return found
 
 
-def _is_optimizer(value: Any) -> bool:
-    return isinstance(value, torch.optim.Optimizer)
+def _of_optimizer(value: Any) -> bool:
+    return isinstance(value, torch.optim.Optimizer) or is_optimizer(value)
+
+
+def _warn_of_no_names(key: Any, saved: Mapping[str, Any], ctx: ParallelContext, where: str) -> None:
+    """Now, while the job that can name them runs, and not when the checkpoint is opened elsewhere."""
+    states = [values for values in saved["state"].values() if isinstance(values, Mapping)]
+    kept = any(isinstance(t, Tensor) and t.ndim for values in states for t in values.values())
+    named = all(group.get("param_names") or not group["params"] for group in saved["param_groups"])
+    if kept and not named and ctx.rank == 0:
+        warnings.warn(
+            f"{key!r} is saved without the names of its parameters, and cannot be loaded {where}. Save the "
+            "optimizer itself with model.state_dict(), or make it from model.named_parameters()",
+            stacklevel=2,
+        )
 
 
 def _resolved(optimizer: torch.optim.Optimizer, found: Resolved, ctx: ParallelContext) -> dict[str, Any]:

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from ... import random
 from .arguments import LayerArguments
 
+Kept = dict[str, tuple[Tensor, int]]
+
 
 class StageLayers:
     """Runs ``layers`` one after another. The stage's ``place`` affects only its random numbers."""
@@ -37,7 +39,7 @@ class StageLayers:
         """
 
         def call(x: Tensor) -> Tensor:
-            before = self._versions()
+            before = self._kept() if check else {}
             if seed is None:
                 y = self(x, arguments())
             else:
@@ -49,21 +51,29 @@ class StageLayers:
 
         return call
 
-    def _check(self, x: Tensor, y: Tensor, before: dict[str, int]) -> None:
-        changed = [name for name, version in self._versions().items() if before[name] != version]
-        if changed:
-            raise ValueError(
-                f"the layers change {changed[0]!r} as they run: in a pipeline they also run on what is no "
-                "microbatch, and again in backward; replace what keeps statistics, such as a BatchNorm"
-            )
+    def _check(self, x: Tensor, y: Tensor, before: Kept) -> None:
+        for name, (t, version) in self._kept().items():
+            if name not in before or before[name][0] is not t or before[name][1] != version:
+                raise ValueError(
+                    f"the layers change {name!r} as they run: in a pipeline they also run on what is no "
+                    "microbatch, and again in backward; replace what keeps statistics, such as a BatchNorm, "
+                    "or a loss of its own"
+                )
         if y.shape != x.shape or y.dtype != x.dtype:
             raise ValueError(
                 f"the layers make {y.dtype} {tuple(y.shape)} of {x.dtype} {tuple(x.shape)}: what goes from "
                 "stage to stage has one shape and dtype"
             )
 
-    def _versions(self) -> dict[str, int]:
-        return {name: buffer._version for name, buffer in self._layers.named_buffers()}
+    def _kept(self) -> Kept:
+        """What layers keep beside their parameters, with its version: buffers, and numbers put aside as
+        attributes. Larger attributes may be caches, of a mask say, which are the same for each microbatch."""
+        found = {name: (buffer, buffer._version) for name, buffer in self._layers.named_buffers()}
+        for path, module in self._layers.named_modules():
+            for key, t in vars(module).items():
+                if isinstance(t, Tensor) and t.numel() == 1:
+                    found[f"{path}.{key}"] = t, t._version
+        return found
 
     def _hidden(self, out: Any) -> Tensor:
         self.tuples = isinstance(out, tuple | list)

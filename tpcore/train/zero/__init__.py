@@ -1,5 +1,6 @@
 """ZeRO-1: each data-parallel rank keeps the optimizer's state for its part of every parameter."""
 
+from .chunk import ReadRun
 from .optimizer import Zero1
 
-__all__ = ["Zero1"]
+__all__ = ["ReadRun", "Zero1"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +12,9 @@ from ...boxes import narrowed
 from ...comm import Comm
 from ...layers.sharding import sharding
 from ..clip import Addend, Parts
+
+ReadRun = Callable[[int, Tensor], None]
+"""Fills a flat tensor in host memory with the entries of a stored one from that number on, row by row."""
 
 
 def kind_of(parameter: Tensor) -> str:
@@ -52,6 +55,12 @@ class ParameterChunk:
         program for each shape."""
         part = full.reshape(-1)[index * self.length : (index + 1) * self.length]
         return F.pad(part, (0, self.length - part.numel())).clone()
+
+    def read_on_host(self, read: ReadRun, dtype: torch.dtype, index: int) -> Tensor:
+        """The same of a tensor that lies in a file, of which no more is read."""
+        out, start = torch.zeros(self.length, dtype=dtype), index * self.length
+        read(start, out[: max(0, self.numel - start)])
+        return out
 
     def whole(self, part: Tensor) -> Tensor:
         """Gather a tensor of the parameter's shape from the dp ranks' chunks. Collective over dp."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from ..clip import norm_of
 from ..data_parallel import present_anywhere
 from ..parameters import check_parameters, check_same_over_dp, named_of
 from .accumulation import Accumulation
-from .chunk import ChunkSegment, ParameterChunk, kind_of
+from .chunk import ChunkSegment, ParameterChunk, ReadRun, kind_of
 from .elementwise import check_elementwise
 from .state import Outline, entries_of, outline_of
 
@@ -262,9 +262,15 @@ class Zero1(torch.optim.Optimizer):
         If it has no ``master`` values, they start from the weights. Raises ValueError if it does not fit the
         parameters.
         """
+        self.load_outline(state_dict, {})
+
+    @torch.no_grad()
+    def load_outline(self, outline: dict[str, Any], runs: Mapping[int, ReadRun]) -> None:
+        """The same, where tensors on meta stand for some that are read now: each rank its entries, one
+        tensor after the other. ``runs``: how, by their ``id``."""
         base = self.base()
         index = current().coord("dp")
-        state, masters = entries_of(state_dict, self._parameters, self._chunks, self._entries, index)
+        state, masters = entries_of(outline, self._parameters, self._chunks, self._entries, index, runs)
         base.load_state_dict(state)
         for p, chunk in self._chunks.items():
             chunk.take_master(masters.get(p))

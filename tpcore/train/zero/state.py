@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...layers.sharding import sharding, stamp
-from .chunk import ParameterChunk
+from .chunk import ParameterChunk, ReadRun
 
 MASTER = "master"
 
@@ -64,10 +64,12 @@ def entries_of(
     chunks: Mapping[Tensor, ParameterChunk],
     keys: Collection[str],
     index: int,
+    runs: Mapping[int, ReadRun],
 ) -> tuple[dict[str, Any], dict[Tensor, Tensor]]:
     """The chunks of dp rank ``index`` of a plain optimizer's state and of the master values in it.
 
-    ``keys``: state keys with a value for each entry. Parameters are numbered in the order of the groups.
+    ``keys``: state keys with a value for each entry. ``runs``: readers by the ``id`` of the tensors on meta
+    that stand for values that are still to be read. Parameters are numbered in the order of the groups.
     """
     states: dict[Any, Any] = {}
     masters: dict[Tensor, Tensor] = {}
@@ -81,9 +83,13 @@ def entries_of(
     for number, values in saved["state"].items():
         p, states[number] = by_number[number], {}
         for key, value in values.items():
-            part = value
+            part, run = value, runs.get(id(value))
             if isinstance(value, Tensor) and (key in keys or key == MASTER or _like(value, p)):
-                part = _part(value, p, chunks[p], index, f"state[{number}].{key}")
+                part = _part(value, p, chunks[p], index, run, f"state[{number}].{key}")
+            elif run is not None:
+                part = torch.empty(value.numel(), dtype=value.dtype)
+                run(0, part)
+                part = part.view(value.shape)
             if key == MASTER:
                 masters[p] = part
             else:
@@ -95,10 +101,14 @@ def _like(value: Tensor, p: Tensor) -> bool:
     return value.ndim > 0 and value.shape == p.shape
 
 
-def _part(value: Tensor, p: Tensor, chunk: ParameterChunk, index: int, where: str) -> Tensor:
+def _part(
+    value: Tensor, p: Tensor, chunk: ParameterChunk, index: int, run: ReadRun | None, where: str
+) -> Tensor:
     if value.shape != p.shape:
         raise ValueError(
             f"{where} has shape {tuple(value.shape)} and its parameter {tuple(p.shape)} on this rank: "
             "load the checkpoint by tpcore.checkpoint.load, which cuts for this job's tp"
         )
+    if run is not None:
+        return chunk.read_on_host(run, value.dtype, index)
     return chunk.cut_on_host(value, index) if value.device.type == "cpu" else chunk.cut(value)

@@ -17,8 +17,9 @@ from tpcore.c10d.backend import C10dBackend
 from tpcore.c10d.supervision import words
 from tpcore.c10d.supervision.flight_recorder import FlightRecorder, RankReport
 from tpcore.c10d.supervision.host import Identity
-from tpcore.c10d.supervision.peers import Peers, connection_broke
+from tpcore.c10d.supervision.peers import Peers
 from tpcore.c10d.supervision.status_store import StatusStore
+from tpcore.c10d.supervision.verdict import connection_broke
 from tpcore.calls import Call, unexplained
 from tpcore.context import ParallelContext
 from tpcore.errors import CollectiveMismatchError, CollectiveTimeoutError, PeerLostError
@@ -94,8 +95,8 @@ def test_a_rank_without_a_report_is_not_silent_since_1970() -> None:
     """The store cannot be reached: nothing is known of a rank on another host."""
     here = Identity.own()
     peers = Peers(StatusStore(dist.HashStore), 0, [here, Identity("far", "", 7, 7)], FlightRecorder())
-    assert peers.state(1, RankReport()) == " (pid 7 on far, of which no report has come)"
-    assert re.match(r" \(pid 7 on far, no sign of life for \d+ s\)", peers.state(1, RankReport(at=1.0)))
+    assert peers.state(1, {1: RankReport()}) == " (pid 7 on far, of which no report has come)"
+    assert re.match(r" \(pid 7 on far, no sign of life for \d+ s\)", peers.state(1, {1: RankReport(at=1.0)}))
 
 
 def test_words_that_differ_with_equal_calls_are_explained() -> None:

@@ -114,6 +114,12 @@ def address_towards(store: dist.Store, alone: bool) -> str:
     return "127.0.0.1"
 
 
+def place_of_server(store: dist.Store) -> tuple[str, int] | None:
+    """Host and port of a TCPStore; None for other stores."""
+    store = _innermost(store)
+    return (store.host, store.port) if isinstance(store, dist.TCPStore) else None
+
+
 def folder_beside(store: dist.Store, name: str) -> Path | None:
     """A folder's path beside the file of a FileStore; None for other stores."""
     store = _innermost(store)

@@ -34,6 +34,12 @@ def _siblings(target: str, kind: str) -> list[str]:
     return [os.path.join(parent, name) for name in sorted(names) if name.startswith(prefix)]
 
 
+def replaced_names(parent: str) -> list[str]:
+    """Names in ``parent`` of which a save moved the previous checkpoint away: see ``resolve``."""
+    names = [name.rpartition(".replaced-") for name in os.listdir(parent)]
+    return [before[1:] for before, found, _ in names if found and before.startswith(".")]
+
+
 def resolve(target: str) -> str:
     """Where the checkpoint called ``target`` lies: under its name, but for the one instant that is left.
 

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from ...checkpoint.write.snapshot import StateTensor
+from ...storage.temporary import OwnedDirectory
 from ...storage.tensorfile import write_tensors
 from ..artifact import TracedFile, TraceManifest, weights_file
 from ..inputs import Plan
@@ -97,7 +98,7 @@ class TensorParallelModel(nn.Module):
     def replace_weights(self, source: str | PathLike[str] | Mapping[str, Tensor]) -> None:
         """Other weights, without tracing again: a checkpoint in any form and at any degree, or an unsharded
         state_dict. CheckpointError if it does not fit; then nothing is changed."""
-        new = TemporaryDirectory(prefix="tpcore-weights-")
+        new = OwnedDirectory("tpcore-weights-")
         try:
             self._replace(source, Path(new.name))
         except BaseException:

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import forked
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tpcore.c10d.backend import C10dBackend
-from tpcore.c10d.supervision import words
+from tpcore.c10d.supervision import rendezvous, words
 from tpcore.c10d.supervision.flight_recorder import FlightRecorder, RankReport
 from tpcore.c10d.supervision.host import Identity
 from tpcore.c10d.supervision.peers import Peers
@@ -184,3 +185,22 @@ def _hooks(ctx: ParallelContext) -> str:
 
 def test_our_hook_is_above_torchs(other: RankPool) -> None:
     assert other.run(TP2, _hooks) == ["Peers._excepthook"] * 2
+
+
+def test_a_launchers_store_is_used_by_one_start_after_another() -> None:
+    """Of the first start a rank was killed before it had its answer."""
+    store = dist.HashStore()
+    store.set("tpcore start/1", "of a rank that was killed")
+    for _ in range(2):
+        with ThreadPoolExecutor(3) as threads:
+            started = [threads.submit(rendezvous._of_this_start, store, r, 3, 20.0) for r in range(3)]
+        # one part for all three, which nobody has used before
+        assert sorted(s.result().add("ranks", 1) for s in started) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(("rank", "who"), [(0, "1, 2"), (1, "0")])
+def test_ranks_that_are_not_started_again_are_named(rank: int, who: str) -> None:
+    with pytest.raises(
+        CollectiveTimeoutError, match=f"{rank} waited 0.1 s to start: rank {who} of 3 did not"
+    ):
+        rendezvous._of_this_start(dist.HashStore(), rank, 3, 0.1)

@@ -15,7 +15,7 @@ from typing import Any
 
 import forked
 import psutil
-from network import Network, address
+from network import Network, address, end_with_parent
 
 PORT = 29577
 
@@ -58,6 +58,10 @@ class Machine:
     def stop(self, which: int) -> None:
         self.processes()[which].send_signal(signal.SIGSTOP)
 
+    def wait(self, seconds: float) -> None:
+        """Until all have ended, but no longer."""
+        self._process.join(seconds)
+
     # -- outcome ------------------------------------------------------------------------------------------
     def join(self, seconds: float) -> None:
         self._process.join(seconds)
@@ -83,17 +87,6 @@ class Machine:
             r"^(?:\[rank\d+\]: )?(tpcore\.errors\..*(?:\n.*)*)", self.printed(rank), re.MULTILINE
         )
         return found[-1] if found else ""
-
-
-def of_launcher(rank: int, world: int, local: int, host: str, port: int) -> dict[str, str]:
-    """As a launcher tells a rank which it is. The store is rank 0's."""
-    return {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(world),
-        "LOCAL_RANK": str(local),
-        "MASTER_ADDR": host,
-        "MASTER_PORT": str(port),
-    }
 
 
 def _machine(
@@ -124,6 +117,7 @@ def _ranks(
     for local, rank in enumerate(ranks):
         pid = os.fork()
         if pid == 0:
+            end_with_parent()
             os.environ.update(env | {"RANK": str(rank), "LOCAL_RANK": str(local)})
             _rank(home / f"printed{rank}", program, args)
         alive[pid] = rank

@@ -125,7 +125,7 @@ class Network:
         _check(libc.unshare(_NEWNS | _NEWUTS | _NEWPID))
         pid = os.fork()
         if pid == 0:
-            libc.prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
+            end_with_parent()
             _check(libc.mount(None, b"/", None, _PRIVATE, None))
             _check(libc.mount(b"proc", b"/proc", b"proc", 0, None))
             _check(libc.mount(hosts_file.encode(), b"/etc/hosts", None, _BIND, None))
@@ -139,6 +139,11 @@ class Network:
         """The text of /etc/hosts."""
         lines = [f"{address(i)} {name}" for i, name in enumerate(self.names)]
         return "\n".join(["127.0.0.1 localhost", *lines, ""])
+
+
+def end_with_parent() -> None:
+    """Be killed when the thread that forked this process ends."""
+    ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
 
 
 def address(host: int) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,8 @@ def run(rank: int, options: argparse.Namespace) -> None:
     shared = ctx.comm("tp")
     with changed({"TPCORE_SHM": "0"}):
         gloo, silent = (ctx.comm_for(dist.new_group(list(range(TP)))) for _ in range(2))
-    silent.transport._watch.words = None  # what TPCORE_CHECK=0 makes of all groups of a job
+    unwatched: Any = silent.transport
+    unwatched._watch.words = None  # what TPCORE_CHECK=0 makes of all groups of a job
     for _ in range(WARMUP):
         gloo.all_reduce(torch.ones(1))
     say(f"{conditions()}\n\ntpcore over {shared.transport!r} and over {gloo.transport!r}")

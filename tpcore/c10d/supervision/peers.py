@@ -268,11 +268,9 @@ class Peers(threading.Thread):
 
     def _died(self, rank: int) -> None:
         """A neighbour's process ended. Fatal at once if it failed, and had not left the job before."""
-        how, ended = self._fate(rank), self._store.ended(rank)
-        if (
-            how == GONE and ended is None and self.verdict is None
-        ):  # its launcher was faster; nothing is wrong if os._exit(0) ended it
-            self._tell(self._lost(rank, GONE))
+        how, ended, gone = self._fate(rank), self._store.ended(rank), self._lost(rank, GONE)
+        if how == GONE and ended is None and self.verdict in (None, gone):
+            self._tell(gone)  # its launcher was faster; nothing is wrong if os._exit(0) ended it
         if how in (None, CLEAN, GONE) or not (ended or "ended").startswith("ended"):
             return
         self._judge(rank)

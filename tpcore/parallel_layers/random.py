@@ -1,4 +1,4 @@
-"""Random streams under their NeuronX Distributed names."""
+"""Random streams under NeuronX Distributed's names."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _STREAM = "model-parallel-rng"  # the one name that NeuronX Distributed's own se
 
 
 class XLARNGStatesTracker:
-    """What scripts enter before dropout on cut activations. Holds no state: see ``tpcore.random``."""
+    """Its ``fork`` is for dropout on cut activations. It has no state: see ``tpcore.random``."""
 
     def fork(self, name: str = _STREAM) -> AbstractContextManager[None]:
-        """``tpcore.random.sharded()``: other numbers on each tp rank, inside a ``with`` block."""
+        """``tpcore.random.sharded()``: different numbers on each tp rank inside a ``with`` block."""
         if name != _STREAM:
             raise ValueError(f"no random stream {name!r}, only {_STREAM!r}; see tpcore.random")
         return sharded()

@@ -1,4 +1,4 @@
-"""Why a collective failed: a thread of each process that knows how the other ranks are."""
+"""The reason why a collective failed: a thread in each process monitors the other ranks."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from .verdict import Verdict, connection_broke
 
 T = TypeVar("T")
 
-_BEAT = 0.5  # seconds between two signs of life
-_SILENT = 3.0  # seconds without one that are worth telling
-_ANSWER = 2.0  # seconds the store may take: it does not answer while its host is stopped
-_GRACE = 3.0  # seconds to find out who closed a connection; a dying process closes before it is a zombie
+_BEAT = 0.5  # seconds between two heartbeats
+_SILENT = 3.0  # seconds without a heartbeat after which a message mentions it
+_ANSWER = 2.0  # seconds to wait for the store, which does not answer while its host is stopped
+_GRACE = 3.0  # seconds to find out who closed a connection; a dying process closes it before it is a zombie
 _LINGER = 1.0  # seconds for collectives that can still complete, before a lost job's sockets are cut
 
 
 class Peers(threading.Thread):
-    """Publishes what this rank did last, watches its neighbours, and finds out who was lost.
+    """Publishes this rank's last calls, watches its neighbours, and finds out which rank was lost.
 
-    Only this thread uses the store, so that a store that does not answer holds up nobody else.
+    Only this thread uses the store, so that a store that does not answer blocks no other thread.
     """
 
     def __init__(
@@ -66,12 +66,12 @@ class Peers(threading.Thread):
         atexit.register(self._at_exit)
 
     def hook(self) -> None:
-        """Hear first of an error that ends the program: above the hook of torch's init_process_group, because
-        what is printed inside that one comes out with a prefix."""
+        """Install a sys.excepthook that runs before the one of torch's init_process_group: text printed
+        inside torch's hook gets a prefix."""
         self._hook, sys.excepthook = sys.excepthook, self._excepthook
 
     def close(self, how: str) -> None:
-        """Say how this rank ended, unless that was said before, and stop watching."""
+        """Publish how this rank ended, unless that is published already, and stop watching."""
         self._ask(lambda: self._store.end(self.rank, how), None)
         atexit.unregister(self._at_exit)
         if sys.excepthook == self._excepthook:
@@ -84,31 +84,31 @@ class Peers(threading.Thread):
             self._requests.close()
 
     def fail(self, error: BaseException) -> None:
-        """This rank gives up with ``error``: all others will."""
+        """Publish that this rank failed with ``error``; all others will fail too."""
         what = f"raised {type(error).__name__}: {error}"
         if isinstance(error, SystemExit):
             what = f"called sys.exit({error.code!r})"
         self._ask(lambda: self._store.end(self.rank, what), None)
         if isinstance(error, (PeerLostError, CollectiveTimeoutError)):
-            return  # it follows from a verdict
-        if connection_broke(error):  # DDP's: a Comm would have named the cause
+            return  # the error follows from a verdict
+        if connection_broke(error):  # an error of DDP: a Comm would have named the cause
             log.error(self.diagnose(range(len(self.peers)), error).text)
         else:
             self.post(self._lost(self.rank, what))
 
     def post(self, verdict: Verdict) -> Verdict:
-        """Make ``verdict`` that of the job, unless another came first; return the one that holds."""
+        """Make ``verdict`` the job's verdict, unless there is one; return the job's verdict."""
         holds = self._ask(lambda: self._store.post(verdict), None)
         return self._accept(self.verdict or holds or verdict)
 
     def sever(self) -> None:
-        """Let nobody wait for this rank any more."""
+        """Cut the connections, so that no rank waits for this one any more."""
         sever(self.sockets)
         for part in list(self.partings):
             part()
 
     def final(self) -> Verdict | None:
-        """The verdict, once collectives that could still complete have had the time to."""
+        """The verdict, once collectives that can still complete have had the time to do so."""
         return self.verdict if self._cut_at is None else None
 
     def find(self, ranks: Sequence[int]) -> Verdict | None:
@@ -117,7 +117,7 @@ class Peers(threading.Thread):
         return None if found is None else self.post(found)
 
     def look(self, ranks: Sequence[int]) -> Verdict | None:
-        """The same, and nobody else is told yet."""
+        """As ``find``, but the verdict is not posted to the other ranks."""
         return self.verdict or self._ask(lambda: self._look(ranks), None) or self._look_around(ranks)
 
     def gone(self, rank: int) -> str | None:
@@ -133,7 +133,7 @@ class Peers(threading.Thread):
         return how if how.startswith(("was killed", "exited", "is gone", "cannot")) else None
 
     def diagnose(self, members: Sequence[int], error: BaseException) -> Verdict:
-        """A connection within ``members`` broke: whose, and why."""
+        """The verdict after a connection within ``members`` broke: the lost rank and the reason."""
         deadline = time.monotonic() + _GRACE
         others = [m for m in members if m != self.rank]
         while time.monotonic() < deadline:
@@ -171,7 +171,7 @@ class Peers(threading.Thread):
         return f" ({peer}, no sign of life for {silent:.0f} s)" if silent > _SILENT else ""
 
     def _ask(self, fn: Callable[[], T], default: T) -> T:
-        """``fn`` in the monitor's thread, or ``default`` if the store does not answer."""
+        """Call ``fn`` in the monitor's thread; return ``default`` if the store does not answer."""
         if self._closed or not self.is_alive() or threading.current_thread() is self:
             return default
         try:
@@ -181,7 +181,7 @@ class Peers(threading.Thread):
             return default
 
     def _excepthook(self, kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
-        # torch's own hook may hold this one beyond close(), and a data loader's fork has it too
+        # torch's own hook may keep this one after close(), and a forked data loader inherits it
         if os.getpid() == self.peers[self.rank].pid and not self._closed:
             self.fail(error)
         with hold_lines():  # torch's hook prints to a sys.stderr of its own
@@ -212,8 +212,8 @@ class Peers(threading.Thread):
 
     # -- in the monitor's own thread --------------------------------------------------------------------
     def run(self) -> None:
-        # here and not by the caller: torch asks the name server for the name of its peer's address, and
-        # where none answers that takes 5 s (seen in one connection of 25)
+        # in this thread and not in the caller's: torch looks up the name of its peer's address, which takes
+        # 5 s if no name server answers (seen in one connection of 25)
         self._store.open()
         self._near.watch(self._selector, self._died)
         self._links.watch(self._selector, self._unlinked)
@@ -222,7 +222,7 @@ class Peers(threading.Thread):
             if time.monotonic() >= due:
                 self._beat()
                 due = time.monotonic() + _BEAT
-            # a cut may have been set by the other thread since, but no later than a beat from now
+            # the other thread may set a cut meanwhile; the loop sees it within a beat
             for key, _ in self._selector.select(max(0.0, min(due, self._cut_at or due) - time.monotonic())):
                 if key.data is None:
                     self._requests.taken()

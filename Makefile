@@ -28,7 +28,7 @@ XLA_CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/tpcore/xla-$(XLA_KEY)
 XLA_PROJECT := $(XLA_VENV)/.project-$(XLA_KEY)-$(subst $(VENV)/.project-,,$(PROJECT))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-xla demo test test-cpu test-fast test-oldest test-xla lint types docs bench correctness lock clean
+.PHONY: help venv venv-xla demo test test-cpu test-fast test-oldest test-xla drills lint types docs bench correctness lock clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -51,6 +51,10 @@ test-cpu: venv  ## lint, tests, types, documentation: all but the tests that nee
 
 test-fast: venv  ## the tests that are not slow: PYTEST_ARGS='tests/test_cli.py' runs a part
 	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+
+drills: venv  ## the long form of what is tested in samples: an hour of faults, kills and damaged files
+	TPCORE_DRILLS=all TPCORE_KILLS=20 TPCORE_FUZZ=20000 $(BIN)/python -m pytest tests/hosts \
+	    tests/test_checkpoint_kill.py tests/test_checkpoint_fuzz.py
 
 OLDEST := $(shell sed -n 's/^hf = \["transformers>=\([0-9.]*\),.*/\1/p' pyproject.toml)
 OLDEST_AT := $(VENV)/transformers-$(OLDEST)

@@ -87,7 +87,7 @@ PUBLIC = {
     "tpcore.optim": ["Zero1", "lazy"],
     "tpcore.random": ["draw", "get_state", "manual_seed", "mixed", "seeded", "set_state", "sharded"],
     "tpcore.explaining": ["Collective", "Explanation", "Parameter", "Program", "StageCost", "explain"],
-    "tpcore.checkpoint": ["load", "save", "wait"],
+    "tpcore.checkpoint": ["latest", "load", "save", "wait"],
     "tpcore_neuron": ["NativeBackend", "NeuronBackend"],
     "tpcore_neuron.testing": ["Collective", "Program", "lower", "programs", "run_replicas"],
     "tpcore.trace": [

@@ -126,15 +126,7 @@ AGENT_STORE = Variable(
     "The launcher hosts the job's store, not rank 0.",
     "launcher",
 )
-RESTARTS = Variable(
-    "TORCHELASTIC_RESTART_COUNT",
-    whole,
-    0,
-    "a number",
-    "How often the launcher has restarted the ranks: each start has its own part of the store.",
-    "launcher",
-)
-# set by other launchers, which set no WORLD_SIZE
+# of other launchers, which know no WORLD_SIZE
 OPENMPI_SIZE = Variable(
     "OMPI_COMM_WORLD_SIZE", whole, 1, "a number", "As `WORLD_SIZE`, for the conformance kit.", "launcher"
 )

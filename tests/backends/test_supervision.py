@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import forked
@@ -14,11 +15,12 @@ import torch
 import torch.distributed as dist
 
 from tpcore.c10d.backend import C10dBackend
-from tpcore.c10d.supervision import words
+from tpcore.c10d.supervision import rendezvous, words
 from tpcore.c10d.supervision.flight_recorder import FlightRecorder, RankReport
 from tpcore.c10d.supervision.host import Identity
-from tpcore.c10d.supervision.peers import Peers, connection_broke
+from tpcore.c10d.supervision.peers import Peers
 from tpcore.c10d.supervision.status_store import StatusStore
+from tpcore.c10d.supervision.verdict import connection_broke
 from tpcore.calls import Call, unexplained
 from tpcore.context import ParallelContext
 from tpcore.errors import CollectiveMismatchError, CollectiveTimeoutError, PeerLostError
@@ -94,8 +96,8 @@ def test_a_rank_without_a_report_is_not_silent_since_1970() -> None:
     """The store cannot be reached: nothing is known of a rank on another host."""
     here = Identity.own()
     peers = Peers(StatusStore(dist.HashStore), 0, [here, Identity("far", "", 7, 7)], FlightRecorder())
-    assert peers.state(1, RankReport()) == " (pid 7 on far, of which no report has come)"
-    assert re.match(r" \(pid 7 on far, no sign of life for \d+ s\)", peers.state(1, RankReport(at=1.0)))
+    assert peers.state(1, {1: RankReport()}) == " (pid 7 on far, of which no report has come)"
+    assert re.match(r" \(pid 7 on far, no sign of life for \d+ s\)", peers.state(1, {1: RankReport(at=1.0)}))
 
 
 def test_words_that_differ_with_equal_calls_are_explained() -> None:
@@ -183,3 +185,22 @@ def _hooks(ctx: ParallelContext) -> str:
 
 def test_our_hook_is_above_torchs(other: RankPool) -> None:
     assert other.run(TP2, _hooks) == ["Peers._excepthook"] * 2
+
+
+def test_a_launchers_store_is_used_by_one_start_after_another() -> None:
+    """Of the first start a rank was killed before it had its answer."""
+    store = dist.HashStore()
+    store.set("tpcore start/1", "of a rank that was killed")
+    for _ in range(2):
+        with ThreadPoolExecutor(3) as threads:
+            started = [threads.submit(rendezvous._of_this_start, store, r, 3, 20.0) for r in range(3)]
+        # one part for all three, which nobody has used before
+        assert sorted(s.result().add("ranks", 1) for s in started) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(("rank", "who"), [(0, "1, 2"), (1, "0")])
+def test_ranks_that_are_not_started_again_are_named(rank: int, who: str) -> None:
+    with pytest.raises(
+        CollectiveTimeoutError, match=f"{rank} waited 0.1 s to start: rank {who} of 3 did not"
+    ):
+        rendezvous._of_this_start(dist.HashStore(), rank, 3, 0.1)

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .api import load, save, wait
+from .api import latest, load, save, wait
 
-__all__ = ["load", "save", "wait"]
+__all__ = ["latest", "load", "save", "wait"]

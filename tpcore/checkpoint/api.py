@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..consensus import gather_bytes, together
 from ..context import current
+from .format.retention import newest
 from .forms.source import Reading
 from .read.model import StrPath, read_checkpoint
 from .read.optimizer import load_object
@@ -127,6 +131,23 @@ def load(
     if target is None or isinstance(target, nn.Module):
         return read_checkpoint(where, target, how, sharded=sharded, strict=strict, optimizer=optimizer)
     return load_object(where, target, how, sharded=sharded, strict=strict)
+
+
+def latest(directory: StrPath) -> str | None:
+    """Path of the last checkpoint in ``directory``, to go on from; None if there is none yet.
+
+    That is the complete one whose name ends in the highest number: of ``step_90`` and ``step_100`` the
+    second. What a killed job has left half-written never counts. Waits for a save in the background, if
+    there is one. Rank 0 looks, and all ranks get its answer. Collective over all ranks. Raises
+    CheckpointError where the directory cannot be read.
+    """
+    finish_save()
+    ctx, found = current(), None
+    with together(ctx):
+        if ctx.rank == 0:
+            found = newest(os.path.realpath(directory))
+    path: str | None = json.loads(gather_bytes(json.dumps(found).encode(), ctx.world)[0])
+    return path
 
 
 def wait() -> None:

@@ -6,9 +6,11 @@ import ctypes
 import errno
 import fcntl
 import os
+import re
 import shutil
-from collections.abc import Collection
-from contextlib import suppress
+import uuid
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from typing import IO
 
 from ..errors import CheckpointError
@@ -32,6 +34,12 @@ def _siblings(target: str, kind: str) -> list[str]:
     parent, prefix = os.path.dirname(target), os.path.basename(_sibling(target, kind)) + "-"
     names = os.listdir(parent) if os.path.isdir(parent) else []
     return [os.path.join(parent, name) for name in sorted(names) if name.startswith(prefix)]
+
+
+def replaced_names(parent: str) -> list[str]:
+    """Names in ``parent`` of which a save moved the previous checkpoint away: see ``resolve``."""
+    names = [name.rpartition(".replaced-") for name in os.listdir(parent)]
+    return [before[1:] for before, found, _ in names if found and before.startswith(".")]
 
 
 def resolve(target: str) -> str:
@@ -63,23 +71,14 @@ class Staging:
         make_dirs(os.path.dirname(target))
         self._lock = _lock(target)
         try:
-            self._clean_up()
+            _clean_up(target)
+            _clean_up_abandoned(target)
             _refuse_other_files(target, format, also)
             with naming("make the directory", self.path):
                 os.mkdir(self.path)
         except BaseException:
             self.close()
             raise
-
-    def _clean_up(self) -> None:
-        """Finish or remove the leftovers of killed saves."""
-        found = resolve(self.target)
-        if found != self.target:
-            with naming("rename", found):
-                os.rename(found, self.target)
-            sync_dir(os.path.dirname(self.target))
-        for left in (*_siblings(self.target, "saving"), *_siblings(self.target, "replaced")):
-            shutil.rmtree(left, ignore_errors=True)
 
     def commit(self) -> None:
         """Replace ``target`` by the new directory. Readers of the name never see a partial one."""
@@ -100,10 +99,60 @@ class Staging:
             shutil.rmtree(self.path, ignore_errors=True)
             shutil.rmtree(self._old, ignore_errors=True)
         finally:
-            if self._lock is not None:
-                with self._lock, suppress(OSError):
-                    os.unlink(self._lock.name)
-                self._lock = None
+            _unlock(self._lock)
+            self._lock = None
+
+
+@contextmanager
+def new_beside(target: str) -> Iterator[str]:
+    """A path to write at, until it is renamed ``target``. Nothing is left there after the block, nor of
+    processes that were killed in it. CheckpointError if another one is in it."""
+    make_dirs(os.path.dirname(target))
+    lock = _lock(target)
+    path = _sibling(target, f"writing-{uuid.uuid4().hex}")
+    try:
+        for left in _siblings(target, "writing") if lock is not None else ():
+            _remove(left)
+        yield path
+    finally:
+        _remove(path)
+        _unlock(lock)
+
+
+def _remove(path: str) -> None:
+    if os.path.isdir(path):
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            os.unlink(path)
+
+
+def _clean_up(target: str) -> None:
+    """Finish or remove what saves to ``target`` that were killed have left. Its lock is held."""
+    found = resolve(target)
+    if found != target:
+        with naming("rename", found):
+            os.rename(found, target)
+        sync_dir(os.path.dirname(target))
+    for left in (*_siblings(target, "saving"), *_siblings(target, "replaced")):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _clean_up_abandoned(target: str) -> None:
+    """The same for names that differ from ``target`` in the number at the end: a job that goes on after it
+    was killed may never save to those again."""
+    parent, name = os.path.split(target)
+    stem = re.escape(name.rstrip("0123456789"))
+    pattern = re.compile(rf"\.({stem}\d+)\.(lock$|saving-|replaced-)")
+    found = {match[1] for other in os.listdir(parent) if (match := pattern.match(other))}
+    for other in sorted(found - {name}):
+        with suppress(CheckpointError):  # of a job that saves there at this moment
+            lock = _lock(os.path.join(parent, other))
+            if lock is not None:
+                try:
+                    _clean_up(os.path.join(parent, other))
+                finally:
+                    _unlock(lock)
 
 
 def _refuse_other_files(target: str, format: str, also: Collection[str]) -> None:
@@ -148,6 +197,12 @@ def _exchange(a: str, b: str) -> bool:
     if code in _CANNOT:
         return False
     raise OSError(code, os.strerror(code))
+
+
+def _unlock(lock: IO[bytes] | None) -> None:
+    if lock is not None:
+        with lock, suppress(OSError):
+            os.unlink(lock.name)
 
 
 def _lock(target: str) -> IO[bytes] | None:

@@ -7,7 +7,6 @@ import shutil
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from ..init import choose_backend
 from ..processes.launch import launch
 from ..storage.files import MANIFEST, make_dirs, naming, sync_dir, write_file
 from ..storage.publish import Staging
+from ..storage.temporary import OwnedDirectory
 from .artifact import FORMAT, PROGRAMS, opened
 from .make.tracing import Call, Order, assembled, trace_rank
 from .serve.model import TensorParallelModel
@@ -71,7 +71,7 @@ def parallel_model_trace(
             "of the sizes that are needed as bucket_inputs"
         )
     calls = sorted((_call(e) for e in (example, *(bucket_inputs or ()))), key=_size)
-    directory = TemporaryDirectory(prefix="tpcore-trace-")
+    directory = OwnedDirectory("tpcore-trace-")
     folder = Path(directory.name)
     order = Order(func, calls, dynamic_shapes, name, tp_degree, folder, uuid.uuid4().hex)
     try:

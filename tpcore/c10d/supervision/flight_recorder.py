@@ -58,15 +58,16 @@ class RankReport:
     calls: tuple[str, ...] = ()
     counts: Mapping[str, int] | None = None
     waiting: tuple[int, ...] = ()
-    at: float = 0.0  # wall-clock time of the report: between hosts only as exact as their clocks
+    at: float = 0.0  # wall clock of its writing: between hosts as true as their clocks
+    stopped: tuple[int, ...] = ()  # ranks of this one's host
 
     def pack(self) -> str:
-        return json.dumps([self.calls, self.counts, self.waiting, self.at])
+        return json.dumps([self.calls, self.counts, self.waiting, self.at, self.stopped])
 
     @classmethod
     def unpack(cls, data: str) -> RankReport:
-        calls, counts, waiting, at = json.loads(data)
-        return cls(tuple(calls), counts, tuple(waiting), at)
+        calls, counts, waiting, at, stopped = json.loads(data)
+        return cls(tuple(calls), counts, tuple(waiting), at, tuple(stopped))
 
     def count(self, members: Sequence[int]) -> int:
         return (self.counts or {}).get(_key(members), 0)
@@ -95,7 +96,7 @@ def timeout_report(
         waiter, group = queue.pop(0)
         missing = absent(group, waiter, reports)
         if not missing:
-            what = "all came, but not to one call that could complete; TPCORE_CHECK=1 tells which"
+            what = "all came, but nothing completed: links lose packets, or calls differ (TPCORE_CHECK=1)"
             lines.append(f"  rank {waiter} in group {list(group)}: {what}")
         for m in missing:
             # a stopped rank's report is from before the stop; in this group it no longer waits

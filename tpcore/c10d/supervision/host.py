@@ -89,8 +89,8 @@ def _stat(pid: int) -> _Stat | None:
 
 
 def sockets() -> frozenset[int]:
-    """Inodes of this process's open sockets; empty without /proc."""
-    return frozenset(inode for _, inode in _open_sockets())
+    """Inodes of the sockets this process has open; empty where /proc cannot tell."""
+    return frozenset(inode for _, inode in open_sockets())
 
 
 def sever(inodes: Iterable[int]) -> None:
@@ -100,7 +100,7 @@ def sever(inodes: Iterable[int]) -> None:
     wait until the group's timeout (seen: 20 s at exit with a timeout of 20 s, none with this call).
     """
     wanted = set(inodes)
-    for fd, inode in _open_sockets():
+    for fd, inode in open_sockets():
         if inode not in wanted:
             continue
         try:
@@ -115,7 +115,8 @@ def sever(inodes: Iterable[int]) -> None:
                     copy.shutdown(socket.SHUT_RDWR)
 
 
-def _open_sockets() -> list[tuple[int, int]]:
+def open_sockets() -> list[tuple[int, int]]:
+    """Descriptor and inode of each socket of this process."""
     found = []
     try:
         names = os.listdir("/proc/self/fd")

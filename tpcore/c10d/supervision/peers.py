@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import atexit
 import os
-import queue
 import selectors
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import replace
 from types import TracebackType
 from typing import TypeVar
 
-import torch.distributed as dist
-
-from ...errors import BackendError, CollectiveTimeoutError, PeerLostError
+from ...errors import CollectiveTimeoutError, PeerLostError
 from ...log import hold_lines, log
 from .flight_recorder import FlightRecorder, RankReport
 from .host import CLEAN, GONE, Identity, sever
-from .status_store import StatusStore, Verdict
+from .links import Links
+from .neighbours import Neighbours
+from .requests import Requests
+from .status_store import StatusStore
+from .verdict import Verdict, connection_broke
 
 T = TypeVar("T")
 
@@ -33,15 +33,6 @@ _GRACE = 3.0  # seconds to find out who closed a connection; a dying process clo
 _LINGER = 1.0  # seconds for collectives that can still complete, before a lost job's sockets are cut
 
 
-def connection_broke(error: BaseException) -> bool:
-    """Whether a transport failed, judged by torch's error type or by gloo's file name in the message."""
-    if isinstance(error, BackendError):
-        return False
-    return isinstance(error, dist.DistBackendError | dist.DistNetworkError) or (
-        isinstance(error, RuntimeError) and "transport/" in str(error)
-    )
-
-
 class Peers(threading.Thread):
     """Publishes this rank's last calls, watches its neighbours, and finds out which rank was lost.
 
@@ -49,20 +40,22 @@ class Peers(threading.Thread):
     """
 
     def __init__(
-        self, store: StatusStore, rank: int, peers: Sequence[Identity], recorder: FlightRecorder
+        self,
+        store: StatusStore,
+        rank: int,
+        peers: Sequence[Identity],
+        recorder: FlightRecorder,
+        links: Links | None = None,
     ) -> None:
         super().__init__(name="tpcore monitor", daemon=True)
         self.rank, self.peers, self.recorder = rank, peers, recorder
         self.verdict: Verdict | None = None
-        self.sockets: set[int] = set()  # the groups' sockets, to be cut when the job is lost
-        self.partings: set[Callable[[], None]] = set()  # callbacks for the same, of groups in shared memory
-        self._neighbours = [r for r, p in enumerate(peers) if p.neighbour_of(peers[rank]) or r == rank]
-        self._store = store
-        self._requests: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._selector = selectors.DefaultSelector()
-        self._wake_read, self._wake_write = os.pipe()
-        self._selector.register(self._wake_read, selectors.EVENT_READ, None)
-        self._unwatched: list[int] = []
+        self.sockets: set[int] = set()  # of the groups, to be cut when the job is lost
+        self.partings: set[Callable[[], None]] = set()  # the same for groups that share memory
+        self._near = Neighbours(rank, peers)
+        self._store, self._links = store, links or Links({}, {})
+        self._requests, self._selector = Requests(), selectors.DefaultSelector()
+        self._selector.register(self._requests.fd, selectors.EVENT_READ)
         self._closed = False
         self._cut_at: float | None = None
         self._hook = sys.excepthook
@@ -84,12 +77,11 @@ class Peers(threading.Thread):
         if sys.excepthook == self._excepthook:
             sys.excepthook = self._hook
         self._closed = True
-        os.write(self._wake_write, b"x")
+        self._requests.wake()
         self.join(_ANSWER)
         if not self.is_alive():
             self._selector.close()
-            os.close(self._wake_read)
-            os.close(self._wake_write)
+            self._requests.close()
 
     def fail(self, error: BaseException) -> None:
         """Publish that this rank failed with ``error``; all others will fail too."""
@@ -129,15 +121,16 @@ class Peers(threading.Thread):
         return self.verdict or self._ask(lambda: self._look(ranks), None) or self._look_around(ranks)
 
     def gone(self, rank: int) -> str | None:
-        """How the process of ``rank`` ended; None while it may still run, also after it raised an error or
-        left the job."""
-        if rank in self._neighbours:
-            return self._fate(rank)
+        """How the process of ``rank`` has ended. One that has raised or left the job may still work: it has
+        not."""
+        how = self._fate(rank)
+        if how is not None or rank in self._near.ranks:
+            return how
         verdict, who = self.verdict, f"rank {rank} ({self.peers[rank]}) "
         if verdict is None or not verdict.text.startswith(who):
             return None
         how = verdict.text[len(who) :]
-        return how if how.startswith(("was killed", "exited", "is gone")) else None
+        return how if how.startswith(("was killed", "exited", "is gone", "cannot")) else None
 
     def diagnose(self, members: Sequence[int], error: BaseException) -> Verdict:
         """The verdict after a connection within ``members`` broke: the lost rank and the reason."""
@@ -149,29 +142,28 @@ class Peers(threading.Thread):
                 return found
             time.sleep(0.02)
         reports = self.reports()
-        silent = "; ".join(f"rank {m}{self.state(m, reports[m])}" for m in others)
+        silent = "; ".join(f"rank {m}{self.state(m, reports)}" for m in others)
         text = f"a rank of group {list(members)} is lost: {silent}: {error}\n{self._store.trouble}"
         return self.post(Verdict("lost", text.rstrip()))
 
     def neighbours(self) -> frozenset[int]:
         """The ranks of this host, this one among them."""
-        return frozenset(self._neighbours)
+        return frozenset(self._near.ranks)
 
     def reports(self) -> dict[int, RankReport]:
-        """The last published report of each other rank, and this rank's present one."""
-        ranks = range(len(self.peers))
-        nothing: dict[int, RankReport] = {}
+        """The last published report of each rank, and this rank's own as it is now."""
+        ranks, nothing = range(len(self.peers)), dict[int, RankReport]()
         found = self._ask(lambda: self._store.reports(ranks), nothing)
         return {r: found.get(r, RankReport()) for r in ranks} | {self.rank: self.recorder.report()}
 
-    def state(self, rank: int, report: RankReport) -> str:
-        """What is known of a missing rank, as the end of a sentence."""
-        peer, how = self.peers[rank], self._fate(rank)
+    def state(self, rank: int, reports: Mapping[int, RankReport]) -> str:
+        """What can be said of a rank that does not come, as the end of a sentence."""
+        peer, how, report = self.peers[rank], self._fate(rank), reports[rank]
         if rank == self.rank:
             return ""
         if how is not None:
             return f" ({peer} {how})"
-        if rank in self._neighbours and peer.stopped():
+        if rank in self._near.stopped() or any(rank in other.stopped for other in reports.values()):
             return f" ({peer} is stopped, by SIGSTOP or a debugger)"
         if not report.at:
             return f" ({peer}, of which no report has come)"
@@ -182,11 +174,8 @@ class Peers(threading.Thread):
         """Call ``fn`` in the monitor's thread; return ``default`` if the store does not answer."""
         if self._closed or not self.is_alive() or threading.current_thread() is self:
             return default
-        answer: Future[T] = Future()
-        self._requests.put(lambda: answer.set_result(fn()))
-        os.write(self._wake_write, b"x")
         try:
-            return answer.result(_ANSWER)
+            return self._requests.ask(fn, _ANSWER)
         except FutureTimeout:
             self._store.trouble = "the job's store does not answer: its host may be stopped"
             return default
@@ -215,7 +204,7 @@ class Peers(threading.Thread):
         return Verdict("lost", f"rank {rank} ({self.peers[rank]}) {how}")
 
     def _fate(self, rank: int) -> str | None:
-        return self.peers[rank].fate() if rank in self._neighbours else None
+        return self._near.fate(rank) if rank in self._near.ranks else self._links.fates.get(rank)
 
     def _look_around(self, ranks: Sequence[int]) -> Verdict | None:
         dead = [(r, how) for r in ranks if (how := self._fate(r)) is not None]
@@ -226,7 +215,8 @@ class Peers(threading.Thread):
         # in this thread and not in the caller's: torch looks up the name of its peer's address, which takes
         # 5 s if no name server answers (seen in one connection of 25)
         self._store.open()
-        watched = self._watch()
+        self._near.watch(self._selector, self._died)
+        self._links.watch(self._selector, self._unlinked)
         due = 0.0
         while not self._closed:
             if time.monotonic() >= due:
@@ -235,58 +225,66 @@ class Peers(threading.Thread):
             # the other thread may set a cut meanwhile; the loop sees it within a beat
             for key, _ in self._selector.select(max(0.0, min(due, self._cut_at or due) - time.monotonic())):
                 if key.data is None:
-                    os.read(self._wake_read, 4096)
+                    self._requests.taken()
                 else:
                     self._selector.unregister(key.fileobj)
-                    self._died(key.data)
-            while not self._requests.empty():
-                self._requests.get()()
+                    ended, rank = key.data
+                    ended(rank)
+            self._requests.answer()
             if self._cut_at is not None and time.monotonic() >= self._cut_at:
                 self.sever()
                 self._cut_at = None
-        for fd in watched:
-            os.close(fd)
+        self._near.close()
+        self._links.close()
         self._store.leave(self.rank)
 
-    def _watch(self) -> list[int]:
-        """Wake this thread when a neighbour dies, early enough to read its exit status before its parent."""
-        fds = []
-        for rank in self._neighbours:
-            if rank != self.rank:
-                try:
-                    fds.append(os.pidfd_open(self.peers[rank].pid))
-                except (AttributeError, OSError):  # an old Python or kernel, or dead already
-                    self._unwatched.append(rank)
-                else:
-                    self._selector.register(fds[-1], selectors.EVENT_READ, rank)
-        return fds
-
     def _beat(self) -> None:
-        self._store.publish(self.rank, replace(self.recorder.report(), at=time.time()))
+        report = self.recorder.report()
+        stopped = self._near.stopped() if report.waiting else ()
+        self._store.publish(self.rank, replace(report, at=time.time(), stopped=stopped))
         self._seen()
-        for rank in [r for r in self._unwatched if self._fate(r) is not None]:
-            self._unwatched.remove(rank)
+        for rank in self._near.dead():
             self._died(rank)
 
     def _seen(self) -> Verdict | None:
-        found = self.verdict or self._store.verdict()
+        found = self.verdict or self._store.verdict() or self._cut_off()
         return None if found is None else self._accept(found)
 
-    def _died(self, rank: int) -> None:
-        """Handle the end of a neighbour's process. The job is lost if it failed and had not left the job."""
-        how, ended = self._fate(rank), self._store.ended(rank)
-        if how == GONE and ended is None:  # its launcher has reaped it; it may have called os._exit(0)
+    def _cut_off(self) -> Verdict | None:
+        """What to say if the store's host does not answer: nobody else can say it to this rank."""
+        if self._store.place is None or not self._store.cut_off:
+            return None
+        rank = self._links.lose(self._store.place[0])
+        return (
+            Verdict("lost", self._store.trouble) if rank is None else self._lost(rank, str(self._fate(rank)))
+        )
+
+    def _unlinked(self, rank: int) -> None:
+        """The connection to the first rank of another host ended. Fatal if nothing of that host answers."""
+        if self._links.end(rank):
+            self._judge(rank)
+        elif self._store.ended(rank) is None:  # nothing is wrong if os._exit(0) ended it
             self._tell(self._lost(rank, GONE))
+
+    def _died(self, rank: int) -> None:
+        """A neighbour's process ended. Fatal at once if it failed, and had not left the job before."""
+        how, ended, gone = self._fate(rank), self._store.ended(rank), self._lost(rank, GONE)
+        if how == GONE and ended is None and self.verdict in (None, gone):
+            self._tell(gone)  # its launcher was faster; nothing is wrong if os._exit(0) ended it
         if how in (None, CLEAN, GONE) or not (ended or "ended").startswith("ended"):
             return
-        before, verdict = self.verdict, self._lost(rank, str(how))
+        self._judge(rank)
+
+    def _judge(self, rank: int) -> None:
+        """The job is lost with ``rank``."""
+        before, verdict = self.verdict, self._lost(rank, str(self._fate(rank)))
         verdict = self._accept(self._store.post(verdict) or verdict)
         if verdict is not before:
             self._tell(verdict)
 
     def _tell(self, verdict: Verdict) -> None:
-        """Log the verdict now, on one rank of this host: a launcher may end a rank before it prints."""
-        alive = (r for r in self._neighbours if self._fate(r) is None)
+        """Now: a launcher may end this rank before its error is printed. One rank of a host is enough."""
+        alive = (r for r in self._near.ranks if self._fate(r) is None)
         if self.rank == next(alive, self.rank):
             log.error(verdict.text)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -77,8 +78,51 @@ def store_of_environment(timeout: float) -> tuple[dist.Store, int, int] | None:
     if rank >= world:
         raise BackendError(f"RANK={rank} is outside WORLD_SIZE={world}")
     store = _tcp_store(settings.MASTER_ADDR.get(), port, rank, world, timeout)
-    # an elastic agent may keep its store when it starts its ranks again
-    return dist.PrefixStore(f"attempt {settings.RESTARTS.get()}", store), rank, world
+    if settings.AGENT_STORE.get():
+        store = _of_this_start(store, rank, world, timeout)
+    return store, rank, world
+
+
+def _of_this_start(store: dist.Store, rank: int, world: int, timeout: float) -> dist.Store:
+    """The part of a launcher's store that ranks have in common which were started together.
+
+    The launcher may keep its store when it starts ranks again. Its count of restarts is no name for them:
+    agents of several hosts count what failed on their own host. So rank 0 draws a name, and gives it to
+    whoever asks with a name of its own, which nobody has used before.
+    """
+    name, deadline, pause = uuid.uuid4().hex, time.monotonic() + timeout, 0.001
+    ask, answer = f"tpcore start/{rank}", f"tpcore start/{name}"
+    if rank > 0:
+        store.set(ask, name)
+    missing, answered = set(range(1, world)) if rank == 0 else {0}, set[str]()
+    while missing:
+        if rank == 0:
+            _answer(store, name, missing, answered)
+        elif store.check([answer]):
+            name = store.get(answer).decode()
+            store.set(f"{name}/{rank}", "")
+            break
+        if missing and time.monotonic() > deadline:
+            who = ", ".join(map(str, sorted(missing)))
+            raise CollectiveTimeoutError(
+                f"rank {rank} waited {timeout:g} s to start: rank {who} of {world} did not come"
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, 0.1)
+    return dist.PrefixStore(name, store)
+
+
+def _answer(store: dist.Store, name: str, missing: set[int], answered: set[str]) -> None:
+    """Give ``name`` to all that have asked by now, killed ranks of earlier starts among them; those that
+    took it are not ``missing`` any more."""
+    for rank in sorted(missing):
+        if store.check([f"{name}/{rank}"]):
+            missing.discard(rank)
+        elif store.check([f"tpcore start/{rank}"]):
+            asked = store.get(f"tpcore start/{rank}").decode()
+            if asked not in answered:
+                store.set(f"tpcore start/{asked}", name)
+                answered.add(asked)
 
 
 def _tcp_store(host: str, port: int, rank: int, world: int, timeout: float) -> dist.Store:
@@ -113,6 +157,12 @@ def address_towards(store: dist.Store, alone: bool) -> str:
             s.connect(at)
             return str(s.getsockname()[0])
     return "127.0.0.1"
+
+
+def place_of_server(store: dist.Store) -> tuple[str, int] | None:
+    """Host and port of a TCPStore; None for other stores."""
+    store = _innermost(store)
+    return (store.host, store.port) if isinstance(store, dist.TCPStore) else None
 
 
 def folder_beside(store: dist.Store, name: str) -> Path | None:

@@ -5,43 +5,42 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
 
 import torch.distributed as dist
 
-from ...errors import BackendError, CollectiveTimeoutError, PeerLostError
 from .flight_recorder import RankReport
+from .links import SECONDS, answers, keep_alive_towards
+from .verdict import Verdict
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """Why the job is lost. The first one posted holds for every rank."""
-
-    kind: str  # "lost" or "timeout"
-    text: str
-
-    def error(self, doing: str) -> BackendError:
-        cls = CollectiveTimeoutError if self.kind == "timeout" else PeerLostError
-        return cls(f"{self.text}\nthis rank's last collective: {doing}")
-
-
 class StatusStore:
-    """The store, for use by one thread. Once the store is gone, reads return None and ``trouble`` says why.
-    That alone is no error: the process that hosts the store may simply have finished first."""
+    """Used by one thread. Once the store is gone it says nothing and ``trouble`` why, which is no alarm by
+    itself: whoever hosts the store may simply have finished first. ``cut_off``: its host does not answer."""
 
-    def __init__(self, connect: Callable[[], dist.Store], folder: Path | None = None) -> None:
-        """``folder``: for reports if the store is a file, because that file would grow with each report."""
-        self._connect, self._folder = connect, folder
+    def __init__(
+        self,
+        connect: Callable[[], dist.Store],
+        folder: Path | None = None,
+        place: tuple[str, int] | None = None,
+        seconds: float = SECONDS,
+    ) -> None:
+        """``folder``: for reports, where the store is a file: that one would grow by each report. ``place``:
+        host and port of a server. ``seconds``: for which its host may be silent."""
+        self._connect, self._folder, self._seconds, self.place = connect, folder, seconds, place
         self._store: dist.Store | None = None
         self.trouble = ""
+        self.cut_off = False
 
     def open(self) -> None:
         try:
             self._store = self._connect()
+            if self.place is not None:
+                keep_alive_towards(self.place[1], self._seconds)
         except RuntimeError as e:
             self._lose(e)
 
@@ -105,6 +104,9 @@ class StatusStore:
     def _lose(self, error: RuntimeError) -> None:
         self._store = None
         self.trouble = f"the job's store is gone ({str(error).splitlines()[0]}): its host has ended"
+        if self.place is not None and not answers(*self.place):
+            host, port = self.place
+            self.trouble, self.cut_off = f"the job's store at {host}:{port} cannot be reached", True
 
 
 def _verdict(data: str | None) -> Verdict | None:

@@ -18,9 +18,11 @@ from ...errors import BackendError, CollectiveMismatchError
 from ...settings import CHECK
 from .flight_recorder import FlightRecorder
 from .host import Identity, sockets
+from .links import SECONDS, Links
 from .peers import Peers
-from .rendezvous import Rendezvous, address_towards, folder_beside, own_client
-from .status_store import StatusStore, Verdict
+from .rendezvous import Rendezvous, address_towards, folder_beside, own_client, place_of_server
+from .status_store import StatusStore
+from .verdict import Verdict
 from .waiting import Waiting
 from .words import Words, connected
 
@@ -51,15 +53,36 @@ class Supervisor:
     def _introduced(self, store: dist.Store) -> Peers:
         """Exchange the ranks' identities. ValueError if they are not to check the same calls."""
         own = json.dumps([astuple(Identity.own()), self._checked, uuid.uuid4().hex])
-        found = [json.loads(text) for text in self._rendezvous.meet("start", own, lambda missing: None)]
+        found = [json.loads(text) for text in self._rendezvous.meet("start", own, _nobody)]
         if len({checked for _, checked, _ in found}) > 1:
             given = ", ".join(f"rank {r}: {checked}" for r, (_, checked, _) in enumerate(found))
             raise ValueError(f"{CHECK.name} must be the same on all ranks; calls to check are {given}")
         connect = partial(own_client, store, f"tpcore monitor {found[0][2]}", self._timeout)
         identities = [Identity(*peer) for peer, _, _ in found]
         self._address = address_towards(store, all(i.hostname == identities[0].hostname for i in identities))
-        reports = folder_beside(store, f"reports-{found[0][2]}")
-        return Peers(StatusStore(connect, reports), self._rank, identities, self._recorder)
+        silent, place = min(SECONDS, self._timeout), place_of_server(store)
+        status = StatusStore(connect, folder_beside(store, f"reports-{found[0][2]}"), place, silent)
+        return Peers(status, self._rank, identities, self._recorder, self._linked(identities, silent))
+
+    def _linked(self, identities: Sequence[Identity], silent: float) -> Links:
+        """The first ranks of all hosts, connected, if there are several hosts."""
+        first: dict[str, int] = {}
+        for rank, identity in enumerate(identities):
+            first.setdefault(identity.host or str(rank), rank)
+        heads = list(first.values())
+        if len(heads) == 1:
+            return Links({}, {})
+        hosts: dict[str, list[int]] = {}
+        for rank, address in enumerate(self._rendezvous.meet("tell addresses", self._address, _nobody)):
+            hosts.setdefault(address, []).append(rank)
+        if self._rank not in heads:
+            return Links({}, hosts, silent)
+
+        def meet(mine: str) -> list[str]:
+            return self._rendezvous.meet("link hosts", mine, _nobody, heads)
+
+        made = connected(heads.index(self._rank), len(heads), self._address, self._timeout, meet)
+        return Links({heads[i]: s for i, s in made.items()}, hosts, silent)
 
     @property
     def store(self) -> dist.Store:
@@ -137,7 +160,8 @@ class Supervisor:
             return self._rendezvous.meet(what, mine, self._lost, members)
 
         with self.connecting(members):
-            made = connected(position, len(members), self._address, self._timeout, meet)
+            remedy = f"; {CHECK.name}=off compares no calls, and needs none between these ranks"
+            made = connected(position, len(members), self._address, self._timeout, meet, remedy)
         return Words(members, position, made, _RUN_AHEAD[self._lazy], self._checked == ALL)
 
     def _lost(self, missing: Sequence[int]) -> BackendError | None:
@@ -163,3 +187,7 @@ class Supervisor:
         for waiting in self._waiting.values():
             waiting.close()
         self._waiting.clear()
+
+
+def _nobody(missing: Sequence[int]) -> None:
+    """Nobody is known to be lost while there is nothing to know it from."""

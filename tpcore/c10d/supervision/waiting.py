@@ -13,8 +13,8 @@ from torch import Tensor
 from ...calls import ALL, Call, call_site
 from ...errors import BackendError
 from .flight_recorder import Entry, FlightRecorder, timeout_report
-from .peers import Peers, connection_broke
-from .status_store import Verdict
+from .peers import Peers
+from .verdict import Verdict, connection_broke
 from .words import Words, WordsAwaited
 
 _LOOK = 17  # past the first calls, the place of every 17th is compared: a prime, so it drifts through a step
@@ -169,7 +169,7 @@ class Waiting:
         peers = self._peers
         reports = peers.reports()
         text = timeout_report(
-            self.rank, self.members, self._timeout, reports, lambda r: peers.state(r, reports[r])
+            self.rank, self.members, self._timeout, reports, lambda r: peers.state(r, reports)
         )
         return peers.post(Verdict("timeout", text)).error(self._recorder.last())
 

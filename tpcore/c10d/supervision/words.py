@@ -22,7 +22,6 @@ import torch.distributed as dist
 
 from ...calls import Call, Places, disagreement, place_of, unexplained, word_of
 from ...errors import BackendError, CollectiveMismatchError
-from ...settings import CHECK
 from .flight_recorder import Entry
 
 _FRAME = struct.Struct("<QQ")
@@ -213,8 +212,11 @@ class WordsAwaited:
             raise dist.DistNetworkError("a connection over which calls are compared was closed")
 
 
-def connected(position: int, size: int, address: str, timeout: float, meet: Meet) -> dict[int, socket.socket]:
-    """A socket to each other member, by position. Collective. ``address``: this host's, for its peers."""
+def connected(
+    position: int, size: int, address: str, timeout: float, meet: Meet, remedy: str = ""
+) -> dict[int, socket.socket]:
+    """A connection to each other member, by position. Collective. ``address``: of this host, to its peers.
+    BackendError, which ends in ``remedy``, where hosts take no connections."""
     secret = uuid.uuid4().bytes
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with ExitStack() as undo, socket.create_server((address, 0), family=family, backlog=size) as server:
@@ -234,8 +236,8 @@ def connected(position: int, size: int, address: str, timeout: float, meet: Meet
                     made[int.from_bytes(hello[16:], "little")] = s
         except OSError as e:
             raise BackendError(
-                f"ranks cannot connect to compare their calls (this one is at {address}): {e}; "
-                f"{CHECK.name}=off does not compare them"
+                f"ranks cannot connect to each other (this one is at {address}): {e}; hosts have to take "
+                f"connections of each other at any port{remedy}"
             ) from e
         for s in made.values():
             s.setblocking(False)

@@ -1,4 +1,4 @@
-"""Removal of older checkpoints after a save."""
+"""The last of several checkpoints whose names end in numbers, and which make way for it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,38 @@ import os
 import re
 import shutil
 
-from ...storage.files import MANIFEST, naming, sync_dir
+from ...errors import CheckpointError
+from ...storage.files import MANIFEST, loads, naming, read_file, sync_dir
+from ...storage.publish import replaced_names, resolve
+from .manifest import FORMAT
 
 _REMOVING = ".removing"
 _NUMBERED = re.compile(r"(.*?)(\d+)")
+
+
+def newest(parent: str) -> str | None:
+    """Path of the complete checkpoint in ``parent`` whose name ends in the highest number, if any."""
+    if not os.path.isdir(parent):
+        return None
+    with naming("list", parent):
+        names = {*os.listdir(parent), *replaced_names(parent)}
+    numbered = [(int(match[2]), name) for name in names if (match := _NUMBERED.fullmatch(name))]
+    for _, name in sorted(numbered, reverse=True):
+        path = os.path.join(parent, name)
+        if not name.startswith(".") and _is_checkpoint(os.path.join(resolve(path), MANIFEST)):
+            return path
+    return None
+
+
+def _is_checkpoint(manifest: str) -> bool:
+    """And neither a directory of something else nor a traced model."""
+    if not os.path.isfile(manifest):
+        return False
+    try:
+        top = loads(read_file(manifest), manifest)
+    except CheckpointError:
+        return False
+    return isinstance(top, dict) and top.get("format") == FORMAT
 
 
 def keep_last(target: str, n: int) -> None:

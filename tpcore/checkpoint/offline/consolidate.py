@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -12,8 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from ...errors import CheckpointError
-from ...storage.files import dumps, make_dirs, naming, sync_dir, write_file
+from ...storage.files import dumps, naming, sync_dir, write_file
 from ...storage.progress import Progress
+from ...storage.publish import new_beside
 from ...storage.tensorfile import nbytes_of, write_tensors
 from ..forms.huggingface import INDEX
 from ..forms.source import Reading, Source
@@ -86,18 +85,13 @@ def write_one(source: Source, out: str, rules: Sequence[CutRule], progress: Prog
     if os.path.lexists(out):
         raise CheckpointError(f"{out} is there already: give another name")
     tensors, ties = once(tensors_of(source, rules), source.path)
-    temporary = _temporary_name(out)
-    make_dirs(os.path.dirname(out))
-    try:
+    with new_beside(out) as temporary:
         if progress is not None:
             progress.start(sum(map(nbytes_of, tensors.values())))
         write_tensors(temporary, tensors, {"format": "pt", **ties}, progress, summed=False)
         with naming("put in place", out):
             os.rename(temporary, out)
         sync_dir(os.path.dirname(out))
-    finally:
-        if os.path.lexists(temporary):
-            os.unlink(temporary)
 
 
 def _groups(tensors: Mapping[str, Lazy], limit: int | None) -> list[dict[str, Lazy]]:
@@ -162,9 +156,7 @@ def _new_files(out: str) -> Iterator[str]:
     for name in sorted(held):
         if name.startswith(("model.", "model-", "pytorch_model")):
             raise CheckpointError(f"{os.path.join(out, name)} is there already: give another directory")
-    make_dirs(os.path.dirname(out))
-    stage = _temporary_name(out)
-    try:
+    with new_beside(out) as stage:
         with naming("make the directory", stage):
             os.mkdir(stage)
         yield stage
@@ -177,11 +169,3 @@ def _new_files(out: str) -> Iterator[str]:
                     os.rename(os.path.join(stage, name), os.path.join(out, name))
             sync_dir(out)
         sync_dir(os.path.dirname(out))
-    finally:
-        shutil.rmtree(stage, ignore_errors=True)
-
-
-def _temporary_name(out: str) -> str:
-    """The path to write to until ``out`` is complete."""
-    parent, name = os.path.split(out)
-    return os.path.join(parent, f".{name}.writing-{uuid.uuid4().hex}")

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from ...checkpoint.write.snapshot import StateTensor
+from ...storage.temporary import OwnedDirectory
 from ...storage.tensorfile import write_tensors
 from ..artifact import TracedFile, TraceManifest, weights_file
 from ..inputs import Plan
@@ -95,9 +96,9 @@ class TensorParallelModel(nn.Module):
         return t[tuple(slice(sizes[m] if isinstance(m, str) else m) for m in shape)].contiguous()
 
     def replace_weights(self, source: str | PathLike[str] | Mapping[str, Tensor]) -> None:
-        """Replace the weights without tracing again. ``source``: a checkpoint of any form and degree, or an
-        unsharded state_dict. CheckpointError if it does not fit; the model is then unchanged."""
-        new = TemporaryDirectory(prefix="tpcore-weights-")
+        """Other weights, without tracing again: a checkpoint in any form and at any degree, or an unsharded
+        state_dict. CheckpointError if it does not fit; then nothing is changed."""
+        new = OwnedDirectory("tpcore-weights-")
         try:
             self._replace(source, Path(new.name))
         except BaseException:

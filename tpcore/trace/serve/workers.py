@@ -10,7 +10,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -21,6 +20,7 @@ from ...processes.shared_memory import SharedBuffer, fill
 from ...processes.spawn import Processes, rank_environment
 from ...processes.transfer import Outcome, death, root_cause, unpack_outcome
 from ...settings import THREADS
+from ...storage.temporary import OwnedDirectory
 from ..artifact import TraceManifest
 from ..inputs import Plan
 from .messages import read_answer, request, send, value_of
@@ -50,7 +50,7 @@ class Workers:
     def start(self) -> None:
         """Start the processes and wait until all ranks are ready. Raises a rank's error."""
         self._failure, self._pid = None, os.getpid()
-        self._home = TemporaryDirectory(prefix="tpcore-serve-")
+        self._home = OwnedDirectory("tpcore-serve-")
         self._inputs, self._outputs = SharedBuffer(), OutputBuffers()
         self._poll = select.poll()
         self._requests: list[int] = []  # a pipe to each rank

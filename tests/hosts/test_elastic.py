@@ -1,0 +1,73 @@
+"""A job that is killed again and again, each time at some moment, and goes on with other ranks: the losses
+are those of a job that nobody killed.
+
+``TPCORE_KILLS=20`` sets how often.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+from pathlib import Path
+
+import pytest
+import training
+from machines import Machine, environment
+
+from tpcore.checkpoint.format.retention import newest
+from tpcore.checkpoint.offline.verify import verify
+from tpcore.mesh import Mesh
+from tpcore.testing import run_ranks
+
+KILLS = int(os.environ.get("TPCORE_KILLS", "3"))
+ENDLESS = 10**6
+MESHES = [{"tp": 2}, {"tp": 1}, {"tp": 1, "pp": 2}]  # of two ranks
+
+
+def free_port() -> str:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return str(s.getsockname()[1])
+
+
+def reached(home: Path) -> int:
+    path = newest(str(home / "run"))
+    if path is None:
+        return -1
+    assert verify(path) == []
+    return int(path.rpartition("_")[2])
+
+
+def killed(home: Path, axes: dict[str, int], draw: random.Random) -> None:
+    """Go on, save once at least, then lose one rank or both at any moment."""
+    machine = Machine(None, 0, home, 0, 2)
+    env = environment(2, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
+    machine.start(training.rank, (str(home), axes, ENDLESS, reached(home) + 2), env)
+    (home / "told").read_bytes()
+    machine.wait(draw.uniform(0, 0.5))
+    if draw.random() < 0.5:
+        machine.power_off()
+    else:
+        machine.kill(draw.randrange(2))
+        machine.join(60)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.xdist_group("hosts")
+@pytest.mark.timeout(60 + 60 * KILLS)
+def test_a_job_that_is_killed_again_and_again(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "told")
+    draw = random.Random(0)
+    for i in range(KILLS):
+        killed(tmp_path, MESHES[i % len(MESHES)], draw)
+    steps = reached(tmp_path) + 3
+    assert steps >= KILLS + 2
+    alone = Mesh({"pp": 1, "dp": 1, "tp": 1})
+    run_ranks(alone, lambda ctx: training.train(ctx, tmp_path, steps))
+    (tmp_path / "whole").mkdir()
+    run_ranks(alone, lambda ctx: training.train(ctx, tmp_path / "whole", steps))
+    # float64: AdamW divides by small roots of sums that other meshes take in another order
+    assert training.losses(tmp_path) == pytest.approx(training.losses(tmp_path / "whole"), rel=1e-7)
+    assert sorted(os.listdir(tmp_path / "run")) == sorted(f"step_{s}" for s in (steps - 2, steps - 1))

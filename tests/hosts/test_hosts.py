@@ -1,0 +1,168 @@
+"""Hosts as network namespaces: what one loses, every rank that is left says with its name, and nobody hangs.
+
+All drills run at once, as they wait most of the time. ``TPCORE_DRILLS=all`` adds those of three hosts, and a
+launcher that goes on with fewer.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import training
+from machines import Machine, environment
+from network import Network, why_not
+
+from tpcore import checkpoint
+from tpcore.checkpoint.format.retention import newest
+from tpcore.checkpoint.offline.verify import verify
+from tpcore.context import ParallelContext
+from tpcore.mesh import Mesh
+from tpcore.testing import run_ranks
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.processes,
+    pytest.mark.xdist_group("hosts"),
+    pytest.mark.skipif(bool(why_not()), reason=f"hosts on one machine: {why_not()}"),
+]
+ALL = os.environ.get("TPCORE_DRILLS") == "all"
+SECONDS = 15.0  # in which every rank that is left has ended
+TOLD = 3  # the step after which the fault comes
+ENDLESS = 10**6
+Machines = list[Machine]
+
+
+@dataclass(frozen=True)
+class Drill:
+    """``named``: what every rank of a host says of the loss, by host; the others are lost themselves."""
+
+    fault: Callable[[Network, Machines], None]
+    named: Mapping[int, str]
+    hosts: int = 2
+    steps: int = ENDLESS
+    axes: Mapping[str, int] = field(default_factory=lambda: {"tp": 2})
+    env: Mapping[str, str] = field(default_factory=dict)
+    weekly: bool = False
+
+
+def _unreachable(host: str, first: int, *others: int) -> str:
+    there = "".join(f"; rank {r} is there too" for r in others)
+    return rf"rank {first} \(pid \d+ on {host}\) cannot be reached: its host .* is down or cut off{there}\n"
+
+
+def _gone(host: str, ranks: str) -> str:
+    return rf"rank {ranks} \(pid \d+ on {host}\) is gone"
+
+
+def _off(network: Network, machine: Machine) -> None:
+    """As power fails: no connection is closed."""
+    network.cut(machine.host)
+    machine.power_off()
+
+
+A, B, C = _unreachable("hosta", 0, 1), _unreachable("hostb", 2, 3), _unreachable("hostc", 4, 5)
+STOPPED = r"waits for rank 3, which did not come \(pid \d+ on hostb is stopped, by SIGSTOP or a debugger\)"
+STAGES = {"tp": 2, "pp": 2}
+DRILLS = {
+    "slow": Drill(lambda net, m: net.slow(1, "4mbit"), {}, steps=TOLD + 4),
+    "cut": Drill(lambda net, m: net.cut(1), {0: B, 1: A}, axes=STAGES),
+    "half-open": Drill(lambda net, m: net.swallow(0, 1), {0: B, 1: A}),
+    "half-open, the other way": Drill(lambda net, m: net.swallow(1, 0), {0: B, 1: A}, weekly=True),
+    "all ranks killed": Drill(lambda net, m: m[1].kill(), {0: _gone("hostb", "[23]")}),
+    "a rank killed": Drill(lambda net, m: m[1].kill(1), {0: _gone("hostb", "3")}, weekly=True),
+    "host off": Drill(lambda net, m: _off(net, m[1]), {0: B}, weekly=True),
+    "the store's host off": Drill(lambda net, m: _off(net, m[0]), {1: A}),
+    "stopped": Drill(lambda net, m: m[1].stop(1), {0: STOPPED}, env={"TPCORE_TIMEOUT": "6"}),
+    "three hosts, dp": Drill(
+        lambda net, m: net.cut(2), {0: C, 1: C, 2: f"{A[:-2]}|{B}"}, hosts=3, axes={"tp": 6}, weekly=True
+    ),
+    "three hosts, pp": Drill(
+        lambda net, m: net.cut(2), {0: C, 1: C, 2: A}, hosts=3, axes={"tp": 2, "pp": 3}, weekly=True
+    ),
+}
+NAMES = [name for name, drill in DRILLS.items() if ALL or not drill.weekly]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    home: Path
+    machines: Machines
+    since: float  # the fault
+
+
+def run(drill: Drill, home: Path) -> Outcome:
+    home.mkdir()
+    os.mkfifo(home / "told")
+    with Network(drill.hosts) as network:
+        machines = [Machine(network, host, home, 2 * host, 2) for host in range(drill.hosts)]
+        env = environment(2 * drill.hosts, **drill.env)
+        for machine in machines:
+            machine.start(training.rank, (str(home), drill.axes, drill.steps, TOLD), env)
+        (home / "told").read_bytes()  # until rank 0 writes
+        since = time.time()
+        drill.fault(network, machines)
+        for machine in machines:
+            if not drill.named or machine.host in drill.named:
+                machine.join(90)
+            else:
+                machine.power_off()
+    return Outcome(home, machines, since)
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Outcome]]]:
+    home = tmp_path_factory.mktemp("drills")
+    with ThreadPoolExecutor(len(NAMES)) as threads:
+        yield {name: threads.submit(run, DRILLS[name], home / str(i)) for i, name in enumerate(NAMES)}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[float]]:
+    """Losses of a run of so many steps, on one rank."""
+
+    def losses(steps: int) -> list[float]:
+        home = tmp_path_factory.mktemp("undisturbed")
+        run_ranks(Mesh({"pp": 1, "dp": 1, "tp": 1}), lambda ctx: training.train(ctx, home, steps))
+        return list(training.losses(home).values())
+
+    return losses
+
+
+def resumed(home: Path, axes: Mapping[str, int], steps: int) -> None:
+    """Go on for some steps, on one host."""
+
+    def rank(ctx: ParallelContext) -> None:
+        path = checkpoint.latest(home / "run")
+        assert path is not None
+        training.train(ctx, home, int(path.rpartition("_")[2]) + 1 + steps)
+
+    run_ranks(Mesh(axes), rank)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_rank_that_is_left_names_the_loss_and_the_job_goes_on(
+    name: str, outcomes: dict[str, Future[Outcome]], undisturbed: Callable[[int], list[float]]
+) -> None:
+    drill, outcome = DRILLS[name], outcomes[name].result()
+    for host, named in drill.named.items():
+        machine = outcome.machines[host]
+        for rank in machine.ranks:
+            code, at = machine.ended(rank)
+            assert code == 1, machine.printed(rank)
+            assert at - outcome.since < SECONDS, machine.printed(rank)
+            assert re.search(named, machine.error(rank)), machine.printed(rank)
+    path = newest(str(outcome.home / "run"))
+    assert path is not None
+    assert verify(path) == []
+    resumed(outcome.home, {"pp": 1, "dp": 2, "tp": 1}, 2)
+    found = training.losses(outcome.home)
+    want = undisturbed(len(found))
+    assert [found[step] for step in range(len(found))] == pytest.approx(want, rel=1e-9)

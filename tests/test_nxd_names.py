@@ -86,7 +86,6 @@ def test_every_import_form_in_a_fresh_process() -> None:
     [
         ("layers", "ColumnParallelLinear", "tpcore"),
         ("layers", "RowParallelLinear", "tpcore"),
-        ("layers", "ParallelEmbedding", "tpcore"),
         ("layer_norm", "LayerNorm", "tpcore"),
         ("grads", "clip_grad_norm", "tpcore"),
         ("loss_functions", "parallel_cross_entropy", "tpcore"),

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..shard import ShardSpec
+from .attributes import EmbeddingAttributes
 from .features import Features
 from .ids import check_ids
 from .initial import Init
-from .module import Device, ParallelModule
+from .module import Device
 from .options import sequence_dim, tokens_over
 from .plain import checked_plain, filled
 
@@ -33,7 +34,7 @@ class _ScaleGradient(torch.autograd.Function):
         return grad * factor, None
 
 
-class ParallelEmbedding(ParallelModule):
+class ParallelEmbedding(EmbeddingAttributes):
     """``nn.Embedding`` cut over the tp group. Starts with the values of ``nn.Embedding`` at the same seed.
 
     Input: int ids of any shape, the same on every rank. Output ``[*ids.shape, embedding_dim]``, the same
@@ -41,9 +42,9 @@ class ParallelEmbedding(ParallelModule):
 
     By default each rank holds some rows of the table, looks up the ids that are its own and the sum over
     ranks fills in the rest; ``pad`` allows a vocabulary that tp does not divide. With
-    ``shard_across_embedding`` each rank holds some columns for every id, which ``collect_output=False``
-    leaves uncollected. ``sequence_parallel_group``: the tokens lie over this part of the layer's ranks, such
-    as over tp for a table cut over pp and tp. ``padding_idx``, ``max_norm``, ``norm_type``,
+    ``shard_across_embedding`` each rank holds some columns for every id. ``collect_output=False`` leaves the
+    sum, or the collection of columns, to the caller. ``sequence_parallel_group``: the tokens lie over this
+    part of the layer's ranks, such as over tp for a table cut over pp and tp. ``padding_idx``, ``max_norm``, ``norm_type``,
     ``scale_grad_by_freq`` and ``sparse`` mean what they mean in ``nn.Embedding``. A callable as third
     argument is ``init_method``.
 
@@ -89,9 +90,10 @@ class ParallelEmbedding(ParallelModule):
         self.shard_across_embedding, self.collect_output = shard_across_embedding, collect_output
         self.sequence_dim = sequence_dim(sequence_parallel_enabled, sequence_dimension)
         self.tokens = tokens_over(self, self.sequence_dim, sequence_parallel_group)
-        if not collect_output and (self.sequence_dim is not None or not shard_across_embedding):
+        if not collect_output and self.sequence_dim is not None:
             raise ValueError(
-                "collect_output=False needs shard_across_embedding=True and no sequence parallelism"
+                "collect_output=False leaves the sum to the caller, and sequence parallelism is part of it: "
+                "leave out sequence_parallel_enabled"
             )
         if sparse and not self.tp.eager:
             raise ValueError("ParallelEmbedding(sparse=True): this backend's devices have no sparse tensors")
@@ -102,9 +104,13 @@ class ParallelEmbedding(ParallelModule):
                 f"ParallelEmbedding: {name}={size} is not divisible by tp={self.tp.size}; pass pad=True"
             )
         self.features = Features.of(ShardSpec((embedding_dim,), 0 if spec.dim else None), self.tp.size)
+        self.arg_init_method = init_method
         self.shard_parameter("weight", spec, init_method or nn.init.normal_, dtype, device)
-        if init_method is None and padding_idx is not None:
-            self._clear(padding_idx)
+        self._clear_padding()
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        self._clear_padding()
 
     @classmethod
     def from_plain(cls: type[Embedding], plain: nn.Module, **options: Any) -> Embedding:
@@ -115,9 +121,13 @@ class ParallelEmbedding(ParallelModule):
         return filled(cls(**own, dtype=table.weight.dtype, device="meta", init_method=None, **options), plain)
 
     @torch.no_grad()
-    def _clear(self, row: int) -> None:
-        """Zero a row of the table. Not in the init, which would then need the full table at once; by a mask,
-        so that a rank that does not hold the row computes the same as one that does."""
+    def _clear_padding(self) -> None:
+        """Zero the row of ``padding_idx``, unless the caller fills the table. Not in the init, which would
+        then need the full table at once; by a mask, so that a rank that does not hold the row computes the
+        same as one that does."""
+        row = self.padding_idx
+        if row is None or self.arg_init_method is not None:
+            return
         if self.shard_across_embedding:
             self.weight[row] = 0
             return
@@ -137,6 +147,8 @@ class ParallelEmbedding(ParallelModule):
         local, mine = self._own(ids)
         y = F.embedding(local, self.weight, sparse=self.sparse)
         y = self._gradient(y, ids) * mine.unsqueeze(-1).to(y.dtype)
+        if not self.collect_output:
+            return y
         if self.sequence_dim is None:
             # one rank adds a value and the others zeros, so that no wider sum is needed
             return ops.reduce(y, self.tp)

@@ -22,8 +22,21 @@ def copy_to_tensor_model_parallel_region(x: Tensor, process_group: Any = None) -
 
 
 def reduce_from_tensor_model_parallel_region(x: Tensor, process_group: Any = None) -> Tensor:
-    """The sum over the group; gradients pass as they are."""
-    return ops.reduce(x, current().comm_for(process_group))
+    """The sum over the group; gradients pass as they are.
+
+    Where autograd does not record it, ``x`` itself becomes the sum and is returned: published loops sum
+    gradients by ``reduce_from_tensor_model_parallel_region(p.grad)`` and drop what it returns.
+    """
+    y = ops.reduce(x, current().comm_for(process_group))
+    if y is x or y.requires_grad or _shares_places(x) or torch.compiler.is_compiling():
+        return y
+    with torch.no_grad():
+        return x.copy_(y)
+
+
+def _shares_places(x: Tensor) -> bool:
+    """Whether entries of ``x`` lie at one place in memory, as ``expand`` makes them: those take one value."""
+    return any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True))
 
 
 def scatter_to_tensor_model_parallel_region(x: Tensor, process_group: Any = None) -> Tensor:

@@ -16,6 +16,7 @@ from .files import MANIFEST, PREFIX, loads, make_dirs, naming, read_file, sync_d
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # <fcntl.h> and <linux/fs.h>
 _CANNOT = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}
+_CANNOT_LINK = {*_CANNOT, errno.EPERM, errno.EMLINK, errno.EXDEV}
 
 
 def _sibling(target: str, kind: str) -> str:
@@ -37,10 +38,11 @@ def _siblings(target: str, kind: str) -> list[str]:
 def resolve(target: str) -> str:
     """Where the checkpoint called ``target`` lies: under its name, but for the one instant that is left.
 
-    Where the file system cannot swap two names in one step, a save may die after it moved the previous
-    checkpoint away and before it moved the new one in. The new one is complete by then, beside the name.
+    Where the file system cannot swap two names in one step, and where the directory holds other files and
+    stays, a save may die after it moved the previous checkpoint away and before the new one is in. The new
+    one is complete by then, beside the name.
     """
-    if not os.path.lexists(target):
+    if not os.path.lexists(os.path.join(target, MANIFEST)):
         for replaced in _siblings(target, "replaced"):
             new = staging_path(target, replaced.rpartition("-")[2])
             if os.path.isfile(os.path.join(new, MANIFEST)):
@@ -52,18 +54,27 @@ class Staging:
     """Where a save writes, beside ``target``, until ``commit`` puts it in its place. One job at a time.
 
     ``format``: of the manifest that will be in it; a directory of another format is not replaced. ``also``:
-    names in it besides those of a manifest and of ranks' directories.
+    names in it besides those of a manifest and of ranks' directories. ``others_stay``: other files may be in
+    ``target``, a run's logs say, and are left where they are; without it they are a CheckpointError.
     """
 
-    def __init__(self, target: str, save_id: str, format: str, also: Collection[str] = ()) -> None:
-        self.target = target
+    def __init__(
+        self,
+        target: str,
+        save_id: str,
+        format: str,
+        also: Collection[str] = (),
+        *,
+        others_stay: bool = False,
+    ) -> None:
+        self.target, self._also, self._linking = target, also, False
         self.path = staging_path(target, save_id)
         self._old = _sibling(target, f"replaced-{save_id}")
         make_dirs(os.path.dirname(target))
         self._lock = _lock(target)
         try:
             self._clean_up()
-            _refuse_other_files(target, format, also)
+            _refuse_other_files(target, format, also, others_stay)
             with naming("make the directory", self.path):
                 os.mkdir(self.path)
         except BaseException:
@@ -74,8 +85,11 @@ class Staging:
         """Finish or remove what saves that were killed have left."""
         found = resolve(self.target)
         if found != self.target:
-            with naming("rename", found):
-                os.rename(found, self.target)
+            with naming("put in place", found):
+                if os.path.lexists(self.target):
+                    self._link_in(found)
+                else:
+                    os.rename(found, self.target)
             sync_dir(os.path.dirname(self.target))
         for left in (*_siblings(self.target, "saving"), *_siblings(self.target, "replaced")):
             shutil.rmtree(left, ignore_errors=True)
@@ -85,16 +99,57 @@ class Staging:
         with naming("put in place", self.target):
             if not os.path.lexists(self.target) or not os.listdir(self.target):
                 os.rename(self.path, self.target)
+            elif len(self._owned(self.target)) < len(os.listdir(self.target)):
+                self._exchange_inside()
             elif not _exchange(self.path, self.target):
                 os.rename(self.target, self._old)
                 os.rename(self.path, self.target)
         sync_dir(os.path.dirname(self.target))
 
+    def _owned(self, folder: str) -> list[str]:
+        """What a checkpoint has put into ``folder``, its manifest last."""
+        names = [n for n in sorted(os.listdir(folder)) if _is_owned(n, self._also)]
+        return sorted(names, key=MANIFEST.__eq__)
+
+    def _exchange_inside(self) -> None:
+        """Exchange the checkpoint in a directory that stays, since other files are in it.
+
+        The previous manifest leaves first and the new one comes last. In between ``resolve`` finds the new
+        checkpoint where it was written: its files are linked into the directory and not moved.
+        """
+        os.mkdir(self._old)
+        for name in reversed(self._owned(self.target)):
+            os.rename(os.path.join(self.target, name), os.path.join(self._old, name))
+        self._linking = True
+        self._link_in(self.path)
+
+    def _link_in(self, source: str) -> None:
+        """Let ``target`` hold the checkpoint of ``source`` too, in the place of what is there of one."""
+        self._remove_owned()
+        for name in self._owned(source):
+            _link(os.path.join(source, name), os.path.join(self.target, name))
+            sync_dir(self.target)
+
+    def _remove_owned(self) -> None:
+        for name in reversed(self._owned(self.target)):
+            path = os.path.join(self.target, name)
+            shutil.rmtree(path) if os.path.isdir(path) else os.unlink(path)
+
+    def _restore(self) -> None:
+        """Undo a ``commit`` that failed after it had moved the previous checkpoint away."""
+        if not os.path.lexists(self.target):
+            os.rename(self._old, self.target)
+        elif not os.path.lexists(os.path.join(self.target, MANIFEST)):
+            if self._linking:  # else what is there is of the previous one
+                self._remove_owned()
+            for name in self._owned(self._old):
+                os.rename(os.path.join(self._old, name), os.path.join(self.target, name))
+
     def close(self) -> None:
         """Remove what is not the checkpoint: after ``commit`` the previous one, else what was written."""
         try:
-            if os.path.lexists(self._old) and not os.path.lexists(self.target):
-                os.rename(self._old, self.target)  # the second rename of two failed
+            if os.path.lexists(self._old):
+                self._restore()
             # what cannot be removed now is harmless, and the next save tries again
             shutil.rmtree(self.path, ignore_errors=True)
             shutil.rmtree(self._old, ignore_errors=True)
@@ -105,19 +160,45 @@ class Staging:
                 self._lock = None
 
 
-def _refuse_other_files(target: str, format: str, also: Collection[str]) -> None:
-    """Saving replaces the directory: refuse to where that would take files that no checkpoint put there."""
+def _is_owned(name: str, also: Collection[str]) -> bool:
+    return name == MANIFEST or name in also or name.startswith(PREFIX)
+
+
+def _link(source: str, target: str) -> None:
+    """The same files under another name; copies where the file system has one name for a file only."""
+    if os.path.isdir(source):
+        os.mkdir(target)
+        for name in os.listdir(source):
+            _link(os.path.join(source, name), os.path.join(target, name))
+        sync_dir(target)
+        return
+    try:
+        os.link(source, target)
+    except OSError as e:
+        if e.errno not in _CANNOT_LINK:
+            raise
+        shutil.copyfile(source, target)
+        with open(target, "rb") as f:
+            os.fsync(f.fileno())
+
+
+def _refuse_other_files(target: str, format: str, also: Collection[str], others_stay: bool) -> None:
+    """Saving replaces what a checkpoint has put into the directory: refuse to where that would take files
+    that no checkpoint of this format put there."""
     if not os.path.lexists(target):
         return
     with naming("list", target):
         names = sorted(os.listdir(target))
+    owned = [name for name in names if _is_owned(name, also)]
+    wrong = [] if others_stay else [name for name in names if name not in owned]
     if MANIFEST in names:
         _refuse_other_format(target, format)
-        names = [name for name in names if name not in (MANIFEST, *also) and not name.startswith(PREFIX)]
-    if names:
+    else:
+        wrong += owned
+    if wrong:
         raise CheckpointError(
-            f"cannot save to {target}: saving would replace the directory, and it holds {names[0]!r}"
-            + (f" and {len(names) - 1} more" if names[1:] else "")
+            f"cannot save to {target}: saving would replace the directory, and it holds {wrong[0]!r}"
+            + (f" and {len(wrong) - 1} more" if wrong[1:] else "")
             + ", not from a checkpoint of this format; give another name, or a new directory inside it"
         )
 

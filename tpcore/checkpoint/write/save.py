@@ -128,7 +128,7 @@ class Save:
         self.root = staging_path(self.target, self.save_id)
         with together(ctx), naming("save", self.target):
             if ctx.rank == 0:
-                self.staging = Staging(self.target, self.save_id, FORMAT)
+                self.staging = Staging(self.target, self.save_id, FORMAT, others_stay=True)
 
     def _take(self, state: dict[Any, Any]) -> None:
         """Say of each tensor how it is cut, and whether this rank writes it."""

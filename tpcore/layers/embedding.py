@@ -44,9 +44,9 @@ class ParallelEmbedding(EmbeddingAttributes):
     ranks fills in the rest; ``pad`` allows a vocabulary that tp does not divide. With
     ``shard_across_embedding`` each rank holds some columns for every id. ``collect_output=False`` leaves the
     sum, or the collection of columns, to the caller. ``sequence_parallel_group``: the tokens lie over this
-    part of the layer's ranks, such as over tp for a table cut over pp and tp. ``padding_idx``, ``max_norm``, ``norm_type``,
-    ``scale_grad_by_freq`` and ``sparse`` mean what they mean in ``nn.Embedding``. A callable as third
-    argument is ``init_method``.
+    part of the layer's ranks, such as over tp for a table cut over pp and tp. ``padding_idx``, ``max_norm``,
+    ``norm_type``, ``scale_grad_by_freq`` and ``sparse`` mean what they mean in ``nn.Embedding``. A callable
+    as third argument is ``init_method``.
 
     Raises IndexError on every rank for an id out of range, on backends that can look at values, and
     ValueError for ``sparse`` on backends without sparse tensors.

@@ -74,12 +74,45 @@ def reduce_scatter_to_sequence_parallel_region(
     return ops.reduce_scatter(x, current().comm_for(process_group), sequence_dimension, dtype=dtype)
 
 
+def gather_from_tensor_model_parallel_region_with_dim(
+    x: Tensor, gather_dim: int, process_group: Any = None
+) -> Tensor:
+    """All chunks along ``gather_dim``; of the gradient this rank keeps its own."""
+    return ops.gather(x, current().comm_for(process_group), gather_dim)
+
+
+def reduce_scatter_to_tensor_model_parallel_region_with_dim(
+    x: Tensor, partition_dim: int, process_group: Any = None
+) -> Tensor:
+    """This rank's chunk of the sum over the group, along ``partition_dim``; gradients are gathered."""
+    return ops.reduce_scatter(x, current().comm_for(process_group), partition_dim)
+
+
+# published code imports these by their private names, to move tensors outside of autograd
+def _split_along_first_dim(x: Tensor, process_group: Any = None) -> Tensor:
+    return current().comm_for(process_group).split(x.detach(), 0)
+
+
+def _gather_along_first_dim(x: Tensor, process_group: Any = None) -> Tensor:
+    return _gather_along_dim(x, 0, process_group)
+
+
+def _gather_along_dim(x: Tensor, dim: int, process_group: Any = None) -> Tensor:
+    return current().comm_for(process_group).all_gather(x.detach(), dim)
+
+
+def _reduce_scatter_along_dim(x: Tensor, dim: int, process_group: Any = None) -> Tensor:
+    return current().comm_for(process_group).reduce_scatter(x.detach(), dim)
+
+
 __all__ = [
     "copy_to_tensor_model_parallel_region",
     "gather_from_sequence_parallel_region",
     "gather_from_tensor_model_parallel_region",
+    "gather_from_tensor_model_parallel_region_with_dim",
     "reduce_from_tensor_model_parallel_region",
     "reduce_scatter_to_sequence_parallel_region",
+    "reduce_scatter_to_tensor_model_parallel_region_with_dim",
     "scatter_to_sequence_parallel_region",
     "scatter_to_tensor_model_parallel_region",
 ]

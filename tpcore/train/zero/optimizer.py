@@ -160,6 +160,15 @@ class Zero1(torch.optim.Optimizer):
         for p in self._parameters:
             self._gradients.drop(p)  # of those without entries too
 
+    @property
+    def reduced(self) -> bool:
+        """Whether the mean of this step's gradients is taken, and no step with it yet."""
+        return self._stepped is not None
+
+    def gradient_of(self, p: Tensor) -> Tensor | None:
+        """What backward has summed of this rank's gradient of ``p``, to change in place; before the mean."""
+        return self._gradients.of(p)
+
     def _gradient(self, p: Tensor) -> Tensor:
         """Zeros where another dp rank alone has one."""
         found = self._gradients.of(p)

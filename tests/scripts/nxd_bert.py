@@ -1,4 +1,4 @@
-"""A masked language model as NeuronX Distributed's BERT example trains one: loop, logs, checkpoints by hand."""
+"""A masked language model, trained as NxD's BERT example does it: loop, logs and checkpoints by hand."""
 
 from __future__ import annotations
 

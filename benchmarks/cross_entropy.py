@@ -4,6 +4,8 @@ The floor is written by hand for this one case, without autograd, chunks or opti
 ``torch.softmax`` of the local logits, into the memory that the gradient will have; two all-reduces on
 buffers allocated once, a maximum per token and two sums per token. Backward: scale that softmax in place
 and take one off at the targets. Only the gradient is fresh memory, as it must be for autograd to own it.
+There are three floors: over gloo, over shared memory (``benchmarks/shared.py``), and over shared memory with
+the gradient in a buffer that is allocated once, which autograd could not own.
 
 "torch, local only" is no contestant but a measure: ``F.cross_entropy`` on as many logits, through
 autograd, without any communication. Its loss is that of a smaller vocabulary. All others are compared
@@ -19,7 +21,7 @@ logits. The gradient that it returns is one; anything above is temporary.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -31,10 +33,17 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
 
 import tpcore
+from tpcore.comm import Comm
 
 from . import peers
 from .harness import Contestant, check_equal, conditions, part, peak_bytes, race, say, start, table
+from .shared import ByHand
 
+FLOORS = FLOOR, SHARED_FLOOR, KEPT = (
+    "floor over gloo",
+    "floor over shared memory",
+    "floor over shared memory, buffer kept",
+)
 TOLERANCE = 1e-5
 """Of the largest value: float32 sums of 30720 terms, added in another order."""
 
@@ -54,6 +63,7 @@ class Size:
 
 SIZES = {
     "large": Size(1024, 30522, 30720, 1024, rounds=30, inner=1),
+    "small": Size(1024, 30522, 30720, 16, rounds=60, inner=5),
     "tiny": Size(16, 60, 64, 8, rounds=2, inner=1),  # for the tests
 }
 
@@ -104,24 +114,25 @@ def _of(
     return Entry(name, alone, with_head, next(head.parameters()), vocab)
 
 
-def floor(case: Case) -> Entry:
+def floor(name: str, case: Case, reduce: Callable[[Tensor, str], object], keep: bool = False) -> Entry:
+    """``reduce`` takes the "sum" or "max" of a tensor over the ranks, in place."""
     width, tokens = case.size.columns // dist.get_world_size(), case.size.tokens
     weight = nn.Parameter(part(case.weight, 0, case.rank))
     local = case.target - case.rank * width
     rows = torch.nonzero((local >= 0) & (local < width)).squeeze(1)
     ids = local[rows]
     top, sums, grad_hidden = torch.empty(tokens), torch.empty(2, tokens), torch.empty_like(case.hidden)
-    group = peers.own_group()
+    kept = torch.empty(tokens, width) if keep else None
 
     def both(logits: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-        out = torch.softmax(logits, -1)
+        out = torch.softmax(logits, -1) if kept is None else torch.softmax(logits, -1, out=kept)
         largest = logits.amax(-1)
         top.copy_(largest)
-        dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
+        reduce(top, "max")
         share = largest.sub_(top).exp_().div_(out.amax(-1))  # this rank's sum of exp(logit - top)
         sums[0] = share
         sums[1].zero_()[rows] = logits[rows, ids]
-        dist.all_reduce(sums, group=group)
+        reduce(sums, "sum")
         out.mul_(share.div_(sums[0]).mul_(grad).unsqueeze(-1))
         out[rows, ids] -= grad[rows]
         return sums[0].log().add_(top).sub_(sums[1]), out
@@ -136,11 +147,19 @@ def floor(case: Case) -> Entry:
         loss, grad_logits = both(F.linear(hidden, weight), grad)
         torch.mm(grad_logits, weight, out=grad_hidden)
         weight.grad = grad_logits.t() @ hidden
-        dist.all_reduce(grad_hidden, group=group)
+        reduce(grad_hidden, "sum")
         hidden.grad = grad_hidden
         return loss
 
-    return Entry("floor", alone, with_head, weight)
+    return Entry(name, alone, with_head, weight)
+
+
+def _floors(case: Case) -> Iterator[Entry]:
+    group, op = peers.own_group(), {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+    yield floor(FLOOR, case, lambda x, how: dist.all_reduce(x, op[how], group=group))
+    memory = ByHand(case.rank, case.hidden.numel() * 4)
+    yield floor(SHARED_FLOOR, case, memory.all_reduce)
+    yield floor(KEPT, case, memory.all_reduce, keep=True)
 
 
 def local_only(case: Case) -> Entry:
@@ -151,10 +170,22 @@ def local_only(case: Case) -> Entry:
     return _of("torch, local only", loss, head)
 
 
-def _tpcore(case: Case, vocab: int | None) -> Entry:
-    head = tpcore.ColumnParallelLinear(case.size.hidden, case.size.columns, bias=False, gather_output=False)
-    loss = partial(tpcore.parallel_cross_entropy, target=case.target, vocab_size=vocab)
-    return _of("tpcore" if vocab is None else "tpcore, padding masked", loss, head, vocab)
+def _tpcore(name: str, case: Case, vocab: int | None = None, group: Comm | None = None) -> Entry:
+    head = tpcore.ColumnParallelLinear(
+        case.size.hidden,
+        case.size.columns,
+        bias=False,
+        gather_output=False,
+        tensor_model_parallel_group=group,
+    )
+    loss = partial(
+        tpcore.parallel_cross_entropy, target=case.target, vocab_size=vocab, tensor_model_parallel_group=group
+    )
+    return _of(name, loss, head, vocab)
+
+
+def _over_gloo(case: Case) -> Entry:
+    return _tpcore("tpcore over gloo", case, group=peers.gloo_comm())
 
 
 def _loss_parallel(case: Case) -> Entry:
@@ -197,8 +228,9 @@ def _megatron(case: Case) -> Entry:
 def entries(case: Case) -> list[Entry]:
     """All that can be imported here, with this rank's part of the weight."""
     makers: dict[str, Callable[[], Entry]] = {
-        "tpcore": partial(_tpcore, case, None),
-        "tpcore masked": partial(_tpcore, case, case.size.vocab),
+        "tpcore": partial(_tpcore, "tpcore", case),
+        "tpcore masked": partial(_tpcore, "tpcore, padding masked", case, case.size.vocab),
+        "tpcore over gloo": partial(_over_gloo, case),
         "torch": partial(_loss_parallel, case),
         "fairscale": partial(_fairscale, case),
         "megatron-core": partial(_megatron, case),
@@ -206,7 +238,7 @@ def entries(case: Case) -> list[Entry]:
     made = list(peers.importable(makers))
     for entry in made:
         peers.local(entry.weight.detach()).copy_(part(case.weight, 0, case.rank))
-    return [floor(case), *made]
+    return [*_floors(case), *made]
 
 
 def _fresh(logits: Tensor, pristine: Tensor) -> None:
@@ -271,7 +303,7 @@ def _compare(case: Case, made: list[Entry], hidden: Tensor, options: argparse.Na
     logits = pristine.clone().requires_grad_()
     fresh = partial(_fresh, logits, pristine)
     alone = [Contestant(e.name, partial(e.alone, logits, grad), fresh) for e in all_]
-    say(table(race(f"cross entropy alone, {size}", alone, rounds, size.inner, options.warm), "floor"))
+    say(table(race(f"cross entropy alone, {size}", alone, rounds, size.inner, options.warm), *FLOORS))
 
     say("\n| | peak memory, in local logits |\n|---|---:|")
     for contestant in alone:
@@ -283,7 +315,7 @@ def _compare(case: Case, made: list[Entry], hidden: Tensor, options: argparse.Na
     say()
     clear = partial(_clear, hidden)
     whole = [Contestant(e.name, partial(e.with_head, hidden, grad), partial(clear, e.weight)) for e in all_]
-    say(table(race(f"head and cross entropy, {size}", whole, max(2, rounds // 3), size.inner, 1), "floor"))
+    say(table(race(f"head and cross entropy, {size}", whole, max(2, rounds // 3), size.inner, 1), *FLOORS))
 
 
 def main() -> None:
@@ -291,6 +323,7 @@ def main() -> None:
     parser.add_argument("--size", nargs="+", choices=SIZES, default=["large"])
     parser.add_argument("--rounds", type=int, help="default: 30")
     parser.add_argument("--warm", type=int, default=3, help="runs before the first round")
+    parser.add_argument("--keep", action="store_true", help="call tpcore.keep_freed_memory() first")
     start(run, parser.parse_args())
 
 

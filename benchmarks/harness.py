@@ -25,6 +25,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
+from tpcore import keep_freed_memory
+
 TP = 2
 
 
@@ -105,26 +107,29 @@ def _turn(contestant: Contestant, inner: int, cpu: Callable[[], float]) -> tuple
     return seconds / inner, busy / inner
 
 
-def table(result: Race, floor: str) -> str:
-    """Markdown: median time and processor time, and their ratios to the floor in the same round.
+def table(result: Race, floor: str, *others: str) -> str:
+    """Markdown: median time and processor time, and their ratios to the floor in the same round. ``others``:
+    contestants to which each time's ratio is shown too.
 
     The ratios are medians over the rounds, so a slow moment of the machine, which lasts for a round or
     longer, counts on both sides of the division.
     """
     rounds = len(result.seconds[floor])
+    more = "".join(f" of the {name} |" for name in others)
     lines = [
         f"**{result.title}** ({rounds} rounds of {result.inner})",
         "",
-        "| | median | ratio to the floor | middle half of the ratios | CPU time | its ratio |",
-        "|---|---:|---:|---:|---:|---:|",
+        f"| | median | ratio to the {floor} | middle half of the ratios |{more} CPU time | its ratio |",
+        "|---|---:|---:|---:|" + "---:|" * len(others) + "---:|---:|",
     ]
     for name, seconds in result.seconds.items():
         low, ratio, high = _quartiles(seconds, result.seconds[floor])
         _, busy_ratio, _ = _quartiles(result.cpu[name], result.cpu[floor])
         wall, busy = (statistics.median(t) * 1e3 for t in (seconds, result.cpu[name]))
-        spread = f"{low:.3f} to {high:.3f}"
+        also = "".join(f" {_quartiles(seconds, result.seconds[other])[1]:.3f} |" for other in others)
         lines.append(
-            f"| {name} | {wall:.3g} ms | {ratio:.3f} | {spread} | {busy:.3g} ms | {busy_ratio:.3f} |"
+            f"| {name} | {wall:.3g} ms | {ratio:.3f} | {low:.3f} to {high:.3f} |{also} {busy:.3g} ms "
+            f"| {busy_ratio:.3f} |"
         )
     return "\n".join(lines)
 
@@ -260,6 +265,8 @@ def _rank(
     rank: int, main: Callable[[int, Namespace], None], options: Namespace, store: str, world: int
 ) -> None:
     torch.set_num_threads(1)
+    if getattr(options, "keep", False):
+        keep_freed_memory()
     # Megatron-core's advice on CUDA streams, given at the first forward
     warnings.filterwarnings("ignore", "When using async grad allreduce", UserWarning)
     dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)

@@ -9,7 +9,9 @@ parallelism are written by hand:
 
 The buffers are allocated once. No module, no autograd function of its own, no option looked at. It sums
 the input gradient after the weight gradients are done, as a straightforward hand would write it; who
-overlaps the two can be faster than the floor.
+overlaps the two can be faster than the floor. There are two floors, over gloo and over shared memory
+(``benchmarks/shared.py``); tpcore runs over both too. "half, alone" is a measure and no contestant: the
+block of torch's own layers of half the width, with autograd and without any communication.
 
 Every contestant gets the same weights, and its output and all five gradients are compared with those of
 the unsharded block before anything is timed.
@@ -18,7 +20,7 @@ the unsharded block before anything is timed.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -29,10 +31,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import tpcore
+from tpcore.comm import Comm
 
 from . import peers
 from .harness import Contestant, check_equal, conditions, part, race, say, start, table
+from .shared import ByHand
 
+FLOORS = FLOOR, SHARED_FLOOR, HALF = "floor over gloo", "floor over shared memory", "half, alone"
 TOLERANCE = 1e-5
 """Of the largest value: float32 sums of up to 4096 terms, added in another order."""
 
@@ -103,40 +108,62 @@ def _shards(full: nn.Module, rank: int) -> list[Tensor]:
     return [part(w1, 0, rank), part(b1, 0, rank), part(w2, 1, rank), b2.detach().clone()]
 
 
-def floor(full: nn.Module, size: Size, rank: int) -> Entry:
+def floor(name: str, full: nn.Module, size: Size, rank: int, reduce: Callable[[Tensor], object]) -> Entry:
+    """``reduce`` sums a tensor over the ranks, in place."""
     w1, b1, w2, b2 = (nn.Parameter(t) for t in _shards(full, rank))
     shape = (size.batch, size.sequence, size.hidden)
     y, grad_x = torch.empty(shape), torch.empty(shape)
-    group = peers.own_group()
 
     def forward(x: Tensor) -> Tensor:
         y.copy_(F.linear(F.gelu(F.linear(x, w1, b1)), w2))
-        dist.all_reduce(y, group=group)
+        reduce(y)
         return y.add_(b2.detach())
 
     def both(x: Tensor, grad: Tensor) -> Tensor:
         local = F.linear(F.gelu(F.linear(x, w1, b1)), w2)
         y.copy_(local.detach())
-        dist.all_reduce(y, group=group)
+        reduce(y)
         y.add_(b2.detach())
         local.backward(grad)
         b2.grad = grad.sum((0, 1))
         if x.grad is None:
             raise RuntimeError("the input needs requires_grad")
         grad_x.copy_(x.grad)
-        dist.all_reduce(grad_x, group=group)
+        reduce(grad_x)
         return y
 
-    return Entry("floor", forward, both, [w1, b1, w2, b2], input_grad=lambda x: grad_x)
+    return Entry(name, forward, both, [w1, b1, w2, b2], input_grad=lambda x: grad_x)
 
 
-def _block(size: Size) -> Block:
-    up = tpcore.ColumnParallelLinear(size.hidden, size.ffn, gather_output=False)
-    return Block(up, tpcore.RowParallelLinear(size.ffn, size.hidden, input_is_parallel=True))
+def _floors(full: nn.Module, size: Size, rank: int) -> Iterator[Entry]:
+    yield floor(FLOOR, full, size, rank, partial(dist.all_reduce, group=peers.own_group()))
+    memory = ByHand(rank, size.batch * size.sequence * size.hidden * 4)
+    yield floor(SHARED_FLOOR, full, size, rank, memory.all_reduce)
+
+
+def _block(size: Size, group: Comm | None = None) -> Block:
+    up = tpcore.ColumnParallelLinear(
+        size.hidden, size.ffn, gather_output=False, tensor_model_parallel_group=group
+    )
+    return Block(
+        up,
+        tpcore.RowParallelLinear(
+            size.ffn, size.hidden, input_is_parallel=True, tensor_model_parallel_group=group
+        ),
+    )
 
 
 def _tpcore(size: Size) -> Entry:
     return _of("tpcore", _block(size))
+
+
+def _over_gloo(size: Size) -> Entry:
+    return _of("tpcore over gloo", _block(size, peers.gloo_comm()))
+
+
+def _half(size: Size) -> Entry:
+    half = size.ffn // dist.get_world_size()
+    return _of(HALF, Block(nn.Linear(size.hidden, half), nn.Linear(half, size.hidden)))
 
 
 def _compiled(size: Size) -> Entry:
@@ -174,6 +201,7 @@ def entries(full: nn.Module, size: Size, rank: int) -> list[Entry]:
     """All that can be imported here, holding this rank's shards of ``full``."""
     makers = {
         "tpcore": _tpcore,
+        "tpcore over gloo": _over_gloo,
         "compiled": _compiled,
         "torch": _dtensor,
         "fairscale": _fairscale,
@@ -183,7 +211,7 @@ def entries(full: nn.Module, size: Size, rank: int) -> list[Entry]:
     for entry in made:
         for parameter, value in zip(entry.parameters, _shards(full, rank), strict=True):
             peers.local(parameter.detach()).copy_(value)
-    return [floor(full, size, rank), *made]
+    return [*_floors(full, size, rank), *made]
 
 
 def _check(entry: Entry, x: Tensor, grad: Tensor, full: nn.Module, rank: int) -> None:
@@ -223,12 +251,13 @@ def run(rank: int, options: argparse.Namespace) -> None:
         for entry in all_:
             _check(entry, x, grad, full, rank)
         say(f"\n{size}: outputs and gradients of all {len(all_)} equal those of the unsharded block\n")
+        all_.append(_half(size))
         rounds = options.rounds or size.rounds
         training = [Contestant(e.name, partial(e.both, x, grad), partial(e.clear, x)) for e in all_]
-        say(table(race(f"forward + backward, {size}", training, rounds, size.inner, options.warm), "floor"))
+        say(table(race(f"forward + backward, {size}", training, rounds, size.inner, options.warm), *FLOORS))
         say()
         inference = [Contestant(e.name, _inference(e, x)) for e in all_]
-        say(table(race(f"inference, {size}", inference, rounds, size.inner, options.warm), "floor"))
+        say(table(race(f"inference, {size}", inference, rounds, size.inner, options.warm), *FLOORS))
     tpcore.shutdown()
 
 
@@ -237,6 +266,7 @@ def main() -> None:
     parser.add_argument("--size", nargs="+", choices=SIZES, default=["large", "small"])
     parser.add_argument("--rounds", type=int, help="default: 60 of the large block, 200 of the small one")
     parser.add_argument("--warm", type=int, default=10, help="runs before the first round")
+    parser.add_argument("--keep", action="store_true", help="call tpcore.keep_freed_memory() first")
     start(run, parser.parse_args())
 
 

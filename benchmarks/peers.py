@@ -12,6 +12,10 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from tpcore.comm import Comm
+from tpcore.context import current
+from tpcore.settings import changed
+
 from .harness import say
 
 T = TypeVar("T")
@@ -72,6 +76,12 @@ def own_group() -> Any:
     """Both processes, over connections and threads that no other contestant uses: on a group that another
     one keeps awake the floor was seen to take little more than half of its own time."""
     return dist.new_group()
+
+
+def gloo_comm() -> Comm:
+    """tpcore's group of both processes, kept off shared memory."""
+    with changed({"TPCORE_SHM": "0"}):
+        return current().comm_for(own_group())
 
 
 def wait(y: Tensor) -> Tensor:

@@ -23,13 +23,13 @@ def _run(module: str, *options: str) -> str:
 def test_race(module: str) -> None:
     printed = _run(module, "--size", "tiny", "--rounds", "2", "--warm", "1")
     assert "equal those of the unsharded" in printed
-    tables = printed.split("| ratio to the floor |")[1:]
+    tables = printed.split("| ratio to the floor over gloo |")[1:]
     assert len(tables) == 2
     for table in (text.split("\n\n")[0] for text in tables):
         rows = [row.split("|") for row in table.splitlines()[2:] if row.startswith("|")]
         ratios = {name.strip(): ratio.strip() for _, name, _, ratio, *_ in rows if ratio.strip()}
-        assert ratios["floor"] == "1.000"
-        assert "tpcore" in ratios
+        assert ratios["floor over gloo"] == "1.000"
+        assert {"tpcore", "tpcore over gloo", "floor over shared memory"} <= ratios.keys()
 
 
 def test_all_reduce() -> None:
@@ -47,8 +47,8 @@ def test_import_time() -> None:
 def test_serve() -> None:
     options = ["--size", "tiny", "--rounds", "2", "--warm", "1", "--loads", "1", "--calls", "20"]
     printed = _run("serve", *options)
-    assert "the outputs of all 3 equal those of the unsharded encoder" in printed
-    for contestant in ("floor | ", "tpcore | ", "one process | "):
+    assert "the outputs of all 7 equal those of the unsharded encoder" in printed
+    for contestant in ("floor | ", "tpcore | ", "tpcore over gloo | ", "one process, 2 threads | "):
         assert f"| {contestant}" in printed
     assert "microseconds more than the slower rank's own forward" in printed
     assert "20 calls in a row" in printed

@@ -103,7 +103,7 @@ def test_other_names(tmp_path: Path) -> None:
     assert torch.equal(found["up.weight"], values["head.weight"][3:])
     both = {**full(), "head.weight": full()["up.weight"]}
     assert read_shards(both, wanted, 1, 2, ties={"head.weight": "up.weight"}).keys() == wanted.keys()
-    with pytest.raises(CheckpointError, match=r"'up.weight' and 'head.weight' are one in the model"):
+    with pytest.raises(CheckpointError, match=r"'up.weight' and 'head.weight' are one tensor in the model"):
         read_shards(
             {**full(), "head.weight": torch.ones(6, 4)}, wanted, 1, 2, ties={"head.weight": "up.weight"}
         )

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tpcore.storage import files
-from tpcore.storage.files import joined
+from tpcore.storage.files import combined_crc32
 
 
 @given(st.lists(st.binary(max_size=300), max_size=6), st.integers(0, 5000))
 def test_joined(parts: list[bytes], zeros: int) -> None:
     parts.append(bytes(zeros))
-    assert joined((zlib.crc32(p), len(p)) for p in parts) == zlib.crc32(b"".join(parts))
+    assert combined_crc32((zlib.crc32(p), len(p)) for p in parts) == zlib.crc32(b"".join(parts))
 
 
 @pytest.mark.parametrize("sizes", [(), (0,), (5, 0, 7), (10, 23, 1, 40)])

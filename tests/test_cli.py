@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -124,7 +125,24 @@ def test_backends_json_is_the_listing_of_the_library():
         "usable": True,
         "reason": "",
         "capabilities": backend_class("cpu_gloo").capabilities.to_json(),
+        "remark": backend_class("cpu_gloo").remark(),
     }
+
+
+def test_backends_says_what_carries_the_collectives_and_why(monkeypatch):
+    shared = "groups of ranks on one host exchange tensors through shared memory, other groups over gloo"
+    assert f"cpu_gloo: {shared}\n" in invoke("backends")
+    monkeypatch.setenv("TPCORE_SHM", "0")
+    over_gloo = "cpu_gloo: all groups exchange tensors over gloo, none through shared memory: "
+    assert f"{over_gloo}TPCORE_SHM=0\n" in invoke("backends")
+    monkeypatch.delenv("TPCORE_SHM")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))  # less than a segment needs
+    try:
+        remark = backend_class("cpu_gloo").remark()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert f"cpu_gloo: {remark}" == f"{over_gloo}[Errno 27] File too large"
 
 
 def test_a_third_partys_backend_is_listed_with_its_distribution(plugin):
@@ -216,7 +234,7 @@ def test_a_part_taken_for_the_whole_is_a_finding(tmp_path: Path) -> None:
     (tmp_path / "cut.py").write_text(cut)
     found = CliRunner().invoke(app, ["explain", f"{tmp_path / 'cut.py'}:make", "--tp", "2"])
     assert found.exit_code == 1
-    assert "Model: softmax takes 4 of 8 features for all of them" in found.output
+    assert "Model: softmax sees only 4 of 8 features" in found.output
 
 
 @pytest.mark.parametrize("name", ["nope", "neuron"])

@@ -169,9 +169,9 @@ MISTAKES = {
     "F.cross_entropy": (
         _cut_cross_entropy,
         False,
-        "cross_entropy takes 6 of 12 features .* use tpcore.parallel",
+        "cross_entropy sees only 6 of 12 features.* use tpcore.parallel",
     ),
-    "softmax": (_softmax, False, "softmax takes 6 of 12 features for all of them.*gather them"),
+    "softmax": (_softmax, False, "softmax sees only 6 of 12 features.*gather them"),
     "nn.RMSNorm": (
         _plain_norm,
         True,

@@ -1,4 +1,4 @@
-"""The native road onto Neuron, pointed at gloo through its two parameters: real processes."""
+"""The native Neuron backend over gloo, by its two parameters, in real processes."""
 
 from __future__ import annotations
 
@@ -59,21 +59,21 @@ def test_layers_and_primitives():
 
 
 @pytest.mark.parametrize(
-    ("version", "has_xla", "road"),
+    ("version", "has_xla", "backend"),
     [
         ("2.13.1", False, "NativeBackend"),
         ("2.9.0", False, "NeuronBackend"),
         ("2.13.1", True, "NeuronBackend"),
     ],
 )
-def test_what_is_installed_decides_on_the_road(monkeypatch, caplog, version, has_xla, road):
+def test_the_installed_packages_choose_the_backend(monkeypatch, caplog, version, has_xla, backend):
     monkeypatch.setattr(platform, "installed", lambda name: version)
     monkeypatch.setattr(platform, "find_spec", lambda name: object() if has_xla else None)
     with caplog.at_level("INFO", "tpcore"):
-        assert tpcore_neuron.tpcore_backend().__name__ == road
-    assert ("native road" in caplog.text) == (road == "NativeBackend")
+        assert tpcore_neuron.tpcore_backend().__name__ == backend
+    assert ("native backend" in caplog.text) == (backend == "NativeBackend")
 
 
-def test_without_a_core_the_native_road_says_so(monkeypatch, tmp_path):
+def test_without_a_core_the_native_backend_is_unavailable(monkeypatch, tmp_path):
     monkeypatch.setattr(platform, "_DEVICES", str(tmp_path))
     assert "no NeuronCore is visible" in NativeBackend.unavailable()

@@ -1,4 +1,4 @@
-"""``python -m tpcore``: the command line where no script of that name is on the path."""
+"""``python -m tpcore``: the command line, also if the ``tpcore`` script is not on the path."""
 
 from __future__ import annotations
 

@@ -14,11 +14,11 @@ class Box(NamedTuple):
     full: tuple[int, ...]
     local: tuple[int, ...]
     size: tuple[int, ...]
-    copies: int  # how many positions on the layout's axes hold it
+    copies: int  # how many positions on the layout's axes hold the box
 
 
 class Share(NamedTuple):
-    """A box of every rank's part, padding included, whose entries are held by ``copies`` positions each."""
+    """A box of every rank's part, padding included. Each of its entries is on ``copies`` positions."""
 
     start: tuple[int, ...]
     size: tuple[int, ...]
@@ -26,7 +26,7 @@ class Share(NamedTuple):
 
 
 class Region(NamedTuple):
-    """A box of ``size``, ``src_start`` in the part of rank ``src``, at ``dst_start`` in the wanted part."""
+    """A box of ``size`` to copy: from ``src_start`` in the part of rank ``src`` to ``dst_start``."""
 
     src: int
     src_start: tuple[int, ...]
@@ -34,7 +34,7 @@ class Region(NamedTuple):
     size: tuple[int, ...]
 
     def rows(self, start: int, end: int) -> Region:
-        """The region within these rows of the wanted part, with those rows as the part."""
+        """The region, clipped to rows ``start`` to ``end`` of the destination and counted from ``start``."""
         at = self.dst_start[0]
         first, last = (min(max(row, start), end) for row in (at, at + self.size[0]))
         return Region(
@@ -54,5 +54,5 @@ def narrowed(t: Tensor, starts: Sequence[int], size: Sequence[int]) -> Tensor:
 
 
 def offset(box: Box, at: tuple[int, ...]) -> tuple[int, ...]:
-    """Where in the part the entry ``at`` of the full tensor lies."""
+    """The index within a rank's part of the entry at index ``at`` of the full tensor."""
     return tuple(local + a - full for local, a, full in zip(box.local, at, box.full, strict=True))

@@ -1,4 +1,4 @@
-"""Checks made before work starts: that ranks agree on a collective, that ids fit a vocabulary."""
+"""Descriptions of collective calls, and the check that all ranks of a group make the same call."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _LIBRARY = (*(str(Path(f).parent) + os.sep for f in (__file__, torch.__file__)),
 ALL = sys.maxsize
 _WARMUP = 512
 _TEXT = 4096  # bytes of a packed Call
-_SITE = 1000  # characters of a call site that travel: the end of the path tells most
+_SITE = 1000  # characters of a call site that are sent: the end of the path is the useful part
 
 Site = tuple[CodeType, int]
-"""A place in the code, as cheap to take as possible: it is written out only if somebody asks."""
+"""A place in the code, as cheap to take as possible: it is formatted only for a message."""
 
 
 def call_site(*also: str) -> Site:
@@ -38,22 +38,22 @@ def call_site(*also: str) -> Site:
 
 
 def word_of(key: object) -> int:
-    """64 bits that stand for ``key``, on all ranks the same."""
+    """A 64-bit hash of ``key``, the same on all ranks."""
     return int.from_bytes(blake2b(repr(key).encode(), digest_size=8).digest(), "little")
 
 
 def place_of(op: str, site: Site) -> int:
-    """A word for the place from which ``op`` is called, whatever the folder that the program lies in."""
+    """A 64-bit hash of the place that calls ``op``. The program's folder does not count."""
     code, line = site
     return word_of((op, os.path.basename(code.co_filename), line, code.co_name)) or 1
 
 
 class Places:
-    """Finds calls that were swapped: alike on all ranks in all but the place that they are made from.
+    """Finds swapped calls: calls that are equal on all ranks, but are made from different places.
 
-    Ranks may make one call from two places, as the branches of ``if ctx.rank == 0`` do. Each place is then
-    of some ranks and not of others. A place is a sign of swapped calls where a rank is there while another
-    one, that has been there before, is elsewhere. Collectives with other arguments have other places.
+    Different places alone are no error: the two branches of ``if ctx.rank == 0`` may make one call. Each
+    place then belongs to some of the ranks only. Calls are swapped if one rank calls from a place that
+    another rank has used before, while that other rank calls from elsewhere.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class Places:
         self._of: dict[int, set[int]] = {}
 
     def swapped(self, members: Sequence[int], places: Sequence[int]) -> bool:
-        """``places``: of one call, in the order of ``members``; 0 where a rank did not look."""
+        """``places``: one call's place on each of ``members``; 0 for a rank that did not look it up."""
         if places.count(places[0]) == len(places):
             self._common.add(places[0])
             return False
@@ -79,18 +79,18 @@ class Places:
 
 
 def checked_calls() -> int:
-    """How many collectives of each group to check before they run, as ``TPCORE_CHECK`` asks.
+    """How many collectives of each group to check before they run, from ``TPCORE_CHECK``.
 
-    ``always``: ALL, and then the same call from two places of the program counts as different too. ``off``:
-    none. ``warmup``, the default: the first 512; what comes later is compared without waiting for it. A
-    count and not a time, so that all ranks of a group stop at the same call.
+    ``always``: ALL, and the same call from two places of the program counts as a difference too. ``off``:
+    none. ``warmup``, the default: the first 512; later calls are compared without a wait. It is a count and
+    not a time, so that all ranks of a group stop at the same call.
     """
     return {"always": ALL, "warmup": _WARMUP, "off": 0}[settings.CHECK.get()]
 
 
 @dataclass(frozen=True)
 class Call:
-    """One collective as one rank is about to make it. Equal calls may run; the site is only told."""
+    """One collective that one rank is about to make. Equal calls may run; the site is for messages only."""
 
     seq: int
     op: str  # with its reduction and dim: "all_reduce sum", "all_gather dim 0"
@@ -104,15 +104,15 @@ class Call:
         return cls(seq, op, tuple(shape), str(dtype).removeprefix("torch."), where)
 
     def key(self, place: bool) -> tuple[object, ...]:
-        """What ranks must agree on; with ``place`` also where: file name, line and function."""
+        """What ranks must agree on. With ``place`` also the call site: file name, line and function."""
         return (self.seq, self.op, self.shape, self.dtype, os.path.basename(self.site) if place else "")
 
     def digest(self, place: bool) -> bytes:
-        """32 bytes that two calls share only if their keys are equal."""
+        """A 32-byte hash of the key."""
         return blake2b(repr(self.key(place)).encode(), digest_size=32).digest()
 
     def pack(self) -> bytes:
-        """For the wire; at most 4096 bytes, as no tensor has more than 64 dims."""
+        """The call as JSON to send: at most 4096 bytes, because no tensor has more than 64 dims."""
         site = self.site.encode()[-_SITE:].decode(errors="replace")
         return json.dumps([self.seq, self.op, self.shape, self.dtype, site], ensure_ascii=False).encode()
 
@@ -127,15 +127,15 @@ class Call:
 
 
 def unexplained(calls: Sequence[Call]) -> str:
-    """The message where what ranks exchanged differs and their calls do not."""
+    """The message for ranks whose hashes differ although their calls are equal."""
     return (
-        f"what the ranks exchanged about their next collective differs, but the calls are equal: {calls[0]}\n"
+        f"the ranks' hashes of their next collective differ, but the calls are equal: {calls[0]}\n"
         "Do all ranks run the same versions of tpcore and Python?"
     )
 
 
 def disagreement(calls: Sequence[Call], ranks: Sequence[int], place: bool = False) -> str | None:
-    """None if all ranks make the same call; else a message naming the first two that differ."""
+    """None if all ranks make the same call, else a message that names the first rank that differs."""
     for rank, call in zip(ranks[1:], calls[1:], strict=True):
         if call.key(place) != calls[0].key(place):
             return (
@@ -149,7 +149,7 @@ def disagreement(calls: Sequence[Call], ranks: Sequence[int], place: bool = Fals
 def agree(call: Call, ranks: Sequence[int], exchange: Callable[[bytes], bytes], place: bool) -> None:
     """Raise CollectiveMismatchError on all ``ranks`` unless all are about to make the same call.
 
-    ``exchange``: every rank's bytes, one after the other, all of one length; collective.
+    ``exchange`` gathers the ranks' bytes, all of one length, and concatenates them; it is collective.
     """
     mine = call.digest(place)
     if exchange(mine) == mine * len(ranks):
@@ -160,7 +160,7 @@ def agree(call: Call, ranks: Sequence[int], exchange: Callable[[bytes], bytes], 
 
 
 def agree_on_all(run: Sequence[Call], ranks: Sequence[int], exchange: Callable[[bytes], bytes]) -> None:
-    """As ``agree``, for calls that were made already: of the first that differs the error tells."""
+    """``agree`` for calls that have run already. The error describes the first call that differs."""
     mine = blake2b(b"".join(call.digest(False) for call in run), digest_size=32).digest()
     if exchange(mine) == mine * len(ranks):
         return

@@ -1,4 +1,4 @@
-"""What checked runs and recorded steps look for: parts taken for wholes, and ranks that have other data."""
+"""Checks of checked runs and recorded steps: no part is used as a whole, and tp ranks have equal data."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .calls import call_site
 from .comm import Comm
 from .consensus import gather_bytes
 
-_MOST = 10_000  # notes that are kept between two comparisons: evaluation makes none
+_MOST = 10_000  # notes kept between two comparisons; evaluation never compares
 _CHUNKS = 16
-_TOLERANCE = 1e-3  # of a chunk's size: ranks may round differently, and other data differs by far more
+_TOLERANCE = 1e-3  # relative, for a chunk's sum: ranks may round differently; other data differs by far more
 _CONTRACTIONS = frozenset(
     [
         "linear",
@@ -41,7 +41,7 @@ _OVER_CLASSES = frozenset(("cross_entropy", "nll_loss"))
 
 @dataclass(frozen=True)
 class Mark:
-    """``width`` entries along ``dim`` are this rank's part: of features, or of tokens."""
+    """The ``width`` entries along ``dim`` are this rank's part of the features or of the tokens."""
 
     kind: str
     dim: int
@@ -51,9 +51,9 @@ class Mark:
 
 
 class PartOf(Tensor):
-    """This rank's part of an activation, while somebody looks for mistakes: what is done with it is seen.
+    """This rank's part of an activation, in a run with checks: every operation on it is inspected.
 
-    What an operation makes of it is a part too, as long as the cut dim can be found in the result.
+    The result of an operation is a part too, if the cut dim can be found in the result.
     """
 
     mark: Mark
@@ -71,7 +71,7 @@ class PartOf(Tensor):
             mark.report(problem)
         with torch._C.DisableTorchFunctionSubclass():
             out = func(*args, **kwargs)
-        return out if name in _CONTRACTIONS else _carried(out, mark, given)
+        return out if name in _CONTRACTIONS else _propagated(out, mark, given)
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
@@ -82,9 +82,9 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
-def _carried(out: Any, mark: Mark, given: list[Tensor]) -> Any:
+def _propagated(out: Any, mark: Mark, given: list[Tensor]) -> Any:
     if isinstance(out, (list, tuple)) and type(out) in (list, tuple):
-        return type(out)(_carried(one, mark, given) for one in out)
+        return type(out)(_propagated(one, mark, given) for one in out)
     if not isinstance(out, Tensor) or isinstance(out, PartOf) or not out.is_floating_point():
         return out
     places = [dim for dim, size in enumerate(out.shape) if size == mark.width]
@@ -103,13 +103,13 @@ def _marked(t: Tensor, mark: Mark) -> PartOf:
 def _problem(
     name: str, mark: Mark, given: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> str | None:
-    """What is wrong with calling a function of this name on a part."""
+    """What is wrong with a call of the function ``name`` on a part; None if nothing is."""
     have = f"{mark.width} of {mark.width * mark.ranks} {mark.kind}"
     if mark.kind == "tokens":
-        held = [t for t in given if isinstance(t, nn.Parameter) and t.requires_grad]
-        if held and torch.is_grad_enabled() and not getattr(held[0], "sequence_parallel_enabled", False):
+        whole = [t for t in given if isinstance(t, nn.Parameter) and t.requires_grad]
+        if whole and torch.is_grad_enabled() and not getattr(whole[0], "sequence_parallel_enabled", False):
             return (
-                f"{name} with a parameter of shape {tuple(held[0].shape)} sees {have}, and so would its "
+                f"{name} with a parameter of shape {tuple(whole[0].shape)} sees {have}, and so would its "
                 "gradient: in a sequence-parallel region use tpcore.RMSNorm or tpcore.LayerNorm with "
                 "sequence_parallel_enabled=True, or tpcore.ops.copy(parameter, comm) in a layer of your own"
             )
@@ -121,11 +121,11 @@ def _problem(
         if name in _OVER_CLASSES or name == "log_softmax"
         else "gather them first (gather_output=True, or tpcore.ops.gather)"
     )
-    return f"{name} takes {have} for all of them, on each rank others: {remedy}"
+    return f"{name} sees only {have}, different ones on each rank: {remedy}"
 
 
 def _reduced(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> range | tuple[int, ...]:
-    """The dims over which a function of this name computes as a whole."""
+    """The dims that the function ``name`` reduces or normalizes over."""
     x = args[0] if args else kwargs.get("input")
     if not isinstance(x, Tensor):
         return ()
@@ -142,13 +142,13 @@ def _reduced(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> range 
 
 
 def plain(t: Tensor) -> Tensor:
-    """``t`` for a layer that knows what to do with a part."""
+    """``t`` without its mark, for layers that handle parts correctly."""
     return t.as_subclass(Tensor) if isinstance(t, PartOf) else t
 
 
 class Checks:
-    """What is looked for on one rank. ``report``: takes a problem, and may raise. ``values``: whether tensors
-    have any, so that what tp ranks should have alike can be compared."""
+    """The checks of one rank. ``report`` receives each problem and may raise. ``values``: whether tensors
+    have values, so that tensors that should be equal on all tp ranks can be compared."""
 
     def __init__(self, report: Callable[[str], None], *, values: bool) -> None:
         self._report, self._values = report, values
@@ -158,21 +158,21 @@ class Checks:
         return self
 
     def part(self, y: Tensor, comm: Comm, dim: int, kind: str) -> Tensor:
-        """``y``, the chunk along ``dim`` that this rank of ``comm`` has: of features or tokens."""
+        """Mark ``y`` as this rank's chunk along ``dim``. ``kind``: "features" or "tokens"."""
         if comm.size == 1 or torch.compiler.is_compiling():
             return y
         dim %= y.ndim
         return _marked(plain(y), Mark(kind, dim, y.shape[dim], comm.size, self._report))
 
     def same(self, what: str, t: Tensor) -> None:
-        """Note ``t``, which all tp ranks should have alike."""
+        """Note a digest of ``t``, which should be equal on all tp ranks."""
         if self._values and not t.is_meta and len(self._notes) < _MOST and not torch.compiler.is_compiling():
             code, line = call_site()
             where = f"{code.co_filename}:{line} in {code.co_name}"
             self._notes.append((f"{what} at {where}", _digest(plain(t.detach()))))
 
     def compare(self, comm: Comm) -> None:
-        """Report the first note that the ranks of ``comm`` do not have alike, on all of them. Collective."""
+        """Report, on all ranks of ``comm``, the first note in which they differ. Collective."""
         mine, self._notes = self._notes, []
         if not self._values or comm.size == 1 or not comm.eager:
             return
@@ -209,7 +209,7 @@ def _alike(a: list[float], b: list[float]) -> bool:
 
 
 def raising() -> Checks:
-    """For runs: a problem is an error."""
+    """Checks for a run: each problem is raised as a ValueError."""
 
     def report(problem: str) -> None:
         raise ValueError(problem)

@@ -1,4 +1,4 @@
-"""Collectives over one group, as the layers call them: arguments are checked, groups of one make none."""
+"""Collectives over one group, as layers call them. Arguments are checked; a group of one sends nothing."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from .transport import Op, Pending, Transport
 __all__ = ["Comm", "Op", "Pending"]
 
 
-def _in_force(name: str) -> Comm:
-    from .context import current  # which imports this module
+def _current_comm(name: str) -> Comm:
+    from .context import current  # here, because context imports this module
 
     return current().named(name)
 
 
 _NAMESPACE = "tpcore"
-_LIBRARY = define(_NAMESPACE, _in_force)
+_LIBRARY = define(_NAMESPACE, _current_comm)
 
 
 @final
 class Comm:
     """Out-of-place collectives bound to one group. No autograd, no policy, no globals.
 
-    Any dim, negative ones too, any strides, zero-size tensors; inputs are left as they were (unless
-    ``donate``) and outputs are contiguous. A group of one returns what it is given.
+    They take any dim, negative ones too, any strides, and zero-size tensors. Inputs stay unchanged (unless
+    ``donate``) and outputs are contiguous. A group of one returns its input.
 
-    ``position``, this rank's place in the group, is data: a one-element int64 tensor on the backend's device.
+    ``position`` is this rank's place in the group, as a one-element int64 tensor on the backend's device.
     Python control flow must never depend on it, so that a compiling backend builds one graph for all ranks.
     """
 
     def __init__(self, transport: Transport, sums: Mapping[str, frozenset[torch.dtype]]) -> None:
-        """``sums``: the dtypes that can be summed, and those of which the maximum can be taken."""
+        """``sums``: the dtypes that each reduction ("sum", "max") takes."""
         alone = transport.size == 1
         unchecked = alone or transport.compares or not transport.eager
         self.transport = transport if unchecked else Checked(transport)
@@ -48,14 +48,14 @@ class Comm:
         self.called("")
 
     def called(self, name: str) -> Comm:
-        """Itself, with the name by which the context of its rank finds it."""
+        """Set the name by which ``ParallelContext.named`` finds this Comm; return it."""
         self.name = name
-        # what torch.compile sees, which cannot follow a collective into its library
+        # used under torch.compile, which cannot follow a collective into its library
         self._compiled = Operators(_NAMESPACE, name, Place(self.group, self.size, self.position))
         return self
 
     @property
-    def _road(self) -> Transport:
+    def _active(self) -> Transport:
         return self._compiled if torch.compiler.is_dynamo_compiling() else self.transport
 
     def __deepcopy__(self, memo: object) -> Comm:
@@ -68,50 +68,50 @@ class Comm:
         )
 
     def all_reduce(self, x: Tensor, op: Op = "sum", *, donate: bool = False) -> Tensor:
-        """Sum or maximum over the group. With ``donate`` the caller gives ``x`` up and the result may use
-        its memory: for a fresh temporary that saves a copy."""
+        """Sum or maximum over the group. With ``donate`` the result may use the memory of ``x``, and the
+        caller must not use ``x`` again: this saves a copy of a fresh temporary."""
         if self.size == 1:
             return x
         self._check_sums(x, op)
-        return self._road.all_reduce(x, op, donate)
+        return self._active.all_reduce(x, op, donate)
 
     def start_all_reduce(self, x: Tensor, op: Op = "sum", *, donate: bool = False) -> Pending:
         """Begin an all-reduce so that local work can overlap with it; call the result to wait."""
         if self.size == 1:
             return lambda: x
         self._check_sums(x, op)
-        return self._road.start_all_reduce(x, op, donate)
+        return self._active.start_all_reduce(x, op, donate)
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        """The group's chunks, concatenated along ``dim`` in rank order. All have one shape."""
+        """The members' chunks, concatenated along ``dim`` in rank order. All have the same shape."""
         dim = _positive(x, dim)
-        return x if self.size == 1 else self._road.all_gather(x, dim)
+        return x if self.size == 1 else self._active.all_gather(x, dim)
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
-        """Sum over the group, of which this rank keeps its chunk along ``dim``."""
+        """This rank's chunk along ``dim`` of the sum over the group."""
         dim = _positive(x, dim)
         self.chunk(x, dim)
         if self.size == 1:
             return x
         self._check_sums(x, "sum")
-        return self._road.reduce_scatter(x, dim)
+        return self._active.reduce_scatter(x, dim)
 
     def broadcast(self, x: Tensor, src: int) -> Tensor:
-        """``x`` of the member at position ``src`` of the group."""
+        """The ``x`` of the member at position ``src`` of the group."""
         if not 0 <= src < self.size:
             raise ValueError(f"no member {src} in a group {self.group.axes} of size {self.size}")
-        return x if self.size == 1 else self._road.broadcast(x, src)
+        return x if self.size == 1 else self._active.broadcast(x, src)
 
     def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Tensor:
-        """Chunk ``i`` of ``x`` along ``split_dim`` goes to member ``i``; what comes is concatenated along
-        ``concat_dim`` in rank order."""
+        """Send chunk ``i`` of ``x`` along ``split_dim`` to member ``i``, and concatenate the received chunks
+        along ``concat_dim`` in rank order."""
         split_dim, concat_dim = _positive(x, split_dim), _positive(x, concat_dim)
         self.chunk(x, split_dim)
-        return x if self.size == 1 else self._road.all_to_all(x, split_dim, concat_dim)
+        return x if self.size == 1 else self._active.all_to_all(x, split_dim, concat_dim)
 
     def permute(self, x: Tensor, to: Sequence[int | None]) -> Tensor:
-        """``x`` of member ``i`` goes to member ``to[i]``, or nowhere if that is None or -1. A member to whom
-        nobody sends gets zeros."""
+        """Send ``x`` of member ``i`` to member ``to[i]``, or nowhere if that is None or -1. A member that
+        receives nothing gets zeros."""
         targets = tuple(-1 if t is None else int(t) for t in to)
         used = [t for t in targets if t != -1]
         if len(targets) != self.size or len(set(used)) != len(used) or not set(used) <= {*range(self.size)}:
@@ -121,10 +121,10 @@ class Comm:
             )
         if self.size == 1:
             return x if used else torch.zeros_like(x)
-        return self._road.permute(x, targets)
+        return self._active.permute(x, targets)
 
     def split(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's chunk of ``x``, selected by data."""
+        """This rank's chunk of ``x``, selected with the tensor ``position``."""
         dim = _positive(x, dim)
         n = self.chunk(x, dim)
         if self.size == 1:
@@ -142,8 +142,8 @@ class Comm:
 
     @contextmanager
     def traced(self, position: Tensor, transport: Transport | None = None) -> Iterator[None]:
-        """Within, ``position`` is this rank's, as an input of the graph that is traced, and ``transport``
-        makes the collectives; None: the one that there is, at that position."""
+        """While a graph is traced: ``position``, an input of the graph, replaces this rank's position, and
+        ``transport`` makes the collectives; None: the present transport does, at ``position``."""
         saved = self.position, self.transport
         self.position, self.transport = position, transport or self.transport.at(position)
         try:
@@ -158,7 +158,7 @@ class Comm:
 
     @property
     def rank(self) -> NoReturn:
-        """Not there: ``if comm.rank == 0`` cuts the graph of a lazy backend, or gives each rank its own."""
+        """Refused: ``if comm.rank == 0`` would cut a lazy backend's graph, or give each rank its own."""
         raise AttributeError(
             "a Comm has no rank: comm.position, its place in the group, is a tensor, as graphs need it; "
             "for file names and logs use ctx.rank, an int"

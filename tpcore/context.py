@@ -1,4 +1,4 @@
-"""The one piece of ambient state. Read by layer constructors, never by forward or backward."""
+"""The parallel context: the only ambient state. Layer constructors read it; forward and backward do not."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class ParallelContext:
     _adopted: list[Comm] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __deepcopy__(self, memo: object) -> ParallelContext:
-        return self  # a copied model lies on the same mesh
+        return self  # a copied model is on the same mesh
 
     def __repr__(self) -> str:
-        """With the groups that exist already, and how each exchanges tensors."""
+        """Includes the groups made so far, and the transport of each."""
         what = [f"{type(self.backend).__name__}, {self.mesh}, rank {self.rank}"]
         what += [f"{' x '.join(c.group.axes)}: {c.transport!r}" for c in self._comms.values() if c.size > 1]
         return f"ParallelContext({'; '.join(what)})"
@@ -47,9 +47,9 @@ class ParallelContext:
     def comm(self, *axes: str, within: int | None = None) -> Comm:
         """Collectives over ``axes``, or over runs of ``within`` consecutive ranks of such a group.
 
-        The first call for a group is itself collective over the world: all ranks make their groups in one
-        order. ``init`` makes those of single axes, layers make theirs in their constructors; later calls
-        return what was made.
+        The first call for a group is itself collective over the world: all ranks must make their groups in
+        the same order. ``init`` makes the groups of single axes, layer constructors make their own; later
+        calls return the same Comm.
         """
         if within is not None and within == math.prod(self.mesh.axes.get(axis, 1) for axis in axes):
             within = None
@@ -60,26 +60,26 @@ class ParallelContext:
         return self._comms[axes, within]
 
     def named(self, name: str) -> Comm:
-        """The Comm of this context, or that it adopted, whose ``name`` this is. BackendError for another."""
+        """The Comm called ``name``, made or adopted by this context. BackendError if there is none."""
         for comm in (*self._comms.values(), *self._adopted):
             if comm.name == name:
                 return comm
-        raise BackendError(f"a compiled graph wants the group {name!r}, and {self} has none of that name")
+        raise BackendError(f"a compiled graph needs the group {name!r}, and {self} has none of that name")
 
     @cached_property
     def world(self) -> Comm:
         return self.comm(*self.mesh.axes)
 
     def coord(self, axis: str) -> int:
-        """Position on ``axis``; host-side only, as ``rank``."""
+        """This rank's position on ``axis``; host-side only, like ``rank``."""
         return self.mesh.coords(self.rank)[axis]
 
     def over(self, comm: Comm) -> tuple[ParallelContext, tuple[str, ...]]:
-        """What a tensor that is cut over ``comm`` lies on: a context, and the axes of its mesh.
+        """The context and the mesh axes of a tensor that is cut over ``comm``.
 
-        This context where its axes make that group, also where the group is the program's own and of the
-        same ranks. A group that no axes make is a mesh of one axis, ``group``: gradients are summed over
-        it, and a checkpoint, which holds what is cut over mesh axes, refuses the tensor.
+        This context, if some of its axes form a group of the same ranks, whoever made ``comm``. Otherwise a
+        context whose mesh has the one axis ``group``: gradients are summed over it, but a checkpoint refuses
+        the tensor, because checkpoints know cuts over mesh axes only.
         """
         mine, axes = comm.group.members(self.rank), comm.group.axes
         if axes and set(axes) <= set(self.mesh.axes) and self.mesh.group(*axes).members(self.rank) == mine:
@@ -93,7 +93,7 @@ class ParallelContext:
         return alone, ("group",)
 
     def comm_for(self, group: Any) -> Comm:
-        """The Comm behind ``group``: None (the tp group), a Comm, or the backend's own group object."""
+        """The Comm for ``group``: None (the tp group), a Comm, or the backend's own group object."""
         if group is None:
             return self.comm("tp")
         if isinstance(group, Comm):
@@ -111,7 +111,7 @@ class ParallelContext:
 
 
 _current: ContextVar[ParallelContext | None] = ContextVar("tpcore", default=None)
-# What init() set. Apart from the ContextVar because a user's own threads do not inherit that one.
+# The context of init(). Not in the ContextVar, because a user's own threads do not inherit its value.
 _process: list[ParallelContext] = []
 
 
@@ -125,8 +125,8 @@ def _entered() -> bool:
 
 
 def current() -> ParallelContext:
-    """The context in force: the innermost ``use``, else what ``init`` started."""
-    if torch.compiler.is_dynamo_compiling():  # which cannot read a ContextVar
+    """The current context: that of the innermost ``use``, else that of ``init``."""
+    if torch.compiler.is_dynamo_compiling():  # dynamo cannot read a ContextVar
         if _entered():
             raise RuntimeError(
                 "torch.compile does not see the context of tpcore.use: pass "
@@ -142,18 +142,18 @@ def current() -> ParallelContext:
 
 
 def enter_process(ctx: ParallelContext) -> None:
-    """``ctx`` is what ``current`` gives from now on in this process, in threads that enter none."""
+    """Make ``ctx`` the context of this process: of all threads that are not inside ``use``."""
     _process.append(ctx)
 
 
 def leave_process() -> ParallelContext | None:
-    """Undo the last ``enter_process`` and give what it set; None where there is none."""
+    """Undo the last ``enter_process`` and return its context; None if there was none."""
     return _process.pop() if _process else None
 
 
 def swap_process(contexts: list[ParallelContext]) -> list[ParallelContext]:
-    """Put ``contexts`` in the place of what ``enter_process`` set, and give that: for several ranks that take
-    turns in one process."""
+    """Replace the contexts that ``enter_process`` set by ``contexts``, and return the old ones: for several
+    ranks that take turns in one process."""
     before = list(_process)
     _process[:] = contexts
     return before
@@ -161,7 +161,7 @@ def swap_process(contexts: list[ParallelContext]) -> list[ParallelContext]:
 
 @contextmanager
 def use(ctx: ParallelContext) -> Iterator[ParallelContext]:
-    """Make ``ctx`` the current context of this thread for the length of a with block."""
+    """Make ``ctx`` the current context of this thread inside a with block."""
     token = _current.set(ctx)
     try:
         yield ctx

@@ -1,10 +1,10 @@
-"""What can go wrong that is not a bad argument (those are ValueError)."""
+"""Exceptions for everything but bad arguments, which raise ValueError."""
 
 from __future__ import annotations
 
 
 class BackendError(RuntimeError):
-    """A backend is missing, broken or unfit for this machine."""
+    """A backend is missing, is broken, or cannot run on this machine."""
 
 
 class CollectiveMismatchError(BackendError):
@@ -16,8 +16,8 @@ class PeerLostError(BackendError):
 
 
 class CollectiveTimeoutError(BackendError):
-    """A rank did not come to a collective in time."""
+    """A rank did not join a collective in time."""
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint is missing something, damaged, or does not fit the model."""
+    """A checkpoint is incomplete, damaged, or does not fit the model."""

@@ -1,4 +1,4 @@
-"""A matmul and its collective as one autograd step, so that the two can overlap and share memory."""
+"""A matmul and its collective in one autograd function, so that the two can overlap and share memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .comm import Comm
 
 Backward = Callable[[Any, Tensor], tuple[Tensor | None, ...]]
 How = tuple[Comm, int | None, torch.dtype]
-"""Over which ranks, the sequence dim if there is sequence parallelism, the least precision to sum in."""
+"""The Comm, the sequence dim (None without sequence parallelism), and the least precision to sum in."""
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -25,12 +25,12 @@ def _rows(x: Tensor) -> Tensor:
 
 def _widen(x: Tensor, dtype: torch.dtype) -> Tensor:
     """``x`` in the dtype to sum it in."""
-    # asked first: even a ``to`` that changes nothing takes a microsecond
+    # compared first: even a ``to`` that changes nothing takes a microsecond
     return x if x.dtype is dtype else x.to(ops.sum_dtype(x, dtype))
 
 
 def _sum_of_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
-    # XLA sums float16 in float16 (32 rows on a CPU: 1.2 times two roundings off), torch's own kernels do not
+    # XLA sums float16 in float16 (32 rows on a CPU: off by 1.2 times two roundings); torch's kernels do not
     return x.sum(0) if x.dtype is dtype else x.sum(0, dtype=ops.sum_dtype(x, dtype)).to(x.dtype)
 
 
@@ -39,8 +39,8 @@ def _narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _once(backward: Backward) -> Backward:
-    """torch's ``once_differentiable``, left out where no second derivative can be asked for: it would cost
-    as much as a small layer's matmul."""
+    """torch's ``once_differentiable``, skipped unless the backward itself is differentiated (create_graph):
+    the check costs as much as a small layer's matmul."""
     refusing: Backward = once_differentiable(backward)
 
     def chosen(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -55,7 +55,8 @@ def _column(x: Tensor, weight: Tensor, bias: Tensor | None, how: How) -> Tensor:
 
 
 class _Column(torch.autograd.Function):
-    """Forward without communication; backward overlaps the input gradient's sum with the weight gradient."""
+    """Forward sends nothing (sequence parallel: it gathers the input). Backward overlaps the
+    all-reduce of the input gradient with the matmul of the weight gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: How) -> Tensor:
@@ -80,7 +81,7 @@ class _Column(torch.autograd.Function):
                 partial = partial.view(*grad.shape[:-1], weight.shape[1])
                 grad_x = _narrow(comm.reduce_scatter(partial, seq), x.dtype)
         if needs_weight:
-            # gathered again rather than kept: sequence parallelism is there to save that memory
+            # gathered again, not kept from forward: sequence parallelism exists to save that memory
             grad_weight = rows.t().mm(_rows(x if seq is None else comm.all_gather(x, seq)))
         if needs_bias:
             grad_bias = _sum_of_rows(rows, dtype)
@@ -99,7 +100,7 @@ def _row(x: Tensor, weight: Tensor, bias: Tensor | None, how: How) -> Tensor:
 
 
 class _Row(torch.autograd.Function):
-    """Forward sums over the ranks; backward needs no communication, or a gather along the sequence."""
+    """Forward sums over the ranks. Backward sends nothing (sequence parallel: it gathers the gradient)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: How) -> Tensor:
@@ -116,7 +117,7 @@ class _Row(torch.autograd.Function):
         rows = _rows(grad if seq is None else comm.all_gather(grad, seq))
         grad_x = rows.mm(weight).view(x.shape) if needs_x else None
         grad_weight = rows.t().mm(_rows(x)) if needs_weight else None
-        # of the gathered gradient: the bias is replicated, so every rank needs the sum over all tokens
+        # from the gathered gradient: the bias is replicated, so every rank needs the sum over all tokens
         grad_bias = _sum_of_rows(rows, dtype) if needs_bias else None
         return grad_x, grad_weight, grad_bias, None
 
@@ -127,15 +128,16 @@ def _cast(
     return x.to(to), weight.to(to), None if bias is None else bias.to(to)
 
 
-# Below, plainly where no gradient can be asked for: that saves autograd's overhead.
+# Without gradients the functions below skip the autograd Function, which saves its overhead.
 
 
 def column_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, comm: Comm, sequence_dim: int | None, dtype: torch.dtype
 ) -> Tensor:
-    """``x @ weight.T + bias`` of a weight cut by output features; ``dtype`` sums the input gradient."""
+    """``x @ weight.T + bias`` with a weight cut by output features. ``dtype``: the least precision in which
+    the input gradient is summed."""
     x, kind = plain(x), x.device.type
-    if kind != "meta" and torch.is_autocast_enabled(kind):  # which does not know that device
+    if kind != "meta" and torch.is_autocast_enabled(kind):  # is_autocast_enabled("meta") is an error
         x, weight, bias = _cast(x, weight, bias, torch.get_autocast_dtype(kind))
     run = _Column.apply if torch.is_grad_enabled() else _column
     y: Tensor = run(x, weight, bias, (comm, sequence_dim, dtype))
@@ -145,7 +147,8 @@ def column_linear(
 def row_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, comm: Comm, sequence_dim: int | None, dtype: torch.dtype
 ) -> Tensor:
-    """``sum over ranks of x @ weight.T, + bias`` of a weight cut by input features; ``dtype`` sums it."""
+    """``(sum over ranks of x @ weight.T) + bias`` with a weight cut by input features. ``dtype``: the least
+    precision of the sum."""
     x, kind = plain(x), x.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind):
         x, weight, bias = _cast(x, weight, bias, torch.get_autocast_dtype(kind))

@@ -18,7 +18,7 @@ from .mesh import Mesh
 
 
 def default_backend() -> tuple[str, str]:
-    """TPCORE_BACKEND, neuron where it can run, cpu_gloo: the first that says something; and why."""
+    """The first of TPCORE_BACKEND, neuron if it can run here, cpu_gloo; and the reason for it."""
     chosen, why = settings.BACKEND.get(), f"{settings.BACKEND.name} is set"
     if not chosen:
         usable = backend_class("neuron").unavailable() is None
@@ -28,7 +28,7 @@ def default_backend() -> tuple[str, str]:
 
 
 def choose_backend(name: str | None) -> str:
-    """Explicit name, or the default, which rank 0 tells."""
+    """``name``, or ``default_backend``, which rank 0 logs."""
     if name is not None:
         return name
     chosen, why = default_backend()
@@ -39,30 +39,30 @@ def choose_backend(name: str | None) -> str:
 
 def _mesh(tp: int, pp: int, world: int) -> Mesh:
     need = pp * tp
-    asked = f"tp={tp}" if pp == 1 else f"pp={pp} times tp={tp}"
+    degrees = f"tp={tp}" if pp == 1 else f"pp={pp} times tp={tp}"
     if need > world == 1 and not settings.WORLD_SIZE.is_set:
         script = " ".join(sys.argv) if sys.argv and sys.argv[0].endswith(".py") else "your_script.py"
         raise ValueError(
-            f"{asked} needs {need} processes and this is one process alone. Start them with\n"
+            f"{degrees} needs {need} processes and this is one process alone. Start them with\n"
             f"    torchrun --nproc_per_node={need} {script}\n"
             f"or from Python with tpcore.launch(fn, nprocs={need})"
         )
     if need > world:
         lower = "tp" if pp == 1 else "pp or tp"
         raise ValueError(
-            f"{asked} is larger than the world of {world} processes: start {need} or lower {lower}"
+            f"{degrees} is larger than the world of {world} processes: start {need} or lower {lower}"
         )
     if world % need:
         raise ValueError(
-            f"{asked} does not divide the world of {world} processes: dp would be {world / need:g}"
+            f"{degrees} does not divide the world of {world} processes: dp would be {world / need:g}"
         )
     return Mesh({"pp": pp, "dp": world // need, "tp": tp})
 
 
 def _check_mesh(ctx: ParallelContext) -> None:
-    """ValueError on all ranks if they were asked for different meshes: no group that they make would fit."""
+    """Raise ValueError on all ranks if their meshes differ: their groups would not match."""
     if not ctx.world.eager:
-        return  # each gather would be a program to compile; the first group that differs ends the job there
+        return  # each gather would compile a program; there the first group that differs ends the job
     mine = json.dumps(dict(ctx.mesh.axes)).encode()
     first, *others = (json.loads(text) for text in gather_bytes(mine, ctx.world))
     for rank, axes in enumerate(others, 1):
@@ -85,15 +85,15 @@ def _seconds(timeout: float | None) -> float:
 def init(
     backend: str | Backend | None = None, tp: int = 1, pp: int = 1, *, timeout: float | None = None
 ) -> ParallelContext:
-    """Join the job that ``torchrun`` started and cut it into tp groups; dp is what remains of the world.
+    """Join the job that ``torchrun`` started and divide it into tp groups; dp is the rest of the world.
 
     ``pp``: pipeline stages, the outermost axis of the mesh; ``ctx.comm("pp", "tp")`` spans stages and tp.
-    ``backend``: a plugin's name, an instance, or None to choose one (``TPCORE_BACKEND``, else neuron where
-    a Neuron device is present, else cpu_gloo). ``timeout``: seconds that a collective may wait for a rank
-    before every rank gets an error; default ``TPCORE_TIMEOUT`` or 120.
+    ``backend``: a plugin's name, an instance, or None to choose one (``TPCORE_BACKEND``, else neuron if a
+    Neuron device is present, else cpu_gloo). ``timeout``: seconds that a collective waits for a rank before
+    every rank gets an error; default ``TPCORE_TIMEOUT`` or 120.
 
-    Raises ValueError if pp times tp does not fit the world, RuntimeError if called twice, BackendError if the
-    backend is missing or cannot run here. Nothing is clamped and nothing is left running on error.
+    Raises ValueError if pp times tp does not divide the world, RuntimeError if called twice, BackendError if
+    the backend is missing or cannot run here. No degree is clamped, and an error leaves nothing running.
     """
     if is_initialized():
         mesh = dict(current().mesh.axes)
@@ -111,7 +111,7 @@ def init(
         checks = raising() if checked_calls() == ALL else None
         ctx = ParallelContext(chosen, _mesh(tp, pp, world), rank, checks)
         check_fits(chosen, ctx.mesh)
-        # now, on all ranks in one order: making a group is itself collective
+        # here, on all ranks in the same order: making a group is itself collective
         check_connects(chosen, lambda: ctx.world)
         _check_mesh(ctx)
         for axis in ctx.mesh.axes:
@@ -124,7 +124,7 @@ def init(
 
 
 def shutdown() -> None:
-    """Leave the job; ``init`` may be called again. Without ``init`` an error."""
+    """Leave the job; ``init`` may be called again. Raises RuntimeError if ``init`` was not called."""
     ctx = leave_process()
     if ctx is None:
         raise RuntimeError("tpcore.shutdown() without tpcore.init()")

@@ -1,4 +1,4 @@
-"""How one tensor lies on a mesh: which boxes of the full tensor a rank holds, and where in its part."""
+"""The layout of one tensor on a mesh: which boxes of the full tensor each rank has, and where in its part."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .shard import ShardSpec
 
 @dataclass(frozen=True)
 class Slot:
-    """Place ``index`` of ``of`` places that are spread in order over ``axis``: a layer on its stage."""
+    """Slot ``index`` of ``of`` slots that are spread in order over ``axis``: one layer on its stage."""
 
     axis: str
     index: int
@@ -30,13 +30,13 @@ class Slot:
 
 @dataclass(frozen=True)
 class AxisCut:
-    """A cut over ``axes``, whose ranks are counted as ``Mesh.group(*axes)`` orders them."""
+    """A cut over ``axes``. Its ranks count in the order of ``Mesh.group(*axes)``."""
 
     axes: tuple[str, ...]
     spec: ShardSpec
 
     def degree(self, mesh: Mesh) -> int:
-        """Into how many parts; an axis that the mesh lacks has size 1."""
+        """The number of parts on ``mesh``; an axis that the mesh lacks has size 1."""
         return math.prod(mesh.axes.get(axis, 1) for axis in self.axes)
 
     def rank(self, mesh: Mesh, at: Mapping[str, int]) -> int:
@@ -50,10 +50,10 @@ class AxisCut:
 class Layout:
     """Ordered cuts of one tensor. Names no rank and no world size, so it holds for any mesh.
 
-    Each cut is a ``ShardSpec`` over one or more mesh axes. A later cut acts on the part that the earlier ones
-    leave: on a dim of its own as its spec says, on a dim that is cut already by even chunks of what lies
-    there, padding included. On axes that no cut names, all ranks hold the same. With a ``slot`` the tensor
-    lives at one coordinate of an axis; elsewhere no entry of it is held.
+    Each cut is a ``ShardSpec`` over one or more mesh axes. A later cut divides the part that the earlier cuts
+    leave. On a dim of its own it follows its spec; a dim that is already cut it divides into even chunks of
+    the local part, padding included. Ranks along axes without a cut have equal parts. With a ``slot`` the
+    tensor is at one coordinate of an axis only; ranks elsewhere have no entries.
 
     A position on a mesh is a rank, as ``Mesh.coords`` counts them. Laws, for every mesh: the parts tile the
     full tensor; ``unshard(parts) == full``; ``reshard(parts, mesh, r, other) == shard(full, r, other)``.
@@ -82,54 +82,54 @@ class Layout:
 
     @classmethod
     def of(cls, spec: ShardSpec, *axes: str, slot: Slot | None = None) -> Layout:
-        """The layout of one cut, or of none where ``spec`` cuts no dim."""
+        """The layout of one cut, or of no cut if ``spec`` cuts no dim."""
         return cls(spec.shape, () if spec.dim is None else (AxisCut(axes, spec),), slot)
 
     @cached_property
     def spec(self) -> ShardSpec:
-        """The cut, where there is at most one."""
+        """The spec of the only cut; a ValueError if there are several."""
         if len(self.cuts) > 1:
             raise ValueError(f"{self} has {len(self.cuts)} cuts, not one")
         return self.cuts[0].spec if self.cuts else ShardSpec(self.shape)
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
-        """The axes along which ranks hold different entries."""
+        """The axes along which ranks have different entries."""
         of_cuts = tuple(axis for cut in self.cuts for axis in cut.axes)
         return of_cuts if self.slot is None else (*of_cuts, self.slot.axis)
 
     def axes_on(self, mesh: Mesh) -> tuple[str, ...]:
-        """``axes`` of more than one rank, in the order of the mesh."""
+        """Those of ``axes`` whose size on ``mesh`` is above 1, in mesh order."""
         return tuple(axis for axis, size in mesh.axes.items() if size > 1 and axis in self.axes)
 
     # -- where entries lie --------------------------------------------------------------------------------
     def boxes(self, position: int, mesh: Mesh) -> tuple[Box, ...]:
-        """What ``position`` holds. Everything else derives from this; what no box covers is padding."""
+        """The boxes of ``position``. All else derives from this; entries outside every box are padding."""
         return _boxes(self, position, mesh)
 
     def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
-        """Shape of one part, padding included; the same on every rank that holds one."""
+        """Shape of one part, padding included; the same on every rank that has one."""
         return _local_shape(self, mesh)
 
     def shares(self, mesh: Mesh) -> tuple[Share, ...]:
-        """The part by how many positions hold each entry: one share where all are held by equally many.
+        """The part, divided by the number of copies of each entry: one share if all numbers are equal.
         The same on every rank, so that a sum over entries is one program."""
         return _shares(self, mesh)
 
     def copies(self, mesh: Mesh) -> int:
-        """How many ranks of ``mesh`` hold each entry; ValueError where that differs by block."""
+        """How many ranks of ``mesh`` have each entry; ValueError if that differs by block."""
         counts = {share.copies for share in self.shares(mesh)}
         if len(counts) > 1:
             raise ValueError(f"blocks of {self} are held by {sorted(counts)} positions each, not alike")
         return counts.pop() * mesh.size // math.prod(mesh.axes[axis] for axis in self.axes_on(mesh))
 
     def padded(self, mesh: Mesh) -> bool:
-        """Whether some part holds entries that are in no full tensor."""
+        """Whether some part has padding: entries outside the full tensor."""
         volume = math.prod(self.local_shape(mesh))
         return any(sum(math.prod(b.size) for b in self.boxes(r, mesh)) < volume for r in self.positions(mesh))
 
     def positions(self, mesh: Mesh) -> Iterator[int]:
-        """One rank for each different part: those at 0 on the axes that the layout does not name."""
+        """One rank for each different part: the ranks at 0 on every axis that the layout does not name."""
         for rank in range(mesh.size):
             at = mesh.coords(rank)
             if all(i == 0 or axis in self.axes for axis, i in at.items()) and (
@@ -139,8 +139,8 @@ class Layout:
 
     # -- moving between meshes ----------------------------------------------------------------------------
     def regions(self, mesh: Mesh, want: Layout, position: int, other: Mesh) -> Iterator[Region]:
-        """What to copy, from parts on ``mesh``, to build what ``position`` of ``other`` holds under ``want``,
-        which is another layout of the same tensor or this one. Each entry comes once."""
+        """The copies that build the part of ``position`` on ``other`` under ``want`` from parts on ``mesh``.
+        ``want`` is a layout of the same tensor, maybe this one. Each entry is copied once."""
         if self.shape != want.shape:
             raise ValueError(f"{self} and {want} are not layouts of one tensor")
         wanted = want.boxes(position, other)
@@ -153,7 +153,7 @@ class Layout:
                     yield Region(src, offset(have, lo), offset(box, lo), size)
 
     def reshard(self, parts: Sequence[Tensor], mesh: Mesh, position: int, other: Mesh) -> Tensor:
-        """What ``position`` of ``other`` holds, from the parts of all ranks of ``mesh``."""
+        """The part of ``position`` on ``other``, from the parts of all ranks of ``mesh``."""
         if len(parts) != mesh.size:
             raise ValueError(f"{len(parts)} parts for a mesh of {mesh.size} ranks {dict(mesh.axes)}")
         for part in parts:
@@ -212,7 +212,7 @@ class _Run(NamedTuple):
 
 
 def _steps(layout: Layout, mesh: Mesh) -> Iterator[tuple[AxisCut, int, ShardSpec]]:
-    """Each cut with its dim and what it does to that dim as a tensor of one dim."""
+    """Each cut, its dim, and its spec for that dim alone, as for a tensor of one dim."""
     extents: dict[int, int] = {}
     for cut in layout.cuts:
         dim = cut.spec.dim or 0
@@ -253,7 +253,7 @@ def _boxes(layout: Layout, position: int, mesh: Mesh) -> tuple[Box, ...]:
 
 
 def _within(runs: list[_Run], spec: ShardSpec, rank: int, n: int) -> Iterator[_Run]:
-    """What shard ``rank`` of ``n`` keeps of runs of a dim."""
+    """The parts of ``runs`` that shard ``rank`` of ``n`` keeps."""
     for piece, copies in zip(spec.pieces(rank, n), spec.block_copies(n), strict=True):
         for run in runs:
             lo = max(piece.full, run.local)
@@ -291,8 +291,8 @@ def _shares(layout: Layout, mesh: Mesh) -> tuple[Share, ...]:
 
 @lru_cache(maxsize=1 << 10)
 def _once(layout: Layout, mesh: Mesh) -> tuple[tuple[int, Box], ...]:
-    """Each entry of the full tensor once, with the first rank that holds it. Copies of a box are equal in
-    extent: ranks that hold the same units cut them alike."""
+    """The different boxes of the full tensor, each with the first rank that has it. Copies of a box have the
+    same extent: ranks that have the same units cut them alike."""
     first: dict[tuple[Any, Any], tuple[int, Box]] = {}
     for rank in layout.positions(mesh):
         for box in layout.boxes(rank, mesh):

@@ -1,4 +1,4 @@
-"""Lines for the person who runs a job: the logger ``tpcore``, and how it prints by default."""
+"""Messages for the person who runs a job: the logger ``tpcore`` and its default handler."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class _Lines(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if not _configured():
-            # sys.stderr as it is now, which may have been redirected; in one call, so that lines stay whole
+            # the present sys.stderr, which may be redirected; one call, so that lines stay whole
             sys.stderr.write(f"{self.format(record)}\n")
 
 
@@ -25,21 +25,21 @@ log.addHandler(_lines)
 
 
 def _configured() -> bool:
-    """Whether the program has set up logging: for ``tpcore`` by name, or for all of it."""
+    """Whether the program has set up logging, for ``tpcore`` by name or for the root logger."""
     return log.handlers != [_lines] or (log.propagate and bool(logging.getLogger().handlers))
 
 
 def inform(message: str) -> None:
-    """How the job goes: printed by default, and INFO for a program that configures logging."""
+    """Report progress: printed by default, logged as INFO if the program configures logging."""
     if _configured() or log.level:
         log.info(message)
-    else:  # past the level, which is WARNING where nobody has set one
+    else:  # bypasses the level, which is WARNING unless the program sets one
         log.handle(log.makeRecord(log.name, logging.INFO, __file__, 0, message, (), None))
 
 
 @contextmanager
 def hold_lines() -> Iterator[None]:
-    """Lines of other threads wait for the end of the block, in which something else owns ``sys.stderr``."""
+    """Inside the block other threads' messages wait: some other code has replaced ``sys.stderr``."""
     _lines.acquire()
     try:
         yield

@@ -1,4 +1,4 @@
-"""Which ranks talk to which: pure data, no torch.distributed, testable without processes."""
+"""Meshes of ranks and their groups: pure data, no torch.distributed, testable without processes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Group:
-    """One partition of the world, e.g. every tp group at once. Identical on all ranks.
+    """One partition of the world, e.g. all tp groups. Identical on all ranks.
 
-    ``partition`` is what XLA calls replica groups, what ``get_*_group(as_list=True)`` returns and what
-    a c10d backend makes its subgroups from: one table, so that the three cannot disagree.
+    ``partition`` is XLA's replica groups, the result of ``get_*_group(as_list=True)``, and the table from
+    which a c10d backend makes its subgroups: one table, so that the three cannot disagree.
     """
 
     axes: tuple[str, ...]
@@ -68,8 +68,8 @@ class Mesh:
     def group(self, *names: str, within: int | None = None) -> Group:
         """All groups of ranks that differ only in their coordinates on ``names``.
 
-        ``within``: such a group is divided into runs of that many consecutive members: ``within=2`` over tp
-        for key heads that two neighbouring ranks hold both.
+        ``within`` divides each group into runs of that many consecutive members: ``within=2`` over tp for
+        key heads that two neighbouring ranks both have.
         """
         unknown = set(names) - set(self.axes)
         if unknown:
@@ -95,7 +95,7 @@ class Mesh:
         return index
 
     def coords(self, rank: int) -> dict[str, int]:
-        """Where ``rank`` stands on each axis. Host-side only: file names, logs, initial values."""
+        """The coordinates of ``rank``. Host-side only: file names, logs, initial values."""
         if not 0 <= rank < self.size:
             raise ValueError(f"rank {rank} is outside a mesh of {self.size} ranks {dict(self.axes)}")
         index = np.unravel_index(rank, tuple(self.axes.values()))

@@ -1,4 +1,4 @@
-"""Collectives as operators of torch, so that they can stand in a graph: one for each primitive."""
+"""Collectives as torch operators, one for each primitive, so that a graph can contain them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .relay import Relay
 from .transport import TABLE, Primitive
 
 Find = Callable[[str], Any]
-"""The Comm in force of a name."""
+"""The current Comm of a name."""
 
 
 def define(namespace: str, find: Find) -> torch.library.Library:
-    """The operators ``namespace::all_reduce`` and so on. Each is run by the Comm that ``find`` gives for its
-    last argument. They exist as long as what is returned."""
+    """Define the operators ``namespace::all_reduce`` and so on. Their last argument is a name, and the Comm
+    that ``find`` returns for it runs the collective. They exist as long as the returned library does."""
     library = torch.library.Library(namespace, "DEF")
     for primitive in TABLE:
         library.define(primitive.name + _schema(primitive))
@@ -29,7 +29,8 @@ def define(namespace: str, find: Find) -> torch.library.Library:
 
 
 def _schema(primitive: Primitive) -> str:
-    """The primitive's arguments, the group's size where the shape of the result needs it, and its name."""
+    """The operator's schema: the primitive's arguments, the group's size if the result's shape depends on
+    it, and the group's name."""
     size = {} if primitive.shape is None else {"size": "int"}
     parameters = {"x": "Tensor", **primitive.arguments, **size, "axes": "str"}
     return f"({', '.join(f'{kind} {name}' for name, kind in parameters.items())}) -> Tensor"
@@ -38,7 +39,7 @@ def _schema(primitive: Primitive) -> str:
 def _run(primitive: Primitive, find: Find) -> Callable[..., Tensor]:
     def run(x: Tensor, *given: Any) -> Tensor:
         named = dict(zip(primitive.arguments, given, strict=False))
-        if "donate" in named:  # an operator may not return its argument's memory
+        if "donate" in named:  # an operator must not return its argument's memory
             named["donate"] = False
         made: Tensor = getattr(find(given[-1]), primitive.name)(x, **named)
         return made
@@ -56,7 +57,7 @@ def _shape(primitive: Primitive) -> Callable[..., Tensor]:
 
 
 class Place(NamedTuple):
-    """What a graph has to know of a group."""
+    """What a graph needs to know about a group."""
 
     group: Group
     size: int
@@ -64,7 +65,7 @@ class Place(NamedTuple):
 
 
 class Operators(Relay):
-    """Puts operators into the graph that is being made, in the place of collectives."""
+    """Puts operators in place of collectives into the graph that is being traced."""
 
     def __init__(self, namespace: str, name: str, place: Place) -> None:
         self.group, self.size, self.position = place

@@ -1,8 +1,8 @@
-"""Differentiable mappings. Each is a linear map and its transpose; written once, for every backend.
+"""Differentiable mappings, written once for every backend. Each is a linear map and its transpose.
 
-Named as in Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053; sequence parallelism: Korthikanti et al.
-2022, arXiv:2205.05198). ``dtype`` where given is the least precision that sums are taken in; values come
-back in the dtype they came in.
+The names are those of Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053; sequence parallelism: Korthikanti
+et al. 2022, arXiv:2205.05198). ``dtype`` is the least precision of a sum; the result has the dtype of the
+input.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        # as a mapping again, so that gradients of gradients cross the ranks as well
+        # again a mapping, so that gradients of gradients cross the ranks too
         return _Linear.apply(grad, *ctx.maps), None, None
 
 
 def _linear(x: Tensor, comm: Comm, forward: Map, transpose: Map) -> Tensor:
     if comm.size == 1:
-        return x  # not through autograd: it forbids in-place ops on what a Function passes through
+        return x  # not through autograd, which forbids in-place ops on a Function's unchanged output
     y: Tensor = _Linear.apply(plain(x), forward, transpose)
     return y
 
@@ -45,7 +45,7 @@ def _same(x: Tensor) -> Tensor:
 
 
 def sum_dtype(x: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype to sum ``x`` in: never less precise than x itself, whatever is asked for."""
+    """The dtype to sum ``x`` in: ``dtype``, but never less precise than ``x`` itself."""
     return x.dtype if dtype is None else torch.promote_types(x.dtype, dtype)
 
 
@@ -104,5 +104,5 @@ def all_to_all(x: Tensor, comm: Comm, split_dim: int, concat_dim: int) -> Tensor
 
 
 def shift(x: Tensor, comm: Comm, step: int = 1) -> Tensor:
-    """What each rank holds -> the rank ``step`` further on the ring. Backward shifts the other way."""
+    """Each rank's ``x`` -> the rank ``step`` further on the ring. Backward shifts the other way."""
     return _primitive(x, comm, PERMUTE, tuple((i + step) % comm.size for i in range(comm.size)))

@@ -1,4 +1,4 @@
-"""Optimizers under the names by which scripts ask for them."""
+"""Optimizers, under the names that scripts use."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Chosen = TypeVar("Chosen", bound=torch.optim.Optimizer)
 def lazy(optimizer_class: type[Chosen]) -> type[Chosen]:
     """``optimizer_class`` itself: an optimizer may be made before the model is cut or moved.
 
-    For scripts that ask for a lazy constructor. ``tpcore.move_model_to_device`` and whatever cuts a model
-    in place keep every Parameter the object it is, and optimizers of torch make their state at the first
-    step. One that makes it at once, as Adagrad does, is refused with a ValueError: make it afterwards, or
-    wrap it in ``Zero1``, which waits.
+    For scripts that want a lazy constructor. ``tpcore.move_model_to_device`` and ``tpcore.parallelize``
+    keep the Parameter objects, and most optimizers of torch make their state at the first step.
+    Raises ValueError for a class that makes its state at once, as Adagrad does: make that optimizer
+    afterwards, or wrap it in ``Zero1``, which waits for the first step.
     """
     probe = torch.nn.Parameter(torch.zeros(1, device="cpu"))
     if optimizer_class([probe], lr=1e-3).state:  # type: ignore[call-arg]

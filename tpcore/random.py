@@ -1,9 +1,9 @@
 """Random numbers in replicated and in sharded regions.
 
-Outside of ``sharded()`` torch's own generator is the replicated stream: seeded alike on every tp rank, it
-draws the same numbers there. ``sharded()`` derives a stream of its own from one draw of that generator
-and the tp rank. So there is no second state to keep: saving, restoring, or replaying torch's generator,
-as ``torch.utils.checkpoint`` does, replays the sharded regions bit for bit as well.
+Outside of ``sharded()`` torch's own generator is the replicated stream: with the same seed it draws the same
+numbers on every tp rank. ``sharded()`` derives another stream from one draw of that generator and the tp
+rank. So there is no second state to keep: saving, restoring or replaying torch's generator, as
+``torch.utils.checkpoint`` does, also replays the sharded regions bit for bit.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def manual_seed(seed: int) -> None:
 
 @contextmanager
 def sharded() -> Iterator[None]:
-    """Draw different numbers on each tp rank, inside a ``with`` block; reproducible from the seed.
+    """Draw different numbers on each tp rank inside a ``with`` block, reproducible from the seed.
 
-    For dropout on activations that are cut over the tp group. Use it on all tp ranks alike.
+    For dropout on activations that are cut over the tp group. All tp ranks must enter it.
     """
     ctx = current()
     seed = draw()
@@ -46,7 +46,7 @@ def sharded() -> Iterator[None]:
 
 
 def mixed(seed: int, *places: int) -> int:
-    """A seed for each combination of ``places``, none of which is near another."""
+    """A seed for each combination of ``places``; the seeds of neighbouring places are far apart."""
     for place in places:
         seed = (seed + (place + 1) * _GOLDEN) & _MASK
         seed = ((seed ^ (seed >> 30)) * _MIX) & _MASK
@@ -55,8 +55,7 @@ def mixed(seed: int, *places: int) -> int:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Draw what ``seed`` gives, on the host and the device, inside a ``with`` block; after it all goes on as
-    if nothing had been drawn."""
+    """Seed the generators of host and device with ``seed`` inside a ``with`` block; restore them after it."""
     state = get_state()
     torch.default_generator.manual_seed(seed)
     current().backend.manual_seed(seed)
@@ -67,12 +66,12 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def draw() -> int:
-    """A seed out of the replicated stream of the host."""
+    """A seed, drawn from the host's replicated stream."""
     return int(torch.randint(_MASK, (1,), device="cpu"))
 
 
 def get_state() -> dict[str, Tensor]:
-    """Everything random about this rank, for a checkpoint; ``set_state`` restores it."""
+    """The state of this rank's generators, for a checkpoint; ``set_state`` restores it."""
     return {"host": torch.get_rng_state(), "device": current().backend.get_rng_state()}
 
 

@@ -1,4 +1,4 @@
-"""Transports around transports: every primitive of the table passes through one method."""
+"""Transports that wrap another transport: all primitives of the table go through one method."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .transport import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, TABLE, Op, Pendin
 
 
 class Relay(Transport):
-    """Subclasses write ``relay``, and have all primitives."""
+    """A transport whose primitives all call ``relay``, which subclasses write."""
 
     @abstractmethod
     def relay(self, primitive: Primitive, x: Tensor, *arguments: Any) -> Tensor:
-        """Make the collective, in whatever way."""
+        """Make the collective ``primitive`` of ``x`` and ``arguments``."""
 
     def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
         return self.relay(ALL_REDUCE, x, op, donate)
@@ -37,16 +37,16 @@ def _relayed(primitive: Primitive) -> Any:
 
 
 for _primitive in TABLE:
-    if _primitive.name not in vars(Relay):  # the rest, which have defaults that a relay does not want
+    if _primitive.name not in vars(Relay):  # the others would inherit Transport's defaults
         setattr(Relay, _primitive.name, _relayed(_primitive))
 
 
 class Checked(Relay):
-    """Compares the calls of a group over the group itself: ranks that make different ones all get an error.
+    """Compares the calls of a group's ranks over the group itself. If they differ, all ranks raise an error.
 
-    The first calls are compared before they run, in place of a hang or of wrong numbers; ``TPCORE_CHECK``
-    says how many. Of later ones ``RUN`` are compared together: an exchange for each would cost as much as a
-    small call does.
+    The first calls are compared before they run, which prevents hangs and wrong numbers; ``TPCORE_CHECK``
+    sets how many. Later calls are compared in runs of ``RUN``: one exchange for each call would cost as much
+    as a small call.
     """
 
     RUN: ClassVar[int] = 32

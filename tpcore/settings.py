@@ -20,7 +20,7 @@ class Variable(Generic[T]):
 
     name: str
     parse: Callable[[str], T]
-    """Raises ValueError with what the value must be: "a whole number"."""
+    """Raises a ValueError whose text is what the value must be: "a whole number"."""
     default: T
     values: str
     meaning: str
@@ -92,10 +92,9 @@ CHECK: Variable[str] = Variable(
     one_of({"1": "always", "always": "always", "0": "off", "off": "off", "warmup": "warmup"}),
     "warmup",
     "`warmup` (default), `1` or `always`, `0` or `off`",
-    "How much of the program is checked while it runs. Over torch.distributed: collectives are compared "
-    "between the ranks, and waited for before they run: the first 512 of each group, all, or no comparison. "
-    "`always` also finds parts that are taken for wholes and tp ranks that have other data. Over torch_xla "
-    "it names each line that reads a value inside a step. See "
+    "Checks while the program runs. Over torch.distributed, ranks compare their collectives before these "
+    "run: the first 512 of each group, all, or none. `always` also finds parts that are used as wholes and "
+    "tp ranks with different data. Over torch_xla it names each line that reads a value inside a step. See "
     "[When something goes wrong](debugging.md#checked-collectives).",
 )
 THREADS = Variable(
@@ -103,22 +102,22 @@ THREADS = Variable(
     whole,
     1,
     "a number, default `1` in processes that `tpcore.launch` starts",
-    "Threads that torch computes with in each process.",
+    "Number of torch's threads in each process.",
 )
 
 # -- what a launcher sets -----------------------------------------------------------------------------------
-RANK = Variable("RANK", whole, 0, "0 to `WORLD_SIZE` - 1", "This process among all of the job.", "launcher")
+RANK = Variable("RANK", whole, 0, "0 to `WORLD_SIZE` - 1", "This process's rank in the job.", "launcher")
 WORLD_SIZE = Variable(
-    "WORLD_SIZE", whole, 1, "a number", "Processes of the job. Unset: a process alone.", "launcher"
+    "WORLD_SIZE", whole, 1, "a number", "Number of processes of the job. Unset: one process.", "launcher"
 )
 LOCAL_RANK = Variable(
-    "LOCAL_RANK", whole, 0, "a number", "This process among those of its host: picks its device.", "launcher"
+    "LOCAL_RANK", whole, 0, "a number", "This process's rank on its host: selects its device.", "launcher"
 )
 LOCAL_WORLD_SIZE = Variable(
-    "LOCAL_WORLD_SIZE", whole, 1, "a number", "Processes of the job on this host.", "launcher"
+    "LOCAL_WORLD_SIZE", whole, 1, "a number", "Number of the job's processes on this host.", "launcher"
 )
-MASTER_ADDR = Variable("MASTER_ADDR", str, "", "a host", "Where the job's store listens.", "launcher")
-MASTER_PORT = Variable("MASTER_PORT", whole, 0, "a port", "Where the job's store listens.", "launcher")
+MASTER_ADDR = Variable("MASTER_ADDR", str, "", "a host", "Host of the job's store.", "launcher")
+MASTER_PORT = Variable("MASTER_PORT", whole, 0, "a port", "Port of the job's store.", "launcher")
 AGENT_STORE = Variable(
     "TORCHELASTIC_USE_AGENT_STORE",
     "True".__eq__,
@@ -132,10 +131,10 @@ RESTARTS = Variable(
     whole,
     0,
     "a number",
-    "How often the launcher has started the ranks again: each start has its own part of the store.",
+    "How often the launcher has restarted the ranks: each start has its own part of the store.",
     "launcher",
 )
-# of other launchers, which know no WORLD_SIZE
+# set by other launchers, which set no WORLD_SIZE
 OPENMPI_SIZE = Variable(
     "OMPI_COMM_WORLD_SIZE", whole, 1, "a number", "As `WORLD_SIZE`, for the conformance kit.", "launcher"
 )
@@ -151,39 +150,39 @@ STORE = Variable(
     str,
     "",
     "a path",
-    "The file at which the processes of a traced model meet, instead of a port.",
+    "The file by which the processes of a traced model find each other, instead of a port.",
     "tpcore",
 )
 
 LAUNCHER = ("MASTER_", "TORCHELASTIC_", "GROUP_", "ROLE_")
-"""How names begin that a launcher of this process may have set and that are not meant for its children."""
+"""Prefixes of variables that this process's launcher may have set and that its children must not inherit."""
 
 
 # -- environments of processes ------------------------------------------------------------------------------
 def environment() -> dict[str, str]:
-    """A copy of this process's."""
+    """A copy of this process's environment."""
     return dict(os.environ)
 
 
 def inherited() -> dict[str, str]:
-    """What a child process gets of this process's environment: not which rank of which job this one is."""
+    """The environment for a child process: this process's, without the variables of its job and rank."""
     own = {v.name for v in (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, STORE)}
     return {k: v for k, v in os.environ.items() if k not in own and not k.startswith(LAUNCHER)}
 
 
 def of_rank(rank: int, size: int) -> dict[str, str]:
-    """As a launcher tells one of ``size`` ranks, all of this host, which it is."""
+    """The variables that a launcher sets for one of ``size`` ranks, all on this host."""
     values = ((RANK, rank), (WORLD_SIZE, size), (LOCAL_RANK, rank), (LOCAL_WORLD_SIZE, size))
     return {variable.name: str(value) for variable, value in values}
 
 
 def update(variables: Mapping[str, str]) -> None:
-    """For libraries that read the environment themselves, before they do."""
+    """Set variables for libraries that read the environment themselves. Call it before they do."""
     os.environ.update(variables)
 
 
 def restore(before: Mapping[str, str]) -> None:
-    """Make the environment what ``environment()`` gave."""
+    """Restore the environment that ``environment()`` returned."""
     for name in [k for k in os.environ if k not in before]:
         del os.environ[name]
     os.environ.update(before)
@@ -191,7 +190,7 @@ def restore(before: Mapping[str, str]) -> None:
 
 @contextmanager
 def changed(variables: Mapping[str, str]) -> Iterator[None]:
-    """``variables`` are set inside the block, and as before after it."""
+    """Set ``variables`` inside the block; restore the old values after it."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

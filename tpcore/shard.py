@@ -1,4 +1,4 @@
-"""How a tensor is cut. The only module that knows; layers, checkpoints and clipping ask it."""
+"""How a tensor is cut. Layers, checkpoints and clipping all use this module; no other computes cuts."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-_MOST_BLOCKS = 4096  # of a file: the work is as the square of it
+_MOST_BLOCKS = 4096  # limit for specs read from files: the work grows with the square of the number
 
 
 def divide(numerator: int, denominator: int, what: str = "") -> int:
-    """The quotient, as of heads by ``tp.size``; ValueError, with ``what`` is divided, where there is a
+    """The quotient, e.g. of heads by ``tp.size``. ValueError, naming the numerator as ``what``, if there is a
     remainder."""
     if denominator < 1 or numerator % denominator:
         raise ValueError(f"{what + '=' if what else ''}{numerator} is not divisible by {denominator}")
@@ -41,7 +41,7 @@ class Piece(NamedTuple):
 
 
 class Move(NamedTuple):
-    """``length`` entries along the cut dim, from ``src_start`` of shard ``src`` to ``dst_start``."""
+    """A copy of ``length`` entries along the cut dim from ``src_start`` of shard ``src`` to ``dst_start``."""
 
     src: int
     src_start: int
@@ -51,10 +51,10 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """Cut of one tensor. Names no rank and no world size, so it holds for any degree.
+    """The cut of one tensor. It names no rank and no world size, so it is valid for any degree.
 
-    ``shape`` is the logical (unsharded, unpadded) shape, ``dim`` the cut dim or None where every rank
-    holds the whole. A dim that ranks do not divide is padded with zeros at the end of each block.
+    ``shape`` is the logical (unsharded, unpadded) shape; ``dim`` is the cut dim, or None if every rank has
+    the full tensor. If the ranks do not divide the dim, each block is padded with zeros at its end.
 
     Law: ``unshard(shards) == full`` and ``reshard(shards, r, m) == shard(full, r, m)`` for every degree.
     """
@@ -80,13 +80,13 @@ class ShardSpec:
 
     @classmethod
     def strided(cls, shape: tuple[int, ...], dim: int, stride: int = 1) -> ShardSpec:
-        """``stride`` equal parts fused along ``dim`` (q|k|v, gate|up), each cut by itself."""
+        """``stride`` equal parts fused along ``dim`` (q|k|v, gate|up), each cut on its own."""
         if stride < 1 or shape[dim] % stride:
             raise ValueError(f"stride {stride} does not divide size {shape[dim]} of dim {dim} of {shape}")
         return cls(shape, dim, (Block(shape[dim] // stride),) * stride)
 
     def _chunk(self, block: Block, n: int) -> tuple[int, int]:
-        """(padded length of one shard of ``block``, ranks holding each shard)."""
+        """(padded length of one shard of ``block``, number of ranks that have each shard)."""
         units = -(-block.size // block.unit)
         if block.replicate and 0 < units < n:
             if n % units:
@@ -95,7 +95,7 @@ class ShardSpec:
         return -(-units // n) * block.unit, 1
 
     def pieces(self, rank: int, n: int) -> Iterator[Piece]:
-        """Runs of the full tensor held by shard ``rank`` of ``n``. Everything else derives from this."""
+        """The runs of the full tensor in shard ``rank`` of ``n``. Everything else derives from this."""
         full = local = 0
         for block in self.blocks:
             length, copies = self._chunk(block, n)
@@ -112,15 +112,16 @@ class ShardSpec:
         return (*self.shape[: self.dim], width, *self.shape[self.dim + 1 :])
 
     def padded(self, n: int) -> bool:
-        """Whether some rank of ``n`` holds entries that are in no full tensor."""
+        """Whether some rank of ``n`` has padding."""
         return any(sum(p.length for p in self.pieces(r, n)) < self._width(n) for r in range(n))
 
     def block_copies(self, n: int) -> tuple[int, ...]:
-        """By block: how many of ``n`` ranks hold each entry of it."""
+        """For each block, how many of ``n`` ranks have each entry of it."""
         return tuple(self._chunk(block, n)[1] for block in self.blocks)
 
     def copies(self, n: int) -> int:
-        """How many of ``n`` ranks hold each entry: n if uncut, above 1 where a block is replicated."""
+        """How many of ``n`` ranks have each entry: n if uncut, above 1 if a block is replicated. ValueError
+        if that differs by block."""
         if self.dim is None:
             return n
         copies = {c for c, b in zip(self.block_copies(n), self.blocks, strict=True) if b.size} or {1}
@@ -135,22 +136,22 @@ class ShardSpec:
 
     # -- the layout of all shards side by side, as static index tables: the same on every rank ------------
     def source_index(self, n: int) -> Tensor:
-        """int64 ``[n, local]``: which full index each local position holds; -1 marks padding."""
+        """int64 ``[n, local]``: the full index of each local position; -1 marks padding."""
         return torch.from_numpy(_source_index(self, n))
 
     def gathered_index(self, n: int) -> Tensor:
-        """int64 ``[full]``: where each full index stands once the n shards are concatenated."""
+        """int64 ``[full]``: the position of each full index in the concatenation of the n shards."""
         return torch.from_numpy(_gathered_index(self, n))
 
     def contiguous(self, n: int) -> bool:
-        """Whether concatenating the n shards gives the full tensor as it is."""
+        """Whether the concatenation of the n shards equals the full tensor."""
         return len(self.blocks) <= 1 and not self.padded(n) and self.copies(n) == 1
 
     # -- moving between degrees -------------------------------------------------------------------------
     def moves(self, m: int, rank: int, n: int) -> Iterator[Move]:
-        """What to copy, from shards of ``m``, to build shard ``rank`` of ``n``."""
+        """The copies that build shard ``rank`` of ``n`` from the shards of degree ``m``."""
         for want in self.pieces(rank, n):
-            filled = want.full  # replicated blocks offer the same entries twice: take each once
+            filled = want.full  # replicated blocks have the same entries several times: take each once
             for src in range(m):
                 for have in self.pieces(src, m):
                     lo = max(filled, have.full)
@@ -160,7 +161,7 @@ class ShardSpec:
                         filled = hi
 
     def reshard(self, sources: Sequence[Tensor], rank: int, n: int) -> Tensor:
-        """Shard ``rank`` of ``n``, from all ``len(sources)`` shards; one source is the full tensor."""
+        """Shard ``rank`` of ``n``, from all shards of another degree; one source is the full tensor."""
         m = len(sources)
         for source in sources:
             if tuple(source.shape) != self.local_shape(m):
@@ -205,7 +206,7 @@ class ShardSpec:
         return math.prod(self.shape)
 
 
-# Arrays are kept and not tensors: one made under inference_mode or while tracing is unfit for the next use.
+# The caches keep arrays: a tensor made under inference_mode or while tracing cannot be used outside of it.
 @cache
 def _source_index(spec: ShardSpec, n: int) -> NDArray[np.int64]:
     table = np.full((n, spec._width(n)), -1, dtype=np.int64)
@@ -220,7 +221,7 @@ def _gathered_index(spec: ShardSpec, n: int) -> NDArray[np.int64]:
     table = _source_index(spec, n)
     width = table.shape[1]
     out = np.empty(0 if spec.dim is None else spec.shape[spec.dim], dtype=np.int64)
-    for rank in reversed(range(n)):  # replicated blocks list an index several times; the first copy stays
-        held = table[rank] >= 0
-        out[table[rank][held]] = rank * width + np.arange(width)[held]
+    for rank in reversed(range(n)):  # replicated blocks have an index several times; the first rank's stays
+        filled = table[rank] >= 0
+        out[table[rank][filled]] = rank * width + np.arange(width)[filled]
     return out

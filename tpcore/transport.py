@@ -1,4 +1,4 @@
-"""What a backend writes for one group, and the one table of the primitives that it is made of."""
+"""The transport that a backend writes for a group, and the table of the collective primitives."""
 
 from __future__ import annotations
 
@@ -23,29 +23,31 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Primitive:
-    """One collective, as a graph, a recording, a checker, ``explain`` and the conformance kit know it.
+    """One collective, described for graphs, recordings, checks, ``explain`` and the conformance kit.
 
-    The method of this name of ``Transport`` is its default, or abstract; that of ``Comm`` checks arguments.
+    ``Transport`` has a method of this name, abstract or with a default; the one of ``Comm`` checks arguments.
     """
 
     name: str
     arguments: Mapping[str, str]
-    """What it takes beside the tensor, in order: name and type, as torch writes schemas."""
+    """The arguments after the tensor, in order: name and type, as torch writes schemas."""
     describe: Callable[..., str]
-    """From the arguments: ``all_gather dim 1``. Ranks that are to meet describe their calls alike."""
+    """(arguments) -> a description: ``all_gather dim 1``. It is equal on ranks that make the same call."""
     meaning: Callable[..., Tensor]
-    """From every member's tensor, one's place in the group and the arguments: what that one gets."""
+    """(tensors of all members, one member's position, arguments) -> the result on that member."""
     sent: Callable[[int, int], int]
-    """Bytes that each rank sends at the least, in a ring: from those that it gives and the group's size."""
+    """(bytes of the input, group size) -> the least number of bytes that each rank sends, in a ring."""
     transpose: Callable[..., Tensor]
-    """From a Comm, a cotangent and the arguments: the transpose of the linear map over all ranks."""
+    """(Comm, cotangent, arguments) -> the transpose of the linear map over all ranks."""
     shape: Callable[..., Shape] | None = None
-    """From the shape given, the group's size and the arguments: the shape returned. None: the same."""
+    """(input shape, group size, arguments) -> the shape of the result. None: the same shape."""
+    divides: str = ""
+    """The argument that names the dim which the group size must divide, if there is one."""
     sums: bool = False
-    """Whether it computes, so that it takes only dtypes that the backend declares for sums."""
+    """Whether it sums, so that it takes only dtypes that the backend declares for sums."""
 
     def result(self, x: Tensor, size: int, *arguments: Any) -> Tensor:
-        """A tensor like what comes of ``x``, without its values."""
+        """An empty tensor of the result's shape and dtype for ``x``."""
         return x.new_empty(x.shape if self.shape is None else self.shape(x.shape, size, *arguments))
 
 
@@ -62,12 +64,12 @@ def _shorter(shape: Shape, n: int, dim: int) -> Shape:
 
 
 def _combined(every: Sequence[Tensor], op: str) -> Tensor:
-    """One after the other, in their own dtype: a wire does not sum bfloat16 more precisely than that."""
+    """Summed in order and in their own dtype: a network does not sum bfloat16 more precisely."""
     return reduce(torch.add, every) if op == "sum" else torch.stack(list(every)).amax(0)
 
 
 def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
-    """torch.cat, which does not take every dtype that can be moved."""
+    """torch.cat, also for one-byte dtypes that torch.cat refuses."""
     if parts[0].dtype.itemsize > 1:
         return torch.cat(list(parts), dim)
     return torch.cat([t.view(torch.uint8) for t in parts], dim).view(parts[0].dtype)
@@ -78,7 +80,7 @@ def _delivered(every: Sequence[Tensor], me: int, to: Sequence[int]) -> Tensor:
 
 
 def inverse(to: Sequence[int]) -> tuple[int, ...]:
-    """Who sends to each member, -1 for nobody: as a permutation, the way back."""
+    """The sender to each member, -1 for none. As a permutation it is the inverse of ``to``."""
     return tuple(to.index(i) if i in to else -1 for i in range(len(to)))
 
 
@@ -108,6 +110,7 @@ REDUCE_SCATTER = Primitive(
     sent=lambda nbytes, n: (n - 1) * nbytes // n,
     transpose=lambda comm, y, dim: comm.all_gather(y, dim),
     shape=_shorter,
+    divides="dim",
     sums=True,
 )
 BROADCAST = Primitive(
@@ -126,6 +129,7 @@ ALL_TO_ALL = Primitive(
     sent=lambda nbytes, n: (n - 1) * nbytes // n,
     transpose=lambda comm, y, split_dim, concat_dim: comm.all_to_all(y, concat_dim, split_dim),
     shape=lambda shape, n, split_dim, concat_dim: _longer(_shorter(shape, n, split_dim), n, concat_dim),
+    divides="split_dim",
 )
 PERMUTE = Primitive(
     "permute",
@@ -140,27 +144,27 @@ PRIMITIVES: Mapping[str, Primitive] = {p.name: p for p in TABLE}
 
 
 class Transport(ABC):
-    """Collectives over one group, as a backend makes them; ``Comm`` checks the arguments before.
+    """Collectives over one group, written by a backend. ``Comm`` has checked the arguments.
 
-    The contract: a group has more than one member; a dim exists and is not negative; what is to be cut
-    divides. Tensors have any strides, zero elements or no dims. Inputs are left as they were, unless they
-    are donated; outputs are new memory, contiguous, and outside of autograd. What is moved and not summed
-    arrives bit for bit, NaN too. Every rank of a group gets the same bits of a sum.
+    The contract: a group has more than one member; dims exist and are not negative; sizes to split are
+    divisible. Tensors may have any strides, zero elements or no dims. Inputs stay unchanged unless donated;
+    outputs are new memory, contiguous, and outside of autograd. Values that are moved and not summed arrive
+    bit for bit, NaN too. Every rank of a group gets the same bits of a sum.
     """
 
     eager: ClassVar[bool] = True
-    """Whether reading a value on the host is cheap. False for lazy backends: there it cuts the graph."""
+    """Whether reading a value on the host is cheap. False for lazy backends, where a read cuts the graph."""
     compares: ClassVar[bool] = False
-    """Whether it finds out itself that ranks make different calls, so that ``Comm`` need not compare them."""
+    """Whether the transport itself detects ranks that make different calls, so that ``Comm`` need not."""
 
     def __init__(self, group: Group, rank: int, device: torch.device = CPU) -> None:
         self.group, self.size, self.members = group, group.size, group.members(rank)
-        self.index = self.members.index(rank)  # host-side: whom to send to, never what to compute
-        # one element and moved: torch_xla folds 0-d zeros and ones, and fills, into the program
+        self.index = self.members.index(rank)  # host-side: for addressing, never in a computation
+        # one element, moved to the device: torch_xla folds 0-d zeros and ones, and fills, into the program
         self.position = torch.tensor([self.index]).to(device)
 
     def __repr__(self) -> str:
-        """How tensors travel, as the context tells it."""
+        """How tensors travel: part of the context's repr."""
         return type(self).__name__
 
     @property
@@ -169,7 +173,7 @@ class Transport(ABC):
         return self
 
     def at(self, position: Tensor) -> Transport:
-        """The same with another position, such as an input of a graph."""
+        """This transport with another position, such as an input of a graph."""
         other = copy.copy(self)
         other.position = position
         return other
@@ -186,28 +190,28 @@ class Transport(ABC):
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
         """This member's chunk along ``dim`` of the sum over the group."""
 
-    # -- what a backend may write, to be faster ---------------------------------------------------------
+    # -- defaults that a backend may replace by faster ones -----------------------------------------------
     def start_all_reduce(self, x: Tensor, op: Op, donate: bool) -> Pending:
-        """The same as ``all_reduce``, under way."""
+        """Start an ``all_reduce``; call the result to wait for it."""
         out = self.all_reduce(x, op, donate)
         return lambda: out
 
     def broadcast(self, x: Tensor, src: int) -> Tensor:
-        """``x`` of the member ``src``."""
+        """The ``x`` of member ``src``."""
         # where, not a product: 0 * nan is nan
         return self.all_reduce(torch.where(self.position == src, x, torch.zeros_like(x)), "sum", True)
 
     def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Tensor:
-        """Chunk ``i`` of ``x`` along ``split_dim`` goes to member ``i``; what comes is concatenated along
-        ``concat_dim`` in the group's order."""
+        """Send chunk ``i`` of ``x`` along ``split_dim`` to member ``i``, and concatenate the received chunks
+        along ``concat_dim`` in the group's order."""
         n = x.shape[split_dim] // self.size
         mine = self.position * n + torch.arange(n, device=x.device)
         every = self.all_gather(x.unsqueeze(0), 0).index_select(split_dim + 1, mine)
         return every.movedim(0, concat_dim).flatten(concat_dim, concat_dim + 1).contiguous()
 
     def permute(self, x: Tensor, to: tuple[int, ...]) -> Tensor:
-        """``x`` of member ``i`` goes to member ``to[i]``, or nowhere if that is -1; who receives nothing gets
-        zeros."""
+        """Send ``x`` of member ``i`` to member ``to[i]``, or nowhere if that is -1. A member that receives
+        nothing gets zeros."""
         sources = torch.tensor(inverse(to)).to(self.position.device).index_select(0, self.position)
         found = self.all_gather(x.unsqueeze(0), 0).index_select(0, sources.clamp(min=0))[0]
         if -1 not in inverse(to):

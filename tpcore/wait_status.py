@@ -1,4 +1,4 @@
-"""How a process ended, in words."""
+"""Descriptions of how a process ended."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _NAMES = {s.value: s.name for s in signal.Signals}
 
 
 def described(code: int) -> str:
-    """``code``: as ``subprocess`` has it, minus the signal's number for a process that was killed."""
+    """``code``: a ``subprocess`` return code, which is minus the signal's number for a killed process."""
     if code >= 0:
         return f"exited with status {code}"
     return f"was killed by {_NAMES.get(-code, f'signal {-code}')}"

@@ -97,8 +97,8 @@ class Lean(GlooBackend):
 
     buffers = (64, 1024)
 
-    def _road(self, pg: object, waiting: Waiting) -> Exchange | str:
-        road = super()._road(pg, waiting)
+    def _share_memory(self, pg: object, waiting: Waiting) -> Exchange | str:
+        road = super()._share_memory(pg, waiting)
         if isinstance(road, Exchange) and self._rank == 1:
             os.close(road.segment._own)
             road.segment._own = os.open("/dev/null", os.O_RDONLY)  # which cannot be reserved
@@ -333,8 +333,8 @@ def _compares_nothing(exchange: Exchange, buffer: int, call: Announced) -> None:
 class Mutated(Tiny):
     kind: type[Exchange] = Exchange
 
-    def _road(self, pg: object, waiting: Waiting) -> Exchange | str:
-        road = super()._road(pg, waiting)
+    def _share_memory(self, pg: object, waiting: Waiting) -> Exchange | str:
+        road = super()._share_memory(pg, waiting)
         if isinstance(road, Exchange):
             road.__class__ = type(self).kind
         return road

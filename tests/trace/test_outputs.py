@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
-from tpcore.trace.serve.outputs import LENT, OutputBuffers, Written
+from tpcore.trace.serve.outputs import OUTPUT_BUFFERS, OutputBuffers, RankBuffer
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float64]
 
@@ -25,7 +25,7 @@ class Both:
 
     def __init__(self) -> None:
         self.outputs = OutputBuffers()
-        self.rank = [Written(os.dup(b.fd)) for b in self.outputs.buffers]
+        self.rank = [RankBuffer(os.dup(b.fd)) for b in self.outputs.buffers]
         self.used: list[int] = []
 
     def __call__(self, *tensors: Tensor) -> list[Tensor]:
@@ -90,8 +90,8 @@ def test_what_is_held_is_never_written_again(model: Both, hold: Callable[[Tensor
             return torch.tensor([], dtype=torch.float64).set_(held).clone()  # type: ignore[call-overload,no-any-return]
         return torch.as_tensor(held[0] if isinstance(held, list) else held).clone()
 
-    held = [hold(model(numbers(100 * i, 50))[0]) for i in range(LENT + 3)]
-    assert model.used == [*range(LENT), LENT, LENT, LENT]
+    held = [hold(model(numbers(100 * i, 50))[0]) for i in range(OUTPUT_BUFFERS + 3)]
+    assert model.used == [*range(OUTPUT_BUFFERS), *[OUTPUT_BUFFERS] * 3]
     for i in range(5):
         model(numbers(-i, 50))
     for i, found in enumerate(held):

@@ -1,4 +1,4 @@
-"""What a plugin provides, what it says that it can do, and how it is found."""
+"""The plugin interface: the Backend class, its declared capabilities, and the registry of plugins."""
 
 from __future__ import annotations
 

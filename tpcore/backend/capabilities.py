@@ -1,4 +1,4 @@
-"""What a backend says that it can do, told without starting it."""
+"""What a backend declares that it can do; readable without starting it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
-_OWN = (torch.float32, torch.int64, torch.uint8)  # norms, counts, and the text of errors on other ranks
+_OWN = (torch.float32, torch.int64, torch.uint8)  # for norms, counts, and errors sent to other ranks
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What is declared is tested by ``tpcore.testing.conformance``; what is not is refused by ``tpcore.init``
-    or, for the dtype of a parameter, when the layer is made: never only at the first collective."""
+    """Capabilities of a backend. ``tpcore.testing.conformance`` tests all that is declared. All else is
+    refused early, never only at the first collective: by ``tpcore.init``, and a parameter's dtype by the
+    layer's constructor."""
 
     dtypes: tuple[torch.dtype, ...] = (
         torch.float64,
@@ -26,18 +27,18 @@ class Capabilities:
         torch.uint8,
         torch.bool,
     )
-    """What every primitive takes, sums included."""
+    """Dtypes that every primitive takes, sums included."""
     moved: tuple[torch.dtype, ...] = ()
-    """What primitives that compute nothing take beyond ``dtypes``. Of complex numbers sums are taken too."""
+    """More dtypes, for primitives that move and do not sum. Complex dtypes listed here are summed too."""
     group_sizes: tuple[int, ...] | None = None
-    """Sizes that a group may have, besides 1; None: any."""
+    """Sizes that a group may have in addition to 1; None: any size."""
     tracing: bool = False
     """Whether models can be traced for this backend."""
     dynamic_shapes: bool = True
     """Whether one traced program can take inputs of several sizes."""
 
     def lack(self) -> str | None:
-        """What tpcore cannot do without and this does not declare; None if all is there."""
+        """A message about dtypes that tpcore needs and the backend does not declare; None if it has all."""
         missing = [_name(d) for d in _OWN if d not in self.dtypes]
         return f"it does not sum {', '.join(missing)}, which tpcore needs" if missing else None
 
@@ -47,7 +48,7 @@ class Capabilities:
         return {"sum": frozenset(self.dtypes) | complexes, "max": frozenset(self.dtypes)}
 
     def misfit(self, sizes: Mapping[str, int]) -> str | None:
-        """Which of these groups, sizes by name, this backend cannot form; None if it can form all."""
+        """A message about the first group that this backend cannot form, or None. ``sizes``: by name."""
         if self.group_sizes is None:
             return None
         for name, size in sizes.items():

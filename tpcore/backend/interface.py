@@ -1,4 +1,4 @@
-"""What a plugin provides, and how it is found."""
+"""The interface of a plugin: its Backend class and the hook that returns it."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
 
 INTERFACE = 2
-"""Version of the plugin interface: of ``Backend``, ``Transport``, ``Capabilities`` and the hook. It goes up
-when a backend that was right no longer is; methods with a default are added without."""
+"""Version of the plugin interface: ``Backend``, ``Transport``, ``Capabilities`` and the hook. It goes up when
+a correct backend would become incorrect. A new method with a default does not change it."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class ProgramInfo:
     """One program of a compiling backend, as ``tpcore compile`` lists it."""
 
     digest: str
-    site: str  # where in the script it is run: "train.py:20 in step"
+    site: str  # the script's line that runs it: "train.py:20 in step"
     runs: int
     operations: int
     collectives: str  # "4 all_reduce add over 2, ..."
@@ -44,21 +44,26 @@ class Backend(ABC):
     """One way to run collectives. A plugin's hook returns the class; ``tpcore.init`` makes the instance."""
 
     interface: ClassVar[int] = 1
-    """The version of the plugin interface that the class was written for: say it in your own."""
+    """The version of the plugin interface that the class was written for. Every plugin sets it."""
     capabilities: ClassVar[Capabilities] = Capabilities()
     transport_class: ClassVar[type[Transport] | None] = None
-    """The class of what ``connect`` returns: one that lacks a method is named before anything starts."""
+    """The class that ``connect`` returns. If it lacks a method, the error comes before the job starts."""
 
     @classmethod
     def unavailable(cls) -> str | None:
-        """Why this backend cannot run on this machine, or None if it can. Imports nothing heavy if it
-        can be told without."""
+        """Why this backend cannot run on this machine, or None if it can. It avoids heavy imports where
+        possible."""
         return None
 
     @classmethod
+    def remark(cls) -> str:
+        """One sentence on how this machine carries the collectives; empty where nothing is to choose."""
+        return ""
+
+    @classmethod
     def compile_ahead(cls, command: Sequence[str], world: int | None) -> list[ProgramInfo]:
-        """The programs that ``command`` (``python train.py ...``) on ``world`` ranks needs, compiled into a
-        cache where this machine has the compiler. ``world`` None: as many as the command says, or 1."""
+        """Find the programs that ``command`` (``python train.py ...``) runs on ``world`` ranks, and compile
+        them into a cache if this machine has the compiler. ``world`` None: the command's own number, or 1."""
         raise BackendError(f"{cls.__name__} compiles nothing ahead of time: run the script as it is")
 
     @abstractmethod
@@ -67,11 +72,11 @@ class Backend(ABC):
 
     @abstractmethod
     def connect(self, group: Group, rank: int) -> Transport:
-        """What makes the collectives of this rank's part of ``group``. Called in the same order on every
-        rank, for groups of one too."""
+        """The transport for this rank's part of ``group``. All ranks call it in the same order, for groups of
+        one too."""
 
     def adopt(self, process_group: Any) -> Transport:
-        """The same for a group object that the user made with the backend's own library."""
+        """The transport for a group object that the user made with the backend's own library."""
         raise BackendError(
             f"{type(self).__name__} cannot use the group {process_group!r}: pass a tpcore Comm"
         )
@@ -83,7 +88,7 @@ class Backend(ABC):
 
     @final
     def comm_of(self, process_group: Any) -> Comm:
-        """Collectives over a group object of the user's, checked."""
+        """Collectives over the user's own group object, checked."""
         return self._bound(self.adopt(process_group), "adopt")
 
     def _bound(self, made: Transport, by: str) -> Comm:
@@ -93,15 +98,15 @@ class Backend(ABC):
 
     @abstractmethod
     def device(self) -> torch.device:
-        """Where this rank's tensors live."""
+        """The device of this rank's tensors."""
 
     @classmethod
     def memory_of(cls, t: Tensor) -> object:
-        """Equal for tensors that are the same memory, seen the same way: tied weights, and a weight and its
-        ``detach()``. A checkpoint stores those once."""
+        """A key that is equal for tensors that view the same memory in the same way: tied weights, and a
+        weight and its ``detach()``. A checkpoint stores such tensors once."""
         try:
             memory = t.untyped_storage().data_ptr()
-        except RuntimeError:  # sparse, and devices that have no storage that Python may ask
+        except RuntimeError:  # sparse tensors, and devices whose storage Python cannot access
             return id(t)
         view = t.device, t.dtype, t.storage_offset(), t.shape, t.stride(), t.is_conj(), t.is_neg()
         # lazy devices give no address, and empty tensors have none
@@ -111,23 +116,23 @@ class Backend(ABC):
         """Leave the job."""
 
     def gone(self, rank: int) -> str | None:
-        """How the process of ``rank`` has ended: "was killed by SIGKILL". None while it runs, and where there
-        is no telling. Asked while other ranks work alone; makes no collective."""
+        """How the process of ``rank`` ended: "was killed by SIGKILL". None while it runs or if that is
+        unknown. Called while other ranks work on their own, so it makes no collective."""
         return None
 
     def mark_step(self) -> None:
         """End of a training step: a lazy backend cuts its graph here."""
 
-    # -- traced models: what a backend that declares ``tracing`` writes -----------------------------------
+    # -- traced models: methods of a backend that declares ``tracing`` ------------------------------------
     @classmethod
     def most_ranks(cls) -> int | None:
-        """How many ranks this machine can hold; None if there is no telling."""
+        """How many ranks can run on this machine; None if unknown."""
         return None
 
     @classmethod
     def job(cls, folder: Path) -> dict[str, str]:
-        """Variables by which the processes of one job on this machine find each other, beside RANK,
-        LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE. ``folder`` is empty and theirs."""
+        """Environment variables with which the processes of one job on this machine find each other, in
+        addition to RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE. ``folder``: empty, for this job."""
         raise BackendError(f"{cls.__name__} starts no processes")
 
     def compile_with(self, options: CompilerOptions) -> bool:
@@ -139,26 +144,26 @@ class Backend(ABC):
     ) -> None:
         """Write ``fn`` as one program for all ranks into ``folder``, which is empty.
 
-        On every rank, inside ``tpcore.use``; the first writes. Weights, inputs and the rank become inputs
-        of the program: no value of theirs is in it. ``dims``: the dynamic dimensions of each input.
-        BackendError on all ranks if they would need different programs.
+        Every rank calls it inside ``tpcore.use``; rank 0 writes. Weights, inputs and the rank become inputs
+        of the program, which contains none of their values. ``dims``: the dynamic dimensions of each input.
+        Raises BackendError on all ranks if they would need different programs.
         """
         raise BackendError(f"{type(self).__name__} traces no models")
 
     def load_program(self, folder: Path, weights: Mapping[str, Tensor]) -> LoadedProgram:
-        """What ``trace`` wrote, ready to run on this rank. ``weights`` may change in place later on.
+        """Load the program that ``trace`` wrote, to run on this rank. ``weights`` may change in place later.
 
-        BackendError for files that are damaged, or that would run code of their own.
+        Raises BackendError for files that are damaged or would run code of their own.
         """
         raise BackendError(f"{type(self).__name__} runs no traced models")
 
     def get_rng_state(self) -> Tensor:
-        """State of the generator that dropout on ``device()`` draws from."""
+        """The state of the generator for dropout on ``device()``."""
         return torch.get_rng_state()
 
     def set_rng_state(self, state: Tensor) -> None:
         torch.set_rng_state(state)
 
     def manual_seed(self, seed: int) -> None:
-        """Seed the generator that dropout on ``device()`` draws from."""
+        """Seed the generator for dropout on ``device()``."""
         torch.default_generator.manual_seed(seed)

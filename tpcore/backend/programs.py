@@ -1,4 +1,4 @@
-"""What a traced program is, to those who ask for one; and what the backends that make one share."""
+"""Types of traced programs, and helpers that backends with tracing share."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from ..context import ParallelContext
 
 Function = Callable[[Mapping[str, Tensor], Sequence[Tensor]], list[Tensor]]
-"""What is traced: outputs from weights by name and inputs, and from nothing else."""
+"""A function to trace: it computes outputs from weights by name and from inputs, and from nothing else."""
 LoadedProgram = Callable[[Sequence[Tensor]], list[Tensor]]
 """A traced function, loaded, with its weights in place."""
 
 
 @dataclass(frozen=True)
 class DynamicDim:
-    """A dimension of an input whose size may change from call to call, within bounds that are included.
+    """A dimension of an input whose size may change between calls, from ``min`` to ``max``, both included.
 
-    Dimensions of one name have one size in every call.
+    Dimensions with the same name have the same size in every call.
     """
 
     name: str
@@ -46,21 +46,21 @@ class CompilerOptions:
 
 
 Dims = Sequence[Mapping[int, DynamicDim]]
-"""The dynamic dimensions of every input."""
+"""The dynamic dimensions of each input, by index."""
 
 
 def group_name(group: Group) -> str:
-    """How a program names a group: by the axes of the mesh, which are the same in every process."""
+    """The name of a group in a program: its mesh axes, which are the same in every process."""
     return ".".join(group.axes)
 
 
 def comm_named(ctx: ParallelContext, name: str) -> Comm:
-    """The Comm over the group that ``group_name`` gave this name."""
+    """The Comm whose ``group_name`` is ``name``."""
     return ctx.comm(*name.split("."))
 
 
 def program_comms(ctx: ParallelContext) -> list[Comm]:
-    """Those that a program may use, one for each group. Their positions are inputs of it."""
+    """The Comms that a program may use, one for each group. Their positions are inputs of the program."""
     return [ctx.comm(axis) for axis in ctx.mesh.axes] + [ctx.world]
 
 
@@ -70,8 +70,8 @@ def traced(
     positions: Sequence[Tensor],
     transport: Callable[[Comm], Transport] | None = None,
 ) -> Iterator[None]:
-    """Within, the ``comms`` are of the program that is traced: ``positions`` are inputs of it, ``transport``
-    gives what puts their collectives into it. None: what they have does that by itself."""
+    """Trace a program inside the block: the Comms take ``positions``, which are inputs of the program, and
+    the transports that ``transport`` returns. None: they keep their transports, which can be traced."""
     with ExitStack() as stack:
         for comm, position in zip(comms, positions, strict=True):
             stack.enter_context(comm.traced(position, None if transport is None else transport(comm)))

@@ -1,4 +1,4 @@
-"""How a backend is found among the installed plugins, and whether it fits this tpcore and this job."""
+"""The installed plugins: how a backend is found, and whether it fits this tpcore and this job."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ class BackendInfo:
     version: str
     module: str
     usable: bool
-    reason: str  # why not usable; empty if it is
-    capabilities: dict[str, Any] = field(default_factory=dict)  # as JSON has them; empty if it is broken
+    reason: str  # why it is not usable; empty if it is
+    capabilities: dict[str, Any] = field(default_factory=dict)  # as JSON; empty if the plugin is broken
+    remark: str = ""  # what carries the collectives on this machine, where there is a choice
 
 
 def _entry_points(name: str | None = None) -> list[EntryPoint]:
@@ -53,7 +54,7 @@ def _load(ep: EntryPoint) -> type[Backend]:
         manager.check_pending()
         hooked = manager.hook.tpcore_backend.get_hookimpls()
         cls = manager.hook.tpcore_backend()
-    except (Exception, SystemExit) as e:  # a module that ends the program must not end the listing either
+    except (Exception, SystemExit) as e:  # a module that calls sys.exit must not end the listing
         raise BackendError(f"{where} cannot be loaded: {type(e).__name__}: {e}") from e
     if not hooked:
         raise BackendError(
@@ -82,7 +83,7 @@ def unfit(cls: type[Backend]) -> str | None:
 
 
 def backend_class(name: str) -> type[Backend]:
-    """Import only the plugin called ``name``, so that nobody pays for torch_xla unasked."""
+    """Import only the plugin called ``name``: the others may be slow to import, as torch_xla is."""
     found = _entry_points(name)
     if not found:
         installed = sorted({ep.name for ep in _entry_points()})
@@ -96,7 +97,7 @@ def backend_class(name: str) -> type[Backend]:
 
 
 def load_backend(name: str) -> Backend:
-    """An instance of the backend called ``name``, or BackendError saying why it cannot run here."""
+    """An instance of the backend called ``name``. BackendError with the reason if it cannot run here."""
     cls = backend_class(name)
     try:
         why = cls.unavailable()
@@ -108,7 +109,7 @@ def load_backend(name: str) -> Backend:
 
 
 def check_fits(backend: Backend, mesh: Mesh) -> None:
-    """Raise what ``backend`` cannot do for a job on ``mesh``, from what it declares."""
+    """Raise an error if ``backend``, by its declared capabilities, cannot run a job on ``mesh``."""
     name = type(backend).__name__
     why = unfit(type(backend))
     if why is not None:
@@ -119,7 +120,8 @@ def check_fits(backend: Backend, mesh: Mesh) -> None:
 
 
 def check_connects(backend: Backend, made: Callable[[], Any]) -> None:
-    """Make a Comm of ``backend``; where its transport is none, or lacks a method, name the distribution."""
+    """Call ``made``, which makes a Comm of ``backend``. BackendError, naming the distribution, if the class
+    of its transport lacks a method."""
     try:
         made()
     except TypeError as e:
@@ -129,7 +131,7 @@ def check_connects(backend: Backend, made: Callable[[], Any]) -> None:
 
 
 def _named(backend: Backend) -> str:
-    """The backend and the distribution that it is from, if a plugin provides it."""
+    """The backend's name and distribution if it is a plugin's, else its class name."""
     package = type(backend).__module__.partition(".")[0]
     for ep in _entry_points():
         if ep.value.partition(":")[0].partition(".")[0] == package:
@@ -138,17 +140,19 @@ def _named(backend: Backend) -> str:
 
 
 def backends() -> list[BackendInfo]:
-    """Every installed plugin; one that is broken is listed with its error and hides no other."""
+    """All installed plugins. A broken plugin is listed with its error and does not hide the others."""
     out = []
     for ep in _entry_points():
         can: dict[str, Any] = {}
+        remark = ""
         try:
             cls = _load(ep)
             can = cls.capabilities.to_json()
             reason = cls.unavailable() or ""
+            remark = "" if reason else cls.remark()
         except BackendError as e:
             reason = str(e)
-        except Exception as e:  # noqa: BLE001  a plugin's hook or probe may fail in any way; list the others
+        except Exception as e:  # noqa: BLE001  a plugin's hook or probe may fail in any way
             reason = f"{type(e).__name__}: {e}"
-        out.append(BackendInfo(ep.name, *_origin(ep), ep.value, not reason, reason, can))
+        out.append(BackendInfo(ep.name, *_origin(ep), ep.value, not reason, reason, can, remark))
     return out

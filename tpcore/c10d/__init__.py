@@ -1,4 +1,4 @@
-"""A base for backends that torch.distributed drives. Core never imports it: third parties derive from it."""
+"""A base class for backends over torch.distributed, for third parties too. The core never imports it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Backends that torch.distributed drives: everything but the transport's name and the device.
+"""The base class of backends over torch.distributed: all but the transport's name and the device.
 
-A backend is a subclass of ``C10dBackend`` that names its ``transport`` and its ``device()``. The module is
-here, and not in ``backends/``, because third parties derive from it; core never imports it, so a job on
-another backend does not load it.
+A backend is a subclass of ``C10dBackend`` that sets ``transport`` and ``device()``. The module is here, and
+not in ``backends/``, because third parties derive from it. The core never imports it, so a job on another
+backend does not load it.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from .transport import C10dTransport
 def job_of_environment(timeout: float) -> tuple[dist.Store, int, int] | None:
     """(store, rank, world size) of a process that was started with the variables of ``C10dBackend.job``.
 
-    A file and not a port: there is none to choose, and torch looks up the name of every address that it
-    connects to, and may wait for it.
+    The store is a file and not a TCP port: no port has to be chosen, and torch looks up the host name of each
+    address that it connects to, which can take seconds.
     """
     if not settings.STORE.is_set:
         return None
@@ -46,10 +46,10 @@ def job_of_environment(timeout: float) -> tuple[dist.Store, int, int] | None:
 
 
 class C10dBackend(Backend):
-    """One rank of a job, in which lost ranks are named and mismatches found, whatever the transport.
+    """One rank of a job. Errors name lost ranks and mismatched calls, whatever the transport.
 
-    Which job: torch.distributed's default group if the program has made one, else ``store`` with an explicit
-    rank and world, else what torchrun's environment says, else a world of one.
+    The job is, in this order: torch.distributed's default group if the program has made one; ``store`` with
+    ``rank`` and ``world``; the job of torchrun's environment variables; a world of one.
     """
 
     interface = 2
@@ -58,10 +58,10 @@ class C10dBackend(Backend):
     )
     transport_class: ClassVar[type[C10dTransport]] = C10dTransport
     transport: ClassVar[str]
-    """Its name for ``torch.distributed.init_process_group``."""
+    """The transport's name for ``torch.distributed.init_process_group``."""
 
     library: ClassVar[tuple[str, ...]] = ()
-    """Beginnings of the paths of the backend's own files, which are no places in a program."""
+    """Path prefixes of the backend's own files, which call sites in messages skip."""
 
     def __init__(self, store: dist.Store | None = None, rank: int = 0, world: int = 1) -> None:
         self._given = None if store is None else (store, rank, world)
@@ -75,7 +75,7 @@ class C10dBackend(Backend):
         self._supervisor: Supervisor | None = None
         self._hooks: list[RemovableHandle] = []
         self.device_meshes: dict[tuple[tuple[str, int], ...], Any] = {}
-        """Those of ``tpcore.dtensor_state_dict``, by axes and sizes: making one is collective."""
+        """The DeviceMeshes of ``tpcore.dtensor_state_dict``, by axes and sizes: making one is collective."""
 
     @classmethod
     def unavailable(cls) -> str | None:
@@ -107,7 +107,7 @@ class C10dBackend(Backend):
             store = self._supervisor.store
         if not adopted:
             with self._connecting(range(world)):
-                self._owns = True  # from here on, for an error inside may leave it half made
+                self._owns = True  # set before the call: an error inside may leave the group half made
                 dist.init_process_group(
                     self.transport, timeout=self._seconds, store=store, rank=rank, world_size=world
                 )
@@ -115,13 +115,13 @@ class C10dBackend(Backend):
                     self._settle(dist.group.WORLD)
         if self._supervisor is not None:
             self._supervisor.watch_exceptions()
-            # an error that all ranks raise next must not cut off one that is still connecting
+            # wait for all: an error that all ranks raise next must not cut off a rank that still connects
             self._supervisor.meet("have joined")
             self._hooks.append(refuse_shards_as_replicas())
         return rank, world
 
     def _job(self, adopted: bool) -> tuple[dist.Store, int, int]:
-        """Where the ranks of the job meet, and which this one is."""
+        """(store, rank, world size) of the job."""
         if adopted:
             store: dist.Store = dist.distributed_c10d._get_default_store()
             return store, dist.get_rank(), dist.get_world_size()
@@ -129,7 +129,7 @@ class C10dBackend(Backend):
         return job or (dist.HashStore(), 0, 1)
 
     def stop(self) -> None:
-        error = sys.exc_info()[1]  # of the with or finally block that stops this rank, if that is why
+        error = sys.exc_info()[1]  # the error that stops this rank, in a with or finally block
         try:
             if self._supervisor is not None and error is None:
                 self._supervisor.settle()
@@ -157,17 +157,17 @@ class C10dBackend(Backend):
     def gone(self, rank: int) -> str | None:
         return None if self._supervisor is None else self._supervisor.gone(rank)
 
-    # -- what a transport may do in its own way -----------------------------------------------------------
+    # -- hooks for subclasses -----------------------------------------------------------------------------
     def _sockets(self) -> frozenset[int]:
-        """Sockets to shut down when the job is lost, for a transport that cannot be aborted."""
+        """Inodes of sockets to shut down when the job is lost, for a transport that cannot be aborted."""
         return frozenset()
 
     def _alone(self) -> AbstractContextManager[None]:
-        """Around the making of a group of this rank only."""
+        """The context in which a group of this rank alone is made."""
         return nullcontext()
 
     def _compares(self, pg: Any, waiting: Waiting) -> bool:
-        """Whether the transport over ``pg`` compares calls itself. Asked once, by all members."""
+        """Whether the transport over ``pg`` compares calls itself. All members call it, once for a group."""
         return False
 
     # -- groups -------------------------------------------------------------------------------------------
@@ -203,7 +203,7 @@ class C10dBackend(Backend):
         return made
 
     def _group(self, group: Group) -> Any:
-        """A process group for this rank's part of ``group``: all ranks make all parts, in one order."""
+        """The process group for this rank's part of ``group``. All ranks make all parts in the same order."""
         members, number = group.members(self._rank), len(self._groups)
         if self._supervisor is None:
             raise BackendError(f"group {members} was made after tpcore.shutdown()")
@@ -226,11 +226,12 @@ class C10dBackend(Backend):
         return made[members]
 
     def _settle(self, pg: Any) -> None:
-        """Until all members are connected: one that is done early would cut off one that still connects."""
+        """Wait until all members are connected: a member that leaves early would cut off one that still
+        connects."""
         dist.all_reduce(torch.zeros(1, device=self.device()), group=pg)
 
     def _single(self) -> Any:
-        """The process group of this rank alone, made when somebody asks (DDP over a dp of one)."""
+        """The process group of this rank alone, made at the first use (DDP over a dp of one)."""
         if not dist.is_initialized():
             raise BackendError("a process group was asked for before tpcore.init or after tpcore.shutdown")
         if not self._singles:

@@ -1,4 +1,4 @@
-"""A cut model as torch's own tools see cut tensors: DTensors over a DeviceMesh."""
+"""The state dict of a cut model as DTensors over a DeviceMesh, for torch's own tools."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from .backend import C10dBackend
 
 
 def dtensor_state_dict(model: nn.Module) -> dict[str, Any]:
-    """``model.state_dict()`` with DTensors, which share memory with the model.
+    """``model.state_dict()`` with DTensors, which share memory with the model. Collective.
 
-    In a plain state dict each tp rank has its own part under the same name, so that
-    ``torch.distributed.checkpoint`` keeps one of them; of these it keeps all. ``torch.distributed.checkpoint.
-    load`` into such a dict fills the model, at any tp. The DeviceMesh has the axes of the mesh.
+    In a plain state dict the tp ranks' parts have the same name, and ``torch.distributed.checkpoint`` keeps
+    only one of them. Of DTensors it keeps all parts, and its ``load`` into such a dict fills the model at any
+    tp. The DeviceMesh has the axes of the mesh.
 
-    A parameter of several blocks (``stride=``, ``blocks=``) is one DTensor for each, ``qkv.weight.0`` and so
-    on: a DTensor is cut once. Padding is in none. What is in no state dict, an optimizer's state for one, is
-    for ``tpcore.checkpoint``.
+    A parameter of several blocks (``stride=``, ``blocks=``) becomes one DTensor for each block,
+    ``qkv.weight.0`` and so on, because a DTensor is cut once. Padding is left out. An optimizer's state is
+    not included: use ``tpcore.checkpoint`` for it.
 
-    Raises BackendError on backends without torch.distributed, ValueError for a cut that a DTensor cannot say:
-    over several axes, or padded by whole heads. Collective.
+    Raises BackendError on backends without torch.distributed, and ValueError for a cut that a DTensor cannot
+    express: over several axes, or padded by whole heads.
     """
     ctx = current()
     _known_meshes(ctx)
@@ -73,7 +73,7 @@ def _entries(ctx: ParallelContext, name: str, value: Tensor) -> Iterator[tuple[s
 
 
 def _as_torch_chunks(spec: ShardSpec, n: int) -> bool:
-    """Whether the parts are those of ``torch.chunk``, as a DTensor's are."""
+    """Whether the parts equal those of ``torch.chunk``, which DTensor uses."""
     dim = spec.dim or 0
     size = spec.shape[dim]
     chunk = -(-size // n)
@@ -92,9 +92,9 @@ def _over(
     axis: str = "",
     copies: int = 1,
 ) -> DTensor:
-    """A DTensor of the full ``shape``. With ``copies``, so many neighbours on ``axis`` hold the same."""
+    """A DTensor of the full ``shape``. ``copies``: how many neighbours on ``axis`` have equal parts."""
     axes = {a: n for a, n in ctx.mesh.axes.items() if n > 1 or a != "pp"}
-    if copies > 1:  # as an axis of its own, inside
+    if copies > 1:  # the copies become an axis of their own, inside ``axis``
         axes = {k: v for a, n in axes.items() for k, v in _divided(a, n, axis, copies).items()}
     placements = [cuts.get(a, Replicate()) for a in axes]
     size = torch.Size(shape)

@@ -1,4 +1,4 @@
-"""The store of a job that this process starts, hosted here so that it outlives every rank."""
+"""The store of a job that this process starts. This process hosts it, so that it outlives every rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _HOST = "127.0.0.1"
 
 
 def host_store() -> tuple[Any, dict[str, str]]:
-    """The store, which lives as long as somebody has it, and the variables by which ranks find it."""
+    """The store, which exists as long as it is referenced, and the environment variables for the ranks."""
     store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
     return store, {
         settings.MASTER_ADDR.name: _HOST,

@@ -1,4 +1,4 @@
-"""What torch's data parallelism takes for copies of one model must be that: looked at as it is wrapped."""
+"""A check of models in DistributedDataParallel: its ranks must have copies of one model, not shards."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ..layers.sharding import Sharding, sharding
 
 
 def refuse_shards_as_replicas() -> RemovableHandle:
-    """From now on, until the handle is removed, DistributedDataParallel over ranks whose parts of a parameter
-    differ is a ValueError on all of them. It would put its first rank's part in the place of the others', and
-    average gradients of different entries. accelerate and Fabric wrap models in it too."""
+    """Until the handle is removed, DistributedDataParallel raises ValueError on all of its ranks if their
+    parts of a parameter differ. It would overwrite all parts by its first rank's, and average gradients of
+    different entries. accelerate and Fabric wrap models in it too."""
     handle: RemovableHandle = register_module_module_registration_hook(_look)
     return handle
 
@@ -24,7 +24,7 @@ def refuse_shards_as_replicas() -> RemovableHandle:
 def _look(owner: nn.Module, name: str, module: Any) -> None:
     if not isinstance(owner, DistributedDataParallel) or name != "module":
         return
-    # its constructor has chosen the group when it takes the model, and sends nothing before
+    # DDP's constructor has chosen the group when it registers the model, and has sent nothing yet
     ranks = dist.get_process_group_ranks(owner.process_group)
     for parameter_name, parameter in module.named_parameters():
         found = sharding(parameter)
@@ -40,9 +40,9 @@ def _look(owner: nn.Module, name: str, module: Any) -> None:
 
 
 def _same_part(found: Sharding, other: int) -> bool:
-    """Whether rank ``other`` of the job holds the same entries as this one."""
+    """Whether rank ``other`` of the job has the same entries as this rank."""
     ctx, me = found.ctx, dist.get_rank()
-    if ctx.mesh.size != dist.get_world_size():  # a group that no axes of the mesh make, as a mesh of its own
+    if ctx.mesh.size != dist.get_world_size():  # cut over a group of no mesh axes: ParallelContext.over
         members = ctx.world.group.members(me)
         return other == me or other not in members
     return found.layout.boxes(me, ctx.mesh) == found.layout.boxes(other, ctx.mesh)

@@ -37,18 +37,18 @@ REDUCE = {
     "max": _options(dist.AllreduceOptions(), reduceOp=dist.ReduceOp.MAX),
 }
 _ALL_TO_ALL = dist.AllToAllOptions()
-# bool is native, but the sum of two would leave bytes of 2, which no other operator of torch expects
+# bool is native, but the sum of two bools would be a byte of 2, which no other torch operator expects
 _STAND_IN = {torch.bool: torch.uint8, torch.int16: torch.int32}
 
 
 class Watch(Protocol):
-    """What happens around every collective."""
+    """Hooks around every collective."""
 
     def enter(self, op: str, x: Tensor) -> None:
-        """Before it."""
+        """Called before the collective."""
 
     def finish(self, work: Any) -> None:
-        """Wait for it: on a device, make its stream wait."""
+        """Wait for the collective; on a device, make its stream wait."""
 
 
 class _Unwatched:
@@ -60,14 +60,14 @@ class _Unwatched:
 
 
 class C10dTransport(Transport):
-    """``pg`` gives the torch.distributed group; for a group of one it may never be asked."""
+    """``pg`` returns the torch.distributed group; for a group of one it may never be called."""
 
-    compares = True  # by what is around the calls, over a group of its own
+    compares = True  # the watch compares the calls, over its own connections
     native: ClassVar[frozenset[torch.dtype]] = frozenset(
         getattr(torch, name)
         for name in ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8")
     )
-    """What the transport itself moves and reduces; others travel as bytes, which can only be moved."""
+    """Dtypes that the transport itself moves and reduces. Others travel as bytes and can only be moved."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class C10dTransport(Transport):
     ) -> None:
         super().__init__(group, rank, device)
         self._pg, self._watch = pg, watch or _Unwatched()
-        # looked up once: a small all-reduce takes 15 us
+        # bound once: a small all-reduce takes 15 us in total
         self._enter, self._finish = self._watch.enter, self._watch.finish
         if group.size > 1:
             self._calls = self._handle(pg())
@@ -89,7 +89,7 @@ class C10dTransport(Transport):
         return self._pg()
 
     def close(self) -> None:
-        """Let the transport's objects go."""
+        """Drop the reference to the process group."""
         self._calls = None
 
     def _handle(self, pg: Any) -> Any:
@@ -108,7 +108,7 @@ class C10dTransport(Transport):
             wide = x.to(_STAND_IN.get(dtype, dtype))
         self._enter(ALL_REDUCE.describe(op), x)
         out = wide if (donate or wide is not x) and wide.is_contiguous() else copied(wide)
-        # of bits the sum is "any", and so is the maximum
+        # the sum of bools is "any", and so is their maximum
         work = self._calls.allreduce([out], REDUCE["max" if dtype is torch.bool else op])
 
         def wait() -> Tensor:
@@ -118,7 +118,8 @@ class C10dTransport(Transport):
         return wait
 
     def _started_maximum(self, x: Tensor) -> Pending:
-        """Of all ranks' numbers, here: gloo's own maximum takes NaN or leaves it, as ranks are ordered."""
+        """Gather, then take the maximum locally: gloo's own maximum propagates NaN or not, depending on the
+        order of the ranks."""
         self._enter(ALL_REDUCE.describe("max"), x)
         x = x.detach().contiguous()
         every = x.new_empty((self.size, *x.shape))
@@ -151,7 +152,7 @@ class C10dTransport(Transport):
         self._enter(REDUCE_SCATTER.describe(dim), x)
         sent = self._chunks(x, dim)
         out = torch.empty_like(sent[0])
-        # flat: some transports divide only the first dim, others compare shapes
+        # flat: some transports divide only dim 0, others compare shapes
         options = _options(dist.ReduceScatterOptions(), reduceOp=_SUM)
         self._finish(self._calls._reduce_scatter_base(out.view(-1), sent.view(-1), options))
         return out
@@ -173,8 +174,8 @@ class C10dTransport(Transport):
         target, source = to[self.index], inverse(to)[self.index]
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         sent, got = self._wire(x.detach().contiguous()).view(-1), self._wire(out).view(-1)
-        # one all-to-all of unequal parts: sends and receives start together, and the work that is waited for
-        # is of the kind of all others; gloo's work for a single receive cannot be waited for in slices
+        # one all-to-all of unequal parts: sends and receives start together, and ``finish`` can wait for it
+        # in slices, which gloo's work object for a single receive does not allow
         given = [sent.numel() if r == target else 0 for r in range(self.size)]
         taken = [got.numel() if r == source else 0 for r in range(self.size)]
         if source < 0:
@@ -185,7 +186,7 @@ class C10dTransport(Transport):
         return out
 
     def _exchanged(self, sent: Tensor) -> Tensor:
-        """Row ``i`` of ``sent`` to member ``i``; the rows that come, in the group's order."""
+        """Send row ``i`` of ``sent`` to member ``i``; return the received rows in the group's order."""
         got = torch.empty_like(sent)
         self._finish(self._calls.alltoall_base(self._wire(got), self._wire(sent), [], [], _ALL_TO_ALL))
         return got
@@ -196,7 +197,7 @@ class C10dTransport(Transport):
         return split.movedim(dim, 0).contiguous()
 
     def _wire(self, x: Tensor) -> Tensor:
-        """A contiguous tensor as the transport takes it: to move is not to compute, so bytes will do."""
+        """Contiguous ``x`` in a dtype that the transport moves: as bytes if its own dtype is not native."""
         return x if x.dtype in self.native else x.view(-1).view(torch.uint8)
 
 

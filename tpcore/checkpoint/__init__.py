@@ -1,4 +1,4 @@
-"""Checkpoints that can be loaded at any degree: safetensors and JSON, whole under their name or not there."""
+"""Checkpoints that can be loaded at any tp degree: safetensors and JSON, written whole or not at all."""
 
 from __future__ import annotations
 

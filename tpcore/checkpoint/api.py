@@ -1,4 +1,4 @@
-"""``save`` and ``load`` with every argument name under which they have been published."""
+"""``save`` and ``load``, with all published names of their arguments."""
 
 from __future__ import annotations
 
@@ -29,34 +29,34 @@ def save(
 ) -> None:
     """Save this job's state as the directory ``save_dir``, each tp rank's part in ``tp_rank_<i>``.
 
-    ``state_dict``: a ``model.state_dict()``, or a dict of such with anything that JSON can say beside them:
+    ``state_dict``: a ``model.state_dict()``, or a dict of state_dicts and values that JSON can represent:
     ``{"model": ..., "optimizer": ..., "scheduler": ..., "rng": tpcore.random.get_state(), "epoch": 3}``.
-    Tied weights are written once. An optimizer itself may stand for its ``state_dict()``: its parameters
-    say how their state is cut, and the state of a ``Zero1`` is gathered one tensor at a time, each dp rank
-    writing a share. The ``state_dict()`` of an optimizer can be loaded at another degree if the optimizer
-    was made from ``model.named_parameters()`` and the model is saved with it.
+    Tied weights are written once. An optimizer may be passed in place of its ``state_dict()``: its state is
+    then cut like its parameters, and a ``Zero1`` gathers its state one tensor at a time, of which each dp
+    rank writes a share. The ``state_dict()`` of an optimizer can be loaded at another degree only if the
+    optimizer was made from ``model.named_parameters()`` and the model is saved with it.
 
-    A checkpoint of that name is replaced when the new one is complete, in one step. Collective: call it on
-    every rank; dp rank 0 writes. Raises ValueError for an entry that cannot be saved, CheckpointError
-    where the disk says no, on every rank.
+    An earlier checkpoint of that name is replaced in one step, when the new one is complete. A collective
+    call: call it on every rank. dp rank 0 writes. On every rank, ValueError for an entry that cannot be
+    saved, and CheckpointError for an error of the file system.
 
-    ``save_serially``: one rank after the other (tensors are written one by one either way, so no rank
-    needs memory for more than one). ``down_cast_bf16``: write float32 as bfloat16, except for tensors
-    without dims. ``master_dp_only=False``: every dp rank writes a share of its tp rank's tensors.
-    ``checkpoint`` and ``output_dir`` are other names of the first two.
+    ``save_serially``: one rank after the other. (Tensors are written one by one in any case, so a rank needs
+    memory for one tensor only.) ``down_cast_bf16``: write float32 as bfloat16, except tensors without dims.
+    ``master_dp_only=False``: every dp rank writes a share of its tp rank's tensors. ``checkpoint`` and
+    ``output_dir`` are other names of the first two arguments.
 
-    ``keep_last=N``: once the new one is complete, of the checkpoints beside it whose names differ in the
-    number at the end only, those before the last N are removed.
+    ``keep_last=N``: when the new checkpoint is complete, keep the last N of the checkpoints in the same
+    parent directory whose names differ only in the number at the end, and remove the older ones.
 
-    ``async_save``: returns when the values are copied to host memory, and writes in the background. One
-    save is under way at a time. Its error, on any rank, is raised by the next ``save`` or ``load`` or by
-    ``wait``, on every rank, and shown when the program ends. ``wait()`` returns when it is complete.
+    ``async_save``: return when the values are copied to host memory, and write in the background. One save
+    runs at a time. An error on any rank is raised on every rank by the next ``save``, ``load`` or ``wait``,
+    and logged at the end of the program. ``wait()`` returns when the save is complete.
     """
-    state = _one("state_dict", state_dict, "checkpoint", checkpoint)
-    where = _one("save_dir", save_dir, "output_dir", output_dir)
+    state = _given("state_dict", state_dict, "checkpoint", checkpoint)
+    where = _given("save_dir", save_dir, "output_dir", output_dir)
     if save_xser:
         raise ValueError(
-            "save_xser=True asks for a format of torch_xla; drop it: tensors are streamed anyhow"
+            "save_xser=True is for a format of torch_xla: leave it out, tensors are streamed in any case"
         )
     if keep_last is not None and keep_last < 1:
         raise ValueError(f"keep_last={keep_last}: at least the checkpoint that is being saved is kept")
@@ -81,30 +81,30 @@ def load(
     master_dp_only: bool = True,
     weights_only: bool = True,
 ) -> Any:
-    """Load a checkpoint, at any tp degree; returns the dict that was saved, without what went into ``model``.
+    """Load a checkpoint at any tp degree. Returns the saved dict without the entry loaded into ``model``.
 
-    With ``model``: the entry ``model_key``, or all of it if it is a model's state itself, is loaded into it,
-    each rank reading its own part. A model on meta gets memory on the context's device. Without: everything
-    of this rank is returned. ``sharded=False``: from one ``.safetensors`` file, a file of ``torch.save``
-    (``{"model": ...}`` or flat) or a Hugging Face directory, of which only this rank's part is read; the
-    names there may have a prefix that the model's have not, or the other way round.
+    With ``model``, loads the entry ``model_key`` into it, or the whole state if that is a model's state. Each
+    rank reads its own part. A model on meta gets memory on the context's device. Without ``model``, returns
+    all entries of this rank. ``sharded=False``: load a ``.safetensors`` file, a file of ``torch.save``
+    (``{"model": ...}`` or flat) or a Hugging Face directory, and read only this rank's part. Its names may
+    have one prefix more or less than the model's.
 
-    Directories that NeuronX Distributed or optimum-neuron wrote are read too, in each of their layouts
-    (that of ``load_xser=True`` by its files: the argument changes nothing); the model says how their tensors
-    are cut. Those and files of
-    ``torch.save`` are pickles, read without running what is in them; torch before 2.10 cannot promise that
-    and warns. ``trust=False`` refuses them: ``tpcore checkpoint convert`` makes safetensors of them.
+    Directories of NeuronX Distributed and optimum-neuron can be loaded too, in all their layouts (that of
+    ``load_xser=True`` is recognised by its files, and the argument has no effect). The cut of their tensors
+    comes from the model. They and files of ``torch.save`` are pickles, from which only tensors and plain
+    values are unpickled. Before torch 2.10 that restriction has a hole, and a warning says so.
+    ``trust=False`` refuses pickles; ``tpcore checkpoint convert`` converts them to safetensors.
 
-    Names, shapes and dtypes are compared before the model is touched: CheckpointError on every rank names
-    what does not fit. Floats are converted to the model's dtype. ``strict=False`` leaves out, with a
-    warning, what is missing or surplus, and entries that cannot be had at this degree.
+    Names, shapes and dtypes are compared before the model is changed. CheckpointError on every rank lists
+    the differences. Floats are converted to the model's dtype. ``strict=False`` skips missing and surplus
+    names, and entries that cannot be loaded at this degree, with a warning.
 
     ``chkpt_path`` is another name of ``load_dir``. ``model_or_optimizer``: a model, or an object whose
-    ``load_state_dict`` takes the entry ``model_key``. An optimizer of torch knows its parameters, so its
-    state may be of any degree in files of others too, and of an unsharded file. Collective over all ranks.
-    Nothing is ever unpickled but tensors and plain values.
+    ``load_state_dict`` takes the entry ``model_key``. A torch optimizer knows its parameters, so its state
+    can be loaded at any degree from files of other libraries and from unsharded files too. A collective call
+    over all ranks.
     """
-    where = _one("load_dir", load_dir, "chkpt_path", chkpt_path)
+    where = _given("load_dir", load_dir, "chkpt_path", chkpt_path)
     if not master_dp_only:
         raise ValueError("master_dp_only=False is not supported: there is one copy for all dp ranks")
     if not weights_only:
@@ -120,12 +120,12 @@ def load(
 
 
 def wait() -> None:
-    """Return when the save in the background, if any, is complete; raise if it failed. Collective."""
+    """Wait until the save in the background, if any, is complete. Raises its error. A collective call."""
     finish_save()
 
 
-def _one(name: str, value: Any, other_name: str, other: Any) -> Any:
-    """The one of two spellings of an argument that was given."""
+def _given(name: str, value: Any, other_name: str, other: Any) -> Any:
+    """The value of an argument that has two names. TypeError unless exactly one was given."""
     if (value is None) == (other is None):
         given = "both" if value is not None else "neither"
         raise TypeError(f"{name} and {other_name} are two names of one argument: give one, not {given}")

@@ -15,7 +15,7 @@ from ..backend import registry
 def backends(
     as_json: bool = typer.Option(False, "--json", help="Print a JSON list for programs."),
 ) -> None:
-    """List the installed backends and say which can run on this machine."""
+    """List the installed backends: which can run on this machine, and what carries their collectives."""
     found = registry.backends()
     if as_json:
         typer.echo(json.dumps([asdict(info) for info in found], indent=2))
@@ -29,9 +29,9 @@ def backends(
     console = Console(highlight=False)
     console.print(table)
     for info in found:
-        if not info.usable:
+        if text := info.remark if info.usable else info.reason:
             # outside the table and unwrapped: reasons hold command lines to copy; no markup: tpcore[neuron]
-            console.print(f"\n{info.name}: {info.reason}", markup=False, soft_wrap=True)
+            console.print(f"\n{info.name}: {text}", markup=False, soft_wrap=True)
 
 
 def _can(info: registry.BackendInfo) -> tuple[str, str]:

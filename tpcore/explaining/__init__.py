@@ -1,4 +1,4 @@
-"""What a training step of a model would do on a mesh, without starting one."""
+"""Explains what one training step of a model does on a mesh, without starting a job."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from .target import Factory, Inputs, build, function
 
 __all__ = ["Collective", "Explanation", "Parameter", "Program", "StageCost", "explain"]
 
-_MANY = 16  # up to so many ranks all are recorded
+_MANY = 16  # up to this many ranks, all are recorded
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """Each distinct program with the ranks that run it: one, if the ranks are alike."""
+    """The distinct programs, each with the ranks that run it. There is one if all ranks do the same."""
 
     mesh: Mesh
     programs: tuple[tuple[tuple[int, ...], Program], ...]
     disagreement: str | None
-    """The first place where the recorded ranks would hang or mix up numbers; None if they fit together."""
+    """The first place where the recorded ranks would hang or mix up numbers; None if there is none."""
 
     @property
     def mistakes(self) -> tuple[str, ...]:
-        """Where a step computes something else than the whole model would, with the module and the remedy."""
+        """Places where a step computes something else than the whole model would, with module and remedy."""
         return tuple(dict.fromkeys(text for _, program in self.programs for text in program.mistakes))
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Those that were recorded."""
+        """The recorded ranks."""
         return tuple(sorted(r for ranks, _ in self.programs for r in ranks))
 
     def program(self, rank: int) -> Program:
@@ -82,20 +82,21 @@ def explain(
 ) -> Explanation:
     """Record a training step of every rank on ``meta`` tensors, and compare the ranks.
 
-    ``target``: a function that returns the model, or ``(model, inputs)``, with tpcore's layers in it; or its
-    name, ``package.module:function`` or ``path/to/file.py:function``; or a Hugging Face config: a directory,
-    a ``config.json``, a model class of transformers. ``inputs``: a tensor, positional or keyword arguments,
-    or a function ``loss(model)``. A factory may take ``batch_size`` (of one dp rank) and ``seq_len``; it does
-    not call ``tpcore.init``. At ``pp`` above 1 the model has ``PipelinedLayers``, and each program says what
-    its stage costs.
+    ``target``: a function that returns a model with tpcore's layers, or ``(model, inputs)``; or its name,
+    ``package.module:function`` or ``path/to/file.py:function``; or a Hugging Face config: a directory, a
+    ``config.json``, a model class of transformers. ``inputs``: a tensor, positional or keyword arguments, or
+    a function ``loss(model)``. The target function may take ``batch_size`` (of one dp rank) and ``seq_len``;
+    it must not call ``tpcore.init``. With ``pp`` above 1 the model needs ``PipelinedLayers``, and each
+    program includes the costs of its stage.
 
     ``parallelize``: replaces layers of the model by tpcore's, in place, or returns another model. ``dtype``:
-    what parameters and inputs are converted to. ``optimizer``: a class of ``torch.optim``; ``zero1``, which
+    parameters and inputs are converted to it. ``optimizer``: a class of ``torch.optim``; ``zero1``, which
     is ``Zero1`` over AdamW, or ``zero1:SGD`` over another; or a function of the parameters. ``master_dtype``:
-    of ``Zero1``'s master weights. ``max_norm``: for clipping; None: none. ``ranks``: which to record; by
-    default all, and of more than 16 the first and the last along each axis.
+    dtype of ``Zero1``'s master weights. ``max_norm``: for clipping; None: none. ``ranks``: the ranks to
+    record; by default all, and of more than 16 the first and the last along each axis.
 
-    Raises ValueError for what cannot be built and for a step that reads values, and what the model raises.
+    Raises ValueError for a target that cannot be built and for a step that reads values. Errors of the model
+    pass through.
     """
     mesh = Mesh({"pp": pp, "dp": dp, "tp": tp})
     change = function(parallelize) if isinstance(parallelize, str) else parallelize
@@ -105,7 +106,7 @@ def explain(
         return (model if change is None else change(model) or model), inputs
 
     for rank in ranks or ():
-        mesh.coords(rank)  # raises for one that is not there
+        mesh.coords(rank)  # raises for a rank outside the mesh
     chosen = _corners(mesh) if ranks is None else sorted(set(ranks))
     make = _optimizer(optimizer, master_dtype)
     found = {r: record(made, mesh, r, dtype=dtype, optimizer=make, max_norm=max_norm) for r in chosen}

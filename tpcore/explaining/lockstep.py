@@ -1,4 +1,4 @@
-"""Would the ranks meet? Told from what each was seen to do alone."""
+"""Compares the recorded ranks' collectives: would they hang or mix up data?"""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Members = tuple[int, ...]
 
 
 def first_disagreement(mesh: Mesh, programs: Programs) -> str | None:
-    """Run the ranks' collectives against one another; what would be the first to hang or mix, or None.
+    """Run the ranks' collectives against each other; return a message about the first that hangs or differs.
 
-    Of a group, only the members in ``programs`` are looked at. Two members agree if they make the same
-    collective from the same module: of equal calls from different layers, one would get the other's numbers.
+    None if all fit. Only members in ``programs`` are compared. Two members agree if they make the same
+    collective from the same module: with equal calls from different layers, one gets the other's numbers.
     """
     done = dict.fromkeys(programs, 0)
     made: Counter[Members] = Counter()

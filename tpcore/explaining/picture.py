@@ -1,4 +1,4 @@
-"""A program as a picture: what a rank holds, and its collectives in the order of the step."""
+"""A picture of a program: the memory of one rank, and its collectives in the order of the step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _COLOURS = {"tp": "#3f51b5", "dp": "#ef6c00", "pp": "#00897b"}
 
 
 def save_picture(found: Explanation, path: Path) -> None:
-    """Written in the format that the ending of ``path`` names, of the first program. Needs matplotlib."""
+    """Draw the first program. The suffix of ``path`` chooses the format. Needs matplotlib."""
     from matplotlib.figure import Figure
 
     _, program = found.programs[0]

@@ -1,4 +1,4 @@
-"""A backend that notes collectives instead of making them, on meta tensors: shapes without values."""
+"""A backend that records collectives instead of making them, on meta tensors: shapes without values."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ LIBRARY = (str(Path(__file__).parents[1]) + os.sep, str(Path(torch.__file__).par
 
 
 class Where(NamedTuple):
-    """A module of the model, by its name there (the model itself: by its class), and the line outside tpcore
-    and torch that it is run from."""
+    """A module, by its name in the model (the model itself: by its class), and the line that calls it,
+    outside tpcore and torch."""
 
     module: str
     site: str
@@ -34,21 +34,21 @@ class Where(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective as one rank makes it. ``shape`` and ``nbytes`` are those of what the rank gives."""
+    """One collective of one rank. ``shape`` and ``nbytes`` are those of the rank's input."""
 
     phase: str  # forward, backward, reduction, clipping, optimizer
-    axes: tuple[str, ...]  # of the mesh: the group is this rank's along them
-    size: int  # of the group
+    axes: tuple[str, ...]  # mesh axes of the group
+    size: int  # number of ranks of the group
     op: str  # "all_reduce sum", "all_gather dim 1"
     shape: tuple[int, ...]
     dtype: str
     nbytes: int
     module: str  # "" outside of all modules
-    site: str  # "path/model.py:20 in forward"; "" where no such line is known
+    site: str  # "path/model.py:20 in forward"; "" if unknown
 
     @property
     def sent(self) -> int:
-        """Bytes that each rank sends over the wire at the least, in a ring."""
+        """The least number of bytes that each rank sends, in a ring."""
         return PRIMITIVES[self.op.partition(" ")[0]].sent(self.nbytes, self.size)
 
     def __str__(self) -> str:
@@ -58,10 +58,10 @@ class Collective:
 
 
 class Recorder:
-    """The collectives of one rank, in order, each with the module that makes it.
+    """The collectives of one rank, in order, each with its module.
 
-    Forward, that is the innermost module that runs. Backward runs no modules: there it is the module whose
-    forward made the node of the autograd graph that is being run.
+    In forward this is the innermost running module. Backward runs no modules: there it is the module whose
+    forward made the current node of the autograd graph.
     """
 
     def __init__(self) -> None:
@@ -71,9 +71,7 @@ class Recorder:
         self.failed: Where | None = None
         """The module that raised."""
         self._running: list[Where] = []
-        self._makers: dict[
-            Any, Where
-        ] = {}  # by node, which it keeps alive, so that none takes another's place
+        self._makers: dict[Any, Where] = {}  # by node; it keeps nodes alive, so that no id is reused
 
     def note(self, op: str, x: Tensor, group: Group) -> None:
         where = self._where()
@@ -82,20 +80,20 @@ class Recorder:
         self.calls.append(Collective(self.phase, group.axes, group.size, op, shape, dtype, nbytes, *where))
 
     def mistake(self, problem: str) -> None:
-        """Note what would compute something else than is meant, with the module and line that do it."""
+        """Note a mistake, with its module and line."""
         where = self._where()
         inside = f"{where.module}: " if where.module else ""
         self.mistakes[f"{inside}{problem}" + (f" ({where.site})" if where.site else "")] = None
 
     def _where(self) -> Where:
-        if self._running:  # in backward too, where a part of forward is run again to save memory
+        if self._running:  # in backward too, if checkpointing runs a part of forward again
             return Where(self._running[-1].module, _site() or self._running[-1].site)
-        node = torch._C._current_autograd_node()  # the one being run by backward, or None
+        node = torch._C._current_autograd_node()  # the node that backward is running, or None
         return Where("", _site()) if node is None else self._makers.get(node, Where("", ""))
 
     @contextmanager
     def watch(self, model: nn.Module) -> Iterator[None]:
-        """Follow which modules of ``model`` run."""
+        """Keep track of the running modules of ``model`` inside the block."""
         handles: list[RemovableHandle] = []
         for name, module in model.named_modules():
             shown = name or type(model).__name__
@@ -118,11 +116,11 @@ class Recorder:
     def _leaving(self, module: nn.Module, inputs: Any, output: Any) -> None:
         where = self._running.pop()
         if sys.exc_info()[0] is not None:
-            self.failed = self.failed or where  # the innermost comes first
+            self.failed = self.failed or where  # the innermost module leaves first
         self._mark(output, where)
 
     def _mark(self, value: Any, maker: Where) -> None:
-        """Say of every node behind ``value`` that nobody is known to have made: it was ``maker``."""
+        """Set ``maker`` for every autograd node behind ``value`` that has no maker yet."""
         todo = [t.grad_fn for t in tensors(value) if t.grad_fn is not None]
         while todo:
             node = todo.pop()
@@ -132,7 +130,7 @@ class Recorder:
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
-    """Every tensor in what a model takes or returns."""
+    """All tensors in a model's input or output."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -145,7 +143,7 @@ def tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _site() -> str:
-    """Innermost frame outside tpcore and torch, on this side of the one that runs the step."""
+    """The innermost frame outside tpcore and torch, within the recorded step."""
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
@@ -158,7 +156,7 @@ def _site() -> str:
 
 
 def _definition(module: nn.Module) -> str:
-    """Where forward of a module is written, for the model itself, which nobody else's line calls."""
+    """The definition of a module's forward. The model itself has only this: no user line calls it."""
     code = getattr(type(module).forward, "__code__", None)
     if code is None or code.co_filename.startswith(LIBRARY):
         return ""
@@ -166,9 +164,9 @@ def _definition(module: nn.Module) -> str:
 
 
 class RecordingTransport(Relay):
-    """Its results have the right shape and dtype, and no values: what reads one is told so by torch."""
+    """Its results have the right shape and dtype, but no values: reading one raises an error of torch."""
 
-    compares = True  # of all ranks, once they are recorded
+    compares = True  # the ranks are compared after all are recorded
 
     def __init__(self, group: Group, rank: int, recorder: Recorder) -> None:
         super().__init__(group, rank, torch.device("meta"))
@@ -180,7 +178,7 @@ class RecordingTransport(Relay):
 
 
 class RecordingBackend(Backend):
-    """One rank of a job of which no other rank needs to exist."""
+    """One rank of a job whose other ranks need not exist."""
 
     interface = 2
     transport_class = RecordingTransport

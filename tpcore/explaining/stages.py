@@ -1,4 +1,4 @@
-"""What a pipeline in a model costs one rank: idle ticks, activations kept, bytes to the next stage."""
+"""The costs of a pipeline on one rank: idle ticks, kept activations, bytes sent to the next stage."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from ..train.pipeline import PipelinedLayers, Schedule
 class StageCost:
     """One stage of a pipeline. Bytes are those of one step."""
 
-    name: str  # of the layers in the model
+    name: str  # of the PipelinedLayers in the model
     stage: int
     stages: int
     microbatches: int
-    layers: tuple[str, ...]  # the numbers of those that it runs
-    bubble: float  # the share of ticks at which it works on no microbatch
-    input_bytes: int  # of one microbatch's input, which is also what moves to the next stage at a tick
-    kept: int  # inputs kept for backward, with recomputation
-    kept_lockstep: int  # the same with one forward, one backward
-    sent: int  # to the next stage in forward, to the one before in backward
+    layers: tuple[str, ...]  # numbers of the layers that the stage runs
+    bubble: float  # the fraction of ticks without a microbatch
+    input_bytes: int  # of one microbatch's input; a stage sends as much to the next one at each tick
+    kept: int  # bytes of inputs kept for backward, with recomputation
+    kept_lockstep: int  # the same for the one-forward-one-backward schedule
+    sent: int  # bytes sent: to the next stage in forward, to the previous one in backward
 
 
 class StageWatch:
-    """Notes what goes into the pipelines of a model while it runs."""
+    """Notes the inputs of a model's pipelines while the model runs."""
 
     def __init__(self) -> None:
         self._inputs: dict[str, Tensor] = {}

@@ -1,4 +1,4 @@
-"""One training step of one rank, recorded: forward, backward, reduction over dp, clipping, the optimizer."""
+"""Records one training step of one rank: forward, backward, reduction over dp, clipping, the optimizer."""
 
 from __future__ import annotations
 
@@ -29,29 +29,29 @@ MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter as a rank holds it; bytes of it, of its gradient and of the optimizer's state for it."""
+    """One rank's part of a parameter, with the bytes of it, of its gradient and of its optimizer state."""
 
     name: str
     layer: str  # the class of the module that owns it
-    shape: tuple[int, ...]  # of the shard, padding included
+    shape: tuple[int, ...]  # of this rank's part, padding included
     full: tuple[int, ...]
     dtype: str
     cut: bool
     nbytes: int
-    gradient: int  # 0: the step gave it none
+    gradient: int  # 0 if the step computes none
     optimizer: int
 
 
 @dataclass(frozen=True)
 class Program:
-    """What one rank holds and does in a step. Equal for ranks that are alike."""
+    """The parameters and collectives of one rank in a step. Equal for ranks that do the same."""
 
-    model: str  # its class
+    model: str  # the class name
     parameters: tuple[Parameter, ...]
     collectives: tuple[Collective, ...]
     pipelines: tuple[StageCost, ...] = ()
     mistakes: tuple[str, ...] = ()
-    """Where the step computes something else than the whole model would."""
+    """Places where the step computes something else than the whole model would."""
 
 
 def record(
@@ -63,12 +63,12 @@ def record(
     optimizer: MakeOptimizer,
     max_norm: float | None,
 ) -> Program:
-    """Build this rank's model on meta tensors and run a step of it. ``dtype``: of parameters and inputs."""
+    """Build this rank's model on meta tensors and record a step. ``dtype``: of parameters and inputs."""
     recorder = Recorder()
     backend = RecordingBackend(rank, mesh.size, recorder)
     check_fits(backend, mesh)
     ctx = ParallelContext(backend, mesh, rank, Checks(recorder.mistake, values=False))
-    with use(ctx), torch.random.fork_rng(devices=[]), _explained(rank, recorder), torch.device("meta"):
+    with use(ctx), torch.random.fork_rng(devices=[]), _explain_errors(rank, recorder), torch.device("meta"):
         recorder.phase = "building"
         model, inputs = build()
         move_model_to_device(model, "meta")
@@ -89,25 +89,25 @@ def record(
             recorder.phase = "clipping"
             scale_to(stepping.gradients(), stepping.norm(), max_norm)
         recorder.phase = "optimizer"
-        with torch.device("cpu"):  # where torch's optimizers count their steps
+        with torch.device("cpu"):  # torch's optimizers keep their step count there
             made.step()
     owners = {id(p): type(m).__name__ for m in model.modules() for p in m.parameters(recurse=False)}
-    held = tuple(
-        _held(n, p, owners[id(p)], gradients.get(id(p), 0), made.state) for n, p in model.named_parameters()
+    parameters = tuple(
+        _info(n, p, owners[id(p)], gradients.get(id(p), 0), made.state) for n, p in model.named_parameters()
     )
     return Program(
-        type(model).__name__, held, tuple(recorder.calls), watch.costs(model), tuple(recorder.mistakes)
+        type(model).__name__, parameters, tuple(recorder.calls), watch.costs(model), tuple(recorder.mistakes)
     )
 
 
 def _loss(model: nn.Module, inputs: Inputs, dtype: torch.dtype | None) -> Tensor:
-    """What ``inputs`` computes if it is a function, else the model's own loss, else the sum of outputs."""
+    """The result of ``inputs`` if it is a function, else the model's own loss, else the sum of outputs."""
     if callable(inputs) and not isinstance(inputs, Tensor):
         found = inputs(model)
         if not isinstance(found, Tensor) or found.numel() != 1:
             raise ValueError(f"the loss function returned {_kind(found)}, not a tensor of one element")
         return found
-    moved = _moved(inputs, dtype)
+    moved = _on_meta(inputs, dtype)
     if isinstance(moved, Mapping):
         out = model(**moved)
     else:
@@ -121,13 +121,13 @@ def _loss(model: nn.Module, inputs: Inputs, dtype: torch.dtype | None) -> Tensor
     return torch.stack([p.float() for p in parts]).sum()
 
 
-def _moved(value: Any, dtype: torch.dtype | None) -> Any:
+def _on_meta(value: Any, dtype: torch.dtype | None) -> Any:
     if isinstance(value, Tensor):
         return value.to("meta", dtype if value.is_floating_point() else None)
     if isinstance(value, Mapping):
-        return {k: _moved(v, dtype) for k, v in value.items()}
+        return {k: _on_meta(v, dtype) for k, v in value.items()}
     if isinstance(value, (tuple, list)):
-        return tuple(_moved(v, dtype) for v in value)
+        return tuple(_on_meta(v, dtype) for v in value)
     return value
 
 
@@ -135,7 +135,7 @@ def _kind(value: Any) -> str:
     return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
-def _held(name: str, p: nn.Parameter, layer: str, gradient: int, state: Mapping[Any, Any]) -> Parameter:
+def _info(name: str, p: nn.Parameter, layer: str, gradient: int, state: Mapping[Any, Any]) -> Parameter:
     found = sharding(p)
     full = tuple(p.shape) if found is None else found.layout.shape
     cut = found is not None and bool(found.axes)
@@ -149,8 +149,9 @@ def _nbytes(t: Tensor) -> int:
 
 
 @contextmanager
-def _explained(rank: int, recorder: Recorder) -> Iterator[None]:
-    """Errors of what needs values, told as what they are; a note of where at any other."""
+def _explain_errors(rank: int, recorder: Recorder) -> Iterator[None]:
+    """Turn torch's errors about missing values into a ValueError that explains them. Other errors get a note
+    with the phase, the module and the line."""
     try:
         yield
     except Exception as e:
@@ -163,6 +164,6 @@ def _explained(rank: int, recorder: Recorder) -> Iterator[None]:
             raise
         raise ValueError(
             f"rank {rank} reads a value{at}, and a recorded step has none: it runs on meta tensors, which "
-            f"have shapes only. What a model must know while it is built, compute with device='cpu'; what it "
-            f"reads in forward, do not read: a lazy backend would stop there as well. torch says: {e}"
+            "have shapes only. Compute values that the model needs while it is built with device='cpu', and "
+            f"read no values in forward: a lazy backend would stop there as well. torch says: {e}"
         ) from e

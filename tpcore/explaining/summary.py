@@ -1,4 +1,4 @@
-"""A program in few rows: like parameters and like collectives of many layers taken together."""
+"""A short summary of a program: equal parameters and collectives of several layers in one row."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .step import Parameter, Program
 
 @dataclass
 class Kind:
-    """Collectives that are the same in each of several layers."""
+    """Equal collectives of several layers."""
 
     first: Collective
-    module: str  # with * for the numbers that differ
+    module: str  # the module's name, with * for the numbers that differ
     times: int = 0
 
     @property
@@ -34,7 +34,7 @@ def pattern(name: str) -> str:
 
 
 def kinds(calls: Sequence[Collective]) -> list[Kind]:
-    """In the order in which the first of each kind comes."""
+    """The kinds of ``calls``, in the order of each kind's first call."""
     found: dict[tuple[object, ...], Kind] = {}
     for call in calls:
         module = pattern(call.module)
@@ -48,7 +48,7 @@ def kinds(calls: Sequence[Collective]) -> list[Kind]:
 
 
 def sizes(parameters: Iterable[Parameter]) -> tuple[int, int, int, int]:
-    """Elements; bytes of the parameters, of their gradients, of the optimizer's state."""
+    """Number of elements, and bytes of the parameters, of their gradients, of the optimizer's state."""
     some = list(parameters)
     elements = sum(math.prod(p.shape) for p in some)
     return (
@@ -60,7 +60,7 @@ def sizes(parameters: Iterable[Parameter]) -> tuple[int, int, int, int]:
 
 
 def replicated(program: Program, tp: int) -> list[str]:
-    """What every tp rank holds in full, and does again, in words; nothing at tp=1."""
+    """Lines of text about the parameters that every tp rank has in full; none at tp=1."""
     whole = [p for p in program.parameters if not p.cut]
     if tp == 1 or not whole:
         return []

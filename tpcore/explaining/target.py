@@ -1,4 +1,4 @@
-"""What is to be explained, as a user names it: a factory in Python, or a Hugging Face config."""
+"""Finds the model to explain from the user's argument: a Python function or a Hugging Face config."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 Inputs = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any] | Callable[[nn.Module], Tensor]
-"""What forward takes: a tensor, positional or keyword arguments, or ``loss(model)`` that calls it itself."""
+"""The input of forward: a tensor, positional or keyword arguments; or ``loss(model)``, which calls it."""
 Factory = Callable[..., Any]
 
 FORMS = (
@@ -25,13 +25,13 @@ FORMS = (
 
 
 def function(name: str) -> Factory:
-    """The function behind ``package.module:function`` or ``path/to/file.py:function``."""
+    """The function called ``package.module:function`` or ``path/to/file.py:function``."""
     place, _, attribute = name.rpartition(":")
     if place.endswith(".py"):
         module = _from_file(Path(place))
     else:
         if "" not in sys.path:
-            sys.path.insert(0, "")  # modules of the directory at hand, as `python -m` finds them
+            sys.path.insert(0, "")  # so that modules of the current directory are found, as by `python -m`
         module = importlib.import_module(place)
     found = getattr(module, attribute, None)
     if not callable(found):
@@ -50,7 +50,7 @@ def _from_file(path: Path) -> Any:
     if spec is None or spec.loader is None:
         raise ValueError(f"{path} is not a Python file")
     if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))  # its neighbours, as `python path` finds them
+        sys.path.insert(0, str(path.parent))  # so that the files next to it are found, as by `python path`
     module = importlib.util.module_from_spec(spec)
     if known is None:
         sys.modules[path.stem] = module
@@ -59,7 +59,7 @@ def _from_file(path: Path) -> Any:
 
 
 def build(target: str | Factory, batch_size: int, seq_len: int) -> tuple[nn.Module, Inputs]:
-    """The model and its inputs, under the context and the default device in force."""
+    """The model and its inputs, made under the current context and default device."""
     if isinstance(target, str) and target.endswith(".py"):
         raise ValueError(
             f"{target} is a file: name the function in it that makes the model, as {target}:make"
@@ -71,14 +71,14 @@ def build(target: str | Factory, batch_size: int, seq_len: int) -> tuple[nn.Modu
     taken = inspect.signature(factory).parameters
     made = factory(**{k: v for k, v in sizes.items() if k in taken})
     if isinstance(made, nn.Module):
-        return made, _guessed(made, batch_size, seq_len)
+        return made, _guess_inputs(made, batch_size, seq_len)
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
         return made
     raise ValueError(f"{target} returned {type(made).__name__}, not a module, or a module and its inputs")
 
 
-def _guessed(model: nn.Module, batch_size: int, seq_len: int) -> Tensor:
-    """Token ids if the first layer is an embedding, numbers if it is linear."""
+def _guess_inputs(model: nn.Module, batch_size: int, seq_len: int) -> Tensor:
+    """Inputs for the first layer: token ids for an embedding, floats for a linear layer."""
     for module in model.modules():
         if any(True for _ in module.parameters(recurse=False)):
             if hasattr(module, "num_embeddings"):
@@ -106,15 +106,15 @@ def _hugging_face(target: str, batch_size: int, seq_len: int) -> tuple[nn.Module
             raise ValueError(f"transformers has no model class {target!r}; {FORMS}")
         config = cls.config_class()
     if hasattr(config, "use_cache"):
-        config.use_cache = False  # of generation; in a training step it is so much memory for nothing
+        config.use_cache = False  # the cache is for generation; in a training step it only costs memory
     model = transformers.AutoModel.from_config(config) if cls is None else cls(config)
     _without_masks(transformers, model)
     return model, _hugging_face_inputs(model, batch_size, seq_len)
 
 
 def _without_masks(transformers: Any, model: Any) -> None:
-    """Attention that needs no mask made for it: transformers looks at values to see if it can do without.
-    For attention that has a name of its own and no mask function it makes none."""
+    """Set an attention implementation without masks: transformers reads values to decide if it needs a mask.
+    It makes none for an implementation that has its own name and no mask function."""
     sdpa = importlib.import_module("transformers.integrations.sdpa_attention")
     transformers.AttentionInterface.register("tpcore_recorded", sdpa.sdpa_attention_forward)
     model.set_attn_implementation("tpcore_recorded")

@@ -1,4 +1,4 @@
-"""Sharded layers: one family a file."""
+"""Sharded layers, one family per file."""
 
 from .attention import ParallelQKV
 from .conv1d import ColumnParallelConv1D, RowParallelConv1D

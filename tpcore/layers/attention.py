@@ -1,4 +1,4 @@
-"""Query, key and value projections of one input, cut by whole heads."""
+"""Query, key and value projections of one input, sharded by whole heads."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ QKV = TypeVar("QKV", bound="ParallelQKV")
 
 
 class ParallelQKV(nn.Module):
-    """``(q, k, v)`` of one input, of which each rank computes whole heads.
+    """Computes ``(q, k, v)`` of one input. Each rank computes whole heads.
 
     Input ``[..., hidden_size]``, the same on every rank (with sequence parallelism: this rank's chunk along
     ``sequence_dimension``). Outputs ``[..., local_heads * head_dim]`` and twice ``[..., local_kv_heads *
-    head_dim]``: this rank's query heads, and the key and value heads that they attend to. Where tp is above
-    ``num_kv_heads``, consecutive ranks hold the same key and value head, rank r head ``r // copies``, and the
-    gradients of its weights are summed over them.
+    head_dim]``: this rank's query heads, and the key and value heads that they attend to. If tp exceeds
+    ``num_kv_heads``, consecutive ranks hold the same key and value head (rank r holds head ``r // copies``),
+    and the gradients of its weights are summed over these ranks.
 
-    The weights are ``q_proj``, ``k_proj`` and ``v_proj``; with ``fused`` one ``qkv_proj``, q|k|v along its
-    output. Either way the input's gradient is summed over the ranks once. ValueError where tp cuts heads.
+    The weights are ``q_proj``, ``k_proj`` and ``v_proj``, or with ``fused`` one ``qkv_proj`` with q|k|v along
+    its output. In both cases the input's gradient is all-reduced once. ValueError if tp would split a head.
     """
 
     def __init__(
@@ -90,8 +90,8 @@ class ParallelQKV(nn.Module):
     ) -> QKV:
         """This rank's part of one ``nn.Linear`` that computes q|k|v, or of three that compute q, k and v.
 
-        As ``ColumnParallelLinear.from_plain`` makes it; ``options`` are the constructor's without sizes,
-        bias, dtype, device, fused and init_method.
+        Works like ``ColumnParallelLinear.from_plain``. ``options``: constructor arguments except sizes, bias,
+        dtype, device, fused and init_method.
         """
         linears = [plain] if isinstance(plain, nn.Module) else list(plain)
         if len(linears) not in (1, 3):

@@ -1,4 +1,4 @@
-"""Linear layers whose weight is kept as ``[input, output]``: the ``Conv1D`` of GPT-2 in transformers."""
+"""Linear layers with a weight of shape ``[input, output]``, as GPT-2's ``Conv1D`` in transformers has it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .linear import ColumnParallelLinear, RowParallelLinear, WeightForm
 
 
 def _sizes(plain: nn.Module, layer: type[nn.Module]) -> tuple[int, int]:
-    # by what it has: transformers is no dependency
+    # recognised by its attributes, for transformers is not a dependency
     outputs, weight = getattr(plain, "nf", None), getattr(plain, "weight", None)
     if not isinstance(outputs, int) or not isinstance(weight, Tensor) or weight.ndim != 2:
         raise ValueError(
@@ -32,8 +32,8 @@ CONV1D = WeightForm(_sizes, _initial_weight, lambda fan_in: nn.init.zeros_, tran
 class ColumnParallelConv1D(ColumnParallelLinear):
     """``y_r = x @ w_r + b_r``: ``ColumnParallelLinear`` with a weight of ``[input_size, output_size]``.
 
-    Weight and bias start as those of transformers' ``Conv1D``: normal with deviation 0.02, and zero. GPT-2's
-    fused q|k|v, ``c_attn``, is ``stride=3``.
+    Weight and bias are initialised as in transformers' ``Conv1D``: normal with deviation 0.02, and zero. Use
+    ``stride=3`` for GPT-2's fused q|k|v, ``c_attn``.
     """
 
     form = CONV1D
@@ -41,6 +41,6 @@ class ColumnParallelConv1D(ColumnParallelLinear):
 
 class RowParallelConv1D(RowParallelLinear):
     """``y = sum over ranks of x_r @ w_r, + b``: ``RowParallelLinear`` with a weight of
-    ``[input_size, output_size]``, which starts as that of transformers' ``Conv1D``."""
+    ``[input_size, output_size]``. Initialised as in transformers' ``Conv1D``."""
 
     form = CONV1D

@@ -1,4 +1,4 @@
-"""Embedding cut by vocabulary, or by embedding dimension."""
+"""Embedding sharded by vocabulary or by embedding dimension."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _ScaleGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: Tensor) -> Tensor:
         ctx.save_for_backward(factor)
-        ctx.mark_dirty(x)  # x itself and not a view of it, on which autograd forbids in-place ops
+        ctx.mark_dirty(x)  # returns x itself: returned as a view, autograd would forbid in-place ops on it
         return x
 
     @staticmethod
@@ -35,21 +35,21 @@ class _ScaleGradient(torch.autograd.Function):
 
 
 class ParallelEmbedding(EmbeddingAttributes):
-    """``nn.Embedding`` cut over the tp group. Starts with the values of ``nn.Embedding`` at the same seed.
+    """``nn.Embedding`` sharded over the tp group, with its initial values for the same seed.
 
     Input: int ids of any shape, the same on every rank. Output ``[*ids.shape, embedding_dim]``, the same
-    on every rank; with sequence parallelism this rank's chunk along ``sequence_dimension``.
+    on every rank (with sequence parallelism: this rank's chunk along ``sequence_dimension``).
 
-    By default each rank holds some rows of the table, looks up the ids that are its own and the sum over
-    ranks fills in the rest; ``pad`` allows a vocabulary that tp does not divide. With
-    ``shard_across_embedding`` each rank holds some columns for every id. ``collect_output=False`` leaves the
-    sum, or the collection of columns, to the caller. ``sequence_parallel_group``: the tokens lie over this
-    part of the layer's ranks, such as over tp for a table cut over pp and tp. ``padding_idx``, ``max_norm``,
-    ``norm_type``, ``scale_grad_by_freq`` and ``sparse`` mean what they mean in ``nn.Embedding``. A callable
-    as third argument is ``init_method``.
+    By default each rank holds some rows of the table and looks up the ids in its rows. The outputs are summed
+    over the ranks. ``pad`` allows a vocabulary that tp does not divide. With ``shard_across_embedding`` each
+    rank holds some columns of every row. ``collect_output=False`` returns this rank's partial sums or
+    columns, without a collective. ``sequence_parallel_group``: the part of the layer's ranks that the tokens
+    are spread over, such as tp for a table cut over pp and tp. ``padding_idx``, ``max_norm``, ``norm_type``,
+    ``scale_grad_by_freq`` and ``sparse`` are those of ``nn.Embedding``. A callable as third argument is
+    taken as ``init_method``.
 
-    Raises IndexError on every rank for an id out of range, on backends that can look at values, and
-    ValueError for ``sparse`` on backends without sparse tensors.
+    IndexError on every rank for an id out of range, on backends that can read values. ValueError for
+    ``sparse`` on backends without sparse tensors.
     """
 
     weight: Tensor
@@ -76,7 +76,7 @@ class ParallelEmbedding(EmbeddingAttributes):
         sequence_parallel_group: Any = None,
     ) -> None:
         super().__init__(tensor_model_parallel_group)
-        if callable(padding_idx):  # the first published order: (num, dim, init_method, dtype, device)
+        if callable(padding_idx):  # order of the first release: (num, dim, init_method, dtype, device)
             padding_idx, init_method, max_norm, norm_type, dtype, device = _first_order(
                 padding_idx, max_norm, norm_type, dtype, device
             )
@@ -114,7 +114,7 @@ class ParallelEmbedding(EmbeddingAttributes):
 
     @classmethod
     def from_plain(cls: type[Embedding], plain: nn.Module, **options: Any) -> Embedding:
-        """This rank's part of an ``nn.Embedding``, as ``ColumnParallelLinear.from_plain`` makes it."""
+        """This rank's part of an ``nn.Embedding``. Works like ``ColumnParallelLinear.from_plain``."""
         table = checked_plain(plain, nn.Embedding, cls)
         names = ("num_embeddings", "embedding_dim", "padding_idx", "max_norm", "norm_type")
         own = {name: getattr(table, name) for name in (*names, "scale_grad_by_freq", "sparse")}
@@ -122,9 +122,9 @@ class ParallelEmbedding(EmbeddingAttributes):
 
     @torch.no_grad()
     def _clear_padding(self) -> None:
-        """Zero the row of ``padding_idx``, unless the caller fills the table. Not in the init, which would
-        then need the full table at once; by a mask, so that a rank that does not hold the row computes the
-        same as one that does."""
+        """Zero the row of ``padding_idx``, unless an init method was given. Not part of the init, which would
+        then need the full table in memory. Uses a mask, so that ranks with and without the row run the same
+        program."""
         row = self.padding_idx
         if row is None or self.arg_init_method is not None:
             return
@@ -150,7 +150,7 @@ class ParallelEmbedding(EmbeddingAttributes):
         if not self.collect_output:
             return y
         if self.sequence_dim is None:
-            # one rank adds a value and the others zeros, so that no wider sum is needed
+            # one rank adds a value and the others add zeros, so the sum needs no wider dtype
             return ops.reduce(y, self.tp)
         if self.tokens is not None:
             return self.tokens.summed(y)
@@ -166,14 +166,14 @@ class ParallelEmbedding(EmbeddingAttributes):
         return ops.scatter(y, self.tp if self.tokens is None else self.tokens.over, self.sequence_dim)
 
     def _own(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Row of this rank's shard for each id (0 where another rank has it), and whether it is ours."""
+        """For each id its row in this rank's shard, or 0, and whether this rank has the row."""
         rows = self.weight.shape[0]
         local = ids - self.tp.position * rows
         mine = (local >= 0) & (local < rows)
         return local * mine, mine
 
     def _gradient(self, y: Tensor, ids: Tensor) -> Tensor:
-        """``y`` with the gradients that ``padding_idx`` and ``scale_grad_by_freq`` ask for."""
+        """``y`` with its gradient scaled as ``padding_idx`` and ``scale_grad_by_freq`` require."""
         if self.padding_idx is None and not self.scale_grad_by_freq:
             return y
         factor = torch.ones_like(ids, dtype=y.dtype)
@@ -188,7 +188,7 @@ class ParallelEmbedding(EmbeddingAttributes):
 
     @torch.no_grad()
     def _renormalize(self, ids: Tensor) -> None:
-        """Scale the rows that are looked up to ``max_norm`` at most, in place, as nn.Embedding does."""
+        """Scale looked-up rows to a norm of at most ``max_norm``, in place, as nn.Embedding does."""
         p = self.norm_type
         norms = self.weight.norm(p, dim=1)
         if self.shard_across_embedding:
@@ -212,7 +212,7 @@ class ParallelEmbedding(EmbeddingAttributes):
 def _first_order(
     init_method: Init, third: Any, fourth: Any, dtype: torch.dtype, device: Device
 ) -> tuple[None, Init, None, float, torch.dtype, Device]:
-    """Arguments of ``ParallelEmbedding(num, dim, init_method, dtype, device)``, as first published."""
+    """The arguments of a call in the first release's order, (num, dim, init_method, dtype, device)."""
     if isinstance(third, torch.dtype):
         dtype, third = third, None
     if isinstance(fourth, (torch.device, str)) or fourth is None or fourth is False:

@@ -1,4 +1,4 @@
-"""How the features of one dim lie over a layer's ranks, as constants that a forward reads."""
+"""Distribution of one dim's features over a layer's ranks, as constants for the forward."""
 
 from __future__ import annotations
 
@@ -18,44 +18,44 @@ _MARK = "tpcore_unpadded"
 
 
 def mark_unpadded(y: Tensor, size: int) -> None:
-    """Let ``y``, this rank's features with padding among them, tell how many all ranks have without it."""
+    """Store on ``y``, this rank's features with padding, the number of all ranks' features without it."""
     setattr(y, _MARK, size)
 
 
 def marked_like(y: Tensor, other: Tensor) -> Tensor:
-    """``y``, the same tensor as ``other`` in another guise, with its mark."""
+    """``y`` with the mark of ``other``, of which it is a view or a copy."""
     if (size := unpadded(other)) is not None:
         mark_unpadded(y, size)
     return y
 
 
 def unpadded(y: Tensor) -> int | None:
-    """What ``mark_unpadded`` left; None on other tensors, such as what an operation makes of ``y``."""
+    """The number that ``mark_unpadded`` stored; None for other tensors, such as results of operations."""
     found: int | None = getattr(y, _MARK, None)
     return found
 
 
 @dataclass(frozen=True, eq=False)
 class Features:
-    """Index tables of one cut, made by the constructor: asking the spec in each forward took 62 us at tp=32.
+    """Index tables of one cut, computed once: computing them in each forward took 62 us at tp=32.
 
-    Arrays and not tensors: a tensor made under inference_mode or while tracing is unfit for the next use.
+    They are arrays, because a tensor made under inference_mode or while tracing is unusable afterwards.
     """
 
     size: int
     padded: bool = False
     plain: bool = True
-    """Whether the ranks hold runs of the features in their order, without padding."""
+    """Whether the concatenation of all ranks' features is the unsharded order, without padding."""
     order: Index | None = None
-    """Where each feature stands once all ranks' are side by side; None if in its own place."""
+    """Position of each feature in the concatenation of all ranks' features; None if unchanged."""
     spread: Index | None = None
-    """Which feature stands at each place once all ranks' are side by side; any, where that is padding."""
+    """The feature at each position of that concatenation. Positions of padding name any feature."""
     filled: NDArray[np.bool_] | None = None
-    """[ranks, features of one rank]: whether the place holds a feature; None without padding."""
+    """[ranks, features of one rank]: False for padding. None without padding."""
 
     @classmethod
     def of(cls, spec: ShardSpec, n: int) -> Features:
-        """Of a spec of this dim alone."""
+        """The tables of ``spec``, a spec of this dim alone, over ``n`` ranks."""
         (size,) = spec.shape
         if n == 1 or spec.dim is None or spec.contiguous(n):
             return cls(size)
@@ -65,19 +65,19 @@ class Features:
         return cls(size, padded, False, None if in_order else order, spread, held >= 0 if padded else None)
 
     def restored(self, y: Tensor) -> Tensor:
-        """The features in their unsharded order, without padding, once all ranks' are gathered."""
+        """Gathered features in their unsharded order, without padding."""
         if self.order is not None:
             return y.index_select(-1, torch.from_numpy(self.order).to(y.device))
         return y.narrow(-1, 0, self.size) if self.padded else y
 
     def scatter(self, x: Tensor, comm: Comm) -> Tensor:
-        """This rank's features of the last dim. Padded places take any feature: ``mask`` clears them."""
+        """This rank's features of the last dim. Padding holds arbitrary features, which ``mask`` clears."""
         if self.spread is not None:
             x = x.index_select(-1, torch.from_numpy(self.spread).to(x.device))
         return ops.scatter(x, comm, -1)
 
     def mask(self, x: Tensor, comm: Comm) -> Tensor:
-        """``x`` with this rank's padded features zeroed, and so their gradients. The rank stays data."""
+        """``x`` with this rank's padding zeroed, in backward too. The rank is data, not a Python constant."""
         if self.filled is None:
             return x
         mine = torch.from_numpy(self.filled).to(x.device).index_select(0, comm.position).squeeze(0)

@@ -1,4 +1,4 @@
-"""Whether ids fit a vocabulary."""
+"""Range check of ids against a vocabulary."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def _exporting() -> bool:
 def check_ids(ids: Tensor, size: int, what: str, ignore: int | None = None) -> None:
     """Raise IndexError if an id is outside ``range(size)`` and not ``ignore``.
 
-    Reads values: callers skip it on lazy backends, where that would cut the graph. In a graph of
-    torch.export or torch.compile it becomes an assertion, and the error a RuntimeError.
+    Reads values, which would cut the graph on lazy backends: callers skip it there. Under torch.export and
+    torch.compile it is an assertion in the graph, and the error is a RuntimeError.
     """
     if _exporting() or torch.compiler.is_dynamo_compiling():
         fits = (ids >= 0) & (ids < size)

@@ -1,9 +1,8 @@
 """Initial values of one rank's part: those of the unsharded tensor with the same seed, in bounded memory.
 
-An ``init_method`` expects the full tensor. It gets a stand-in that has the full shape, holds no data and
-notes the in-place fills that are asked of it; these are then replayed over slabs of the full tensor, of
-which the rank keeps its boxes. The random stream is drawn in full on every rank, so what comes after
-draws the same numbers at every tp degree.
+An ``init_method`` expects the full tensor. It gets a recorder with the full shape and no data, which records
+in-place fills. The fills are then replayed over slabs of the full tensor, and the rank keeps its boxes of
+each slab. Every rank draws the full random stream, so later draws are the same at every tp degree.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ Init = Callable[[Tensor], object]
 _Step = tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]
 
 SLAB = 1 << 22
-"""Elements of the full tensor that exist at once (16 MiB of float32)."""
+"""Elements of the full tensor in memory at a time (16 MiB of float32)."""
 
 _aten = torch.ops.aten
 _RANDOM = {_aten.uniform_.default, _aten.normal_.default}
@@ -44,7 +43,7 @@ class _NeedsFullTensor(Exception):
 
 
 class _Recorder(Tensor):
-    """Has the shape of the full tensor and no storage; remembers fills."""
+    """A tensor with the full shape and no storage, which records fills."""
 
     program: list[_Step]
 
@@ -64,7 +63,7 @@ class _Recorder(Tensor):
         if func in (_aten.detach.default, _aten.alias.default):
             return self
         drawn = any(step[0] in _RANDOM for step in self.program)
-        # a second draw over the whole tensor would come before the first draw of the next slab
+        # two draws: slab by slab, the second draw of a slab would come before the first of the next slab
         fits = func in _POINTWISE or (func in _RANDOM and not drawn)
         if not fits or any(isinstance(a, Tensor) and a.ndim for a in rest):
             raise _NeedsFullTensor(str(func))
@@ -73,12 +72,12 @@ class _Recorder(Tensor):
 
 
 def _record(init: Init, shape: tuple[int, ...], dtype: torch.dtype) -> list[_Step] | None:
-    """The fills that ``init`` asks for, or None if it does more than fill (orthogonal_, say)."""
+    """The fills of ``init``, or None if it does more than fill (orthogonal_, for example)."""
     state = torch.get_rng_state()
     recorder = _Recorder(shape, dtype)
     try:
         init(recorder)
-    except Exception:  # noqa: BLE001  whatever the stand-in cannot do: a real error comes back with the real tensor
+    except Exception:  # noqa: BLE001  the recorder supports little; init runs again, on a real tensor
         torch.set_rng_state(state)
         return None
     return recorder.program
@@ -87,8 +86,8 @@ def _record(init: Init, shape: tuple[int, ...], dtype: torch.dtype) -> list[_Ste
 def _slabs(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
     """Runs of rows (start, stop) of at most about SLAB elements.
 
-    Whole multiples of 16 elements, and at least 16 in the last: torch draws normals in blocks of 16, and
-    in a tensor whose size 16 does not divide it draws the last 16 again.
+    Every run but the last has a multiple of 16 elements, and the last has at least 16: torch draws normals in
+    blocks of 16, and draws the last 16 again if 16 does not divide the size.
     """
     rows = shape[0] if shape else 1
     row = max(1, torch.Size(shape[1:]).numel())
@@ -103,7 +102,7 @@ def _slabs(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
 
 
 def _keep(local: Tensor, slab: Tensor, start: int, boxes: Iterable[Box]) -> None:
-    """Copy what lies in ``boxes`` of rows ``start``... of the full tensor."""
+    """Copy the parts of ``boxes`` that are in ``slab``, which begins at row ``start`` of the full tensor."""
     for box in boxes:
         lo = max(box.full[0], start)
         size = (min(box.full[0] + box.size[0], start + slab.shape[0]) - lo, *box.size[1:])
@@ -113,14 +112,14 @@ def _keep(local: Tensor, slab: Tensor, start: int, boxes: Iterable[Box]) -> None
 
 
 def initial_part(init: Init, layout: Layout, rank: int, mesh: Mesh, dtype: torch.dtype) -> Tensor:
-    """What ``rank`` of ``mesh`` holds of the tensor that ``init`` fills, on the CPU; padding is zero.
+    """The part of ``rank`` of the tensor that ``init`` fills, on the CPU. Padding is zero.
 
-    Beside the part itself at most one slab of the full tensor is in memory, unless ``init`` does more
-    than fill in place, in which case the full tensor is, while this runs.
+    At most one slab of the full tensor is in memory in addition to the part. If ``init`` does more than fill
+    in place, the full tensor is in memory while this runs.
     """
     with torch.no_grad(), torch.inference_mode(False):
-        # one slab needs no program; and torch.distributed.tensor, which torch imports for the first tensor
-        # with a __torch_dispatch__, costs a process 0.6 s
+        # no recorder for a single slab: for the first tensor with a __torch_dispatch__, torch imports
+        # torch.distributed.tensor, which takes 0.6 s per process
         small = torch.Size(layout.shape).numel() <= SLAB
         program = None if small else _record(init, layout.shape, dtype)
         if program is None:
@@ -129,7 +128,7 @@ def initial_part(init: Init, layout: Layout, rank: int, mesh: Mesh, dtype: torch
             return layout.shard(full, rank, mesh)
         local = torch.zeros(layout.local_shape(mesh), dtype=dtype, device="cpu")
         slabs = list(_slabs(layout.shape))
-        # one buffer for all: a new one each time left holes in the heap, up to ten slabs for a part of eight
+        # one buffer for all slabs: one for each left holes in the heap, up to ten slabs for a part of eight
         rows = max((stop - start for start, stop in slabs), default=0)
         buffer = torch.empty((rows, *layout.shape[1:]), dtype=dtype, device="cpu")
         for start, stop in slabs:

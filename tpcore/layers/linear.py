@@ -1,8 +1,8 @@
-"""Linear layers cut by output (column) or input (row) features.
+"""Linear layers sharded by output features (column parallel) or input features (row parallel).
 
-``Y = X A^T`` with A cut by rows of the torch weight (Megatron-LM calls that column parallel, after the
-paper's ``Y = X A``) needs no communication forward and sums input gradients backward; cut by columns of
-the torch weight it sums outputs forward. Shoeybi et al. 2019, arXiv:1909.08053, section 3.
+The names are Megatron-LM's, after ``Y = X A`` in the paper. Column parallel cuts rows of the torch weight: no
+communication in forward, and backward sums the input gradients. Row parallel cuts columns of the torch
+weight: forward sums the outputs. Shoeybi et al. 2019, arXiv:1909.08053, section 3.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ Linear = TypeVar("Linear", bound="ParallelLinear")
 
 @dataclass(frozen=True)
 class WeightForm:
-    """How a plain module keeps the matrix of its linear map, and what it starts with."""
+    """Layout and initial values of the weight in a kind of plain module."""
 
     sizes: Callable[[nn.Module, type[nn.Module]], tuple[int, int]]
-    """(inputs, outputs) of a plain module; ValueError, naming the layer, for one of another kind."""
+    """(inputs, outputs) of a plain module. ValueError, naming the layer, for a module of another kind."""
     initial_weight: Init
-    initial_bias: Callable[[int], Init]  # of the number of inputs
-    transposed: bool = False  # the weight is [inputs, outputs]
+    initial_bias: Callable[[int], Init]  # takes the number of inputs
+    transposed: bool = False  # whether the weight is [inputs, outputs]
 
 
 def _sizes(plain: nn.Module, layer: type[nn.Module]) -> tuple[int, int]:
@@ -58,7 +58,7 @@ def _initial_bias(fan_in: int) -> Init:
 
 
 class ParallelLinear(LinearAttributes):
-    """What the two cuts share: sizes, the two parameters, the road from a plain module."""
+    """Base of both layers: sizes, weight and bias, conversion from a plain module."""
 
     form: ClassVar[WeightForm] = WeightForm(_sizes, _initial_weight, _initial_bias)
     weight: Tensor
@@ -73,15 +73,15 @@ class ParallelLinear(LinearAttributes):
 
     @classmethod
     def from_plain(cls: type[Linear], plain: nn.Module, **options: Any) -> Linear:
-        """This rank's part of a plain module: values, dtype, device, requires_grad and training flag are its.
+        """This rank's part of a plain module: same values, dtype, device, requires_grad and training flag.
 
-        ``options`` are the constructor's, without sizes, bias, dtype, device and init_method. A module on
-        meta stays on meta. Parameters that the model ties are for the caller to tie again. ValueError for a
-        module of another kind, and for a size that tp does not divide without ``pad=True``.
+        ``options``: constructor arguments except sizes, bias, dtype, device and init_method. A module on meta
+        stays on meta. Tied parameters must be tied again by the caller. ValueError for a module of another
+        kind, and without ``pad=True`` for a size that tp does not divide.
         """
         inputs, outputs = cls.form.sizes(plain, cls)
         weight, bias = plain.weight, plain.bias is not None
-        # init_method: None, so that one among the options is a TypeError and not dropped
+        # init_method is passed here, so that one among the options is a TypeError instead of ignored
         own = {"bias": bias, "dtype": weight.dtype, "device": "meta", "init_method": None}
         layer = cls(inputs, outputs, **own, **options)
         if hasattr(layer, "master_weight"):
@@ -98,7 +98,7 @@ class ParallelLinear(LinearAttributes):
         device: Device,
         keep_master_weight: bool,
     ) -> None:
-        """Register weight and bias, whose output or input features are cut as ``cut`` says."""
+        """Register weight and bias. ``cut``: the spec of the output features, or of the input features."""
         self.features = Features.of(cut, self.tp.size)
         self.copies = Copies.of(cut, self, self.reduce_dtype)
         self.arg_init_method, self.transposed = init_method, self.form.transposed
@@ -106,7 +106,7 @@ class ParallelLinear(LinearAttributes):
         shape = (inputs, outputs) if transposed else (outputs, inputs)
         spec = ShardSpec(shape, int(cut_output == transposed), cut.blocks)
         init = init_method or self.form.initial_weight
-        if keep_master_weight:  # before drawing for real, so that it costs no random numbers
+        if keep_master_weight:  # before shard_parameter, and with the random state restored: the same numbers
             self.master_weight = _unsharded(init, spec, dtype)
         self.shard_parameter("weight", spec, init, dtype, device)
         if bias:
@@ -136,18 +136,18 @@ class ColumnParallelLinear(ParallelLinear):
 
     Input ``[..., input_size]``, the same on every rank (with sequence parallelism: this rank's chunk along
     ``sequence_dimension``). Output ``[..., output_size]`` if ``gather_output``, else this rank's features.
-    Weight and bias start as those of ``nn.Linear`` with the same seed, at any tp degree.
+    Weight and bias have the initial values of ``nn.Linear`` for the same seed, at any tp degree.
 
-    ``stride``: that many projections are fused along the output, each cut by itself (q|k|v: 3).
-    ``blocks``: the same for projections of several sizes, cut in whole units, as ``tpcore.Block`` says; the
-    gradients of what several ranks hold are summed over them. ``unit``: how many features stay on one rank
-    (the size of a head); units that tp does not divide are a ValueError. ``input_is_copied``: the input comes
-    from ``ops.copy``, or from ``ops.all_gather`` of tokens, which sums its gradient, once for all layers that
-    read it (``tpcore.share_input``). ``sequence_parallel_group``: the tokens lie over this part of
-    the layer's ranks, such as over tp for a head cut over pp and tp.
-    ``pad``: allow an output size that tp does not divide. ``skip_bias_add``: return ``(y, bias)`` and do
-    not add it. ``reduce_dtype``: the least precision to sum input gradients in. ``keep_master_weight``:
-    keep the full initial weight as ``master_weight`` on the CPU.
+    ``stride``: number of projections of equal size that are fused along the output and cut separately (q|k|v:
+    3). ``blocks``: the same for projections of several sizes, each a ``tpcore.Block``. The gradients of
+    replicated blocks are summed over the ranks that hold them. ``unit``: number of features that stay on one
+    rank (head_dim); ValueError if tp does not divide the number of units. ``input_is_copied``: the input
+    comes from ``ops.copy``, or from ``ops.all_gather`` of tokens. Its gradient is then summed there, once for
+    all layers that read the input (``tpcore.share_input``). ``sequence_parallel_group``: the part of the
+    layer's ranks that the tokens are spread over, such as tp for a head cut over pp and tp. ``pad``: allow an
+    output size that tp does not divide. ``skip_bias_add``: return ``(y, bias)`` without adding the bias.
+    ``reduce_dtype``: lowest precision for sums of input gradients. ``keep_master_weight``: keep the full
+    initial weight as ``master_weight`` on the CPU.
     """
 
     def __init__(
@@ -212,7 +212,7 @@ class ColumnParallelLinear(ParallelLinear):
         return (y, bias) if self.skip_bias_add else y
 
     def outputs(self, y: Tensor) -> Tensor:
-        """What a caller gets of output features: all of them, or this rank's with padded places cleared."""
+        """All output features if ``gather_output``, else this rank's with its padding zeroed."""
         if not self.gather_output:
             y = self.features.mask(y, self.tp)
             mark_unpadded(y, self.output_size)
@@ -224,13 +224,13 @@ class ColumnParallelLinear(ParallelLinear):
 class RowParallelLinear(ParallelLinear):
     """``y = sum over ranks of x_r @ w_r.T, + b``: each rank consumes some of the input features.
 
-    Input: this rank's features if ``input_is_parallel``, else ``[..., input_size]``, cut here. Output
-    ``[..., output_size]``, the same on every rank (with sequence parallelism: this rank's chunk along
+    Input: this rank's features if ``input_is_parallel``, else ``[..., input_size]``, which is cut here.
+    Output ``[..., output_size]``, the same on every rank (with sequence parallelism: this rank's chunk along
     ``sequence_dimension``). The bias is replicated and added once, after the sum.
 
-    ``reduce_output=False`` leaves the partial sums to the caller; options otherwise as in
-    ``ColumnParallelLinear``, ``stride``, ``blocks``, ``unit`` and ``pad`` about the input size,
-    ``reduce_dtype`` about outputs.
+    ``reduce_output=False`` returns this rank's partial sum. The other options are those of
+    ``ColumnParallelLinear``; ``stride``, ``blocks``, ``unit`` and ``pad`` apply to the input size, and
+    ``reduce_dtype`` to sums of outputs.
     """
 
     def __init__(
@@ -296,5 +296,5 @@ class RowParallelLinear(ParallelLinear):
             return y
         if bias is None or self.sequence_dim is None:
             return y, bias
-        # whoever adds it does so to this rank's tokens only, so its gradient has to be summed
+        # the caller adds it to this rank's tokens only, so its gradient is summed over the ranks
         return y, ops.copy(bias, self.tp, dtype=self.reduce_dtype)

@@ -1,4 +1,4 @@
-"""Base of every parallel layer: parameters are declared by spec, allocated and initialised here."""
+"""Base class of parallel layers. It allocates and initialises parameters from a spec."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from .initial import Init, initial_part
 from .sharding import Sharding, stamp
 
 Device = torch.device | str | bool | None
-"""Where to allocate. False is a published default of NxD's RowParallelLinear; it means None."""
+"""Where to allocate. False means None: it is the default of NxD's RowParallelLinear."""
 
 
 class ParallelModule(nn.Module):
-    """Owns ``shard_specs``, the single source of truth on how its parameters are cut.
+    """Owns ``shard_specs``, the single source of truth for the sharding of its parameters.
 
     torch drops attributes of a Parameter in ``deepcopy``, ``load_state_dict(assign=True)``, ``to("meta")``
-    and ``to("xla")``; a dict on the module survives all of these. So parameters are stamped from it again
-    wherever torch may have replaced them.
+    and ``to("xla")``. A dict on the module survives all of these, so parameters are stamped from it again
+    after each operation that may replace them.
     """
 
     shard_specs: dict[str, ShardSpec]  # by local parameter name
     slot: Slot | None = None
-    """The one coordinate of an axis at which the parameters live, as those of a pipeline stage do."""
+    """The one coordinate of an axis at which the parameters exist, for a pipeline stage."""
 
     def __init__(self, group: Any = None) -> None:
         super().__init__()
         ctx = current()
         self.tp: Comm = ctx.comm_for(group)
         self.checks = ctx.checks if self.tp.size > 1 else None
-        self._lies_on, self._axes = ctx.over(self.tp)
+        self._layout_ctx, self._axes = ctx.over(self.tp)
         self._dtypes = (*ctx.backend.capabilities.dtypes, *ctx.backend.capabilities.moved)
         members = self.tp.group.members(ctx.rank)
-        self._tp_rank = members.index(ctx.rank)  # host side: initial values only
+        self._tp_rank = members.index(ctx.rank)  # a Python number: for initial values only
         self.shard_specs = {}
         self._inits: dict[str, Init] = {}
 
@@ -49,12 +49,12 @@ class ParallelModule(nn.Module):
     ) -> None:
         """Register this rank's shard, with the values that ``init`` gives the unsharded tensor.
 
-        ValueError for a dtype that the backend does not declare, unless this group is of one rank.
+        ValueError for a dtype that the backend does not declare, if the group has more than one rank.
         """
         if self.tp.size > 1 and dtype not in self._dtypes:
             known = ", ".join(map(str, self._dtypes))
             raise ValueError(f"{type(self).__name__}.{name} of {dtype}: this backend computes on {known}")
-        # empty((0,)): asks torch which device is meant, a `with torch.device(...)` block included
+        # empty((0,)) finds torch's default device, including that of a `with torch.device(...)` block
         where = torch.empty((0,), device=None if isinstance(device, bool) else device).device
         if where.type != "meta":
             self.look_alike(f"the random state that {name} starts from", torch.get_rng_state())
@@ -67,7 +67,7 @@ class ParallelModule(nn.Module):
         self._stamp_all()
 
     def _initial(self, name: str, dtype: torch.dtype) -> Tensor:
-        on, layout = self._lies_on, Layout.of(self.shard_specs[name], *self._axes)
+        on, layout = self._layout_ctx, Layout.of(self.shard_specs[name], *self._axes)
         return initial_part(self._inits[name], layout, on.rank, on.mesh, dtype)
 
     @torch.no_grad()
@@ -81,33 +81,34 @@ class ParallelModule(nn.Module):
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         super().register_parameter(name, param)
-        if name in self.shard_specs:  # a new one in its place, as `layer.weight = ...` puts it
+        if name in self.shard_specs:  # a replacement, by `layer.weight = ...`
             self._stamp_all()
 
     def look_alike(self, what: str, t: Tensor) -> None:
-        """In a checked run, note ``t``, which the ranks of the tp group should have alike."""
+        """In a checked run, record ``t``, which must be the same on all ranks of the tp group."""
         if self.checks is not None and self._axes == ("tp",):
             self.checks.same(f"{what} of {type(self).__name__}", t)
 
     def as_part(self, y: Tensor, dim: int, kind: str) -> Tensor:
-        """In a checked run, ``y`` as this rank's part along ``dim``: of ``features`` or ``tokens``."""
+        """In a checked run, ``y`` marked as this rank's part along ``dim``. ``kind``: features or tokens."""
         return y if self.checks is None else self.checks.part(y, self.tp, dim, kind)
 
     def comm_within(self, count: int) -> Comm:
-        """Over runs of ``count`` consecutive ranks of this layer's group, which hold the same. Collective."""
+        """The Comm over runs of ``count`` consecutive ranks of this layer's group, which hold the same part.
+        A collective call."""
         if not set(self._axes) <= set(current().mesh.axes):
             raise ValueError(
                 f"{type(self).__name__}: {count} ranks each hold the same part, and groups of such ranks are "
                 f"known on the mesh only: pass a group of mesh axes {list(current().mesh.axes)}"
             )
-        return self._lies_on.comm(*self._axes, within=count)
+        return self._layout_ctx.comm(*self._axes, within=count)
 
     def sharding_of(self, name: str) -> Sharding:
-        """How the parameter ``name`` lies on the mesh."""
-        return Sharding(Layout.of(self.shard_specs[name], *self._axes, slot=self.slot), self._lies_on)
+        """The sharding of parameter ``name`` on the mesh."""
+        return Sharding(Layout.of(self.shard_specs[name], *self._axes, slot=self.slot), self._layout_ctx)
 
     def place(self, slot: Slot) -> None:
-        """Let the parameters count as living at one coordinate of an axis only."""
+        """Declare that the parameters exist at one coordinate of an axis only."""
         self.slot = slot
         self._stamp_all()
 
@@ -137,18 +138,17 @@ class ParallelModule(nn.Module):
                 stamp(destination[prefix + name], self.sharding_of(name))
 
     def _shapes(self) -> str:
-        """For ``extra_repr``: logical and local shape of the weight."""
+        """Unsharded and local shape of the weight, for ``extra_repr``."""
         spec, n = self.shard_specs["weight"], self.tp.size
         return f"weight={tuple(spec.shape)}, local={spec.local_shape(n)}, tp={n}"
 
 
 def move_model_to_device(model: nn.Module, device: torch.device | str) -> nn.Module:
-    """``model.to(device)`` that keeps every Parameter the object it is, its ties and its attributes.
+    """``model.to(device)`` that keeps the Parameter objects, their ties and their attributes.
 
-    On devices whose tensors cannot take the place of the CPU's, such as XLA, ``to`` makes new Parameters:
-    here the old ones get their contents. So an optimizer that was made before goes on with them, if it has
-    no state yet. A parameter to which something holds a weak reference becomes a new object all the same,
-    as torch cannot exchange its contents.
+    On some devices, such as XLA, ``to`` makes new Parameters. Here the old Parameters get the contents of the
+    new ones, so an optimizer that was made before remains valid, if it has no state yet. A parameter with a
+    weak reference to it still becomes a new object, because torch cannot swap its contents.
     """
     places: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
     before: dict[int, tuple[nn.Parameter, dict[str, Any]]] = {}

@@ -1,4 +1,4 @@
-"""Norms for inside a sequence-parallel region: replicated weights that see part of the tokens."""
+"""Norms for sequence-parallel regions: their weights are replicated, and each rank has part of the tokens."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _Norm(ParallelModule):
         self.eps, self.sequence_parallel_enabled = eps, sequence_parallel
 
     def _whole(self, parameter: Tensor | None) -> Tensor | None:
-        """The parameter for use on this rank's tokens: its gradient is the sum over all ranks' tokens."""
+        """The parameter for use on this rank's tokens. Backward sums its gradient over all ranks' tokens."""
         if parameter is None or not self.sequence_parallel_enabled:
             return parameter
         return ops.copy(parameter, self.tp, dtype=torch.float32)
@@ -37,7 +37,7 @@ class _Norm(ParallelModule):
 
 
 class LayerNorm(_Norm):
-    """``nn.LayerNorm`` whose parameters get whole gradients where the tokens are spread over the tp group."""
+    """``nn.LayerNorm`` whose parameters get complete gradients if the tokens are spread over the tp group."""
 
     weight: Tensor | None
     bias: Tensor | None
@@ -63,7 +63,7 @@ class LayerNorm(_Norm):
 
     @classmethod
     def from_plain(cls: type[Layer], plain: nn.Module, **options: Any) -> Layer:
-        """The same norm as an ``nn.LayerNorm``, as ``ColumnParallelLinear.from_plain`` makes it."""
+        """The same norm as an ``nn.LayerNorm``. Works like ``ColumnParallelLinear.from_plain``."""
         norm = checked_plain(plain, nn.LayerNorm, cls)
         affine, bias = norm.weight is not None, norm.bias is not None
         own = {"dtype": norm.weight.dtype} if affine else {}
@@ -76,7 +76,7 @@ class LayerNorm(_Norm):
 
 
 class RMSNorm(_Norm):
-    """``nn.RMSNorm`` whose weight gets whole gradients where the tokens are spread over the tp group.
+    """``nn.RMSNorm`` whose weight gets complete gradients if the tokens are spread over the tp group.
 
     ``eps=None`` is ``torch.finfo(x.dtype).eps``, as in torch; NxD's default is 1e-6.
     """
@@ -98,7 +98,7 @@ class RMSNorm(_Norm):
 
     @classmethod
     def from_plain(cls: type[RMS], plain: nn.Module, **options: Any) -> RMS:
-        """The same norm as an ``nn.RMSNorm``, as ``ColumnParallelLinear.from_plain`` makes it."""
+        """The same norm as an ``nn.RMSNorm``. Works like ``ColumnParallelLinear.from_plain``."""
         norm = checked_plain(plain, nn.RMSNorm, cls)
         if norm.weight is None:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Published constructor arguments, each notion as one value."""
+"""Constructor arguments of several layers, checked and turned into one value per notion."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .module import ParallelModule
 
 
 def sequence_dim(enabled: bool, dim: int | None) -> int | None:
-    """One value for the two published arguments; the published default dimension is 0."""
+    """One value for the two public arguments: the sequence dimension (0 by default), or None."""
     if dim is not None and not enabled:
         raise ValueError(f"sequence_dimension={dim} without sequence_parallel_enabled=True has no meaning")
     return (0 if dim is None else dim) if enabled else None
@@ -25,15 +25,15 @@ def sequence_dim(enabled: bool, dim: int | None) -> int | None:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Sequence parallelism over some of a layer's ranks: chunks along ``dim`` lie over ``over``, and the
-    ranks of ``rest`` hold the same. What moves over each is the least: chunks over ``rest``."""
+    """Sequence parallelism over some of a layer's ranks. Chunks along ``dim`` are spread over ``over``, and
+    the ranks of ``rest`` hold the same chunk. Collectives over ``rest`` move only chunks."""
 
     dim: int
     over: Comm
     rest: Comm
 
     def gathered(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """This rank's chunk -> all tokens, one copy for each rank of the layer."""
+        """This rank's chunk -> all tokens, one copy per rank of the layer."""
         return ops.all_gather(ops.copy(x, self.rest, dtype=dtype), self.over, self.dim, dtype=dtype)
 
     def summed(self, y: Tensor) -> Tensor:
@@ -42,10 +42,8 @@ class Tokens:
 
 
 def tokens_over(layer: ParallelModule, dim: int | None, group: Any) -> Tokens | None:
-    """How tokens lie where that is over ``group``, and not over all the layer's ranks; None otherwise.
-
-    Collective, for it makes groups. ValueError where ``group`` is no part of the layer's.
-    """
+    """The tokens of a layer that are spread over ``group``; None if ``group`` is None or has all the layer's
+    ranks. A collective call, for it makes groups. ValueError if ``group`` is no part of the layer's group."""
     if group is None:
         return None
     what, ctx = type(layer).__name__, current()
@@ -62,7 +60,7 @@ def tokens_over(layer: ParallelModule, dim: int | None, group: Any) -> Tokens | 
 def cut_features(
     layer: ParallelModule, name: str, stride: int, blocks: Sequence[Block] | None, pad: bool, unit: int = 1
 ) -> ShardSpec:
-    """How the features of which a layer has ``name`` (``output_size``, say) are cut over its ranks."""
+    """The spec of a layer's features. ``name``: the attribute with their number, such as ``output_size``."""
     what, size, n = type(layer).__name__, getattr(layer, name), layer.tp.size
     if blocks is None:
         spec = ShardSpec.strided((size,), 0, stride)

@@ -1,4 +1,4 @@
-"""From a plain module to this rank's part of it."""
+"""Conversion of a plain module to this rank's part of it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ Cut = TypeVar("Cut", bound=ParallelModule)
 
 
 def checked_plain(plain: nn.Module, kind: type[nn.Module], layer: type[nn.Module]) -> Any:
-    """``plain``, which computes what ``kind`` does. A subclass with a forward of its own computes more, such
-    as an embedding that scales its output, and a replacement would drop that without an error."""
+    """``plain``, if it computes what ``kind`` does. ValueError for another module, and for a subclass with
+    its own forward (an embedding that scales its output), which a replacement would silently lose."""
     if not isinstance(plain, kind):
         raise ValueError(
             f"{layer.__name__}.from_plain takes a torch.nn.{kind.__name__}, not {type(plain).__name__}"
@@ -28,9 +28,9 @@ def checked_plain(plain: nn.Module, kind: type[nn.Module], layer: type[nn.Module
 
 
 def filled(layer: Cut, plain: nn.Module) -> Cut:
-    """``layer``, made on meta, with this rank's part of the parameters of ``plain``."""
+    """``layer``, which is on meta, with this rank's part of the parameters of ``plain``."""
     mine, theirs = set(layer.shard_specs), {name for name, _ in plain.named_parameters(recurse=False)}
-    if mine != theirs:  # those of a parametrized weight, for one, have other names
+    if mine != theirs:  # a parametrized weight, for example, has other names
         raise ValueError(
             f"{type(layer).__name__}.from_plain: {type(plain).__name__} has the parameters {sorted(theirs)}, "
             f"not {sorted(mine)}"
@@ -50,6 +50,6 @@ def _part(layer: ParallelModule, name: str, whole: Tensor) -> Tensor:
     spec, n = layer.shard_specs[name], layer.tp.size
     if whole.is_meta:
         return torch.empty(spec.local_shape(n), dtype=whole.dtype, device="meta")
-    # a lazy device would record the cut, at this rank's place, in a program that other ranks do not have
+    # a lazy device would record this rank's slice, and the ranks would have different programs
     near = whole if layer.tp.eager else whole.cpu()
     return spec.shard(near, layer._tp_rank, n).to(whole.device)

@@ -1,4 +1,4 @@
-"""What a parameter carries about itself: how it lies on which mesh."""
+"""The sharding of a parameter on a mesh, stored as an attribute of the parameter."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..shard import ShardSpec
 
 @dataclass(frozen=True)
 class Sharding:
-    """A parameter's layout, and the context whose mesh it lies on: rank, and Comms over any of its axes."""
+    """A parameter's layout, and the context of its mesh, which has the rank and the Comms over any axes."""
 
     layout: Layout
     ctx: ParallelContext
@@ -29,10 +29,10 @@ class Sharding:
         # torch.save(model.state_dict()) pickles attributes too: as data that weights_only loading accepts
         return OrderedDict, (list(self.layout.to_json().items()),)
 
-    # asked for by every step, of every parameter
+    # cached: every step reads these for every parameter
     @cached_property
     def axes(self) -> tuple[str, ...]:
-        """The axes along which other ranks hold other entries."""
+        """The axes along which the ranks hold different entries."""
         return self.layout.axes_on(self.ctx.mesh)
 
     @cached_property
@@ -48,7 +48,7 @@ def sharding(tensor: Tensor) -> Sharding | None:
 
 
 def stamp(tensor: Tensor, found: Sharding) -> None:
-    """Mark ``tensor``, with the attributes that NxD and Megatron scripts read as well."""
+    """Set the attributes of ``tensor`` that describe its sharding, including those of NxD and Megatron."""
     cut = found.layout.cuts[0] if found.layout.cuts else None
     marks = {
         "tpcore_sharding": found,
@@ -62,15 +62,15 @@ def stamp(tensor: Tensor, found: Sharding) -> None:
 
 
 def layouts(model: nn.Module) -> dict[str, Layout]:
-    """Layouts of every state_dict entry; what no parallel layer owns is replicated."""
+    """The layout of every state_dict entry. Entries that no parallel layer owns are replicated."""
     found = {}
     for name, t in model.state_dict(keep_vars=True).items():
-        if isinstance(t, Tensor):  # not the extra state that a module may add
+        if isinstance(t, Tensor):  # a module's extra state need not be
             mark = sharding(t)
             found[name] = mark.layout if mark else Layout(tuple(t.shape))
     return found
 
 
 def shard_specs(model: nn.Module) -> dict[str, ShardSpec]:
-    """The cut of every state_dict entry; what no parallel layer owns is replicated."""
+    """The spec of every state_dict entry. Entries that no parallel layer owns are replicated."""
     return {name: layout.spec for name, layout in layouts(model).items()}

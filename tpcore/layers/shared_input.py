@@ -1,4 +1,4 @@
-"""One copy of an input for all column layers that read it, so that its gradient is summed once."""
+"""One ``ops.copy`` of an input for all column layers that read it, so that its gradient is summed once."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .linear import ColumnParallelLinear
 
 @dataclass(frozen=True)
 class InputCopy:
-    """``ops.copy`` of a tensor; with sequence parallelism its tokens, gathered once for all."""
+    """``ops.copy`` of a tensor; with sequence parallelism an all-gather of its tokens."""
 
     comm: Comm
     sequence_dim: int | None
-    dtype: torch.dtype  # the least precision to sum the gradient in
+    dtype: torch.dtype  # lowest precision for the sum of the gradient
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.sequence_dim is None:
@@ -30,7 +30,7 @@ class InputCopy:
 
 @dataclass(frozen=True)
 class _Hook:
-    """Passes an owner's forward the copy of one of its arguments. Holds neither tensors nor modules."""
+    """Replaces one argument of an owner's forward by its copy. Holds neither tensors nor modules."""
 
     copy: InputCopy
     argument: str
@@ -51,17 +51,17 @@ def share_input(
     argument: str = "hidden_states",
     copy: InputCopy | None = None,
 ) -> None:
-    """Let ``columns``, which ``owner.forward`` calls on its ``argument``, read one copy of it.
+    """Let ``columns`` share one copy of an input. ``owner.forward`` calls them on its ``argument``.
 
-    The gradient of that argument is then summed over the tp group once, not once for each column: 2 of 5
-    all-reduces of a Llama block's backward remain. ``owner.forward`` stays as it is, and must not use the
-    argument otherwise: what flows back to it from elsewhere would be summed as well. ``copy``: what makes the
-    copy, by default as the columns would.
+    The gradient of that argument is then summed over the tp group once instead of once per column: 2 of 5
+    all-reduces remain in the backward of a Llama block. ``owner.forward`` is unchanged, and must use the
+    argument for nothing else, because gradients from other uses would be summed too. ``copy``: makes the
+    copy; by default with the group, sequence dim and dtype of the columns.
 
-    The copy is made by a hook that runs as the owner is entered. A cache in the columns, of the tensor they
-    saw last, would do without an owner, but it would keep activations alive, mix up calls with and without
-    gradients, and hand a recomputation the copy of the first run. A hook has no state: activation
-    checkpointing, ``deepcopy``, ``torch.export`` and a second call before the backward see what they should.
+    A pre-forward hook of the owner makes the copy. A cache in the columns would need no owner, but it would
+    keep activations alive, mix up calls with and without gradients, and give a recomputation the copy of the
+    first run. The hook has no state, so activation checkpointing, ``deepcopy``, ``torch.export`` and a second
+    call before the backward work.
     """
     kinds = {(c.tp, c.sequence_dim, c.reduce_dtype) for c in columns}
     if len(kinds) != 1 or any(c.input_is_copied for c in columns):

@@ -1,8 +1,8 @@
 """The mappings of ``tpcore.ops`` under their NeuronX Distributed names.
 
-``process_group``: a group that ``parallel_state`` returned, one made with the backend's own library, a
-``tpcore.Comm``, or None for the tp group. Names say what the forward does; the gradient goes the
-transposed way. Differentiable any number of times.
+``process_group``: a group from ``parallel_state``, a group made with the backend's own library, a
+``tpcore.Comm``, or None for the tp group. A name describes the forward map; backward is its transpose.
+Differentiable any number of times.
 """
 
 from __future__ import annotations
@@ -17,51 +17,51 @@ from ..context import current
 
 
 def copy_to_tensor_model_parallel_region(x: Tensor, process_group: Any = None) -> Tensor:
-    """As it is; gradients are summed over the group."""
+    """``x`` unchanged; backward sums the gradients over the group."""
     return ops.copy(x, current().comm_for(process_group))
 
 
 def reduce_from_tensor_model_parallel_region(x: Tensor, process_group: Any = None) -> Tensor:
-    """The sum over the group; gradients pass as they are.
+    """The sum over the group; backward leaves the gradient unchanged.
 
-    Where autograd does not record it, ``x`` itself becomes the sum and is returned: published loops sum
-    gradients by ``reduce_from_tensor_model_parallel_region(p.grad)`` and drop what it returns.
+    If autograd does not record the call, the sum is written into ``x``, which is returned: published loops
+    call ``reduce_from_tensor_model_parallel_region(p.grad)`` and drop the result.
     """
     y = ops.reduce(x, current().comm_for(process_group))
-    if y is x or y.requires_grad or _shares_places(x) or torch.compiler.is_compiling():
+    if y is x or y.requires_grad or _has_shared_entries(x) or torch.compiler.is_compiling():
         return y
     with torch.no_grad():
         return x.copy_(y)
 
 
-def _shares_places(x: Tensor) -> bool:
-    """Whether entries of ``x`` lie at one place in memory, as ``expand`` makes them: those take one value."""
+def _has_shared_entries(x: Tensor) -> bool:
+    """Whether several entries of ``x`` are one place in memory, as in the result of ``expand``."""
     return any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True))
 
 
 def scatter_to_tensor_model_parallel_region(x: Tensor, process_group: Any = None) -> Tensor:
-    """This rank's chunk along the last dim; gradients are gathered."""
+    """This rank's chunk along the last dim; backward gathers the gradients."""
     return ops.scatter(x, current().comm_for(process_group), -1)
 
 
 def gather_from_tensor_model_parallel_region(x: Tensor, process_group: Any = None) -> Tensor:
-    """All chunks along the last dim; of the gradient this rank keeps its own."""
+    """All chunks along the last dim; backward keeps this rank's chunk of the gradient."""
     return ops.gather(x, current().comm_for(process_group), -1)
 
 
 def scatter_to_sequence_parallel_region(
     x: Tensor, sequence_dimension: int = 0, process_group: Any = None
 ) -> Tensor:
-    """This rank's chunk of the tokens; gradients are gathered."""
+    """This rank's chunk of the tokens; backward gathers the gradients."""
     return ops.scatter(x, current().comm_for(process_group), sequence_dimension)
 
 
 def gather_from_sequence_parallel_region(
     x: Tensor, sequence_dimension: int = 0, to_model_parallel: bool = True, process_group: Any = None
 ) -> Tensor:
-    """All tokens. ``to_model_parallel``: what follows differs between the ranks (a tensor-parallel
-    region), so gradients are summed and scattered; if False it is the same on all, and this rank keeps
-    its chunk of the gradient."""
+    """All tokens. ``to_model_parallel``: the following work differs between the ranks (a tensor-parallel
+    region), so backward sums and scatters the gradients. False: the ranks repeat the same work, and backward
+    keeps this rank's chunk of the gradient."""
     gather = ops.all_gather if to_model_parallel else ops.gather
     return gather(x, current().comm_for(process_group), sequence_dimension)
 
@@ -69,8 +69,8 @@ def gather_from_sequence_parallel_region(
 def reduce_scatter_to_sequence_parallel_region(
     x: Tensor, sequence_dimension: int = 0, process_group: Any = None, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """This rank's chunk of the sum over the group; gradients are gathered. ``dtype``: the least precision
-    to sum in."""
+    """This rank's chunk of the sum over the group; backward gathers the gradients. ``dtype``: the least
+    precision of the sum."""
     return ops.reduce_scatter(x, current().comm_for(process_group), sequence_dimension, dtype=dtype)
 
 

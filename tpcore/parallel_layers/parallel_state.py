@@ -1,8 +1,8 @@
-"""The names by which NeuronX Distributed scripts ask who they are: each a question to the current context.
+"""NeuronX Distributed's getters for ranks, sizes and groups, answered from the current context.
 
-There is no state here. Ranks lie as ``tpcore.Mesh`` lays them: those of a tp group are contiguous, those
-of a dp group ``tp`` apart. Before ``initialize_model_parallel`` (or ``tpcore.init``) every getter raises
-the RuntimeError of ``tpcore.current``, which names the remedy. An axis that the mesh lacks has size 1.
+There is no state here. ``tpcore.Mesh`` orders the ranks: those of a tp group are contiguous, those of a dp
+group ``tp`` apart. Before ``initialize_model_parallel`` (or ``tpcore.init``) every getter raises the
+RuntimeError of ``tpcore.current``, which names the remedy. An axis that the mesh lacks has size 1.
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ def initialize_model_parallel(
 ) -> None:
     """``tpcore.init`` with these sizes for tp and pp, then one collective unless ``skip_collective_init``.
 
-    ``TPCORE_BACKEND`` chooses the backend. A process group that the script made before is used as it is.
-    The first collective over the world brings a rank that cannot be reached to light here, and lets
-    devices open all their connections at once.
+    ``TPCORE_BACKEND`` chooses the backend. A process group that the script has made already is used. The
+    collective over the world reveals an unreachable rank here, and lets devices open all connections at once.
 
-    Raises ValueError where pp times tp does not divide the world (neither is ever lowered) and for any other
-    size than 1 of the rest, RuntimeError if initialized already.
+    Raises ValueError if pp times tp does not divide the world (neither is ever lowered) or another size is
+    not 1, RuntimeError if initialized already.
     """
     others = {
         "context_parallel_size": context_parallel_size,
@@ -47,11 +46,11 @@ def initialize_model_parallel(
             )
     ctx = init(tp=tensor_model_parallel_size, pp=pipeline_model_parallel_size)
     if not skip_collective_init:
-        heard = int(ctx.world.all_reduce(torch.ones((1,), dtype=torch.int64).to(ctx.device)))
-        if heard != ctx.mesh.size:
+        counted = int(ctx.world.all_reduce(torch.ones((1,), dtype=torch.int64).to(ctx.device)))
+        if counted != ctx.mesh.size:
             shutdown()
             raise BackendError(
-                f"the first all-reduce over {ctx.mesh.size} ranks counted {heard}: "
+                f"the first all-reduce over {ctx.mesh.size} ranks counted {counted}: "
                 f"{type(ctx.backend).__name__} does not reach every rank"
             )
 
@@ -61,7 +60,7 @@ def model_parallel_is_initialized() -> bool:
 
 
 def destroy_model_parallel() -> None:
-    """``tpcore.shutdown()``, or nothing before initialization. A process group of the script's own stays."""
+    """``tpcore.shutdown()``; does nothing before initialization. The script's own process group stays."""
     if is_initialized():
         shutdown()
 
@@ -94,7 +93,7 @@ def _src_rank(axis: str) -> int:
 
 # -- the world ----------------------------------------------------------------------------------------
 def get_world_group(as_list: bool = False) -> Any:
-    """This job's group of all ranks as the backend's own object; ``as_list``: ``[[0, 1, ...]]``."""
+    """The group of all ranks as the backend's own object; ``as_list``: ``[[0, 1, ...]]``."""
     ctx = current()
     return ctx.mesh.world().as_list() if as_list else ctx.world.process_group
 
@@ -123,19 +122,19 @@ def get_tensor_model_parallel_rank() -> int:
 
 
 def get_tensor_model_parallel_src_rank() -> int:
-    """Global rank of the first member of this rank's tp group: the ``src`` of a broadcast over it."""
+    """Global rank of the first member of this rank's tp group: the ``src`` of broadcasts over it."""
     return _src_rank("tp")
 
 
-# published samples call the same getters by these names too
+# names that published samples use for the same getters
 get_tensor_parallel_size = get_tensor_model_parallel_size
 get_tensor_model_parallel_world_size = get_tensor_model_parallel_size
 
 
 # -- data parallel ------------------------------------------------------------------------------------
 def get_data_parallel_group(as_list: bool = False) -> Any:
-    """This rank's dp group as the backend's own object (on cpu_gloo a ``torch.distributed`` group, fit for
-    DistributedDataParallel); ``as_list``: the ranks of *all* dp groups, ``[[0, 2], [1, 3]]``."""
+    """This rank's dp group as the backend's own object (on cpu_gloo a ``torch.distributed`` group, as
+    DistributedDataParallel needs it); ``as_list``: the ranks of *all* dp groups, ``[[0, 2], [1, 3]]``."""
     return _group("dp", as_list)
 
 
@@ -191,7 +190,7 @@ def get_pipeline_model_parallel_prev_rank() -> int:
     return _stage(-1)
 
 
-# -- axes that scripts ask about even where they do not use them: of size 1 here -------------------
+# -- context and expert parallel: scripts query the axes even if they do not use them; their size is 1 -
 def get_context_model_parallel_group(as_list: bool = False) -> Any:
     return _group("cp", as_list)
 
@@ -235,7 +234,7 @@ get_zero1_sharding_groups = get_data_parallel_replica_groups
 
 # -- messages -----------------------------------------------------------------------------------------
 def rmsg(msg: str) -> str:
-    """``msg`` behind this rank's coordinates, for logs; before initialization each of them is -1."""
+    """``msg`` with this rank's coordinates in front, for logs; before initialization each of them is -1."""
     if is_initialized():
         rank = current().rank
         where = {axis: _rank(axis) for axis in ("pp", "tp", "dp", "cp")}

@@ -1,4 +1,4 @@
-"""Random streams under their NeuronX Distributed names."""
+"""Random streams under NeuronX Distributed's names."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ _MODEL_PARALLEL_RNG_TRACKER_NAME = "model-parallel-rng"
 
 
 class XLARNGStatesTracker:
-    """What scripts enter before dropout on cut activations. Holds no state: see ``tpcore.random``.
+    """Its ``fork`` is for dropout on cut activations. It has no state: see ``tpcore.random``.
 
-    Streams come from torch's generator, so that its state is all there is to save, and every fork draws a
-    stream of its own.
+    Streams are derived from torch's generator, whose state is the only one to save.
     """
 
     def fork(self, name: str = _MODEL_PARALLEL_RNG_TRACKER_NAME) -> AbstractContextManager[None]:
-        """``tpcore.random.sharded()``: other numbers on each tp rank, inside a ``with`` block. Under any
-        ``name``: two forks draw different numbers, of one name or of two."""
+        """``tpcore.random.sharded()``: different numbers on each tp rank inside a ``with`` block.
+
+        Any ``name`` is valid: two forks draw different numbers, under one name or under two.
+        """
         return sharded()
 
     def add(self, name: str, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""The small helpers of NeuronX Distributed that model code calls."""
+"""NeuronX Distributed's small helpers for model code."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def split_tensor_along_last_dim(
 
 
 def copy_tensor_model_parallel_attributes(destination_tensor: Tensor, source_tensor: Tensor) -> None:
-    """Let ``destination_tensor`` count as cut the way ``source_tensor`` is, in ``clip_grad_norm`` for one:
-    for a float32 master copy of a parameter. Nothing if the source belongs to no parallel layer."""
+    """Copy the layout of ``source_tensor`` to ``destination_tensor``, e.g. a float32 master copy of a
+    parameter, for ``clip_grad_norm``. Does nothing if the source belongs to no parallel layer."""
     found = sharding(source_tensor)
     if found is not None:
         stamp(destination_tensor, found)

@@ -1,4 +1,4 @@
-"""The entry point: decide, compare with the degree, replace, then the loss and the tokens."""
+"""``parallelize``: decide the cuts, check the degree, replace modules, then connect loss and tokens."""
 
 from __future__ import annotations
 
@@ -41,24 +41,24 @@ def parallelize(
 ) -> Model:
     """Cut a transformers model over the tp group, in place, by its own plan; returns the model.
 
-    Names of parameters and modules stay, what is tied stays tied, and each Parameter stays the same object,
-    so that an optimizer made before goes on working. ``model.config`` stays as it is.
+    Names of parameters and modules stay, tied tensors stay tied, and each Parameter stays the same object,
+    so that an optimizer made before keeps working. ``model.config`` is not changed.
 
-    ``plan``: rules that go before the model's own: a style for each name of ``model.named_modules()``, with
-    ``*`` for the number of a layer. ``"replicate"`` leaves a module whole. Instead of a style the blocks in
-    which a linear layer's output features are cut (``tpcore.Block``).
+    ``plan``: rules that override the model's own. A rule is a style for a name of ``model.named_modules()``,
+    with ``*`` for the number of a layer; ``"replicate"`` leaves a module whole. Instead of a style it may be
+    the blocks (``tpcore.Block``) in which a linear layer's output features are cut.
     ``sequence_parallel``: between attention and MLP each rank keeps some of the tokens, in every forward
-    whose number of tokens tp divides. ``lazy_from``: a directory of safetensors or ``.bin`` files of which
-    each rank reads its part, by default that of ``from_pretrained`` in ``tpcore.lazy()``. ``ctx``: the
-    parallel context, by default the current one.
+    whose number of tokens tp divides. ``lazy_from``: a directory of safetensors or ``.bin`` files from which
+    each rank reads its part; default: the directory of ``from_pretrained`` in ``tpcore.lazy()``. ``ctx``: the
+    parallel context; default: the current one.
 
-    ``num_microbatches``: the model's layers become ``tpcore.PipelinedLayers``, each stage's its own, and the
-    vocabulary is cut over stages and tp together. Needed at ``pp`` above 1, where an optimizer is made after
-    this; ``tpcore.PipelineModel(model, ...)`` then runs one forward, one backward.
+    ``num_microbatches``: the model's layers become ``tpcore.PipelinedLayers``, each stage keeps its own, and
+    the vocabulary is cut over stages and tp together. Required at ``pp`` above 1, where the optimizer has to
+    be made afterwards. ``tpcore.PipelineModel(model, ...)`` then runs one forward, one backward.
 
-    Raises ValueError before anything is changed for a model without a plan, a rule that matches nothing, a
-    style that is not supported, and for sizes that tp does not divide, all in one with the degrees that fit.
-    Collective: every rank of the tp group calls it, with the same model and arguments.
+    Raises ValueError before any change: for a model without a plan, a rule that matches nothing, a style that
+    is not supported, and sizes that tp does not divide (one error for all, with the degrees that fit).
+    Collective: every rank of the tp group calls it with the same model and arguments.
     """
     context = ctx or current()
     comm = context.comm("tp")
@@ -83,7 +83,7 @@ def parallelize(
 
 
 def _replace(model: nn.Module, cuts: list[Cut], comm: Comm, over: Callable[[Cut], Comm]) -> None:
-    """Parallel layers, and attention modules that know their heads."""
+    """Put parallel layers in place, and give attention modules their local number of heads."""
     heads = list(attentions(model, cuts))
     replace(model, cuts, over)
     for owner, width, projections in heads:
@@ -94,7 +94,7 @@ def _replace(model: nn.Module, cuts: list[Cut], comm: Comm, over: Callable[[Cut]
 
 
 def _connect(model: nn.Module, cuts: list[Cut], comm: Comm, sequence_parallel: bool) -> None:
-    """What flows between them: tokens, inputs, the loss."""
+    """Set up what passes between the layers: tokens, shared inputs, the loss."""
     if sequence_parallel:
         cut_sequence(model, cuts, comm)
     else:

@@ -1,4 +1,4 @@
-"""What of a model is cut, and how: rules become one decision for each module, before anything is changed."""
+"""The cuts of a model: rules become one decision for each module, before any change."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Cut:
         return self.name.rpartition(".")[0]
 
     def copies(self, n: int) -> int:
-        """How many of ``n`` ranks hold each of the last block's units."""
+        """How many of ``n`` ranks have each unit of the last block."""
         if not self.blocks:
             return 1
         block = self.blocks[-1]
@@ -57,7 +57,7 @@ def features(module: nn.Module) -> tuple[int, int]:
 
 
 def decide(model: nn.Module, rules: Mapping[str, Rule]) -> list[Cut]:
-    """Every cut that ``rules`` ask for. ValueError, for all that cannot be, of a style or of a module."""
+    """All cuts that ``rules`` ask for. One ValueError names every rule that does not suit its module."""
     matched, wrong = [], []
     rules = _without_whole(rules)
     for name, module in model.named_modules():
@@ -81,7 +81,7 @@ def decide(model: nn.Module, rules: Mapping[str, Rule]) -> list[Cut]:
 
 
 def _without_whole(rules: Mapping[str, Rule]) -> dict[str, Rule]:
-    """``rules`` without those for what lies inside a module that stays whole."""
+    """``rules`` without those for modules inside a module that stays whole."""
     whole = [name for name, rule in rules.items() if rule == plan.REPLICATE]
     return {k: v for k, v in rules.items() if not any(k.startswith(f"{name}.") for name in whole)}
 
@@ -104,7 +104,7 @@ def _mismatch(name: str, module: nn.Module, rule: Rule) -> str | None:
 
 
 def _queries(matched: list[tuple[str, nn.Module, Rule]]) -> dict[str, int]:
-    """By owner: the features of all query heads, which its output projection reads."""
+    """For each owner, the features of all query heads, which its output projection reads."""
     rows: dict[str, int] = {}
     columns: dict[str, int] = defaultdict(int)
     for name, module, rule in matched:
@@ -150,7 +150,7 @@ def _blocks(
 
 
 def attentions(model: nn.Module, cuts: list[Cut]) -> Iterator[tuple[nn.Module, int, list[Cut]]]:
-    """(module, features of its queries, its cut projections) of each module that computes with heads."""
+    """(module, features of its queries, its cut projections) for each attention module."""
     of_owner: dict[str, list[Cut]] = defaultdict(list)
     for cut in cuts:
         of_owner[cut.owner].append(cut)

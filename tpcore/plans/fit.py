@@ -1,4 +1,4 @@
-"""Whether a model fits a degree of tensor parallelism: all that does not, in one error, before any change."""
+"""The check that a model fits a tensor-parallel degree: one error for all misfits, before any change."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from .plan import wildcard
 
 @dataclass(frozen=True)
 class Need:
-    """``count`` whole things that a module's cut has to share out evenly."""
+    """``count`` indivisible units (heads, features) that a module's cut has to distribute evenly."""
 
     name: str
     count: int
     what: str
     shared: bool = False
-    """Whether several ranks may hold one of them, where there are more ranks."""
+    """Whether several ranks may have the same unit if there are more ranks than units."""
 
     def fits(self, n: int) -> bool:
         return self.count % n == 0 or (self.shared and n % self.count == 0)
 
 
 def check_fit(model: str, needs: Sequence[Need], tp: int) -> None:
-    """ValueError that names every misfit at this degree, and the degrees that fit."""
+    """Raise a ValueError that names every misfit at this degree and the degrees that fit."""
     misfits = {f"{wildcard(need.name)} has {need.count} {need.what}" for need in needs if not need.fits(tp)}
     if not misfits:
         return

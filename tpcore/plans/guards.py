@@ -1,4 +1,4 @@
-"""What would be wrong on a cut model without a word: it is refused, and the error says what to do instead."""
+"""Refusals of calls that would give silently wrong results on a cut model; the error names the remedy."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import nn
 
 @dataclass(frozen=True)
 class RefusedByName:
-    """Parameters that DistributedDataParallel is to leave out, which it asks a model for: an error.
+    """The model's list of parameters for DistributedDataParallel to ignore: reading it raises the refusal.
 
-    Its constructor copies rank 0's parameters to all ranks. Shapes match, so that every rank would then hold
-    the same part of the model, and train.
+    DistributedDataParallel's constructor reads it, and then copies rank 0's parameters to all ranks. The
+    shapes match, so every rank would have the same part of the model, and training would go on.
     """
 
     model: str
@@ -36,6 +36,6 @@ def _resize(model: nn.Module, *args: Any, **kwargs: Any) -> NoReturn:
 
 
 def guard(model: nn.Module) -> None:
-    """Refuse what a cut model cannot do."""
+    """Make DistributedDataParallel and ``resize_token_embeddings`` raise errors for ``model``."""
     model.__dict__["_ddp_params_and_buffers_to_ignore"] = RefusedByName(type(model).__name__)
     model.__dict__["resize_token_embeddings"] = MethodType(_resize, model)

@@ -1,4 +1,4 @@
-"""Attention heads: how the features of a projection are grouped, and what a module's forward reads of it."""
+"""Attention heads: how a projection's features form heads, and the local sizes that forward reads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LOCAL_WIDTH = ("inner_dim", "embed_dim", "hidden_size", "attn_dim", "projection
 
 
 def head_size(owner: nn.Module) -> int | None:
-    """Features of one head, where ``owner`` is an attention."""
+    """Features of one head; None if ``owner`` is no attention module."""
     for name in _HEAD_SIZE:
         size = getattr(owner, name, None)
         if isinstance(size, int) and size > 0:
@@ -34,7 +34,7 @@ def head_size(owner: nn.Module) -> int | None:
 
 @dataclass(frozen=True)
 class HeadsArgument:
-    """A hook: of arguments with entries for all heads along dim 0, beside those of the batch, this rank's."""
+    """A hook that keeps this rank's heads of arguments whose dim 0 is batch times all heads."""
 
     comm: Comm
     heads: int
@@ -51,10 +51,11 @@ _OF_HEADS = ("alibi", "position_bias")
 
 
 def grouped(name: str, owner: nn.Module, size: int, queries: int) -> tuple[Block, Need]:
-    """How ``size`` output features are cut in whole heads, in an attention of ``queries`` query features.
+    """How ``size`` output features are cut in whole heads, in an attention with ``queries`` query features.
 
-    Fewer than the queries are key or value heads that several queries share: where tp is above their number
-    several ranks hold one. More are several things of each head side by side (q|k|v of GPT-NeoX).
+    If ``size`` is smaller, they are key or value heads that several queries share; if tp is above their
+    number, several ranks have the same head. If it is larger, each head has several parts side by side (q|k|v
+    of GPT-NeoX).
     """
     unit = head_size(owner)
     if unit is None or size % unit:
@@ -66,7 +67,7 @@ def grouped(name: str, owner: nn.Module, size: int, queries: int) -> tuple[Block
 
 
 def fused(name: str, owner: nn.Module, size: int, queries: int) -> tuple[tuple[Block, ...], list[Need]]:
-    """q|k|v of ``size`` output features, of which ``queries`` are those of the query heads."""
+    """The blocks of q|k|v in one layer of ``size`` output features; ``queries`` of them are query heads."""
     kv, odd = divmod(size - queries, 2)
     if odd or kv < 1 or head_size(owner) is None:
         raise ValueError(
@@ -77,9 +78,9 @@ def fused(name: str, owner: nn.Module, size: int, queries: int) -> tuple[tuple[B
 
 
 def localize(owner: nn.Module, n: int, copies: int, width: int) -> None:
-    """Let ``owner``'s forward, which reads its own numbers of heads, see those of one rank.
+    """Set the numbers of heads and features that ``owner``'s forward reads to those of one rank.
 
-    ``copies``: how many ranks hold each key and value head. ``width``: the features of all query heads.
+    ``copies``: how many ranks have each key and value head. ``width``: the features of all query heads.
     """
     for name in _LOCAL:
         count = getattr(owner, name, None)

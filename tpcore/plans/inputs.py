@@ -1,4 +1,4 @@
-"""Inputs that several column layers read: copied once where the source shows that nothing else reads them."""
+"""Inputs of several column layers: copied once if the source shows that nothing else reads them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _COLUMNS = (plan.COLUMN, plan.PACKED_COLUMN, plan.QKV_COLUMN)
 
 
 def columns_by_owner(model: nn.Module, cuts: list[Cut]) -> dict[str, dict[str, ColumnParallelLinear]]:
-    """By the name of the module that calls them: the column layers that leave parts, by their names there."""
+    """The column layers whose outputs stay parts: by the name of their owner, then by their name in it."""
     found: dict[str, dict[str, ColumnParallelLinear]] = defaultdict(dict)
     for cut in cuts:
         layer = model.get_submodule(cut.name)
@@ -26,12 +26,12 @@ def columns_by_owner(model: nn.Module, cuts: list[Cut]) -> dict[str, dict[str, C
 
 
 def shared_argument(owner: nn.Module, columns: dict[str, ColumnParallelLinear]) -> str | None:
-    """The argument of ``owner.forward`` that its columns read and nothing else does; None if unknown."""
+    """The argument of ``owner.forward`` that only its column layers read; None if unknown."""
     return argument_of_calls(type(owner).forward, set(columns))
 
 
 def share_inputs(model: nn.Module, cuts: list[Cut], copy: InputCopy | None = None) -> set[str]:
-    """Copy inputs once wherever that is sure to be right; the names of those modules."""
+    """Copy inputs once in the modules where that is certainly correct; return these modules' names."""
     done = set()
     for name, columns in columns_by_owner(model, cuts).items():
         owner = model.get_submodule(name)

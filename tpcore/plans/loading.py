@@ -1,4 +1,4 @@
-"""Models of which nothing but shapes is made, until each rank reads its part of the files."""
+"""Models that have only shapes until each rank reads its part of the files."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ FILES = "_tpcore_lazy_from"
 
 
 class _Shapes(TorchFunctionMode):
-    """What torch's modules allocate for parameters, ``torch.empty``, is made on meta.
+    """Makes ``torch.empty``, which torch's modules call for their parameters, allocate on meta.
 
-    Everything else is made for real: buffers that no file holds, such as rotary frequencies, are computed.
+    All else has values: buffers that no file contains, such as rotary frequencies, are computed.
     """
 
     def __torch_function__(
@@ -41,11 +41,11 @@ class _Shapes(TorchFunctionMode):
 
 @contextmanager
 def lazy() -> Iterator[None]:
-    """Within, models are made without values, by ``from_config``, constructors and ``from_pretrained``.
+    """Make models without values inside the block: by ``from_config``, constructors, ``from_pretrained``.
 
     ``from_pretrained`` takes a directory and remembers it: ``tpcore.parallelize`` then reads this rank's part
-    from there. Its dtype is that of the files' configuration unless ``dtype`` is given. One thread at a time
-    may be within: a method of transformers is replaced.
+    from there. The dtype is that of the files' configuration unless ``dtype`` is given. Only one thread at a
+    time may enter the block, because it replaces a method of transformers.
     """
     from transformers import PreTrainedModel
 
@@ -96,12 +96,12 @@ def _from_pretrained(
 
 
 def read_parts(model: nn.Module, path: str, ctx: ParallelContext) -> None:
-    """Fill ``model`` from the files at ``path``, each rank with its parts. Collective over the world.
+    """Fill ``model`` from the files at ``path``; each rank reads its parts. Collective over the world.
 
-    Parameters on meta get memory and stay the same objects. CheckpointError, on every rank, for what does not
-    fit, or is still without values afterwards.
+    Parameters on meta get memory and stay the same objects. Raises CheckpointError on every rank if a tensor
+    does not fit or still has no values afterwards.
     """
-    ctx.comm("tp")  # now, where all ranks pass: the first use of a group is collective
+    ctx.comm("tp")  # here, where all ranks pass: the first use of a group is collective
     with ExitStack() as stack:
         with together(ctx), naming("load", path):
             source = open_source(path, Reading(), stack, sharded=False)
@@ -119,7 +119,7 @@ def read_parts(model: nn.Module, path: str, ctx: ParallelContext) -> None:
 
 
 def _materialize(model: nn.Module, device: torch.device) -> None:
-    """Memory for parameters on meta, in the same objects: an optimizer may know them already."""
+    """Give parameters on meta memory, and keep the objects: an optimizer may have them already."""
     for p in list(model.parameters()):
         if p.is_meta:
             torch.utils.swap_tensors(
@@ -129,5 +129,5 @@ def _materialize(model: nn.Module, device: torch.device) -> None:
         if isinstance(module, PipelinedLayers):
             module.mark_places()
         if isinstance(module, ParallelModule):
-            for name in module.shard_specs:  # what a swapped Parameter carried went with its old memory
+            for name in module.shard_specs:  # swap_tensors has taken away the Parameter's attributes
                 module.register_parameter(name, module.get_parameter(name))

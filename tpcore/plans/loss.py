@@ -1,4 +1,4 @@
-"""The loss of a language model over logits of which each rank has a part of the vocabulary."""
+"""The loss of a language model if each rank has the logits of its part of the vocabulary."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SHIFTS = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False}
 
 
 class VocabularyLoss:
-    """``model.loss_function`` of a model whose head is cut: of parts where the head leaves parts."""
+    """``model.loss_function`` for a cut head: a parallel loss if the head's output stays in parts."""
 
     def __init__(self, head: ColumnParallelLinear, whole: Callable[..., Tensor], shift: bool) -> None:
         self._head, self._whole, self._shift = head, whole, shift
@@ -56,10 +56,10 @@ class VocabularyLoss:
 
 
 def cut_loss(model: nn.Module, head: ColumnParallelLinear) -> bool:
-    """Let the loss be one of parts of the vocabulary, where ``model`` asks ``self.loss_function`` for it.
+    """Compute the loss from parts of the vocabulary if ``model`` calls ``self.loss_function``; else False.
 
-    With labels the logits stay parts until the loss is made. Those of the output are whole, but in training
-    mode, where they stay this rank's part: to gather them costs more than the loss.
+    With labels the logits stay parts until the loss is computed. The output's logits are whole in eval mode.
+    In training mode they stay this rank's part: gathering them costs more than the loss.
     """
     whole = getattr(model, "loss_function", None)
     shift = _SHIFTS.get(getattr(whole, "__name__", ""))
@@ -72,7 +72,7 @@ def cut_loss(model: nn.Module, head: ColumnParallelLinear) -> bool:
 
 
 def _head(model: nn.Module) -> ColumnParallelLinear:
-    # asked of the model: a hook that kept it would belong to the original of a copied model
+    # from the model: after a deepcopy a hook that stored the head would have the original's
     return cast(ColumnParallelLinear, model.get_output_embeddings())  # type: ignore[operator]
 
 

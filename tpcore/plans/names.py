@@ -1,7 +1,7 @@
-"""Names of tensors in files, where they are not those in memory: by transformers' own mapping.
+"""The mapping between tensor names in files and in memory, which calls transformers' own mapping.
 
 transformers 5 renamed modules of many families (the head of GPT-NeoX, every layer of ViT) and kept the names
-in files. Its mapping is asked and not copied.
+in files.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from ..errors import CheckpointError
 
 
 def names_in_memory(model: Any, stored: Iterable[str], where: str) -> dict[str, str]:
-    """By name in a file: the model's own name. Leaves out what transformers ignores when it reads.
+    """The model's name for each name in a file, without those that transformers ignores when it reads.
 
-    CheckpointError for tensors that would have to be merged or split: those are no slices of a file.
+    CheckpointError for tensors that would have to be merged or split: a rank's part is no slice of a file.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -42,14 +42,14 @@ def names_in_memory(model: Any, stored: Iterable[str], where: str) -> dict[str, 
 
 
 def names_in_files(model: Any, names: Iterable[str]) -> dict[str, str]:
-    """By the model's name: that under which transformers stores it. Names alone are asked, no values."""
+    """The name in files for each name of the model. Only names are mapped, no values."""
     from transformers.core_model_loading import revert_weight_conversion
 
     order = list(names)
-    # the number of entries tells which is which, however they are called afterwards
-    asked = {name: torch.empty((i + 1,), device="meta") for i, name in enumerate(order)}
+    # each tensor's number of entries identifies it after the renaming
+    meta = {name: torch.empty((i + 1,), device="meta") for i, name in enumerate(order)}
     try:
-        answer = revert_weight_conversion(model, dict(asked))
+        answer = revert_weight_conversion(model, dict(meta))
     except Exception as e:
         raise CheckpointError(
             f"{type(model).__name__} is stored merged or split, not by renaming: {e}"

@@ -1,4 +1,4 @@
-"""The rules of a cut: which module in which way. The only module that knows the names of the styles."""
+"""The rules of a plan: a style for each module. The only module that knows the names of the styles."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from ..shard import Block
 
 Rule = str | Sequence[Block]
-"""A style by name, or the blocks in which a linear layer's output features are cut."""
+"""The name of a style, or the blocks in which a linear layer's output features are cut."""
 
 COLUMN, COLUMN_GATHERED = "colwise", "colwise_gather_output"
 ROW, ROW_SPLIT = "rowwise", "rowwise_split_input"
@@ -38,17 +38,17 @@ def wildcard(name: str) -> str:
 
 
 def normalized(rules: Mapping[str, Rule]) -> dict[str, Rule]:
-    """``rules`` in today's names of the styles."""
+    """``rules`` with the present names of the styles."""
     return {name: ALIASES.get(rule, rule) if isinstance(rule, str) else rule for name, rule in rules.items()}
 
 
 def rule_of(name: str, rules: Mapping[str, Rule]) -> Rule | None:
-    """The rule for a module or parameter: that of its own name first, then that of all layers alike."""
+    """The rule for a module or parameter: first for its own name, then for its name with ``*``."""
     return rules[name] if name in rules else rules.get(wildcard(name))
 
 
 def checked(user: Mapping[str, Rule], names: Iterable[str]) -> None:
-    """ValueError for rules that match no name: a misspelt rule would leave a layer whole without a word."""
+    """Raise ValueError for rules that match no name: a misspelt rule would silently leave a layer whole."""
     known = set(names)
     known |= {wildcard(name) for name in known}
     unused = [name for name in user if name not in known]

@@ -1,4 +1,4 @@
-"""Modules are replaced by parallel layers; Parameters stay the same objects, with this rank's part inside."""
+"""Replaces modules by parallel layers. Parameters stay the same objects and get this rank's part."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ Places = dict[int, list[tuple[nn.Module, str]]]
 
 
 def replace(model: nn.Module, cuts: Iterable[Cut], over: Callable[[Cut], Comm]) -> None:
-    """Put a parallel layer in the place of each module that is cut, under each of its names. ``over``: which
-    ranks hold its parts."""
+    """Put a parallel layer in the place of each cut module, under each of its names. ``over``: the ranks that
+    have its parts."""
     cuts = list(cuts)
     children, owners = _children(model), _owners(model)
     for group in _tied(cuts, owners):
@@ -41,7 +41,7 @@ def replace(model: nn.Module, cuts: Iterable[Cut], over: Callable[[Cut], Comm]) 
 
 
 def _children(model: nn.Module) -> Places:
-    """Where each module stands: one that is shared stands in several places."""
+    """The places (parent, name) of each module by id; a shared module has several."""
     found: Places = defaultdict(list)
     for parent in model.modules():
         for leaf, child in parent._modules.items():
@@ -51,7 +51,7 @@ def _children(model: nn.Module) -> Places:
 
 
 def _owners(model: nn.Module) -> Places:
-    """Where each Parameter stands: one that is tied stands in several places."""
+    """The places (module, name) of each Parameter by id; a tied Parameter has several."""
     found: Places = defaultdict(list)
     for module in model.modules():
         for name, p in module._parameters.items():
@@ -61,7 +61,7 @@ def _owners(model: nn.Module) -> Places:
 
 
 def _tied(cuts: list[Cut], owners: Places) -> list[list[Cut]]:
-    """The cuts, those that share a Parameter together: each has to see it whole."""
+    """The cuts, grouped by shared Parameters: each has to read the whole Parameter before it is cut."""
     of_module = {id(cut.module): cut for cut in cuts}
     seen: set[int] = set()
     groups = []
@@ -81,7 +81,7 @@ def _tied(cuts: list[Cut], owners: Places) -> list[list[Cut]]:
 
 
 _SAME_AS_LINEAR = ("FalconLinear",)
-"""Subclasses of ``nn.Linear`` whose forward computes the same in other words."""
+"""Subclasses of ``nn.Linear`` whose forward is equivalent to its."""
 
 
 def _plain(old: nn.Module) -> nn.Module:
@@ -93,7 +93,7 @@ def _plain(old: nn.Module) -> nn.Module:
 
 
 def _made(cut: Cut, comm: Comm) -> ParallelModule | None:
-    """The layer, with parameters of its own still."""
+    """The parallel layer, still with new parameters of its own; None if the style replaces nothing."""
     old, style, options = _plain(cut.module), cut.style, {"tensor_model_parallel_group": comm}
     conv = hasattr(old, "nf") and not isinstance(old, nn.Linear)
     column: type[ColumnParallelLinear] = ColumnParallelConv1D if conv else ColumnParallelLinear
@@ -115,11 +115,11 @@ def _made(cut: Cut, comm: Comm) -> ParallelModule | None:
 
 
 class _Table(ParallelEmbedding, nn.Embedding):
-    """A parallel embedding that is an ``nn.Embedding`` too: what ``super().forward`` of a subclass finds."""
+    """A parallel embedding that is also an ``nn.Embedding``, for subclasses that call ``super().forward``."""
 
 
 def _embedding(old: nn.Module, **options: object) -> ParallelModule:
-    """The parallel embedding of a table, or of a subclass that goes on with what a table gives."""
+    """The parallel embedding for an ``nn.Embedding`` or for a subclass whose forward extends it."""
     kind = type(old)
     if not isinstance(old, nn.Embedding) or kind.forward is nn.Embedding.forward:
         return ParallelEmbedding.from_plain(old, **options)
@@ -146,7 +146,7 @@ def _embedding(old: nn.Module, **options: object) -> ParallelModule:
 def _adopt(made: list[tuple[Cut, ParallelModule | None]], owners: Places) -> None:
     """Give the old Parameters the new parts, and the new layers the old Parameters.
 
-    An optimizer that was made before goes on knowing them, and what is tied stays tied.
+    So an optimizer that was made before keeps its Parameters, and tied Parameters stay tied.
     """
     layers = {id(cut.module): (cut, layer) for cut, layer in made if layer is not None}
     parts: dict[int, tuple[nn.Parameter, Tensor]] = {}
@@ -174,7 +174,7 @@ def _check_tied(
     places: list[tuple[nn.Module, str]],
     layers: dict[int, tuple[Cut, ParallelModule]],
 ) -> None:
-    """ValueError where a tied Parameter is cut in one place and another place computes with the whole."""
+    """Raise ValueError if the places of a tied Parameter are cut differently, or one of them is not cut."""
     for module, other in places:
         if id(module) in layers:
             its_cut, layer = layers[id(module)]

@@ -1,7 +1,7 @@
 """Sequence parallelism: between the cut regions of a block each rank keeps some of the tokens.
 
-Activations are ``[batch, tokens, features]``, cut along dim 1. They enter whole at the modules that call
-column layers, attention and MLP, not at the layers inside: an attention's views read the number of tokens.
+Activations are ``[batch, tokens, features]``, cut along dim 1. The modules that call column layers, attention
+and MLP, get all tokens, not only the layers inside: an attention's views read the number of tokens.
 Korthikanti et al. 2022, arXiv:2205.05198.
 """
 
@@ -30,10 +30,10 @@ Map = Callable[[Tensor], Tensor]
 
 @dataclass(eq=False)
 class Stack:
-    """A list of blocks, and whether tokens are cut in the forward that is under way.
+    """A list of blocks, and whether tokens are cut in the current forward.
 
-    The number of tokens decides, which is the same on every rank: cut where tp divides it. So they are whole
-    while single tokens are generated.
+    They are cut if tp divides their number, which is the same on every rank. So they stay whole when single
+    tokens are generated.
     """
 
     comm: Comm
@@ -41,14 +41,14 @@ class Stack:
     blocks: nn.ModuleList | PipelinedLayers
     active: bool = False
     allowed: bool = True
-    """Whether nobody asked for hidden states between the blocks, of which this rank has a part."""
+    """False if the caller wants the hidden states between the blocks: this rank would have only a part."""
 
     def enter(self, tokens: Tensor) -> Tensor:
         n = self.comm.size
         self.active = self.allowed and tokens.ndim == 3 and tokens.shape[1] % n == 0
         recomputed = any(getattr(block, "gradient_checkpointing", False) for block in self.blocks.children())
         if not self.active and recomputed and self.blocks.training and torch.is_grad_enabled():
-            # the backward, which runs a block again, could not know how its forward had been
+            # the recomputation in backward could not know whether its forward cut the tokens
             raise ValueError(
                 f"sequence parallelism with activation checkpointing needs a number of tokens that tp={n} "
                 f"divides, and no hidden states as output, not tokens of {tuple(tokens.shape)}: pad the "
@@ -59,7 +59,7 @@ class Stack:
         return ops.scatter(tokens, self.comm, 1) if self.active else tokens
 
     def gather(self, tokens: Tensor) -> Tensor:
-        """Chunks -> replicated: what each rank does with them is the same."""
+        """Chunks -> replicated, for work that is the same on each rank."""
         return ops.gather(tokens, self.comm, 1) if self.active else tokens
 
     def scatter(self, tokens: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ class Stack:
 
 @dataclass(frozen=True)
 class TokenCopy(InputCopy):
-    """A copy of the input for column layers: of all tokens, from the ranks where they are cut."""
+    """The input copy for column layers: gathers the tokens from the ranks if they are cut."""
 
     stack: Stack | None = None
 
@@ -80,7 +80,7 @@ class TokenCopy(InputCopy):
 
 @dataclass(frozen=True)
 class _Before:
-    """A hook on a module's hidden states, its first argument."""
+    """A hook that changes a module's hidden states, its first argument."""
 
     change: Map
 
@@ -92,7 +92,7 @@ class _Before:
 
 @dataclass(frozen=True)
 class _After:
-    """A hook on a module's hidden states, its first output."""
+    """A hook that changes a module's hidden states, its first output."""
 
     change: Map
 
@@ -104,7 +104,7 @@ class _After:
 
 @dataclass(frozen=True)
 class _Asked:
-    """A hook that looks whether the caller wants what lies between the blocks."""
+    """A hook that notes whether the caller wants outputs from between the blocks."""
 
     stacks: list[Stack] = field(default_factory=list)
 
@@ -116,7 +116,7 @@ class _Asked:
 
 
 def cut_sequence(model: nn.Module, cuts: list[Cut], comm: Comm) -> None:
-    """Let the blocks of every stack that has cut layers work on this rank's tokens between them."""
+    """Cut the tokens between the blocks of every stack that has cut layers."""
     if getattr(model.config, "layerdrop", 0) or getattr(model.config, "decoder_layerdrop", 0):
         raise ValueError("sequence_parallel=True: with layerdrop the last block may not run; set it to 0")
     stacks = []
@@ -148,7 +148,7 @@ def _stacks(model: nn.Module, cuts: list[Cut]) -> Iterator[tuple[str, nn.ModuleL
 
 
 def _enter_owners(model: nn.Module, cuts: list[Cut], stack: Stack) -> set[str]:
-    """Let tokens enter whole at the modules that call column layers; the names of those modules."""
+    """Gather the tokens at the modules that call column layers; return the names of those modules."""
     comm = stack.comm
     columns = columns_by_owner(model, cuts)
     shared = share_inputs(model, cuts, TokenCopy(comm, None, torch.float32, stack))
@@ -161,13 +161,14 @@ def _enter_owners(model: nn.Module, cuts: list[Cut], stack: Stack) -> set[str]:
                 "that its tokens cannot enter whole there and stay cut elsewhere: this family works without"
             )
         owner.register_forward_pre_hook(_Before(stack.gather), with_kwargs=True)
-    for name in gathered:  # their output is whole on every rank
+    for name in gathered:  # the output of these is whole on every rank
         model.get_submodule(name).register_forward_hook(_After(stack.scatter))
     return columns.keys() | gathered
 
 
 def _sum_norms(model: nn.Module, stack_name: str, owners: set[str], stack: Stack) -> None:
-    """Sum the gradients of what sees this rank's tokens only: norms. Anything else might mix tokens."""
+    """Sum the gradients of norms, which see this rank's tokens only. Other modules might mix tokens: an
+    error."""
     for name, module in model.named_modules():
         outside = not name.startswith(stack_name + ".") or any(f"{name}.".startswith(o + ".") for o in owners)
         whole = list(module.parameters(recurse=False))

@@ -1,4 +1,4 @@
-"""What the source of a forward shows, where a cut depends on it."""
+"""Reads the source of a forward for facts on which a cut depends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def tree_of(function: Callable[..., Any]) -> ast.AST | None:
-    """The syntax tree of a function beneath its decorators; None where there is no source."""
+    """The syntax tree of a function inside its decorators; None without source."""
     try:
         return ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
     except (OSError, TypeError, SyntaxError):
@@ -18,7 +18,7 @@ def tree_of(function: Callable[..., Any]) -> ast.AST | None:
 
 
 def calls_super(forward: Callable[..., Any]) -> bool:
-    """Whether a forward asks ``super().forward``."""
+    """Whether a forward calls ``super().forward``."""
     tree = tree_of(forward)
     return tree is not None and any(
         isinstance(node, ast.Attribute)
@@ -30,9 +30,9 @@ def calls_super(forward: Callable[..., Any]) -> bool:
 
 
 def asks_loss_function(forward: Callable[..., Any]) -> bool:
-    """Whether a forward asks ``self.loss_function`` for its loss, of logits on which it works one by one.
+    """Whether a forward calls ``self.loss_function`` and uses its logits only elementwise.
 
-    A forward that looks at the vocabulary of its logits, by an index or by their shape, needs all of them.
+    A forward that indexes the vocabulary dim of its logits or reads their shape needs all of them.
     """
     tree = tree_of(forward)
     if tree is None:
@@ -62,7 +62,8 @@ def _elementwise(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
 
 
 def argument_of_calls(forward: Callable[..., Any], children: set[str]) -> str | None:
-    """The argument that a forward passes to each of ``children``, using nothing but its shape besides."""
+    """The argument that a forward passes to each of ``children`` and of which it reads only the shape
+    otherwise; None if there is none."""
     tree = tree_of(forward)
     if tree is None:
         return None
@@ -79,7 +80,7 @@ def argument_of_calls(forward: Callable[..., Any], children: set[str]) -> str | 
 
 
 def _own_call(node: ast.Call) -> str:
-    """``name`` of a call ``self.name(...)``."""
+    """The ``name`` in a call ``self.name(...)``, else ""."""
     function = node.func
     own = isinstance(function, ast.Attribute) and getattr(function.value, "id", "") == "self"
     return function.attr if own and isinstance(function, ast.Attribute) else ""

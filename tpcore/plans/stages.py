@@ -1,4 +1,4 @@
-"""A cut model's layers as the stages of a pipeline, and what its ends are cut over."""
+"""Divides a cut model's layers into pipeline stages, and chooses the ranks that cut the vocabulary."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .cuts import Cut
 
 _ENDS = (plan.EMBEDDING_ROW, plan.COLUMN_GATHERED)
 _WHOLE = ("cache_position",)
-"""Arguments of layers whose first size is never the batch."""
+"""Arguments of layers whose first dim is never the batch."""
 
 
 def groups(model: nn.Module, ctx: ParallelContext, stages: int) -> Callable[[Cut], Comm]:
-    """Over which ranks each cut goes: tp; with stages the vocabulary, which is on none of them, over both."""
+    """The ranks of each cut: tp, or with stages both axes for the vocabulary, which belongs to no stage."""
     tp = ctx.comm("tp")
     if stages == 1:
         return lambda cut: tp
@@ -33,7 +33,7 @@ def groups(model: nn.Module, ctx: ParallelContext, stages: int) -> Callable[[Cut
 
 
 def number_of_stages(ctx: ParallelContext, num_microbatches: int | None) -> int:
-    """ValueError where there are several and nobody says how many microbatches go through them."""
+    """The number of stages. ValueError if it is above 1 and ``num_microbatches`` is None."""
     stages = ctx.mesh.axes.get("pp", 1)
     if stages > 1 and num_microbatches is None:
         raise ValueError(
@@ -44,7 +44,7 @@ def number_of_stages(ctx: ParallelContext, num_microbatches: int | None) -> int:
 
 
 def into_stages(model: nn.Module, cuts: list[Cut], num_microbatches: int, stages: int) -> list[Cut]:
-    """Let the model's layers be this stage's; the cuts of modules that it still has."""
+    """Keep only this stage's layers in the model; return the cuts of modules that it still has."""
     layers = pipelined_layers(model, num_microbatches)
     layers.shared = _WHOLE
     if "use_cache" in inspect.signature(model.forward).parameters:
@@ -57,7 +57,7 @@ def into_stages(model: nn.Module, cuts: list[Cut], num_microbatches: int, stages
 
 @dataclass(frozen=True)
 class _NoCache:
-    """A hook that asks for no cache of keys and values, in which microbatches would be mixed up."""
+    """A hook that turns off the cache of keys and values, which would mix up microbatches."""
 
     def __call__(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

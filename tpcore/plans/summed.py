@@ -1,4 +1,4 @@
-"""Whole modules of which each rank sees a part of the gradients: the parts are summed."""
+"""Sums the gradients of replicated modules if each rank computes only a part of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ATTRIBUTE = "_tpcore_summed"
 
 
 class Switch(Protocol):
-    """What knows, in a forward, whether gradients are in parts."""
+    """Whether gradients are in parts in the current forward."""
 
     active: bool
 
@@ -27,10 +27,10 @@ class Always:
 
 @dataclass(frozen=True)
 class Summing:
-    """One copy of a parameter for each rank: the backward of each use sums what the ranks saw.
+    """``ops.copy`` of a parameter: the backward of each use sums the ranks' gradients.
 
-    It keeps no state, so that accumulated gradients are summed once. A hook on the accumulated gradient
-    would sum again what it has summed before.
+    It keeps no state, so accumulated gradients are summed once. A hook on the accumulated gradient would sum
+    the earlier gradients again.
     """
 
     comm: Comm
@@ -43,18 +43,18 @@ class Summing:
 
 
 def sum_gradients(module: nn.Module, comm: Comm, switch: Switch | None = None) -> None:
-    """Let the gradients of the parameters that ``module`` itself owns be summed over ``comm``.
+    """Sum the gradients of ``module``'s own parameters, not its children's, over ``comm``.
 
-    Where ``switch`` is off in a forward, that forward's gradients are whole already.
+    If ``switch`` is off in a forward, that forward's gradients are whole already.
     """
     module.__dict__[ATTRIBUTE] = Summing(comm, switch or Always())
     module.__class__ = _summed(type(module))
 
 
 def _summed(original: type[nn.Module]) -> type[nn.Module]:
-    """``original`` with a forward that computes with what ``Summing`` makes of its parameters.
+    """A subclass of ``original`` whose forward uses the copies that ``Summing`` makes of the parameters.
 
-    A class, and what it needs on the instance: ``deepcopy`` then copies both as they belong together.
+    It is a class with its data on the instance, so that ``deepcopy`` copies both together.
     """
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a transformers model says of itself: its own plan, its vocabulary, what it ties."""
+"""The information that a transformers model has about itself: its plan, its vocabulary, its tied tensors."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def checked_model(model: Any) -> Any:
 
 
 def rules_of(model: Any, user: dict[str, Rule]) -> dict[str, Rule]:
-    """``user``'s rules, before those of the model's own plan, its family's and its vocabulary's.
+    """The rules of ``user``, which override the model's plan, its family's rules and its vocabulary's.
 
-    ValueError where no block would be cut: ranks that all compute the same are not what was asked for.
+    ValueError if they cut no block: then all ranks would compute the same.
     """
     why = families.REFUSED.get(model.config.model_type)
     if why is not None and not user:
@@ -51,7 +51,7 @@ def rules_of(model: Any, user: dict[str, Rule]) -> dict[str, Rule]:
 
 
 def own_rules(model: Any) -> dict[str, Rule]:
-    """Of the model's plan, and of the families of all transformers models that it is made of."""
+    """The rules of the model's plan and of the families of all transformers models inside it."""
     names = {wildcard(name) for name, _ in model.named_modules()}
     names |= {wildcard(name) for name, _ in model.named_parameters()}
     rules: dict[str, Rule] = {k: v for k, v in (getattr(model, "tp_plan", None) or {}).items() if k in names}
@@ -70,7 +70,7 @@ def _pretrained(model: Any) -> Iterator[tuple[str, Any]]:
 
 
 def vocabulary(model: Any) -> tuple[Any, Any]:
-    """(table of the input tokens, head that gives logits), None for what there is not."""
+    """(embedding of the input tokens, head that computes logits); None for one that is missing."""
     try:
         table = model.get_input_embeddings()
     except (NotImplementedError, AttributeError):
@@ -83,7 +83,7 @@ def vocabulary(model: Any) -> tuple[Any, Any]:
 
 
 def _vocabulary(model: Any, rules: dict[str, Rule]) -> dict[str, Rule]:
-    """``rules`` with the table and the head cut by the vocabulary, and so what is tied to them."""
+    """``rules``, with the embedding, the head and all modules tied to them cut by the vocabulary."""
     names = {id(module): name for name, module in model.named_modules()}
     table, head = vocabulary(model)
     styles = ((table, plan.EMBEDDING_ROW), (head, plan.COLUMN_GATHERED))

@@ -1,4 +1,4 @@
-"""A cut model whole again: in memory, or in files that transformers opens anywhere."""
+"""Gathers a cut model: in memory, or into files that transformers can open."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _STALE = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """Every tensor of ``model.state_dict()``, whole, on the CPU of every rank; what is tied is one tensor.
+    """All tensors of ``model.state_dict()``, whole, on the CPU of every rank; tied names share one tensor.
 
-    Memory for the whole model: ``model.save_pretrained`` writes it tensor by tensor. Collective over the
-    ranks that hold the parts.
+    It needs memory for the whole model; ``model.save_pretrained`` writes tensor by tensor instead. Collective
+    over the ranks that have the parts.
     """
     made: dict[int, Tensor] = {}
     full = {}
@@ -40,7 +40,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def whole(tensor: Tensor) -> Tensor:
-    """One parameter or buffer, whole, on the CPU. Collective over the ranks that hold its parts."""
+    """One parameter or buffer, whole, on the CPU. Collective over the ranks that have its parts."""
     found, part = sharding(tensor), tensor.detach()
     if found is None or not found.axes:
         return part.cpu().clone()
@@ -51,7 +51,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Gathered:
-    """A tensor that is gathered when it is written, and named when it has been."""
+    """A tensor that is gathered when it is written; then its id is added to ``done``."""
 
     tensor: Tensor
     done: set[int]
@@ -84,9 +84,9 @@ def save_whole(
 ) -> None:
     """``model.save_pretrained`` of a cut model: the whole model, in transformers' own names and layout.
 
-    Tensors are gathered one by one; rank 0 writes them, and an index where it takes several files of at most
-    ``max_shard_size``. ``state_dict``: whole already, and written by transformers. Collective over the world.
-    Raises CheckpointError where the disk says no, on every rank.
+    Tensors are gathered one by one. Rank 0 writes them, in files of at most ``max_shard_size``, with an index
+    if there are several. A ``state_dict`` must be whole already; transformers writes it. Collective over the
+    world. Raises CheckpointError on every rank if a file cannot be written.
     """
     ctx = current()
     if state_dict is not None:
@@ -102,7 +102,7 @@ def save_whole(
     if ctx.rank == 0:
         try:
             _write(model, out, groups)
-        except Exception as e:  # noqa: BLE001  raised below, once no rank waits for this one's part
+        except Exception as e:  # noqa: BLE001  raised below, when no rank waits for this one's parts
             error = e
     for group in groups:
         for name in order_of(group):
@@ -114,7 +114,7 @@ def save_whole(
 
 
 def _stored(model: Any, done: set[int]) -> dict[str, Gathered]:
-    """What is written, by its name in files: each tensor once, under the name that others are tied to."""
+    """The tensors to write, by name in files: each once, under the name that its tied names refer to."""
     targets, ignored = set(getattr(model, "all_tied_weights_keys", {})), model._keys_to_ignore_on_save or ()
     state = model.state_dict(keep_vars=True)
     sources = {id(t) for name, t in state.items() if name not in targets}
@@ -137,7 +137,7 @@ def _bytes(size: int | str) -> int:
 
 
 def _groups(tensors: dict[str, Gathered], limit: int) -> list[dict[str, Gathered]]:
-    """In order, each of at most ``limit`` bytes or of one tensor."""
+    """``tensors`` in order, in groups of at most ``limit`` bytes or of one tensor."""
     groups: list[dict[str, Gathered]] = [{}]
     size = 0
     for name, item in tensors.items():
@@ -173,7 +173,7 @@ def _write(model: Any, out: str, groups: list[dict[str, Gathered]]) -> None:
 
 
 def _put_in_place(out: str, names: Iterable[str]) -> None:
-    """The new files under their names, and none of an older model beside them."""
+    """Rename the new files to their names, and delete the weights of an older model in the same folder."""
     kept = set(names)
     for name in kept:
         os.replace(os.path.join(out, f"{name}.writing"), os.path.join(out, name))

@@ -1,4 +1,4 @@
-"""The program that tpcore.launch starts once per rank. Arguments: the descriptors LIFELINE CALL RESULT."""
+"""The program that tpcore.launch starts once per rank. Arguments: file descriptors LIFELINE CALL RESULT."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .transfer import Outcome, outcome_of, pack_outcome, unpack_call
 
 
 def _log(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
-    """One line: the caller of launch gets the traceback, of the one error that matters."""
+    """Log one line. The caller of ``launch`` gets the root cause with its traceback."""
     log.error("rank %d: %s: %s", RANK.get(), kind.__name__, error)
 
 
@@ -28,7 +28,7 @@ def main(lifeline: int, call: int, result: int) -> None:
     follow(lifeline)
     keep_freed_memory()
     rank = RANK.get()
-    sys.excepthook = _log  # below the hook of a backend, which tells the other ranks
+    sys.excepthook = _log  # a backend's own hook, which informs the other ranks, calls this one
     outcome = outcome_of(lambda: _call(call))
     error = outcome.error
     if isinstance(error, SystemExit):

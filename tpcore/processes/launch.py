@@ -15,8 +15,8 @@ from .shared_memory import nameless_file, read_file, write_file
 from .spawn import Processes, rank_environment
 from .transfer import Outcome, death, pack_call, root_cause, unpack_outcome
 
-_GRACE = 2.0  # seconds for ranks to fail by themselves once one has, and to say of what
-_PATIENCE = 5.0  # seconds for what they do on SIGTERM
+_GRACE = 2.0  # seconds for the other ranks to fail and report their errors, after the first failure
+_PATIENCE = 5.0  # seconds for the ranks' SIGTERM handlers
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -29,16 +29,16 @@ def launch(
     timeout: float | None = None,
     env: Mapping[str, str] | None = None,
 ) -> list[Any]:
-    """``fn(*args, **kwargs)`` in ``nprocs`` new processes of this machine; the results in rank order.
+    """Run ``fn(*args, **kwargs)`` in ``nprocs`` new processes on this machine. Returns results in rank order.
 
-    ``fn`` calls ``tpcore.init(tp=...)`` itself. The processes are fresh interpreters: nothing of this one
-    is inherited but its environment, its import path and what ``fn`` refers to. A script needs no
-    ``if __name__ == "__main__"`` and a notebook works; both need cloudpickle.
+    ``fn`` calls ``tpcore.init(tp=...)`` itself. The processes are fresh interpreters. They inherit only the
+    environment, the import path and the objects that ``fn`` refers to. With cloudpickle, ``fn`` may be
+    defined in a notebook, or in a script without ``if __name__ == "__main__"``.
 
-    ``timeout``: seconds that a collective may wait, as of ``init``. ``env``: variables for the processes.
+    ``timeout``: seconds that a collective may wait, as in ``init``. ``env``: variables for the processes.
 
-    If ranks fail, all are ended and the error that came first, and is not the consequence of another, is
-    raised here, with its traceback from there as the cause; PeerLostError if a rank died without one.
+    If a rank fails, all ranks are ended. The first error that is not the consequence of another rank's is
+    raised here, with its traceback as the cause. A rank that died without an error raises PeerLostError.
     """
     if not callable(fn):
         raise TypeError(f"launch needs a function, not {fn!r}")
@@ -56,8 +56,8 @@ def launch(
 
 
 def _run(call: bytes, nprocs: int, variables: Mapping[str, str]) -> list[Outcome]:
-    """Run the ranks to their end. The call and the results are in memory: a full disk does not matter."""
-    from ..c10d.host_store import host_store  # here: tpcore itself does not load torch.distributed's base
+    """Run the ranks to their end. Call and results travel in memory, so a full disk does not matter."""
+    from ..c10d.host_store import host_store  # not above: importing tpcore must not load torch.distributed
 
     files = [nameless_file() for _ in range(1 + nprocs)]
     processes = Processes()
@@ -70,7 +70,7 @@ def _run(call: bytes, nprocs: int, variables: Mapping[str, str]) -> list[Outcome
                 fds = files[0], result
                 processes.start("tpcore.processes.child", fds, environment=environment, fds=fds)
             codes = processes.join(_GRACE, _PATIENCE)
-        del store  # only now
+        del store  # the ranks use it until they end
         return [_outcome(rank, read_file(files[1 + rank]), code) for rank, code in enumerate(codes)]
     except BaseException:
         processes.send(signal.SIGTERM)
@@ -84,16 +84,16 @@ def _run(call: bytes, nprocs: int, variables: Mapping[str, str]) -> list[Outcome
 def _outcome(rank: int, packed: bytes, code: int | None) -> Outcome:
     if packed:
         return unpack_outcome(packed)
-    # None: it was ended here, because of another rank
+    # None: this process ended it because another rank failed
     return Outcome() if code is None else Outcome(error=death(rank, code))
 
 
 @contextmanager
 def _signals_raise() -> Iterator[None]:
-    """Signals that would end this process end the block with SystemExit, so that the ranks are ended first.
-    Handlers of the program are left alone."""
+    """Turn signals that would end this process into SystemExit, so that it ends the ranks first. Signals
+    with a handler of the program keep it."""
     if threading.current_thread() is not threading.main_thread():
-        yield  # which alone may set handlers
+        yield  # only the main thread may set handlers
         return
     replaced = [s for s in _SIGNALS if signal.getsignal(s) is signal.SIG_DFL]
     for s in replaced:

@@ -1,4 +1,4 @@
-"""A warm pool of real processes, so that a test over gloo costs milliseconds and not an interpreter start."""
+"""A pool of warm processes: a test over gloo costs milliseconds instead of an interpreter start."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ _PRELOAD = ["torch", "torch.distributed", "cloudpickle", "tpcore", "tpcore.proce
 
 
 class RankStuck(BackendError):
-    """A worker gave no answer in time. The message holds its stacks."""
+    """A worker did not answer in time. The message contains the stacks of its threads."""
 
 
 class RankPool:
-    """``size`` processes with torch and tpcore imported, for one run after another.
+    """``size`` processes that have imported torch and tpcore, for one run after another.
 
-    A world smaller than the pool uses its first processes. One that was killed or left broken is replaced.
+    A world smaller than the pool uses its first processes. A killed or broken process is replaced.
     ``grace``: seconds that a run may take beyond its ``timeout``, or beyond the first rank's error.
-    ``backend``: the name of a plugin, or a class whose ``job`` tells the ranks where to meet.
+    ``backend``: the name of a plugin, or a class whose ``job`` returns the variables for the rendezvous.
     """
 
     def __init__(self, size: int, grace: float = 15.0, backend: str | type[Backend] = "cpu_gloo") -> None:
@@ -65,7 +65,7 @@ class RankPool:
         timeout: float = 60.0,
         env: Mapping[str, str] | None = None,
     ) -> list[Any]:
-        """``fn(ctx, *args)`` on every rank of ``mesh`` over gloo; the results in rank order.
+        """Run ``fn(ctx, *args)`` on every rank of ``mesh``. Returns the results in rank order.
 
         Raises the first error that is not the consequence of another rank's. ``timeout``: seconds that a
         collective may wait. ``env``: variables for this run.
@@ -84,15 +84,15 @@ class RankPool:
         timeout: float = 60.0,
         env: Mapping[str, str] | None = None,
     ) -> list[Outcome]:
-        """As ``run``, but how every rank ended: PeerLostError for one that was killed."""
-        return self._ran(self._job(mesh, timeout, self.meeting_point() | dict(env or {})), fn, args)
+        """Like ``run``, but returns every rank's outcome. A killed rank's error is PeerLostError."""
+        return self._outcomes(self._job(mesh, timeout, self.meeting_point() | dict(env or {})), fn, args)
 
     def standing(self, size: int, *, timeout: float = 60.0, env: Mapping[str, str] | None = None) -> Standing:
-        """The first ``size`` processes as one job for many runs, each on a mesh of as many ranks."""
+        """One job for many runs on the first ``size`` processes. Each run's mesh has ``size`` ranks."""
         return Standing(self, size, timeout, dict(env or {}))
 
     def meeting_point(self) -> dict[str, str]:
-        """The variables by which the ranks of a new job find each other."""
+        """Environment variables for the rendezvous of a new job."""
         self._runs += 1
         folder = self._folder / f"run{self._runs}"
         folder.mkdir()
@@ -103,7 +103,7 @@ class RankPool:
             raise ValueError(f"mesh {dict(mesh.axes)} has {mesh.size} ranks, the pool {self.size} processes")
         return _Job(dict(mesh.axes), timeout, dict(variables), name)
 
-    def _ran(self, job: _Job, fn: Callable[..., Any], args: tuple[Any, ...]) -> list[Outcome]:
+    def _outcomes(self, job: _Job, fn: Callable[..., Any], args: tuple[Any, ...]) -> list[Outcome]:
         call, size = pack_call(fn, args, {"backend": self._backend}), Mesh(job.axes).size
         for rank, worker in enumerate(self._workers[:size]):
             worker.conn.send((rank, job, call))
@@ -136,7 +136,7 @@ class RankPool:
             handles = {self._workers[r].conn: r for r in range(world) if r not in outcomes}
             ready = wait(list(handles), timeout=max(0.0, deadline - time.monotonic()))
             for conn in ready:
-                rank = handles[conn]  # type: ignore[index]  # of the connections that went in
+                rank = handles[conn]  # type: ignore[index]  # wait() returns a wider type than it was given
                 outcomes[rank] = self._workers[rank].answer(rank)
                 if outcomes[rank].error is not None:
                     deadline = min(deadline, time.monotonic() + self._grace)
@@ -151,8 +151,8 @@ class RankPool:
 
 
 class Standing:
-    """A job whose ranks stay joined between runs: a run costs milliseconds. One that fails is its last, and
-    the next run begins a new job. Another run of the pool on the same processes ends it as well."""
+    """A job whose ranks stay connected between runs, so that a run costs milliseconds. A failed run ends the
+    job, and so does another run of the pool on the same processes. The next run begins a new job."""
 
     def __init__(self, pool: RankPool, size: int, timeout: float, env: dict[str, str]) -> None:
         self._pool, self._size, self._timeout, self._env = pool, size, timeout, env
@@ -160,13 +160,13 @@ class Standing:
         self._name = ""
 
     def run(self, mesh: Mesh, fn: Callable[..., Any], *args: Any) -> list[Any]:
-        """As ``RankPool.run``."""
+        """Like ``RankPool.run``."""
         if mesh.size != self._size:
             raise ValueError(f"mesh {dict(mesh.axes)} has {mesh.size} ranks, the job {self._size}")
         if self._variables is None:
             self._variables, self._name = self._pool.meeting_point() | self._env, uuid.uuid4().hex
         pool = self._pool
-        outcomes = pool._ran(pool._job(mesh, self._timeout, self._variables, self._name), fn, args)
+        outcomes = pool._outcomes(pool._job(mesh, self._timeout, self._variables, self._name), fn, args)
         error = root_cause(outcomes)
         if error is not None:
             self._variables = None
@@ -175,7 +175,7 @@ class Standing:
 
 
 class _Job(NamedTuple):
-    """What a rank joins. ``name``: of one that stands; empty for one that ends with its run."""
+    """The job that a rank joins. ``name``: of a ``Standing`` job; empty for a job that ends with its run."""
 
     axes: dict[str, int]
     timeout: float
@@ -184,10 +184,10 @@ class _Job(NamedTuple):
 
 
 class _Worker:
-    """One process, as seen from the test."""
+    """The pool's side of one process."""
 
     def __init__(self, stacks: Path, module: str) -> None:
-        # not by ``spawn``: forks of a single-threaded server that has imported torch start a second sooner
+        # forkserver rather than spawn: forks of a single-threaded server with torch start a second sooner
         methods = get_context("forkserver")
         methods.set_forkserver_preload([*_PRELOAD, module])
         self.conn, theirs = methods.Pipe()
@@ -238,12 +238,12 @@ def _serve(conn: Connection, lifeline: Connection, stacks: str) -> None:
                 return
             entered: list[bool] = []
             outcome = outcome_of(lambda: ranks.run(rank, job, call, entered))  # noqa: B023  called at once
-            # a group that did not come about leaves traces in torch.distributed that no later one survives
+            # a process group that failed to form leaves torch.distributed unusable: not reusable then
             conn.send((bool(entered), pack_outcome(outcome, rank)))
 
 
 class _Ranks:
-    """The rank that this process is, of one job after the other."""
+    """This process as a rank of one job after the other."""
 
     def __init__(self) -> None:
         self._standing: tuple[str, Backend] | None = None

@@ -1,4 +1,4 @@
-"""Starting the processes of a job on this host and ending them: each a fresh interpreter on one module."""
+"""Starts and ends the processes of a job on this host. Each is a fresh interpreter that runs one module."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pathlib import Path
 from ..settings import inherited, of_rank
 from .lifeline import Lifeline
 
-_POLL = 0.02  # seconds between two looks at processes that run
+_POLL = 0.02  # seconds between polls of running processes
 
 
 class Processes:
-    """Started one by one with ``start``; they end with this process. ``close`` ends those that are left."""
+    """Processes started with ``start``. Those still running end at ``close``, or with this process."""
 
     def __init__(self) -> None:
         self.all: list[subprocess.Popen[bytes]] = []
@@ -33,8 +33,8 @@ class Processes:
         fds: Sequence[int] = (),
         log: Path | None = None,
     ) -> subprocess.Popen[bytes]:
-        """``python -m module LIFELINE arguments``, with ``fds`` open. The module's first act is
-        ``lifeline.follow(LIFELINE)``. ``log``: a file for its output, which else is this process's."""
+        """Start ``python -m module LIFELINE arguments`` with ``fds`` open. The module first calls
+        ``lifeline.follow(LIFELINE)``. ``log``: a file for its output; None for this process's output."""
         out = None if log is None else log.open("wb")
         try:
             process = subprocess.Popen(
@@ -44,7 +44,7 @@ class Processes:
                 stdout=out,
                 stderr=None if out is None else subprocess.STDOUT,
                 pass_fds=(self._lifeline.fd, *fds),
-                start_new_session=True,  # Ctrl-C in a terminal is for the owner to deal with
+                start_new_session=True,  # Ctrl-C in a terminal reaches the owner only
             )
         finally:
             if out is not None:
@@ -53,8 +53,8 @@ class Processes:
         return process
 
     def join(self, grace: float, patience: float) -> list[int | None]:
-        """Wait for all; once one has failed, ``grace`` seconds for the others to fail by themselves, then end
-        them. The exit codes, None for a process that was ended."""
+        """Wait for all processes. After one failed, the others get ``grace`` seconds to fail by themselves
+        and are then ended. Returns the exit codes, None for a process that was ended."""
         while all(p.poll() in (None, 0) for p in self.all):
             if all(p.poll() == 0 for p in self.all):
                 return [0] * len(self.all)
@@ -62,7 +62,7 @@ class Processes:
         self._wait(grace)
         codes = [p.poll() for p in self.all]
         self.send(signal.SIGTERM)
-        self._wait(patience)  # for what they do on SIGTERM; one that is stopped does nothing
+        self._wait(patience)  # for their SIGTERM handlers; a stopped process runs none
         return codes
 
     def send(self, number: int) -> None:
@@ -71,7 +71,7 @@ class Processes:
                 process.send_signal(number)
 
     def close(self, patience: float = 0.0) -> None:
-        """Wait ``patience`` seconds for all to end, kill the others, and wait for that."""
+        """Wait ``patience`` seconds for all to end. Kill the others and wait for their end."""
         self._wait(patience)
         for process in self.all:
             process.kill()
@@ -86,13 +86,13 @@ class Processes:
 
 
 def rank_environment(rank: int, size: int, job: Mapping[str, str]) -> dict[str, str]:
-    """For rank ``rank`` of ``size`` on this host. ``job``: by which variables the ranks find each other."""
+    """The environment of rank ``rank`` of ``size`` on this host. ``job``: variables for the rendezvous."""
     return inherited() | of_rank(rank, size) | dict(job)
 
 
 def _command(module: str) -> list[str]:
-    """``python -m module`` that finds modules where this process does, from the first import on. With ``-m``
-    alone the directory at hand comes first, whatever lies there."""
+    """``python -m module`` with the ``sys.path`` of this process from the first import on. Plain ``-m`` would
+    put the working directory first, and a file there could shadow a module."""
     path = [p or os.getcwd() for p in sys.path]
     run = f"import runpy; runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
     return [sys.executable, "-c", f"import sys; sys.path[:] = {path!r}; {run}"]

@@ -1,4 +1,4 @@
-"""Functions, results and errors on their way between processes."""
+"""Pickles functions, results and errors for their way between processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..wait_status import described
 
 
 class RankTraceback(Exception):
-    """The cause of an error that another process raised: the traceback it had there, as text."""
+    """The traceback text of an error from another process, attached to that error as its cause."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
@@ -27,7 +27,7 @@ class Outcome:
 
     value: Any = None
     error: BaseException | None = None
-    at: float = 0.0  # wall clock of the end, to tell the first of several errors
+    at: float = 0.0  # wall clock at the end, to find the first of several errors
     seconds: float = 0.0
 
 
@@ -36,7 +36,7 @@ def outcome_of(call: Callable[[], Any]) -> Outcome:
     value, error = None, None
     try:
         value = call()
-    except BaseException as e:  # noqa: BLE001  carried to the process that asked
+    except BaseException as e:  # noqa: BLE001  passed to the calling process
         error = e
     return Outcome(value, error, time.time(), time.monotonic() - started)
 
@@ -49,7 +49,7 @@ def root_cause(outcomes: Sequence[Outcome]) -> BaseException | None:
 
 
 def _pickler() -> Any:
-    """cloudpickle, which sends closures and classes of __main__ by value, or pickle where it is missing."""
+    """cloudpickle, which pickles closures and classes of __main__ by value; pickle if it is not installed."""
     try:
         import cloudpickle
     except ModuleNotFoundError:
@@ -58,7 +58,7 @@ def _pickler() -> Any:
 
 
 def pack_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    """A call, and where this process finds modules. ValueError if it cannot be sent."""
+    """Pickle a call together with ``sys.path``. ValueError if it cannot be pickled."""
     pickler = _pickler()
     hint = "" if pickler is not pickle else ": pip install cloudpickle, or define it in a module"
     if pickler is pickle and getattr(fn, "__module__", None) == "__main__":
@@ -78,7 +78,7 @@ def unpack_call(data: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[
 
 
 def pack_outcome(outcome: Outcome, rank: int) -> bytes:
-    """Bytes that ``unpack_outcome`` can read, whatever the value or the error is made of."""
+    """Pickle an outcome. A stand-in error replaces a value or an error that cannot be pickled."""
     error = outcome.error
     text = (
         "" if error is None else "".join(traceback.format_exception(type(error), error, error.__traceback__))
@@ -104,5 +104,5 @@ def unpack_outcome(packed: bytes) -> Outcome:
 
 
 def death(rank: int, code: int) -> PeerLostError:
-    """What the exit code of a rank that left no outcome says, as subprocess gives it."""
+    """The error for a rank that left no outcome. ``code``: its exit code, as subprocess returns it."""
     return PeerLostError(f"rank {rank} {described(code)}")

@@ -1,1 +1,1 @@
-"""Files, whole or not at all: what checkpoints and traced models are written with."""
+"""Files and directories that appear whole or not at all. Checkpoints and traced models are built on them."""

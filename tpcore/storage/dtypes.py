@@ -1,4 +1,4 @@
-"""What a tensor is called in safetensors, and its bytes."""
+"""Names of dtypes in safetensors, and the bytes of a tensor."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 
-# The names that safetensors has had since before 0.4.3, so that every version reads what is written here.
+# Only names that safetensors knew before 0.4.3, so that every version can read the files written here.
 _NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -45,12 +45,12 @@ def dtype_of(name: str) -> torch.dtype:
 
 def bytes_of(t: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor."""
-    flat = t.detach().as_strided((t.numel(),), (1,))  # whatever strides its dims of size 1 have
+    flat = t.detach().as_strided((t.numel(),), (1,))  # not view(-1): dims of size 1 may have any stride
     return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def as_stored(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[str, list[int]]:
-    """How safetensors is told of a tensor. What it has no name for is bytes, in one more dim."""
+    """Dtype name and shape in the file. A dtype that safetensors has no name for is U8 with one more dim."""
     if dtype in _NAMES:
         return _NAMES[dtype], list(shape)
     return "U8", [*shape, dtype.itemsize]

@@ -1,4 +1,4 @@
-"""Files on the disk and not only in its cache: their bytes, checksums and JSON, and errors that name them."""
+"""Durable files: their bytes, checksums and JSON, and errors that name the file."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ from .progress import Progress
 
 MANIFEST = "manifest.json"
 PREFIX = "tp_rank_"
-_DEEPEST = 400  # a state is 100 deep at most, and each of its dicts is up to three levels of JSON
+_DEEPEST = 400  # levels of JSON: a state has at most 100 levels, and each of its dicts takes up to three
 CHUNK = 8 << 20
-"""Bytes handled at once: written, summed or read on the way to another dtype or layout."""
+"""Bytes per step when writing, computing a checksum, or converting to another dtype or layout."""
 LARGEST = 256 << 20
-"""Bytes of a manifest, a state or an index: one of 10,000 tensors takes 2 MB."""
-# Two ranks on two cores, each summing and writing 0.4 GB, against plain write and fsync: 1.29 without, 0.98
-# with a start every 64 MiB, 1.46 with one every 256 MiB; 1.08 by posix_fadvise; 1.5 with sums in a thread.
+"""Upper limit in bytes for a manifest, a state or an index. A manifest of 10,000 tensors takes 2 MB."""
+# Bytes between two calls that start writeback. Two ranks on two cores, each with checksums and 0.4 GB to
+# write; time relative to plain write and fsync: 1.29 without early writeback, 0.98 every 64 MiB, 1.46 every
+# 256 MiB; 1.08 with posix_fadvise; 1.5 with checksums in a thread.
 _EARLY = 64 << 20
 _WRITE = 2  # SYNC_FILE_RANGE_WRITE of <fcntl.h>
 
 
 @contextmanager
 def naming(doing: str, path: str) -> Iterator[None]:
-    """Turn what the system reports about ``path`` into an error that names it."""
+    """Turn an OSError of the block into a CheckpointError that names ``path``."""
     try:
         yield
     except OSError as e:
@@ -48,16 +49,16 @@ class FileRecord(NamedTuple):
 
 
 def write_file(path: str, pieces: Iterable[Bytes]) -> FileRecord:
-    """A new file of these bytes, durable, with the mode that the umask says."""
+    """Write a new durable file of these bytes, with the mode that the umask gives."""
     return write_parts(path, [pieces])[0]
 
 
 def write_parts(
     path: str, parts: Iterable[Iterable[Bytes]], *, summed: bool = True
 ) -> tuple[FileRecord, list[str]]:
-    """As ``write_file``; the file's record, and the crc32 of each part.
+    """Like ``write_file``, for a file of several parts. Returns its record and the crc32 of each part.
 
-    Each part comes in pieces. ``summed=False``: all sums are of nothing.
+    Each part is an iterable of pieces. With ``summed=False`` every crc32 is that of no bytes.
     """
     sums: list[tuple[int, int]] = []
     done = begun = 0
@@ -69,16 +70,16 @@ def write_parts(
                     crc = zlib.crc32(chunk, crc)
                 f.write(chunk)
                 size += len(chunk)
-                begun = _begin(f.fileno(), begun, done + size)
+                begun = _start_writeback(f.fileno(), begun, done + size)
             sums.append((crc, size))
             done += size
         f.flush()
         os.fsync(f.fileno())
-    return FileRecord(done, spelled(joined(sums))), [spelled(crc) for crc, _ in sums]
+    return FileRecord(done, crc32_text(combined_crc32(sums))), [crc32_text(crc) for crc, _ in sums]
 
 
 def chunks(pieces: Iterable[Bytes], progress: Progress | None = None) -> Iterator[Bytes]:
-    """The same in steps; ``progress`` takes the bytes of one once they are done with."""
+    """The pieces in chunks of at most ``CHUNK`` bytes. ``progress`` counts each after the caller is done."""
     for piece in pieces:
         for i in range(0, len(piece), CHUNK):
             chunk = piece[i : i + CHUNK]
@@ -87,68 +88,68 @@ def chunks(pieces: Iterable[Bytes], progress: Progress | None = None) -> Iterato
                 progress.add(len(chunk))
 
 
-def _begin(fd: int, begun: int, done: int) -> int:
-    """Have the disk begin with what is written, every now and then, so that fsync has little to wait for."""
+def _start_writeback(fd: int, begun: int, done: int) -> int:
+    """Start writeback every ``_EARLY`` bytes, so that fsync has little left to do. Returns the offset up to
+    which writeback has started."""
     start = _sync_file_range()
     if done - begun < _EARLY or start is None:
         return begun
-    start(fd, ctypes.c_int64(begun), ctypes.c_int64(done - begun), _WRITE)  # advice: nothing hangs on it
+    start(fd, ctypes.c_int64(begun), ctypes.c_int64(done - begun), _WRITE)  # only a hint: errors are harmless
     return done
 
 
 @cache
 def _sync_file_range() -> Any:
-    """Linux alone has it. posix_fadvise(DONTNEED) begins too, but looks at every page in the cache."""
+    """libc's function; None outside of Linux. posix_fadvise(DONTNEED) starts writeback too, but visits every
+    page in the cache."""
     return getattr(ctypes.CDLL(None), "sync_file_range", None)
 
 
 def open_regular(path: str) -> int:
-    """A descriptor to read from. CheckpointError for a pipe or a device, which would wait or have no end."""
+    """Open a file for reading. CheckpointError for a pipe or a device, which could block or never end."""
     with naming("open", path):
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         if stat.S_ISREG(os.fstat(fd).st_mode):
             return fd
         os.close(fd)
-    raise CheckpointError(f"{path} is no regular file")
+    raise CheckpointError(f"{path} is not a regular file")
 
 
 def read_file(path: str) -> bytes:
-    """The whole of a file that describes others. CheckpointError where it is too large for that."""
+    """All bytes of a manifest, state or index. CheckpointError above ``LARGEST`` bytes."""
     with naming("read", path), open(open_regular(path), "rb") as f:
         size = os.fstat(f.fileno()).st_size
         if size > LARGEST:
-            raise CheckpointError(
-                f"{path} is damaged: it has {size} bytes, and none is larger than {LARGEST}"
-            )
+            raise CheckpointError(f"{path} is damaged: it has {size} bytes, more than the limit of {LARGEST}")
         return f.read(LARGEST)
 
 
 def crc32_of(path: str, progress: Progress | None = None) -> str:
-    """Of a whole file."""
+    """The crc32 of a whole file, as 8 hex digits."""
     crc = 0
     with naming("read", path), open(open_regular(path), "rb") as f:
         while chunk := f.read(CHUNK):
             crc = zlib.crc32(chunk, crc)
             if progress is not None:
                 progress.add(len(chunk))
-    return spelled(crc)
+    return crc32_text(crc)
 
 
 def sync_dir(path: str) -> None:
-    """Make the names in a directory durable."""
+    """Make the entries of a directory durable."""
     with naming("sync", path):
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(fd)
         except OSError as e:
-            if e.errno != errno.EINVAL:  # a file system on which directories need no syncing
+            if e.errno != errno.EINVAL:  # EINVAL: a file system whose directories cannot be synced
                 raise
         finally:
             os.close(fd)
 
 
 def make_dirs(path: str) -> None:
-    """``os.makedirs`` whose result outlives a power cut."""
+    """``os.makedirs`` whose result survives a power cut."""
     if os.path.isdir(path):
         return
     parent = os.path.dirname(path)
@@ -164,9 +165,9 @@ def dumps(value: Any, indent: int | None = None) -> bytes:
 
 
 def loads(data: bytes, path: str, *, halves: bool = False) -> Any:
-    """Strict JSON: no NaN, no infinity, not nested deeper than ``_DEEPEST``.
+    """Parse strict JSON: no NaN, no infinity, at most ``_DEEPEST`` levels.
 
-    ``halves``: strings may have halves of characters, as the values of a state may and no name of a file.
+    ``halves``: strings may contain lone surrogates, as values of a state may. Names of files may not.
     """
 
     def refuse(word: str) -> NoReturn:
@@ -182,13 +183,13 @@ def loads(data: bytes, path: str, *, halves: bool = False) -> Any:
             json.dumps(found, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as e:  # ValueError: bad UTF-8 and bad JSON alike
         raise CheckpointError(f"{path} is damaged: {e}") from e
-    if _deeper(found, _DEEPEST):
+    if _nested_deeper(found, _DEEPEST):
         raise CheckpointError(f"{path} is damaged: it is nested more than {_DEEPEST} deep")
     return found
 
 
-def _deeper(value: Any, limit: int) -> bool:
-    """Level by level, and not by recursion, which has a limit of its own."""
+def _nested_deeper(value: Any, limit: int) -> bool:
+    """Whether ``value`` has more than ``limit`` levels. Breadth first, for Python limits recursion."""
     level = [value]
     for _ in range(limit):
         level = [
@@ -204,37 +205,37 @@ def _deeper(value: Any, limit: int) -> bool:
 
 
 # -- checksums --------------------------------------------------------------------------------------------
-# Polynomials over GF(2) modulo the one of crc32, the coefficient of x**k in bit 31 - k; zlib's crc32_combine
-# (crc32.c) is the source of the algorithm.
+# Polynomials over GF(2) modulo the crc32 polynomial. Bit 31 - k is the coefficient of x**k. The algorithm is
+# zlib's crc32_combine (crc32.c).
 _MODULUS, _ONE, _X8 = 0xEDB88320, 1 << 31, 1 << 23
 
 
-def joined(parts: Iterable[tuple[int, int]]) -> int:
-    """crc32 of the concatenation of parts, of each of which (crc32, bytes) is given."""
+def combined_crc32(parts: Iterable[tuple[int, int]]) -> int:
+    """The crc32 of a concatenation, from the (crc32, size in bytes) of each part."""
     total = 0
     for crc, size in parts:
-        total = _times(_shift(size), total) ^ crc
+        total = _multiplied(_power_of_x(size), total) ^ crc
     return total
 
 
-def spelled(crc: int) -> str:
-    """As it goes on record."""
+def crc32_text(crc: int) -> str:
+    """8 hex digits, as in a manifest."""
     return f"{crc:08x}"
 
 
-@lru_cache(maxsize=256)  # a model has many tensors of few sizes
-def _shift(size: int) -> int:
+@lru_cache(maxsize=256)  # a model has many tensors, but few different sizes
+def _power_of_x(size: int) -> int:
     """x ** (8 size)"""
     out, base = _ONE, _X8
     while size:
         if size & 1:
-            out = _times(out, base)
-        base = _times(base, base)
+            out = _multiplied(out, base)
+        base = _multiplied(base, base)
         size >>= 1
     return out
 
 
-def _times(a: int, b: int) -> int:
+def _multiplied(a: int, b: int) -> int:
     out = 0
     while a:
         if a & _ONE:

@@ -1,4 +1,4 @@
-"""How far a long piece of work has come, in bytes."""
+"""Progress of a long operation, in bytes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Progress:
-    """The bytes that are done. ``show`` takes them and the total, at the start and after each step."""
+    """Counts bytes. ``show(done, total)`` is called at the start and after each step."""
 
     def __init__(self, show: Callable[[int, int], object]) -> None:
         self._show, self._done, self._total = show, 0, 0
@@ -23,7 +23,7 @@ class Progress:
 
 
 class Bar:
-    """A bar of tqdm on a terminal, to be shown by a Progress; elsewhere, or without tqdm, nothing."""
+    """A tqdm bar, for use as ``show`` of a ``Progress``. Shows nothing without tqdm or a terminal."""
 
     def __init__(self, title: str) -> None:
         self._title, self._bar = title, None

@@ -1,4 +1,4 @@
-"""A directory that appears under its name whole, or not at all."""
+"""Atomic directories: a directory appears under its name whole or not at all."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ def staging_path(target: str, save_id: str) -> str:
 
 
 def _siblings(target: str, kind: str) -> list[str]:
-    """All ``.name.kind-*`` beside ``target``."""
+    """The paths ``.name.kind-*`` in the parent directory of ``target``."""
     parent, prefix = os.path.dirname(target), os.path.basename(_sibling(target, kind)) + "-"
     names = os.listdir(parent) if os.path.isdir(parent) else []
     return [os.path.join(parent, name) for name in sorted(names) if name.startswith(prefix)]
 
 
 def resolve(target: str) -> str:
-    """Where the checkpoint called ``target`` lies: under its name, but for the one instant that is left.
+    """The directory that holds the checkpoint ``target``: ``target`` itself, except after one kind of crash.
 
-    Where the file system cannot swap two names in one step, and where the directory holds other files and
-    stays, a save may die after it moved the previous checkpoint away and before the new one is in. The new
-    one is complete by then, beside the name.
+    On a file system that cannot swap two names in one step, and in a directory that holds other files, a save
+    may die after the previous checkpoint is moved away and before the new one is moved in. The new one is
+    complete by then, and its staging directory is returned.
     """
     if not os.path.lexists(os.path.join(target, MANIFEST)):
         for replaced in _siblings(target, "replaced"):
@@ -51,11 +51,12 @@ def resolve(target: str) -> str:
 
 
 class Staging:
-    """Where a save writes, beside ``target``, until ``commit`` puts it in its place. One job at a time.
+    """The directory that a save writes to, next to ``target``, until ``commit`` renames it. For one job.
 
-    ``format``: of the manifest that will be in it; a directory of another format is not replaced. ``also``:
-    names in it besides those of a manifest and of ranks' directories. ``others_stay``: other files may be in
-    ``target``, a run's logs say, and are left where they are; without it they are a CheckpointError.
+    ``format``: the format of the new manifest. A directory of another format is not replaced. ``also``: names
+    that the directory may hold in addition to the manifest and the directories of ranks. ``others_stay``:
+    ``target`` may hold other files, such as logs, which are left as they are; otherwise they are a
+    CheckpointError.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class Staging:
             raise
 
     def _clean_up(self) -> None:
-        """Finish or remove what saves that were killed have left."""
+        """Finish or remove the leftovers of killed saves."""
         found = resolve(self.target)
         if found != self.target:
             with naming("put in place", found):
@@ -95,7 +96,7 @@ class Staging:
             shutil.rmtree(left, ignore_errors=True)
 
     def commit(self) -> None:
-        """From here on the name stands for the new checkpoint, and at no instant for none or half of one."""
+        """Replace ``target`` by the new directory. Readers of the name never see a partial one."""
         with naming("put in place", self.target):
             if not os.path.lexists(self.target) or not os.listdir(self.target):
                 os.rename(self.path, self.target)
@@ -146,11 +147,11 @@ class Staging:
                 os.rename(os.path.join(self._old, name), os.path.join(self.target, name))
 
     def close(self) -> None:
-        """Remove what is not the checkpoint: after ``commit`` the previous one, else what was written."""
+        """Remove leftovers and the lock: after ``commit`` the previous directory, otherwise the new one."""
         try:
             if os.path.lexists(self._old):
                 self._restore()
-            # what cannot be removed now is harmless, and the next save tries again
+            # leftovers are harmless, and the next save tries to remove them again
             shutil.rmtree(self.path, ignore_errors=True)
             shutil.rmtree(self._old, ignore_errors=True)
         finally:
@@ -165,7 +166,7 @@ def _is_owned(name: str, also: Collection[str]) -> bool:
 
 
 def _link(source: str, target: str) -> None:
-    """The same files under another name; copies where the file system has one name for a file only."""
+    """Hard links to all files of ``source``; copies on a file system without hard links."""
     if os.path.isdir(source):
         os.mkdir(target)
         for name in os.listdir(source):
@@ -183,8 +184,7 @@ def _link(source: str, target: str) -> None:
 
 
 def _refuse_other_files(target: str, format: str, also: Collection[str], others_stay: bool) -> None:
-    """Saving replaces what a checkpoint has put into the directory: refuse to where that would take files
-    that no checkpoint of this format put there."""
+    """CheckpointError if saving would remove files of ``target`` that are not from a checkpoint."""
     if not os.path.lexists(target):
         return
     with naming("list", target):
@@ -218,7 +218,7 @@ def _refuse_other_format(target: str, format: str) -> None:
 
 
 def _exchange(a: str, b: str) -> bool:
-    """Swap two names in one step; False where the file system (NFS, say) cannot."""
+    """Swap two names in one step. False if the file system cannot (NFS, for example)."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False
@@ -231,16 +231,16 @@ def _exchange(a: str, b: str) -> bool:
 
 
 def _lock(target: str) -> IO[bytes] | None:
-    """A file beside ``target`` that this job alone holds; None where the file system has no locks."""
+    """A locked file next to ``target``, which one job can hold. None if the file system has no locks."""
     path = _sibling(target, "lock")
     with naming("lock", path):
         while True:
-            f = open(path, "ab")  # noqa: SIM115  held until the save is over
+            f = open(path, "ab")  # noqa: SIM115  open until the save is over
             try:
                 fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if os.path.lexists(path) and os.path.samestat(os.fstat(f.fileno()), os.stat(path)):
                     return f
-                f.close()  # removed by its last holder before we had it: the name is another file, or none
+                f.close()  # the previous holder unlinked this file before we locked it: open the name anew
             except BlockingIOError:
                 f.close()
                 raise CheckpointError(f"another job is saving to {target} at this moment") from None

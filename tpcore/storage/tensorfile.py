@@ -1,4 +1,4 @@
-"""One safetensors file: written in one pass, read region by region into memory that is already there."""
+"""One safetensors file: written in one pass, read region by region into existing tensors."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from .dtypes import DTYPES, as_stored, bytes_of, dtype_name
-from .files import CHUNK, FileRecord, chunks, loads, naming, open_regular, spelled, write_parts
+from .files import CHUNK, FileRecord, chunks, crc32_text, loads, naming, open_regular, write_parts
 from .progress import Progress
 
 RUN = 64 << 10
-"""Runs of wanted bytes shorter than this are copied from the mapped file, longer ones read into their place.
+"""Contiguous runs of fewer bytes are copied from the mapped file. Longer runs are read into the destination.
 
-Half of each row of 256 MiB, from the page cache: runs of 4 KiB took 87 ms read one by one and 34 ms mapped,
-runs of 16 KiB 30 and 25 ms, of 64 KiB 27 and 31 ms, of 256 KiB 16 and 27 ms."""
+Half of each row of a 256 MiB tensor in the page cache: runs of 4 KiB take 87 ms read one by one and 34 ms
+mapped, of 16 KiB 30 and 25 ms, of 64 KiB 27 and 31 ms, of 256 KiB 16 and 27 ms."""
 
 
 # -- writing ------------------------------------------------------------------------------------------------
 class Writable(Protocol):
-    """What to write under a name."""
+    """A tensor to write, in pieces."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
     @property
     def dtype(self) -> torch.dtype: ...
     def pieces(self) -> Iterable[Tensor]:
-        """Contiguous CPU tensors that follow each other; asked for when their turn comes."""
+        """Contiguous CPU tensors whose bytes follow each other. Called after earlier tensors are written."""
 
 
 def nbytes_of(t: Writable) -> int:
@@ -45,8 +45,8 @@ def nbytes_of(t: Writable) -> int:
 
 
 def order_of(tensors: Mapping[str, Writable]) -> list[str]:
-    """Names in the order in which a file holds them, which is that in which pieces are asked for: widest
-    elements first, so that each starts at a multiple of its size, as safetensors itself does it."""
+    """Names in the order of the file, in which ``pieces`` are consumed too. Tensors of the widest elements
+    come first, so that each tensor is aligned to its element size, as in safetensors itself."""
     return sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
 
 
@@ -58,7 +58,7 @@ def write_tensors(
     *,
     summed: bool = True,
 ) -> tuple[FileRecord, dict[str, str]]:
-    """Write one file. Returns its record, and the crc32 of each tensor as 8 hex digits."""
+    """Write one file. Returns its record and the crc32 of each tensor as 8 hex digits."""
     order = order_of(tensors)
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     at = 0
@@ -79,7 +79,7 @@ def write_tensors(
 
 # -- reading ------------------------------------------------------------------------------------------------
 class TensorFile:
-    """An open safetensors file. The descriptor stays with the file that was checked, whatever is renamed."""
+    """An open safetensors file. All reads use one descriptor: a rename after the checks changes nothing."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -90,7 +90,7 @@ class TensorFile:
         except BaseException:
             self.close()
             raise
-        self.sound: set[str] = set()  # names of tensors whose checksum was compared
+        self.sound: set[str] = set()  # names of tensors whose checksum was compared and matched
         self.metadata: dict[str, str] = self._entries.pop("__metadata__", None) or {}
 
     def close(self) -> None:
@@ -98,7 +98,7 @@ class TensorFile:
 
     def _header(self) -> dict[str, Any]:
         try:
-            # its own reader first: it knows every way in which a header can be wrong
+            # safetensors' own reader first: it detects every kind of damaged header
             with safe_open(self.path, "pt"):
                 pass
         except (SafetensorError, OSError) as e:
@@ -120,11 +120,11 @@ class TensorFile:
         e = self._entries[name]
         start, end = (self._data + offset for offset in e["data_offsets"])
         if not self._data <= start <= end <= self.size:
-            raise CheckpointError(f"{self.path}: {name!r} lies outside of the file")
+            raise CheckpointError(f"{self.path}: {name!r} is outside of the file")
         return e["dtype"], e["shape"], start, end - start
 
     def tensor(self, name: str) -> FileTensor:
-        """A tensor as any safetensors file has it."""
+        """A tensor with the dtype and shape of the header."""
         stored, shape, start, size = self._entry(name)
         if stored not in DTYPES:
             raise CheckpointError(f"{self.path}: {name!r} has dtype {stored}, which is not supported")
@@ -134,7 +134,7 @@ class TensorFile:
         return found
 
     def recorded(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], crc32: str) -> FileTensor:
-        """A tensor on which there is a record of ours; the file has to agree with it."""
+        """A tensor that a manifest describes. CheckpointError if the file disagrees with the manifest."""
         stored, there, start, size = self._entry(name)
         found = FileTensor(self, name, shape, dtype, start, crc32)
         if (stored, there) != as_stored(dtype, shape) or found.nbytes != size:
@@ -155,19 +155,19 @@ class TensorFile:
             done += n
 
     def mapped(self, at: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Bytes of the file as they lie there, not read before they are used; not to be kept."""
+        """A tensor over the mapped file. Its bytes are read at first use, so copy them soon."""
         skipped = at % mmap.ALLOCATIONGRANULARITY
         size = skipped + math.prod(shape) * dtype.itemsize
-        if os.fstat(self._fd).st_size < at - skipped + size:  # what is not there any more would be SIGBUS
+        if os.fstat(self._fd).st_size < at - skipped + size:  # access beyond the end would be SIGBUS
             raise CheckpointError(f"{self.path} is truncated")
-        with naming("map", self.path):  # ACCESS_COPY: writable, for torch has no tensors that are not
+        with naming("map", self.path):  # ACCESS_COPY: writable, for torch has no read-only tensors
             pages = mmap.mmap(self._fd, size, access=mmap.ACCESS_COPY, offset=at - skipped)
         return torch.frombuffer(pages, dtype=dtype, offset=skipped).view(shape)
 
 
 @dataclass(frozen=True)
 class FileTensor:
-    """One tensor of an open file. ``crc32``: 8 hex digits, where they are on record."""
+    """One tensor of an open file. ``crc32``: 8 hex digits, or None if no manifest records them."""
 
     file: TensorFile
     name: str
@@ -182,11 +182,11 @@ class FileTensor:
 
     @property
     def identity(self) -> object:
-        """Equal for tensors that are the same bytes."""
+        """Equal for tensors that share the same bytes of a file."""
         return self.file.path, self.start, self.nbytes
 
     def verify(self) -> None:
-        """Compare with the checksum, in bounded memory."""
+        """Compare all bytes with the checksum, in bounded memory. CheckpointError on a mismatch."""
         if self.crc32 is None or self.name in self.file.sound:
             return
         crc = 0
@@ -199,15 +199,16 @@ class FileTensor:
         self.file.sound.add(self.name)
 
     def _compare(self, crc: int) -> None:
-        if self.crc32 != spelled(crc):
+        if self.crc32 != crc32_text(crc):
+            found = crc32_text(crc)
             raise CheckpointError(
-                f"{self.file.path}: {self.name!r} is damaged: its crc32 is {spelled(crc)}, not {self.crc32}"
+                f"{self.file.path}: {self.name!r} is damaged: its crc32 is {found}, not {self.crc32}"
             )
 
     def read(self, starts: Sequence[int], out: Tensor, check: bool) -> None:
         """Fill ``out``, a CPU tensor of any dtype and strides, with the region that begins at ``starts``.
 
-        With ``check``, compares with the checksum where the region is all of the tensor.
+        With ``check``, compares the checksum if the region is the whole tensor.
         """
         whole = tuple(out.shape) == self.shape
         shape = self.shape
@@ -221,14 +222,14 @@ class FileTensor:
 
 
 class _Reader:
-    """One read. It visits the bytes in the order of the file, so that they can be summed on the way."""
+    """One read. It visits the bytes in file order, so that it can compute their crc32 on the way."""
 
     def __init__(self, file: TensorFile, dtype: torch.dtype, summing: bool) -> None:
         self._file, self._dtype, self.summing = file, dtype, summing
         self.crc = 0
 
     def region(self, at: int, shape: tuple[int, ...], starts: Sequence[int], out: Tensor) -> None:
-        """``at``: where a tensor of ``shape`` begins in the file."""
+        """Read the region at ``starts`` of a tensor of ``shape`` that begins at byte ``at`` of the file."""
         row = math.prod(shape[1:]) * self._dtype.itemsize
         wanted = out[0].numel() * self._dtype.itemsize
         at += starts[0] * row
@@ -243,17 +244,17 @@ class _Reader:
                 self.region(at + i * row, shape[1:], starts[1:], out[i])
 
     def _runs(self, at: int, apart: int, out: Tensor) -> None:
-        """One run of bytes for each row of ``out``; their starts lie ``apart`` in the file."""
+        """Read one run of bytes per row of ``out``. Runs start ``apart`` bytes apart in the file."""
         data, run = bytes_of(out), out[0].numel() * self._dtype.itemsize
         for i in range(out.shape[0]):
             self._file.read_bytes(data[i * run : (i + 1) * run], at + i * apart)
 
     def _fits(self, out: Tensor) -> bool:
-        """Whether the bytes of the file can go straight to where they belong."""
+        """Whether the bytes of the file can be read straight into ``out``."""
         return out.is_contiguous() and out.dtype == self._dtype
 
     def _rows(self, at: int, row: tuple[int, ...], starts: Sequence[int], out: Tensor) -> None:
-        """Rows that follow each other from ``at`` on, of which ``out`` takes all or a part."""
+        """Read consecutive rows of shape ``row`` from byte ``at``. ``out`` takes all or part of each."""
         if tuple(out.shape[1:]) == row and self._fits(out):
             self._bytes(at, out)
             return

@@ -1,4 +1,4 @@
-"""For tests of models and of backends: ranks without processes."""
+"""Ranks as threads, for tests of models and of backends."""
 
 from .threads import ThreadBackend, run_ranks
 

@@ -1,4 +1,4 @@
-"""The conformance kit, by the name that backends' tests import it."""
+"""The conformance kit, under the name that backends' tests import."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Ranks as threads of one process, one running at a time. Also the smallest complete backend.
 
-The world's condition is a baton: a rank holds it while it runs Python and gives it away only inside a
-collective, together with torch's random state. So a run is deterministic, ``torch.manual_seed`` in one
-rank is not heard by another, and a deadlock is seen the moment it happens instead of at a timeout.
+The world's condition is a baton: a rank has it while it runs Python and passes it on only inside a
+collective, with torch's random state. So a run is deterministic, ``torch.manual_seed`` in one rank does not
+affect another rank, and a deadlock is found at once instead of after a timeout.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _Entry = tuple[Call, Tensor]
 
 
 class ThreadWorld:
-    """Where the threads meet."""
+    """The state that the threads share."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -41,16 +41,16 @@ class ThreadWorld:
         self._seq: Counter[tuple[tuple[int, ...], int]] = Counter()
 
     def exchange(self, members: tuple[int, ...], rank: int, op: str, x: Tensor) -> list[Tensor]:
-        """Every member's tensor, in group order, once all have come with the same call."""
+        """Every member's tensor, in group order, once all members have made the same call."""
         seq = self._seq[members, rank]
         self._seq[members, rank] += 1
         call = Call.of(seq, op, x.shape, x.dtype, call_site())
         box = self._boxes.setdefault((members, seq), {})
-        # a copy: this rank may go on and change x before the others have woken to read it
+        # a copy: this rank may go on and change x before the others wake up and read it
         box[rank] = (call, x.detach().clone(memory_format=torch.contiguous_format))
         if len(box) == len(members):
             self._boxes.pop((members, seq))
-            for member in members:  # they may not have woken yet, but they wait for nobody any more
+            for member in members:  # they may not be awake yet, but they wait for no rank any more
                 self.waiting.pop(member, None)
             self.baton.notify_all()
         else:
@@ -92,7 +92,7 @@ class ThreadWorld:
 
 
 class ThreadTransport(Relay):
-    """Every primitive by its meaning: everybody's tensors are here."""
+    """Computes every primitive from its ``meaning``: the tensors of all ranks are in this process."""
 
     compares = True
 
@@ -101,12 +101,12 @@ class ThreadTransport(Relay):
         self._world, self._rank = world, rank
 
     def exchange(self, call: str, x: Tensor) -> list[Tensor]:
-        """Every member's tensor, in the group's order."""
+        """Every member's tensor, in group order."""
         return self._world.exchange(self.members, self._rank, call, x)
 
     def relay(self, primitive: Primitive, x: Tensor, *arguments: Any) -> Tensor:
         every = self.exchange(primitive.describe(*arguments), x)
-        # a copy: what was exchanged is one memory for all ranks
+        # a copy: all ranks share the memory of the exchanged tensors
         out: Tensor = primitive.meaning(every, self.index, *arguments)
         return out.clone(memory_format=torch.contiguous_format)
 
@@ -136,8 +136,8 @@ def run_ranks(
 ) -> list[T]:
     """Call ``fn(ctx)`` on every rank of ``mesh``; return the results in rank order.
 
-    Every rank starts from the caller's random state, which is as it was afterwards. If ranks fail, the
-    first failure that is not a consequence of another is raised.
+    Every rank starts from the caller's random state, which is restored afterwards. If ranks fail, the first
+    failure that is not a consequence of another is raised.
     """
     world = ThreadWorld(mesh.size)
     results: dict[int, T] = {}
@@ -150,7 +150,7 @@ def run_ranks(
             try:
                 with use(ParallelContext(backend(rank, world), mesh, rank)) as ctx:
                     results[rank] = fn(ctx)
-            except BaseException as e:  # noqa: BLE001  carried to the caller's thread below
+            except BaseException as e:  # noqa: BLE001  raised in the caller's thread below
                 error = e
             finally:
                 world.end(rank, error)

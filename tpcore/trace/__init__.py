@@ -1,4 +1,4 @@
-"""Traced models: one program for all ranks, weights apart, served from one plain process."""
+"""Traced models: one program for all ranks, separate weights per rank, called from one plain process."""
 
 from __future__ import annotations
 

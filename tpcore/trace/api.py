@@ -1,4 +1,4 @@
-"""``parallel_model_trace``, ``_save`` and ``_load``, as NeuronX Distributed documents them and more."""
+"""``parallel_model_trace``, ``_save`` and ``_load``: the API of NeuronX Distributed, with extensions."""
 
 from __future__ import annotations
 
@@ -44,33 +44,33 @@ def parallel_model_trace(
     compiler_workdir: StrPath | None = None,
     inline_weights_to_neff: bool = False,
 ) -> TensorParallelModel:
-    """Trace the model that ``func()`` returns, over ``tp_degree`` processes of this machine.
+    """Trace the model that ``func()`` returns, on ``tp_degree`` processes of this machine.
 
-    ``func`` is called in each of them, after ``tpcore.init``; it returns the model, with its weights
-    loaded, or ``(model, aliases)``, where ``aliases`` maps parameters and buffers to the positions of the
-    outputs that they become for the next call (a cache of keys and values, say); these are then not
-    returned. It may be a closure. The processes are fresh interpreters: no main guard is needed.
+    ``func`` is called in each process, after ``tpcore.init``. It returns the model with loaded weights, or
+    ``(model, aliases)``. ``aliases`` maps parameters and buffers to positions of outputs: such an output is
+    not returned, but becomes the value of the parameter or buffer for the next call (a key-value cache, for
+    example). ``func`` may be a closure. The processes are fresh interpreters, so no main guard is needed.
 
-    ``inputs``, also called ``example_inputs``: a tensor; a tuple or list of arguments; or a dict of
-    keyword arguments, numbers and strings among them, which are then fixed. Other shapes are served if
-    ``dynamic_shapes`` says which dimensions may change, as ``torch.export`` has it: for each argument a
-    dict from dimension to ``torch.export.Dim`` or to a name. Or if ``bucket_inputs`` has examples of other
-    sizes: a call is padded with ``pad_value`` (one, or by argument) to the smallest that holds it, and the
-    outputs are cut back. The model must then ignore padding, by an attention mask for instance.
+    ``inputs``, also called ``example_inputs``: a tensor, a tuple or list of arguments, or a dict of keyword
+    arguments. Numbers and strings among them are fixed in the program. There are two ways to serve other
+    shapes. ``dynamic_shapes`` names the dimensions that may change, as in ``torch.export``: for each argument
+    a dict from dimension to ``torch.export.Dim`` or to a name. ``bucket_inputs`` are examples of other sizes:
+    a call is padded with ``pad_value`` (one value, or one per argument) to the smallest bucket that it fits,
+    and the outputs are cut back. The model must then ignore padding, by an attention mask for instance.
 
-    ``backend``: as of ``tpcore.init``. ``timeout``, ``restart``: as of ``parallel_model_load``.
+    ``backend``: as in ``tpcore.init``. ``timeout``, ``restart``: as in ``parallel_model_load``.
     ``compiler_args``, ``compiler_workdir``: options of the Neuron compiler, and a directory in which it
-    leaves its files; a backend without a compiler prints one line that it has none.
-    ``inline_weights_to_neff``: weights are never in the program; True prints one line that says so.
+    leaves its files; a backend without a compiler logs one line that it has none.
+    ``inline_weights_to_neff``: weights are never in the program; True logs one line that says so.
 
-    The error of a process is raised here, with its traceback. ValueError if the machine cannot hold that
-    many ranks, BackendError if the ranks would need different programs or the program is not right.
+    An error of a process is raised here, with its traceback. ValueError if the machine cannot hold that
+    many ranks, BackendError if the ranks would need different programs or the program computes wrong outputs.
     """
     example = example_inputs if inputs is None else inputs
     if example is None or (inputs is not None and example_inputs is not None):
         raise TypeError("inputs and example_inputs are two names of one argument: give one")
     if dynamic_shapes is not None and bucket_inputs is not None:
-        raise ValueError("dynamic_shapes and bucket_inputs are two ways to the same: give one")
+        raise ValueError("dynamic_shapes and bucket_inputs are alternatives: give one")
     name = choose_backend(backend)
     _check_degree(tp_degree, name)
     if dynamic_shapes and not backend_class(name).capabilities.dynamic_shapes:
@@ -97,10 +97,10 @@ def parallel_model_trace(
 
 
 def parallel_model_save(model: TensorParallelModel, save_dir: StrPath) -> None:
-    """Write a traced model as the directory ``save_dir``; whole or not at all. An earlier one is replaced.
+    """Write a traced model as the directory ``save_dir``, whole or not at all. Replaces an earlier one.
 
-    Weights that ``replace_weights`` has put in are those that are saved. CheckpointError where the disk
-    says no, or the directory holds other files.
+    Saves the current weights, after any ``replace_weights``. CheckpointError if the directory cannot be
+    written, or holds other files.
     """
     if not isinstance(model, TensorParallelModel):
         raise TypeError(
@@ -130,14 +130,13 @@ def parallel_model_load(
 ) -> TensorParallelModel:
     """Load a traced model and start its processes, one per rank, on this machine.
 
-    The code that the model was made from is not needed. Weights are mapped from their files, which
-    therefore have to stay. ``timeout``: seconds that a call may take. ``restart``: after processes were
-    lost, start them again in the next call. ``verify``: compare the checksums of the weights as well,
-    which reads all of them; those of programs are always compared. ``model_dir`` is another name of
-    ``load_dir``.
+    The model's Python code is not needed. Weights are mapped from their files, which must therefore stay.
+    ``timeout``: seconds that a call may take. ``restart``: if processes were lost, start them again in the
+    next call. ``verify``: compare the checksums of weights too, which reads all of them. Those of programs
+    are always compared. ``model_dir`` is another name of ``load_dir``.
 
-    A program is code: load what you trust. CheckpointError for files that are missing, damaged, or of
-    another version; ValueError if the machine cannot hold that many ranks.
+    A program is code: load only files that you trust. CheckpointError for files that are missing, damaged, or
+    of another version. ValueError if the machine cannot hold that many ranks.
     """
     where = load_dir if model_dir is None else model_dir
     if where is None or (load_dir is not None and model_dir is not None):
@@ -181,7 +180,7 @@ def _size(call: Call) -> int:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """The same file where both are on one file system, else a copy. Nobody changes them."""
+    """Hard link if both are on one file system, else copy. The files are never changed in place."""
     make_dirs(str(target.parent))
     with naming("write", str(target)):
         try:

@@ -1,4 +1,4 @@
-"""A traced model on the disk: programs, weights by rank, and the manifest that makes a directory one."""
+"""A traced model on disk: programs, weights per rank, and a manifest."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WEIGHTS = "model.safetensors"
 
 
 class TracedFile(NamedTuple):
-    """``checksum``: sha256 of a program, which is code; crc32 of weights, summed while they are written."""
+    """``checksum``: sha256 for a program, because it is code; crc32 for weights, computed while writing."""
 
     size: int
     checksum: str
@@ -39,7 +39,7 @@ class TracedFile(NamedTuple):
 
 @dataclass(frozen=True)
 class Weight:
-    """``others``: further names of the same tensor. ``saved``: whether it is in the model's state_dict."""
+    """``others``: further names of the tensor, if tied. ``saved``: whether the model's state_dict has it."""
 
     spec: ShardSpec
     dtype: torch.dtype
@@ -49,8 +49,8 @@ class Weight:
 
 @dataclass(frozen=True)
 class OutputSpec:
-    """``shapes``: in the names of the inputs' dims where a bucket pads them; else empty. ``state``: the
-    weights that the outputs after those of ``form`` become, for the next call."""
+    """``shapes``: sizes and names of dims, with the inputs' names for dims that a bucket pads. ``state``: the
+    program returns further outputs after those of ``form``, which become these weights for the next call."""
 
     form: Form
     shapes: tuple[Shape, ...]
@@ -59,7 +59,7 @@ class OutputSpec:
 
 @dataclass(frozen=True)
 class TraceManifest:
-    """What a trace made. ``files`` by path relative to the directory, with forward slashes."""
+    """Describes a traced model. Keys of ``files``: paths relative to the directory, with forward slashes."""
 
     backend: str
     tp: int
@@ -70,7 +70,7 @@ class TraceManifest:
     files: Mapping[str, TracedFile]
     written_by: Mapping[str, str]
     save_id: str = ""
-    """Also in the header of each file of weights; empty for what tpcore 0.1.0 wrote, which has none."""
+    """Also in the header of each file of weights. Empty in files of tpcore 0.1.0."""
 
     @property
     def programs(self) -> int:
@@ -143,7 +143,7 @@ class TraceManifest:
 
 
 def write_weights(folder: Path, rank: int, weights: Mapping[str, Tensor], save_id: str) -> TracedFile:
-    """The file of one rank. Its header says which rank and which save it is of."""
+    """Write the weights of one rank. The header of the file contains the rank and the save id."""
     path = weights_file(folder, rank)
     path.parent.mkdir()
     held = {name: StateTensor(t) for name, t in weights.items()}
@@ -153,15 +153,15 @@ def write_weights(folder: Path, rank: int, weights: Mapping[str, Tensor], save_i
 
 
 def read_weights(folder: Path, rank: int, manifest: TraceManifest) -> dict[str, Tensor]:
-    """The file of one rank, mapped: only what is used of it comes off the disk. CheckpointError if it does
-    not hold what the manifest says."""
+    """The weights of one rank, mapped: only bytes that are used are read from disk. CheckpointError if names
+    or shapes are not those of the manifest."""
     path = weights_file(folder, rank)
     found = load_file(path)
     for name, weight in manifest.weights.items():
         if name not in found:
             raise CheckpointError(f"{path} has no {name!r}")
         t = found[name]
-        if t.dtype != weight.dtype:  # what safetensors has no name for is bytes, in one more dim
+        if t.dtype != weight.dtype:  # a dtype that safetensors has no name for is U8 with one more dim
             found[name] = t = t.view(weight.dtype).squeeze(-1)
         wanted = weight.spec.local_shape(manifest.tp)
         if tuple(t.shape) != wanted:
@@ -170,7 +170,7 @@ def read_weights(folder: Path, rank: int, manifest: TraceManifest) -> dict[str, 
 
 
 def written_by() -> dict[str, str]:
-    from .. import __version__  # not above: this package is imported from there
+    from .. import __version__  # not above: tpcore imports this package
 
     return {"tpcore": __version__, "torch": torch.__version__, "python": platform.python_version()}
 
@@ -191,10 +191,10 @@ def record_of(path: Path) -> TracedFile:
 
 
 def opened(folder: Path, *, verify: bool = False) -> TraceManifest:
-    """The manifest of a traced model whose files are all there, whole, and the ones that it names.
+    """The manifest of a traced model, after a check that all its files are present, whole and its own.
 
-    The sums of programs are compared always, for a program is code; of weights if ``verify``, which reads
-    all of them. CheckpointError names the file and what is wrong with it.
+    Checksums of programs are always compared, because a program is code. Those of weights are compared if
+    ``verify``, which reads all of them. CheckpointError names the file and its fault.
     """
     path = folder / MANIFEST
     if not path.is_file():
@@ -225,13 +225,13 @@ def _check_file(folder: Path, name: str, record: TracedFile, verify: bool) -> No
     if size != record.size:
         raise CheckpointError(f"{path} is damaged: it has {size} bytes and was written with {record.size}")
     if (verify or name.startswith(PROGRAMS)) and record_of(path) != record:
-        raise CheckpointError(f"{path} is not the file that was written: its checksum is another")
+        raise CheckpointError(f"{path} is not the file that was written: its checksum differs")
     if name.endswith(".safetensors"):
         TensorFile(str(path)).close()
 
 
 def _check_owner(path: Path, save_id: str) -> None:
-    """Two ranks' files have one size and the same tensors, so only their headers tell them apart."""
+    """CheckpointError for the file of another rank or save. Only its header differs, not size and tensors."""
     file = TensorFile(str(path))
     file.close()
     found = (file.metadata.get("rank"), file.metadata.get("save_id"))

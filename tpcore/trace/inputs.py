@@ -1,4 +1,4 @@
-"""What calls a traced model takes: its arguments, their dtypes, and the shapes that have a program."""
+"""The calls that a traced model accepts: its arguments, their dtypes, and the shapes that have a program."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from ..storage.dtypes import dtype_name, dtype_of
 from .structure import Form, match, names_of, take_apart
 
 Shape = tuple[int | str, ...]
-"""Sizes, and names of dynamic dimensions."""
+"""Sizes of fixed dims and names of dynamic dims."""
 _OPEN = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 _KINDS = (*_OPEN, Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """The parameters of the traced ``forward``, and the form of the dict of those that were given.
+    """The parameters of the traced ``forward``, and the form of the dict of given arguments.
 
-    ``parameters``: name, kind, and default as ``[value]``, or None where JSON cannot say it.
+    ``parameters``: name, kind, and default as ``[value]``, or None if JSON cannot represent the default.
     """
 
     parameters: tuple[tuple[str, int, list[Any] | None], ...]
@@ -36,7 +36,7 @@ class Arguments:
     def of(
         cls, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Arguments, list[Tensor]]:
-        """Those of ``forward(*args, **kwargs)``, and the tensors among them. TypeError if it takes others."""
+        """The arguments of ``forward(*args, **kwargs)``, and their tensors. TypeError if they do not fit."""
         signature = inspect.signature(forward)
         leaves, form = take_apart(dict(signature.bind(*args, **kwargs).arguments), "inputs")
         plain = type(None), bool, int, float, str
@@ -48,27 +48,27 @@ class Arguments:
 
     @cached_property
     def names(self) -> list[str]:
-        """Of the tensors."""
+        """The names of the tensors."""
         return names_of(self.form)
 
     @cached_property
     def _signature(self) -> Signature:
         kinds = {int(kind): kind for kind in _KINDS}
-        # all may be left out here, so that bind() below can say which must not
+        # all parameters are optional here, so that bind() below names the missing one
         made = [Parameter(name, kinds[kind]) for name, kind, _ in self.parameters]
         return Signature([p if p.kind in _OPEN else p.replace(default=None) for p in made])
 
     @cached_property
     def _plain(self) -> tuple[str, ...]:
-        """The arguments, if all are tensors and can be given by name, or by position in this order."""
+        """Names of the arguments, if all are tensors and the first parameters of forward; otherwise ()."""
         given = [name for name, form in self.form["dict"] if "tensor" in form]
         first = [name for name, kind, _ in self.parameters if kind == Parameter.POSITIONAL_OR_KEYWORD]
         return tuple(given) if given == first[: len(self.form["dict"])] else ()
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-        """The tensors of a call. TypeError or ValueError where it is not of the traced form."""
+        """The tensors of a call. TypeError or ValueError if the call does not have the traced form."""
         plain = self._plain
-        if plain and len(args) + len(kwargs) == len(plain):  # past inspect, which takes 30 us
+        if plain and len(args) + len(kwargs) == len(plain):  # without inspect, which takes 30 us
             found = [*args, *map(kwargs.get, plain[len(args) :])]
             for t in found:
                 if not isinstance(t, Tensor):
@@ -107,8 +107,8 @@ Layout = list[tuple[torch.dtype, torch.Size]]
 
 
 class Plan(NamedTuple):
-    """What calls of one layout have in common. ``sizes``: of the dims that a bucket pads; empty where there
-    are no buckets."""
+    """The program for calls of one layout. ``sizes``: sizes of the named dims, which a bucket pads; empty
+    without buckets."""
 
     layout: Layout
     program: int
@@ -117,8 +117,8 @@ class Plan(NamedTuple):
 
 @dataclass(frozen=True)
 class Inputs:
-    """``shapes``: one for each tensor of ``arguments``, in sizes and names of ``dims``. ``buckets``: for
-    each program the sizes that its dims have, smallest first; none if one program takes all sizes."""
+    """``shapes``: one per tensor of ``arguments``, of sizes and names of ``dims``. ``buckets``: for each
+    program the sizes of its dims, smallest first; empty if there is one program for all sizes."""
 
     arguments: Arguments
     dtypes: tuple[torch.dtype, ...]
@@ -127,25 +127,25 @@ class Inputs:
     buckets: tuple[Mapping[str, int], ...] = ()
 
     def sizes(self, leaves: Sequence[Tensor]) -> dict[str, int]:
-        """The size of each dim in a call. TypeError or ValueError for tensors that no program takes."""
+        """The size of each named dim in a call. TypeError or ValueError if no program accepts the tensors."""
         for name, t, dtype in zip(self.arguments.names, leaves, self.dtypes, strict=True):
             if t.dtype != dtype:
                 raise TypeError(f"{name} is of {t.dtype}, and the model was traced with {dtype}: convert it")
         sizes: dict[str, int] = {}
         for t, shape in zip(leaves, self.shapes, strict=True):
             if len(t.shape) != len(shape) or not all(
-                n == m if isinstance(m, int) else self._takes(m, n, sizes)
+                n == m if isinstance(m, int) else self._fits_dim(m, n, sizes)
                 for n, m in zip(t.shape, shape, strict=True)
             ):
                 self._refuse(leaves)
         return sizes
 
-    def _takes(self, name: str, n: int, sizes: dict[str, int]) -> bool:
+    def _fits_dim(self, name: str, n: int, sizes: dict[str, int]) -> bool:
         dim = self.dims[name]
         return n >= dim.min and (dim.max is None or n <= dim.max) and sizes.setdefault(name, n) == n
 
     def program(self, sizes: Mapping[str, int], leaves: Sequence[Tensor]) -> int:
-        """The number of the smallest program that takes them."""
+        """The number of the smallest program with room for these sizes."""
         for number, bucket in enumerate(self.buckets):
             if all(sizes[name] <= bucket[name] for name in bucket):
                 return number
@@ -156,7 +156,7 @@ class Inputs:
         return Plan(layout, self.program(sizes, leaves), sizes if self.buckets else {})
 
     def padded(self, t: Tensor, i: int, number: int, value: float) -> Tensor:
-        """Input ``i``, filled up at the end of each dim to the sizes of a program."""
+        """Input ``i``, padded at the end of each dim to the sizes of program ``number``."""
         bucket = self.buckets[number]
         want = [m if isinstance(m, int) else bucket[m] for m in self.shapes[i]]
         if list(t.shape) == want:
@@ -169,7 +169,11 @@ class Inputs:
         named = zip(self.arguments.names, leaves, strict=True)
         given = ", ".join(f"{name} {list(t.shape)}" for name, t in named)
         why = f"no program takes {given}; the model was traced for {self}"
-        fixed = [n for n, t, s in zip(self.arguments.names, leaves, self.shapes, strict=True) if _other(t, s)]
+        fixed = [
+            n
+            for n, t, s in zip(self.arguments.names, leaves, self.shapes, strict=True)
+            if _fixed_size_differs(t, s)
+        ]
         if self.buckets and fixed:
             why += (
                 f". A dim is padded where the examples of the buckets differ in it: for {', '.join(fixed)} "
@@ -205,8 +209,8 @@ class Inputs:
         )
 
 
-def _other(t: Tensor, shape: Shape) -> bool:
-    """Whether a fixed size of ``shape`` is another than that of ``t``."""
+def _fixed_size_differs(t: Tensor, shape: Shape) -> bool:
+    """Whether ``t`` has another size in a fixed dim of ``shape``."""
     return t.ndim == len(shape) and any(
         isinstance(m, int) and n != m for n, m in zip(t.shape, shape, strict=True)
     )

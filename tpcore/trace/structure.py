@@ -1,4 +1,4 @@
-"""Nested values with tensors in them, taken apart into a list of tensors and what JSON can say of the rest.
+"""Splits a nested value with tensors into a list of tensors and a form, which JSON can represent.
 
 A form is ``{"tensor": i}``, ``{"value": v}``, ``{"tuple": [...]}``, ``{"list": [...]}``,
 ``{"dict": [[key, form], ...]}`` or ``{"output": [[key, form], ...]}``, a dict with attribute access.
@@ -17,8 +17,7 @@ Form = dict[str, Any]
 
 
 class ModelOutput(OrderedDict[str, Any]):
-    """A dict whose entries are attributes too, and whose values can be had by position, as the model
-    outputs of transformers."""
+    """A dict with attribute access and access by position, like the model outputs of transformers."""
 
     def __getattr__(self, name: str) -> Any:
         if name in self:
@@ -33,7 +32,7 @@ class ModelOutput(OrderedDict[str, Any]):
 
 
 def take_apart(value: Any, where: str) -> tuple[list[Tensor], Form]:
-    """The tensors of ``value`` in order, and its form. TypeError for what has none."""
+    """The tensors of ``value`` in order, and its form. TypeError for unsupported types."""
     leaves: list[Tensor] = []
     return leaves, _form(value, where, leaves)
 
@@ -84,7 +83,7 @@ def put_together(form: Form, leaves: Sequence[Any]) -> Any:
 
 
 def names_of(form: Form, where: str = "") -> list[str]:
-    """What to call each tensor: ``input_ids``, ``states[0]``, ``batch['mask']``."""
+    """A name for each tensor: ``input_ids``, ``states[0]``, ``batch['mask']``."""
     ((kind, inner),) = form.items()
     if kind == "tensor":
         return [where]
@@ -96,7 +95,7 @@ def names_of(form: Form, where: str = "") -> list[str]:
 
 
 def match(form: Form, value: Any, where: str) -> list[Tensor]:
-    """The tensors of ``value``, which must have the given form. TypeError or ValueError where it has not."""
+    """The tensors of ``value``. TypeError or ValueError if it does not have the given form."""
     ((kind, inner),) = form.items()
     if kind == "tensor":
         if not isinstance(value, Tensor):
@@ -110,15 +109,15 @@ def match(form: Form, value: Any, where: str) -> list[Tensor]:
         return []
     if kind in ("tuple", "list"):
         if not isinstance(value, tuple | list) or len(value) != len(inner):
-            raise TypeError(f"{where} must be a {kind} of {len(inner)}, as it was traced, not {_said(value)}")
+            raise TypeError(f"{where} must be a {kind} of {len(inner)}, as it was traced, not {_kind(value)}")
         return [t for i, f in enumerate(inner) for t in match(f, value[i], f"{where}[{i}]")]
     if not isinstance(value, Mapping) or value.keys() != {key for key, _ in inner}:
         keys = [key for key, _ in inner]
-        raise TypeError(f"{where} must be a dict with the keys {keys}, as it was traced, not {_said(value)}")
+        raise TypeError(f"{where} must be a dict with the keys {keys}, as it was traced, not {_kind(value)}")
     return [t for key, f in inner for t in match(f, value[key], f"{where}[{key!r}]")]
 
 
-def _said(value: Any) -> str:
+def _kind(value: Any) -> str:
     if isinstance(value, Mapping):
         return f"one with {list(value)}"
     return (

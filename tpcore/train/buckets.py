@@ -1,4 +1,4 @@
-"""Tensors that travel together: few messages instead of one for each."""
+"""Buckets: groups of tensors that one collective moves."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 def buckets(
     items: Iterable[T], kind: Callable[[T], Hashable], nbytes: Callable[[T], int], most: int
 ) -> Iterator[list[T]]:
-    """Items of one kind, in order, up to ``most`` bytes together; a larger one goes alone."""
+    """Lists of items of one kind, in order, of up to ``most`` bytes each; a larger item is alone."""
     by_kind: dict[Hashable, list[T]] = defaultdict(list)
     for item in items:
         by_kind[kind(item)].append(item)

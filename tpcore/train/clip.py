@@ -1,4 +1,4 @@
-"""The norm of gradients that are cut, and clipping by it."""
+"""The norm of cut gradients, and clipping by it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..layers.sharding import Sharding, sharding
 from .parameters import Parameters, unique_parameters
 
 Parts = list[tuple[Tensor, int]]
-"""Pieces of gradients, each held by so many of the ranks that are summed over."""
+"""(piece of a gradient, number of ranks in the sum that have it)."""
 
 
 def _gradient(p: Tensor) -> Tensor | None:
@@ -26,7 +26,7 @@ def _gradient(p: Tensor) -> Tensor | None:
 
 
 def _parts(parameter: Tensor, found: Sharding) -> Parts:
-    """The gradient as pieces that equally many ranks hold: one, unless blocks are replicated unlike."""
+    """The gradient, divided by the number of ranks that have each entry: one piece, unless blocks differ."""
     grad, shares = parameter.grad, found.shares
     if grad is None:
         return []
@@ -38,7 +38,7 @@ def _parts(parameter: Tensor, found: Sharding) -> Parts:
 
 
 def _power_sum(parts: Parts, p: float, zero: Tensor) -> Tensor:
-    """Sum of ``|g|^p`` (largest ``|g|`` for infinity) over gradients, each held by ``copies`` ranks."""
+    """Sum of ``|g|^p`` (largest ``|g|`` for infinity) over gradients, each divided by its copies."""
     total = zero
     for grad, copies in parts:
         if grad.numel() == 0:
@@ -49,17 +49,17 @@ def _power_sum(parts: Parts, p: float, zero: Tensor) -> Tensor:
 
 
 class Addend(NamedTuple):
-    """What a norm counts of one parameter's gradient."""
+    """One parameter's share of a norm."""
 
-    dtype: torch.dtype  # of the parameter and not of its gradient, which not every rank need have
-    comm: Comm | None  # over the ranks that hold other entries; None where all hold the same
+    dtype: torch.dtype  # the parameter's and not its gradient's, which may be missing on some ranks
+    comm: Comm | None  # over the ranks that have other entries; None if all have the same
     parts: Parts
 
 
 def addend_of(parameter: Tensor) -> Addend:
     found, grad = sharding(parameter), _gradient(parameter)
     if found is not None and found.axes:
-        # takes part in the sum even where no rank has a gradient
+        # part of the sum even if no rank has a gradient
         return Addend(parameter.dtype, found.ctx.comm(*found.axes), _parts(parameter, found))
     return Addend(parameter.dtype, None, [] if grad is None else [(grad, 1)])
 
@@ -68,15 +68,15 @@ def addend_of(parameter: Tensor) -> Addend:
 def norm_of(
     addends: Sequence[Addend], p: float, device: torch.device | None, over: Comm | None = None
 ) -> Tensor:
-    """The norm of full gradients: one all-reduce for each set of axes. ``over``: further ranks, each of
-    which holds other entries of every gradient."""
+    """The norm of full gradients, with one all-reduce for each set of axes. ``over``: further ranks, which
+    each have other entries of every gradient."""
     wide = reduce(torch.promote_types, (addend.dtype for addend in addends), torch.float32)
     cut: dict[Comm | None, Parts] = defaultdict(list)
     for addend in addends:
         cut[addend.comm] += addend.parts
     zero = torch.zeros((), dtype=wide, device=device)
     total = _power_sum(cut.pop(None, []), p, zero)
-    # by the axes, and so in one order on all ranks: stages hold other parameters
+    # sorted by axes, for the same order on all ranks: stages have different parameters
     comms = sorted((comm for comm in cut if comm is not None), key=lambda comm: comm.group.axes)
     for comm in comms:
         part = _over(comm, _power_sum(cut[comm], p, zero).to(wide), p)
@@ -109,14 +109,14 @@ def scale_to(grads: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
 def clip_grad_norm(parameters: Parameters, max_norm: float, norm_type: float | str = 2.0) -> Tensor:
     """Scale gradients in place so that the norm of the *full* gradient is at most ``max_norm``.
 
-    As ``torch.nn.utils.clip_grad_norm_`` on the unsharded model: what is cut is summed over its ranks,
-    what is replicated or shared counts once. The sum goes over exactly the mesh axes along which ranks hold
+    As ``torch.nn.utils.clip_grad_norm_`` on the unsharded model: cut gradients are summed over their ranks,
+    replicated and shared ones count once. The sum goes over exactly the mesh axes along which ranks have
     other entries, in one all-reduce for each set of axes. ``parameters``: a model, a parameter, or any
-    iterable of them, generators too. ``norm_type``: a positive number, ``float("inf")`` or ``"inf"``.
+    iterable of parameters, also a generator. ``norm_type``: a positive number, ``float("inf")`` or ``"inf"``.
 
     Returns the norm before clipping, 0-d, float32 or wider, the same on every rank. Call it after the
-    mean over data parallel. Collective: every rank that the layouts name must call it. Raises ValueError for
-    parameters of another context, and for those that torch's own parallelism has cut.
+    mean over data parallel. Collective: all ranks of the layouts' axes must call it. Raises ValueError for
+    parameters of another context and for parameters that torch's own parallelism has cut.
     """
     p = float(norm_type)
     if not p > 0:

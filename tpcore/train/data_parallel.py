@@ -13,12 +13,12 @@ from .buckets import buckets
 from .parameters import Parameters, unique_parameters
 
 BUCKET = 25 * 2**20
-"""Bytes of gradients that one all-reduce carries: DDP's default, enough to hide latency."""
+"""Bytes of gradients in one all-reduce: DDP's default, enough to hide latency."""
 
 
 def present_anywhere(has: Sequence[bool], dp: Comm, device: torch.device) -> list[bool]:
-    """Which of some gradients any dp rank has: not every rank's batch uses every parameter."""
-    # a lazy backend runs one program on all ranks: they cannot differ
+    """For each gradient, whether any dp rank has it: not every rank's batch uses every parameter."""
+    # a lazy backend runs one program on all ranks, so they cannot differ
     if not has or dp.size == 1 or not dp.eager:
         return list(has)
     anywhere = dp.all_reduce(torch.tensor(has, dtype=torch.int64, device=device), "max")
@@ -27,7 +27,7 @@ def present_anywhere(has: Sequence[bool], dp: Comm, device: torch.device) -> lis
 
 
 def _match_presence(parameters: list[Tensor], dp: Comm) -> None:
-    """Give zeros to a parameter that got a gradient on another dp rank only."""
+    """Give a zero gradient to parameters that have a gradient on another dp rank only."""
     if not parameters:
         return
     anywhere = present_anywhere([p.grad is not None for p in parameters], dp, parameters[0].device)
@@ -38,10 +38,10 @@ def _match_presence(parameters: list[Tensor], dp: Comm) -> None:
 
 @torch.no_grad()
 def reduce_gradients(parameters: Parameters) -> None:
-    """Replace every gradient by its mean over the data-parallel group, in buckets.
+    """Replace every gradient by its mean over the data-parallel group, in buckets. Collective over dp.
 
-    Collective over dp. A parameter without gradient on all dp ranks keeps none. Raises ValueError for
-    parameters of another context, and for those that torch's own parallelism has cut.
+    A parameter that has no gradient on any dp rank keeps none. Raises ValueError for parameters of another
+    context and for parameters that torch's own parallelism has cut.
     """
     unique = [p for p in unique_parameters(parameters) if p.requires_grad]
     dp = current().comm("dp")
@@ -52,7 +52,7 @@ def reduce_gradients(parameters: Parameters) -> None:
     for p in unique:
         if p.grad is not None:
             if p.grad.is_sparse:
-                p.grad = p.grad.to_dense()  # ranks hold different rows
+                p.grad = p.grad.to_dense()  # the ranks' sparse gradients have different rows
             grads.append(p.grad)
     for bucket in buckets(grads, lambda g: g.dtype, lambda g: g.nbytes, BUCKET):
         flat = torch.cat([g.reshape(-1) for g in bucket]).div_(dp.size)

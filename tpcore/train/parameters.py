@@ -1,4 +1,4 @@
-"""The parameters that a caller names, each once, and the refusal of those that are not this library's."""
+"""The distinct parameters of an argument, and the refusal of parameters that tpcore cannot reduce."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Parameters = nn.Module | Tensor | Iterable[Tensor]
 
 
 def unique_parameters(parameters: Parameters) -> list[Tensor]:
-    """Every parameter once, tied ones included; generators may be given. Checked as ``check_parameters``."""
+    """Every parameter once, also tied ones; checked by ``check_parameters``. Generators are allowed."""
     if isinstance(parameters, nn.Module):
         named = {id(p): (name, p) for name, p in parameters.named_parameters()}
         found: list[Tensor] = [p for _, p in named.values()]
@@ -28,10 +28,8 @@ def unique_parameters(parameters: Parameters) -> list[Tensor]:
 
 
 def check_parameters(parameters: Sequence[Tensor], names: Sequence[str]) -> None:
-    """ValueError for what torch's own parallelism has cut, and for what lies on another context's mesh.
-
-    Its norm and its mean would be taken over the wrong ranks.
-    """
+    """Raise ValueError for parameters that torch's own parallelism has cut or that are on another context's
+    mesh: their norm and mean would be taken over the wrong ranks."""
     backend = current().backend
     for name, p in zip(names, parameters, strict=True):
         # by name: the core does not import torch's own parallelism
@@ -51,7 +49,7 @@ def check_parameters(parameters: Sequence[Tensor], names: Sequence[str]) -> None
 
 
 def check_same_over_dp(parameters: Sequence[Tensor], names: Sequence[str]) -> None:
-    """ValueError for a parameter of which dp ranks hold different parts."""
+    """Raise ValueError for a parameter that is cut over dp."""
     for name, p in zip(names, parameters, strict=True):
         found = sharding(p)
         if found is not None and "dp" in found.axes:
@@ -62,9 +60,9 @@ def check_same_over_dp(parameters: Sequence[Tensor], names: Sequence[str]) -> No
 
 
 def named_of(group: dict[str, Any]) -> tuple[list[Tensor], list[str]]:
-    """The parameters that a group is made of, and what errors call them. ValueError for one given twice."""
+    """A group's parameters, and their names in errors. ValueError for a parameter that is given twice."""
     given = group["params"]
-    if not isinstance(given, set):  # of which torch says that it has no order
+    if not isinstance(given, set):  # torch refuses sets, which have no order
         group["params"] = [given] if isinstance(given, Tensor) else list(given)
     named = [item if isinstance(item, tuple) else (None, item) for item in group["params"]]
     names = [f"{i}" if name is None else repr(name) for i, (name, _) in enumerate(named)]

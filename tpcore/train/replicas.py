@@ -1,4 +1,4 @@
-"""Whether ranks that should hold the same numbers do: one comparison of hashes, for debugging."""
+"""For debugging: compares hashes of tensors that should be equal on several ranks."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ _CAUSES = {
 
 
 class Held(NamedTuple):
-    """One box of one tensor as one rank holds it. Ranks with equal ``kind``, ``name``, ``box`` and ``of``
+    """One rank's values of one box of a tensor. Ranks with equal ``kind``, ``name``, ``box`` and ``of``
     should have equal digests."""
 
     kind: str
     name: str
     box: str
-    of: str  # the dp rank, of what differs over dp
+    of: str  # the dp rank, for tensors that differ over dp
     digest: str
-    constant: bool  # all entries are one number
+    constant: bool  # all entries are equal
     rank: int
 
 
@@ -44,16 +44,16 @@ class Held(NamedTuple):
 def check_replicas(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, batch: Any = None
 ) -> None:
-    """ValueError on every rank if ranks that should hold the same numbers do not.
+    """Raise ValueError on every rank if tensors that should be equal on several ranks are not.
 
-    Compares by hash, once: parameters over dp and over the tp ranks that hold the same entries; gradients
-    over these tp ranks (over dp they differ until their mean is taken); with ``optimizer``, plain or
-    ``Zero1``, its state; with ``batch``, a tensor or a nest of them, what the ranks of one tp group are fed,
-    of which gradients need not tell: layers sum over tp what came of different batches. The error names the
-    first that differs, its ranks and usual causes. It also finds what is equal and should not be: different
-    parts of one tensor with the same values, as DistributedDataParallel over all ranks makes them.
+    It compares hashes of parameters, over dp and over the tp ranks that have the same entries; of gradients,
+    over these tp ranks (over dp they differ until the mean is taken); with ``optimizer``, plain or ``Zero1``,
+    of its state; with ``batch``, a tensor or nested tensors, of the inputs of one tp group's ranks. Gradients
+    alone may hide different batches, because layers sum over tp. The error names the first tensor that
+    differs, its ranks and usual causes. It also reports the opposite: different parts of one tensor with
+    equal values, which DistributedDataParallel over all ranks causes.
 
-    It reads every value: call it after the first backward and now and then, not in each step. Collective
+    It reads every value: call it after the first backward and occasionally, not in each step. Collective
     over the world.
     """
     ctx = current()
@@ -69,7 +69,7 @@ def check_replicas(
         raise ValueError(problem)
 
 
-# -- what this rank holds ----------------------------------------------------------------------------------
+# -- this rank's tensors -----------------------------------------------------------------------------------
 def _batch(batch: Any, ctx: ParallelContext) -> Iterator[Held]:
     for i, value in enumerate(_tensors(batch)):
         digest, constant = _digest(value)
@@ -100,7 +100,7 @@ def _states(model: nn.Module, optimizer: torch.optim.Optimizer, ctx: ParallelCon
             called = f"{key} of {name}"
             if isinstance(value, Tensor) and value.ndim and value.shape == p.shape:
                 yield from _held(STATE, called, value, p, "", ctx)
-            elif isinstance(value, Tensor) and value.ndim:  # a chunk: each dp rank has its own
+            elif isinstance(value, Tensor) and value.ndim:  # a chunk of Zero1: each dp rank has its own
                 box = "; ".join(box for box, _ in _boxes(p, p, ctx))
                 yield Held(STATE, called, box, _dp(ctx), *_digest(value), ctx.rank)
             else:
@@ -118,7 +118,7 @@ def _held(
 
 
 def _boxes(value: Tensor, p: Tensor, ctx: ParallelContext) -> Iterator[tuple[str, Tensor]]:
-    """The boxes of the full tensor that a local one holds, each with its part."""
+    """The boxes of the full tensor that ``value`` covers, each with its values."""
     found = sharding(p)
     if found is None:
         yield "", value
@@ -137,9 +137,9 @@ def _dp(ctx: ParallelContext) -> str:
     return str(ctx.mesh.coords(ctx.rank).get("dp", 0))
 
 
-# -- what all ranks hold -----------------------------------------------------------------------------------
+# -- all ranks' tensors ------------------------------------------------------------------------------------
 def _difference(every: Sequence[Held], ctx: ParallelContext) -> str | None:
-    """The first tensor, in the order of the model, of which two ranks hold one box with different values."""
+    """A message about the first tensor, in model order, whose values of one box differ between two ranks."""
     first: dict[tuple[str, ...], Held] = {}
     wrong: dict[tuple[str, str], tuple[Held, Held]] = {}
     for held in every:
@@ -158,14 +158,14 @@ def _difference(every: Sequence[Held], ctx: ParallelContext) -> str | None:
 
 
 def _equality(every: Sequence[Held], ctx: ParallelContext) -> str | None:
-    """The first tensor of which two ranks hold different boxes with the same values."""
+    """A message about the first tensor of which two ranks have equal values of different boxes."""
     values = {(h.name, h.rank, h.box): h.digest for h in every if h.kind == PARAMETER}
     first: dict[tuple[str, ...], Held] = {}
     for held in every:
         if held.kind not in (PARAMETER, GRADIENT) or held.constant:
             continue
         other = first.setdefault((held.kind, held.name, held.of, held.digest), held)
-        # gradients of equal weights may well be equal
+        # equal weights may have equal gradients
         alike = values[held.name, held.rank, held.box] == values[other.name, other.rank, other.box]
         if other.box != held.box and (held.kind == PARAMETER or not alike):
             a, b = _where(other.rank, ctx), _where(held.rank, ctx)

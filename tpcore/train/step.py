@@ -19,26 +19,26 @@ class Stepping(ABC):
     """An optimizer's gradients between backward and its step."""
 
     scaled: Any
-    """What a GradScaler takes for the optimizer: its ``param_groups`` and its ``step``."""
+    """The object that a GradScaler gets as the optimizer: it has ``param_groups`` and ``step``."""
 
     @abstractmethod
     def reduce(self) -> None:
-        """The mean over dp. Collective."""
+        """Take the mean of the gradients over dp. Collective."""
 
     @abstractmethod
     def gradients(self) -> list[Tensor]:
-        """What this rank has of the mean, to change in place."""
+        """This rank's part of the mean gradients, to change in place."""
 
     @abstractmethod
     def norm(self) -> Tensor:
-        """Of the full gradient. Collective."""
+        """The norm of the full gradient. Collective."""
 
     def skip(self, norm: Tensor | None) -> None:
-        """Take no step; ``norm``: what the caller is given."""
+        """Take no step. ``norm``: the norm that the caller gets."""
 
 
 class WholeStepping(Stepping):
-    """Of an optimizer of torch: each dp rank steps all of the parameters."""
+    """For an optimizer of torch: each dp rank steps all parameters."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.scaled = optimizer
@@ -56,7 +56,7 @@ class WholeStepping(Stepping):
 
 
 class CutStepping(Stepping):
-    """Of a Zero1: each dp rank has its chunks."""
+    """For a Zero1: each dp rank steps its chunks."""
 
     def __init__(self, optimizer: Zero1) -> None:
         self._optimizer, self.scaled = optimizer, optimizer.for_scaler
@@ -82,9 +82,9 @@ def stepping_of(optimizer: torch.optim.Optimizer) -> Stepping:
 
 
 def _finite_everywhere(tensors: list[Tensor]) -> bool:
-    """Whether no rank of the world has an infinity or a NaN, the same answer on all. Reads a value."""
+    """Whether no rank of the world has an infinity or a NaN; the same on all ranks. Reads a value."""
     world = current().world
-    # the largest entry and not the sum of squares, which overflows earlier
+    # the largest entry, because the sum of squares overflows earlier
     values = (t.coalesce().values() if t.is_sparse else t for t in tensors)
     largest = [torch.linalg.vector_norm(t, float("inf")).isfinite() for t in values if t.numel()]
     device = world.position.device
@@ -96,7 +96,7 @@ def _finite_everywhere(tensors: list[Tensor]) -> bool:
 def _unscale(stepping: Stepping, scaler: torch.amp.GradScaler) -> bool:
     """Unscale the gradients; False on all ranks if one of them has an infinity.
 
-    Then each rank gets one, so that its scaler finds by itself what any rank's has found.
+    In that case every rank's gradients become NaN, so that each rank's scaler skips the step by itself.
     """
     finite = _finite_everywhere(stepping.gradients())
     for gradient in stepping.gradients() if not finite else ():
@@ -145,17 +145,17 @@ def optimizer_step(
     skip_nonfinite: bool = False,
     scaler: torch.amp.GradScaler | None = None,
 ) -> Tensor | None:
-    """Mean of the gradients over dp, clipping if ``max_norm`` is given, the step, the backend's end of step.
+    """Take the mean of the gradients over dp, clip them to ``max_norm``, step, and end the backend's step.
 
-    The same on every backend, for optimizers of torch and for ``Zero1``. Returns the norm of the full
-    gradient before clipping with ``max_norm`` or ``skip_nonfinite``, else None.
+    It works on every backend, for optimizers of torch and for ``Zero1``. With ``max_norm`` or
+    ``skip_nonfinite`` it returns the norm of the full gradient before clipping, else None.
 
-    ``skip_nonfinite``: no step is taken, on any rank, where that norm is not finite on one of them; the norm
-    that is returned is then infinite. ``scaler``: a ``torch.amp.GradScaler`` whose ``scale(loss)`` was
-    differentiated. Gradients are unscaled before clipping, and all ranks skip the step where one has an
-    infinity, so that their scales stay equal; call ``scaler.update()`` afterwards. Both read a value, at
-    which a lazy backend ends a program. Collective over the world. Raises ValueError for parameters of
-    another context, and for those that torch's own parallelism has cut.
+    ``skip_nonfinite``: if the norm is not finite on some rank, no rank takes the step and the returned norm
+    is infinite. ``scaler``: a ``torch.amp.GradScaler``; call backward on its ``scale(loss)`` before.
+    Gradients are unscaled before clipping, and if one rank has an infinity all ranks skip the step, so that
+    their scales stay equal; call ``scaler.update()`` afterwards. Both options read a value, which ends a
+    program on a lazy backend. Collective over the world. Raises ValueError for parameters of another context
+    and for parameters that torch's own parallelism has cut.
     """
     if max_norm is not None:
         check_max_norm(max_norm)
@@ -170,7 +170,7 @@ def optimizer_step(
     if norm is not None and skip_nonfinite:
         finite = _finite_everywhere([norm]) and finite
     if not finite:
-        # also where this rank's own is finite: a gradient that all should hold alike is not
+        # also if this rank's norm is finite: another rank's is not, though they should be equal
         norm = None if norm is None else torch.full_like(norm, float("inf"))
         stepping.skip(norm)
     else:

@@ -1,4 +1,4 @@
-"""CPU backend: torch.distributed over gloo, with calls checked and lost ranks named."""
+"""CPU backend: torch.distributed over gloo. Calls are checked, and errors name lost ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Joining a job over torch.distributed, with gloo for transport."""
+"""The backend: a job over torch.distributed whose transport is gloo or shared memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .shared_memory import SharedTransport
 
 
 class GlooBackend(C10dBackend):
-    """Ranks are processes of CPUs. What they say about lost and disagreeing ranks is ``C10dBackend``'s."""
+    """Ranks are processes on CPUs. ``C10dBackend`` reports lost ranks and calls that differ."""
 
     transport = "gloo"
     transport_class = GlooTransport
@@ -41,22 +41,31 @@ class GlooBackend(C10dBackend):
     capabilities = replace(
         C10dBackend.capabilities,
         moved=(torch.complex64, torch.complex128, torch.uint16, torch.float8_e4m3fn),
-        tracing=torch.__version__ >= "2.9",  # the oldest torch.export that this was tested with
+        tracing=torch.__version__ >= "2.9",  # the oldest torch whose torch.export is tested
     )
 
     buffers: ClassVar[tuple[int, int]] = (1 << 16, 1 << 22)
-    """Bytes of a buffer in shared memory, at first and when a tensor needs more. Larger ones go in pieces."""
+    """Bytes of a buffer in shared memory: at first, and at most. Larger tensors are sent in pieces."""
 
     def __init__(self, store: dist.Store | None = None, rank: int = 0, world: int = 1) -> None:
         super().__init__(store, rank, world)
-        self._roads: dict[Any, Exchange | str] = {}
+        self._shared: dict[Any, Exchange | str] = {}
 
     def _close(self, error: BaseException | None) -> None:
         super()._close(error)
-        for road in self._roads.values():
-            if isinstance(road, Exchange):
-                road.close()
-        self._roads.clear()
+        for shared_or_why in self._shared.values():
+            if isinstance(shared_or_why, Exchange):
+                shared_or_why.close()
+        self._shared.clear()
+
+    @classmethod
+    def remark(cls) -> str:
+        """Which groups take shared memory here. A member that cannot is known only once the group is made."""
+        found = shared(1, 0, cls.buffers, lambda text: [text], _refusal())
+        if isinstance(found, list):
+            return f"all groups exchange tensors over gloo, none through shared memory: {found[0]}"
+        found.close()
+        return "groups of ranks on one host exchange tensors through shared memory, other groups over gloo"
 
     def device(self) -> torch.device:
         return torch.device("cpu")
@@ -80,25 +89,24 @@ class GlooBackend(C10dBackend):
         return programs.load(folder, weights, partial(comm_named, current()))
 
     def _compares(self, pg: Any, waiting: Waiting) -> bool:
-        self._roads[pg] = self._road(pg, waiting)
-        return isinstance(self._roads[pg], Exchange)
+        self._shared[pg] = self._share_memory(pg, waiting)
+        return isinstance(self._shared[pg], Exchange)
 
     def _made_over(self, group: Group, pg: Callable[[], Any], watch: Waiting | None) -> Transport:
-        road = "alone" if watch is None else self._roads[pg()]
-        if isinstance(road, Exchange):
-            return SharedTransport(group, self._rank, pg, road)
-        made = GlooTransport(group, self._rank, pg, self.device(), watch, why=road)
+        shared_or_why = "alone" if watch is None else self._shared[pg()]
+        if isinstance(shared_or_why, Exchange):
+            return SharedTransport(group, self._rank, pg, shared_or_why)
+        made = GlooTransport(group, self._rank, pg, self.device(), watch, why=shared_or_why)
         self._connected.append(made)
         return made
 
-    def _road(self, pg: Any, waiting: Waiting) -> Exchange | str:
-        """Memory that all members share, or why they do not. Collective."""
+    def _share_memory(self, pg: Any, waiting: Waiting) -> Exchange | str:
+        """Set up memory that all members share; return the reason if they cannot. Collective."""
         members, neighbours = waiting.members, waiting.neighbours()
         if not neighbours.issuperset(members):
             return "not all on one host"
-        refusal = "" if SHM.get() else f"{SHM.name}=0"
         found = shared(
-            len(members), members.index(self._rank), self.buffers, partial(exchanged, pg, waiting), refusal
+            len(members), members.index(self._rank), self.buffers, partial(exchanged, pg, waiting), _refusal()
         )
         if not isinstance(found, list):
             return Exchange(found, waiting, len(neighbours))
@@ -112,7 +120,11 @@ class GlooBackend(C10dBackend):
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """A group of one needs no port that others can reach, and gloo opens one."""
+        """Let gloo listen on the loopback interface: a group of one needs no port that others can reach."""
         local = [i for _, i in socket.if_nameindex() if i in ("lo", "lo0")]
         with changed({INTERFACE.name: local[0]} if local and not INTERFACE.is_set else {}):
             yield
+
+
+def _refusal() -> str:
+    return "" if SHM.get() else f"{SHM.name}=0"

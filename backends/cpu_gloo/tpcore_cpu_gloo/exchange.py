@@ -1,8 +1,9 @@
-"""Which buffer comes next, and waiting until every member has filled it.
+"""The protocol of shared buffers: which buffer is next, and the wait until every member has filled it.
 
-Two buffers per rank are used one after the other: fill mine, post one semaphore for each peer, take one from
-each, read theirs. Who has taken everyone's post n knows that all have read what came with post n - 1, since
-they read it before they post n. So the buffer of n - 1 is free for n + 1, and nobody needs to be asked.
+Each rank alternates between two buffers: it fills its own, posts one semaphore for each peer, takes one of
+each peer, and reads the peers' buffers. A rank that has taken every peer's post n knows that all have read
+the buffers of post n - 1, since they read before they post n. So the buffer of n - 1 is free for n + 1
+without another message.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from tpcore.errors import CollectiveMismatchError
 from . import semaphores
 from .segment import CALL, PLACE, Segment
 
-_SPINS = 150  # of 0.3 us: longer than a peer takes that is not late
+_SPINS = 150  # of 0.3 us each: longer than a punctual peer takes
 _YIELDS = 200
-_SLICE = 0.5  # seconds of sleep, after which somebody looks whether the peer still lives
+_SLICE = 0.5  # seconds of sleep between two checks that the peer's process is alive
 
 
 Announced = tuple[int, int, Entry]
-"""A call: the words that stand for it and for its place (0: not looked at), and its entry in the recorder."""
+"""A call: its hash, the hash of its place (0: unknown), and its entry in the recorder."""
 
 
 _TEXTS = word_of("texts of calls that differ")
@@ -34,19 +35,19 @@ _GONE = word_of("this rank makes no more calls")
 
 
 class Exchange:
-    """The meetings of one group. Transports over the same members share one: their order is common."""
+    """The exchanges of one group, in one order. Transports over the same members share one."""
 
     def __init__(self, segment: Segment, waiting: Waiting, crowd: int) -> None:
-        """``crowd``: ranks of this host. If they are more than its cores, waiting leaves them at once."""
+        """``crowd``: number of ranks on this host. If it exceeds the cores, a wait yields at once."""
         self.segment, self.waiting = segment, waiting
         self.plans: dict[Any, Any] = {}
-        """What a transport keeps for calls that it has seen, as long as the buffers have one size."""
+        """The transport's cache for repeated calls, cleared when the buffers' size changes."""
         self.pending: Callable[[], object] | None = None
-        """Completes what was posted and not taken yet."""
+        """Completes the call that is posted but not taken yet."""
         self._next, self._posted = 0, 1
         self._places, self._positions = Places(), range(segment.size)
         self._words = [segment.words(b) for b in (0, 1)]
-        self._stay = waiting.parting(self._leave)
+        self._cancel_parting = waiting.parting(self._leave)
         self._spins = _SPINS if crowd <= len(os.sched_getaffinity(0)) else 1
 
     def next_buffer(self) -> int:
@@ -57,7 +58,7 @@ class Exchange:
         return buffer
 
     def meet(self, buffer: int, call: Announced) -> None:
-        """Mine is filled for ``call``; return when everyone's is, for the same."""
+        """This rank has filled ``buffer`` for ``call``. Wait until every member has, for the same call."""
         self.post(buffer, call)
         self.take(buffer, call)
 
@@ -75,14 +76,14 @@ class Exchange:
         word, place, entry = call
         for view, at in self._words[buffer]:
             if view[at + CALL] != word:
-                raise self._lost() if self._someone_left(buffer) else self._mismatch(entry, False)
+                raise self._lost() if self._member_left(buffer) else self._mismatch(entry, False)
         if place:
             places = [view[at + PLACE] for view, at in self._words[buffer]]
             if self._places.swapped(self._positions, places):
                 raise self._mismatch(entry, True)
 
     def room(self, need: int, call: Announced) -> int:
-        """Bytes of a buffer that may be used, on all ranks the same: as much as ``need``, if all have it."""
+        """Bytes of a buffer that may be used, the same on all ranks: ``need`` if all can reserve them."""
         segment = self.segment
         if segment.room >= min(need, segment.most):
             return segment.room
@@ -96,12 +97,12 @@ class Exchange:
         self.meet(buffer, call)
         segment.room = segment.offered(buffer)
         if segment.room < wanted:
-            segment.most = segment.room  # there is no more
+            segment.most = segment.room  # no more memory is available
         self.plans.clear()
         return segment.room
 
     def close(self) -> None:
-        self._stay()
+        self._cancel_parting()
         self.plans.clear()
         self.pending = None
         self.segment.close()
@@ -118,23 +119,22 @@ class Exchange:
         self.waiting.finish(_Post(peer, address, self.waiting))
 
     def _leave(self) -> None:
-        """What the end of a connection is elsewhere: peers wake up, now or at their next call.
-
-        They still complete the call that this rank posted last.
+        """Tell peers that this rank leaves, as a closed connection would: they wake up now or at their next
+        call. They still complete the call that this rank posted last.
         """
         view, at = self._words[1 - self._posted][self.segment.position]
         view[at + CALL] = _GONE
         for address in self.segment.posts:
             semaphores.post(address)
 
-    def _someone_left(self, buffer: int) -> bool:
+    def _member_left(self, buffer: int) -> bool:
         return any(view[at + CALL] == _GONE for view, at in self._words[buffer])
 
     def _lost(self) -> Exception:
         return self.waiting.lost(ConnectionResetError("it makes no more calls"))
 
     def _mismatch(self, entry: Entry, place: bool) -> CollectiveMismatchError:
-        """All members see that words differ and come here: each tells what it was about to do."""
+        """The error for calls that differ. All members find this and call it; they exchange their calls."""
         waiting = self.waiting
         self.segment.write(waiting.call(entry).pack())
         self.meet(self.next_buffer(), (_TEXTS, 0, entry))
@@ -143,7 +143,7 @@ class Exchange:
 
 
 class _Post:
-    """The next post of one peer, as what ``Waiting.finish`` waits for."""
+    """The next post of one peer, as a work object for ``Waiting.finish``."""
 
     def __init__(self, peer: int, address: int, waiting: Waiting) -> None:
         self._peer, self._address, self._waiting, self._taken = peer, address, waiting, False
@@ -152,7 +152,7 @@ class _Post:
         if self.is_completed() or semaphores.take(self._address, min(_SLICE, limit.total_seconds())):
             self._taken = True
             return
-        # no connection closes when a process has ended
+        # shared memory has no connection that closes when a process ends
         self._waiting.ask_after(self._peer, self.is_completed)
         raise RuntimeError("not yet")
 

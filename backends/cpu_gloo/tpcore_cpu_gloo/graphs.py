@@ -1,7 +1,7 @@
-"""Graphs of torch.fx as JSON: names of operators and what they are called with, and nothing that could run.
+"""Graphs of torch.fx as JSON: names of operators and their arguments, and nothing executable.
 
-torch.export has a form of its own for this. It pickles what it cannot say otherwise, and reading it imports
-a symbolic algebra system: 1.5 s for each process that starts.
+torch.export's own file format is not used: it pickles values that it cannot serialize otherwise, and reading
+it imports a symbolic algebra system, which takes 1.5 s in each process that starts.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ Target = Callable[..., Any]
 
 
 def to_json(module: GraphModule) -> JSON:
-    """The nodes of a graph in order, and the graphs that are called from it. BackendError for what has no
-    name here."""
+    """The nodes of a graph in order, and the graphs that it calls. BackendError for an operator or a value
+    that this format does not support."""
     graphs = {str(n.target): n for n in module.graph.nodes if n.op == "get_attr"}
     inner = {name: to_json(_graph_at(module, name)) for name in graphs}
     nodes = [_node(n) for n in module.graph.nodes if n.op != "get_attr"]
@@ -47,11 +47,11 @@ def _node(node: Node) -> JSON:
     if node.op == "placeholder":
         return [node.name, "input"]
     if node.op == "output":
-        return [node.name, "output", _said(node.args[0])]
+        return [node.name, "output", _to_json(node.args[0])]
     if node.op != "call_function":
         raise BackendError(f"the graph has a node {node.format_node()}, which no program can hold")
-    kwargs = {name: _said(value) for name, value in node.kwargs.items()}
-    return [node.name, _name_of(node.target), [_said(a) for a in node.args], *([kwargs] if kwargs else [])]
+    kwargs = {name: _to_json(value) for name, value in node.kwargs.items()}
+    return [node.name, _name_of(node.target), [_to_json(a) for a in node.args], *([kwargs] if kwargs else [])]
 
 
 def _name_of(target: Any) -> str:
@@ -65,8 +65,8 @@ def _name_of(target: Any) -> str:
     raise BackendError(f"the graph calls {target!r}, which no program can hold")
 
 
-def _said(value: Any) -> JSON:
-    """One argument. What JSON has no form for is a dict with one entry."""
+def _to_json(value: Any) -> JSON:
+    """One argument. A value that JSON does not support becomes a dict with one entry."""
     if isinstance(value, Node):
         return {
             "graph" if value.op == "get_attr" else "node": str(
@@ -78,11 +78,11 @@ def _said(value: Any) -> JSON:
     if isinstance(value, float):
         return value if math.isfinite(value) else {"float": str(value)}
     if isinstance(value, list | tuple):
-        return [_said(v) for v in value]
+        return [_to_json(v) for v in value]
     if isinstance(value, dict):
-        return {"dict": {str(k): _said(v) for k, v in value.items()}}
+        return {"dict": {str(k): _to_json(v) for k, v in value.items()}}
     if isinstance(value, slice):
-        return {"slice": [_said(v) for v in (value.start, value.stop, value.step)]}
+        return {"slice": [_to_json(v) for v in (value.start, value.stop, value.step)]}
     if isinstance(value, torch.device):
         return {"device": str(value)}
     kind = _OF_TORCH.get(type(value))
@@ -91,26 +91,26 @@ def _said(value: Any) -> JSON:
     return {kind: str(value).removeprefix("torch.")}
 
 
-def from_json(said: JSON, instead: Mapping[str, Target]) -> GraphModule:
-    """The graph again. ``instead``: what to call for operators of these names.
+def from_json(data: JSON, instead: Mapping[str, Target]) -> GraphModule:
+    """The graph of ``to_json``. ``instead``: functions to call in place of the operators of these names.
 
-    torch.fx makes a graph into Python source. No text of ``said`` gets into that but as a literal: nodes
-    and inner graphs get names of their own here, operators are looked up, names of arguments are checked.
-    KeyError, TypeError and the like for what is damaged, BackendError for an operator that is not here.
+    torch.fx generates Python source from a graph. Text of ``data`` gets into the source only as literals:
+    nodes and inner graphs get new names, operators are looked up, and names of arguments are checked. Raises
+    KeyError, TypeError and the like for damaged data, BackendError for an unknown operator.
     """
     root, graph, made = torch.nn.Module(), Graph(), _Made({}, {})
-    for number, (name, inner) in enumerate(said.get("graphs", {}).items()):
+    for number, (name, inner) in enumerate(data.get("graphs", {}).items()):
         made.graphs[name] = f"graph{number}"
         setattr(root, made.graphs[name], from_json(inner, instead))
-    for number, (name, target, *rest) in enumerate(said["nodes"]):
+    for number, (name, target, *rest) in enumerate(data["nodes"]):
         if target == "input":
             made.nodes[name] = graph.placeholder(f"n{number}")
         elif target == "output":
-            graph.output(_meant(rest[0], graph, made))
+            graph.output(_value_of(rest[0], graph, made))
         else:
             call = instead[target] if target in instead else _target(target)
-            args = tuple(_meant(a, graph, made) for a in rest[0])
-            kwargs = {_plain(k): _meant(v, graph, made) for k, v in (rest[1] if rest[1:] else {}).items()}
+            args = tuple(_value_of(a, graph, made) for a in rest[0])
+            kwargs = {_plain(k): _value_of(v, graph, made) for k, v in (rest[1] if rest[1:] else {}).items()}
             made.nodes[name] = graph.create_node("call_function", call, args, kwargs, f"n{number}")
     return GraphModule(root, graph)
 
@@ -127,7 +127,7 @@ def _plain(name: str) -> str:
 
 
 def _target(name: str) -> Target:
-    """An operator of torch or of a library that is loaded, or one of Python's own on numbers."""
+    """An operator of torch, of a loaded library, or of Python on numbers."""
     space, _, rest = name.partition("::")
     found = _PYTHON.get(name)
     if rest and space == "higher_order":
@@ -145,9 +145,9 @@ def _target(name: str) -> Target:
     return target
 
 
-def _meant(value: JSON, graph: Graph, made: _Made) -> Any:
+def _value_of(value: JSON, graph: Graph, made: _Made) -> Any:
     if isinstance(value, list):
-        return [_meant(v, graph, made) for v in value]
+        return [_value_of(v, graph, made) for v in value]
     if not isinstance(value, dict):
         return value
     ((kind, inner),) = value.items()
@@ -156,9 +156,9 @@ def _meant(value: JSON, graph: Graph, made: _Made) -> Any:
     if kind == "graph":
         return graph.get_attr(made.graphs[inner])
     if kind == "dict":
-        return {k: _meant(v, graph, made) for k, v in inner.items()}
+        return {k: _value_of(v, graph, made) for k, v in inner.items()}
     if kind == "slice":
-        return slice(*(_meant(v, graph, made) for v in inner))
+        return slice(*(_value_of(v, graph, made) for v in inner))
     if kind == "float":
         return float(inner)
     if kind == "device":

@@ -1,4 +1,4 @@
-"""The collectives of traced programs: operators under the name that files of such programs have."""
+"""The collectives of traced programs: torch operators, under the names in the programs' files."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ LIBRARY = define(NAMESPACE, lambda name: comm_named(current(), name))
 
 
 def operators(comm: Comm) -> Operators:
-    """What stands for the collectives of ``comm`` in the graph that is being traced."""
+    """The operators for the collectives of ``comm`` in the graph that is being traced."""
     return Operators(NAMESPACE, group_name(comm.group), Place(comm.group, comm.size, comm.position))
 
 
 def fast(comms: Mapping[str, Comm]) -> dict[str, Callable[..., Tensor]]:
-    """What a loaded graph calls for each operator above: the same, without a dispatcher (10 us) and with
-    leave to return the argument's memory. ``comms``: by the names of their groups."""
+    """The functions that a loaded graph calls in place of the operators: they skip the dispatcher (10 us) and
+    may return the argument's memory. ``comms``: by the names of their groups."""
 
     def call(primitive: Primitive) -> Callable[..., Tensor]:
         methods = {name: getattr(comm, primitive.name) for name, comm in comms.items()}

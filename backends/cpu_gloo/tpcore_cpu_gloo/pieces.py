@@ -1,4 +1,4 @@
-"""How a tensor is cut into what fits a buffer, and how the parts of all ranks are summed."""
+"""Cuts tensors into pieces that fit a buffer, and sums the parts of all ranks."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ _HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What fits a buffer of a larger tensor."""
+    """A piece of a tensor that fits a buffer."""
 
     at: tuple[slice, slice]
-    """Its rows and columns."""
+    """The piece's rows and columns."""
     every: list[Tensor]
-    """Each rank's buffer in the shape of the piece."""
+    """Each rank's buffer, in the shape of the piece."""
     meet: Callable[[], None]
-    """Mine is filled; return when everyone's is."""
+    """Call it when this rank's buffer is filled; it returns when every rank's is."""
 
 
 def folded(parts: list[Tensor], fold: Fold, out: Tensor | None = None) -> Tensor:
-    """In rank order, into ``out``; of half precision in float32, rounded once."""
+    """The parts combined in rank order, into ``out``. Half precision is summed in float32, rounded once."""
     if len(parts) > 2 and parts[0].dtype in _HALF and fold is torch.add:
         total = parts[0].float()
         for part in parts[1:]:
@@ -38,7 +38,7 @@ def folded(parts: list[Tensor], fold: Fold, out: Tensor | None = None) -> Tensor
 
 
 def tiles(rows: int, columns: int, most: int) -> Iterator[tuple[slice, slice]]:
-    """Parts of at most ``most`` elements of a matrix, whole rows where they fit. Of an empty one: one."""
+    """Tiles of a matrix of at most ``most`` elements, whole rows if they fit. An empty matrix has one."""
     wide = max(1, min(columns, most))
     high = max(1, most // wide)
     for r in range(0, max(1, rows), high):

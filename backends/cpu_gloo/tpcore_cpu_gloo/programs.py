@@ -1,4 +1,4 @@
-"""Traced programs: a graph without weights, the same for all ranks, as torch.export finds it."""
+"""Traced programs: graphs of torch.export without weights, the same for all ranks."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ GRAPH, CONSTANTS = "graph.json", "constants.safetensors"
 
 
 class _PureFunction(nn.Module):
-    """``fn`` with everything that it depends on as inputs, the ranks among them."""
+    """``fn`` with all its dependencies as inputs: weights, ranks and inputs."""
 
     def __init__(self, fn: Function, names: Sequence[str], comms: Sequence[Comm]) -> None:
         super().__init__()
-        self._of = fn, names, comms  # in a tuple, so that no module in it becomes a part of this one
+        self._of = fn, names, comms  # a tuple, so that nn.Module registers nothing of it
 
     def forward(self, weights: list[Tensor], ranks: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
         fn, names, comms = self._of
@@ -53,28 +53,28 @@ def trace(
     world: Comm,
     folder: Path,
 ) -> None:
-    """``comms``: those that the program may use, one for each group."""
+    """Write the program of ``fn``. ``comms``: the Comms that it may use, one for each group."""
     names = sorted(weights)
     exported = _exported(_PureFunction(fn, names, comms), [weights[n] for n in names], comms, inputs, dims)
     module: GraphModule = exported.graph_module
     specs = exported.graph_signature.input_specs
-    _take_out_what_changes_nothing(module.graph)
+    _remove_no_ops(module.graph)
     constants = {s.target: exported.constants[s.target] for s in specs if s.kind.name != "USER_INPUT"}
     program = {
         "weights": names,
         "groups": [group_name(comm.group) for comm in comms],
         "constants": list(constants),
-        # in the order of the graph's inputs: what comes from the lists above, or from the caller
+        # in the order of the graph's inputs: the constant's name, or None for weights, ranks and inputs
         "inputs": [s.target if s.kind.name != "USER_INPUT" else None for s in specs],
         **to_json(module),
     }
-    held = save({name: t.contiguous() for name, t in constants.items()})
+    data = save({name: t.contiguous() for name, t in constants.items()})
     nodes = [json.dumps(node) for node in program["nodes"]]
     rest = json.dumps({**program, "nodes": []})
-    check_one_program("\n".join([*nodes, rest]).encode(), held, world)
+    check_one_program("\n".join([*nodes, rest]).encode(), data, world)
     if int(world.position) == 0:
         write_file(str(folder / GRAPH), [json.dumps(program, separators=(",", ":")).encode()])
-        write_file(str(folder / CONSTANTS), [held])
+        write_file(str(folder / CONSTANTS), [data])
 
 
 def _exported(
@@ -82,12 +82,12 @@ def _exported(
 ) -> Any:
     known: dict[str, Any] = {}
     shapes = [{at: _dim(d, known) for at, d in of.items()} for of in dims]
-    roomy = [_roomy(t, d) for t, d in zip(inputs, dims, strict=True)]
+    examples = [_example(t, d) for t, d in zip(inputs, dims, strict=True)]
     try:
         with torch.no_grad():
             return torch.export.export(
                 pure,
-                (weights, [c.position for c in comms], roomy),
+                (weights, [c.position for c in comms], examples),
                 dynamic_shapes=([None] * len(weights), [None] * len(comms), shapes),
                 strict=False,
             )
@@ -106,36 +106,36 @@ def _dim(dim: DynamicDim, known: dict[str, Any]) -> Any:
     return known.setdefault(dim.name, torch.export.Dim(f"d{len(known)}", min=dim.min, max=dim.max))
 
 
-def _roomy(t: Tensor, dims: Mapping[int, DynamicDim]) -> Tensor:
-    """An example of at least 2 in every dynamic dimension: torch.export takes a size of 1 for a constant.
-    Contiguous: the strides of a view, such as ``batch[:, :-1]``, would bind the sizes of a call."""
+def _example(t: Tensor, dims: Mapping[int, DynamicDim]) -> Tensor:
+    """An example input for ``t`` whose dynamic dimensions are at least 2, because torch.export treats a size
+    of 1 as a constant. Contiguous, because the strides of a view (``batch[:, :-1]``) would fix the sizes."""
     size = list(t.shape)
     for at, dim in dims.items():
         size[at] = max(size[at], 2 if dim.max is None else min(2, dim.max))
     return t.contiguous() if size == list(t.shape) else t.new_zeros(size)
 
 
-def _take_out_what_changes_nothing(graph: Graph) -> None:
+def _remove_no_ops(graph: Graph) -> None:
     for node in list(graph.nodes):
         if node.target is torch.ops.aten._assert_tensor_metadata.default:
             graph.erase_node(node)
-        elif node.target is torch.ops.aten.to.dtype and _has_it_already(node):
+        elif node.target is torch.ops.aten.to.dtype and _is_no_op(node):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
 
 
-def _has_it_already(to: Node) -> bool:
+def _is_no_op(to: Node) -> bool:
     source = to.args[0]
     dtype = getattr(source.meta.get("val"), "dtype", None) if isinstance(source, Node) else None
     return len(to.args) == 2 and not to.kwargs and dtype == to.args[1]
 
 
 def load(folder: Path, weights: Mapping[str, Tensor], comm_of: Callable[[str], Comm]) -> LoadedProgram:
-    """``comm_of``: the Comm of a group by its name."""
+    """Load the program in ``folder``. ``comm_of``: returns the Comm of a group by its name."""
     try:
         program = json.loads((folder / GRAPH).read_text())
         constants = load_file(folder / CONSTANTS)
-        module = from_json(program, _instead(comm_of, program["groups"]))
+        module = from_json(program, _replacements(comm_of, program["groups"]))
         given = [weights[name] for name in program["weights"]]
         given += [comm_of(axes).position for axes in program["groups"]]
         fixed = [constants[name] if name else None for name in program["inputs"]]
@@ -144,7 +144,7 @@ def load(folder: Path, weights: Mapping[str, Tensor], comm_of: Callable[[str], C
             fixed[at] = t
     except BackendError:
         raise
-    except Exception as e:  # whatever a damaged file happens to mean
+    except Exception as e:  # a damaged file can raise any error
         raise BackendError(f"{folder / GRAPH} is damaged: {type(e).__name__}: {str(e)[:200]}") from e
     run, free = module.forward, places[len(given) :]
 
@@ -158,10 +158,10 @@ def load(folder: Path, weights: Mapping[str, Tensor], comm_of: Callable[[str], C
 
 
 def _assert(holds: Tensor, message: str) -> None:
-    """All that tpcore asserts in a graph is that ids fit a vocabulary."""
+    """The assertion in a graph, as IndexError: tpcore only asserts that ids fit a vocabulary."""
     if not holds:
         raise IndexError(message)
 
 
-def _instead(comm_of: Callable[[str], Comm], groups: Sequence[str]) -> dict[str, Target]:
+def _replacements(comm_of: Callable[[str], Comm], groups: Sequence[str]) -> dict[str, Target]:
     return {"aten::_assert_async.msg": _assert, **fast({axes: comm_of(axes) for axes in groups})}

@@ -1,8 +1,8 @@
-"""The memory that the ranks of one host share: who owns which part, and how the others come to map it.
+"""The memory that the ranks of one host share: its layout, and how ranks map each other's part.
 
-Each rank owns one file in memory (memfd), which it alone fills and the others read. The file has no name:
+Each rank owns one file in memory (memfd), which only it fills and the others read. The file has no name, so
 nothing remains however a job ends, and the size of /dev/shm does not matter. The others open it through
-/proc/<pid>/fd. Memory is reserved before it is used, so that too little of it is an error and no SIGBUS.
+/proc/<pid>/fd. Memory is reserved before use, so that a lack of memory raises an error and no SIGBUS.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from torch import Tensor
 from . import semaphores
 
 _TEXT = 4096
-# words beside each buffer: which call fills it, from which place, and what room its owner could reserve
+# words of each buffer: the hashes of its call and of the call's place, and the bytes its owner could reserve
 CALL, PLACE, _ROOM = range(3)
 
 
 class Segment:
     """This rank's memory for one group, and its view of the peers'.
 
-    Head: a semaphore for each peer, the words of both buffers, a page of text. Then two buffers, which use
-    ``room`` bytes of their ``most``: the address space is there from the beginning, so no view of a buffer
-    becomes stale when more of it is reserved.
+    The head has a semaphore for each peer, the words of both buffers, and a page of text. Two buffers follow,
+    which use ``room`` of their ``most`` bytes: all address space is mapped from the beginning, so views of a
+    buffer stay valid when more of it is reserved.
     """
 
     def __init__(self, size: int, position: int, first: int, most: int) -> None:
         self.size, self.position = size, position
         self.room, self.most = first, most
-        self._distance = most  # from one buffer to the next, also when there is no memory for as much
+        self._distance = most  # offset from one buffer to the next; ``most`` may become smaller
         page = mmap.PAGESIZE
         self._text = page * -(-(size + 2) * semaphores.STRIDE // page)
         self._head = self._text + _TEXT
@@ -55,11 +55,11 @@ class Segment:
 
     @property
     def ticket(self) -> str:
-        """What the peers need to open it."""
+        """The path below /proc with which peers open the file."""
         return f"{os.getpid()}/fd/{self._own}"
 
     def open(self, tickets: Sequence[str]) -> None:
-        """Map everyone's. All have made theirs."""
+        """Map all ranks' files, once all ranks have made theirs."""
         for ticket in tickets:
             fd = os.open(f"/proc/{ticket}", os.O_RDWR)
             try:
@@ -72,22 +72,22 @@ class Segment:
         self.waits = [(p, bases[p] + me * semaphores.STRIDE) for p in peers]
         self._words = [memoryview(m).cast("Q") for m in self._maps]
         most = self._distance
-        with torch.inference_mode(False):  # in it, they could not be written outside of it
+        with torch.inference_mode(False):  # inference tensors cannot be written outside of inference mode
             whole = [torch.frombuffer(m, dtype=torch.uint8)[self._head :] for m in self._maps]
             self._bytes = [[w[b * most : (b + 1) * most] for w in whole] for b in (0, 1)]
 
     def words(self, buffer: int) -> list[tuple[memoryview, int]]:
-        """Where each rank says which call fills ``buffer``: a view, and the index of its first word."""
+        """(view, index of the first word) of each rank's words for ``buffer``."""
         at = ((self.size + buffer) * semaphores.STRIDE) // 8
         return [(view, at) for view in self._words]
 
     def offer(self, buffer: int, room: int) -> None:
-        """Say in ``buffer`` how much room this rank could reserve."""
+        """Publish in ``buffer`` how many bytes this rank could reserve."""
         view, at = self.words(buffer)[self.position]
         view[at + _ROOM] = room
 
     def offered(self, buffer: int) -> int:
-        """The least that any rank could."""
+        """The least of the bytes that the ranks could reserve."""
         return min(view[at + _ROOM] for view, at in self.words(buffer))
 
     def write(self, text: bytes) -> None:
@@ -97,19 +97,19 @@ class Segment:
         return [m[self._text : self._text + _TEXT] for m in self._maps]
 
     def reserve(self, room: int) -> None:
-        """Have memory for ``room`` bytes of both buffers; OSError if there is too little."""
+        """Reserve memory for ``room`` bytes of both buffers; OSError if there is too little."""
         for buffer in (0, 1):
             os.posix_fallocate(self._own, self._head + buffer * self._distance, room)
 
     def buffers(self, dtype: torch.dtype) -> list[list[Tensor]]:
-        """[buffer][rank]: the whole of a buffer as one row, of which ``room`` bytes may be used."""
+        """[buffer][rank]: a full buffer as one row, of which ``room`` bytes may be used."""
         if dtype not in self._buffers:
             with torch.inference_mode(False):
                 self._buffers[dtype] = [[t.view(dtype) for t in b] for b in self._bytes]
         return self._buffers[dtype]
 
     def close(self) -> None:
-        """Let go of the file; memory is unmapped when the last view of it is gone."""
+        """Close the file. The memory is unmapped when the last view of it is gone."""
         self._buffers.clear()
         if self._own >= 0:
             os.close(self._own)
@@ -127,10 +127,10 @@ def shared(
     exchange: Callable[[str], Sequence[str]],
     refusal: str = "",
 ) -> Segment | list[str]:
-    """A segment that all members have mapped, or for each member why it cannot, empty if it could.
+    """A segment that all members have mapped, or for each member the reason why it cannot ("" if it can).
 
-    Collective, with the same end on all of them. ``limits``: room of a buffer at first and at most.
-    ``exchange``: every member's text. ``refusal``: why this rank does not want to.
+    Collective; all members succeed or none. ``limits``: bytes of a buffer at first and at most. ``exchange``
+    gathers the members' texts. ``refusal``: the reason if this rank must not share memory.
     """
     segment, reason = None, refusal
     if not refusal:

@@ -1,7 +1,7 @@
-"""POSIX semaphores in memory that processes share, through the C library: no compiler is needed.
+"""POSIX semaphores in shared memory, through the C library: no compiler is needed.
 
-Semaphores and not flags: what was written before ``sem_post`` is seen after ``sem_wait`` on every processor,
-also where plain stores may overtake each other (Arm), and a process can sleep on one.
+Semaphores and not flags: writes before ``sem_post`` are visible after ``sem_wait`` on every processor, also
+where plain stores may be reordered (Arm), and a process can sleep on a semaphore.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections.abc import Callable
 from functools import cache
 
 STRIDE = 128
-"""Bytes from one semaphore to the next: two cache lines, since processors fetch them in pairs."""
+"""Bytes from one semaphore to the next: two cache lines, because processors fetch lines in pairs."""
 _MONOTONIC = 1  # CLOCK_MONOTONIC
 
-# PyDLL keeps the interpreter's lock: to give it up costs more than these calls do, and 5 ms if another thread
+# PyDLL keeps the interpreter's lock: releasing it costs more than these calls, and 5 ms if another thread
 # takes it
 _library = ctypes.PyDLL(None)
 
@@ -31,20 +31,20 @@ def _function(library: ctypes.CDLL, name: str, *arguments: type) -> Callable[...
 
 
 post = _function(_library, "sem_post", ctypes.c_void_p)
-"""(address): one more to take."""
+"""(address): increment the semaphore."""
 busy = _function(_library, "sem_trywait", ctypes.c_void_p)
-"""(address): take one and return 0, or return -1 if there is none."""
+"""(address): decrement the semaphore and return 0, or return -1 if it is 0."""
 _init = _function(_library, "sem_init", ctypes.c_void_p, ctypes.c_int, ctypes.c_uint)
 
 
 def create(address: int) -> None:
-    """A semaphore of value 0 for several processes."""
+    """Initialize a semaphore of value 0 for several processes."""
     if _init(address, 1, 0):
         raise OSError("this system has no semaphores in shared memory")
 
 
 def take(address: int, seconds: float) -> bool:
-    """Sleep in the kernel until there is one to take; False: ``seconds`` are over, or a signal came."""
+    """Sleep in the kernel until the semaphore can be decremented. False after ``seconds`` or a signal."""
     until = time.monotonic() + seconds
     when = _Timespec(int(until), int(until % 1 * 1e9))
     clockwait = _clockwait()
@@ -55,8 +55,8 @@ def take(address: int, seconds: float) -> bool:
 
 @cache
 def _clockwait() -> Callable[..., int] | None:
-    """glibc 2.30 has it, musl does not; sem_timedwait follows changes of the date."""
-    library = ctypes.CDLL(None)  # gives the interpreter's lock up while it sleeps
+    """``sem_clockwait``: glibc 2.30 has it, musl does not. sem_timedwait would follow changes of the date."""
+    library = ctypes.CDLL(None)  # releases the interpreter's lock while it sleeps
     if not hasattr(library, "sem_clockwait"):
         return None
     return _function(library, "sem_clockwait", ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(_Timespec))

@@ -1,4 +1,4 @@
-"""The environment variables of the backend: what gloo listens on, and whether memory is shared."""
+"""The environment variables of the backend: gloo's network interface, and the use of shared memory."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ INTERFACE = Variable(
     str,
     "",
     "a network interface",
-    "Where gloo listens. Unset, a group of one process listens on the loopback interface only.",
+    "The interface of gloo's sockets. Unset: a group of one process uses the loopback interface only.",
 )
 SHM = Variable(
     "TPCORE_SHM",
     one_of({"1": True, "0": False}),
     True,
     "`1` (default), `0`",
-    "Whether ranks of one host exchange tensors through shared memory. A group of which a member sets `0`, "
-    "or cannot map the memory of the others, stays on gloo.",
+    "Whether ranks of one host exchange tensors through shared memory. A group uses gloo if a member sets "
+    "`0` or cannot map the other members' memory.",
 )

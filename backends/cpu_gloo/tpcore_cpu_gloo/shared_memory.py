@@ -1,8 +1,8 @@
-"""The collectives of one group whose ranks are all on one host, through memory that they share.
+"""The collectives of one group whose ranks are all on one host, through shared memory.
 
-Sums are taken in rank order on every rank, in float32 for half precision and rounded once: the same bits on
-all ranks, however a tensor is cut into pieces. Not for several threads of a rank at once: the order of the
-collectives of a group is one order.
+Sums are taken in rank order on every rank, for half precision in float32 and rounded once: the same bits on
+all ranks, however a tensor is cut into pieces. A rank must not use it from several threads at once: a group's
+collectives have one order.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ from .exchange import Announced, Exchange
 from .pieces import Chunk, Fold, folded, tiles
 
 _FOLD: dict[str, Fold] = {"sum": torch.add, "max": torch.maximum}
-_KEPT = 256  # calls whose views are kept
-_TWO_STEPS = 1 << 16  # bytes from which on more than two ranks each sum one part
+_KEPT = 256  # cached plans
+_TWO_STEPS = 1 << 16  # above this many bytes, with more than two ranks, each rank sums one part
 _Views = tuple[list[Tensor], list[Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What calls with the same arguments and kind of tensor have in common."""
+    """Cached data of calls with the same arguments, shape and dtype."""
 
     name: str
     word: int
     views: _Views | None
-    """[buffer][rank]: a buffer as a tensor of this shape; None if it is too small."""
+    """[buffer][rank]: a buffer as a tensor of this shape; None if the buffer is too small."""
 
 
 class SharedTransport(Transport):
-    """``pg`` gives the torch.distributed group of the same ranks, for code that calls it itself."""
+    """``pg`` returns the torch.distributed group of the same ranks, for code that uses it directly."""
 
     compares = True
 
@@ -86,8 +86,8 @@ class SharedTransport(Transport):
         return folded(parts, _FOLD[op], x if donate and x.is_contiguous() else None)
 
     def start_all_reduce(self, x: Tensor, op: Op, donate: bool) -> Pending:
-        """What fits a buffer is there for the others at once. The sum is taken when somebody waits for it, or
-        when the next collective needs its turn."""
+        """A tensor that fits a buffer is visible to the others at once. The sum is computed at the wait, or
+        before the next collective."""
         plan, call = self._begin(ALL_REDUCE, x, op)
         if plan.views is None:
             out = self._summed_by_pieces(x.detach(), op, donate, call)
@@ -122,7 +122,7 @@ class SharedTransport(Transport):
         return out
 
     def _summed_in_two_steps(self, piece: Chunk, x: Tensor, fold: Fold, out: Tensor) -> None:
-        """Each sums one part into its own buffer, where all the others find it."""
+        """Each rank sums one part into its own buffer, from which all others copy it."""
         n = x.shape[1]
         cuts = [slice(n * p // self.size, n * (p + 1) // self.size) for p in range(self.size)]
         here = cuts[self.index]
@@ -137,7 +137,7 @@ class SharedTransport(Transport):
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         plan, call = self._begin(ALL_GATHER, x, dim)
         x = x.detach()
-        if plan.views is not None and x.dtype.itemsize > 1:  # torch.cat does not take each type of one byte
+        if plan.views is not None and x.dtype.itemsize > 1:  # torch.cat refuses some one-byte dtypes
             buffer = self._exchange.next_buffer()
             parts = plan.views[buffer]
             parts[self.index].copy_(x)
@@ -229,15 +229,15 @@ class SharedTransport(Transport):
             limit = min(limit, _TWO_STEPS)
         views = None
         if n * x.element_size() <= limit:
-            with torch.inference_mode(False):  # or they could not be written outside of it
+            with torch.inference_mode(False):  # inference tensors cannot be written outside of it
                 one, two = ([t[:n].view(x.shape) for t in b] for b in segment.buffers(x.dtype))
             views = one, two
         name = primitive.describe(*arguments)
         return _Plan(name, word_of((name, tuple(x.shape), x.dtype)), views)
 
     def _pieces(self, call: Announced, shape: Sequence[int], x: Tensor, parts: int = 1) -> Iterator[Chunk]:
-        """Pieces of a matrix of this ``shape`` that fit a buffer, ``parts`` of each. There is at least
-        one, since a meeting tells that calls differ. Each is filled, met for, and read."""
+        """Pieces of a matrix of ``shape`` of which ``parts`` fit a buffer. There is at least one, because a
+        meeting is needed to find calls that differ. Fill each piece, call its ``meet``, then read."""
         rows, columns = shape
         need = parts * rows * columns * x.element_size()
         most = self._exchange.room(need, call) // x.element_size() // parts
@@ -257,7 +257,7 @@ class SharedTransport(Transport):
 
 
 class _Once:
-    """Calls ``complete`` at the first call; all calls end as that one."""
+    """Calls ``complete`` once. Later calls return its result or raise its error."""
 
     def __init__(self, complete: Callable[[], Tensor]) -> None:
         self._complete = complete

@@ -1,4 +1,4 @@
-"""Neuron backend: tensor parallelism on Trainium and Inferentia, by PyTorch/XLA or AWS's native torch."""
+"""Neuron backend: tensor parallelism on Trainium and Inferentia, over PyTorch/XLA or AWS's native PyTorch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ __all__ = ["NativeBackend", "NeuronBackend"]
 
 @hookimpl
 def tpcore_backend() -> type[Backend]:
-    """The road that what is installed leads to: PyTorch/XLA, unless the native torch-neuronx is here."""
+    """The backend for the installed packages: PyTorch/XLA, unless torch-neuronx is the native one."""
     if not platform.has_native():
         return NeuronBackend
-    inform(f"neuron: the native road, for torch-neuronx {platform.installed('torch-neuronx')} is installed")
+    inform(f"neuron: native backend (torch-neuronx {platform.installed('torch-neuronx')} is installed)")
     return NativeBackend

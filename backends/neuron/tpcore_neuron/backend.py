@@ -1,4 +1,4 @@
-"""Joining a job over PyTorch/XLA. Imports torch_xla only when it starts: that claims the device."""
+"""The backend over PyTorch/XLA. ``start`` imports torch_xla, not the module: the import claims the device."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class NeuronBackend(Backend):
 
     interface = 2
     transport_class = XlaTransport
-    # sizes of groups depend on the host: see platform.check_tp
+    # the sizes of groups depend on the host: see platform.check_tp
     capabilities = Capabilities(tracing=True, dynamic_shapes=False)
     _compiler = CompilerOptions()
 
@@ -47,7 +47,7 @@ class NeuronBackend(Backend):
         if wrong is not None:
             return wrong
         if DEVICE.get() != DEVICE.default:
-            return None  # asked for by name: XLA on a CPU, say
+            return None  # another device is set explicitly, e.g. XLA on a CPU
         if find_spec("torch_neuronx") is None:
             return f"torch_neuronx is not installed. {platform.INSTALL}"
         if not platform.neuron_devices():
@@ -64,7 +64,7 @@ class NeuronBackend(Backend):
 
     @classmethod
     def job(cls, folder: Path) -> dict[str, str]:
-        with socket.create_server(("127.0.0.1", 0)) as taken:  # free a moment ago, as with any launcher
+        with socket.create_server(("127.0.0.1", 0)) as taken:  # free now; others may take it until it is used
             port = taken.getsockname()[1]
         return {settings.MASTER_ADDR.name: "127.0.0.1", settings.MASTER_PORT.name: str(port)}
 
@@ -122,7 +122,7 @@ class NeuronBackend(Backend):
         return XlaTransport(group, rank, _process_group(group, rank))
 
     def adopt(self, process_group: Any) -> Transport:
-        """Collectives over a group of ``torch.distributed``'s xla backend that knows its whole partition."""
+        """Collectives over a ``torch.distributed`` group of the xla backend that has its whole partition."""
         import torch.distributed as dist
 
         mesh = getattr(process_group, "_mesh", None) or [list(range(dist.get_world_size()))]
@@ -144,7 +144,8 @@ class NeuronBackend(Backend):
             return super().memory_of(t)
         import torch_xla
 
-        # its storage is none, and views may share it; this number views do not share, nor what is one lacks
+        # XLA tensors have no storage address. The tensor id is equal for a weight and its detach(), and
+        # differs for views
         return "xla", torch_xla._XLAC._xla_get_tensor_id(t)
 
     def mark_step(self) -> None:
@@ -171,7 +172,7 @@ class NeuronBackend(Backend):
     def get_rng_state(self) -> Tensor:
         import torch_xla.core.xla_model as xm
 
-        state = xm.get_rng_state()  # 64 bits without a sign, which tensors have
+        state = xm.get_rng_state()  # unsigned 64 bits, stored as int64
         return torch.tensor([state - (1 << 64) if state >> 63 else state])
 
     def set_rng_state(self, state: Tensor) -> None:
@@ -186,7 +187,7 @@ class NeuronBackend(Backend):
 
 
 def as_on_neuron(can: Capabilities) -> Capabilities:
-    """Without float64, of which torch_xla makes float32 there, without a word."""
+    """``can`` without float64, which torch_xla silently turns into float32 on Neuron."""
     return replace(can, dtypes=tuple(d for d in can.dtypes if d is not torch.float64))
 
 
@@ -204,8 +205,8 @@ def _join(timeout: float) -> None:
 
 
 def _process_group(group: Group, rank: int) -> Any:
-    """This rank's group of ``torch.distributed``, which knows the other groups of the partition too. All
-    ranks make all groups, in one order, as torch asks."""
+    """This rank's ``torch.distributed`` group, which has the whole partition in its options. All ranks make
+    all groups in the same order, as torch requires."""
     import torch.distributed as dist
 
     mesh = group.as_list()

@@ -1,4 +1,4 @@
-"""The programs of a training script, before it meets a device: what ``tpcore compile`` shows."""
+"""Finds the programs of a training script without a device, for ``tpcore compile``."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ HOUR = 3600.0
 
 
 def compile_ahead(command: Sequence[str], world: int | None) -> list[ProgramInfo]:
-    """Run ``command`` on replicas and describe each distinct program. On a machine with the Neuron tools
-    ``neuron_parallel_compile`` then runs it too and compiles what it finds into the cache."""
+    """Run ``command`` on replicas and describe each distinct program. On a machine with the Neuron tools,
+    ``neuron_parallel_compile`` then runs it too and compiles its programs into the cache."""
     world, script = _parse(list(command), world)
-    # scripts written for neuron_parallel_compile ask for this where they would act on a value
+    # scripts written for neuron_parallel_compile check this variable before they act on a value
     found = run_replicas(_run_script, world, script, timeout=HOUR, env={EXTRACT_ONLY.name: "1"})[0]
     tool = shutil.which("neuron_parallel_compile")
     if tool is not None:
@@ -34,14 +34,14 @@ def compile_ahead(command: Sequence[str], world: int | None) -> list[ProgramInfo
 
 
 def _parse(command: list[str], world: int | None) -> tuple[int, list[str]]:
-    """How many ranks, and the script with its arguments: of ``python ...`` or ``torchrun ...``."""
+    """(number of ranks, script with its arguments) of ``python ...`` or ``torchrun ...``."""
     name = Path(command[0]).name if command else ""
     if name == "torchrun":
         from torch.distributed.run import get_args_parser
 
-        asked = get_args_parser().parse_args(command[1:])
-        script = ["-m"] * bool(asked.module) + [asked.training_script, *asked.training_script_args]
-        return world or int(asked.nproc_per_node) * int(asked.nnodes.split(":")[-1]), script
+        options = get_args_parser().parse_args(command[1:])
+        script = ["-m"] * bool(options.module) + [options.training_script, *options.training_script_args]
+        return world or int(options.nproc_per_node) * int(options.nnodes.split(":")[-1]), script
     if not name.startswith("python") or len(command) < 2:
         raise BackendError(
             f"cannot compile {' '.join(command) or 'nothing'}: give what starts one rank, as in\n"

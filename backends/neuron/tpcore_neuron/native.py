@@ -1,6 +1,6 @@
-"""The native road onto Neuron: torch.distributed's collectives on the device that AWS's PyTorch brings.
+"""The backend over AWS's native PyTorch: torch.distributed's collectives on the ``neuron`` device.
 
-From torch-neuronx 2.13 on (Trn2, Trn3) there is no torch_xla: tensors live on ``neuron``, and
+From torch-neuronx 2.13 on (Trn2, Trn3) there is no torch_xla: tensors are on the device ``neuron``, and
 ``torch.distributed`` has a transport of that name. The two names are parameters, so that the same code runs
 over gloo on a CPU, where it is tested. It has not been run on the hardware.
 """
@@ -20,17 +20,17 @@ from . import platform
 
 
 class NativeBackend(C10dBackend):
-    """One rank of a job under torchrun. ``device`` and ``transport``: the names torch knows them by."""
+    """One rank of a job under torchrun. ``device`` and ``transport``: their names in torch."""
 
     interface = 2
-    # complex sums were seen on gloo only
+    # sums of complex numbers are tested on gloo only
     capabilities = replace(C10dBackend.capabilities, moved=())
     transport = "neuron"
 
     def __init__(self, device: str = "neuron", transport: str = "neuron") -> None:
         super().__init__()
         self._kind = device
-        self.transport = transport  # type: ignore[misc]  # of this instance alone: gloo, in tests
+        self.transport = transport  # type: ignore[misc]  # of this instance only: gloo, in tests
 
     @classmethod
     def unavailable(cls) -> str | None:
@@ -59,5 +59,5 @@ class NativeBackend(C10dBackend):
         self._random().manual_seed(seed)
 
     def _random(self) -> Any:
-        """``torch.neuron``: where torch keeps a device's random state. The CPU's is torch itself."""
+        """The module with the device's random state: ``torch.neuron``, or torch itself for the CPU."""
         return torch if self._kind == "cpu" else getattr(torch, self._kind)

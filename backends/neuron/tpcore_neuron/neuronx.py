@@ -1,4 +1,4 @@
-"""All that tpcore calls of torch_neuronx, as its documentation describes it. Imported only where that is."""
+"""All of tpcore's calls of torch_neuronx, as its documentation describes them. They import it when called."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tpcore.errors import BackendError
 
 
 def platform() -> str | None:
-    """``trn1``, ``inf2``, ``trn2``...; None where torch_neuronx is not installed."""
+    """``trn1``, ``inf2``, ``trn2``...; None without torch_neuronx."""
     if find_spec("torch_neuronx") is None:
         return None
     from torch_neuronx.utils import get_platform_target
@@ -24,14 +24,14 @@ def platform() -> str | None:
 
 
 def keys(names: Iterable[str]) -> dict[str, str]:
-    """Names for weights that a module can register, and what they stand for."""
+    """Names under which a module can register weights, and the weights' own names."""
     return {f"w{i}": name for i, name in enumerate(sorted(names))}
 
 
 def compile_module(
     module: nn.Module, examples: Sequence[Tensor], path: Path, options: CompilerOptions
 ) -> None:
-    """Compile ``module`` for NeuronCores with its weights apart, and write it. ``examples`` on the CPU."""
+    """Compile ``module`` for NeuronCores, without its weights, and write it. ``examples``: on the CPU."""
     import torch_neuronx
 
     given = {"compiler_args": list(options.args)} if options.args else {}
@@ -46,18 +46,18 @@ def compile_module(
 
 
 def load_compiled(path: Path, weights: Mapping[str, Tensor], ranks: Sequence[Tensor]) -> LoadedProgram:
-    """What ``compile_module`` wrote, on this process's NeuronCore, with ``weights``."""
+    """Load the file of ``compile_module`` onto this process's NeuronCore, with ``weights``."""
     import torch_neuronx
 
     try:
-        module = torch.jit.load(str(path))  # TorchScript: no code of Python's is in it
+        module = torch.jit.load(str(path))  # TorchScript contains no Python code
     except RuntimeError as e:
         raise BackendError(f"{path} is damaged: {str(e)[:200]}") from e
     versions: list[int] = []
 
     def call(inputs: Sequence[Tensor]) -> list[Tensor]:
         now = [t._version for t in weights.values()]
-        if now != versions:  # the first call, and after a weight was changed in place
+        if now != versions:  # at the first call, and after a weight has changed in place
             torch_neuronx.replace_weights(module, {k: weights[n].cpu() for k, n in keys(weights).items()})
             versions[:] = now
         return list(module(*ranks, *(t.cpu() for t in inputs)))

@@ -1,4 +1,4 @@
-"""What this machine offers: packages, NeuronCores, and which sizes of a job the hardware takes."""
+"""This machine's packages and NeuronCores, and the sizes of a job that the hardware supports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tpcore.settings import LOCAL_RANK
 from .settings import CORES
 
 XLA_LINE = "2.9"
-"""The torch, torch-xla and torch-neuronx that belong together: the last that PyTorch/XLA was made for."""
+"""The version of torch, torch-xla and torch-neuronx: the last for which there is a PyTorch/XLA."""
 
 INSTALL = (
     "Trn1 and Inf2 need torch 2.9, torch-xla 2.9 and torch-neuronx 2.9:\n"
@@ -31,7 +31,7 @@ def installed(package: str) -> str | None:
 
 
 def has_native() -> bool:
-    """Whether the torch-neuronx here is the native one (2.13 and later), which has no torch_xla under it."""
+    """Whether the installed torch-neuronx is the native one (2.13 and later), which needs no torch_xla."""
     found = installed("torch-neuronx")
     if found is None or find_spec("torch_xla") is not None:
         return False
@@ -39,7 +39,7 @@ def has_native() -> bool:
 
 
 def wrong_versions() -> str | None:
-    """What does not fit together, or None."""
+    """A message about installed versions that do not work together, or None."""
     found = {name: installed(name) for name in ("torch", "torch-xla", "torch-neuronx")}
     wrong = [f"{k} {v}" for k, v in found.items() if v is not None and not _is(v, XLA_LINE)]
     if not wrong:
@@ -57,9 +57,9 @@ def neuron_devices() -> int:
 
 
 def visible_cores(platform: str | None) -> int | None:
-    """NeuronCores that this host's processes may use together; None if nothing tells."""
+    """The number of NeuronCores that this host's processes may use together; None if unknown."""
     given = CORES.get()
-    # under torchrun torch_xla narrows it to one core for each process: then it tells nothing about the host
+    # under torchrun torch_xla sets it to one core for each process: then it is no number of the host
     if given and given != LOCAL_RANK.text():
         return sum(_span(part) for part in given.split(","))
     per_device = _CORES_PER_DEVICE.get(platform or "")
@@ -72,7 +72,7 @@ def _span(part: str) -> int:
 
 
 def check_cores(platform: str | None, local: int, cores: int | None) -> None:
-    """Refuse a number of processes on this host that the hardware does not take."""
+    """Raise BackendError for a number of processes on this host that the hardware does not support."""
     if cores is not None and local > cores:
         raise BackendError(
             f"{local} processes were started on this host, which shows {cores} NeuronCores, and each needs "
@@ -83,7 +83,7 @@ def check_cores(platform: str | None, local: int, cores: int | None) -> None:
 
 
 def connect(device: str, processes: int) -> str:
-    """What to do so that the XLA runtime of this kind of device has so many ranks."""
+    """Advice for an error: how to connect ``processes`` ranks with the XLA runtime of ``device``."""
     if device == "CPU":
         return (
             "on a CPU it connects no processes. Without the hardware run the ranks as replicas in one "
@@ -96,7 +96,7 @@ def connect(device: str, processes: int) -> str:
 
 
 def check_tp(platform: str | None, group: Group) -> None:
-    """Refuse tensor parallel groups that the hardware cannot connect."""
+    """Raise BackendError for tensor-parallel groups that the hardware cannot connect."""
     if platform == "trn1" and not _trn1(group.size):
         raise BackendError(
             f"tp={group.size} on Trn1: {_TRN1_RULE}; contiguous groups of another size have no ring"

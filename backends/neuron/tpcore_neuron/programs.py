@@ -1,7 +1,7 @@
 """Traced programs: one HLO module for all ranks, whose parameters are weights, ranks and inputs.
 
-What is written is what the compiler is given: the same on a CPU and on Neuron. Where the Neuron tools are,
-the module is compiled too, by ``torch_neuronx.trace``, and that is then what runs.
+The written module is the compiler's input, the same on a CPU and on Neuron. On a machine with the Neuron
+tools ``torch_neuronx.trace`` compiles it too, and the compiled program is used.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ _XLA: Any = torch_xla._XLAC
 
 
 class _PureModule(nn.Module):
-    """``fn`` as torch_neuronx takes it: weights are parameters, all else that it depends on are arguments."""
+    """``fn`` as a module for torch_neuronx: weights are parameters, ranks and inputs are arguments."""
 
     def __init__(self, fn: Function, weights: Mapping[str, Tensor], comms: Sequence[Comm]) -> None:
         super().__init__()
-        self._of = fn, sorted(weights), comms  # in a tuple, so that no module in it becomes a part of this
+        self._of = fn, sorted(weights), comms  # a tuple, so that nn.Module registers nothing of it
         for key, name in neuronx.keys(weights).items():
             self.register_parameter(key, nn.Parameter(weights[name], requires_grad=False))
 
     def forward(self, *given: Tensor) -> tuple[Tensor, ...]:
         fn, names, comms = self._of
         ranks, inputs = given[: len(comms)], given[len(comms) :]
-        # torch.compiler.is_exporting() is true within, which torch has no public way to say: models ask it
-        # where they would look at a value, as transformers does for a mask without padding
+        # sets torch.compiler.is_exporting(), for which torch has no public way: models check it before they
+        # read a value, as transformers does for a mask without padding
         with exporting(), traced(comms, ranks):
             return tuple(fn(dict(zip(names, self.parameters(), strict=True)), inputs))
 
@@ -75,13 +75,13 @@ def trace(
         )
     comms = program_comms(ctx)
     with together(ctx):
-        program, said, constants = _lowered(fn, weights, inputs, comms)
-    check_one_program(said.encode() + program.text.encode(), constants, ctx.world)
+        program, recipe, constants = _lowered(fn, weights, inputs, comms)
+    check_one_program(recipe.encode() + program.text.encode(), constants, ctx.world)
     with together(ctx):
         if ctx.rank == 0:
             write_file(str(folder / HLO), [program.hlo])
             write_file(str(folder / TEXT), [program.text.encode()])
-            write_file(str(folder / PARAMETERS), [said.encode()])
+            write_file(str(folder / PARAMETERS), [recipe.encode()])
             write_file(str(folder / CONSTANTS), [constants])
             if neuronx.platform() is not None:
                 zeros = {name: torch.zeros(t.shape, dtype=t.dtype) for name, t in weights.items()}
@@ -100,34 +100,34 @@ class _Lowered:
         self.text: str = _XLA._get_stablehlo(list(outputs), str(outputs[0].device), [], False).decode()
 
     def parameters(self) -> dict[int, Tensor]:
-        """By position."""
+        """The parameters' tensors, by position."""
         found: dict[int, Tensor] = self._context.device_parameter_id_tensor_mapping()
         return found
 
     def position(self, t: Tensor) -> int:
-        """-1 if it is no parameter: nothing depends on it."""
+        """The position of ``t``; -1 if it is no parameter, because no output depends on it."""
         return int(self._context.tensor_parameter_id(t))
 
 
 def _lowered(
     fn: Function, weights: Mapping[str, Tensor], inputs: Sequence[Tensor], comms: Sequence[Comm]
 ) -> tuple[_Lowered, str, bytes]:
-    """The program; what its parameters are, as JSON; and those that are none of ours, as a file."""
-    # placeholders have no values: none can get into the program, or decide which way it takes
-    held = {name: _placeholder(t) for name, t in weights.items()}
+    """The program; its parameters' sources, as JSON; and the constant parameters, as a safetensors file."""
+    # placeholders have no values, so no value can get into the program or decide a branch
+    placeholders = {name: _placeholder(t) for name, t in weights.items()}
     ranks, given = [_placeholder(c.position) for c in comms], [_placeholder(t) for t in inputs]
     with torch.no_grad(), reads.refused():
-        program = _Lowered(_PureModule(fn, held, comms)(*ranks, *given))
-    sources: list[tuple[list[Any], Tensor]] = [(["weight", name], t) for name, t in held.items()]
+        program = _Lowered(_PureModule(fn, placeholders, comms)(*ranks, *given))
+    sources: list[tuple[list[Any], Tensor]] = [(["weight", name], t) for name, t in placeholders.items()]
     sources += [(["rank", i], t) for i, t in enumerate(ranks)]
     sources += [(["input", i], t) for i, t in enumerate(given)]
     known = {program.position(t): source for source, t in sources}
     parameters = program.parameters()
-    # numbers of Python that are not 0 or 1, which torch_xla makes parameters too, so as not to recompile
+    # torch_xla makes Python numbers other than 0 and 1 parameters too, to avoid recompilation
     constants = {str(at): t.cpu() for at, t in parameters.items() if at not in known}
-    said = [known.get(at, ["constant", str(at)]) for at in range(len(parameters))]
+    recipe = [known.get(at, ["constant", str(at)]) for at in range(len(parameters))]
     groups = [group_name(c.group) for c in comms]
-    text = json.dumps({"groups": groups, "parameters": said}, separators=(",", ":"))
+    text = json.dumps({"groups": groups, "parameters": recipe}, separators=(",", ":"))
     return program, text, save({name: t.contiguous() for name, t in constants.items()})
 
 
@@ -137,17 +137,17 @@ def _placeholder(t: Tensor) -> Tensor:
 
 
 def load(folder: Path, weights: Mapping[str, Tensor], comm_of: Callable[[str], Comm]) -> LoadedProgram:
-    """``comm_of``: the Comm of a group by its name."""
+    """Load the program in ``folder``. ``comm_of``: returns the Comm of a group by its name."""
     try:
-        said = json.loads((folder / PARAMETERS).read_text())
-        ranks = [comm_of(axes).position for axes in said["groups"]]
+        recipe = json.loads((folder / PARAMETERS).read_text())
+        ranks = [comm_of(axes).position for axes in recipe["groups"]]
         if (folder / COMPILED).is_file() and neuronx.platform() is not None:
             return neuronx.load_compiled(folder / COMPILED, weights, [t.cpu() for t in ranks])
         constants = load_file(folder / CONSTANTS)
         computation = xb.computation_from_module_proto("tpcore", (folder / HLO).read_bytes())
         device, fixed = torch_xla.device(), {}
         of_weights, free = [], []
-        for at, (kind, key) in enumerate(said["parameters"]):
+        for at, (kind, key) in enumerate(recipe["parameters"]):
             if kind == "input":
                 free.append((at, int(key)))
             elif kind == "weight":
@@ -156,7 +156,7 @@ def load(folder: Path, weights: Mapping[str, Tensor], comm_of: Callable[[str], C
                 fixed[at] = ranks[key] if kind == "rank" else constants[key].to(device)
     except BackendError:
         raise
-    except Exception as e:  # whatever a damaged file happens to mean
+    except Exception as e:  # a damaged file can raise any error
         raise BackendError(f"{folder / HLO} is damaged: {type(e).__name__}: {str(e)[:200]}") from e
 
     def call(inputs: Sequence[Tensor]) -> list[Tensor]:

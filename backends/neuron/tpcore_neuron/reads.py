@@ -1,4 +1,4 @@
-"""Where a program reads a value that XLA has not computed yet: told in debug mode, refused while tracing."""
+"""Reads of values that XLA has not computed yet: a warning in debug mode, an error while tracing."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tpcore.errors import BackendError
 _HERE = str(Path(__file__).parent) + os.sep
 _TPCORE = str(Path(tpcore.__file__).parent) + os.sep
 _READS = ("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__")
-_told: set[str] = set()
+_reported: set[str] = set()
 
 
 def watch() -> None:
-    """From now on warn once for each place that reads such a value. For the life of the process."""
+    """From now on, until the process ends, warn once for each place that reads such a value."""
     if not getattr(Tensor.item, "tpcore_watched", False):
         for name in _READS:
             setattr(Tensor, name, _watched(name, getattr(Tensor, name)))
@@ -35,12 +35,12 @@ def watch() -> None:
 def _watched(name: str, read: Any) -> Any:
     @functools.wraps(read)
     def reading(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        own = sys._getframe(1).f_code.co_filename.startswith(_TPCORE)  # between steps: a checkpoint's, say
+        own = sys._getframe(1).f_code.co_filename.startswith(_TPCORE)  # between steps, e.g. for a checkpoint
         if self.device.type == "xla" and not own and _is_pending(self):
             code, line = call_site(_HERE)
             where = f"{code.co_filename}:{line}"
-            if where not in _told:
-                _told.add(where)
+            if where not in _reported:
+                _reported.add(where)
                 warnings.warn(
                     f"{name} at {where} reads a value that is not computed yet: the step is cut into two "
                     "programs there, and the host waits. Read it after the step (mark_step), or from "
@@ -59,7 +59,8 @@ def _is_pending(t: Tensor) -> bool:
 
 @contextmanager
 def refused() -> Iterator[None]:
-    """Within, this thread's program is traced: it has no values, and XLA ends the process that reads one."""
+    """Raise BackendError for reads inside the block, where a program is traced: it has no values, and XLA
+    would end the process."""
     saved = {name: getattr(Tensor, name) for name in (*_READS, "cpu", "to")}
     for name, read in saved.items():
         setattr(Tensor, name, _refusing(name, read))
@@ -73,14 +74,14 @@ def refused() -> Iterator[None]:
 def _refusing(name: str, read: Any) -> Any:
     @functools.wraps(read)
     def reading(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if self.device.type == "xla" and (name != "to" or _leaves(*args, *kwargs.values())):
+        if self.device.type == "xla" and (name != "to" or _leaves_device(*args, *kwargs.values())):
             _refuse(name)
         return read(self, *args, **kwargs)
 
     return reading
 
 
-def _leaves(*given: Any) -> bool:
+def _leaves_device(*given: Any) -> bool:
     devices = [g.device if isinstance(g, Tensor) else g for g in given]
     return any(torch.device(d).type != "xla" for d in devices if isinstance(d, str | torch.device))
 

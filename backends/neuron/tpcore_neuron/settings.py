@@ -9,7 +9,7 @@ DEVICE = Variable(
     str,
     "NEURON",
     "`NEURON` (default), `CPU`, ...",
-    "The device of torch_xla. Another than `NEURON`: the `neuron` backend runs on that.",
+    "The device of torch_xla. With another value than `NEURON` the `neuron` backend runs on that device.",
 )
 CORES = Variable(
     "NEURON_RT_VISIBLE_CORES",
@@ -23,28 +23,28 @@ PAIRS = Variable(
     one_of({"native": False, "pairs": True}),
     False,
     "`native` (default), `pairs`",
-    "How `neuron` permutes: by the compiler's collective-permute, or by all-gathers of two ranks where a "
-    "compiler lacks it.",
+    "How `neuron` permutes: by the compiler's collective-permute, or by all-gathers over two ranks for "
+    "compilers that lack it.",
 )
 EXTRACT_ONLY = Variable(
     "NEURON_EXTRACT_GRAPHS_ONLY",
     str,
     "",
     "`1`",
-    "For the script, not read by tpcore: it is run to see its programs (`tpcore compile`).",
+    "Tells the script that it runs only to collect its programs (`tpcore compile`). tpcore does not read it.",
     "tpcore",
 )
 
 
 def of_replicas(size: int, given: dict[str, str]) -> dict[str, str]:
-    """For a process in which XLA:CPU has ``size`` devices; to be set before torch_xla is imported."""
+    """Variables of a process in which XLA:CPU has ``size`` devices. Set them before torch_xla is imported."""
     return {
-        # the default is the number of cores; where a collective waits in each of fewer, none ever ends
+        # the default is the number of cores; with fewer threads than waiting collectives none would end
         "XLA_THREAD_POOL_SIZE": given.get("XLA_THREAD_POOL_SIZE", str(max(8, 2 * size))),
-        # LLVM's optimizations take twice as long as they save on what a test computes
+        # LLVM's optimizations take twice the time that they save in a test
         "XLA_FLAGS": given.get("XLA_FLAGS", "--xla_backend_optimization_level=0"),
         DEVICE.name: "CPU",
         "CPU_NUM_DEVICES": str(size),
-        # a program that may write to its inputs keeps them until it ends, and freeing one then waits for it
+        # a program that may write to its inputs keeps them until it ends, and freeing an input would wait
         "XLA_ENABLE_PARAM_ALIASING": "0",
     }

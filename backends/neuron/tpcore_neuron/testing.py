@@ -1,4 +1,4 @@
-"""``tpcore_neuron.replicas`` by the name that tests import it."""
+"""``tpcore_neuron.replicas``, under the name that tests import."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The collectives of one group, on torch_xla. Imported only when one is made, for it claims the device."""
+"""The collectives of one group, on torch_xla, which is imported only here, because that claims the device."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from .settings import PAIRS
 
 
 class XlaTransport(Transport):
-    """Every call names all groups of the partition, and none pins a layout: so the program is the same on
-    every rank. (Unless told not to pin, ``xm.all_gather`` pads by the rank and all-reduces.)
+    """Every call names all groups of the partition and pins no layout, so the program is the same on every
+    rank. (With a pinned layout ``xm.all_gather`` pads by the rank and all-reduces.)
 
-    torch_xla chains the collectives of a step by a number, its token, that each adds to its input: order for
-    ranks whose programs differ. Here they do not, and the chain does harm: an infinity in one result is NaN
-    in all that come after, and once a value is read, all collectives before it run again in the next program,
-    which is then another one. So every collective here ends the chain."""
+    torch_xla chains the collectives of a step with a token: each adds it to its input, which orders ranks
+    whose programs differ. Here programs are equal, and the chain does harm: an infinity in one result makes
+    all later ones NaN, and after a value is read all earlier collectives run again in the next program, which
+    thereby changes. So every collective here ends the chain."""
 
     eager = False
 
@@ -46,19 +46,19 @@ class XlaTransport(Transport):
 
     @property
     def process_group(self) -> Any:
-        """A ``torch.distributed`` group of the xla backend that knows all groups of the partition."""
+        """A ``torch.distributed`` group of the xla backend that has all groups of the partition."""
         return self._pg
 
     def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
         x = self._checked(x, ALL_REDUCE.describe(op))
         if x.numel() == 0:
             return x.clone()
-        if x.dtype is torch.bool:  # of bits the sum is "any", and so is the maximum
+        if x.dtype is torch.bool:  # the sum of bools is "any", and so is their maximum
             return self._reduced(x.to(torch.int32), "max").to(torch.bool)
         return self._reduced(x, op)
 
     def _reduced(self, x: Tensor, op: Op) -> Tensor:
-        # xm.REDUCE_SUM and xm.REDUCE_MAX are the same two words
+        # xm.REDUCE_SUM and xm.REDUCE_MAX are "sum" and "max"
         return self._unchained(self._xm.all_reduce(op, x, groups=self._groups, pin_layout=False))
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
@@ -88,7 +88,7 @@ class XlaTransport(Transport):
         return result
 
     def _checked(self, x: Tensor, what: str) -> Tensor:
-        """``x`` without its autograd graph, which XLA's collectives would carry on, or cut without a word."""
+        """``x`` without its autograd graph, which XLA's collectives would continue or silently cut."""
         if x.device != self._device:
             raise ValueError(
                 f"{what} over {self.group.axes}: a tensor of shape {tuple(x.shape)} is on {x.device}, and "
@@ -117,11 +117,11 @@ class XlaTransport(Transport):
         return self._unchained(self._xm.collective_permute(_wide(x), pairs)).to(x.dtype)
 
     def _by_pairs(self, x: Tensor, to: tuple[int, ...]) -> Tensor:
-        """For compilers that have no collective-permute: gathers of two ranks each, in two or three rounds,
-        of which every rank keeps what is for it. A group of odd size cannot be cut into pairs."""
+        """A permute for compilers without collective-permute: two or three rounds of gathers over pairs of
+        ranks, from which every rank keeps its part. A group of odd size has no such pairs."""
         if self.size % 2:
             return super().permute(x, to)
-        stays = self._here([int(i == j) for i, j in enumerate(to)])
+        stays = self._own_entry([int(i == j) for i, j in enumerate(to)])
         out = torch.where(stays == 1, x, torch.zeros_like(x))
         for sends, pairs in _rounds(to):
             groups = [[ranks[i], ranks[j]] for ranks in self._groups for i, j in pairs]
@@ -129,14 +129,14 @@ class XlaTransport(Transport):
                 self._xm.all_gather(_wide(x).unsqueeze(0), dim=0, groups=groups, pin_layout=False)
             )
             firsts, targets = {i for i, _ in pairs}, {j for _, j in sends}
-            partner = self._here([int(r in firsts) for r in range(self.size)])
-            receives = self._here([int(r in targets) for r in range(self.size)])
+            partner = self._own_entry([int(r in firsts) for r in range(self.size)])
+            receives = self._own_entry([int(r in targets) for r in range(self.size)])
             found = both.index_select(0, partner)[0].to(x.dtype)
             out = torch.where(receives == 1, found, out)
         return out
 
-    def _here(self, every: list[int]) -> Tensor:
-        """This rank's entry of a table of all positions, as data."""
+    def _own_entry(self, every: list[int]) -> Tensor:
+        """This rank's entry of a table of all positions, as a tensor."""
         return torch.tensor(every).to(self._device).index_select(0, self.position)
 
 
@@ -148,7 +148,8 @@ Pairs = list[tuple[int, int]]
 
 
 def _rounds(to: Sequence[int]) -> Iterator[tuple[Pairs, Pairs]]:
-    """What is sent at once, as (from, to), no position twice; and all positions in pairs, those first."""
+    """For each round: the sends (from, to), with no position twice; and all positions in pairs, the sends'
+    first."""
     left = [(i, j) for i, j in enumerate(to) if j not in (i, -1)]
     while left:
         sends: Pairs = []

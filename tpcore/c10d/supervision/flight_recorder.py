@@ -1,4 +1,4 @@
-"""What the ranks did last and whom they wait for: the report when a collective does not complete."""
+"""The last collectives of each rank, and the report of a time-out that is made from them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 _KEPT = 10
 
 Entry = tuple["Waiting", int, str, Sequence[int], torch.dtype, Site | None]
-"""Group, seq, op, shape, dtype, site: a plain tuple, because one is made per collective."""
+"""Group, seq, op, shape, dtype, site. A plain tuple, because each collective makes one."""
 
 
 class FlightRecorder:
-    """Written by the rank at every collective, read by the thread of ``Peers``."""
+    """The rank writes it at every collective; the thread of ``Peers`` reads it."""
 
     def __init__(self) -> None:
         self.entries: deque[Entry] = deque(maxlen=_KEPT)
@@ -53,12 +53,12 @@ def _key(members: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank publishes. ``counts``: collectives entered so far, per group."""
+    """The report that one rank publishes. ``counts``: collectives entered so far, for each group."""
 
     calls: tuple[str, ...] = ()
     counts: Mapping[str, int] | None = None
     waiting: tuple[int, ...] = ()
-    at: float = 0.0  # wall clock of its writing: between hosts as true as their clocks
+    at: float = 0.0  # wall-clock time of the report: between hosts only as exact as their clocks
 
     def pack(self) -> str:
         return json.dumps([self.calls, self.counts, self.waiting, self.at])
@@ -85,9 +85,9 @@ def timeout_report(
     reports: Mapping[int, RankReport],
     state: Callable[[int], str],
 ) -> str:
-    """Who kept ``rank`` waiting, followed through ranks that themselves wait, and everyone's last calls.
+    """The ranks that ``rank`` waited for, the ranks that those wait for, and every rank's last calls.
 
-    ``state`` tells what else is known of a rank: that it is stopped, or silent for so long.
+    ``state`` returns what else is known of a rank: that it is stopped, or for how long it is silent.
     """
     lines = [f"rank {rank} waited {seconds:g} s in a collective of group {list(members)}"]
     seen, queue = {rank}, [(rank, tuple(members))]
@@ -98,7 +98,7 @@ def timeout_report(
             what = "all came, but not to one call that could complete; TPCORE_CHECK=1 tells which"
             lines.append(f"  rank {waiter} in group {list(group)}: {what}")
         for m in missing:
-            # a stopped rank said that it waits before it was stopped; in this group it no longer does
+            # a stopped rank's report is from before the stop; in this group it no longer waits
             further = () if state(m) or reports[m].waiting == group else reports[m].waiting
             why = f"itself waits in group {list(further)}" if further else "did not come"
             lines.append(f"  rank {waiter} waits for rank {m}, which {why}{state(m)}")

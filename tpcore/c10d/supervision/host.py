@@ -1,4 +1,4 @@
-"""What a process can learn from the kernel of its neighbours on the same host, and of its own sockets."""
+"""The kernel's information about processes on the same host and about this process's sockets."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _PROC = Path("/proc")
 CLEAN = described(0)
 GONE = "is gone (killed, or ended by os._exit)"
 RANK_MEMORY = 200 << 20
-"""Bytes that a rank needs before it holds any tensor: Python, torch and gloo (torch 2.13: 190 MB)."""
+"""Bytes that a rank needs before its first tensor: Python, torch and gloo (torch 2.13: 190 MB)."""
 
 
 def available_memory() -> int | None:
-    """Bytes that new processes can have; None where the kernel does not say."""
+    """Bytes available to new processes; None if the kernel does not report them."""
     try:
         lines = (_PROC / "meminfo").read_text().splitlines()
     except OSError:
@@ -28,7 +28,7 @@ def available_memory() -> int | None:
 
 
 def _host() -> str:
-    """Names the set of processes that see each other's pids; empty where /proc cannot tell."""
+    """An id of the set of processes that see each other's pids; empty without /proc."""
     try:
         boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -38,7 +38,7 @@ def _host() -> str:
 
 @dataclass(frozen=True)
 class Identity:
-    """One process, told apart from a later one that is given the same pid by its start time."""
+    """One process. Its start time distinguishes it from a later process with the same pid."""
 
     hostname: str
     host: str
@@ -55,13 +55,13 @@ class Identity:
         return bool(self.host) and self.host == other.host
 
     def fate(self) -> str | None:
-        """None while the process lives, else how it ended as far as the kernel still knows."""
+        """None while the process runs, else how it ended, as far as the kernel still knows."""
         stat = _stat(self.pid)
         if stat is None or stat.started != self.started:
             return GONE
         if stat.state not in "ZX":
             return None
-        # a zombie: its parent has not asked yet, so the wait status is still there
+        # a zombie: its parent has not waited for it yet, so the wait status is still readable
         return described(os.waitstatus_to_exitcode(stat.status))
 
     def stopped(self) -> bool:
@@ -84,20 +84,20 @@ def _stat(pid: int) -> _Stat | None:
         text = (_PROC / str(pid) / "stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    fields = text[text.rindex(")") + 2 :].split()  # the name before it may hold anything
+    fields = text[text.rindex(")") + 2 :].split()  # the name in parentheses may contain anything
     return _Stat(fields[0], int(fields[19]), int(fields[49]))  # fields 3, 22 and 52 of proc(5)
 
 
 def sockets() -> frozenset[int]:
-    """Inodes of the sockets this process has open; empty where /proc cannot tell."""
+    """Inodes of this process's open sockets; empty without /proc."""
     return frozenset(inode for _, inode in _open_sockets())
 
 
 def sever(inodes: Iterable[int]) -> None:
-    """Shut these sockets down in both directions, so that whoever waits on them gets an error now.
+    """Shut these sockets down in both directions, so that threads that wait on them get an error now.
 
     gloo has no abort: a thread inside a collective, and the destructor that joins it, would otherwise
-    stay until the group's timeout (seen: 20 s at exit with a timeout of 20 s, at once with this).
+    wait until the group's timeout (seen: 20 s at exit with a timeout of 20 s, none with this call).
     """
     wanted = set(inodes)
     for fd, inode in _open_sockets():
@@ -108,10 +108,10 @@ def sever(inodes: Iterable[int]) -> None:
         except OSError:
             continue  # closed by its owner in between
         with copy:
-            # gloo takes an error from accept() for a broken invariant and aborts the process
+            # gloo treats an error from accept() as a broken invariant and aborts the process
             listens = copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
             if os.fstat(copy.fileno()).st_ino == inode and not listens:
-                with suppress(OSError):  # the other side was faster
+                with suppress(OSError):  # the other side has closed it already
                     copy.shutdown(socket.SHUT_RDWR)
 
 

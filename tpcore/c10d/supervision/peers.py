@@ -1,4 +1,4 @@
-"""Why a collective failed: a thread of each process that knows how the other ranks are."""
+"""The reason why a collective failed: a thread in each process monitors the other ranks."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from .status_store import StatusStore, Verdict
 
 T = TypeVar("T")
 
-_BEAT = 0.5  # seconds between two signs of life
-_SILENT = 3.0  # seconds without one that are worth telling
-_ANSWER = 2.0  # seconds the store may take: it does not answer while its host is stopped
-_GRACE = 3.0  # seconds to find out who closed a connection; a dying process closes before it is a zombie
+_BEAT = 0.5  # seconds between two heartbeats
+_SILENT = 3.0  # seconds without a heartbeat after which a message mentions it
+_ANSWER = 2.0  # seconds to wait for the store, which does not answer while its host is stopped
+_GRACE = 3.0  # seconds to find out who closed a connection; a dying process closes it before it is a zombie
 _LINGER = 1.0  # seconds for collectives that can still complete, before a lost job's sockets are cut
 
 
 def connection_broke(error: BaseException) -> bool:
-    """Whether a transport failed: by torch's type of error, or by the path of gloo's file in its message."""
+    """Whether a transport failed, judged by torch's error type or by gloo's file name in the message."""
     if isinstance(error, BackendError):
         return False
     return isinstance(error, dist.DistBackendError | dist.DistNetworkError) or (
@@ -43,9 +43,9 @@ def connection_broke(error: BaseException) -> bool:
 
 
 class Peers(threading.Thread):
-    """Publishes what this rank did last, watches its neighbours, and finds out who was lost.
+    """Publishes this rank's last calls, watches its neighbours, and finds out which rank was lost.
 
-    Only this thread uses the store, so that a store that does not answer holds up nobody else.
+    Only this thread uses the store, so that a store that does not answer blocks no other thread.
     """
 
     def __init__(
@@ -54,8 +54,8 @@ class Peers(threading.Thread):
         super().__init__(name="tpcore monitor", daemon=True)
         self.rank, self.peers, self.recorder = rank, peers, recorder
         self.verdict: Verdict | None = None
-        self.sockets: set[int] = set()  # of the groups, to be cut when the job is lost
-        self.partings: set[Callable[[], None]] = set()  # the same for groups that share memory
+        self.sockets: set[int] = set()  # the groups' sockets, to be cut when the job is lost
+        self.partings: set[Callable[[], None]] = set()  # callbacks for the same, of groups in shared memory
         self._neighbours = [r for r, p in enumerate(peers) if p.neighbour_of(peers[rank]) or r == rank]
         self._store = store
         self._requests: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -73,12 +73,12 @@ class Peers(threading.Thread):
         atexit.register(self._at_exit)
 
     def hook(self) -> None:
-        """Hear first of an error that ends the program: above the hook of torch's init_process_group, because
-        what is printed inside that one comes out with a prefix."""
+        """Install a sys.excepthook that runs before the one of torch's init_process_group: text printed
+        inside torch's hook gets a prefix."""
         self._hook, sys.excepthook = sys.excepthook, self._excepthook
 
     def close(self, how: str) -> None:
-        """Say how this rank ended, unless that was said before, and stop watching."""
+        """Publish how this rank ended, unless that is published already, and stop watching."""
         self._ask(lambda: self._store.end(self.rank, how), None)
         atexit.unregister(self._at_exit)
         if sys.excepthook == self._excepthook:
@@ -92,31 +92,31 @@ class Peers(threading.Thread):
             os.close(self._wake_write)
 
     def fail(self, error: BaseException) -> None:
-        """This rank gives up with ``error``: all others will."""
+        """Publish that this rank failed with ``error``; all others will fail too."""
         what = f"raised {type(error).__name__}: {error}"
         if isinstance(error, SystemExit):
             what = f"called sys.exit({error.code!r})"
         self._ask(lambda: self._store.end(self.rank, what), None)
         if isinstance(error, (PeerLostError, CollectiveTimeoutError)):
-            return  # it follows from a verdict
-        if connection_broke(error):  # DDP's: a Comm would have named the cause
+            return  # the error follows from a verdict
+        if connection_broke(error):  # an error of DDP: a Comm would have named the cause
             log.error(self.diagnose(range(len(self.peers)), error).text)
         else:
             self.post(self._lost(self.rank, what))
 
     def post(self, verdict: Verdict) -> Verdict:
-        """Make ``verdict`` that of the job, unless another came first; return the one that holds."""
+        """Make ``verdict`` the job's verdict, unless there is one; return the job's verdict."""
         holds = self._ask(lambda: self._store.post(verdict), None)
         return self._accept(self.verdict or holds or verdict)
 
     def sever(self) -> None:
-        """Let nobody wait for this rank any more."""
+        """Cut the connections, so that no rank waits for this one any more."""
         sever(self.sockets)
         for part in list(self.partings):
             part()
 
     def final(self) -> Verdict | None:
-        """The verdict, once collectives that could still complete have had the time to."""
+        """The verdict, once collectives that can still complete have had the time to do so."""
         return self.verdict if self._cut_at is None else None
 
     def find(self, ranks: Sequence[int]) -> Verdict | None:
@@ -125,12 +125,12 @@ class Peers(threading.Thread):
         return None if found is None else self.post(found)
 
     def look(self, ranks: Sequence[int]) -> Verdict | None:
-        """The same, and nobody else is told yet."""
+        """As ``find``, but the verdict is not posted to the other ranks."""
         return self.verdict or self._ask(lambda: self._look(ranks), None) or self._look_around(ranks)
 
     def gone(self, rank: int) -> str | None:
-        """How the process of ``rank`` has ended. One that has raised or left the job may still work: it has
-        not."""
+        """How the process of ``rank`` ended; None while it may still run, also after it raised an error or
+        left the job."""
         if rank in self._neighbours:
             return self._fate(rank)
         verdict, who = self.verdict, f"rank {rank} ({self.peers[rank]}) "
@@ -140,7 +140,7 @@ class Peers(threading.Thread):
         return how if how.startswith(("was killed", "exited", "is gone")) else None
 
     def diagnose(self, members: Sequence[int], error: BaseException) -> Verdict:
-        """A connection within ``members`` broke: whose, and why."""
+        """The verdict after a connection within ``members`` broke: the lost rank and the reason."""
         deadline = time.monotonic() + _GRACE
         others = [m for m in members if m != self.rank]
         while time.monotonic() < deadline:
@@ -158,14 +158,14 @@ class Peers(threading.Thread):
         return frozenset(self._neighbours)
 
     def reports(self) -> dict[int, RankReport]:
-        """The last published report of each rank, and this rank's own as it is now."""
+        """The last published report of each other rank, and this rank's present one."""
         ranks = range(len(self.peers))
         nothing: dict[int, RankReport] = {}
         found = self._ask(lambda: self._store.reports(ranks), nothing)
         return {r: found.get(r, RankReport()) for r in ranks} | {self.rank: self.recorder.report()}
 
     def state(self, rank: int, report: RankReport) -> str:
-        """What can be said of a rank that does not come, as the end of a sentence."""
+        """What is known of a missing rank, as the end of a sentence."""
         peer, how = self.peers[rank], self._fate(rank)
         if rank == self.rank:
             return ""
@@ -179,7 +179,7 @@ class Peers(threading.Thread):
         return f" ({peer}, no sign of life for {silent:.0f} s)" if silent > _SILENT else ""
 
     def _ask(self, fn: Callable[[], T], default: T) -> T:
-        """``fn`` in the monitor's thread, or ``default`` if the store does not answer."""
+        """Call ``fn`` in the monitor's thread; return ``default`` if the store does not answer."""
         if self._closed or not self.is_alive() or threading.current_thread() is self:
             return default
         answer: Future[T] = Future()
@@ -192,7 +192,7 @@ class Peers(threading.Thread):
             return default
 
     def _excepthook(self, kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
-        # torch's own hook may hold this one beyond close(), and a data loader's fork has it too
+        # torch's own hook may keep this one after close(), and a forked data loader inherits it
         if os.getpid() == self.peers[self.rank].pid and not self._closed:
             self.fail(error)
         with hold_lines():  # torch's hook prints to a sys.stderr of its own
@@ -223,8 +223,8 @@ class Peers(threading.Thread):
 
     # -- in the monitor's own thread --------------------------------------------------------------------
     def run(self) -> None:
-        # here and not by the caller: torch asks the name server for the name of its peer's address, and
-        # where none answers that takes 5 s (seen in one connection of 25)
+        # in this thread and not in the caller's: torch looks up the name of its peer's address, which takes
+        # 5 s if no name server answers (seen in one connection of 25)
         self._store.open()
         watched = self._watch()
         due = 0.0
@@ -232,7 +232,7 @@ class Peers(threading.Thread):
             if time.monotonic() >= due:
                 self._beat()
                 due = time.monotonic() + _BEAT
-            # a cut may have been set by the other thread since, but no later than a beat from now
+            # the other thread may set a cut meanwhile; the loop sees it within a beat
             for key, _ in self._selector.select(max(0.0, min(due, self._cut_at or due) - time.monotonic())):
                 if key.data is None:
                     os.read(self._wake_read, 4096)
@@ -249,7 +249,7 @@ class Peers(threading.Thread):
         self._store.leave(self.rank)
 
     def _watch(self) -> list[int]:
-        """Wake when a neighbour dies, early enough to read its exit status before its parent does."""
+        """Wake this thread when a neighbour dies, early enough to read its exit status before its parent."""
         fds = []
         for rank in self._neighbours:
             if rank != self.rank:
@@ -273,9 +273,9 @@ class Peers(threading.Thread):
         return None if found is None else self._accept(found)
 
     def _died(self, rank: int) -> None:
-        """A neighbour's process ended. Fatal at once if it failed, and had not left the job before."""
+        """Handle the end of a neighbour's process. The job is lost if it failed and had not left the job."""
         how, ended = self._fate(rank), self._store.ended(rank)
-        if how == GONE and ended is None:  # its launcher was faster; nothing is wrong if os._exit(0) ended it
+        if how == GONE and ended is None:  # its launcher has reaped it; it may have called os._exit(0)
             self._tell(self._lost(rank, GONE))
         if how in (None, CLEAN, GONE) or not (ended or "ended").startswith("ended"):
             return
@@ -285,7 +285,7 @@ class Peers(threading.Thread):
             self._tell(verdict)
 
     def _tell(self, verdict: Verdict) -> None:
-        """Now: a launcher may end this rank before its error is printed. One rank of a host is enough."""
+        """Log the verdict now, on one rank of this host: a launcher may end a rank before it prints."""
         alive = (r for r in self._neighbours if self._fate(r) is None)
         if self.rank == next(alive, self.rank):
             log.error(verdict.text)

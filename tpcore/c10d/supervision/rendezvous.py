@@ -1,4 +1,4 @@
-"""Where ranks meet before they have groups to talk over, so that one that does not come is named."""
+"""Meetings of ranks at the store, before they have groups. An error names a rank that does not come."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ class Rendezvous:
         self.store, self.rank, self.world, self.timeout = store, rank, world, timeout
 
     def meet(self, what: str, mine: str, lost: Lost, ranks: Sequence[int] | None = None) -> list[str]:
-        """``mine`` of every rank of the job or of ``ranks``, in that order.
+        """The ``mine`` of every rank of the job or of ``ranks``, in that order.
 
-        Raises CollectiveTimeoutError naming who did not come, and what ``lost`` says of the missing.
+        Raises CollectiveTimeoutError, which names the missing ranks, or the error that ``lost`` returns for
+        them.
         """
         keys = {r: f"{what}/{r}" for r in (range(self.world) if ranks is None else ranks)}
         try:
@@ -41,7 +42,7 @@ class Rendezvous:
             ) from e
 
     def _wait(self, what: str, keys: Mapping[int, str], lost: Lost) -> None:
-        # by asking again and again: a wait of the store's own that ends in vain prints warnings
+        # polls: the store's own wait prints warnings when it times out
         deadline, pause = time.monotonic() + self.timeout, 0.001
         while not self.store.check(list(keys.values())):
             time.sleep(pause)
@@ -59,7 +60,7 @@ class Rendezvous:
 
 
 def store_of_environment(timeout: float) -> tuple[dist.Store, int, int] | None:
-    """(store, rank, world size) as torchrun's variables say, or None in a process on its own."""
+    """(store, rank, world size) from torchrun's variables; None in a process without a launcher."""
     values = {variable.name: variable.text() for variable in _VARIABLES}
     if not settings.RANK.is_set and not settings.WORLD_SIZE.is_set:
         return None
@@ -81,7 +82,7 @@ def store_of_environment(timeout: float) -> tuple[dist.Store, int, int] | None:
 
 
 def _tcp_store(host: str, port: int, rank: int, world: int, timeout: float) -> dist.Store:
-    """As torch's env:// makes it, without its wait for all ranks: ``Rendezvous.meet`` knows their names."""
+    """The store of torch's env://, without its wait for all ranks: ``Rendezvous.meet`` can name them."""
     of_launcher = settings.AGENT_STORE.get()
     try:
         return dist.TCPStore(
@@ -101,12 +102,12 @@ def _tcp_store(host: str, port: int, rank: int, world: int, timeout: float) -> d
 
 
 def address_towards(store: dist.Store, alone: bool) -> str:
-    """The address of this host, as the other ranks can reach it. ``alone``: all ranks are on this host."""
+    """The address at which other ranks reach this host. ``alone``: all ranks are on this host."""
     store = _innermost(store)
     host, port = (store.host, store.port) if isinstance(store, dist.TCPStore) else (socket.gethostname(), 1)
     if alone and not isinstance(store, dist.TCPStore):
         return "127.0.0.1"
-    # no packet is sent: the kernel says from where it would be
+    # sends no packet: the kernel returns the source address that it would use
     for family, kind, protocol, _, at in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
         with suppress(OSError), socket.socket(family, kind, protocol) as s:
             s.connect(at)
@@ -115,13 +116,13 @@ def address_towards(store: dist.Store, alone: bool) -> str:
 
 
 def folder_beside(store: dist.Store, name: str) -> Path | None:
-    """A folder's path beside the file of a FileStore; None for other stores."""
+    """The path of a folder next to the file of a FileStore; None for other stores."""
     store = _innermost(store)
     return Path(f"{store.path}.{name}") if isinstance(store, dist.FileStore) else None  # type: ignore[attr-defined]
 
 
 def own_client(store: dist.Store, prefix: str, timeout: float) -> dist.Store:
-    """``store`` under ``prefix`` through a connection of its own, for calls of one wait for each other."""
+    """``store`` under ``prefix`` through its own connection: calls on one connection block each other."""
     store = _innermost(store)
     if isinstance(store, dist.TCPStore):
         seconds = timedelta(seconds=timeout)

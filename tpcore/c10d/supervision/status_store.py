@@ -1,4 +1,4 @@
-"""What ranks publish at the job's store: what they did last, how they ended, and why the job is lost."""
+"""The status that ranks publish at the job's store: their last calls, how they ended, the job's verdict."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Verdict:
 
 
 class StatusStore:
-    """Used by one thread. Once the store is gone it says nothing and ``trouble`` why, which is no alarm by
-    itself: whoever hosts the store may simply have finished first."""
+    """The store, for use by one thread. Once the store is gone, reads return None and ``trouble`` says why.
+    That alone is no error: the process that hosts the store may simply have finished first."""
 
     def __init__(self, connect: Callable[[], dist.Store], folder: Path | None = None) -> None:
-        """``folder``: for reports, where the store is a file: that one would grow by each report."""
+        """``folder``: for reports if the store is a file, because that file would grow with each report."""
         self._connect, self._folder = connect, folder
         self._store: dist.Store | None = None
         self.trouble = ""
@@ -49,14 +49,14 @@ class StatusStore:
         if self._folder is None:
             self._do(lambda store: store.set(f"report/{rank}", report.pack()))
             return
-        with suppress(OSError):  # of a job whose folder was removed, or on a full disk
+        with suppress(OSError):  # the job's folder was removed, or the disk is full
             self._folder.mkdir(exist_ok=True)
             new = self._folder / f"{rank}.new"
             new.write_text(report.pack())
             new.rename(self._folder / str(rank))
 
     def reports(self, ranks: Iterable[int]) -> dict[int, RankReport]:
-        """The last one of each rank that published any."""
+        """The last report of each rank that has published one."""
         found = {r: self._report(r) for r in ranks}
         return {r: RankReport.unpack(data) for r, data in found.items() if data}
 
@@ -68,21 +68,21 @@ class StatusStore:
         return None
 
     def leave(self, rank: int) -> None:
-        """Nobody asks for the reports of ``rank`` any more."""
+        """Remove the reports of ``rank``, which no rank needs any more."""
         if self._folder is not None:
             with suppress(OSError):
                 (self._folder / str(rank)).unlink()
-                self._folder.rmdir()  # by the last
+                self._folder.rmdir()  # succeeds for the last rank
 
     def post(self, verdict: Verdict) -> Verdict | None:
-        """The verdict that holds from now on; None if that cannot be known."""
+        """Post ``verdict`` unless there is one; return the job's verdict, or None without a store."""
         return _verdict(self._first("verdict", json.dumps(asdict(verdict))))
 
     def verdict(self) -> Verdict | None:
         return _verdict(self._get("verdict"))
 
     def end(self, rank: int, how: str) -> None:
-        """``how`` a rank ended: the first word on it counts."""
+        """Publish ``how`` a rank ended; the first call counts."""
         self._first(f"end/{rank}", how)
 
     def ended(self, rank: int) -> str | None:
@@ -98,7 +98,7 @@ class StatusStore:
         if self._store is not None:
             try:
                 return call(self._store)
-            except RuntimeError as e:  # what every error of a store derives from
+            except RuntimeError as e:  # the base class of all errors of a store
                 self._lose(e)
         return None
 

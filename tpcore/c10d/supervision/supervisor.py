@@ -1,4 +1,4 @@
-"""The supervision of one job: lost ranks named, mismatches found, time-outs explained."""
+"""The supervision of one job: names lost ranks, finds mismatched calls, explains time-outs."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from .words import Words, connected
 Members = tuple[int, ...]
 Sockets = Callable[[], frozenset[int]]
 _RUN_AHEAD = {False: 4, True: 64}
-"""Calls that a rank may be ahead of its peers before it waits for their words; True: a device has a queue."""
+"""Calls by which a rank may be ahead before it waits for its peers' words. True: the device has a queue."""
 
 
 class Supervisor:
-    """``library``: files whose path starts with one of these are the backend's and no places in a program.
-    ``lazy``: a wait of the transport's makes a device's stream wait and returns at once."""
+    """``library``: path prefixes of the backend's own files, which call sites skip. ``lazy``: the transport's
+    wait returns at once and makes a device's stream wait."""
 
     def __init__(
         self, store: dist.Store, rank: int, world: int, timeout: float, library: Sequence[str], lazy: bool
     ) -> None:
-        # a program may start, stop and start again at one store, which keeps what was written
+        # a program may start, stop and start again at one store, which keeps the old keys
         store = dist.PrefixStore(f"tpcore{store.add(f'tpcore/starts/{rank}', 1)}", store)
         self._rank, self._timeout, self._checked = rank, timeout, checked_calls()
         self._library, self._lazy = tuple(library), lazy
@@ -49,7 +49,7 @@ class Supervisor:
         self._peers.open()
 
     def _introduced(self, store: dist.Store) -> Peers:
-        """Who is here, and whether all mean to check the same."""
+        """Exchange the ranks' identities. ValueError if they are not to check the same calls."""
         own = json.dumps([astuple(Identity.own()), self._checked, uuid.uuid4().hex])
         found = [json.loads(text) for text in self._rendezvous.meet("start", own, lambda missing: None)]
         if len({checked for _, checked, _ in found}) > 1:
@@ -69,11 +69,11 @@ class Supervisor:
         self._peers.hook()
 
     def meet(self, what: str) -> None:
-        """Wait for all ranks, so that an error that all raise next cuts off none that is still connecting."""
+        """Wait for all ranks: an error that all raise next must not cut off a rank that still connects."""
         self._rendezvous.meet(what, "", self._lost)
 
     def agree_on_group(self, number: int, partition: tuple[Members, ...]) -> None:
-        """Raise on all ranks if they are about to make different groups."""
+        """Raise CollectiveMismatchError on all ranks if they are about to make different groups."""
         found = self._rendezvous.meet(f"make group {number}", repr(partition), self._lost)
         for rank, other in enumerate(found):
             if other != found[0]:
@@ -84,8 +84,8 @@ class Supervisor:
 
     @contextmanager
     def connecting(self, members: Sequence[int], opened: Sockets = sockets) -> Iterator[None]:
-        """Ranks connect to ``members`` inside the block: a rank that fails is named, and the sockets that
-        ``opened`` lists are cut once the job is lost."""
+        """Connect to ``members`` inside the block. An error names the failed rank. The sockets that the block
+        adds to those of ``opened`` are cut once the job is lost."""
         before = opened()
         try:
             yield
@@ -102,9 +102,9 @@ class Supervisor:
     def waiting(
         self, pg: Any, axes: Sequence[str], members: Members, compares: Callable[[Waiting], bool]
     ) -> Waiting:
-        """What happens around the collectives of ``pg``, of which one object may serve several axes.
+        """The watch around the collectives of ``pg``. One process group may serve several axes.
 
-        ``compares``: called once for a group, by all of its members: whether its transport compares calls.
+        ``compares``: whether the group's transport compares calls; all members call it, once for a group.
         """
         if pg not in self._waiting:
             self._waiting[pg] = self._around(axes, members, compares)
@@ -129,7 +129,7 @@ class Supervisor:
         return waiting
 
     def _words(self, members: Members) -> Words:
-        """Connections of their own, whatever the transport."""
+        """Connect the members over sockets of their own, whatever the transport."""
         self._made[members] += 1
         what, position = f"compare calls {members} {self._made[members]}", members.index(self._rank)
 
@@ -145,16 +145,16 @@ class Supervisor:
         return None if verdict is None else verdict.error(self._recorder.last())
 
     def gone(self, rank: int) -> str | None:
-        """How the process of ``rank`` has ended; None while it may still work."""
+        """How the process of ``rank`` ended; None while it may still run."""
         return self._peers.gone(rank)
 
     def settle(self) -> None:
-        """Compare what is left to compare, before this rank leaves."""
+        """Compare the calls that are not compared yet, before this rank leaves."""
         for waiting in self._waiting.values():
             waiting.settle()
 
     def close(self, error: BaseException | None) -> None:
-        """``error``: why this rank leaves, if that is why: then all others will fail with it."""
+        """``error``: the error that ends this rank, if any; then all other ranks fail too."""
         if error is not None:
             self._peers.fail(error)
         self._peers.close("left the job (tpcore.shutdown)")

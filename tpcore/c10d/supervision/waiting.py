@@ -1,4 +1,4 @@
-"""What happens around every collective of one group: agreement before it, and a named reason if it fails."""
+"""The watch around every collective of one group: it compares the calls, and explains a failure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .peers import Peers, connection_broke
 from .status_store import Verdict
 from .words import Words, WordsAwaited
 
-_LOOK = 17  # of how many calls past the first ones the place of one is compared: 17 divides no step's number
+_LOOK = 17  # past the first calls, the place of every 17th is compared: a prime, so it drifts through a step
 _SLICE = timedelta(seconds=1)  # a wait returns to Python this often, for Ctrl-C and for a verdict
 
 
@@ -25,10 +25,10 @@ class Waiting:
     """``members`` are world ranks in group order, ``rank`` the world rank of this process.
 
     ``checked``: how many collectives to compare before they run. Later ones are compared while they run.
-    They are compared over ``words``: what other code does on the group cannot be taken for a comparison, nor
-    the reverse. A transport that compares calls itself needs none, and begins them with ``note``.
-    ``library``: files whose path starts with one of these are the backend's and no places in a program.
-    ``lazy``: the main transport's wait makes a device's stream wait and returns at once.
+    The comparison uses the connections of ``words``, so it cannot mix with other code's calls on the group.
+    A transport that compares calls itself has no words and calls ``note`` instead of ``enter``.
+    ``library``: path prefixes of the backend's own files, which call sites skip. ``lazy``: the transport's
+    wait returns at once and makes a device's stream wait.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class Waiting:
         recorder.groups.append(self)
 
     def enter(self, op: str, x: Tensor) -> None:
-        """Before every collective. Raises on all ranks if they do not make the same one: before it runs while
-        calls are checked, else at the next one at the latest."""
+        """Called before every collective. Raises on all ranks if their calls differ: before a checked call
+        runs, else at the next call at the latest."""
         self.seq += 1
         if self._closed:
             raise self._unusable()
@@ -65,8 +65,8 @@ class Waiting:
             self._compare(self.words, self.seq <= self._checked)
 
     def note(self, op: str, x: Tensor) -> Entry:
-        """Before every collective of a transport that compares them itself. The call's place is looked up
-        while calls are checked; later it is found when somebody asks, while the call is on the stack."""
+        """Called before every collective of a transport that compares calls itself. The call site is taken
+        now for checked calls; for later calls ``locate`` or ``call`` take it while the call is running."""
         self.seq += 1
         if self._closed:
             raise self._unusable()
@@ -77,13 +77,13 @@ class Waiting:
         return entry
 
     def locate(self) -> None:
-        """The last call has become slow: note its place now."""
+        """Add the call site to the last entry: its call has become slow."""
         entry = self._entries[-1]
         if entry[0] is self:
             self._entries[-1] = (*entry[:-1], entry[-1] or call_site(*self._library))
 
     def call(self, entry: Entry) -> Call:
-        """What ``entry`` says, with the place where the program is now if it has none."""
+        """The Call of ``entry``. Its site is the present one if the entry has none."""
         return Call.of(*entry[1:-1], entry[-1] or call_site(*self._library))
 
     def neighbours(self) -> frozenset[int]:
@@ -91,19 +91,19 @@ class Waiting:
         return self._peers.neighbours()
 
     def ask_after(self, position: int, came: Callable[[], bool]) -> None:
-        """The member at ``position`` is late. If its process has ended and it did not come before, the job is
-        lost: in shared memory no connection closes."""
+        """Post that the job is lost if the process of the late member at ``position`` ended before it
+        ``came``: shared memory has no connection that closes."""
         ended = self._peers.look([self.members[position]])
         if ended is not None and not came():
             self._peers.post(ended)
 
     def parting(self, part: Callable[[], None]) -> Callable[[], None]:
-        """``part`` will be called when this rank leaves, by any thread; return what takes that back."""
+        """Register ``part``, to be called by any thread when this rank leaves; return the undo function."""
         self._peers.partings.add(part)
         return lambda: self._peers.partings.discard(part)
 
     def lost(self, error: Exception) -> Exception:
-        """A member has left, as ``error`` says: which, and why."""
+        """The error to raise after ``error``, a lost connection: it names the lost member and the reason."""
         self.locate()
         return self._peers.diagnose(self.members, error).error(self._recorder.last())
 
@@ -115,16 +115,16 @@ class Waiting:
         else:
             self._wait_in_slices(work)
         self._recorder.waiting = None
-        self.settle()  # before the result is used
+        self.settle()  # before the program uses the result
 
     def close(self) -> None:
-        """From now on a collective is an error."""
+        """Every later collective raises BackendError."""
         self._closed = True
         if self.words is not None:
             self.words.close()
 
     def settle(self) -> None:
-        """Raise if ranks have made different calls, as far as that is known by now."""
+        """Raise if the words received so far show that ranks have made different calls."""
         if self.words is not None and not self.words.settled:
             self.words.read()
             self._raise_if_differing(self.words)
@@ -139,11 +139,11 @@ class Waiting:
         try:
             work.wait()
         except RuntimeError as e:
-            # not chained: all that gloo says is that some connection closed, or that time is over
+            # not chained: gloo's error only says that some connection closed or that time is over
             raise self._reason(e) from None
 
     def _keep_waiting(self, work: Any) -> None:
-        """After an error of ``wait``: its own, that the slice is over, or that of the collective."""
+        """Handle an error of ``wait``: the end of a slice, or an error of the collective."""
         deadline = time.monotonic() + self._timeout
         while not work.is_completed():
             if not isinstance(work, WordsAwaited):
@@ -160,7 +160,7 @@ class Waiting:
     def _reason(self, error: RuntimeError) -> Exception:
         if "Timed out waiting" in str(error):
             return self._timed_out()
-        self.settle()  # which may have been why
+        self.settle()  # raises if a mismatch was the reason
         if connection_broke(error):
             return self._peers.diagnose(self.members, error).error(self._recorder.last())
         return error

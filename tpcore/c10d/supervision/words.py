@@ -1,8 +1,8 @@
-"""A word of each call, exchanged by the members of a group over connections of their own.
+"""Hashes ("words") of calls, which the members of a group exchange over connections of their own.
 
-A group's own collectives cannot carry it: where calls differ, gloo mixes up their data, waits, or aborts the
-process. A word is sent without waiting, and is read when it is there, so a call costs two system calls for
-each other member and no wake-up.
+The group's own collectives cannot carry them: if calls differ, gloo mixes up their data, waits, or aborts the
+process. Sending does not wait, and words are read once they have arrived, so a call costs two system calls
+for each other member and no wake-up.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from ...settings import CHECK
 from .flight_recorder import Entry
 
 _FRAME = struct.Struct("<QQ")
-_TEXT_NEXT = b"\xff" * _FRAME.size  # no hash of 128 bits
+_TEXT_NEXT = b"\xff" * _FRAME.size  # a mark before a text; equals no frame
 _TEXT = 4096
-_KEPT = 4096  # frames of calls that were made before
+_KEPT = 4096  # cached frames
 
 Meet = Callable[[str], list[str]]
-"""Every member's text, in the group's order; collective."""
+"""Gathers the members' texts, in the group's order; collective."""
 
 
 class Words:
-    """``sockets`` by position in the group of ``members``. ``lag``: calls that may be under way before the
-    words of the first are waited for. ``strict``: a call from another place is another call."""
+    """``sockets``: by position in the group of ``members``. ``lag``: calls that may be under way before this
+    rank waits for the words of the first. ``strict``: equal calls from different places differ."""
 
     def __init__(
         self,
@@ -56,24 +56,24 @@ class Words:
             self._poll.register(s, select.POLLIN)
 
     def say(self, entry: Entry) -> None:
-        """This rank is about to make the call of ``entry``."""
+        """Send the word of ``entry``, the call that this rank is about to make."""
         frame = self._frame(entry)
         self._sent.append((frame, entry))
         self._send(frame)
 
     def due(self, now: bool) -> bool:
-        """Whether words have to be waited for: of all calls, if ``now``."""
+        """Whether this rank has to wait for words; with ``now``, for the words of all its calls."""
         most = 0 if now else self._lag
         return any(self._behind(peer) > most for peer in self._got)
 
     @property
     def settled(self) -> bool:
-        """Whether all calls of this rank were compared."""
+        """Whether all calls of this rank have been compared."""
         return not self._sent
 
     def differing(self) -> tuple[Entry, bool] | None:
-        """The first call that ranks have made differently, and whether only its place differs. Of what was
-        read; each call is looked at once."""
+        """The first call that differs among the words read so far, and whether only its place differs. Each
+        call is compared once."""
         size = _FRAME.size
         while self._sent and all(len(got) >= size for got in self._got.values()):
             mine, entry = self._sent.popleft()
@@ -91,7 +91,7 @@ class Words:
     def error(
         self, entry: Entry, place: bool, arrive: Callable[[WordsAwaited], None]
     ) -> CollectiveMismatchError:
-        """All members come here, for the same call: each tells what it is."""
+        """The error about ``entry``. All members call this for the same call and exchange their texts."""
         call = Call.of(*entry[1:])
         self._send(_TEXT_NEXT + call.pack().ljust(_TEXT))
         calls, ended = {self._position: call}, []
@@ -119,7 +119,7 @@ class Words:
 
     # -- one peer -----------------------------------------------------------------------------------------
     def has_text(self, peer: int) -> bool:
-        """Whether the text of a peer has come, or will not come any more."""
+        """Whether the text of a peer has arrived or cannot arrive any more."""
         at = self._text_at(peer)
         return peer not in self._sockets or (at is not None and len(self._got[peer]) >= at + _TEXT)
 
@@ -127,7 +127,7 @@ class Words:
         self._poll.poll(seconds * 1e3)
 
     def _text_at(self, peer: int) -> int | None:
-        """Where its text begins; words of later calls may come before."""
+        """The offset of the peer's text; words of later calls may come before it."""
         got, size = self._got[peer], _FRAME.size
         marks = (i for i in range(0, len(got) - size + 1, size) if got[i : i + size] == _TEXT_NEXT)
         found = next(marks, None)
@@ -138,11 +138,11 @@ class Words:
         if at is None or len(got) < at + _TEXT:
             return None
         text = bytes(got[at : at + _TEXT])
-        del got[: at + _TEXT]  # with the words of calls that will not be made
+        del got[: at + _TEXT]  # including the words of calls that will not run
         return text
 
     def _behind(self, peer: int) -> int:
-        """Calls of this rank of which the word of ``peer`` is missing."""
+        """How many of this rank's calls have no word of ``peer`` yet."""
         return len(self._sent) - len(self._got[peer]) // _FRAME.size
 
     # -- bytes --------------------------------------------------------------------------------------------
@@ -161,12 +161,12 @@ class Words:
     def _send(self, data: bytes) -> None:
         for peer, s in list(self._sockets.items()):
             try:
-                s.send(data)  # never in parts: what is not read yet is far less than a socket takes
+                s.send(data)  # never partial: the unread data is far less than a socket's buffer
             except OSError:
                 self._drop(peer)
 
     def read(self) -> None:
-        """What has come by now."""
+        """Read the words that have arrived."""
         for peer, s in list(self._sockets.items()):
             try:
                 data = s.recv(1 << 13)
@@ -180,18 +180,18 @@ class Words:
                 self._drop(peer)
 
     def _drop(self, peer: int) -> None:
-        """Its process has ended, or left the job. The group's own collectives say so."""
+        """Close the connection: the peer has ended or left the job, which its collectives will report."""
         s = self._sockets.pop(peer)
         self._poll.unregister(s)
         s.close()
 
     def lost(self) -> list[int]:
-        """Positions of those whose words will not come."""
+        """Positions of the members whose words cannot arrive any more."""
         return [p for p in self._got if p not in self._sockets and self._behind(p) > 0]
 
 
 class WordsAwaited:
-    """The words of all members, or the text of one, as what ``Waiting`` waits for."""
+    """A work object for ``Waiting``: complete once all members' words, or the text of ``peer``, are here."""
 
     def __init__(self, words: Words, peer: int | None = None, now: bool = True) -> None:
         self._words, self._peer, self._now = words, peer, now
@@ -214,7 +214,7 @@ class WordsAwaited:
 
 
 def connected(position: int, size: int, address: str, timeout: float, meet: Meet) -> dict[int, socket.socket]:
-    """A connection to each other member, by position. Collective. ``address``: of this host, to its peers."""
+    """A socket to each other member, by position. Collective. ``address``: this host's, for its peers."""
     secret = uuid.uuid4().bytes
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with ExitStack() as undo, socket.create_server((address, 0), family=family, backlog=size) as server:
@@ -230,7 +230,7 @@ def connected(position: int, size: int, address: str, timeout: float, meet: Meet
                 s = undo.enter_context(server.accept()[0])
                 s.settimeout(timeout)
                 hello = s.recv(20, socket.MSG_WAITALL)
-                if hello[:16] == secret:  # else of somebody who is no member
+                if hello[:16] == secret:  # otherwise the connection is from no member
                     made[int.from_bytes(hello[16:], "little")] = s
         except OSError as e:
             raise BackendError(

@@ -1,1 +1,1 @@
-"""What a checkpoint directory holds."""
+"""Contents of a checkpoint directory."""

@@ -1,4 +1,4 @@
-"""An opened checkpoint of this library, and the directories of its ranks."""
+"""An open tpcore checkpoint and the directories of its ranks."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ...layout import Layout
 from ...mesh import Mesh
 from ...shard import ShardSpec
 from ...storage.dtypes import dtype_of
-from ...storage.files import MANIFEST, PREFIX, loads, naming, read_file, spelled
+from ...storage.files import MANIFEST, PREFIX, crc32_text, loads, naming, read_file
 from ...storage.tensorfile import FileTensor, TensorFile
 from ..tensors.stored import Cut
 from .manifest import STATE, Manifest, check_format, rank_dir
 
 
 class Checkpoint:
-    """The directory, its manifest checked. Files are opened when asked for and closed with ``stack``."""
+    """A directory with a valid manifest. Files are opened at first use and closed with ``stack``."""
 
     def __init__(self, load_dir: str | os.PathLike[str], stack: ExitStack) -> None:
         self.path = os.path.realpath(load_dir)
@@ -37,7 +37,7 @@ class Checkpoint:
         self._ranks: dict[tuple[int, int], RankState] = {}
 
     def mesh_of(self, cut: Cut) -> Mesh:
-        """The ranks of which each has a shard: of one stage, unless the tensor is cut over stages as well."""
+        """The mesh of a tensor's shards: tp ranks of one stage, or of all if it is cut over stages too."""
         over_stages = isinstance(cut, Layout) and "pp" in cut.axes
         return Mesh({"pp": self.pp, "tp": self.tp} if over_stages else {"tp": self.tp})
 
@@ -48,7 +48,7 @@ class Checkpoint:
         return self._ranks[at]
 
     def file(self, name: str) -> str:
-        """Path of a file on the manifest, which has the size that is on record there."""
+        """Path of a file. CheckpointError if the manifest does not list it, or lists another size."""
         path = os.path.join(self.path, *name.split("/"))
         record = self.manifest.files.get(name)
         if record is None:
@@ -65,13 +65,13 @@ class Checkpoint:
 
 
 class RankState:
-    """One rank's directory: its state, still encoded, and its tensors."""
+    """One rank's directory: its encoded state and its tensors."""
 
     def __init__(self, checkpoint: Checkpoint, name: str) -> None:
         self._checkpoint, self._name = checkpoint, name
         self.path = checkpoint.file(f"{name}/{STATE}")
         data = read_file(self.path)
-        if checkpoint.manifest.files[f"{name}/{STATE}"].crc32 != spelled(zlib.crc32(data)):
+        if checkpoint.manifest.files[f"{name}/{STATE}"].crc32 != crc32_text(zlib.crc32(data)):
             raise CheckpointError(
                 f"{self.path} is damaged, or of another save: {MANIFEST} has another checksum"
             )
@@ -105,7 +105,7 @@ class RankState:
             dtype, shape = dtype_of(record["dtype"]), tuple(int(s) for s in record["shape"])
             cut: Cut = record["spec"]
             if isinstance(cut, dict):
-                # version 1 knew one axis and did not record it
+                # version 1 does not record the axis, which is always tp
                 cut = Layout.of(ShardSpec.from_json(cut), *record.get("axes", ("tp",)))
             crc32 = str(record["crc32"])
         except (KeyError, TypeError, ValueError, AttributeError) as e:

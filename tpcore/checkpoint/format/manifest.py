@@ -1,4 +1,4 @@
-"""The manifest, which makes a directory a checkpoint, and the names in the layout."""
+"""The manifest of a checkpoint, and the names of its directories and files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...storage.files import PREFIX, FileRecord, dumps, loads
 
 FORMAT = "tpcore.checkpoint"
 VERSION = 2
-"""1: a cut without its axes, which is one over tp. It is read as well."""
+"""Version 1 records no axes: every cut is over tp. It can still be read."""
 READABLE = (1, VERSION)
 STATE = "state.json"
 
@@ -20,13 +20,13 @@ _FILE = re.compile(r"tp_rank_\d+(_pp_rank_\d+)?/[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 def rank_dir(tp_rank: int, pp_rank: int = 0, pp: int = 1) -> str:
-    """Directory of one rank; the pp rank is named only where there are several."""
+    """Name of a rank's directory. It contains the pp rank only if there are several stages."""
     return f"{PREFIX}{tp_rank}" + (f"_pp_rank_{pp_rank}" if pp > 1 else "")
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a save wrote. ``files`` by path relative to the checkpoint, with forward slashes."""
+    """Lists the files of a save. Keys of ``files``: paths in the checkpoint, with forward slashes."""
 
     save_id: str
     mesh: Mapping[str, int]
@@ -56,15 +56,15 @@ class Manifest:
 
     @classmethod
     def from_json(cls, data: bytes, path: str) -> Manifest:
-        """Raises CheckpointError, naming ``path``, for anything that is not a manifest of this version."""
+        """Parse a manifest. CheckpointError, naming ``path``, for anything but one of a readable version."""
         top = loads(data, path)
         check_format(top, path)
         try:
             manifest = cls(
-                save_id=_of(str, top["save_id"]),
-                mesh={_of(str, axis): _of(int, size) for axis, size in top["mesh"].items()},
+                save_id=_typed(str, top["save_id"]),
+                mesh={_typed(str, axis): _typed(int, size) for axis, size in top["mesh"].items()},
                 files={
-                    _of(str, name): FileRecord(_of(int, f["bytes"]), _of(str, f["crc32"]))
+                    _typed(str, name): FileRecord(_typed(int, f["bytes"]), _typed(str, f["crc32"]))
                     for name, f in top["files"].items()
                 },
                 written_by=dict(top["written_by"]),
@@ -75,14 +75,14 @@ class Manifest:
         return manifest
 
     def check(self, path: str) -> None:
-        """CheckpointError where mesh and files do not belong together."""
+        """CheckpointError if the directories of the files are not those of the mesh."""
         if any(size < 1 for size in self.mesh.values()):
             raise CheckpointError(f"{path} is damaged: mesh {dict(self.mesh)}")
         for name in self.files:
             if not _FILE.fullmatch(name):
                 raise CheckpointError(f"{path} lists {name!r}, which is no file of a rank's directory")
         dirs = {name.partition("/")[0] for name in self.files}
-        # counted first: the names of a mesh of 10**8 ranks would take all memory
+        # compare the number first: the names for a damaged mesh of 10**8 ranks would take all memory
         if len(dirs) != self.axis("tp") * self.axis("pp") or dirs != set(self.rank_dirs):
             shown = f"{sorted(dirs)[:8]}" + (f" and {len(dirs) - 8} more" if len(dirs) > 8 else "")
             raise CheckpointError(
@@ -91,7 +91,7 @@ class Manifest:
             )
 
 
-def _of(kind: type, value: Any) -> Any:
+def _typed(kind: type, value: Any) -> Any:
     if not isinstance(value, kind) or isinstance(value, bool):
         raise TypeError(f"{value!r} where {kind} belongs")
     return value

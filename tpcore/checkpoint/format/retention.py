@@ -1,4 +1,4 @@
-"""Which older checkpoints make way for a new one."""
+"""Removal of older checkpoints after a save."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import shutil
 
 from ...storage.files import MANIFEST, naming, sync_dir
 
-_LEAVING = ".removing"
+_REMOVING = ".removing"
 _NUMBERED = re.compile(r"(.*?)(\d+)")
 
 
 def keep_last(target: str, n: int) -> None:
-    """Of the checkpoints beside ``target`` called like it but for the number at the end, keep the last ``n``.
+    """Keep ``target`` and the ``n - 1`` checkpoints before it, and remove older ones.
 
-    Those with higher numbers than ``target`` are not touched: they are of a run that went further. A name
-    without a number has no older ones.
+    Their names differ from ``target`` only in the number at the end. Checkpoints with higher numbers are not
+    touched, because they are from a run that went further. A name without a number has no older checkpoints.
     """
     parent, name = os.path.split(target)
     mine = _NUMBERED.fullmatch(name)
@@ -26,8 +26,8 @@ def keep_last(target: str, n: int) -> None:
     with naming("list", parent):
         names = os.listdir(parent)
     for other in names:
-        if other.startswith(f".{mine[1]}") and other.endswith(_LEAVING):
-            shutil.rmtree(os.path.join(parent, other), ignore_errors=True)  # of a save that was killed
+        if other.startswith(f".{mine[1]}") and other.endswith(_REMOVING):
+            shutil.rmtree(os.path.join(parent, other), ignore_errors=True)  # from a killed save
         match = _NUMBERED.fullmatch(other)
         if match is None or match[1] != mine[1] or int(match[2]) >= int(mine[2]):
             continue
@@ -35,9 +35,9 @@ def keep_last(target: str, n: int) -> None:
         if os.path.isfile(os.path.join(path, MANIFEST)) and not os.path.islink(path):
             older.append((int(match[2]), path))
     for _, path in sorted(older, reverse=True)[n - 1 :]:
-        # under a name that no reader takes for a checkpoint, for the time that removing it takes
-        leaving = os.path.join(parent, f".{os.path.basename(path)}{_LEAVING}")
+        # renamed first, so that no reader takes the half-removed directory for a checkpoint
+        removing = os.path.join(parent, f".{os.path.basename(path)}{_REMOVING}")
         with naming("remove", path):
-            os.rename(path, leaving)
+            os.rename(path, removing)
             sync_dir(parent)
-            shutil.rmtree(leaving, ignore_errors=True)
+            shutil.rmtree(removing, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""A nested state and the JSON that stands for it: what JSON has no form of is tagged, nothing is pickled."""
+"""Encoding of a nested state as JSON. Types that JSON lacks get a tag; nothing is pickled."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DEPTH = 100
 Path = tuple[Any, ...]
 
 
-def spell(path: Path) -> str:
+def dotted(path: Path) -> str:
     """``("optimizer", "state", 0)`` as ``optimizer.state[0]``."""
     text = ""
     for key in path:
@@ -29,9 +29,9 @@ def spell(path: Path) -> str:
 
 
 def encode(value: Any, leaf: Callable[[Tensor, Path], Any], path: Path = ()) -> Any:
-    """``leaf`` gives the JSON of a tensor. ValueError, naming the entry, for what a checkpoint cannot hold.
+    """Encode a state. ``leaf`` returns the JSON of a tensor. ValueError, naming the entry, for other types.
 
-    Types are matched exactly: a subclass of a number or a container would come back as something else.
+    Types are matched exactly, because a subclass of a number or a container would be loaded as its base.
     """
     kind = type(value)
     if value is None or kind in (bool, int, str):
@@ -43,13 +43,13 @@ def encode(value: Any, leaf: Callable[[Tensor, Path], Any], path: Path = ()) -> 
     if kind is torch.dtype:
         return {TAG: "dtype", "value": dtype_name(value)}
     if len(path) > _DEPTH:
-        raise ValueError(f"{spell(path[:8])}... is nested more than {_DEPTH} deep: does it contain itself?")
+        raise ValueError(f"{dotted(path[:8])}... is nested more than {_DEPTH} deep: does it contain itself?")
     if kind in (list, tuple):
         items = [encode(item, leaf, (*path, i)) for i, item in enumerate(value)]
         return items if kind is list else {TAG: "tuple", "items": items}
     if kind in _DICTS.values():
         return _encode_dict(value, leaf, path)
-    raise ValueError(f"cannot save {spell(path)}: {kind.__module__}.{kind.__qualname__}{_remedy(value)}")
+    raise ValueError(f"cannot save {dotted(path)}: {kind.__module__}.{kind.__qualname__}{_remedy(value)}")
 
 
 def _remedy(value: Any) -> str:
@@ -64,12 +64,12 @@ def _encode_dict(value: dict[Any, Any], leaf: Callable[[Tensor, Path], Any], pat
     items = []
     for key, item in value.items():
         if isinstance(key, Tensor):
-            raise ValueError(f"cannot save {spell(path)}: a tensor is a key of it")
+            raise ValueError(f"cannot save {dotted(path)}: a tensor is a key of it")
         items.append((encode(key, leaf, (*path, key)), encode(item, leaf, (*path, key))))
     if type(value) is dict and TAG not in value and all(type(key) is str for key in value):
         return dict(items)
     out = {TAG: type(value).__name__, "items": [list(item) for item in items]}
-    # what nn.Module.state_dict() says about the versions of its modules
+    # nn.Module.state_dict() keeps the versions of its modules here
     metadata = getattr(value, "_metadata", None)
     if metadata is not None:
         out["metadata"] = encode(metadata, leaf, (*path, "_metadata"))
@@ -77,7 +77,7 @@ def _encode_dict(value: dict[Any, Any], leaf: Callable[[Tensor, Path], Any], pat
 
 
 def decode(tree: Any, leaf: Callable[[dict[str, Any]], Any]) -> Any:
-    """The state; ``leaf`` gives the tensor for its JSON. CheckpointError for JSON that stands for nothing."""
+    """Decode a state. ``leaf`` returns the tensor for its JSON. CheckpointError for JSON of another form."""
     if isinstance(tree, list):
         return [decode(item, leaf) for item in tree]
     if not isinstance(tree, dict):
@@ -106,7 +106,7 @@ def decode(tree: Any, leaf: Callable[[dict[str, Any]], Any]) -> Any:
 
 @contextmanager
 def _damaged(tag: Any) -> Iterator[None]:
-    """What JSON of the wrong form raises, as an error that says so."""
+    """Turn the errors of malformed JSON into a CheckpointError."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError) as e:
@@ -114,7 +114,7 @@ def _damaged(tag: Any) -> Iterator[None]:
 
 
 def entries(tree: Any) -> dict[Any, Any]:
-    """The still encoded values of an encoded dict, by decoded key."""
+    """The encoded values of an encoded dict, by decoded key."""
     if isinstance(tree, dict) and TAG not in tree:
         return tree
     if isinstance(tree, dict) and tree[TAG] in _DICTS:
@@ -124,7 +124,7 @@ def entries(tree: Any) -> dict[Any, Any]:
 
 
 def only(tree: Any, kept: dict[Any, Any]) -> Any:
-    """An encoded dict with only these of its entries, of the type it was."""
+    """An encoded dict of the same type with only the entries of ``kept``."""
     if TAG not in tree:
         return kept
     items = zip(tree["items"], entries(tree), strict=True)
@@ -132,7 +132,7 @@ def only(tree: Any, kept: dict[Any, Any]) -> Any:
 
 
 def with_entry(tree: Any, key: str, item: Any) -> Any:
-    """An encoded dict with this entry, encoded too, before its own."""
+    """An encoded dict with an encoded entry inserted before its own."""
     return {key: item, **tree} if TAG not in tree else {**tree, "items": [[key, item], *tree["items"]]}
 
 
@@ -149,7 +149,7 @@ def is_tensor(tree: Any) -> bool:
 
 
 def leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Everything that is not a container of other entries, with where it is."""
+    """Paths and encoded values of all entries that are not containers."""
     if is_dict(tree):
         for key, item in entries(tree).items():
             yield from leaves(item, (*path, key))
@@ -170,7 +170,7 @@ def is_nested(
     is_dict: Callable[[Any], bool],
     is_tensor: Callable[[Any], bool],
 ) -> bool:
-    """Whether the model's state is an entry of ``top``, or ``top`` itself: then that has tensors in it."""
+    """True if ``top[model_key]`` is the model's state, False if ``top`` is: then it has tensors as values."""
     if model_key is not None and is_dict(top.get(model_key)):
         return True
     if any(is_tensor(value) for value in top.values()):
@@ -181,7 +181,7 @@ def is_nested(
 
 
 def is_optimizer(value: Any) -> bool:
-    """Whether ``value`` is what an optimizer's ``state_dict()`` gives."""
+    """Whether ``value`` has the form of an optimizer's ``state_dict()``."""
     return (
         isinstance(value, Mapping)
         and isinstance(value.get("state"), Mapping)
@@ -190,6 +190,6 @@ def is_optimizer(value: Any) -> bool:
 
 
 def parameter_names(groups: list[Any]) -> Iterator[tuple[int, str]]:
-    """Name by index, of an optimizer's ``param_groups``; nothing where it was made without."""
+    """Index and name of the parameters in an optimizer's ``param_groups``; none if it has no names."""
     for group in groups:
         yield from zip(group["params"], group.get("param_names") or (), strict=False)

@@ -1,4 +1,4 @@
-"""A Hugging Face directory: one file of weights, or several and an index of which tensor is in which."""
+"""A Hugging Face directory: one file of weights, or several files and an index from tensor to file."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .source import Form, Reading, Source, State
 from .whole import Whole, open_file
 
 INDEX = ".index.json"
-_FILES = ("model.safetensors", "pytorch_model.bin")  # in the order in which they are preferred
+_FILES = ("model.safetensors", "pytorch_model.bin")  # in order of preference
 
 
 def weight_files(path: str) -> dict[str, set[str] | None] | None:
-    """Path of each file of weights, with the names to take from it (None: all); None if there are none.
+    """Paths of the files of weights, each with the names to take from it (None: all). None without files.
 
-    Raises CheckpointError for an index that names files outside of the directory or that are missing.
+    CheckpointError if the index names a file that is missing or outside of the directory.
     """
     for name in _FILES:
         index = os.path.join(path, name + INDEX)
@@ -54,12 +54,14 @@ def _open(path: str, how: Reading, stack: ExitStack) -> Source | None:
         missing = sorted((names or set()) - found.keys())
         if missing:
             raise CheckpointError(f"{file} has no {missing[0]!r}, which the index says it has")
-        state.update((name, item) for name, item in found.items() if names is None or _of(name, item, names))
+        state.update(
+            (name, item) for name, item in found.items() if names is None or _listed(name, item, names)
+        )
     return Whole(path, "unsharded directory", state, {})
 
 
-def _of(name: str, item: Any, names: set[str]) -> bool:
-    """Whether the index has it, or the tensor that it is another name of."""
+def _listed(name: str, item: Any, names: set[str]) -> bool:
+    """Whether the index has this tensor. A tied tensor counts under its stored name."""
     return (item.where if isinstance(item, Stored) else name) in names
 
 

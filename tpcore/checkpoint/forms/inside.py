@@ -1,4 +1,4 @@
-"""Files that a checkpoint names, which have to lie in its directory."""
+"""Checks that files named by a checkpoint are in its directory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ...errors import CheckpointError
 
 
 def inside(root: str, name: str, index: str) -> str:
-    """Path of a file of ``root`` by the name that a file there gives it, which may be no way out of it."""
+    """Path of file ``name`` in ``root``. CheckpointError if it is missing or outside. ``index``: names it."""
     if not name or "\0" in name or os.path.isabs(name) or ".." in name.replace("\\", "/").split("/"):
         raise CheckpointError(f"{index} names {name!r}, which is not a file in {root}")
     path = os.path.join(root, name)
@@ -20,6 +20,6 @@ def inside(root: str, name: str, index: str) -> str:
 
 
 def _snapshot(root: str, path: str) -> bool:
-    """In the download cache a snapshot's files are links to ``../../blobs/<hash>``, and those are meant."""
+    """Whether a link is one of Hugging Face's download cache, from a snapshot to ``../../blobs/<hash>``."""
     parent, _, _ = os.path.realpath(root).rpartition(f"{os.sep}snapshots{os.sep}")
     return bool(parent) and os.path.dirname(os.path.realpath(path)) == os.path.join(parent, "blobs")

@@ -1,4 +1,4 @@
-"""This library's own form: a directory with a manifest, which says how each tensor is cut."""
+"""tpcore's own form: a directory with a manifest and the cut of each tensor."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from ...storage.tensorfile import FileTensor
 from ..format.directory import Checkpoint
 from ..format.tree import (
     decode,
+    dotted,
     entries,
     is_dict,
     is_nested,
@@ -25,7 +26,6 @@ from ..format.tree import (
     leaves,
     only,
     parameter_names,
-    spell,
 )
 from ..tensors.stored import Stored
 from .source import Cuts, Fill, Form, OfParameter, Reading, Source, Stage, State
@@ -33,7 +33,7 @@ from .stages import STAGE, is_encoded_optimizer, merged
 
 
 class Native(Source):
-    """A checkpoint that this library wrote."""
+    """A checkpoint written by tpcore."""
 
     form = "tpcore checkpoint"
 
@@ -52,7 +52,7 @@ class Native(Source):
 
 
 class NativeStage(Stage):
-    """One stage. Where the degree is another, the first rank's entries stand for those of all ranks."""
+    """One stage. At another degree, the first rank's entries represent those of all ranks."""
 
     def __init__(
         self,
@@ -62,17 +62,17 @@ class NativeStage(Stage):
         own: int | None,
         alike: Sequence[int] = (),
     ) -> None:
-        self._alike = alike or (pp_rank,)  # the stages whose entries this one's stand for
+        self._alike = alike or (pp_rank,)  # the stages that this one's entries represent
         self._checkpoint, self._model_key, self._own = checkpoint, model_key, own
         self._pp_rank = pp_rank
         self._first = checkpoint.rank(own or 0, pp_rank)
-        self._stored: dict[tuple[int, str, str], Stored] = {}  # the same one for tensors that are one
+        self._stored: dict[tuple[int, str, str], Stored] = {}  # one object per stored tensor, also if tied
         self.tree = self._first.tree
         self._top = dict(entries(self.tree))
-        self._merged: set[Any] = set()  # keys of optimizers out of all stages
+        self._merged: set[Any] = set()  # keys of optimizers merged from all stages
 
     def merge(self, names: Sequence[str] | None) -> None:
-        """Let optimizers have the parameters of all stages, of these ``names``."""
+        """Merge the optimizers' state from all stages. ``names``: the wanted parameters; None: all."""
         trees = [entries(self._checkpoint.rank(0, stage).tree) for stage in self._alike]
         for key in self._top:
             every = [tree.get(key) for tree in trees]
@@ -106,7 +106,7 @@ class NativeStage(Stage):
         return decode(self.encoded(without, model=model), lambda leaf: self._leaf(leaf, fill))
 
     def encoded(self, without: Collection[Any] = (), *, model: bool = False) -> Any:
-        """``entries`` as they are stored."""
+        """``entries`` in their encoded form."""
         return only(self.tree, {key: self._top[key] for key in self._keys(model) if key not in without})
 
     def bound(self, *, model: bool = False) -> Mapping[Any, str]:
@@ -116,7 +116,7 @@ class NativeStage(Stage):
         return {key: why for key, why in found.items() if why is not None}
 
     def _difference(self, key: Any) -> str | None:
-        """Where the ranks disagree about a top-level entry."""
+        """The first difference between ranks in a top-level entry, as an error text; None if they agree."""
         for stage, i in product(self._alike, range(self._checkpoint.tp)):
             mine = (
                 entries(self._checkpoint.rank(0, stage).tree)[key] if key in self._merged else self._top[key]
@@ -128,14 +128,14 @@ class NativeStage(Stage):
                 stages = f", pp={self._checkpoint.pp}" if len(self._alike) > 1 else ""
                 other = f"{i} of stage {stage}" if stages else f"{i}"
                 return (
-                    f"{spell(path)} can be loaded only at the degree it was saved at, "
+                    f"{dotted(path)} can be loaded only at the degree it was saved at, "
                     f"tp={self._checkpoint.tp}{stages}: it is {a.get(path)!r} of tp rank 0, "
                     f"{b.get(path)!r} of {other}"
                 )
         return None if key in self._merged else self._other_values(key)
 
     def _other_values(self, key: Any) -> str | None:
-        """Where stages hold other tensors under the names of an entry, one of which has to stand for all."""
+        """The first tensor of an entry that differs between stages, as an error text; None if they agree."""
         tensors = [(path, t) for path, t in leaves(self._top[key], (key,)) if is_tensor(t)]
         for stage, i in product(self._alike[1:], range(self._checkpoint.tp)):
             for path, t in tensors:
@@ -144,14 +144,14 @@ class NativeStage(Stage):
                 over_stages = isinstance(cut, Layout) and "pp" in cut.axes
                 if not over_stages and (mine.shape, mine.crc32) != (theirs.shape, theirs.crc32):
                     return (
-                        f"{spell(path)} can be loaded only at the degree it was saved at, "
+                        f"{dotted(path)} can be loaded only at the degree it was saved at, "
                         f"pp={self._checkpoint.pp}: stages 0 and {stage} hold different values"
                     )
         return None
 
     def _uncut(self, key: Any) -> str | None:
-        """Why a tensor in a top-level entry cannot be cut for another degree, if so."""
-        stored = (self.stored(t, spell(path)) for path, t in leaves(self._top[key], (key,)) if is_tensor(t))
+        """Why a tensor in a top-level entry cannot be cut for another degree; None if all can."""
+        stored = (self.stored(t, dotted(path)) for path, t in leaves(self._top[key], (key,)) if is_tensor(t))
         return next((why for s in stored if (why := s.bound()) is not None), None)
 
     def of_parameters(self) -> Iterator[OfParameter]:
@@ -166,11 +166,11 @@ class NativeStage(Stage):
             for index, values in entries(state).items():
                 for path, leaf in leaves(values, (key, "state", index)):
                     if is_tensor(leaf) and index in order:
-                        stored = self.stored(leaf, spell(path))
+                        stored = self.stored(leaf, dotted(path))
                         yield OfParameter(key, order.index(index), names.get(index), stored)
 
     def stored(self, leaf: dict[str, Any], where: str) -> Stored:
-        """The tensor that an encoded entry stands for."""
+        """The tensor of an encoded entry."""
         path = self._first.path
         try:
             file, name = str(leaf["file"]), str(leaf["name"])
@@ -187,28 +187,28 @@ class NativeStage(Stage):
             shards = {mesh.rank({axis: at[axis] for axis in mesh.axes}): shard}
             own = None if self._own is None else next(iter(shards))
 
-            def of(i: int) -> FileTensor:
+            def shard_of(i: int) -> FileTensor:
                 if i not in shards:
                     there = at | mesh.coords(i)
                     directory = self._checkpoint.rank(there["tp"], there["pp"])
                     shards[i] = directory.tensor(file, name)[0]
                 return shards[i]
 
-            self._stored[stage, file, name] = Stored(where, cut, mesh, own, of)
+            self._stored[stage, file, name] = Stored(where, cut, mesh, own, shard_of)
         return self._stored[stage, file, name]
 
     def tensors(self) -> Iterator[tuple[str, Stored]]:
-        """With those beside the model."""
+        """Includes the tensors of other entries than the model."""
         for path, leaf in leaves(self.tree):
             if is_tensor(leaf):
-                yield spell(path), self.stored(leaf, spell(path))
+                yield dotted(path), self.stored(leaf, dotted(path))
 
 
 def _open(path: str, how: Reading, stack: ExitStack) -> Source | None:
     for folder in (path, os.path.join(path, "shards")):
         if os.path.lexists(os.path.join(folder, MANIFEST)):
             return Native(Checkpoint(folder, stack), how)
-    # of a save that died between two renames, the new checkpoint lies beside the name
+    # if a save died between two renames, the new checkpoint is still in its staging directory
     real = os.path.realpath(path)
     found = resolve(real)
     return None if found == real else Native(Checkpoint(found, stack), how)

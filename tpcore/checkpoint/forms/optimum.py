@@ -1,4 +1,4 @@
-"""Shards of optimum-neuron, and what it records beside them: which dims are cut, which linears are one."""
+"""Shards of optimum-neuron, with its metadata files: cut dims and fused linears."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from .transformations import Attention, Fused, Original
 
 
 class Recorded(NamedTuple):
-    """Of one pipeline stage."""
+    """The metadata of one pipeline stage."""
 
     dims: Mapping[str, int]
     made: Sequence[Fused | Attention]
 
 
 class OptimumShards(PickledShards):
-    """Pickled shards with metadata beside them."""
+    """Pickled shards with metadata files."""
 
     def __init__(
         self, path: str, files: Sequence[Sequence[str]], how: Reading, recorded: Sequence[Recorded]
@@ -54,13 +54,13 @@ class OptimumShards(PickledShards):
                 raise CheckpointError(
                     f"{self.files[pp_rank][0]} has no {names[0]!r}, which its metadata name"
                 )
-            for name, dim, pieces in self._made(made, states):
+            for name, dim, pieces in self._originals(made, states):
                 parts = [mapped(piece, name, self.path) for piece in pieces]
                 cut = even_cut(parts[0].shape, len(parts), dim)
                 found[name] = Stored.over_tp(name, cut, len(parts), None, parts.__getitem__)
         return found, {name for made in transformations for name in made.used()}
 
-    def _made(self, made: Fused | Attention, states: Sequence[Mapping[str, Any]]) -> list[Original]:
+    def _originals(self, made: Fused | Attention, states: Sequence[Mapping[str, Any]]) -> list[Original]:
         try:
             return list(made.originals({name: [state[name] for state in states] for name in made.used()}))
         except (ArithmeticError, IndexError, RuntimeError, ValueError) as e:
@@ -69,7 +69,7 @@ class OptimumShards(PickledShards):
 
 
 def _read_metadata(root: str, stages: int) -> list[Recorded]:
-    """By stage, what is on record in ``root``; nothing if nothing is."""
+    """The metadata in ``root``, by stage. Empty if a stage has none."""
     found = []
     for stage in range(stages):
         path = os.path.join(root, f"mp_metadata_pp_rank_{stage}.json")
@@ -77,14 +77,14 @@ def _read_metadata(root: str, stages: int) -> list[Recorded]:
             return []
         top = loads(read_file(inside(root, os.path.basename(path), root)), path)
         try:
-            found.append(Recorded(_dims(top), list(_made(top, path))))
+            found.append(Recorded(_dims(top), list(_transformations(top, path))))
         except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as e:
             raise CheckpointError(f"{path} is damaged: {type(e).__name__}: {e}") from e
     return found
 
 
 def _dims(top: Mapping[str, Any]) -> dict[str, int]:
-    """Newer versions say whether a parameter is cut, older ones of what kind it is."""
+    """Cut dim by parameter name. Newer versions record whether a parameter is cut, older ones its kind."""
     parameters = top["parameters"] if "parameters" in top else top["sharded_metadata"]
     return {
         str(name): int(p["partition_dim"])
@@ -93,7 +93,7 @@ def _dims(top: Mapping[str, Any]) -> dict[str, int]:
     }
 
 
-def _made(top: Mapping[str, Any], path: str) -> Iterator[Fused | Attention]:
+def _transformations(top: Mapping[str, Any], path: str) -> Iterator[Fused | Attention]:
     if top.get("gqa_qkv_metadata"):
         raise CheckpointError(f"{path} is of an older optimum-neuron, whose fused projections are not read")
     for module in top.get("model_weight_transformation_specs", ()):
@@ -102,10 +102,10 @@ def _made(top: Mapping[str, Any], path: str) -> Iterator[Fused | Attention]:
             if spec.get("peft_type") is not None:
                 raise CheckpointError(f"{path} is of adapters of the kind {spec['peft_type']!r}: not read")
             for end in ("weight", "bias") if spec["bias"] else ("weight",):
-                yield _one(kind, spec, prefix, end)
+                yield _transformation(kind, spec, prefix, end)
 
 
-def _one(kind: str, spec: Mapping[str, Any], prefix: str, end: str) -> Fused | Attention:
+def _transformation(kind: str, spec: Mapping[str, Any], prefix: str, end: str) -> Fused | Attention:
     if kind == "FusedLinearsSpec":
         dim = {"column": 0, "row": 1}.get(spec["fuse_axis"], spec["fuse_axis"])
         names = [f"{prefix}{name}.{end}" for name in spec["linear_names"]]

@@ -1,4 +1,4 @@
-"""Sharded checkpoints of NeuronX Distributed: pickles, one for each rank, in each of its layouts."""
+"""Sharded checkpoints of NeuronX Distributed, in all its layouts: one pickle per rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FOLDERS = ("", "model", "shards", "shards/model", "tensor_parallel_shards", "te
 
 
 class TensorReference:
-    """Stands in a reference file of torch_xla's serialization for a tensor in ``<file>.tensors/``."""
+    """Placeholder in files of torch_xla's serialization for a tensor in ``<file>.tensors/``."""
 
     tid: int
 
@@ -32,7 +32,7 @@ def _named(module: str) -> type:
     return type("TensorReference", (TensorReference,), {"__module__": module})
 
 
-# the only classes besides tensors' own that a reference file may name; neither is imported
+# the only classes that a reference file may name in addition to those of tensors; neither is imported
 _REFERENCES = [_named(f"{m}.utils.serialization") for m in ("torch_xla", "neuronx_distributed")]
 
 
@@ -45,7 +45,7 @@ class PickledShards(RankFiles):
 
 
 def find(path: str) -> tuple[str, list[list[str]]] | None:
-    """The folder of shards, ``path`` or one inside it, and each stage's files; None if there is none."""
+    """The folder of shards (``path`` or one inside it) and the files of each stage. None without shards."""
     for folder in _FOLDERS if os.path.isdir(path) else ():
         root = os.path.join(path, folder) if folder else path
         stages = _stages(root) if os.path.isdir(root) else None
@@ -61,9 +61,9 @@ def _stages(root: str) -> list[list[str]] | None:
     for name in names:
         match = _RANK.fullmatch(name)
         if match is None or int(match[1] or 0):
-            continue  # data-parallel ranks hold the same
+            continue  # all data-parallel ranks hold the same state
         if os.path.isfile(os.path.join(root, name, STATE)):
-            return None  # of this library, whose manifest is missing
+            return None  # a tpcore checkpoint whose manifest is missing
         at = int(match[3] or 0), int(match[2])
         if at in found:
             raise CheckpointError(f"{os.path.join(root, name)} and {found[at]} are of one rank")
@@ -82,7 +82,7 @@ def _stages(root: str) -> list[list[str]] | None:
 
 
 def _file_of(root: str, name: str) -> str:
-    """The pickle of a rank: a file itself, or the one in its directory."""
+    """The pickle of a rank: ``name`` itself, or the one file in that directory."""
     path = os.path.join(root, name)
     if not os.path.isdir(path):
         return inside(root, name, root)
@@ -95,7 +95,7 @@ def _file_of(root: str, name: str) -> str:
 
 
 def _resolved(value: Any, file: str, how: Reading) -> Any:
-    """With tensors, mapped, in place of references to them."""
+    """``value`` with mapped tensors in place of references."""
     if isinstance(value, TensorReference):
         tid = getattr(value, "tid", None)
         if type(tid) is not int or tid < 0:

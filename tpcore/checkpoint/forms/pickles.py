@@ -1,4 +1,4 @@
-"""Files of torch.save, read without running what is in them."""
+"""Files of torch.save, read without running code in them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from ..format.tree import is_nested
 from ..tensors.shards import MemoryShard
 from .source import Reading
 
-_DEEPEST = 100  # as of a checkpoint
+_DEEPEST = 100  # levels, as in a tpcore checkpoint
 _ITEMS = 10_000_000
-_TIMES = 16  # how often tensors may name one memory; tied weights do two or three times
-_REPEATED = 64 << 20  # bytes of a tensor beyond those of its memory
+_TIMES = 16  # how often tensors may share one storage; tied weights do it two or three times
+_REPEATED = 64 << 20  # bytes by which a tensor may exceed its storage
 
 
 def unpickled(path: str, how: Reading, allow: Sequence[type] = ()) -> Any:
-    """A torch file by torch's restricted unpickler: tensors, plain values and the classes in ``allow``."""
+    """Load a torch file by torch's restricted unpickler: tensors, plain values, and classes in ``allow``."""
     if not how.trust:
         raise CheckpointError(
             f"{path} is a pickle, which trust=False (--no-trust) does not read: where it is trusted, "
@@ -55,13 +55,13 @@ def unpickled(path: str, how: Reading, allow: Sequence[type] = ()) -> Any:
             f"{path} holds something besides tensors and plain values, and unpickling that could run code: "
             f"save the state_dict alone ({str(e).splitlines()[0][:200]})"
         ) from e
-    except Exception as e:  # a damaged file makes torch.load raise whatever its bytes happen to mean
-        said = (str(e).splitlines() or [""])[0][:200]
-        raise CheckpointError(f"{path} is damaged: {type(e).__name__}: {said}") from e
+    except Exception as e:  # torch.load may raise anything for a damaged file
+        reason = (str(e).splitlines() or [""])[0][:200]
+        raise CheckpointError(f"{path} is damaged: {type(e).__name__}: {reason}") from e
 
 
 def _refuse_compressed(path: str) -> None:
-    """torch maps a record as it lies in the file, so that compressed bytes would be taken for values."""
+    """CheckpointError for compressed records: torch maps records as they are, compressed bytes as values."""
     with zipfile.ZipFile(path) as records:
         if any(record.compress_type != zipfile.ZIP_STORED for record in records.infolist()):
             raise CheckpointError(
@@ -75,7 +75,7 @@ def _version() -> tuple[int, ...]:
 
 
 def top_of(path: str, how: Reading, allow: Sequence[type] = ()) -> Mapping[Any, Any]:
-    """The dict that a file holds."""
+    """The dict in a file. CheckpointError if it holds anything else."""
     top = unpickled(path, how, allow)
     if not isinstance(top, Mapping):
         raise CheckpointError(f"{path} holds a {type(top).__name__}, not a dict of tensors")
@@ -83,7 +83,7 @@ def top_of(path: str, how: Reading, allow: Sequence[type] = ()) -> Mapping[Any, 
 
 
 def parted(top: Mapping[Any, Any], how: Reading, path: str) -> tuple[Mapping[Any, Any], dict[Any, Any]]:
-    """The entry ``how.model_key`` and what lies beside it; all there is where that is a model's state."""
+    """The entry ``how.model_key`` and the other entries; ``top`` and no others if it is a model's state."""
     nested = is_nested(top, how.model_key, path, _is_dict, _is_tensor)
     if not nested:
         return top, {}
@@ -99,27 +99,28 @@ def _is_tensor(value: Any) -> bool:
 
 
 def mapped(t: Tensor, name: str, path: str) -> MemoryShard:
+    """A tensor of a torch file as a shard. CheckpointError for sparse, quantized and meta tensors."""
     if t.layout != torch.strided or t.is_quantized or t.is_meta:
         raise CheckpointError(f"{path}: {name!r} is of layout {t.layout}, dtype {t.dtype} on {t.device}")
-    if t.nbytes > t.untyped_storage().nbytes() + _REPEATED:  # strides of 0 make much of little
+    if t.nbytes > t.untyped_storage().nbytes() + _REPEATED:  # strides of 0
         raise CheckpointError(f"{path}: {name!r} repeats {t.untyped_storage().nbytes()} bytes to {t.nbytes}")
     return MemoryShard(t)
 
 
-def own(value: Any) -> Any:
-    """The same with tensors in memory of their own: a mapped one would change, or fault, with the file."""
+def in_own_memory(value: Any) -> Any:
+    """``value`` with copies of its tensors: a mapped tensor would change, or fault, with its file."""
     if isinstance(value, Tensor):
         return value.clone()
     if type(value) in (list, tuple):
-        return type(value)(own(item) for item in value)
+        return type(value)(in_own_memory(item) for item in value)
     if isinstance(value, Mapping):
-        return type(value)((key, own(item)) for key, item in value.items())  # type: ignore[call-arg]
+        return type(value)((key, in_own_memory(item)) for key, item in value.items())  # type: ignore[call-arg]
     return value
 
 
 class _Extent:
-    """How much a loaded value is if all that is shared in it is written out: a few bytes of a pickle can make
-    2**32 items of one, or gigabytes of one number. Shared containers are looked at once."""
+    """The size of a loaded value with shared parts counted at each use: a small pickle can repeat one item
+    2**32 times, or one number to gigabytes. Shared containers are visited once."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -127,15 +128,15 @@ class _Extent:
         self._memory: dict[int, int] = {}
 
     def check(self, top: Any) -> None:
-        items, size = self._of(top, (), "")
+        items, size = self._measure(top, (), "")
         memory = sum(self._memory.values())
         if items > _ITEMS or size > _TIMES * memory + _REPEATED:
             raise CheckpointError(
                 f"{self._path} repeats what it holds to {items} items and {size} bytes, from {memory} bytes"
             )
 
-    def _of(self, value: Any, above: tuple[int, ...], name: Any) -> tuple[int, int]:
-        """Items and bytes."""
+    def _measure(self, value: Any, above: tuple[int, ...], name: Any) -> tuple[int, int]:
+        """The numbers of items and bytes."""
         if isinstance(value, Tensor):
             return 1, self._bytes(value, name)
         if not isinstance(value, Mapping | list | tuple):
@@ -144,7 +145,7 @@ class _Extent:
             if len(above) > _DEEPEST or id(value) in above:
                 raise CheckpointError(f"{self._path} is nested more than {_DEEPEST} deep, or holds itself")
             named = value.items() if isinstance(value, Mapping) else enumerate(value)
-            found = [self._of(item, (*above, id(value)), key) for key, item in named]
+            found = [self._measure(item, (*above, id(value)), key) for key, item in named]
             self._seen[id(value)] = 1 + sum(n for n, _ in found), sum(size for _, size in found)
         return self._seen[id(value)]
 
@@ -153,19 +154,19 @@ class _Extent:
             return 0
         memory = t.untyped_storage()
         self._memory[memory.data_ptr()] = memory.nbytes()
-        if t.nbytes > memory.nbytes() + _REPEATED:  # strides of 0 make much of little
+        if t.nbytes > memory.nbytes() + _REPEATED:  # strides of 0
             raise CheckpointError(f"{self._path}: {name!r} repeats {memory.nbytes()} bytes to {t.nbytes}")
         return t.nbytes
 
 
 def unsound(path: str) -> Iterator[str]:
-    """Whether all of a file of torch.save has the crc32 that is on record in it. Nothing of other files."""
+    """An error text for the first damaged record of a torch.save file. Nothing for other files."""
     try:
         if not zipfile.is_zipfile(path):
             return
         with zipfile.ZipFile(path) as records:
             wrong = records.testzip()
-    except Exception as e:  # noqa: BLE001  a damaged file makes zipfile raise whatever its bytes mean
+    except Exception as e:  # noqa: BLE001  zipfile may raise anything for a damaged file
         yield f"{path} is damaged: {type(e).__name__}: {e}"
         return
     if wrong is not None:

@@ -1,4 +1,4 @@
-"""Shards in one file for each rank, which do not say how they are cut."""
+"""Shards in one file per rank, without recorded cuts."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from ...errors import CheckpointError
 from ...shard import Block, ShardSpec
 from ..tensors.shards import MemoryShard
 from ..tensors.stored import Stored
-from .beside import split, why_bound
-from .pickles import mapped, own
+from .other_entries import split, why_bound
+from .pickles import in_own_memory, mapped
 from .source import Cuts, Fill, Reading, Source, Stage, State
 
 Entries = dict[Any, Any]
-"""What lies beside the model in one rank's file."""
+"""The entries other than the model in one rank's file."""
 
 
 class RankFiles(Source):
-    """``files``: of each pipeline stage, that of each tp rank. A form says how one of them is read."""
+    """``files[pp_rank][tp_rank]``: the path of a rank's file. A subclass reads one file."""
 
     def __init__(self, path: str, files: Sequence[Sequence[str]], how: Reading) -> None:
         self.path, self.files, self.how = path, files, how
@@ -30,14 +30,14 @@ class RankFiles(Source):
 
     @abstractmethod
     def read(self, file: str) -> tuple[Mapping[str, Any], Entries]:
-        """The entry ``how.model_key``, or all there is, and what lies beside it; tensors may be mapped."""
+        """The model's state and the other entries of a file, as ``pickles.parted`` returns them."""
 
     def cut(self, name: str, shape: tuple[int, ...], pp_rank: int) -> ShardSpec | None:
-        """The cut of a tensor that the reader does not know, if it is on record."""
+        """The recorded cut of a tensor, for readers that do not know it; None if not recorded."""
         return None
 
     def originals(self, states: Sequence[Mapping[str, Any]], pp_rank: int) -> tuple[State, set[str]]:
-        """Tensors that stand in no rank's file as they are, and the names of their parts."""
+        """Tensors that are stored only fused or reordered, and the stored names that they come from."""
         return {}, set()
 
     def stage(self, pp_rank: int, own: int | None, cuts: Cuts) -> Stage:
@@ -48,7 +48,7 @@ class RankFiles(Source):
 
 
 class _RankFilesStage(Stage):
-    """``alike``: files of other stages, whose entries beside the model this one's are to stand for."""
+    """``alike``: files of other stages, whose entries other than the model this stage represents too."""
 
     def __init__(
         self, source: RankFiles, pp_rank: int, own: int | None, cuts: Cuts, alike: Sequence[str] = ()
@@ -89,11 +89,11 @@ class _RankFilesStage(Stage):
         return Stored.over_tp(name, cut, tp, self._own, shards.__getitem__)
 
     def entries(self, fill: Fill, without: Collection[Any] = (), *, model: bool = False) -> Any:
-        rest = {key: own(value) for key, value in self._rest.items() if key not in without}
+        rest = {key: in_own_memory(value) for key, value in self._rest.items() if key not in without}
         if not model:
             return rest
         items = self.model().items()
-        made = {name: fill(item) if isinstance(item, Stored) else own(item) for name, item in items}
+        made = {name: fill(item) if isinstance(item, Stored) else in_own_memory(item) for name, item in items}
         return {self._source.how.model_key: made, **rest}
 
     def bound(self, *, model: bool = False) -> Mapping[Any, str]:
@@ -102,7 +102,7 @@ class _RankFilesStage(Stage):
 
 
 def even_cut(shape: tuple[int, ...], tp: int, dim: int, stride: int = 1) -> ShardSpec:
-    """The cut of which each of ``tp`` shards has ``shape``: ``stride`` blocks of one size, no padding."""
+    """The cut into ``tp`` shards of ``shape``: ``stride`` blocks of equal size, no padding."""
     if not 0 <= dim < len(shape) or shape[dim] % stride:
         raise CheckpointError(f"a shard of shape {shape} is not one of {stride} blocks along dim {dim}")
     full = shape[dim] * tp
@@ -110,9 +110,10 @@ def even_cut(shape: tuple[int, ...], tp: int, dim: int, stride: int = 1) -> Shar
 
 
 def in_order(shards: list[MemoryShard], cut: ShardSpec, where: str) -> list[MemoryShard]:
-    """The shards such that neighbours hold one unit of replicated blocks, as ShardSpec has it.
+    """The shards in ShardSpec's order, in which copies of a replicated unit are on adjacent ranks.
 
-    Some write the copies of ``a b`` as ``a b a b`` and not as ``a a b b``. The values tell, not a guess.
+    Some libraries write the copies of ``a b`` as ``a b a b`` instead of ``a a b b``. The values are compared
+    to find the order. CheckpointError if neither fits.
     """
     m = len(shards)
     if _replicas_agree(shards, cut):
@@ -120,9 +121,9 @@ def in_order(shards: list[MemoryShard], cut: ShardSpec, where: str) -> list[Memo
     copies = {b: m // -(-b.size // b.unit) for b in cut.blocks if b.replicate}
     if len(cut.blocks) == 1:
         units = m // copies[cut.blocks[0]]
-        turned = [shards[(i % copies[cut.blocks[0]]) * units + i // copies[cut.blocks[0]]] for i in range(m)]
-        if _replicas_agree(turned, cut):
-            return turned
+        moved = [shards[(i % copies[cut.blocks[0]]) * units + i // copies[cut.blocks[0]]] for i in range(m)]
+        if _replicas_agree(moved, cut):
+            return moved
     raise CheckpointError(f"{where}: ranks that should hold copies of the same heads hold different values")
 
 

@@ -1,4 +1,4 @@
-"""Every form of checkpoint that can be read, and the one door to all of them."""
+"""All readable forms of checkpoint, and the function that opens any of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...storage.files import MANIFEST, PREFIX
 from .source import Form, Reading, Source
 
 FORMS: tuple[Form, ...] = tuple(
-    import_module(f".{module}", __package__).FORM  # a form is its module here, and one of these lines
+    import_module(f".{module}", __package__).FORM  # a new form is a module in this folder and a line here
     for module in (
         "native",
         "optimum",
@@ -24,7 +24,7 @@ FORMS: tuple[Form, ...] = tuple(
 
 
 def open_source(path: str, how: Reading, stack: ExitStack, *, sharded: bool | None = None) -> Source:
-    """Open what lies at ``path``, of whatever form; closed with ``stack``. ``sharded``: of such only."""
+    """Open a checkpoint of any form, until ``stack`` closes. ``sharded``: only forms with this property."""
     for form in FORMS:
         if sharded is None or form.sharded == sharded:
             found = form.open(path, how, stack)
@@ -37,7 +37,11 @@ def _unknown(path: str, sharded: bool | None) -> str:
     if not os.path.exists(path):
         return f"{path} does not exist"
     if not os.path.isdir(path):
-        return f"{path} is a file: give sharded=False" if sharded else f"{path} is no file, nor a directory"
+        return (
+            f"{path} is a file: give sharded=False"
+            if sharded
+            else f"{path} is neither a file nor a directory"
+        )
     names = sorted(os.listdir(path))
     if sharded or (sharded is None and any(name.startswith(PREFIX) for name in names)):
         contents = f"it holds {names[:3]}" if names else "it is empty"

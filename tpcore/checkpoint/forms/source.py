@@ -1,4 +1,4 @@
-"""What a form of checkpoint is, and what every opened checkpoint gives to its readers."""
+"""Interfaces of a form of checkpoint and of an open checkpoint."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from ...shard import ShardSpec
 from ..tensors.stored import Stored
 
 State = dict[str, Any]
-"""A model's state by name: a Stored for every tensor, anything else as it is."""
+"""A model's state by name: a Stored for each tensor, other values unchanged."""
 Cuts = Callable[[str, tuple[int, ...], int], ShardSpec | None]
-"""How a tensor is cut, by name, shape of a shard and number of shards; None where all ranks hold the same."""
+"""The cut of a tensor, from its name, shard shape and number of shards. None if it is not known to be cut."""
 Fill = Callable[[Stored], Tensor]
-"""Makes the tensor that takes the place of a stored one in a nested state."""
+"""Returns the tensor that replaces a stored one in a nested state."""
 
 
 class OfParameter(NamedTuple):
-    """A tensor in the state of the optimizer at ``key``: of parameter ``number`` in the order of its groups,
-    whose ``name`` is known where the optimizer was made from named parameters."""
+    """A tensor in the state of the optimizer at ``key``. ``number``: the position of its parameter in the
+    optimizer's groups. ``name``: the parameter's name, if the optimizer was made from named parameters."""
 
     key: Any
     number: int
@@ -33,7 +33,7 @@ class OfParameter(NamedTuple):
 
 @dataclass(frozen=True)
 class Reading:
-    """How files that others wrote are read. ``quiet``: another rank warns; ``trust``: of pickles at all."""
+    """Options for files of other libraries. ``trust``: whether to read pickles. ``quiet``: do not warn."""
 
     model_key: str | None = "model"
     trust: bool = True
@@ -41,30 +41,30 @@ class Reading:
 
 
 class Stage(ABC):
-    """One pipeline stage of a checkpoint: the model in it, and the entries beside the model.
+    """One pipeline stage of a checkpoint: its part of the model, and the other entries.
 
-    It is opened for a rank whose own shards and entries are wanted as they are, or for nobody: then it has
-    what can be had at any degree.
+    It is opened either for one tp rank, with the shards and entries of that rank, or for no rank, with the
+    tensors and entries that can be loaded at any degree.
     """
 
     @abstractmethod
     def model(self, fill: Fill | None = None) -> State:
-        """The model. ``fill`` makes the tensors within entries of it that are no tensors themselves."""
+        """The model's state. ``fill`` is applied to tensors nested in values that are not tensors."""
 
     @abstractmethod
     def entries(self, fill: Fill, without: Collection[Any] = (), *, model: bool = False) -> Any:
-        """What lies beside the model, or with ``model`` all there is, ``without`` these keys."""
+        """The entries other than the model, or with ``model`` all entries, except the keys ``without``."""
 
     def bound(self, *, model: bool = False) -> Mapping[Any, str]:
-        """The keys of ``entries`` that can be had only at the degree of the save, and why."""
+        """The keys of ``entries`` that can be loaded only at the degree of the save, with the reasons."""
         return {}
 
     def states(self) -> Sequence[Mapping[str, Any]] | None:
-        """Each rank's own entry ``model_key``, where nothing in the checkpoint says how that is cut."""
+        """The entry ``model_key`` of each rank, if the checkpoint does not record its cut; otherwise None."""
         return None
 
     def of_parameters(self) -> Iterator[OfParameter]:
-        """The tensors in optimizers' states, where they can be had one by one."""
+        """The tensors in optimizers' states, for forms that store them one by one."""
         return iter(())
 
     def tensors(self) -> Iterator[tuple[str, Stored]]:
@@ -75,7 +75,7 @@ class Stage(ABC):
 
 
 class Source(ABC):
-    """An opened checkpoint, of ``tp`` ranks in each of ``pp`` stages. Its form in words is ``form``."""
+    """An open checkpoint of ``tp`` ranks in each of ``pp`` stages. ``form``: its form in words."""
 
     form: str
     path: str
@@ -83,27 +83,28 @@ class Source(ABC):
     pp: int
     sharded = True
     save_id = ""
-    """Names one save, where the form has such a name: all ranks of a job must have opened the same."""
+    """Identifies one save, or is empty. All ranks of a job must have opened the same save."""
 
     @abstractmethod
     def stage(self, pp_rank: int, own: int | None, cuts: Cuts) -> Stage:
-        """A stage for tp rank ``own``, or for nobody. ``cuts`` says what is on record nowhere."""
+        """A stage for tp rank ``own``, or for no rank. ``cuts``: the cuts that the checkpoint lacks."""
 
     def entries_of_all(self, cuts: Cuts, names: Sequence[str] | None = None) -> Stage | None:
-        """What lies beside the model on all stages alike, where a job of other stages can have it.
+        """Entries for a job with another number of stages, or None if the form does not support that. They
+        are the entries that are equal on all stages, and optimizers' states.
 
-        ``names``: of the parameters of which an optimizer's state is wanted, in its order; None: all.
+        ``names``: the parameters whose optimizer state is wanted, in the optimizer's order; None: all.
         """
         return None
 
     @property
     def mixed(self) -> bool:
-        """Whether some tensors of the original model are in no rank's shards as they are."""
+        """Whether some tensors of the original model are stored only fused or reordered."""
         return False
 
 
 class Form(NamedTuple):
-    """One form of checkpoint. ``open`` gives None where what lies at the path is of another form."""
+    """One form of checkpoint. ``open`` returns None if the path has another form."""
 
     sharded: bool
     open: Callable[[str, Reading, ExitStack], Source | None]

@@ -1,4 +1,4 @@
-"""An optimizer's encoded state out of those that the stages of a pipeline have, by parameter names."""
+"""Merges an optimizer's encoded states from all pipeline stages, by parameter names."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from ..format.tree import TAG, entries, is_dict, is_tensor
 
 STAGE = "stage"
-"""The key by which an encoded tensor says in which stage's files it lies."""
+"""Key in an encoded tensor: the stage whose files hold it."""
 
 
 def is_encoded_optimizer(item: Any) -> bool:
@@ -16,10 +16,10 @@ def is_encoded_optimizer(item: Any) -> bool:
 
 
 def merged(stages: Sequence[Any], names: Sequence[str] | None) -> Any | None:
-    """One optimizer's state that has the parameters of all stages, or None where a stage has no names.
+    """One optimizer state with the parameters of all stages, or None if a stage has no parameter names.
 
-    ``names``: those that are wanted, in the order in which the job's optimizer has them; None: all, stage
-    after stage. Options of groups are those of the first stage.
+    ``names``: the wanted parameters, in the order of the job's optimizer; None: all, stage after stage. The
+    groups' options are those of the first stage.
     """
     groups = [entries(item)["param_groups"] for item in stages]
     if len({len(g) for g in groups}) > 1 or any(not _named(g) for g in groups):
@@ -46,7 +46,7 @@ def _named(groups: Sequence[Any]) -> bool:
 
 
 def _members(every: Sequence[Any]) -> dict[str, tuple[int, int]]:
-    """Stage and number by name; what several stages have comes from the first of them."""
+    """Stage and index by parameter name. The first stage wins for a parameter of several stages."""
     found: dict[str, tuple[int, int]] = {}
     for stage, group in enumerate(every):
         known = entries(group)
@@ -56,7 +56,7 @@ def _members(every: Sequence[Any]) -> dict[str, tuple[int, int]]:
 
 
 def _marked(tree: Any, stage: int) -> Any:
-    """With the stage in each encoded tensor."""
+    """``tree`` with the stage added to each encoded tensor."""
     if is_tensor(tree):
         return {**tree, STAGE: stage}
     if isinstance(tree, list):

@@ -1,4 +1,4 @@
-"""Linears that optimum-neuron made one of, or put in another order, and what they were."""
+"""Inverse of optimum-neuron's transformations of weights: fused linears and reordered heads."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 from ...errors import CheckpointError
 
 Shards = Mapping[str, Sequence[Tensor]]
-"""Of every rank, by name."""
+"""The shards of all ranks, by name."""
 
 
 class Original(NamedTuple):
-    """A tensor of the original model: equal pieces along ``dim``, in order."""
+    """A tensor of the original model, in equal pieces along ``dim``, in order."""
 
     name: str
     dim: int
@@ -24,7 +24,7 @@ class Original(NamedTuple):
 
 @dataclass(frozen=True)
 class Fused:
-    """Linears one after the other in each rank's shard. ``sizes``: theirs along ``dim``, whole."""
+    """Linears that follow each other in each rank's shard. ``sizes``: their unsharded sizes along ``dim``."""
 
     fused: str
     names: Sequence[str]
@@ -46,12 +46,12 @@ class Fused:
 class Attention:
     """q, k, v and the output projection of grouped-query attention with ``copies`` of each kv head.
 
-    The kv heads are laid out as ``a b a b`` over the ranks, and the query heads, which the output
-    projection takes in the same order, so that each stands with a copy of its kv head.
+    The copies of kv heads ``a b`` are in the order ``a b a b`` over the ranks. Query heads are reordered so
+    that each is on a rank with a copy of its kv head, and the output projection's columns likewise.
     """
 
-    stored: Mapping[str, str]  # the name in the shards by "q", "k", "v", and "qkv" where they are one
-    names: Mapping[str, str]  # the original one
+    stored: Mapping[str, str]  # names in the shards by "q", "k" and "v", or by "qkv" if fused
+    names: Mapping[str, str]  # original names by "q", "k" and "v"
     output: str | None  # cut along dim 1
     q_heads: int
     kv_heads: int
@@ -77,7 +77,7 @@ class Attention:
         return [[t.narrow(0, at, length) for t in fused] for at, length in ((0, q), (q, kv), (q + kv, kv))]
 
     def _order(self) -> list[int]:
-        """The query head at each place, over all ranks."""
+        """The query head at each position, over all ranks."""
         group, each = self.q_heads // self.kv_heads, self.q_heads // (self.kv_heads * self.copies)
         return [
             kv * group + copy * each + i
@@ -91,7 +91,7 @@ class Attention:
 
 
 def _sorted(tensors: Sequence[Tensor], order: Sequence[int], dim: int) -> list[Tensor]:
-    """Single heads in order, then further copies. Place ``i`` over all ranks holds number ``order[i]``."""
+    """Single heads in order, then further copies. Position ``i`` over all ranks has head ``order[i]``."""
     count = len(order) // len(tensors)
     heads = [head for t in tensors for head in t.chunk(count, dim)]
     if len(heads) != len(order):

@@ -1,4 +1,4 @@
-"""A whole model in one file, of safetensors or of torch.save."""
+"""An unsharded model in one file of safetensors or torch.save."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ...storage.files import naming
 from ...storage.tensorfile import TensorFile
 from ..tensors.shards import Shard
 from ..tensors.stored import Stored
-from .beside import split, why_bound
-from .pickles import mapped, own, parted, top_of
+from .other_entries import split, why_bound
+from .pickles import in_own_memory, mapped, parted, top_of
 from .source import Cuts, Fill, Form, Reading, Source, Stage, State
 
 
 class Whole(Source):
-    """An unsharded model, and what lies beside it, mapped. Reads no parameter yet."""
+    """An unsharded model and the other entries, mapped. Opening it reads no parameter."""
 
     tp = pp = 1
     sharded = False
@@ -36,7 +36,7 @@ class Whole(Source):
 
 
 def _cut(name: str, item: Any, cuts: Cuts) -> Any:
-    """With the cut that is to be made of it, if that is one of a tensor of this shape."""
+    """``item`` with its cut from ``cuts``, if that has the shape of the tensor."""
     cut = cuts(name, item.shape, 1) if isinstance(item, Stored) else None
     fits = cut is not None and cut.local_shape(1) == item.shape
     return Stored.over_tp(name, cut, 1, None, item.shard) if fits else item
@@ -53,7 +53,7 @@ class _WholeStage(Stage):
         return dict(self.state)
 
     def entries(self, fill: Fill, without: Collection[Any] = (), *, model: bool = False) -> Any:
-        return {key: own(value) for key, value in self.rest.items() if key not in without}
+        return {key: in_own_memory(value) for key, value in self.rest.items() if key not in without}
 
     def bound(self, *, model: bool = False) -> Mapping[Any, str]:
         keys = [] if self.owned else split([self.rest])[1]
@@ -64,7 +64,7 @@ class _WholeStage(Stage):
 
 
 def open_file(path: str, how: Reading, stack: ExitStack) -> tuple[State, Mapping[Any, Any]]:
-    """The model in a file, and the rest of a torch file, mapped."""
+    """The model in a file and the other entries of a torch file, mapped."""
     with naming("open", path), open(path, "rb") as f:
         magic = f.read(4)
     if path.endswith(".safetensors"):
@@ -88,14 +88,14 @@ def _safetensors(path: str, stack: ExitStack) -> State:
     file = TensorFile(path)
     stack.callback(file.close)
     state = {name: _stored(name, file.tensor(name)) for name in file.names()}
-    # what tied weights that are stored once are called besides: safetensors.torch.save_model's convention
+    # further names of tied weights, which safetensors.torch.save_model stores in the metadata
     return state | {
         other: state[name] for other, name in file.metadata.items() if other not in state and name in state
     }
 
 
 def in_memory(state: Mapping[Any, Any], path: str) -> State:
-    """A whole model's state whose tensors are there already, mapped or not."""
+    """An unsharded model's state of tensors that are in memory or mapped."""
     found: State = {}
     for name, value in state.items():
         if not isinstance(name, str):

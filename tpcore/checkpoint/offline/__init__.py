@@ -1,1 +1,1 @@
-"""What the command line does with checkpoints, without a job."""
+"""Operations of the command line on checkpoints, without a job."""

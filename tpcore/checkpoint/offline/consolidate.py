@@ -1,4 +1,4 @@
-"""A whole model out of a checkpoint of any form, as the files that ``from_pretrained`` opens."""
+"""Writes the unsharded model of any checkpoint as files for ``from_pretrained``."""
 
 from __future__ import annotations
 
@@ -22,9 +22,22 @@ from ..read.source import CutRule, opened, tensors_of
 
 StrPath = str | os.PathLike[str]
 
-# what from_pretrained reads beside the weights
-_BESIDE = ("config.json", "generation_config.json", "vocab.txt", "vocab.json", "merges.txt", "spiece.model")
-_BESIDE_STEMS = ("tokenizer", "special_tokens_map", "added_tokens", "preprocessor_config", "chat_template")
+# files that from_pretrained reads in addition to the weights
+_COPIED = (
+    "config.json",
+    "generation_config.json",
+    "vocab.txt",
+    "vocab.json",
+    "merges.txt",
+    "spiece.model",
+)
+_COPIED_STEMS = (
+    "tokenizer",
+    "special_tokens_map",
+    "added_tokens",
+    "preprocessor_config",
+    "chat_template",
+)
 
 
 def consolidate(
@@ -37,10 +50,10 @@ def consolidate(
     how: Reading | None = None,
     progress: Progress | None = None,
 ) -> list[str]:
-    """Write the model in ``src``, whole, into the directory ``out``; returns the names of the files.
+    """Write the unsharded model in ``src`` to the directory ``out``. Returns the names of the files.
 
-    ``model.safetensors``, or ``pytorch_model.bin`` if ``pickled``; several of at most ``max_shard_size``
-    bytes and an index where it takes more than one. Configuration and tokenizer files are copied.
+    Writes ``model.safetensors``, or ``pytorch_model.bin`` if ``pickled``. A larger model than
+    ``max_shard_size`` bytes becomes several files and an index. Configuration and tokenizer files are copied.
     """
     with opened(src, how or Reading(), rules) as source:
         tensors, ties = once(tensors_of(source, rules), source.path)
@@ -63,17 +76,17 @@ def consolidate(
                 text = dumps({"metadata": total, "weight_map": where}, indent=2)
                 names.append(f"{stem}{end}{INDEX}")
                 write_file(os.path.join(stage, names[-1]), [text])
-            names += _copy_beside(os.fspath(src), stage, os.fspath(out))
+            names += _copy_model_files(os.fspath(src), stage, os.fspath(out))
             sync_dir(stage)
     return names
 
 
 def write_one(source: Source, out: str, rules: Sequence[CutRule], progress: Progress | None) -> None:
-    """The model in ``source``, whole, as the one file ``out``."""
+    """Write the unsharded model in ``source`` as the file ``out``."""
     if os.path.lexists(out):
         raise CheckpointError(f"{out} is there already: give another name")
     tensors, ties = once(tensors_of(source, rules), source.path)
-    temporary = _beside_name(out)
+    temporary = _temporary_name(out)
     make_dirs(os.path.dirname(out))
     try:
         if progress is not None:
@@ -88,7 +101,7 @@ def write_one(source: Source, out: str, rules: Sequence[CutRule], progress: Prog
 
 
 def _groups(tensors: Mapping[str, Lazy], limit: int | None) -> list[dict[str, Lazy]]:
-    """In order, each of at most ``limit`` bytes or of one tensor."""
+    """Groups of tensors in order, each of at most ``limit`` bytes or of one tensor."""
     groups: list[dict[str, Lazy]] = []
     held = 0
     for name, t in tensors.items():
@@ -106,7 +119,7 @@ def _write_weights(
     if not pickled:
         write_tensors(path, tensors, {"format": "pt", **ties}, progress, summed=False)
         return
-    # torch.save takes all tensors at once: they go to the disk first, and come mapped from there
+    # torch.save needs all tensors at once: write them to a scratch file first, and map it
     scratch = f"{path}.safetensors"
     write_tensors(scratch, tensors, {"format": "pt"}, progress, summed=False)
     state = load_file(scratch)
@@ -118,10 +131,10 @@ def _write_weights(
         os.unlink(scratch)
 
 
-def _copy_beside(src: str, stage: str, out: str) -> list[str]:
-    """Copy configuration and tokenizer, which lie in a model's directory or above its folder of shards."""
+def _copy_model_files(src: str, stage: str, out: str) -> list[str]:
+    """Copy configuration and tokenizer files from ``src`` or its parent directory."""
     names = []
-    for path in _beside(src):
+    for path in _model_files(src):
         name = os.path.basename(path)
         if not os.path.lexists(os.path.join(out, name)):
             with naming("copy", path), open(path, "rb") as f:
@@ -130,11 +143,11 @@ def _copy_beside(src: str, stage: str, out: str) -> list[str]:
     return names
 
 
-def _beside(src: str) -> Iterator[str]:
+def _model_files(src: str) -> Iterator[str]:
     for folder in (src, os.path.dirname(os.path.realpath(src))):
         if os.path.isfile(os.path.join(folder, "config.json")):
             for name in sorted(os.listdir(folder)):
-                wanted = name in _BESIDE or name.partition(".")[0] in _BESIDE_STEMS
+                wanted = name in _COPIED or name.partition(".")[0] in _COPIED_STEMS
                 if wanted and os.path.isfile(os.path.join(folder, name)):
                     yield os.path.join(folder, name)
             return
@@ -142,14 +155,15 @@ def _beside(src: str) -> Iterator[str]:
 
 @contextmanager
 def _new_files(out: str) -> Iterator[str]:
-    """A directory to write in, whose files then appear in ``out``, the index last. None may be there."""
+    """A directory to write in. Its files are then moved to ``out``, the index last. CheckpointError if
+    ``out`` has files of weights already."""
     out = os.path.realpath(out)
     held = os.listdir(out) if os.path.isdir(out) else []
     for name in sorted(held):
         if name.startswith(("model.", "model-", "pytorch_model")):
             raise CheckpointError(f"{os.path.join(out, name)} is there already: give another directory")
     make_dirs(os.path.dirname(out))
-    stage = _beside_name(out)
+    stage = _temporary_name(out)
     try:
         with naming("make the directory", stage):
             os.mkdir(stage)
@@ -167,7 +181,7 @@ def _new_files(out: str) -> Iterator[str]:
         shutil.rmtree(stage, ignore_errors=True)
 
 
-def _beside_name(out: str) -> str:
-    """Where to write until it is complete."""
+def _temporary_name(out: str) -> str:
+    """The path to write to until ``out`` is complete."""
     parent, name = os.path.split(out)
     return os.path.join(parent, f".{name}.writing-{uuid.uuid4().hex}")

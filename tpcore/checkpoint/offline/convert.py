@@ -1,4 +1,4 @@
-"""Checkpoints of other libraries in the same cut, without pickle."""
+"""Conversion of other libraries' checkpoints to the same cut without pickle."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ def convert(
     how: Reading | None = None,
     progress: Progress | None = None,
 ) -> list[str]:
-    """Write what ``src`` holds in the same cut, but without pickle; returns the names of what was written.
+    """Write the contents of ``src`` in the same cut without pickle. Returns the names of written files or
+    directories.
 
-    Shards that others wrote become a checkpoint of the same degree, with all that lies beside the model.
-    The model in an unsharded file becomes ``out`` if that ends in ``.safetensors``, else a directory.
+    Shards of other libraries become a checkpoint of the same degree, with all entries. The model in an
+    unsharded file becomes the file ``out`` if that ends in ``.safetensors``, otherwise a directory.
     """
     how = how or Reading()
     with opened(src, how, rules) as source:
@@ -61,14 +62,14 @@ def _convert_shards(
             for tp_rank in range(source.tp):
                 rank = _rank_of_shards(source.stage(pp_rank, tp_rank, cuts_by(rules)), how)
                 if progress is not None and not files:
-                    progress.start(total_of(rank.files) * source.tp * pp)  # they are alike
+                    progress.start(total_of(rank.files) * source.tp * pp)  # ranks have about the same size
                 files |= rank.write(staging.path, rank_dir(tp_rank, pp_rank, pp), save_id, progress)
         put_in_place(staging, save_id, {"pp": pp, "tp": source.tp}, files)
     return sorted({name.partition("/")[0] for name in files})
 
 
 def _rank_of_shards(stage: Stage, how: Reading) -> RankContents:
-    """One rank's own shards: mapped, only read when they are written."""
+    """The shards of one rank, mapped and read only when they are written."""
     model = stage.model()
     shards = {name: _tensor(s) if isinstance(s, Stored) else s for name, s in model.items()}
     cuts = {id(shards[name]): s.cut for name, s in model.items() if isinstance(s, Stored)}
@@ -79,5 +80,5 @@ def _rank_of_shards(stage: Stage, how: Reading) -> RankContents:
 def _tensor(stored: Stored) -> Tensor:
     shard = stored.first
     if not isinstance(shard, MemoryShard):
-        raise TypeError(f"{shard} is of no pickle")
+        raise TypeError(f"{shard} is not from a pickle")
     return shard.tensor

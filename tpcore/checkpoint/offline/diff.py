@@ -1,4 +1,4 @@
-"""How the models in two checkpoints differ."""
+"""Comparison of the models in two checkpoints."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from .inspect import bytes_of_logical
 
 
 class Difference(NamedTuple):
-    """``why``: what is different in kind; else by how much the values differ at most."""
+    """``why``: a missing tensor or another shape or dtype. ``absolute``, ``relative``: largest differences
+    of the values."""
 
     name: str
     why: str | None
@@ -38,7 +39,7 @@ def diff(
     how: Reading | None = None,
     progress: Progress | None = None,
 ) -> Iterator[Difference]:
-    """How the models in two checkpoints of any form and degree differ: an entry for each tensor that does."""
+    """Compare the models in two checkpoints of any form and degree. Yields one entry per differing tensor."""
     how = how or Reading()
     with ExitStack() as stack:
         one, other = (open_source(os.fspath(path), how, stack) for path in (a, b))

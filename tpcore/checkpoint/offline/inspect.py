@@ -1,4 +1,4 @@
-"""What is in a checkpoint, whether it is whole, and how two of them differ."""
+"""The list of tensors in a checkpoint."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ StrPath = str | os.PathLike[str]
 
 
 class TensorRow(NamedTuple):
-    """One tensor. ``local``: the shape of a shard; ``bytes``: of the logical tensor; ``padded``: whether a
-    shard holds more than its part of it."""
+    """One tensor. ``local``: shape of a shard. ``bytes``: size of the unsharded tensor. ``padded``: whether a
+    shard has padding."""
 
     name: str
     shape: tuple[int, ...]
@@ -39,18 +39,18 @@ class Inspected(NamedTuple):
 
 
 def inspect(path: StrPath, *, rules: Sequence[CutRule] = (), how: Reading | None = None) -> Inspected:
-    """Every tensor in a checkpoint of any form; of this library's, with what lies beside the model."""
+    """The tensors in a checkpoint of any form. For tpcore's own form, including other entries' tensors."""
     with opened(path, how or Reading(), rules) as source:
-        rows = [_row(name, stored) for name, stored in _all(source, rules)]
+        rows = [_row(name, stored) for name, stored in _stored_tensors(source, rules)]
         return Inspected(source.path, source.form, source.tp, source.pp, rows)
 
 
 def padded_names(path: StrPath, *, rules: Sequence[CutRule] = (), how: Reading | None = None) -> list[str]:
-    """Of tensors of which a rank has more than its part."""
+    """The names of tensors whose shards have padding."""
     return [row.name for row in inspect(path, rules=rules, how=how).rows if row.padded]
 
 
-def _all(source: Source, rules: Sequence[CutRule]) -> Iterator[tuple[str, Stored]]:
+def _stored_tensors(source: Source, rules: Sequence[CutRule]) -> Iterator[tuple[str, Stored]]:
     if not isinstance(source, Native):
         yield from tensors_of(source, rules).items()
         return
@@ -72,5 +72,5 @@ def _row(name: str, stored: Stored) -> TensorRow:
 
 
 def bytes_of_logical(stored: Stored) -> int:
-    """Of the logical tensor."""
+    """Bytes of the unsharded tensor."""
     return math.prod(stored.shape) * stored.dtype.itemsize

@@ -1,4 +1,4 @@
-"""Sharded checkpoints out of checkpoints of other degrees, or of other libraries."""
+"""Conversion of checkpoints of any degree or library to tpcore checkpoints of a given degree."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...storage.files import FileRecord
 from ...storage.progress import Progress
 from ...storage.publish import Staging
 from ..format.manifest import FORMAT, rank_dir
-from ..format.tree import is_tensor, leaves, spell, with_entry
+from ..format.tree import dotted, is_tensor, leaves, with_entry
 from ..forms.native import Native, NativeStage
 from ..forms.source import Reading, Stage, State
 from ..read.lazy import Lazy, once
@@ -27,7 +27,7 @@ from .consolidate import StrPath
 
 
 class RankContents(NamedTuple):
-    """What goes into one rank's directory: the state, encoded, and its tensors by file and name."""
+    """Contents of one rank's directory: the encoded state, and its tensors by file and name."""
 
     tree: Any
     files: Mapping[str, Mapping[str, Entry]]
@@ -47,16 +47,16 @@ def reshard(
     how: Reading | None = None,
     progress: Progress | None = None,
 ) -> list[str]:
-    """Write what ``src`` holds as a checkpoint for ``tp`` ranks; returns what was left out, and why.
+    """Write the contents of ``src`` as a checkpoint for ``tp`` ranks. Returns why entries were left out.
 
-    ``strict=False`` leaves out entries that can be had only at the degree at which they were saved.
+    ``strict=False`` leaves out entries that can be loaded only at the degree of the save.
     """
     if tp < 1:
-        raise ValueError(f"tp={tp} is no number of ranks")
+        raise ValueError(f"tp={tp} must be 1 or more ranks")
     left: dict[str, None] = {}
     with opened(src, how or Reading(), rules) as source:
         native = isinstance(source, Native)
-        pp = source.pp if native else 1  # what others wrote is one model, without stages
+        pp = source.pp if native else 1  # stages of other libraries' checkpoints are joined
         model = {} if native else model_of(source, cuts_by(rules))
         ranks: dict[str, RankContents] = {}
         mesh = Mesh({"pp": pp, "tp": tp})
@@ -83,11 +83,11 @@ def reshard(
 
 
 def _rank_of(stage: NativeStage, without: Collection[Any], rank: int, mesh: Mesh) -> RankContents:
-    """One rank of ``mesh``: the same entries in files of the same names."""
+    """Contents for ``rank`` of ``mesh``: the same entries in files of the same names."""
     tree, files = stage.encoded(without, model=True), dict[str, dict[str, Lazy]]()
     for path, leaf in leaves(tree):
         if is_tensor(leaf):
-            lazy = Lazy(stage.stored(leaf, spell(path)), rank, mesh)
+            lazy = Lazy(stage.stored(leaf, dotted(path)), rank, mesh)
             files.setdefault(leaf["file"], {})[leaf["name"]] = lazy
     return RankContents(tree, files)
 
@@ -95,10 +95,10 @@ def _rank_of(stage: NativeStage, without: Collection[Any], rank: int, mesh: Mesh
 def _rank_of_model(
     model: State, stage: Stage, without: Collection[Any], rank: int, mesh: Mesh, path: str
 ) -> RankContents:
-    """Of what others wrote: the model, and what lies beside it on all ranks alike."""
+    """Contents for ``rank`` from another library's checkpoint: the model, and entries equal on all ranks."""
     plain = sorted(name for name, item in model.items() if not isinstance(item, Stored))
     if plain:
-        raise CheckpointError(f"{path}: {plain[0]!r} is no tensor; only a model can say it")
+        raise CheckpointError(f"{path}: {plain[0]!r} is not a tensor: only a model can load it")
     tensors, ties = once(model, path)
     names = {name: name for name in tensors} | ties
     file = "model.safetensors"
@@ -109,14 +109,14 @@ def _rank_of_model(
 
 
 def _recorded(stored: Stored) -> Stored:
-    """With its cut, which is none where all ranks hold the same."""
+    """``stored`` with an explicit layout, which is uncut if all ranks hold the same."""
     cut, mesh = stored.whole()
     return Stored(stored.where, cut, mesh, None, stored.shard)
 
 
 @contextmanager
 def staged(out: StrPath) -> Iterator[tuple[Staging, str]]:
-    """Where to write what becomes ``out``, which may not be there before, but for an empty directory."""
+    """A directory to write the checkpoint ``out`` to. CheckpointError if ``out`` exists and is not empty."""
     save_id, target = uuid.uuid4().hex, os.path.realpath(out)
     if os.path.lexists(target) and not (os.path.isdir(target) and not os.listdir(target)):
         raise CheckpointError(f"{os.fspath(out)} is there already: give another name")

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is whole."""
+"""Check of a checkpoint's files and checksums."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from ...errors import CheckpointError
 from ...storage.files import MANIFEST, crc32_of, naming
 from ...storage.progress import Progress
-from ..format.tree import is_tensor, leaves, spell
+from ..format.tree import dotted, is_tensor, leaves
 from ..forms.native import Native, NativeStage
 from ..forms.pickles import unsound
 from ..forms.source import Reading
@@ -24,7 +24,7 @@ def verify(
     how: Reading | None = None,
     progress: Progress | None = None,
 ) -> list[str]:
-    """Everything that is wrong with a checkpoint: missing, surplus and damaged files and tensors."""
+    """Error texts for all faults of a checkpoint: missing, surplus and damaged files and tensors."""
     with ExitStack() as stack:
         try:
             source = stack.enter_context(opened(path, how or Reading(), rules))
@@ -75,6 +75,6 @@ def _damaged(stage: NativeStage) -> Iterator[str]:
     for path, leaf in leaves(stage.tree):
         if is_tensor(leaf):
             try:
-                stage.stored(leaf, spell(path)).first.verify()
+                stage.stored(leaf, dotted(path)).first.verify()
             except CheckpointError as e:
                 yield str(e)

@@ -1,1 +1,1 @@
-"""From files to a model and an optimizer."""
+"""Reads files into models and optimizers."""

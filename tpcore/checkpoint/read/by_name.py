@@ -1,4 +1,4 @@
-"""One rank's part of a model out of any source, by name: needs no module, no process group, no other rank."""
+"""Reads one rank's part of a model by name, without a module, a process group or other ranks."""
 
 from __future__ import annotations
 
@@ -37,12 +37,13 @@ def read_shards(
     strict: bool = True,
     how: Reading | None = None,
 ) -> dict[str, Tensor]:
-    """Shard ``rank`` of ``n`` of every tensor in ``wanted``, of its dtype, contiguous in memory of its own.
+    """Shard ``rank`` of ``n`` of each tensor in ``wanted``, contiguous and in its own memory.
 
-    ``source``: a checkpoint of any form and degree, or a whole model's state in memory (or a dict with it
-    under ``how.model_key``). ``ties``: other names of tensors in ``wanted``, by which they may be stored.
-    Of files only the bytes that are kept are read. Names, shapes and dtypes are compared first:
-    CheckpointError lists what is missing, does not fit or, if ``strict``, is surplus. Floats are converted.
+    ``source``: a checkpoint of any form and degree, or an unsharded model's state in memory (or a dict with
+    it under ``how.model_key``). ``ties``: other names under which tensors of ``wanted`` may be stored. Only
+    the bytes of this shard are read from files. Names, shapes and dtypes are compared first: CheckpointError
+    lists tensors that are missing, do not fit or, if ``strict``, are surplus. Floats are converted to the
+    wanted dtype.
     """
     how, ties = how or Reading(), ties or {}
     with ExitStack() as stack:
@@ -68,14 +69,16 @@ def read_shards(
         for other, name in ties.items():
             twice = other in found and found[other].first.identity != found[name].first.identity
             if twice and not torch.equal(_read(found[other], *wanted[name], rank, n), made[name]):
-                raise CheckpointError(f"{where}: {name!r} and {other!r} are one in the model, not there")
+                raise CheckpointError(
+                    f"{where}: {name!r} and {other!r} are one tensor in the model, but differ"
+                )
         return made
 
 
 def _cut(
     wanted: Wanted, ties: Mapping[str, str], name: str, shape: tuple[int, ...], m: int
 ) -> ShardSpec | None:
-    """Says of a foreign file what it does not say itself."""
+    """The cut of a tensor in a file that does not record it."""
     spec = wanted[ties.get(name, name)][0] if ties.get(name, name) in wanted else None
     return spec if spec is not None and spec.dim is not None else None
 

@@ -1,4 +1,4 @@
-"""A model and what a checkpoint holds for it: everything is compared before anything is changed."""
+"""Loads a checkpoint's state into a model. Everything is compared before the model is changed."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ _EXTRA_STATE = "_extra_state"  # torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
 
 
 class Fit:
-    """Loads a state into a model. Built, then ``verify``, ``run`` and ``finish``, each on all ranks.
+    """Loads a state into a model. The constructor compares them. Then call ``verify``, ``run`` and
+    ``finish``, each on all ranks.
 
-    Parameters and buffers are filled in place; those on meta get memory on the context's device and are
-    put in their place by ``finish``, ties kept. The model's dtype rules: floats are converted to it, and
-    any other difference of dtype is an error.
+    Parameters and buffers are filled in place. Those on meta get memory on the context's device, and
+    ``finish`` assigns them and keeps ties. Floats are converted to the model's dtype. Any other difference
+    of dtype is an error.
     """
 
     def __init__(
@@ -34,7 +35,7 @@ class Fit:
         self._wanted = dict(model.state_dict(keep_vars=True))
         self._owned = {id(t) for t in (*model.parameters(), *model.buffers())}
         self._jobs: dict[int, tuple[str, Stored, Job]] = {}  # by the model's tensor
-        self._layouts: dict[str, Layout] = {}  # of the model's tensors that the checkpoint has
+        self._layouts: dict[str, Layout] = {}  # for the model's tensors that the checkpoint has
         self._assign: dict[str, Tensor] = {}
         self._hand_over: dict[str, Any] = {}
         self._in_place: set[int] = set()
@@ -44,7 +45,7 @@ class Fit:
     # -- comparing ----------------------------------------------------------------------------------------
     def _compare(self, found: Mapping[str, Any], where: str, strict: bool) -> None:
         both = [name for name in self._wanted if name in found]
-        tied = {id(self._wanted[name]) for name in both}  # may be stored under one of its names only
+        tied = {id(self._wanted[name]) for name in both}  # a tied tensor may be stored under one name only
         missing = [n for n, t in self._wanted.items() if n not in found and id(t) not in tied]
         extra = [name for name in found if name not in self._wanted]
         absent = [f"{n!r}: the model has {_shape(self._wanted[n])}, the checkpoint nothing" for n in missing]
@@ -92,7 +93,7 @@ class Fit:
         self._jobs[id(t)] = name, stored, job
 
     def _check_tie(self, name: str, stored: Stored, first: tuple[str, Stored, Job]) -> None:
-        """The model has one tensor under two names. An untied checkpoint must hold the same values twice."""
+        """CheckpointError if a tensor that the model ties has two different values in the checkpoint."""
         other, theirs, job = first
         if stored.first.identity == theirs.first.identity:
             return
@@ -115,7 +116,7 @@ class Fit:
 
     # -- changing -----------------------------------------------------------------------------------------
     def verify(self) -> None:
-        """Compare checksums of what will be read straight into the model."""
+        """Compare the checksums of shards that ``run`` reads straight into the model."""
         for key in self._in_place:
             self._jobs[key][2].verify()
 
@@ -124,9 +125,9 @@ class Fit:
             job.run(check=key not in self._in_place)
 
     def finish(self) -> list[str]:
-        """Give the model the tensors that had to be made; returns what to warn of.
+        """Assign the tensors that were made outside of the model. Returns warnings.
 
-        Cannot fail for a reason of the checkpoint's.
+        No fault of the checkpoint can make this fail.
         """
         made: dict[int, Tensor] = {}
         for name, t in self._wanted.items():
@@ -134,14 +135,14 @@ class Fit:
                 continue
             out = self._jobs[id(t)][2].out
             if t.is_meta:
-                if isinstance(t, nn.Parameter):  # the same one for all names: it stays tied
+                if isinstance(t, nn.Parameter):  # one Parameter for all its names, so that it stays tied
                     out = made.setdefault(id(t), nn.Parameter(out, requires_grad=t.requires_grad))
                 self._assign[name] = out
             elif id(t) not in self._owned:
                 self._hand_over[name] = out
         if self._assign:
             self._model.load_state_dict(self._assign, strict=False, assign=True)
-        if self._hand_over:  # extra state, and entries that a hook of the model makes up
+        if self._hand_over:  # extra state, and entries that a state_dict hook of the model adds
             self._model.load_state_dict(self._hand_over, strict=False)
         tensors = (*self._model.named_parameters(), *self._model.named_buffers())
         left = [repr(name) for name, t in tensors if t.is_meta]
@@ -152,7 +153,7 @@ class Fit:
 
 
 def misfits(name: str, stored: Stored, want: Layout, dtype: torch.dtype, mesh: Mesh) -> Iterator[str]:
-    """Why a stored tensor cannot become a part on ``mesh`` of what a model has."""
+    """Why a stored tensor cannot be loaded into a model's tensor of layout ``want`` on ``mesh``."""
     if not stored.kept(want, mesh) and stored.shape != want.shape:
         cut = "" if not want.cuts else f", of which this rank holds {want.local_shape(mesh)}"
         yield f"{name!r}: the checkpoint has shape {stored.shape}, the model {want.shape}{cut}"
@@ -172,10 +173,10 @@ def listed(title: str, lines: list[str]) -> str:
 
 
 def aligned(found: Mapping[str, Any], wanted: set[str]) -> dict[str, Any]:
-    """``found`` under the model's names, where those of one of the two only have one prefix more.
+    """``found`` under the model's names, if the names on one side have a further prefix.
 
-    A base model's weights are stored as ``bert.embeddings...`` in the file of a model with a head, and
-    without ``bert.`` in its own.
+    A model with a head stores its base model's weights as ``bert.embeddings...``, and the base model itself
+    stores them without ``bert.``.
     """
     if not wanted or not found or wanted & found.keys():
         return dict(found)

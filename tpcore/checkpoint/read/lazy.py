@@ -1,4 +1,4 @@
-"""Shards that are made when their turn to be written comes: memory for one at a time, whatever the total."""
+"""Shards that are made only when they are written, so that one needs memory at a time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ONE = Mesh({"tp": 1})
 
 @dataclass(frozen=True)
 class Lazy:
-    """The part of ``rank`` on ``mesh`` of a stored tensor, as what writes a file takes it."""
+    """The part of a stored tensor for ``rank`` of ``mesh``, as a ``Writable``."""
 
     stored: Stored
     rank: int = 0
@@ -38,7 +38,7 @@ class Lazy:
         return self.stored.cut
 
     def pieces(self) -> Iterator[Tensor]:
-        """Rows of about a chunk. Those of glibc's allocator are used again and again, larger ones never."""
+        """Rows of about a chunk: glibc's allocator reuses blocks of that size, but not larger ones."""
         parts, covered = self.stored.parts(None, self.rank, self.mesh)
         for shard in dict.fromkeys(shard for shard, _ in parts):
             shard.verify()
@@ -54,14 +54,15 @@ class Lazy:
 
 
 def once(model: Mapping[str, Stored], path: str) -> tuple[dict[str, Lazy], dict[str, str]]:
-    """Every tensor of the model, whole, under its first name, and that name by each further one."""
+    """Each tensor of the model, unsharded, by its first name; and for each further name of a tied tensor,
+    its first name."""
     first: dict[object, str] = {}
     tensors: dict[str, Lazy] = {}
     ties: dict[str, str] = {}
     for name, stored in model.items():
         kept = first.setdefault((stored.first.identity, stored.cut), name)
         if kept == name:
-            stored.whole()  # says why not before anything is written
+            stored.whole()  # raises before anything is written
             tensors[name] = Lazy(stored)
         else:
             ties[name] = kept

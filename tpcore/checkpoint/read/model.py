@@ -1,4 +1,4 @@
-"""Reading a checkpoint into a model, a model's state into memory, and the rest with it."""
+"""Loads a checkpoint into a model, or into memory, and returns its other entries."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ...layers.sharding import Sharding, layouts, shard_specs, stamp
 from ...layout import Layout
 from ...shard import ShardSpec
 from ...storage.files import naming
-from ..format.tree import spell
+from ..format.tree import dotted
 from ..forms.registry import open_source
 from ..forms.source import Cuts, OfParameter, Reading, Source, Stage
 from ..tensors.stored import Job, Stored
@@ -29,7 +29,7 @@ StrPath = str | os.PathLike[str]
 
 
 class Loading:
-    """One load on one rank: the opened checkpoint is compared with the model, then read."""
+    """One load on one rank: compares the open checkpoint with the model, then reads it."""
 
     def __init__(self, ctx: ParallelContext, source: Source, *, strict: bool, sharded: bool) -> None:
         self._ctx, self._source, self._strict, self._sharded = ctx, source, strict, sharded
@@ -42,21 +42,21 @@ class Loading:
         self._jobs: list[Job] = []
         self._made: dict[Stored, Tensor] = {}
         self._fit: Fit | None = None
-        self._wants: dict[Stored, Layout] = {}  # the cut of an optimizer's tensor, if not the file's
+        self._wants: dict[Stored, Layout] = {}  # layouts of optimizers' tensors that differ from the file's
         self._rest: Any = {}
         self._notes: list[str] = []
 
     def stage(self, cuts: Cuts, names: Sequence[str] | None = None) -> Stage:
-        """``names``: of the parameters of this job's optimizer, where its stages are others."""
+        """The stage to load. ``names``: the optimizer's parameters, used if the number of stages differs."""
         if self.restaged and (every := self._source.entries_of_all(cuts, names)) is not None:
             return every
         own = self._rank if self._source.tp == self._n else None
         return self._source.stage(self._pp_rank, own, cuts)
 
     def states(self) -> tuple[Sequence[Mapping[str, Any]] | None, dict[Any, Any]]:
-        """What each rank of another degree has under the key, and what lies beside it on all alike.
+        """The saved entry ``model_key`` of each rank of another degree, and entries equal on all ranks.
 
-        None where that can be had as it is, or every tensor's cut is on record.
+        None if the degree is the same, or if the checkpoint records the cut of each tensor.
         """
         if self.restaged or (self._sharded and self._source.tp == self._n):
             return None, {}
@@ -72,10 +72,10 @@ class Loading:
         names: Sequence[str] | None = None,
         key: str | None = None,
     ) -> None:
-        """See that all of it can be loaded, before anything is changed.
+        """Check that everything can be loaded, before anything is changed.
 
-        ``parameters``: how an optimizer's are cut, in the order of its groups, which then loads the entry
-        ``key``; ``names``: theirs, if they have any. What lies beside that entry may be left out.
+        ``parameters``: layouts of an optimizer's parameters, in the order of its groups. ``names``: their
+        names, if they have any. ``key``: the entry that the optimizer loads; other entries may be left out.
         """
         if model is not None:
             names = [name for name, _ in model.named_parameters()]
@@ -85,7 +85,7 @@ class Loading:
             if not self._sharded:
                 wanted = set(model.state_dict(keep_vars=True))
                 found = aligned(found, wanted)
-                if self._ctx.mesh.axes.get("pp", 1) > 1:  # the names that other stages have are nowhere here
+                if self._ctx.mesh.axes.get("pp", 1) > 1:  # names of other stages are not in this model
                     found = {name: item for name, item in found.items() if name in wanted}
             self._fit = Fit(model, found, self._ctx, self._source.path, strict=self._strict)
         bound = dict(stage.bound(model=whole)) if self._sharded else {}
@@ -98,7 +98,7 @@ class Loading:
             bound = self._follow_model(stage, model, found) | bound
         for why in dict.fromkeys(bound.values()):
             if self._strict and (key is None or bound.get(key) == why):
-                keys = ", ".join(spell((key,)) for key in bound if bound[key] == why)
+                keys = ", ".join(dotted((key,)) for key in bound if bound[key] == why)
                 raise CheckpointError(f"{why}. strict=False leaves {keys} out")
             self._notes.append(f"left out: {why}")
         self._rest = stage.entries(self._fill, bound, model=whole)
@@ -106,9 +106,10 @@ class Loading:
             self._fit.verify()
 
     def _model(self, model: nn.Module, stage: Stage) -> Mapping[str, Any]:
-        """What the model can have: of its own stage, or of all of them, of which it has some names.
+        """The saved state for this model: of its stage, or of all stages if that lacks some of its names.
 
-        Of others too where the stages are as many: elsewhere a table is on the first stage alone.
+        Names may be on another stage even if the number of stages is the same: other libraries keep an
+        embedding table on the first stage only.
         """
         found = {} if self.restaged else dict(stage.model(self._fill))
         wanted = model.state_dict(keep_vars=True)
@@ -120,7 +121,7 @@ class Loading:
     def _follow(
         self, tensors: Iterable[OfParameter], layout_of: Callable[[OfParameter], Layout | None]
     ) -> set[Any]:
-        """Cut optimizers' tensors as their parameters are; the keys of those of which that is not known."""
+        """Cut optimizers' tensors like their parameters. Returns the keys of optimizers with unknown cuts."""
         unknown = set()
         for of in tensors:
             want, cut = layout_of(of), of.stored.cut
@@ -132,7 +133,7 @@ class Loading:
         return unknown
 
     def _follow_model(self, stage: Stage, model: nn.Module, found: Mapping[str, Any]) -> dict[Any, str]:
-        """Cut optimizers' tensors as the model's parameters; why an entry cannot be had, by key."""
+        """Cut optimizers' tensors like the model's parameters. Returns by key why an entry cannot load."""
         tensors = list(stage.of_parameters())
         if not tensors:
             return {}
@@ -150,25 +151,25 @@ class Loading:
         return {}
 
     def _fill(self, stored: Stored) -> Tensor:
-        """Memory for a tensor, filled by ``read``; one for all the places where the same one was saved."""
+        """Memory for a tensor, which ``run`` fills. Places where the same tensor was saved share it."""
         if stored not in self._made:
             want = self._wants.get(stored)
             out = torch.empty(stored.local_shape(want, self._ctx.mesh), dtype=stored.dtype)
             self._jobs.append(stored.job(out, want, self._ctx.rank, self._ctx.mesh))
             cut = want or stored.cut
-            if isinstance(cut, Layout) and self._n > 1:  # so that it is on record when saved again
+            if isinstance(cut, Layout) and self._n > 1:  # so that the next save records it
                 stamp(out, Sharding(cut, self._ctx))
             self._made[stored] = out
         return self._made[stored]
 
     def run(self) -> Any:
-        """Read, after ``compare``; returns what lies beside the model. Collective over the world."""
+        """Read, after ``compare``. Returns the entries other than the model. Collective over the world."""
         ctx, path = self._ctx, self._source.path
         seen = {data.decode() for data in gather_bytes(self._source.save_id.encode(), ctx.world)}
         if len(seen) > 1:
             raise CheckpointError(f"{path} was replaced while it was opened: the ranks saw {sorted(seen)}")
         with together(ctx), naming("load", path):
-            # first what the model does not see, so that as little as possible can fail once it changes
+            # the model last, so that as little as possible can fail once it has changed
             for job in self._jobs:
                 job.run()
             if self._fit is not None:
@@ -182,7 +183,7 @@ class Loading:
 
 
 def _cuts_of(model: nn.Module | None) -> Cuts:
-    """As the model's layers cut their parameters: for files that do not say it."""
+    """The cuts of the model's parameters, for files that do not record cuts."""
     specs: dict[str, ShardSpec] = {}
 
     def cut(name: str, shape: tuple[int, ...], m: int) -> ShardSpec | None:
@@ -202,7 +203,7 @@ def read_checkpoint(
         raise ValueError("sharded=False needs a model: its layers say which part of a tensor is this rank's")
     ctx, path = current(), os.fspath(load_dir)
     if "tp" in ctx.mesh.axes:
-        ctx.comm("tp")  # now, where all ranks pass: the first use of a group is collective
+        ctx.comm("tp")  # the first use of a group is collective, and here all ranks take part
     with ExitStack() as stack:
         with together(ctx), naming("load", path):
             source = open_source(path, how, stack, sharded=sharded)

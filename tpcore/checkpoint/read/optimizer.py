@@ -1,4 +1,4 @@
-"""Loading into what takes its whole state at once: an optimizer, a scheduler."""
+"""Loads objects that take their whole state at once, such as optimizers and schedulers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ...errors import CheckpointError
 from ...layout import Layout
 from ...storage.files import naming
 from ..format.tree import is_optimizer
-from ..forms.pickles import mapped, own
+from ..forms.pickles import in_own_memory, mapped
 from ..forms.rank_files import in_order
 from ..forms.registry import open_source
 from ..forms.source import Reading
@@ -25,11 +25,11 @@ from ..tensors.stored import Stored, layout_of
 from .model import Loading, StrPath
 
 Saved = Mapping[str, Any]
-"""What an optimizer's ``state_dict()`` gave."""
+"""An optimizer's ``state_dict()``."""
 
 
 def load_object(where: StrPath, target: Any, how: Reading, *, sharded: bool, strict: bool) -> Any:
-    """Give ``target`` the entry ``how.model_key``; returns the rest. Collective over the world."""
+    """Load entry ``how.model_key`` into ``target``. Returns the other entries. Collective over the world."""
     optimizer = target if isinstance(target, torch.optim.Optimizer) else None
     if not hasattr(target, "load_state_dict") or not (sharded or optimizer):
         suffix = "" if sharded else " with sharded=False"
@@ -57,7 +57,7 @@ def load_object(where: StrPath, target: Any, how: Reading, *, sharded: bool, str
 def _parameters(
     optimizer: torch.optim.Optimizer, ctx: ParallelContext
 ) -> tuple[Sequence[Layout | None], list[str] | None]:
-    """How the parameters are cut, in the order of their groups, and their names if all have one."""
+    """Layouts of the parameters, in the order of their groups, and their names if all have one."""
     params = [*chain.from_iterable(group["params"] for group in optimizer.param_groups)]
     names = [*chain.from_iterable(group.get("param_names") or () for group in optimizer.param_groups)]
     layouts = [layout_of(p, ctx, f"parameter {i}") for i, p in enumerate(params)]
@@ -65,15 +65,15 @@ def _parameters(
 
 
 def cut_anew(states: Sequence[Saved], optimizer: Any, ctx: ParallelContext, where: str) -> dict[str, Any]:
-    """The state of ``optimizer`` on this rank, out of those that it had on each of ``len(states)`` ranks.
+    """The state of ``optimizer`` on this rank, from the saved states of ``len(states)`` ranks.
 
-    torch numbers an optimizer's parameters in the order of its groups and takes a saved state back by these
-    numbers. So they say whose a value is, and the parameter's layer how that is cut. CheckpointError where
-    groups or shapes are not those of this optimizer.
+    torch numbers an optimizer's parameters in the order of its groups. The number of a saved value gives its
+    parameter, and the parameter's layer gives its cut. CheckpointError if groups or shapes are not those of
+    this optimizer.
     """
     for state in states:
         if not is_optimizer(state):
-            raise CheckpointError(f"{where} holds no optimizer's state there, but {list(state)[:8]}")
+            raise CheckpointError(f"{where} has no optimizer's state there, but {list(state)[:8]}")
     first = states[0]
     saved = [group["params"] for group in first["param_groups"]]
     here = [group["params"] for group in optimizer.param_groups]
@@ -86,17 +86,17 @@ def cut_anew(states: Sequence[Saved], optimizer: Any, ctx: ParallelContext, wher
     made: dict[Any, Any] = {}
     for index, values in first["state"].items():
         if index not in params or any(s["state"].get(index, {}).keys() != values.keys() for s in states):
-            raise CheckpointError(f"{where}: of parameter {index} the ranks hold different states")
+            raise CheckpointError(f"{where}: the ranks hold different states of parameter {index}")
         want = layout_of(params[index], ctx, f"parameter {index}")
         made[index] = {
             key: _value([s["state"][index][key] for s in states], want, ctx, f"{where}: state[{index}].{key}")
             for key in values
         }
-    return {"state": made, "param_groups": own(first["param_groups"])}
+    return {"state": made, "param_groups": in_own_memory(first["param_groups"])}
 
 
 def _value(values: list[Any], layout: Layout | None, ctx: ParallelContext, where: str) -> Any:
-    """One value of a parameter's state. What has not the shape of a shard of it is the same on all ranks."""
+    """One value of a parameter's state. A tensor that has not the shape of the parameter's shard is uncut."""
     if not isinstance(values[0], Tensor):
         return values[0]
     m, shards = len(values), [mapped(value, "state", where) for value in values]

@@ -1,4 +1,4 @@
-"""A model out of a checkpoint of any form, without a process group or a module."""
+"""Reads the model in a checkpoint of any form, without a process group or a module."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class CutRule(NamedTuple):
 
 
 def cuts_by(rules: Sequence[CutRule]) -> Cuts:
-    """The first rule whose pattern matches a name says how that tensor is cut."""
+    """The cut of a tensor by the first rule whose pattern matches its name."""
 
     def cut(name: str, shape: tuple[int, ...], tp: int) -> ShardSpec | None:
         for rule in rules:
@@ -43,16 +43,16 @@ def cuts_by(rules: Sequence[CutRule]) -> Cuts:
 
 @contextmanager
 def opened(path: str | os.PathLike[str], how: Reading, rules: Sequence[CutRule] = ()) -> Iterator[Source]:
-    """Open a checkpoint of any form. ``rules`` would be ignored where it says itself how it is cut."""
+    """Open a checkpoint of any form. ValueError for ``rules`` if the form records its cuts itself."""
     with ExitStack() as stack:
         source = open_source(os.fspath(path), how, stack)
         if rules and isinstance(source, Native):
-            raise ValueError(f"{source.path} says itself how its tensors are cut: leave out the rules for it")
+            raise ValueError(f"{source.path} records the cuts of its tensors: leave out the rules")
         yield source
 
 
 def model_of(source: Source, cuts: Cuts, own: int | None = None) -> State:
-    """The models of all pipeline stages as one."""
+    """The model of all pipeline stages. CheckpointError if two stages differ in a tensor."""
     model: State = {}
     for pp_rank in range(source.pp):
         for name, item in source.stage(pp_rank, own, cuts).model().items():
@@ -65,19 +65,19 @@ def model_of(source: Source, cuts: Cuts, own: int | None = None) -> State:
 
 
 def tensors_of(source: Source, rules: Sequence[CutRule] = ()) -> dict[str, Stored]:
-    """Those of the model. ``rules`` say what is not on record about how they are cut."""
+    """The model's tensors. ``rules``: cuts that the checkpoint does not record."""
     model = model_of(source, cuts_by(rules))
     return {name: item for name, item in model.items() if isinstance(item, Stored)}
 
 
 def _same(a: Any, b: Stored) -> bool:
     if isinstance(a, Stored) and a.first.identity == b.first.identity:
-        return True  # cut over stages too: one tensor, whichever stage it is asked of
+        return True  # a tensor that is cut over stages too: all stages return the same one
     return isinstance(a, Stored) and a.shape == b.shape and torch.equal(part(a, 0, 1), part(b, 0, 1))
 
 
 def part(stored: Stored, rank: int, n: int) -> Tensor:
-    """Shard ``rank`` of ``n``, in memory; the checksum of every shard that it is made from is compared."""
+    """Shard ``rank`` of ``n``, in memory. Compares the checksum of each stored shard that it is read from."""
     out = torch.empty(stored.local_shape(None, Mesh({"tp": n})), dtype=stored.dtype)
     job = stored.job(out, None, rank, Mesh({"tp": n}))
     for shard in dict.fromkeys(shard for shard, region in job.parts if region.size != shard.shape):

@@ -1,4 +1,4 @@
-"""Buffers that no checkpoint holds, of a model that was made on meta: none computes before it has values."""
+"""Guards buffers that are still on meta after a load: no forward before they have values."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import nn
 
 
 def refuse_while_on_meta(model: nn.Module) -> None:
-    """Modules with a buffer on meta raise a ValueError when they are called, until it has values.
+    """Make modules with a buffer on meta raise ValueError in forward, until the buffer has values.
 
-    Where nothing asks for its values, torch computes with such a buffer: the result has memory that nobody
-    wrote, and the loss is nan.
+    torch may compute with such a buffer without an error. The result is then uninitialised memory, and the
+    loss is nan.
     """
     for name, module in model.named_modules():
         if _on_meta(module):
@@ -25,8 +25,8 @@ def _on_meta(module: nn.Module) -> list[str]:
 
 @dataclass(frozen=True)
 class _Refusing:
-    """A hook that removes itself at the first call with all buffers in place. Holds no module: it is copied
-    and pickled with the one that it is on."""
+    """A pre-forward hook that removes itself once all buffers have values. It holds no module, because it is
+    copied and pickled together with its module."""
 
     where: str
 

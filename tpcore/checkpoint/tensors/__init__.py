@@ -1,1 +1,1 @@
-"""One tensor of a checkpoint: how it is cut, and which bytes of which shard a rank needs."""
+"""One tensor of a checkpoint: its cut, and the bytes of its shards that a rank needs."""

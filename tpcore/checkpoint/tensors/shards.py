@@ -1,4 +1,4 @@
-"""One shard of a stored tensor that can be read in part. A tensor of a safetensors file is one."""
+"""Shards of stored tensors, which can be read in part: tensors of safetensors files or of torch files."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ class Shard(Protocol):
     def dtype(self) -> torch.dtype: ...
     @property
     def identity(self) -> object:
-        """Equal for shards that are the same stored bytes."""
+        """Equal for shards of the same stored bytes."""
 
     def verify(self) -> None:
-        """Compare with the checksum on record, if there is one."""
+        """Compare with the recorded checksum, if there is one."""
 
     def read(self, starts: Sequence[int], out: Tensor, check: bool) -> None:
-        """Fill ``out``, a CPU tensor, with the region from ``starts`` on; ``check`` it as ``verify`` does."""
+        """Fill ``out``, a CPU tensor, with the region at ``starts``. ``check``: compare the checksum too."""
 
 
 @dataclass(frozen=True, eq=False)
 class MemoryShard:
-    """A tensor that ``torch.load`` has mapped: only what is read of it comes off the disk."""
+    """A tensor mapped by ``torch.load``: only bytes that are used are read from disk."""
 
     tensor: Tensor
 
@@ -50,7 +50,7 @@ class MemoryShard:
         return t.untyped_storage().data_ptr(), t.storage_offset(), t.shape, t.stride(), t.dtype
 
     def verify(self) -> None:
-        pass  # no checksums in torch's format beyond those of the zip file, which torch does not compare
+        pass  # torch's format has only the zip file's checksums, which torch does not compare
 
     def read(self, starts: Sequence[int], out: Tensor, check: bool) -> None:
         out.copy_(narrowed(self.tensor, starts, out.shape))

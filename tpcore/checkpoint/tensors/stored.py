@@ -1,4 +1,4 @@
-"""One tensor as a checkpoint holds it, how it is cut, and the work of making this rank's shard of it."""
+"""One tensor in a checkpoint, its cut, and the reads that make this rank's shard of it."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from ...storage.tensorfile import FileTensor
 from .shards import MemoryShard, Shard
 
 Cut = Layout | Literal["unknown"] | None
-"""How a stored tensor is cut. None: nobody said, so it is whole, if all ranks hold the same."""
+"""The cut of a stored tensor. None: not recorded, so the tensor is uncut if it is the same on all ranks."""
 
 COPIED = "dp"
-"""The axis on which a checkpoint holds one copy: its ranks share a directory."""
+"""The axis along which a checkpoint stores one copy: its ranks share a directory."""
 
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """Fill ``out`` from regions of shards; what no region covers becomes zero."""
+    """Fills ``out`` from regions of shards. Unless ``covered``, the rest becomes zero."""
 
     out: Tensor
     parts: tuple[tuple[Shard, Region], ...]
     covered: bool
 
     def verify(self) -> None:
-        """Compare with their checksums the shards that will be read whole."""
+        """Compare the checksums of shards that will be read whole."""
         for shard, region in self.parts:
             if region.size == shard.shape:
                 shard.verify()
@@ -55,19 +55,19 @@ class Job:
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """A tensor in ``m`` shards. ``own``: which of them is this rank's, if the degree is the same."""
+    """A tensor in ``m`` shards. ``own``: the index of this rank's shard, if the degree is the same."""
 
     where: str
     cut: Cut
     mesh: Mesh
     own: int | None
-    shard: Callable[[int], Shard]  # opened when asked for: mostly a rank needs its own only
+    shard: Callable[[int], Shard]  # opens it on demand: usually a rank needs only its own
 
     @classmethod
     def over_tp(
         cls, where: str, cut: ShardSpec | None, m: int, own: int | None, shard: Callable[[int], Shard]
     ) -> Stored:
-        """In shards of ``m`` ranks, as forms have it that know tensor parallelism alone."""
+        """A tensor in shards of ``m`` tp ranks, for forms without other axes."""
         return cls(where, None if cut is None else Layout.of(cut, "tp"), Mesh({"tp": m}), own, shard)
 
     @property
@@ -84,11 +84,11 @@ class Stored:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The logical shape, as far as it is on record."""
+        """The unsharded shape if the cut is recorded, otherwise the shape of a shard."""
         return self.cut.shape if isinstance(self.cut, Layout) else self.first.shape
 
     def kept(self, want: Layout | None, mesh: Mesh) -> bool:
-        """Whether this rank's shard is what is wanted, as it is."""
+        """Whether this rank's stored shard is already its part of layout ``want`` on ``mesh``."""
         if self.own is None or any(mesh.axes.get(a, 1) != n for a, n in self.mesh.axes.items()):
             return False
         if want is None or self.cut == want:
@@ -96,7 +96,7 @@ class Stored:
         return not isinstance(self.cut, Layout) and self.first.shape == want.local_shape(mesh)
 
     def bound(self) -> str | None:
-        """Why it can be loaded only at the degree it was saved at, or None."""
+        """Why it can be loaded only at the degree of the save, or None if at any degree."""
         if isinstance(self.cut, Layout):
             return None
         if self.cut is None and self._alike():
@@ -113,7 +113,7 @@ class Stored:
         )
 
     def _alike(self) -> bool:
-        """Whether all ranks hold the same."""
+        """Whether all shards are equal."""
         shards = [self.shard(i) for i in range(self.m)]
         if all(isinstance(s, MemoryShard) for s in shards):
             first, *others = [s.tensor for s in shards if isinstance(s, MemoryShard)]
@@ -121,14 +121,14 @@ class Stored:
         return len({_summary(s) for s in shards}) == 1
 
     def whole(self) -> tuple[Layout, Mesh]:
-        """How it is cut, and over which mesh."""
+        """The layout of its cut, and the mesh. CheckpointError if the cut is unknown."""
         why = self.bound()
         if why is not None:
             raise CheckpointError(why)
         return (self.cut if isinstance(self.cut, Layout) else Layout(self.first.shape)), self.mesh
 
     def local_shape(self, want: Layout | None, mesh: Mesh) -> tuple[int, ...]:
-        """Shape of a rank's part on ``mesh``; ``want``: the layout to make, or None for that on record."""
+        """Shape of a rank's part on ``mesh``. ``want``: the layout to make; None for the recorded one."""
         if self.kept(want, mesh):
             return self.first.shape
         return (want or self.whole()[0]).local_shape(mesh)
@@ -136,7 +136,7 @@ class Stored:
     def parts(
         self, want: Layout | None, rank: int, mesh: Mesh
     ) -> tuple[tuple[tuple[Shard, Region], ...], bool]:
-        """What the part of ``rank`` on ``mesh`` is made of, and whether that covers all of it."""
+        """The regions of shards that make up the part of ``rank`` on ``mesh``, and whether they cover it."""
         if self.kept(want, mesh):
             nothing = (0,) * len(self.first.shape)
             return ((self.first, Region(0, nothing, nothing, self.first.shape)),), True

@@ -1,1 +1,1 @@
-"""From a model and an optimizer to files."""
+"""Writes models and optimizers to files."""

@@ -1,4 +1,4 @@
-"""A save that goes on while training does: ranks report to rank 0 through files, not collectives."""
+"""Saves in the background of training. Ranks report to rank 0 through files instead of collectives."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from ...storage.progress import Bar, Progress
 from .save import Options, Save
 
 _log = log.getChild("checkpoint")
-_PATIENCE = 600.0  # seconds without a byte from a rank, after which rank 0 takes it for dead
-_PATIENCE_AT_EXIT = 120.0  # the program would end by now, were it not for the save
+_PATIENCE = 600.0  # seconds without a new byte from a rank, after which rank 0 gives up on it
+_PATIENCE_AT_EXIT = 120.0  # shorter, because only the save keeps the program from ending
 _POLL = 0.05
 _under_way: dict[int, tuple[ParallelContext, _Background]] = {}  # by id of the context: threads have several
 
 
 class _Background:
-    """The thread of one save on one rank. It waits for ``begin``."""
+    """The thread of one save on one rank. It writes after ``begin``."""
 
     def __init__(self, save: Save) -> None:
         self._save = save
@@ -45,7 +45,7 @@ class _Background:
         self._thread.join()
 
     def _report_path(self, rank: int) -> str:
-        """Path of a rank's report: what it has written, or the error that stopped it."""
+        """Path of a rank's report: a list of its files, or its error."""
         return os.path.join(self._save.root, f"report-{rank}")
 
     def _run(self) -> None:
@@ -55,19 +55,19 @@ class _Background:
                 self._lead()
             else:
                 self._follow()
-        except BaseException as e:  # noqa: BLE001  raised again where the main thread asks
+        except BaseException as e:  # noqa: BLE001  finish_save raises it in the main thread
             self.error = e
         finally:
             self._save.close()
 
     def _lead(self) -> None:
-        """On rank 0: show the progress of its part, and put all parts together."""
+        """On rank 0: write its part with a progress bar, wait for all reports, complete the checkpoint."""
         save, began, bar, failed = self._save, time.monotonic(), Bar("saving"), None
         _log.info("saving %s", save.target)
         reports = [b"null"]
         try:
             reports = [save.write(Progress(bar))]
-        except Exception as e:  # noqa: BLE001  raised once nobody writes any more
+        except Exception as e:  # noqa: BLE001  raised below, when no rank writes any more
             failed = e
         finally:
             bar.close()
@@ -96,7 +96,7 @@ class _Background:
         try:
             with open(f"{path}.new", "wb") as f:
                 f.write(data)
-        finally:  # a full disk still has room for a name, and what is cut off cannot be read
+        finally:  # a full disk still has room for a rename, and a truncated report is invalid JSON
             os.rename(f"{path}.new", path)
 
     def _wait_for_report(self, rank: int) -> bytes:
@@ -123,7 +123,7 @@ def _parsed(report: bytes) -> Any:
     try:
         return json.loads(report)
     except ValueError:
-        return {"error": "it could not write, not even why"}
+        return {"error": "it could write neither its part nor its error"}
 
 
 def _bytes_in(folder: str) -> int:
@@ -133,15 +133,16 @@ def _bytes_in(folder: str) -> int:
 
 
 def save_in_background(state: dict[Any, Any], save_dir: str | os.PathLike[str], options: Options) -> None:
-    """Returns when ``state`` is copied to host memory. Collective; the one before must be finished."""
+    """Start a save, and return when ``state`` is copied to host memory. A collective call. The previous save
+    must be finished."""
     save = Save(state, save_dir, options)
     running = None
     try:
-        with together(save.ctx):  # so that nobody waits for a part that is not being written yet
+        with together(save.ctx):  # so that no rank waits for a part whose save has not started
             running = _Background(save)
             _under_way[id(save.ctx)] = save.ctx, running
     finally:
-        # not before: where cores are few, messages between ranks would wait for the writing
+        # not before the collective: with few cores, its messages would wait for the writing threads
         if running is not None:
             running.begin()
 
@@ -154,7 +155,7 @@ def finish_save() -> None:
         return
     running = entry[1]
     with together(ctx):
-        pass  # all have begun by now: of ranks that are threads taking turns, one could wait for a later one
+        pass  # all ranks have started their save: threads that take turns could wait for a later one
     with together(ctx):
         running.join()
         if running.error is not None:
@@ -171,7 +172,7 @@ def _at_exit() -> None:
             failed = True
             _log.error("rank %d: the save in the background failed", ctx.rank, exc_info=running.error)
     if failed:
-        # an error in an exit handler changes no exit status, and who started this program has to see it
+        # an error in an exit handler would not change the exit status, which the caller must see
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""Optimizers in a state that is saved: their own state, whose cuts their parameters say."""
+"""Replaces optimizers in a state to save by their ``state_dict()``, cut like their parameters."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from ..tensors.stored import layout_of
 
 @dataclass(frozen=True)
 class Resolved:
-    """A state in which optimizers have given way to their ``state_dict()``.
+    """A state with ``state_dict()``s in place of optimizers.
 
-    ``cuts``: of tensors in those, by ``id``. ``gather``: by ``id`` of the tensors on meta that stand for what
-    dp ranks hold in parts, a function that gives the values and is collective over dp.
+    ``cuts``: layouts of the tensors in them, by ``id``. ``gather``: a tensor that is split over dp ranks is
+    represented by one on meta; by its ``id``, a function that gathers the values, collective over dp.
     """
 
     state: Any
@@ -30,7 +30,7 @@ class Resolved:
 
 
 def resolve(state: Any, ctx: ParallelContext) -> Resolved:
-    """ValueError for an optimizer of a pipeline stage that has no names for its parameters."""
+    """Replace the optimizers in ``state``. ValueError if one of a pipeline stage has unnamed parameters."""
     if not isinstance(state, Mapping) or not any(map(_is_optimizer, state.values())):
         return Resolved(state)
     found = Resolved(dict(state))
@@ -65,7 +65,7 @@ def _resolved(optimizer: torch.optim.Optimizer, found: Resolved, ctx: ParallelCo
 
 
 def _names(state: Mapping[Any, Any], ctx: ParallelContext) -> dict[object, str]:
-    """The names of the models' parameters, by what is equal for tensors that are the same memory."""
+    """The names of the models' parameters, by ``Backend.memory_of``."""
     names: dict[object, str] = {}
     for model in (state, *state.values()):
         if isinstance(model, Mapping) and not is_optimizer(model):
@@ -82,7 +82,7 @@ def _name(
     ctx: ParallelContext,
     key: Any,
 ) -> None:
-    """Name the parameters in ``saved`` as the model does that is saved with it, where they have no names."""
+    """Give unnamed parameters in ``saved`` their names in the model that is saved with the optimizer."""
     for group, mine in zip(saved["param_groups"], optimizer.param_groups, strict=True):
         known = [names.get(ctx.backend.memory_of(p)) for p in mine["params"]]
         if group.get("param_names") or not known:

@@ -1,4 +1,4 @@
-"""Writing a checkpoint: what each rank contributes, and the steps by which it becomes one."""
+"""Writes a checkpoint: each rank its part, then rank 0 the manifest."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .snapshot import Entry, Part, Writer, cuts_of, on_host, total_of
 
 @dataclass(frozen=True)
 class Options:
-    """``all_dp``: every dp rank writes a share. ``background``: the values are copied first."""
+    """``all_dp``: each dp rank writes a share. ``background``: copy the values before writing."""
 
     serially: bool = False
     down_cast_bf16: bool = False
@@ -48,7 +48,7 @@ def write_tensor_files(
     files: Mapping[str, Mapping[str, Entry]],
     progress: Progress | None = None,
 ) -> tuple[dict[str, FileRecord], dict[str, Any]]:
-    """Write files of tensors into the directory ``name`` of ``root``; the records of files and tensors."""
+    """Write files of tensors to the directory ``name`` of ``root``. Returns records of files and tensors."""
     here = os.path.join(root, name)
     if not os.path.isdir(root):
         raise CheckpointError(f"{root}, made by rank 0, is not here: do all ranks share the file system?")
@@ -65,14 +65,14 @@ def write_tensor_files(
 def _record(entry: Entry, crc32: str) -> dict[str, Any]:
     record = {"dtype": dtype_name(entry.dtype), "shape": list(entry.shape), "crc32": crc32}
     if isinstance(entry.cut, Layout):
-        # not its slot: in which directories it lies says as much
+        # without the slot, which the directories of the shards imply
         axes = [axis for cut in entry.cut.cuts for axis in cut.axes]
         return record | {"spec": entry.cut.spec.to_json(), "axes": axes}
     return record | {"spec": entry.cut}
 
 
 def write_state(root: str, name: str, save_id: str, tensors: Any, tree: Any) -> dict[str, FileRecord]:
-    """Write a directory's state: the place of each tensor, and everything that is no tensor."""
+    """Write a directory's state: the record of each tensor, and the encoded entries."""
     state = {
         "format": FORMAT,
         "version": VERSION,
@@ -90,9 +90,9 @@ def write_state(root: str, name: str, save_id: str, tensors: Any, tree: Any) -> 
 def put_in_place(
     staging: Staging, save_id: str, mesh: Mapping[str, int], files: Mapping[str, FileRecord]
 ) -> None:
-    """Write the manifest over what the ranks have written, and make it the checkpoint of its name."""
+    """Write the manifest of the ranks' files, and publish the checkpoint under its name."""
     manifest, path = Manifest(save_id, dict(mesh), files, _versions()), os.path.join(staging.path, MANIFEST)
-    manifest.check(path)  # before it takes the place of one that can be read
+    manifest.check(path)  # before it replaces a valid checkpoint
     write_file(path, [manifest.to_json()])
     sync_dir(staging.path)
     staging.commit()
@@ -101,13 +101,13 @@ def put_in_place(
 class Save:
     """One save on one rank. The constructor is collective over the world.
 
-    ``write`` needs no other rank, and may run in a thread of its own. ``put_together`` follows on rank 0.
+    ``write`` needs no other rank, and may run in its own thread. Then rank 0 calls ``put_together``.
     """
 
     def __init__(self, state: dict[Any, Any], save_dir: str | os.PathLike[str], options: Options) -> None:
         self.ctx, self.options = current(), options
         ctx = self.ctx
-        # on all ranks, for some do not read: what is still to be computed may need them
+        # on all ranks, also those that write nothing: pending computations may need them
         ctx.backend.mark_step()
         at = ctx.mesh.coords(ctx.rank)
         self._dp = at.get("dp", 0), ctx.mesh.axes.get("dp", 1)
@@ -116,13 +116,13 @@ class Save:
         self._files: dict[str, dict[str, Writer]] = {}
         self.staging: Staging | None = None
         with together(ctx):
-            self._take(state)
+            self._prepare(state)
         if self._part is not None:
             self._part.gather(self._files)
         with together(ctx):
             if options.background:
                 self._files = on_host(self._files)
-        # rank 0 says where: a relative name may mean another place elsewhere
+        # rank 0's path counts: a relative path may differ between ranks
         proposal = json.dumps([uuid.uuid4().hex, os.path.realpath(save_dir)]).encode()
         self.save_id, self.target = json.loads(gather_bytes(proposal, ctx.world)[0])
         self.root = staging_path(self.target, self.save_id)
@@ -130,8 +130,8 @@ class Save:
             if ctx.rank == 0:
                 self.staging = Staging(self.target, self.save_id, FORMAT, others_stay=True)
 
-    def _take(self, state: dict[Any, Any]) -> None:
-        """Say of each tensor how it is cut, and whether this rank writes it."""
+    def _prepare(self, state: dict[Any, Any]) -> None:
+        """Determine the cut of each tensor, and the tensors that this rank writes."""
         resolved, options = resolve(state, self.ctx), self.options
         self._shared = self._dp[1] > 1 and (options.all_dp or bool(resolved.gather))
         if not (self._first or self._shared):
@@ -150,7 +150,7 @@ class Save:
         return rank_dir(at.get("tp", 0), at.get("pp", 0), self.ctx.mesh.axes.get("pp", 1))
 
     def write(self, progress: Progress | None = None) -> bytes:
-        """Write this rank's tensors. Returns its report, which ``put_together`` takes from every rank."""
+        """Write this rank's tensors. Returns the rank's report for ``put_together``."""
         if self._part is None:
             return b"null"
         name = self.name_of(self.ctx.rank)
@@ -161,11 +161,11 @@ class Save:
             if self._shared:
                 sync_dir(os.path.join(self.root, name))
         tree = self._part.tree if self._first else None
-        self._part, self._files = None, {}  # in the background: frees the copy
+        self._part, self._files = None, {}  # frees the copy of a background save
         return json.dumps([name, records, tensors, tree]).encode()
 
     def put_together(self, reports: Sequence[bytes]) -> None:
-        """On rank 0: write each directory's state and the manifest, and give the checkpoint its name."""
+        """On rank 0: write each directory's state and the manifest, and publish the checkpoint."""
         if self.staging is None:
             return
         files: dict[str, FileRecord] = {}
@@ -192,10 +192,10 @@ class Save:
 
 
 def write_checkpoint(state: dict[Any, Any], save_dir: str | os.PathLike[str], options: Options) -> None:
-    """Write ``state``, each tp rank its own, as the checkpoint ``save_dir``. Collective over the world.
+    """Write ``state`` as the checkpoint ``save_dir``, each tp rank its part. Collective over the world.
 
-    The previous checkpoint of that name stays whole until the new one takes its place. Raises on every
-    rank if one fails, and then leaves nothing behind.
+    The previous checkpoint of that name stays whole until the new one replaces it. If a rank fails, all
+    ranks raise an error, and no files are left.
     """
     save = Save(state, save_dir, options)
     ctx, report, bar = save.ctx, b"null", Bar("saving")
@@ -214,7 +214,7 @@ def write_checkpoint(state: dict[Any, Any], save_dir: str | os.PathLike[str], op
 
 
 def _versions() -> dict[str, str]:
-    from ... import __version__  # here: tpcore itself is not whole while this module is imported
+    from ... import __version__  # not above: tpcore imports this module
 
     return {
         "tpcore": __version__,

@@ -1,4 +1,4 @@
-"""What one rank writes of a state: JSON with the place of each tensor, and the tensors, with their cuts."""
+"""One rank's part of a state to save: JSON with the place of each tensor, and the tensors with their cuts."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ from ...layers.sharding import sharding
 from ...layout import Layout
 from ...mesh import Mesh
 from ...storage.tensorfile import Writable, nbytes_of
-from ..format.tree import TAG, Path, encode, is_optimizer, parameter_names, spell
+from ..format.tree import TAG, Path, dotted, encode, is_optimizer, parameter_names
 from ..tensors.stored import Cut, layout_of
 
 _FILE_STEM = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}")
 
 
 class Entry(Writable, Protocol):
-    """One tensor to write, and how it is cut."""
+    """One tensor to write, and its cut."""
 
     @property
     def cut(self) -> Cut: ...
 
 
 class StateTensor:
-    """A tensor of a state, on any device. ``to``: the dtype in which it is written, if not its own."""
+    """A tensor of a state, on any device. ``to``: the dtype to write; None for its own."""
 
     def __init__(self, tensor: Tensor, cut: Cut = None, to: torch.dtype | None = None) -> None:
         self._tensor, self.cut, self.dtype, self.shape = tensor, cut, to or tensor.dtype, tuple(tensor.shape)
 
     def pieces(self) -> list[Tensor]:
-        # moved first: a lazy device would compile a program to convert it
+        # moved before it is converted: a lazy device would compile a program for the conversion
         values = self._tensor.detach().cpu().to(self.dtype).resolve_conj().resolve_neg()
         return [values.contiguous()]
 
     def copied(self) -> StateTensor:
-        """The same in host memory of its own: what is on the CPU already is the model's memory."""
+        """A copy in host memory. Cloned, because a CPU tensor's piece is the model's memory."""
         return StateTensor(self.pieces()[0].clone(), self.cut)
 
 
 class GatheredTensor:
-    """A tensor that dp ranks hold in parts, gathered before it is written. ``stand_in``: one on meta."""
+    """A tensor that is split over dp ranks, and gathered before the write. ``stand_in``: the same on meta."""
 
     def __init__(
         self, stand_in: Tensor, cut: Cut, gather: Callable[[], Tensor], to: torch.dtype | None = None
@@ -55,7 +55,7 @@ class GatheredTensor:
         self._gather, self._values = gather, stand_in
 
     def gather(self, *, keep: bool) -> None:
-        """Collective over dp. ``keep``: this rank writes it, from host memory of its own."""
+        """Gather the values, collective over dp. ``keep``: this rank writes them, so keep a host copy."""
         values = self._gather()
         if keep:
             self._values = values.detach().cpu().to(self.dtype).contiguous()
@@ -70,11 +70,11 @@ class GatheredTensor:
 Writer = StateTensor | GatheredTensor
 CutOf = Callable[[Tensor, str], Cut]
 MemoryOf = Callable[[Tensor], object]
-"""``Backend.memory_of``: what is equal for tensors that are one."""
+"""``Backend.memory_of``: returns an equal object for tensors that share their memory."""
 
 
 class Part:
-    """What one rank writes: its state as JSON, and its tensors by file and name."""
+    """One rank's state as JSON, and its tensors by file and name."""
 
     def __init__(
         self,
@@ -97,8 +97,8 @@ class Part:
         self.tree = encode(state, self._leaf)
 
     def _leaf(self, t: Tensor, path: Path) -> dict[str, Any]:
-        """Where ``t`` is stored. Tensors that are the same memory are stored once."""
-        where = spell(path)
+        """The JSON of ``t``: its file and name. Tensors that share their memory are stored once."""
+        where = dotted(path)
         if type(t) not in (Tensor, nn.Parameter) or t.layout != torch.strided or t.is_quantized:
             kind = f"{type(t).__name__} of layout {t.layout}, dtype {t.dtype}"
             raise ValueError(f"cannot save {where}: a {kind}")
@@ -108,7 +108,7 @@ class Part:
         if place not in self._places:
             file = self._file(path)
             name = _unused(".".join(map(str, path[1:] or path)), (*self.files[file], "__metadata__"))
-            # not where it has no dims: those count steps, and bfloat16 counts to 256
+            # tensors without dims count steps, and bfloat16 counts only to 256
             narrow = self._down_cast and t.dtype == torch.float32 and t.ndim > 0
             to = torch.bfloat16 if narrow else None
             gather = self._gather.get(id(t))
@@ -119,7 +119,7 @@ class Part:
         return self._places[place]
 
     def _file(self, path: Path) -> str:
-        """One file per top-level entry, called like it where that makes a file name."""
+        """The file of a top-level entry, with its name if that is a valid file name."""
         top = path[:1] if len(path) > 1 else ("tensors", "of the top level")
         if top not in self._stems:
             fits = isinstance(top[0], str) and _FILE_STEM.fullmatch(top[0])
@@ -127,10 +127,10 @@ class Part:
         return f"{self._stems[top]}.safetensors"
 
     def share(self, rank: int, n: int, *, all_of_it: bool) -> dict[str, dict[str, Writer]]:
-        """The files that ``rank`` writes, of ``n`` ranks with equal tensors; every rank names all alike.
+        """The files that ``rank`` writes, of ``n`` ranks with equal tensors. All ranks agree on the names.
 
-        Unless ``all_of_it`` is shared, the first rank writes what it has, and the others help with what is
-        gathered.
+        With ``all_of_it``, all tensors are shared out. Otherwise only gathered tensors are, and the first
+        rank writes the others.
         """
         if n == 1:
             return self.files
@@ -148,14 +148,14 @@ class Part:
         return out
 
     def _order(self, file: str, name: str) -> tuple[bool, int, str, str]:
-        """What one rank writes alone comes first, then large before small."""
+        """Sort key: tensors that the first rank may write alone come first, then large before small."""
         entry = self.files[file][name]
         return isinstance(entry, GatheredTensor), -nbytes_of(entry), file, name
 
     def gather(self, mine: Mapping[str, Mapping[str, Writer]]) -> None:
-        """Gather, one after the other, what dp ranks hold in parts, and keep those that this rank writes.
+        """Gather tensors that are split over dp ranks, one by one, and keep those that this rank writes.
 
-        Collective over dp where there are any.
+        Collective over dp if there are any.
         """
         kept = {id(entry) for entries in mine.values() for entry in entries.values()}
         for entries in self.files.values():
@@ -165,7 +165,7 @@ class Part:
 
 
 def on_host(files: Mapping[str, Mapping[str, Writer]]) -> dict[str, dict[str, Writer]]:
-    """Copies of all values, so that what is written later is what they are now."""
+    """Copies of all values in host memory, for a later write."""
     return {file: {name: entry.copied() for name, entry in some.items()} for file, some in files.items()}
 
 
@@ -174,7 +174,7 @@ def total_of(files: Mapping[str, Mapping[str, Entry]]) -> int:
 
 
 def _unused(name: str, used: Iterable[str]) -> str:
-    """``name``, or with a number if it is taken; case does not count, as on some file systems."""
+    """``name``, with a number if it is taken. Case is ignored, as on some file systems."""
     taken = {u.lower() for u in used}
     candidate, i = name, 1
     while candidate.lower() in taken:
@@ -185,10 +185,10 @@ def _unused(name: str, used: Iterable[str]) -> str:
 
 # -- cuts -------------------------------------------------------------------------------------------------
 def cuts_of(state: Mapping[Any, Any], ctx: ParallelContext, known: Mapping[int, Layout]) -> CutOf:
-    """The cut that goes on record with each tensor of a state; ``known``: some of them, by ``id``.
+    """The function that returns the cut to record for a tensor. ``known``: some cuts, by ``id``.
 
-    An entry that a plain module made of a parallel layer's parameter (as ``cls.predictions.bias`` of
-    transformers' BERT) has no mark of its own, but is the memory of one that has.
+    A plain module may share a parallel layer's parameter, as ``cls.predictions.bias`` in transformers' BERT.
+    Its entry is then not stamped, but shares its memory with an entry that is.
     """
     memory_of = ctx.backend.memory_of
     marked: dict[object, Tensor] = {}
@@ -208,11 +208,11 @@ def cuts_of(state: Mapping[Any, Any], ctx: ParallelContext, known: Mapping[int, 
 def optimizer_cuts(
     state: Mapping[Any, Any], marked: Mapping[object, Tensor], mesh: Mesh, memory_of: MemoryOf
 ) -> dict[int, Cut]:
-    """By ``id``: cuts of the tensors in optimizers' state_dicts, which are those of their parameters.
+    """Cuts of the tensors in optimizers' state_dicts, by ``id``: those of their parameters.
 
-    An optimizer numbers its parameters. They have names where it was made from ``named_parameters()``
-    (torch 2.6 or newer); where not, the cut is unknown. What has another shape than its parameter, a step
-    count say, is left to the general rule.
+    An optimizer numbers its parameters. They have names too if it was made from ``named_parameters()`` (torch
+    2.6 or newer). Without names, or with another shape than the parameter's shard, the cut is unknown.
+    Tensors without dims, such as step counts, are skipped.
     """
     known = _by_name(state, marked, memory_of)
     cuts: dict[int, Cut] = {}
@@ -234,7 +234,7 @@ def optimizer_cuts(
 def _by_name(
     state: Mapping[Any, Any], marked: Mapping[object, Tensor], memory_of: MemoryOf
 ) -> dict[str, Layout]:
-    """Cuts of the parameters in the models' state_dicts, but for names that two of them use differently."""
+    """Layouts of the parameters in the models' state_dicts, except names with different layouts."""
     layouts: dict[str, set[Layout]] = defaultdict(set)
     for model in (state, *state.values()):
         if isinstance(model, Mapping) and not is_optimizer(model):

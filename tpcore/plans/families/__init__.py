@@ -1,4 +1,4 @@
-"""Plans of families to which transformers gives none: one file for each way of building a block."""
+"""Plans for model families without a plan in transformers. Each file covers one structure of blocks."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ FILES = {
     "dinov2 dinov2_with_registers hubert ijepa siglip_vision_model siglip2_vision_model vit vit_mae vit_msn "
     "vivit wav2vec2",
 }
-"""By file: the ``model_type`` of each family that it knows."""
+"""For each file, the ``model_type`` of its families."""
 
 REFUSED = {
     "doge": "its own plan cuts the values that all its heads share",
     "esmc": "its own plan cuts heads on which one norm works",
 }
-"""Families whose own plan does not hold: why."""
+"""Families whose own plan is wrong, with the reason."""
 
 
 def file_of(model_type: str) -> str | None:
-    """The module here that knows a family."""
+    """The module in this package that has the rules of a family."""
     return next((file for file, kinds in FILES.items() if model_type in kinds.split()), None)
 
 
 def rules_of(config: Any) -> Mapping[str, Rule]:
-    """Rules of a family, named as in its base model or its stacks of layers; none for an unknown one."""
+    """The rules of a family, with names of its base model or its stacks of layers; {} if it is unknown."""
     file = file_of(getattr(config, "model_type", ""))
     if file is None:
         return {}

@@ -1,4 +1,4 @@
-"""ALBERT: one group of layers for all, run again and again."""
+"""ALBERT: all layers share one group of parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""BART and what is built like it: self_attn, encoder_attn, fc1 and fc2 in the layer itself."""
+"""BART and similar models: self_attn, encoder_attn, fc1 and fc2 are in the layer itself."""
 
 from __future__ import annotations
 

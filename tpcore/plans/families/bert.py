@@ -1,4 +1,4 @@
-"""BERT and what is built like it: attention.self (or .attention), attention.output, intermediate, output."""
+"""BERT and similar models: attention.self (or .attention), attention.output, intermediate, output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Better rules than those that transformers has, for families with a plan of their own."""
+"""Families with a plan in transformers for which these rules are better."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ _ACTIVATION = {"layers.*.mlp.act_fn": "replicated_with_grad_allreduce"}
 
 
 def rules(config: Any) -> dict[str, Rule]:
-    """The two halves of a gated network are cut each, where the plan gathers them whole on every rank; the
-    activation's parameters see this rank's features."""
+    """Each half of a gated MLP is cut, while the model's own plan gathers both on every rank. For apertus the
+    gradients of the activation's parameters are summed, because each rank has other features."""
     return {**(_ACTIVATION if config.model_type == "apertus" else _GATED)}

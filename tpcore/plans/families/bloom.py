@@ -1,4 +1,4 @@
-"""BLOOM, Falcon, Persimmon and the Japanese GPT-NeoX: q, k and v of a head side by side in one layer."""
+"""BLOOM, Falcon, Persimmon and the Japanese GPT-NeoX: one layer has q, k and v of each head side by side."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NORMS = ("q_layernorm", "k_layernorm")
 
 
 def _projection(config: Any) -> Rule:
-    """Falcon has q|k|v of one key head, or each key head beside its queries."""
+    """Falcon has q|k|v with one key head, or each key and value head next to its queries."""
     if config.model_type != "falcon":
         return "colwise"
     heads, size = config.num_attention_heads, config.hidden_size // config.num_attention_heads

@@ -1,4 +1,4 @@
-"""GPT-2 and its forerunner: Conv1D layers, q|k|v in one."""
+"""GPT-2 and the first GPT: Conv1D layers, q|k|v in one layer."""
 
 from __future__ import annotations
 

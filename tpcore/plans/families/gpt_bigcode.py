@@ -1,4 +1,4 @@
-"""GPT BigCode: queries of many heads, with keys and values of one; or all three of each head side by side."""
+"""GPT BigCode: many query heads with one key and value head, or q, k and v of each head side by side."""
 
 from __future__ import annotations
 

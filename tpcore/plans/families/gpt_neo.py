@@ -1,4 +1,4 @@
-"""GPT-Neo: attention inside attention."""
+"""GPT-Neo: the projections are in attention.attention."""
 
 from __future__ import annotations
 

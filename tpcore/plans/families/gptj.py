@@ -1,4 +1,4 @@
-"""GPT-J: attention and network side by side."""
+"""GPT-J: attention and MLP run in parallel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Llama's names without its plan."""
+"""Models with Llama's names but without its plan."""
 
 from __future__ import annotations
 

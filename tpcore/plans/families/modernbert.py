@@ -1,4 +1,4 @@
-"""ModernBERT: q|k|v in one, a gated network whose two halves are one layer."""
+"""ModernBERT: q|k|v in one layer, and a gated MLP whose two halves are one layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MPNet: q, k, v and o in one attention, a bias of heads by distance beside the layers."""
+"""MPNet: attention.attn has q, k, v and o; a bias of each head by distance is outside the layers."""
 
 from __future__ import annotations
 

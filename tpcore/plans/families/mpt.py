@@ -1,4 +1,4 @@
-"""MPT: q|k|v in one, a bias of heads by distance as an argument."""
+"""MPT: q|k|v in one layer, and a bias of each head by distance as an argument."""
 
 from __future__ import annotations
 

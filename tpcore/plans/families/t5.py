@@ -1,4 +1,4 @@
-"""T5 and what is built like it: the bias of heads by distance is cut as the heads are."""
+"""T5 and similar models: the bias of each head by distance is cut like the heads."""
 
 from __future__ import annotations
 

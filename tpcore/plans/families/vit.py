@@ -1,4 +1,4 @@
-"""Encoders of images and speech: CLIP, SigLIP, ViT, DINOv2, wav2vec 2.0 and what is built like them."""
+"""Encoders of images and speech: CLIP, SigLIP, ViT, DINOv2, wav2vec 2.0 and similar models."""
 
 from __future__ import annotations
 

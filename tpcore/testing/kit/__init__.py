@@ -1,1 +1,1 @@
-"""The conformance kit: what every backend must do."""
+"""The conformance kit: tests that every backend must pass."""

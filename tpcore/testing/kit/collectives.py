@@ -1,6 +1,6 @@
-"""What the conformance kit asks of a backend: functions of (ctx, ...) that return what is wrong.
+"""The conformance kit's checks of collectives: functions of (ctx, ...) that return messages about errors.
 
-They return and do not raise, so that ranks stay in step and all of it is seen.
+They return and do not raise, so that ranks stay in step and report all errors.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from ...comm import Comm, Op
 from ...context import ParallelContext
 from ...errors import BackendError
 from ...transport import PRIMITIVES as PRIMITIVES_BY_NAME
-from ...transport import REDUCE_SCATTER, TABLE, Primitive
+from ...transport import TABLE, Primitive
 
 SHAPES = ((4,), (4, 8), (8, 4, 4), (4, 1, 8, 4))
 EMPTY = ((0, 4), (4, 0))
 
 
 class Wrong(list[str]):
-    """What is wrong, in words; and the ``error`` that came nearest to what is ``allowed``, or passed it."""
+    """Messages about errors, and the largest ``error`` relative to the ``allowed`` one."""
 
     error = allowed = 0.0
 
     def measure(self, what: str, got: Tensor, want: Tensor, allowed: float = 0.0) -> None:
-        """The largest difference; 0 allowed: they are to be equal."""
+        """Compare by the largest difference; with ``allowed`` 0 the values must be equal."""
         got, want = (t.detach().cpu().double() for t in (got, want))
         alike = got.shape == want.shape
         error = float((got - want).abs().max()) if alike and got.numel() else (0.0 if alike else float("inf"))
@@ -40,7 +40,7 @@ class Wrong(list[str]):
 
 
 def values(shape: tuple[int, ...], position: int, dtype: torch.dtype) -> Tensor:
-    """Small whole numbers, which every dtype holds and sums exactly; different at each position."""
+    """Small whole numbers, which every dtype represents and sums exactly; different at each position."""
     n = torch.Size(shape).numel()
     whole = (torch.arange(n) * (position + 3) + position) % 7
     out = (whole % 2 if dtype is torch.bool else whole).to(dtype).view(shape)
@@ -49,14 +49,14 @@ def values(shape: tuple[int, ...], position: int, dtype: torch.dtype) -> Tensor:
 
 Calls = list[tuple[str, Callable[[Tensor], Tensor], Tensor]]
 
-# what to pass for an argument of this name: from the number of dims and the size of the group
+# values to try for an argument of this name: (number of dims, group size) -> values
 _TRIED: dict[str, Callable[[int, int], Sequence[Any]]] = {
     "dim": lambda ndim, n: range(-ndim, ndim),
     "src": lambda ndim, n: range(n),
     "op": lambda ndim, n: ["sum"],
     "donate": lambda ndim, n: [False],
     "split_dim": lambda ndim, n: range(-ndim, ndim),
-    # the ring, the ring backwards, one pair that swaps, one member that sends to the last, all stay
+    # the ring, the ring backwards, a swap of two members, one sender only, the identity
     "to": lambda ndim, n: [
         tuple((i + 1) % n for i in range(n)),
         tuple((i - 1) % n for i in range(n)),
@@ -74,7 +74,7 @@ REDUCING = tuple(p.name for p in TABLE if p.sums)
 MOVING = tuple(p.name for p in TABLE if not p.sums)
 _AFTER = list(PRIMITIVES_BY_NAME).index("all_reduce") + 1
 PRIMITIVES = (*list(PRIMITIVES_BY_NAME)[:_AFTER], *_VARIANTS, *list(PRIMITIVES_BY_NAME)[_AFTER:])
-"""In the order in which the kit looks at them."""
+"""Primitives and variants, in the order in which the kit tests them."""
 
 
 def _arguments(primitive: Primitive, shape: torch.Size, n: int) -> Iterator[dict[str, Any]]:
@@ -83,8 +83,7 @@ def _arguments(primitive: Primitive, shape: torch.Size, n: int) -> Iterator[dict
     tried = [_TRIED[name](ndim, n) for name in primitive.arguments if name != "concat_dim"]
     for values in itertools.product(*tried):
         given = dict(zip([a for a in primitive.arguments if a != "concat_dim"], values, strict=True))
-        cut = given.get("split_dim", given["dim"] if primitive is REDUCE_SCATTER else None)
-        if cut is not None and shape[cut] % n:
+        if primitive.divides and shape[given[primitive.divides]] % n:
             continue
         if "split_dim" not in given:
             yield given
@@ -94,14 +93,14 @@ def _arguments(primitive: Primitive, shape: torch.Size, n: int) -> Iterator[dict
 
 
 def calls(comm: Comm, name: str, every: list[Tensor]) -> Calls:
-    """Each way to call ``name``, a primitive or a variant of one, on tensors like ``every``: (how, call, the
-    right result)."""
+    """(description, call, correct result) for each way to call ``name``, a primitive or a variant, on tensors
+    like ``every``."""
     me, ndim = int(comm.position.cpu()), every[0].ndim
     of, fixed = _VARIANTS.get(name, (name, {}))
     primitive, out = PRIMITIVES_BY_NAME[of], []
     for given in _arguments(primitive, every[0].shape, comm.size):
         chosen = given | fixed
-        # as a transport is given them: no dim is negative, who sends nothing sends to -1
+        # in the transport's form: dims are not negative, and a member that sends nothing has target -1
         plain = [_plain(k, v, ndim) for k, v in chosen.items()]
         want = primitive.meaning(every, me, *plain)
         how = " ".join(f"{k} {v}" for k, v in chosen.items() if k not in ("op", "donate"))
@@ -122,7 +121,7 @@ def _call(comm: Comm, name: str, of: str, given: dict[str, Any]) -> Callable[[Te
 
 
 def differs(got: Tensor, want: Tensor) -> str:
-    """How a result is wrong in value, dtype, shape; empty if it is right."""
+    """A message if a result differs in value, dtype or shape; else empty."""
     if (got.dtype, got.shape) != (want.dtype, want.shape):
         return f"is {got.dtype} {tuple(got.shape)}, not {want.dtype} {tuple(want.shape)}"
     got, want = (t.detach().cpu().contiguous() for t in (got, want))
@@ -142,7 +141,7 @@ def _each(ctx: ParallelContext, comm: Comm, primitive: str, every: list[Tensor])
 
 
 def joined(ctx: ParallelContext) -> Wrong:
-    """Rank, size, members and device say the same thing."""
+    """Position, size, device and process group are consistent."""
     out, comm = Wrong(), ctx.comm("tp")
     if comm.position.dtype != torch.int64 or comm.position.shape != (1,):
         out.append(
@@ -174,7 +173,7 @@ def empty(ctx: ParallelContext, primitive: str) -> Wrong:
 
 
 def strided(ctx: ParallelContext, primitive: str) -> Wrong:
-    """An input that is transposed, and has gaps between its elements."""
+    """The input is transposed and has gaps between its elements."""
     comm, out = ctx.comm("tp"), Wrong()
     me = int(comm.position.cpu())
     every = [values((4, 8, 4), p, torch.float32).transpose(0, 2)[:, ::2] for p in range(comm.size)]
@@ -190,7 +189,7 @@ def strided(ctx: ParallelContext, primitive: str) -> Wrong:
 
 
 def memory(ctx: ParallelContext, primitive: str) -> Wrong:
-    """Inputs are left as they were; outputs are contiguous, not the input, without autograd, and last."""
+    """Inputs stay unchanged. Outputs are contiguous, new memory, outside of autograd, and stay valid."""
     comm, out = ctx.comm("tp"), Wrong()
     me = int(comm.position.cpu())
     every = [values((4, 8, 4), p, torch.float32) for p in range(comm.size)]
@@ -208,7 +207,7 @@ def memory(ctx: ParallelContext, primitive: str) -> Wrong:
         if y.requires_grad:
             out.append(f"{what} the output is part of an autograd graph, whose gradient would be wrong")
         kept.append((what, y, want))
-    for what, y, want in kept:  # after all the others: a buffer that was used again holds their values
+    for what, y, want in kept:  # after all calls: a reused buffer would have later values by now
         problem = differs(y, want)
         if problem:
             out.append(f"{what} after later collectives the output {problem}")
@@ -216,9 +215,9 @@ def memory(ctx: ParallelContext, primitive: str) -> Wrong:
 
 
 def overlapped(ctx: ParallelContext) -> Wrong:
-    """Several all-reduces under way, waited for in another order, with one more collective between."""
+    """Several all-reduces under way, waited for in another order, with a gather in between."""
     comm, out = ctx.comm("tp"), Wrong()
-    n, me = comm.size, comm.position.float()  # as data: one program for all ranks of a compiling backend
+    n, me = comm.size, comm.position.float()  # a tensor: one program for all ranks of a compiling backend
     waits = [comm.start_all_reduce(me.repeat(9) + i) for i in range(4)]
     gathered = comm.all_gather(me, 0)
     for i, wait in reversed(list(enumerate(waits))):
@@ -231,7 +230,7 @@ def overlapped(ctx: ParallelContext) -> Wrong:
 
 
 def groups(ctx: ParallelContext, primitive: str) -> Wrong:
-    """Every axis, every pair of axes and the world, each on its own members only."""
+    """Collectives over each axis, a pair of axes and the world involve only the group's members."""
     axes, out = list(ctx.mesh.axes), Wrong()
     for names in [(a,) for a in axes] + [tuple(axes[:2]), tuple(axes)]:
         comm = ctx.comm(*names)
@@ -245,7 +244,7 @@ def groups(ctx: ParallelContext, primitive: str) -> Wrong:
 
 
 def many(ctx: ParallelContext) -> Wrong:
-    """A long run of collectives of changing kind and size: nothing leaks from one into another."""
+    """A long run of collectives of changing kind and size: none affects another."""
     comm, out = ctx.comm("tp"), Wrong()
     for i in range(24):
         every = [values((4, 4 + i % 5), p + i, torch.float32) for p in range(comm.size)]
@@ -254,7 +253,7 @@ def many(ctx: ParallelContext) -> Wrong:
 
 
 def replicated(ctx: ParallelContext) -> Wrong:
-    """A sum of numbers that round has the same bits on every rank: ranks would drift apart otherwise."""
+    """A sum that rounds has the same bits on every rank: otherwise ranks would drift apart."""
     comm = ctx.comm("tp")
     x = torch.rand(257, generator=torch.Generator().manual_seed(ctx.rank)).to(ctx.device)
     ops_: tuple[Op, ...] = ("sum", "max")

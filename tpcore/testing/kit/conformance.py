@@ -1,13 +1,13 @@
-"""The conformance kit: what every backend must do, as tests that pytest collects from one subclass.
+"""The conformance kit: tests that every backend must pass; pytest collects them from one subclass.
 
     from tpcore.testing.conformance import Conformance
 
     class TestMine(Conformance):
         backend = "mine"
 
-Started by what starts the backend's ranks (``mpirun -n 4 python -m pytest``, ``torchrun --nproc_per_node=4
--m pytest``), every rank runs every test. The order is from the simple to the composed: the first failure
-names the fault, and later ones are often its consequence.
+Start pytest with the backend's launcher (``mpirun -n 4 python -m pytest``, ``torchrun --nproc_per_node=4
+-m pytest``): every rank runs every test. The order is from simple to composed: the first failure shows the
+fault, and later ones are often its consequence.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from . import mappings as law
 from .launched import Launched, launched_world
 
 Run = Callable[..., list[list[str]]]
-"""``run(mesh, fn, *args)`` calls ``fn(ctx, *args)`` on every rank and returns what ranks found wrong."""
+"""``run(mesh, fn, *args)`` calls ``fn(ctx, *args)`` on every rank and returns the ranks' messages."""
 
 _NAMES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def meshes(world: int) -> list[Mesh]:
-    """Every way to lay out ``world`` ranks on two or three axes with at least two ranks on two of them."""
+    """All meshes of ``world`` ranks with two or three axes of which at least two have two or more ranks."""
     out = []
     for pp in (n for n in range(1, world + 1) if world % n == 0):
         for dp in (n for n in range(1, world // pp + 1) if (world // pp) % n == 0):
@@ -56,7 +56,7 @@ def _label(value: Any) -> str:
 
 
 def _leave_printing_to_rank_0(config: pytest.Config, rank: int) -> None:
-    """Every rank has the findings of all: one of them prints. The exit status stays each rank's own."""
+    """Silence pytest on this rank: rank 0 has all ranks' messages. The exit status stays each rank's own."""
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if reporter is not None:
         reporter.write_line(f"rank {rank} prints no more: rank 0 prints what all ranks find")
@@ -64,8 +64,8 @@ def _leave_printing_to_rank_0(config: pytest.Config, rank: int) -> None:
 
 
 class Conformance:
-    """Subclass it in a test file and name the backend. ``worlds``: how many ranks the tests run on, by
-    default as many as the launcher started; a class whose ``run`` fixture starts its own ranks says which.
+    """Subclass it in a test file and set ``backend``. ``worlds``: the numbers of ranks to test; default: the
+    launcher's number. A class whose ``run`` fixture starts its own ranks sets it.
     """
 
     backend: ClassVar[str]
@@ -73,14 +73,14 @@ class Conformance:
     grace: ClassVar[float] = 10.0
     """Seconds after which a rank that failed alone ends the job (see ``Launched``)."""
     every: ClassVar[int] = 7
-    """One of how many cases of each layer to run: 7 divides the length of no axis, so all values come up."""
+    """Run every 7th case of each layer: 7 divides the length of no axis, so all values occur."""
     large: ClassVar[Sequence[int]] = edges.LARGE
-    """Elements of the tensors that count as large."""
+    """Numbers of elements of large tensors."""
 
     @pytest.fixture(scope="class")
     @classmethod
     def run(cls, request: pytest.FixtureRequest) -> Iterator[Run]:
-        """How ranks are run; override it for a backend that needs no launcher."""
+        """Runs a check on all ranks; override it for a backend that needs no launcher."""
         capture = request.config.pluginmanager.get_plugin("capturemanager")
 
         def say(message: str) -> None:
@@ -99,7 +99,7 @@ class Conformance:
         return backend_class(type(self).backend)
 
     def choices(self) -> dict[str, list[Any]]:
-        """The values that each argument of a test takes."""
+        """The values of each test argument."""
         can = self.backend_class().capabilities
         worlds = type(self).worlds or (launched_world(),)
         layers = [name for name, dtype in _NAMES.items() if dtype in can.dtypes]
@@ -129,14 +129,14 @@ class Conformance:
         matrix.report(results)
 
     def test_declaration(self) -> None:
-        """The class is complete, of this version of the interface, declares enough, and can run here."""
+        """The class is complete, has this version of the interface, declares enough, and can run here."""
         cls = self.backend_class()
         problem = unfit(cls) or cls.unavailable()
         if problem:
             pytest.fail(problem, pytrace=False)
 
     def test_there_are_ranks(self) -> None:
-        """Alone there is nothing to test. Start the kit with ``mpirun -n 2`` or ``torchrun``."""
+        """One rank has nothing to test. Start the kit with ``mpirun -n 2`` or ``torchrun``."""
         if max(type(self).worlds or (launched_world(),)) < 2:
             pytest.fail(
                 "one rank alone makes no collectives: mpirun -n 2 python -m pytest ..., or\n"
@@ -145,15 +145,15 @@ class Conformance:
             )
 
     def test_joined(self, run: Run, line: Mesh) -> None:
-        """A failure is in ``start`` or in how a Transport is made: rank, size, members, device."""
+        """A failure is in ``start`` or in making a Transport: rank, size, members, device."""
         self._check(run(line, bodies.joined))
 
     def test_values(self, run: Run, line: Mesh, primitive: str, dtype: torch.dtype) -> None:
-        """A failure is in this primitive: what it computes, for some dim or dtype."""
+        """A failure is in the result of this primitive for some dim or dtype."""
         self._check(run(line, bodies.right_values, primitive, dtype))
 
     def test_moved_dtypes(self, run: Run, line: Mesh, moving: str, moved: torch.dtype) -> None:
-        """A failure is in how a dtype travels that is declared as moved only."""
+        """A failure is in moving a dtype that is declared as moved only."""
         self._check(run(line, bodies.right_values, moving, moved))
 
     def test_strides(self, run: Run, line: Mesh, primitive: str) -> None:
@@ -165,7 +165,7 @@ class Conformance:
         self._check(run(line, bodies.empty, primitive))
 
     def test_memory(self, run: Run, line: Mesh, primitive: str) -> None:
-        """A failure is in what this primitive does to memory: its input, its output, a buffer of its own."""
+        """A failure is in this primitive's use of memory: its input, its output, a buffer of its own."""
         self._check(run(line, bodies.memory, primitive))
 
     def test_overlap(self, run: Run, line: Mesh) -> None:
@@ -173,31 +173,31 @@ class Conformance:
         self._check(run(line, bodies.overlapped))
 
     def test_large(self, run: Run, line: Mesh, primitive: str) -> None:
-        """A failure is in how this primitive cuts what exceeds a buffer, or sends before it receives."""
+        """A failure is in how this primitive splits large data, or sends before it receives."""
         self._check(run(line, edges.large, primitive, type(self).large))
 
     def test_no_dims(self, run: Run, line: Mesh, primitive: str) -> None:
-        """A failure is in the shape of what comes of a tensor without dims."""
+        """A failure is in the shape of the result for a tensor without dims."""
         self._check(run(line, edges.without_dims, primitive))
 
     def test_odd_values(self, run: Run, line: Mesh, primitive: str) -> None:
-        """A failure is in what this primitive does to NaN, infinity or negative numbers."""
+        """A failure is in this primitive's result for NaN, infinity or negative numbers."""
         self._check(run(line, edges.odd_values, primitive))
 
     def test_odd_memory(self, run: Run, line: Mesh, primitive: str) -> None:
-        """A failure is in how this primitive finds its input: offset and strides of 0."""
+        """A failure is in how this primitive reads its input: a storage offset, or strides of 0."""
         self._check(run(line, edges.odd_memory, primitive))
 
     def test_again(self, run: Run, line: Mesh, primitive: str) -> None:
-        """A failure is in what is kept for calls like an earlier one: buffers, views, plans."""
+        """A failure is in data that is reused for similar calls: buffers, views, plans."""
         self._check(run(line, edges.again, primitive))
 
     def test_modes(self, run: Run, line: Mesh, primitive: str) -> None:
-        """A failure is in memory that was made under ``inference_mode``, or that keeps a result in it."""
+        """A failure is in memory that is made under ``inference_mode`` and used outside, or the reverse."""
         self._check(run(line, edges.any_mode, primitive))
 
     def test_precision(self, run: Run, line: Mesh, summed: torch.dtype) -> None:
-        """A failure is in the dtype that numbers are summed in."""
+        """A failure is in the dtype of a sum."""
         self._check(run(line, edges.precise, summed))
 
     def test_started(self, run: Run, line: Mesh) -> None:
@@ -209,11 +209,11 @@ class Conformance:
         self._check(run(line, bodies.many))
 
     def test_same_bits(self, run: Run, line: Mesh) -> None:
-        """A failure is in the order of a sum: every rank must add in the same."""
+        """A failure is in the order of a sum, which must be the same on every rank."""
         self._check(run(line, bodies.replicated))
 
     def test_groups(self, run: Run, grid: Mesh, primitive: str) -> None:
-        """A failure is in ``connect``: which ranks form a group, and in which order."""
+        """A failure is in ``connect``: the ranks of a group, or their order."""
         self._check(run(grid, bodies.groups, primitive))
 
     def test_interleaved(self, run: Run, grid: Mesh) -> None:
@@ -238,13 +238,13 @@ class Conformance:
         self._check(run(line, matrix.run, some[:: type(self).every if len(some) > 20 else 1]))
 
     def test_training(self, run: Run, square: Mesh) -> None:
-        """A failure here alone is in dp and tp together: reduced gradients, clipping, an optimizer's step."""
+        """A failure here alone is in dp combined with tp: mean of gradients, clipping, the step."""
         self._check(run(square, programs.training_step))
 
     def test_checkpoint(self, run: Run, line: Mesh) -> None:
-        """A failure is in gathering bytes, or in ``device``: what is saved is not what is read back."""
+        """A failure is in gathering bytes, or in ``device``: loaded values differ from the saved ones."""
         self._check(run(line, programs.checkpoint_round_trip))
 
     def test_traces(self, run: Run, line: Mesh) -> None:
-        """A failure is in ``trace`` or ``load_program``; where no tracing is declared, in not refusing it."""
+        """A failure is in ``trace`` or ``load_program``; without declared tracing, in not refusing it."""
         self._check(run(line, programs.traced_program))

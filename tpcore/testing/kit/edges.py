@@ -1,4 +1,4 @@
-"""What the conformance kit asks at the edges: large and odd tensors, odd values, calls one after another."""
+"""The conformance kit's checks of edge cases: large and odd tensors, odd values, repeated calls."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from torch import Tensor
 
 from ...comm import Comm
 from ...context import ParallelContext
+from ...transport import PRIMITIVES
 from .collectives import Wrong, calls, differs, values
 
 LARGE = (4_097, (1 << 16) // 4 + 3, 1 << 22)
-"""Elements of float32: a little more than 16 and 64 KiB; and 16 MB, more than is on its way in a network, so
-that ranks that all send before they receive wait for ever. That is asked of pairs, where it is soon done."""
+"""Numbers of float32 elements: a little more than 16 and 64 KiB; and 16 MB, more than a network buffers, so
+that ranks that all send before they receive wait for ever. The last is for groups of two, where it is fast"""
 
 Made = Callable[[int], Tensor]
 
@@ -22,7 +23,7 @@ Made = Callable[[int], Tensor]
 def _only(
     ctx: ParallelContext, comm: Comm, name: str, made: Made, note: str, count: int | None = None
 ) -> Wrong:
-    """One primitive, in its first ``count`` ways, on the tensors that ``made`` gives by position."""
+    """Check the first ``count`` calls of one primitive on the tensors that ``made`` returns by position."""
     me, out = int(comm.position.cpu()), Wrong()
     every = [made(p) for p in range(comm.size)]
     for how, call, want in calls(comm, name, every)[:count]:
@@ -33,11 +34,11 @@ def _only(
 
 
 def large(ctx: ParallelContext, primitive: str, sizes: Sequence[int]) -> Wrong:
-    """Every byte arrives, and inputs stay as they are, whatever the size."""
+    """Every byte arrives, and inputs stay unchanged, whatever the size."""
     comm, out = ctx.comm("tp"), Wrong()
     me = int(comm.position.cpu())
     for n in [n for n in sizes if comm.size == 2 or n < LARGE[-1]]:
-        n += -n % comm.size  # noqa: PLW2901  so that ranks divide it
+        n += -n % comm.size  # noqa: PLW2901  divisible by the number of ranks
         every = [torch.full((n,), p + 1.0) for p in range(comm.size)]
         for p, t in enumerate(every):
             t[: 1 << 15] = values((min(n, 1 << 15),), p, torch.float32)
@@ -53,15 +54,16 @@ def large(ctx: ParallelContext, primitive: str, sizes: Sequence[int]) -> Wrong:
 
 
 def without_dims(ctx: ParallelContext, primitive: str) -> Wrong:
-    """Tensors of no dims stay such, where a primitive takes them."""
-    if primitive in ("all_gather", "reduce_scatter", "all_to_all"):
+    """Tensors without dims keep their shape, in primitives that take them."""
+    known = PRIMITIVES.get(primitive)
+    if known is not None and {"dim", "split_dim"} & known.arguments.keys():
         return Wrong()
     return _only(ctx, ctx.comm("tp"), primitive, lambda p: torch.tensor(p - 3.0), "a tensor of no dims")
 
 
 def odd_values(ctx: ParallelContext, primitive: str) -> Wrong:
-    """NaN and infinity arrive, NaN wins each maximum, and all numbers may be negative. What only moves keeps
-    its bits, of NaN and of zero."""
+    """NaN and infinity arrive, a maximum with NaN is NaN, and all numbers may be negative. Moved values keep
+    their bits, also of NaN and zero."""
     comm, nan, inf = ctx.comm("tp"), float("nan"), float("inf")
     n = comm.size
 
@@ -79,13 +81,13 @@ def odd_values(ctx: ParallelContext, primitive: str) -> Wrong:
     me = int(comm.position.cpu())
     for how, call, want in calls(comm, primitive, [odd(p) for p in range(n)]):
         got = call(odd(me).to(ctx.device)).cpu()
-        if not torch.equal(got.nan_to_num(7.0), want.nan_to_num(7.0)):  # the bits of a computed NaN are free
+        if not torch.equal(got.nan_to_num(7.0), want.nan_to_num(7.0)):  # a computed NaN may have any bits
             out.append(f"{primitive} {how} of NaN and infinity on rank {ctx.rank} is {got[0].tolist()}")
     return out
 
 
 def odd_memory(ctx: ParallelContext, primitive: str) -> Wrong:
-    """Inputs that begin inside their memory, or of which one element stands for many."""
+    """Inputs with a storage offset, and inputs with strides of 0."""
     comm = ctx.comm("tp")
 
     def inside(p: int) -> Tensor:
@@ -94,17 +96,18 @@ def odd_memory(ctx: ParallelContext, primitive: str) -> Wrong:
     def repeated(p: int) -> Tensor:
         return values((1, 4), p, torch.float32).expand(4, 4)
 
-    def on_device(made: Made) -> Made:  # the strides as well
+    def on_device(made: Made) -> Made:  # a copy to a device must not lose the strides
         return lambda p: made(p) if ctx.device.type == "cpu" else made(p).to(ctx.device)
 
     out = _only(ctx, comm, primitive, on_device(inside), "a slice")
-    if primitive != "all_reduce donate":  # no rank can give up memory of which a part is there twice
+    if primitive != "all_reduce donate":  # memory with repeated elements cannot be donated
         out += _only(ctx, comm, primitive, on_device(repeated), "a tensor with strides of 0")
     return out
 
 
 def again(ctx: ParallelContext, primitive: str) -> Wrong:
-    """Calls of one shape with other values, of one size with other shapes and dtypes; all results last."""
+    """Calls of one shape with other values, and of one size with other shapes and dtypes. All results stay
+    valid."""
     comm, out = ctx.comm("tp"), Wrong()
     me, kept = int(comm.position.cpu()), []
     kinds = [((4, 4), torch.float32), ((4, 4), torch.int64), ((4, 8), torch.float32), ((8, 4), torch.float32)]
@@ -123,7 +126,7 @@ def again(ctx: ParallelContext, primitive: str) -> Wrong:
 
 
 def any_mode(ctx: ParallelContext, primitive: str) -> Wrong:
-    """What was first called under inference_mode works outside of it, and the reverse."""
+    """A call that was first made under inference_mode works outside of it, and the reverse."""
     comm, out = ctx.comm("tp"), Wrong()
     me = int(comm.position.cpu())
     for inside, width in ((True, 12), (False, 12), (True, 12), (False, 20), (True, 20)):
@@ -140,8 +143,8 @@ def any_mode(ctx: ParallelContext, primitive: str) -> Wrong:
 
 
 def precise(ctx: ParallelContext, dtype: torch.dtype) -> Wrong:
-    """A sum is rounded once for each addend at most, in its own dtype; a maximum is one of the numbers, and
-    whole numbers are exact; the same call gives the same bits."""
+    """A sum rounds at most once for each addend, in its own dtype. Maxima and sums of integers are exact. The
+    same call gives the same bits."""
     comm, out = ctx.comm("tp"), Wrong()
     me = int(comm.position.cpu())
 
@@ -170,7 +173,7 @@ def precise(ctx: ParallelContext, dtype: torch.dtype) -> Wrong:
 
 
 def started(ctx: ParallelContext) -> Wrong:
-    """The input of a reduction under way was read when it was started: the caller may change it."""
+    """A reduction reads its input when it is started: the caller may change it before the wait."""
     comm, out = ctx.comm("tp"), Wrong()
     me = comm.position.float()
     for n in (8, 100_000):
@@ -189,7 +192,7 @@ def started(ctx: ParallelContext) -> Wrong:
 
 
 def interleaved(ctx: ParallelContext) -> Wrong:
-    """Groups keep apart, with reductions under way in several."""
+    """Groups do not affect each other while reductions are under way in several of them."""
     axes, out = [a for a, n in ctx.mesh.axes.items() if n > 1], Wrong()
     comms = [ctx.comm(a) for a in axes] + [ctx.comm(*ctx.mesh.axes)]
     ranks = [ctx.mesh.group(*c.group.axes).members(ctx.rank) for c in comms]

@@ -1,4 +1,4 @@
-"""This process as one rank of a job that a launcher started: how the conformance kit runs under mpirun."""
+"""Runs the conformance kit on this process as one rank of a launcher's job, e.g. under mpirun."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ...mesh import Mesh
 
 
 class Launched:
-    """This process is one rank of a job that a launcher started: the backend finds out which.
+    """This process as one rank of a launcher's job; the backend finds out which rank.
 
-    A rank that fails alone leaves the others in a collective, and not every transport tells them. So a rank
-    whose error the others do not come to hear within ``grace`` seconds ends its process, upon which launchers
-    end the others'; and so does a rank that is ``timeout + grace`` seconds in one test. ``say``: prints what
-    that was, past whatever captures output.
+    A rank that fails alone leaves the others in a collective, and not every transport reports that. So a rank
+    ends its process if the others do not receive its error within ``grace`` seconds, or if one test takes
+    ``timeout + grace`` seconds; launchers then end the other processes. ``say``: prints the reason, bypassing
+    captured output.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Launched:
         try:
             with use(ctx), self._within(limit, what):
                 found, failed = fn(ctx, *args), False
-        except Exception as e:  # noqa: BLE001  told to the other ranks, which else would go on to the next test
+        except Exception as e:  # noqa: BLE001  sent to the other ranks, which would go on to the next test
             found, failed = [f"rank {self.rank}: {type(e).__name__}: {e}"], True
             limit, what = self._grace, f"{found[0]}\nThe other ranks did not come to hear of it"
         if self.world == 1:
@@ -53,14 +53,14 @@ class Launched:
         try:
             with self._within(limit, what):
                 return [t.decode().splitlines() for t in gather_bytes("\n".join(found).encode(), ctx.world)]
-        except BackendError:  # the others are in another collective, as a backend that compares finds
+        except BackendError:  # a backend that compares calls: the others are in another collective
             if not failed:
                 raise
             self._end(what)
 
     @contextmanager
     def _within(self, seconds: float, what: str) -> Iterator[None]:
-        """End this process, and so the job, if the block takes longer."""
+        """End this process, and so the job, if the block takes longer than ``seconds``."""
 
         timer = threading.Timer(seconds, self._end, [f"{what} within {seconds:g} s"])
         timer.daemon = True
@@ -80,6 +80,6 @@ class Launched:
 
 
 def launched_world() -> int:
-    """How many ranks the launcher of this process started, as torchrun, OpenMPI, MPICH or Slurm tell it."""
+    """The number of ranks of this process's launcher: torchrun, OpenMPI, MPICH or Slurm; else 1."""
     sizes = (settings.WORLD_SIZE, settings.OPENMPI_SIZE, settings.MPICH_SIZE, settings.SLURM_SIZE)
     return next((size.get() for size in sizes if size.is_set), 1)

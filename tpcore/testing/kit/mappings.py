@@ -1,4 +1,4 @@
-"""The transpose law, which a pair of mappings and their gradients keeps: what the kit asks of autograd."""
+"""The conformance kit's checks of gradients: backward is the transpose of forward."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAPPINGS: dict[str, tuple[Callable[[Tensor, Comm], Tensor], str, str]] = {
 
 
 def transpose_law(ctx: ParallelContext, name: str) -> Wrong:
-    """<f(x), y> == <x, f_T(y)>, a replicated value counted once; in whole numbers, so exactly."""
+    """<f(x), y> == <x, f_T(y)>, with replicated values counted once; exact, in whole numbers."""
     comm = ctx.comm("tp")
     fn, source, target = MAPPINGS[name]
     me = int(comm.position.cpu())
@@ -51,7 +51,7 @@ def transpose_law(ctx: ParallelContext, name: str) -> Wrong:
 
 
 def primitive_law(ctx: ParallelContext, name: str) -> Wrong:
-    """The same of a primitive and of what the table calls its transpose, over all ranks' tensors."""
+    """The same law for a primitive and its ``transpose`` in the table, over all ranks' tensors."""
     comm, primitive = ctx.comm("tp"), PRIMITIVES[name]
     me, n = int(comm.position.cpu()), comm.size
     given = {"dim": 1, "src": n - 1, "op": "sum", "donate": False, "split_dim": 1, "concat_dim": 0}

@@ -1,4 +1,4 @@
-"""What the conformance kit asks of whole programs: training, random streams, checkpoints and traces."""
+"""The conformance kit's checks of whole programs: training, random streams, checkpoints and traces."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ NEAR = 2e-5
 
 
 def training_step(ctx: ParallelContext) -> Wrong:
-    """Two steps of SGD with dp, tp and clipping, as the plain module makes them on the whole batch."""
+    """Two steps of SGD with dp, tp and clipping equal those of the plain module on the whole batch."""
     full = _full_state()
     batch = torch.randn(8, 8, generator=torch.Generator().manual_seed(3))
     plain, net = _plain(), _load(_net(), full, ctx)
@@ -76,7 +76,7 @@ def training_step(ctx: ParallelContext) -> Wrong:
 
 
 def random_streams(ctx: ParallelContext) -> Wrong:
-    """Replicated draws are equal over tp, sharded ones differ, and a restored state draws the same again."""
+    """Replicated draws are equal over tp, sharded draws differ, and a restored state repeats both."""
     comm, out = ctx.comm("tp"), Wrong()
     tpcore.random.manual_seed(11)
     state = tpcore.random.get_state()
@@ -105,7 +105,7 @@ def random_streams(ctx: ParallelContext) -> Wrong:
 
 @contextmanager
 def _shared_folder(ctx: ParallelContext) -> Iterator[Path]:
-    """One folder that all ranks see; gone when all have left the block."""
+    """A folder that all ranks share, removed when all have left the block."""
     made = tempfile.mkdtemp(prefix="tpcore-kit-") if ctx.rank == 0 else ""
     try:
         yield Path(gather_bytes(made.encode(), ctx.world)[0].decode() if ctx.world.size > 1 else made)
@@ -121,7 +121,7 @@ def _wait_for_all(ctx: ParallelContext) -> None:
 
 
 def checkpoint_round_trip(ctx: ParallelContext) -> Wrong:
-    """A model saved by this job is read back bit for bit."""
+    """A saved model loads bit for bit."""
     out = Wrong()
     net, other = _load(_net(), _full_state(), ctx), _net().to(ctx.device)
     with torch.no_grad():
@@ -138,7 +138,7 @@ def checkpoint_round_trip(ctx: ParallelContext) -> Wrong:
 def _network(linear: Callable[..., nn.Module], embedding: Callable[..., nn.Module]) -> nn.Module:
     return nn.Sequential(
         embedding(10, 8),
-        nn.Flatten(0, 1),  # a shape with the batch's size in it
+        nn.Flatten(0, 1),  # a shape that depends on the batch
         nn.LayerNorm(8),
         linear(0, 8, 12),
         nn.GELU(),
@@ -154,8 +154,9 @@ def _cut_linear(which: int, fan_in: int, fan_out: int) -> nn.Module:
 
 
 def traced_program(ctx: ParallelContext) -> Wrong:
-    """A traced model is the model: on every rank, at other batch sizes if it can, with other weights. What
-    would need a program for each rank is refused by all; a backend that declares no tracing refuses all."""
+    """A traced model equals the model on every rank, also with other weights, and with other batch sizes if
+    dynamic shapes are declared. All ranks refuse a model that needs a program for each rank. A backend
+    without declared tracing refuses to trace."""
     plain = _network(lambda _, *sizes: nn.Linear(*sizes), nn.Embedding)
     torch.manual_seed(5)
     full = {name: torch.randn_like(t) / 2 for name, t in plain.state_dict().items()}
@@ -186,7 +187,7 @@ def traced_program(ctx: ParallelContext) -> Wrong:
         for place in places:
             place.mkdir(exist_ok=True)
         trace(run, places[0])
-        _wait_for_all(ctx)  # the first rank writes
+        _wait_for_all(ctx)  # rank 0 writes
         weights = {name: t.detach().clone() for name, t in net.state_dict().items()}
         program = ctx.backend.load_program(places[0], weights)
         for change in ("as traced", "with its weights changed in place"):

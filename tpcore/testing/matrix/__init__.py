@@ -1,10 +1,10 @@
 """The correctness matrix: every layer under every option against the plain torch module, on any backend.
 
-A row names its layer. A case is data and its check a function of (ctx, case), so the same ones run on
-threads, on processes and on compiled replicas.
-Each check builds the plain module at the same seed, once in the case's dtype (the initial values must agree)
-and once in float64, feeds both the same numbers, and compares this rank's part of the output and of every
-gradient with an elementwise error bound.
+A row has the cases of one layer. A case is data and its check is a function of (ctx, case), so the same cases
+run on threads, on processes and on compiled replicas.
+Each check builds the plain module with the same seed, once in the case's dtype (the initial values must
+agree) and once in float64, gives both the same inputs, and compares this rank's part of the output and of
+every gradient with an elementwise error bound.
 
 The bounds are those of Higham, Accuracy and Stability of Numerical Algorithms, section 3.1: a sum of K
 products computed in any order is off by at most about ``K u sum |products|``, u being the unit roundoff of
@@ -72,7 +72,7 @@ def points() -> Iterator[tuple[str, int, str]]:
 
 
 def run(ctx: ParallelContext, some: list[Case]) -> list[str]:
-    """Check every case on this rank; the findings, empty if all is well."""
+    """Check every case on this rank; return the findings, empty if all is well."""
     out: list[str] = []
     for case in runnable(ctx, some):
         out += check(ctx, case)
@@ -80,7 +80,7 @@ def run(ctx: ParallelContext, some: list[Case]) -> list[str]:
 
 
 def runnable(ctx: ParallelContext, some: list[Case]) -> list[Case]:
-    """Lazy devices have no sparse tensors."""
+    """The cases that can run here: lazy devices have no sparse tensors."""
     return [c for c in some if ctx.comm("tp").eager or ("mode", "sparse") not in c.options]
 
 
@@ -99,7 +99,7 @@ def findings_of(ctx: ParallelContext, case: Case) -> Findings:
 
 
 def report(results: list[list[str]]) -> None:
-    """Fail with what all ranks found."""
+    """Raise AssertionError with the findings of all ranks, if there are any."""
     found = [message for rank in results for message in rank]
     if found:
         raise AssertionError(f"{len(found)} findings, the first of them:\n" + "\n".join(found[:12]))

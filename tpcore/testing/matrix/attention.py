@@ -1,4 +1,4 @@
-"""Query, key and value projections against nn.Linear, their heads shared as in grouped-query attention."""
+"""Query, key and value projections against nn.Linear, with shared heads as in grouped-query attention."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ Values = Callable[[Tensor], Tensor]
 
 
 class _Dense:
-    """q, k and v of plain layers in float64, k and v once for each query head, and all gradients.
+    """q, k and v of plain layers in float64, with k and v repeated for each query head, and all gradients.
 
-    ``of``: taken of every number first. With ``torch.abs`` the results are the magnitudes behind the bounds.
+    ``of`` is applied to every tensor first. With ``torch.abs`` the results are magnitudes for the bounds.
     """
 
     def __init__(self, plain: Sequence[nn.Linear], x: Tensor, grads: Sequence[Tensor], of: Values) -> None:
@@ -48,7 +48,7 @@ class _Dense:
 
 
 def _repeated(x: Tensor, heads: int) -> Tensor:
-    """Each key or value head as often as query heads share it, which are then cut like those."""
+    """Repeat each key or value head for the query heads that share it; then it is cut like those."""
     shared: Tensor = x.unflatten(-1, (-1, HEAD))
     return shared.repeat_interleave(heads // shared.shape[-2], -2).flatten(-2)
 
@@ -58,7 +58,7 @@ def _compare_gradients(
 ) -> None:
     tp, shared = ctx.comm("tp"), HEADS // case.kv_heads
     terms = shared * want.x[..., 0].numel() + tp.size
-    # query heads that share a head add to it one by one, each in the dtype, and so do its copies
+    # query heads that share a head add to its gradient one by one in the dtype; so do its copies
     for i, (ours, exact, size) in enumerate(zip(layer.children(), want.layers, sizes.layers, strict=True)):
         for name, p in exact.named_parameters():
             bound = found.bound(grad_of(size.get_parameter(name)), terms, shared + 2)
@@ -96,7 +96,7 @@ def qkv(ctx: ParallelContext, case: Case, found: Findings) -> None:
     mine = (cut_features(g, columns, ctx).to(ctx.device) for g in grads)
     torch.autograd.backward(outs, [scrambled(g, case.scrambled) for g in mine])
 
-    # each projection's part is rounded by itself, and so are their two sums and the sum over the ranks
+    # each projection's part is rounded, as are their two sums and the sum over the ranks
     bound = found.bound(grad_of(sizes.x), 3 * HEADS * HEAD + tp.size, 6)
     part, allowed = (chunk(t, case.seq, ctx) for t in (grad_of(want.x), bound))
     found.close("input grad", x.grad, part, allowed)

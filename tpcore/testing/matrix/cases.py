@@ -1,4 +1,4 @@
-"""One point of the matrix, and one row of it: all points of a layer, generated."""
+"""A case of the matrix, and a row of it: all cases of a layer, generated."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ LEADS = {2: (4,), 3: (4, 4), 4: (4, 4, 2)}  # dims before the features: every se
 
 @dataclass(frozen=True)
 class Case:
-    """One point of the matrix. ``options`` in the order of the axes that made it."""
+    """One case of the matrix. ``options``: in the order of the row's axes."""
 
     layer: str
     dtype: str
     options: tuple[tuple[str, Any], ...]
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # Python 3.10 asks an instance for __setstate__ before it has its options
+        if name.startswith("__"):  # Python 3.10 looks up __setstate__ before the instance has its options
             raise AttributeError(name)
         for key, value in self.options:
             if key == name:
@@ -51,18 +51,18 @@ def _any(options: Options) -> bool:
 
 @dataclass(frozen=True)
 class MatrixRow:
-    """What the matrix knows of one layer: the product of ``axes``, of which ``accepts`` says what the layer
-    takes (that it refuses the rest is tested by itself), and ``check``, which compares one point."""
+    """The cases of one layer: the product of ``axes``, filtered by ``accepts`` to what the layer takes (other
+    tests check that it refuses the rest). ``check`` compares one case."""
 
     name: str
     layer: object
-    """The layer's class, or a function such as the loss: who adds one to tpcore adds a row here."""
+    """The layer's class, or a function such as the loss. Every new layer of tpcore needs a row."""
     axes: Mapping[str, tuple[Any, ...]]
     check: Callable[[ParallelContext, Case, Findings], None]
     accepts: Callable[[Options], bool] = _any
 
     def cases(self, dtype: str, **only: Any) -> list[Case]:
-        """Every combination of the axes; number of dims and memory layout take turns over them."""
+        """Every combination of the axes; the number of dims and the memory layout alternate over them."""
         combinations = [dict(zip(self.axes, v, strict=True)) for v in itertools.product(*self.axes.values())]
         shapes = itertools.cycle(itertools.product((3, 2, 4, 3, 4), (False, True)))
         out = []

@@ -1,4 +1,4 @@
-"""How a result is compared: elementwise error bounds, bit equality, equality over the ranks."""
+"""Comparisons of results: elementwise error bounds, bit equality, equality over the ranks."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 
 
 class Findings:
-    """Collects what is wrong instead of raising, so that ranks stay in step and all of it is seen. Values are
-    read at the end, all together: a lazy backend then runs one program for the whole case."""
+    """Collects errors instead of raising, so that ranks stay in step and report all of them. Values are read
+    together at the end, so that a lazy backend runs one program for the whole case."""
 
     def __init__(self, ctx: ParallelContext, case: Case) -> None:
         self.where = f"{case} on rank {ctx.rank} of tp={ctx.comm('tp').size}"
         self.dtype = case.torch_dtype
         self.messages: list[str] = []
-        self.worst = (0.0, 0.0)  # the error that came nearest to its bound, or passed it, and the bound
+        self.worst = (0.0, 0.0)  # the largest error relative to its bound, and that bound
         self._mark_step = ctx.backend.mark_step
         self._later: list[tuple[Tensor, Callable[[Tensor], str | None]]] = []
 
@@ -69,7 +69,7 @@ class Findings:
         return _far(what, want, bound, got)
 
     def same(self, what: str, got: Tensor | None, want: Tensor | None) -> None:
-        """Bit for bit, and of the same dtype and shape."""
+        """Expect equal bits, dtype and shape."""
         kinds = [None if t is None else (t.dtype, tuple(t.shape)) for t in (got, want)]
         if got is None or want is None or kinds[0] != kinds[1]:
             self.messages.append(f"{self.where}: {what} is {kinds[0]}, not {kinds[1]}")
@@ -78,7 +78,7 @@ class Findings:
             self._later.append((both, partial(_unequal, what)))
 
     def replicated(self, what: str, x: Tensor | None, comm: Comm) -> None:
-        """The same bits on every rank."""
+        """Expect the same bits on every rank."""
         if x is None:
             self.messages.append(f"{self.where}: {what} is None")
             return
@@ -91,7 +91,7 @@ class Findings:
 
 
 def _now(x: Tensor) -> Tensor:
-    """A copy: what is compared later may be changed in place before."""
+    """A copy, because the tensor may be changed in place before it is compared."""
     return x.detach().clone()
 
 

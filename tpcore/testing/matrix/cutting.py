@@ -1,4 +1,4 @@
-"""What this rank should hold of a full tensor, and tensors laid out to be difficult."""
+"""This rank's expected part of a full tensor, and tensors with difficult memory layouts."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ...shard import ShardSpec
 from .cases import Case
 from .compare import Findings
 
-GARBAGE = 7.0  # what stands in padded places that must not count
+GARBAGE = 7.0  # the value in padding, which must not count
 
 
 def chunk(x: Tensor, dim: int | None, ctx: ParallelContext) -> Tensor:
-    """This rank's tokens."""
+    """This rank's tokens; all of them without sequence parallelism."""
     return x if dim is None else x.chunk(ctx.comm("tp").size, dim)[ctx.coord("tp")]
 
 
@@ -39,7 +39,7 @@ def features(spec_size: int, stride: int) -> ShardSpec:
 
 
 def cut_features(x: Tensor, spec: ShardSpec, ctx: ParallelContext, padding: float = 0.0) -> Tensor:
-    """This rank's part of the last dim as ``spec`` (of that dim alone) cuts it."""
+    """This rank's part of the last dim, cut by ``spec``, which is for that dim alone."""
     n, r = ctx.comm("tp").size, ctx.coord("tp")
     whole = ShardSpec(tuple(x.shape), x.ndim - 1, spec.blocks)
     return whole.shard(x, r, n).masked_fill(spec.source_index(n)[r] < 0, padding)

@@ -35,8 +35,8 @@ def _compare_weight(
     ctx: ParallelContext,
     found: Findings,
 ) -> None:
-    """Its gradient, and the rows that a look-up with max_norm has scaled."""
-    # the gradient of a row adds its tokens one by one in the dtype itself, here as in torch
+    """Check the weight's gradient, and the rows that a look-up with max_norm has scaled."""
+    # the gradient of a row adds its tokens one by one in the dtype itself, as in torch
     magnitude = torch.zeros_like(exact.weight).index_add(0, ids.flatten(), grad.abs().double().flatten(0, -2))
     bound = magnitude * (ids.numel() + 2) * unit(case.torch_dtype)
     grads = [grad_of(p) for p in (layer.weight, exact.weight)]
@@ -83,7 +83,7 @@ def embedding(ctx: ParallelContext, case: Case, found: Findings) -> None:
 
     y, want = layer(scrambled(ids, case.scrambled).to(ctx.device)), exact(ids)
     want.backward(grad.double())
-    # looking up rounds nothing; max_norm sums dim powers, in the dtype itself, and scales
+    # a look-up does not round; max_norm sums dim powers in the dtype itself, and scales
     bound = want.detach().abs() * (2 * dim + 8) * unit(case.torch_dtype) * (case.mode == "max_norm")
     columns = features(dim, 1)
     if case.cut == "dim uncollected":

@@ -39,7 +39,7 @@ BLOCKS = {
 
 @dataclass
 class Plain:
-    """What the plain module computes in float64, and for each result the same over absolute values."""
+    """The plain module's results in float64, and each result computed from absolute values."""
 
     weight: Tensor
     bias: Tensor | None
@@ -57,7 +57,7 @@ class Plain:
 
 
 class _PlainConv1D(nn.Module):
-    """What transformers calls Conv1D: a linear layer whose weight is [inputs, outputs]."""
+    """transformers' Conv1D: a linear layer whose weight is [inputs, outputs]."""
 
     def __init__(self, inputs: int, outputs: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def _plain(case: Case, inputs: int, outputs: int) -> Any:
 
 
 def _given(case: Case, plain: Any, layer: Any, ctx: ParallelContext) -> Plain:
-    """Input and output gradient, drawn once the layers are made; a bias that starts at zero gets values."""
+    """Input and output gradient, drawn after the layers are made; a bias that starts at zero gets values."""
     lead, kind = LEADS[case.ndim], case.torch_dtype
     weight = plain.weight.t() if _conv(case) else plain.weight
     outputs, inputs = weight.shape
@@ -90,7 +90,7 @@ def _given(case: Case, plain: Any, layer: Any, ctx: ParallelContext) -> Plain:
 
 def _compare_parameters(layer: Any, case: Case, want: Plain, ctx: ParallelContext, found: Findings) -> None:
     tokens = want.x[..., 0].numel()
-    # ranks that hold the same part round their shares of its gradient, and then the sum
+    # ranks with the same part round their shares of its gradient, and then the sum
     weight = found.bound(want.gw_abs, tokens + 4, 2 if layer.copies else 1)
     exact = want.gw
     if _conv(case):
@@ -102,7 +102,7 @@ def _compare_parameters(layer: Any, case: Case, want: Plain, ctx: ParallelContex
         shard_of(layer, "weight", weight, ctx),
     )
     if layer.bias is not None:
-        # two roundings: where tokens are cut, each rank's part is rounded before and after the sum
+        # two roundings: if tokens are cut, each rank's part is rounded before and after the sum
         bias = found.bound(want.gb_abs, tokens + 4, 2)
         found.close(
             "bias grad",
@@ -113,7 +113,7 @@ def _compare_parameters(layer: Any, case: Case, want: Plain, ctx: ParallelContex
 
 
 def _cut(case: Case) -> tuple[ShardSpec, dict[str, Any]]:
-    """How the cut features lie, and the option that says so."""
+    """The spec of the cut features, and the layer's option for it."""
     options = dict(case.options)
     if "blocks" not in options:
         return features(case.size, options.get("stride", 1)), {"stride": options.get("stride", 1)}
@@ -122,7 +122,7 @@ def _cut(case: Case) -> tuple[ShardSpec, dict[str, Any]]:
 
 
 def _shares(spec: ShardSpec, n: int) -> Tensor:
-    """What part of each output's gradient comes from one of the ranks that compute it."""
+    """For each output, 1 / the number of ranks that compute it: one rank's share of its gradient."""
     counts = zip(spec.blocks, spec.block_copies(n), strict=True)
     return torch.cat([torch.full((block.size,), 1 / copies) for block, copies in counts])
 
@@ -165,7 +165,7 @@ def column(ctx: ParallelContext, case: Case, found: Findings) -> None:
         grad = cut_features(want.grad * shares, out_spec, ctx, padding=GARBAGE)
         y.backward(scrambled(grad.to(ctx.device), case.scrambled))
 
-    # two roundings: each rank's part to the dtype, and their sum, taken wider, to the dtype
+    # two roundings to the dtype: of each rank's part, and of their sum, which is computed in a wider dtype
     bound = found.bound(want.gx_abs, 2 * size + tp.size, 2)
     found.close("input grad", x.grad, chunk(want.gx, case.seq, ctx), chunk(bound, case.seq, ctx))
     if case.seq is None:
@@ -202,7 +202,7 @@ def row(ctx: ParallelContext, case: Case, found: Findings) -> None:
     if not reduce_output:
         y = ops.reduce(y, tp, dtype=torch.float32)
     y = y if bias is None else y + bias
-    # three roundings: each rank's part, their sum, and the sum with the bias
+    # three roundings: of each rank's part, of their sum, and of the sum with the bias
     bound = found.bound(want.y_abs, size + tp.size + 1, 3)
     found.close("output", y, chunk(want.y, case.seq, ctx), chunk(bound, case.seq, ctx))
     if case.seq is None:
@@ -227,7 +227,7 @@ def _row_accepts(o: dict[str, Any]) -> bool:
     return whole and (o.get("reduce_output", True) or not o["bias"] or o["skip_bias_add"])
 
 
-# size: even, and such that at tp=4 the last rank holds nothing but padding
+# sizes: an even one, and one of which the last rank at tp=4 has only padding
 SIZES = {"size": (24, 9), "stride": (1, 3)}
 COLUMN = MatrixRow(
     "column",

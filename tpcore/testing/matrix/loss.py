@@ -1,4 +1,4 @@
-"""Cross entropy over cut logits against F.cross_entropy of the whole."""
+"""Cross entropy over cut logits against F.cross_entropy of the whole logits."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def cross_entropy(ctx: ParallelContext, case: Case, found: Findings) -> None:
     loss = tpcore.parallel_cross_entropy(
         mine, target.to(ctx.device), case.label_smoothing, case.ignore_index, vocab_size=vocab
     )
-    # log-sum-exp, the target's logit and the mean over the vocabulary are good to some u of the largest
+    # log-sum-exp, the target's logit and the mean over the vocabulary err by some u of the largest logit
     top = 1 + logits.double().abs().max()
     kept = (target != case.ignore_index).double()
     found.close("loss", loss, want.detach(), kept * top * (vocab + 16) * unit(wide), dtype=wide)
     found.replicated("loss", loss, tp)
     loss.backward(scrambled(grad.to(ctx.device), case.scrambled))
 
-    # exp(x - lse) is off by as much as x - lse is; the result is rounded once to the dtype of the logits
+    # exp(x - lse) has the relative error of x - lse's absolute one; one rounding to the logits' dtype
     slope = (grad.double().abs() * kept).unsqueeze(-1).expand(*lead, vocab)
     bound = slope * (2 * unit(case.torch_dtype) + 16 * unit(wide) * top)
     found.close(

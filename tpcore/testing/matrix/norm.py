@@ -30,7 +30,7 @@ def _norm(ctx: ParallelContext, case: Case, found: Findings, layer: nn.Module, p
     y, expected = layer(ours), copy.deepcopy(plain).to(ctx.device)(theirs)
     y.backward(mine)
     expected.backward(mine)
-    # tokens are independent of one another: for those at hand nothing may differ at all
+    # tokens are independent of each other: this rank's must be equal bit for bit
     found.same("output", y, expected.detach())
     found.same("input grad", ours.grad, theirs.grad)
     plain(x.clone().requires_grad_()).backward(grad)
@@ -41,7 +41,7 @@ def _norm(ctx: ParallelContext, case: Case, found: Findings, layer: nn.Module, p
     )  # |normalized| < 3 for 8 or 12 features
     for name, p in layer.named_parameters():
         reference, own = grad_of(exact.get_parameter(name)), grad_of(plain.get_parameter(name))
-        # one rounding a rank and one of the sum, beside what torch's own kernel does wrong in this dtype
+        # one rounding for each rank and one of the sum, plus the error of torch's own kernel in this dtype
         allowed = found.bound(magnitude, tokens + 16, 2) + 2 * (own.double() - reference).abs().max()
         found.close(f"{name} grad", p.grad, reference, allowed)
         found.replicated(f"{name} grad", p.grad, tp)

@@ -1,4 +1,4 @@
-"""A small BERT, cut over tp and trained for two steps: what ``tpcore verify`` ends with."""
+"""A small BERT, cut over tp and trained for two steps: the last check of ``tpcore verify``."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def title() -> str:
 
 
 def plain_bert() -> Any:
-    """The unsharded model, of transformers or, where that is missing, of the same kind and names."""
+    """The unsharded model: transformers' or, without transformers, one with the same structure and names."""
     torch.manual_seed(0)
     if not find_spec("transformers"):
         return _Bert()
-    transformers = import_module("transformers")  # no dependency of tpcore
+    transformers = import_module("transformers")  # an optional dependency
     config = transformers.BertConfig(
         vocab_size=VOCAB,
         hidden_size=WIDTH,
@@ -44,7 +44,7 @@ def plain_bert() -> Any:
         max_position_embeddings=LENGTH,
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
-        tie_word_embeddings=False,  # so that nothing has two names
+        tie_word_embeddings=False,  # so that no parameter has two names
     )
     return transformers.BertForMaskedLM(config)
 
@@ -86,7 +86,7 @@ class _Bert(nn.Module):
 
 
 def cut_bert(model: Any, ctx: ParallelContext) -> Any:
-    """Replace, in place, what tp cuts by layers that hold this rank's part of the values."""
+    """Replace the layers that tp cuts, in place, by layers with this rank's part of the values."""
     for name, old in list(model.named_modules()):
         new: ParallelModule | None = None
         if COLUMN.search(name):
@@ -105,9 +105,9 @@ def cut_bert(model: Any, ctx: ParallelContext) -> Any:
 
 
 def training_steps(ctx: ParallelContext) -> Wrong:
-    """Loss, gradient norm and every parameter of two steps of SGD with dp, tp and clipping, against the plain
-    model in float64 on the CPU. Allowed is eight times the error that the plain model has in float32 there,
-    which another order of the same sums does not exceed, or eight roundings of the largest number or step."""
+    """Compare two steps of SGD with dp, tp and clipping (loss, gradient norm, every parameter) with the plain
+    model in float64 on the CPU. Allowed is eight times the plain model's own error in float32, which another
+    order of the same sums does not exceed, or eight roundings of the largest number or step."""
     out = Wrong()
     if HEADS % ctx.comm("tp").size:
         return out

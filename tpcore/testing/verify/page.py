@@ -1,4 +1,4 @@
-"""What ``tpcore verify`` saved, as a page of the documentation.
+"""Writes a documentation page from the reports that ``tpcore verify`` saved.
 
 python -m tpcore.testing.verify.page docs/verified docs/correctness.md
 """
@@ -49,7 +49,7 @@ def _section(report: Report) -> str:
 
 
 def _merged(rows: list[Row]) -> list[Row]:
-    """Rows that differ in nothing but the dtype, as one: the exact ones, of the collectives."""
+    """Merge exact rows, those of collectives, that differ only in the dtype."""
     out: list[Row] = []
     for row in rows:
         last = out[-1] if out else None

@@ -1,4 +1,4 @@
-"""What ``tpcore verify`` runs on every rank: the checks of the kit on the job at hand, as rows of a table."""
+"""The work of ``tpcore verify`` on every rank: the kit's checks on this job, as rows of a table."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from . import bert
 
 @dataclass
 class Row:
-    """One line: ``error`` is the one that came nearest to what is ``allowed``, over cases and ranks. Where 0
-    is allowed, results are compared bit for bit."""
+    """One line of the table. ``error``: the largest relative to ``allowed``, over cases and ranks. If
+    ``allowed`` is 0, results are compared bit for bit."""
 
     what: str
     dtype: str
@@ -42,7 +42,7 @@ class Row:
 
 @dataclass
 class Report:
-    """What ``tpcore verify`` saves."""
+    """The report that ``tpcore verify`` saves."""
 
     backend: str
     mesh: dict[str, int]
@@ -50,7 +50,7 @@ class Report:
     versions: dict[str, str]
     machine: str
     rows: list[Row]
-    note: str = ""  # what a reader must know of where it was measured
+    note: str = ""  # what a reader must know about the machine
 
     @property
     def wrong(self) -> list[str]:
@@ -66,7 +66,7 @@ class Report:
 
 
 def verify(backend: str | None, tp: int) -> Report:
-    """Start this rank and check everything; the same report on every rank."""
+    """Start this rank and check everything; return the same report on every rank."""
     ctx = init(backend, tp=tp)
     try:
         return checked(ctx)
@@ -86,7 +86,7 @@ def checked(ctx: ParallelContext) -> Report:
 
 
 def _name(backend: Backend) -> str:
-    """What its plugin is called, or the class of one that none provides."""
+    """The name of the backend's plugin, or its class name if no plugin provides it."""
     for info in backends():
         if info.usable and backend_class(info.name) is type(backend):
             return info.name
@@ -133,19 +133,19 @@ def _layer(ctx: ParallelContext, layer: str, dtype: str, sequence: bool) -> Row:
 def _merged(ctx: ParallelContext, row: Row) -> Row:
     if ctx.world.size == 1:
         return row
-    heard = [Row(**json.loads(t)) for t in gather_bytes(json.dumps(asdict(row)).encode(), ctx.world)]
-    worst = max(heard, key=lambda r: r.error / max(r.allowed, 1e-300))
+    rows = [Row(**json.loads(t)) for t in gather_bytes(json.dumps(asdict(row)).encode(), ctx.world)]
+    worst = max(rows, key=lambda r: r.error / max(r.allowed, 1e-300))
     row.error, row.allowed = worst.error, worst.allowed
-    row.wrong = [message for r in heard for message in r.wrong]
+    row.wrong = [message for r in rows for message in r.wrong]
     return row
 
 
 def on_rank(backend: str | None, tp: int) -> Report:
-    """For a process that was started for this alone."""
+    """``verify`` in a process that was started only for it."""
     torch.set_num_threads(1)
     return verify(backend, tp)
 
 
 def figures(row: Row) -> tuple[str, str]:
-    """Its error and what is allowed, in words of a table."""
+    """The row's error and allowed error, formatted for a table."""
     return (f"{row.error:.1e}", f"{row.allowed:.1e}") if row.allowed else (f"{row.error:.3g}", "exact")

@@ -1,1 +1,1 @@
-"""From a model to programs and weights on the disk."""
+"""Makes programs and weights on disk from a model."""

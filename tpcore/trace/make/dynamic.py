@@ -1,4 +1,4 @@
-"""Which dimensions of the inputs may change: as the caller says, in torch.export's words or by example."""
+"""Dimensions of the inputs that may change, declared as for torch.export or derived from examples."""
 
 from __future__ import annotations
 
@@ -15,14 +15,18 @@ from ..structure import Form
 
 
 def declared(
-    said: Any, arguments: Arguments, leaves: Sequence[Tensor]
+    sizes: Any, arguments: Arguments, leaves: Sequence[Tensor]
 ) -> tuple[tuple[Shape, ...], dict[str, DynamicDim]]:
-    """Shapes and dims of ``dynamic_shapes``: for each argument, by name or in order, a dict from dimension
-    to ``torch.export.Dim``, name or None; a sequence of these; or None. ValueError for anything else."""
+    """Shapes and dims from ``dynamic_shapes``. It has for each argument, by name or in order, a dict from
+    dimension to ``torch.export.Dim``, name or None; a sequence of these; or None. Otherwise ValueError."""
     found: list[Mapping[int, Any]] = [{} for _ in leaves]
     given = dict(arguments.form["dict"])
-    if said is not None:
-        by_name = said if isinstance(said, Mapping) else dict(zip(given, _all(said, given), strict=True))
+    if sizes is not None:
+        by_name = (
+            sizes
+            if isinstance(sizes, Mapping)
+            else dict(zip(given, _one_per_argument(sizes, given), strict=True))
+        )
         for name, one in by_name.items():
             if name not in given:
                 raise ValueError(f"dynamic_shapes has {name!r}; the traced arguments are {list(given)}")
@@ -45,29 +49,29 @@ def declared(
     return tuple(shapes), dims
 
 
-def _all(said: Any, given: Mapping[str, Form]) -> Sequence[Any]:
-    if not isinstance(said, Sequence) or isinstance(said, str) or len(said) != len(given):
+def _one_per_argument(sizes: Any, given: Mapping[str, Form]) -> Sequence[Any]:
+    if not isinstance(sizes, Sequence) or isinstance(sizes, str) or len(sizes) != len(given):
         raise ValueError(f"dynamic_shapes must be a dict or have one entry for each of {list(given)}")
-    return said
+    return sizes
 
 
-def _walk(said: Any, form: Form, where: str, found: list[Mapping[int, Any]]) -> None:
+def _walk(sizes: Any, form: Form, where: str, found: list[Mapping[int, Any]]) -> None:
     ((kind, inner),) = form.items()
-    if said is None:
+    if sizes is None:
         return
     if kind == "tensor":
-        if isinstance(said, Mapping):
-            found[inner] = {at: value for at, value in said.items() if not _static(value)}
-        elif isinstance(said, Sequence) and not isinstance(said, str):
-            found[inner] = {at: value for at, value in enumerate(said) if not _static(value)}
+        if isinstance(sizes, Mapping):
+            found[inner] = {at: value for at, value in sizes.items() if not _static(value)}
+        elif isinstance(sizes, Sequence) and not isinstance(sizes, str):
+            found[inner] = {at: value for at, value in enumerate(sizes) if not _static(value)}
         else:
-            raise ValueError(f"{where} must be a dict from dimension to Dim, or a list, not {said!r}")
+            raise ValueError(f"{where} must be a dict from dimension to Dim, or a list, not {sizes!r}")
     elif kind in ("tuple", "list"):
-        for i, (one, f) in enumerate(zip(said, inner, strict=True)):
+        for i, (one, f) in enumerate(zip(sizes, inner, strict=True)):
             _walk(one, f, f"{where}[{i}]", found)
     elif kind != "value":
         for key, f in inner:
-            _walk(said.get(key), f, f"{where}[{key!r}]", found)
+            _walk(sizes.get(key), f, f"{where}[{key!r}]", found)
 
 
 def _static(value: Any) -> bool:
@@ -77,27 +81,27 @@ def _static(value: Any) -> bool:
 def _dim(value: Any, place: str) -> DynamicDim:
     if isinstance(value, str):
         return DynamicDim(value)
-    if not isinstance(value, Dim) or hasattr(value, "root"):  # which only those have that are computed
+    if not isinstance(value, Dim) or hasattr(value, "root"):  # only a derived Dim, such as 2 * dim, has root
         raise ValueError(
             f"dynamic_shapes: {value!r} for {place}; give a torch.export.Dim, or a name (of any size)"
         )
     high = value.max if isinstance(value.max, int) and value.max < sys.maxsize else None
-    # a size of 0 is no call, and torch.export writes "no maximum" as an infinity of its own
+    # a size of 0 is useless, and torch.export represents "no maximum" by its own infinity
     return DynamicDim(value.__name__, max(1, int(value.min)), high)
 
 
 def by_example(
     arguments: Arguments, examples: Sequence[Sequence[Tensor]]
 ) -> tuple[tuple[Shape, ...], dict[str, DynamicDim], tuple[dict[str, int], ...]]:
-    """Shapes, dims and buckets of several examples, smallest first. Sizes that change alike are one dim."""
+    """Shapes, dims and buckets from examples, smallest first. Sizes that change together are one dim."""
     dims: dict[str, DynamicDim] = {}
     named: dict[tuple[int, ...], str] = {}
     shapes: list[Shape] = []
     for i, leaves in enumerate(zip(*examples, strict=True)):
         name = arguments.names[i]
         if len({t.ndim for t in leaves}) > 1 or len({t.dtype for t in leaves}) > 1:
-            said = [f"{t.dtype} {list(t.shape)}" for t in leaves]
-            raise ValueError(f"bucket_inputs: {name} differs in more than sizes: {said}")
+            forms = [f"{t.dtype} {list(t.shape)}" for t in leaves]
+            raise ValueError(f"bucket_inputs: {name} differs in more than sizes: {forms}")
         shape: list[int | str] = list(leaves[0].shape)
         for at, sizes in enumerate(zip(*(t.shape for t in leaves), strict=True)):
             if len(set(sizes)) > 1:
@@ -111,9 +115,9 @@ def by_example(
 def output_shapes(
     outputs: Sequence[Sequence[Sequence[int]]], buckets: Sequence[Mapping[str, int]]
 ) -> tuple[Shape, ...]:
-    """Shapes of the outputs in the names of the inputs' dims, from what the programs of all buckets give.
+    """Shapes of the outputs, with names of the inputs' dims. ``outputs``: shapes from each bucket's program.
 
-    ValueError where an output's size changes from bucket to bucket and is that of no input.
+    ValueError if an output's size changes from bucket to bucket, but not together with an input's size.
     """
     found: list[Shape] = []
     sizes_of = {name: tuple(bucket[name] for bucket in buckets) for name in (buckets[0] if buckets else ())}

@@ -1,4 +1,4 @@
-"""Tracing on one rank: a model becomes a function of its weights and inputs, and that a program."""
+"""Tracing on one rank: makes the model a function of weights and inputs, and the function a program."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Order:
-    """What to trace. ``examples``: one call, or one for each bucket, smallest first."""
+    """The model to trace, and how. ``examples``: one call, or one per bucket, smallest first."""
 
     func: Callable[[], Any]
     examples: Sequence[Call]
@@ -59,7 +59,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Traced:
-    """What one rank made."""
+    """The result of a trace on one rank."""
 
     inputs: Inputs
     outputs: OutputSpec
@@ -68,7 +68,7 @@ class Traced:
 
 
 def trace_rank(order: Order) -> Traced:
-    """One rank's part of a trace, from ``init`` to ``shutdown``."""
+    """Trace on one rank, including ``init`` and ``shutdown``."""
     ctx = init(order.backend, order.tp)
     try:
         return trace_in(ctx, order)
@@ -81,7 +81,7 @@ def trace_in(ctx: ParallelContext, order: Order) -> Traced:
 
 
 def assembled(order: Order, ranks: Sequence[Traced], pad_value: float | Mapping[str, float]) -> TraceManifest:
-    """Make one traced model of what the ranks have written: all that is missing is the manifest."""
+    """Write the manifest, which makes the files of all ranks one traced model."""
     first = ranks[0]
     names = first.inputs.arguments.names
     pads = dict(pad_value) if isinstance(pad_value, Mapping) else dict.fromkeys(names, pad_value)
@@ -107,7 +107,7 @@ def assembled(order: Order, ranks: Sequence[Traced], pad_value: float | Mapping[
 
 @dataclass
 class _Function:
-    """The model as a function of weights by name and of tensors; and what it was seen to return."""
+    """The model as a function of named weights and input tensors. Records the form of the output."""
 
     model: nn.Module
     arguments: Arguments
@@ -147,8 +147,8 @@ class _Rank:
         inputs = self._inputs(arguments, examples)
         seen: list[_Function] = []
         for number, leaves in enumerate(examples):
-            said = f" for {[list(t.shape) for t in leaves]}" if inputs.buckets else ""
-            self._say(f"tracing{said}")
+            sizes = f" for {[list(t.shape) for t in leaves]}" if inputs.buckets else ""
+            self._say(f"tracing{sizes}")
             seen.append(
                 self._program(
                     _Function(model, arguments, tuple(aliases.values())), weights, leaves, inputs, number
@@ -181,7 +181,7 @@ class _Rank:
         return model, dict(aliases or {})
 
     def _weights(self, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Weight]]:
-        """Parameters and buffers, those too that are not in the state_dict, each once."""
+        """All parameters and buffers, including those not in the state_dict. Tied tensors appear once."""
         named: dict[int, list[str]] = {}
         tensors: dict[int, Tensor] = {}
         for found in (model.named_parameters, model.named_buffers):
@@ -203,16 +203,16 @@ class _Rank:
         return {name: t.detach() for name, t in weights.items()}, described
 
     def _check_replicas(self, weights: Mapping[str, Tensor], described: Mapping[str, Weight]) -> None:
-        """What is not cut must be the same on all ranks, or they compute with different models."""
+        """ValueError if weights that are not cut differ between ranks, which would be different models."""
         sums = {
             name: zlib.crc32(bytes_of(t.cpu().contiguous()))
             for name, t in weights.items()
             if described[name].spec.dim is None
         }
-        heard = [json.loads(said) for said in gather_bytes(json.dumps(sums).encode(), self._ctx.world)]
-        for rank, theirs in enumerate(heard):
-            for name in heard[0]:
-                if theirs.get(name) != heard[0][name]:
+        ranks = [json.loads(text) for text in gather_bytes(json.dumps(sums).encode(), self._ctx.world)]
+        for rank, theirs in enumerate(ranks):
+            for name in ranks[0]:
+                if theirs.get(name) != ranks[0][name]:
                     raise ValueError(
                         f"{name!r} is not cut, and ranks 0 and {rank} hold different values: load a "
                         "checkpoint, or seed (torch.manual_seed) before the model is built"
@@ -233,7 +233,7 @@ class _Rank:
         inputs: Inputs,
         number: int,
     ) -> _Function:
-        """Trace one program, and see that it computes what the model computes."""
+        """Trace one program, and check that it computes the same outputs as the model."""
         device = self._ctx.device
         leaves = [t.to(device) for t in leaves]
         folder = program_dir(self._order.folder, number)
@@ -262,12 +262,12 @@ class _Rank:
                     f"output {i} of the traced program differs from the model's by {worst:.3g}: something in "
                     "the model's forward does not survive tracing"
                 )
-            if i < len(seen.shapes):  # the others are state, which may be cut
+            if i < len(seen.shapes):  # the outputs after these are state, which may be cut
                 self._check_returned(i, a)
         return seen
 
     def _check_returned(self, i: int, t: Tensor) -> None:
-        """A caller gets what the first rank returns, so all have to return the same."""
+        """ValueError if ranks return different outputs: a caller gets only those of the first rank."""
         every = self._ctx.world.all_gather(t.unsqueeze(0).to(self._ctx.device), 0).cpu()
         for rank, theirs in enumerate(every):
             if not torch.allclose(theirs, every[0], rtol=1e-3, atol=1e-4, equal_nan=True):
@@ -278,7 +278,7 @@ class _Rank:
 
 
 def _names_of(aliases: Mapping[Tensor, int], model: nn.Module) -> tuple[str, ...]:
-    """Of the parameters and buffers that outputs become."""
+    """The names of the parameters and buffers that outputs replace."""
     names = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
     missing = [i for t, i in aliases.items() if id(t) not in names]
     if missing:

@@ -1,1 +1,1 @@
-"""From programs and weights on the disk to a model that answers."""
+"""Serves a traced model from its programs and weights on disk."""

@@ -1,4 +1,4 @@
-"""A lock that is given in the order in which it was asked for, which threading.Lock does not promise."""
+"""A first-in first-out lock. threading.Lock does not guarantee an order."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from threading import Lock
 
 
 class FairLock:
-    """For a with block. Costs next to nothing where nobody else asks."""
+    """A context manager. Costs almost nothing without contention."""
 
     def __init__(self) -> None:
         self._lock, self._taken = Lock(), False
-        self._waiting: deque[Lock] = deque()  # a lock of each; to release it is to hand this one over
+        self._waiting: deque[Lock] = deque()  # one lock per waiting thread; releasing it passes FairLock on
 
     def __enter__(self) -> None:
         with self._lock:

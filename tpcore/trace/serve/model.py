@@ -1,4 +1,4 @@
-"""A traced model in use: called like the module it was made from, running in processes of its own."""
+"""A traced model in use: called like the original module, and run in its own processes."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from .workers import Workers
 
 
 class TensorParallelModel(nn.Module):
-    """What ``parallel_model_trace`` and ``parallel_model_load`` return.
+    """The traced model that ``parallel_model_trace`` and ``parallel_model_load`` return.
 
-    Called like the model that was traced, with the same arguments, positional or by name, and returns
-    what that returns, dicts with attribute access where it has one. Tensors come back on the CPU, and no
-    gradients flow. The ranks are processes of this object's: ``close()`` ends them, and so do the end of
-    a with block, of the program, and of the object. Calls from several threads are served in their order.
+    It is called like the original model, with the same arguments, positional or by name, and returns the same
+    structure. A dict has attribute access if the original's has. Tensors come back on the CPU and without
+    gradients. The ranks are processes of this object. They end with ``close()``, with a with block, with the
+    program and with the object. Calls from several threads are served in order of arrival.
 
-    ``timeout``: seconds that a call may take, or None. ``restart``: start the processes again in the next
-    call after they were lost; without, every call says how they were.
+    ``timeout``: seconds that a call may take, or None. ``restart``: if processes were lost, start them again
+    in the next call. Otherwise every later call raises the error that lost them.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class TensorParallelModel(nn.Module):
         self._workers: Workers = workers or Workers(folder, manifest)
         self._turn = FairLock()
         self._plan = Plan([], 0, {})
-        self._owned = [] if owned is None else [owned]  # directories that live as long as this does
+        self._owned = [] if owned is None else [owned]  # directories to remove together with this model
         self._replaced: TemporaryDirectory[str] | None = None
         self._end = weakref.finalize(self, _end, self._workers, self._owned)
         self.eval()
@@ -61,11 +61,11 @@ class TensorParallelModel(nn.Module):
 
     @property
     def rank_seconds(self) -> list[float]:
-        """How long each rank's own forward took in the last call."""
+        """Seconds of each rank's forward in the last call."""
         return list(self._workers.seconds)
 
     def start(self) -> TensorParallelModel:
-        """Start the processes now and not in the first call. Returns this model."""
+        """Start the processes now instead of in the first call. Returns this model."""
         with self._turn:
             self._running()
         return self
@@ -74,7 +74,7 @@ class TensorParallelModel(nn.Module):
         leaves = self.manifest.inputs.arguments.bind(args, kwargs)
         layout = [(t.dtype, t.shape) for t in leaves]
         plan = self._plan
-        if plan.layout != layout:  # else what was found for the call before holds for this one
+        if plan.layout != layout:  # otherwise the previous call's plan is valid for this call too
             plan = self._plan = self.manifest.inputs.plan(layout, leaves)
         if plan.sizes:
             leaves = self._padded(leaves, plan.program)
@@ -90,13 +90,13 @@ class TensorParallelModel(nn.Module):
         return [inputs.padded(leaves[i], i, program, pad.get(name, 0)) for i, name in names]
 
     def _cut(self, i: int, t: Tensor, sizes: Mapping[str, int]) -> Tensor:
-        """Output ``i`` without what padding has added."""
+        """Output ``i`` without its padding."""
         shape = self.manifest.outputs.shapes[i]
         return t[tuple(slice(sizes[m] if isinstance(m, str) else m) for m in shape)].contiguous()
 
     def replace_weights(self, source: str | PathLike[str] | Mapping[str, Tensor]) -> None:
-        """Other weights, without tracing again: a checkpoint in any form and at any degree, or an unsharded
-        state_dict. CheckpointError if it does not fit; then nothing is changed."""
+        """Replace the weights without tracing again. ``source``: a checkpoint of any form and degree, or an
+        unsharded state_dict. CheckpointError if it does not fit; the model is then unchanged."""
         new = TemporaryDirectory(prefix="tpcore-weights-")
         try:
             self._replace(source, Path(new.name))
@@ -131,7 +131,7 @@ class TensorParallelModel(nn.Module):
         return self._workers.weights
 
     def close(self) -> None:
-        """End the processes. A call afterwards is an error, and so is saving what was never saved."""
+        """End the processes. Later calls raise an error, and so does saving a model that was never saved."""
         with self._turn:
             self._end()
 

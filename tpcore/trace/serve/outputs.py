@@ -1,4 +1,4 @@
-"""How outputs reach the caller without a copy: in memory that the first rank writes and the caller keeps."""
+"""Outputs without a copy: the first rank writes to shared memory, and the caller keeps tensors in it."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ from torch import Tensor
 from ...processes.shared_memory import SharedBuffer
 from ...storage.dtypes import dtype_of
 from ..inputs import Layout
-from .messages import said, value_of
+from .messages import encoded, value_of
 
 _POPULATE_READ = 22  # MADV_POPULATE_READ of Linux 5.14, which the mmap module does not name
-LENT = 3
-"""Buffers that are lent. A caller in a loop still holds one output while it asks for the next."""
+OUTPUT_BUFFERS = 3
+"""Number of buffers for outputs. A caller in a loop still holds one output during the next call."""
 
 
-class Written:
-    """A rank's side of one buffer."""
+class RankBuffer:
+    """The rank's side of one buffer."""
 
     def __init__(self, fd: int) -> None:
         self._buffer = SharedBuffer(fd)
         self._layout: Layout | None = None
 
     def put(self, tensors: Sequence[Tensor]) -> bytes:
-        """Where they lie, as it is ``said``."""
+        """Copy tensors to the buffer. Returns their places, ``encoded``."""
         layout = [(t.dtype, t.shape) for t in tensors]
-        if layout != self._layout:  # most are like the ones before
+        if layout != self._layout:  # most calls have the layout of the previous call
             places = self._buffer.place(tensors)
-            self._views, self._places = self._buffer.get(places), said(places)
+            self._views, self._places = self._buffer.get(places), encoded(places)
             self._layout = layout
         for view, t in zip(self._views, tensors, strict=True):
             view.copy_(t)
         return self._places
 
 
-class Lent:
-    """The owner's side of one buffer. Tensors of it are the caller's to keep and to write into: while one
-    is left, or a view or an array made of one, the buffer is ``held``.
+class OwnerBuffer:
+    """The owner's side of one buffer. The caller may keep its tensors and write to them. The buffer is
+    ``held`` while one of them is alive, or a view or an array of one.
 
-    The map is private: what is written into the tensors is seen by nobody else, a fork included. What a rank
-    writes is seen in all pages that the caller has not written into.
+    The map is private (copy on write): writes of the caller are invisible to the ranks and to a fork. Writes
+    of a rank are visible in all pages that the caller has not written to.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Lent:
         self._form: list[tuple[torch.dtype, int, int, torch.Size]] = []
         self._end = 0
         self._map: mmap.mmap | None = None
-        self._view: Callable[[], memoryview | None] = _nothing  # torch.frombuffer keeps it for its tensor
+        self._view: Callable[[], memoryview | None] = _no_view  # a tensor of torch.frombuffer keeps its view
         self._kept: memoryview | None = None
 
     @property
@@ -63,11 +63,11 @@ class Lent:
         return self._view() is not None
 
     def keep(self) -> None:
-        """What is held now stays held."""
+        """Keep the buffer ``held`` for good, if it is now."""
         self._kept = self._view()
 
     def expected(self) -> list[Tensor]:
-        """The outputs to come, if they will be like the last ones. To be made while the ranks compute."""
+        """Tensors for the next outputs, if these have the last ones' shapes. Made while the ranks compute."""
         view = None if self._map is None else self._fresh(self._map)
         return [
             torch.frombuffer(view, dtype=dtype, count=count, offset=at).view(shape)
@@ -78,17 +78,17 @@ class Lent:
 
     def _fresh(self, mapped: mmap.mmap) -> memoryview:
         try:
-            mapped.madvise(mmap.MADV_DONTNEED)  # drops pages that the last holder has written into
-        except OSError:  # it has locked them into memory
+            mapped.madvise(mmap.MADV_DONTNEED)  # drops private pages that the last holder has written
+        except OSError:  # the program has locked its memory
             mapped = self._map = mmap.mmap(self.fd, len(mapped), access=mmap.ACCESS_COPY)
-        with suppress(OSError):  # an older kernel, where the caller's first look costs more
+        with suppress(OSError):  # older kernels lack it: the caller's first access takes longer there
             mapped.madvise(_POPULATE_READ, 0, self._end)
         view = memoryview(mapped)
         self._view = weakref.ref(view)
         return view
 
     def taken(self, answer: bytes, expected: list[Tensor]) -> list[Tensor]:
-        """The outputs, which lie there now as ``answer`` says."""
+        """The outputs, at the places of ``answer``: ``expected``, or new tensors if the places changed."""
         if answer == self._answer:
             return expected
         shapes = [(at, dtype_of(name), torch.Size(shape)) for at, name, shape in value_of(answer)]
@@ -100,16 +100,16 @@ class Lent:
         return self.expected()
 
     def close(self) -> None:
-        """The tensors stay as they are."""
+        """Tensors of the caller stay valid."""
         self._map = None
         self._buffer.close()
 
 
 class OutputBuffers:
-    """``LENT`` buffers, and one more that outputs are copied from while the caller holds all of those."""
+    """``OUTPUT_BUFFERS`` buffers, and one more whose outputs are copied while the caller holds the others."""
 
     def __init__(self) -> None:
-        self.buffers = [Lent() for _ in range(LENT + 1)]
+        self.buffers = [OwnerBuffer() for _ in range(OUTPUT_BUFFERS + 1)]
         keep = weakref.WeakMethod(self._keep)
 
         def forked() -> None:
@@ -120,19 +120,19 @@ class OutputBuffers:
 
     def free(self) -> int:
         """The number of the buffer for the next outputs."""
-        for n in range(LENT):
+        for n in range(OUTPUT_BUFFERS):
             if not self.buffers[n].held:
                 return n
-        return LENT
+        return OUTPUT_BUFFERS
 
     def taken(self, n: int, answer: bytes, expected: list[Tensor]) -> list[Tensor]:
-        """What buffer ``n`` has for the caller."""
+        """The outputs in buffer ``n``, for the caller."""
         tensors = self.buffers[n].taken(answer, expected)
-        return [t.clone() for t in tensors] if n == LENT else tensors
+        return [t.clone() for t in tensors] if n == OUTPUT_BUFFERS else tensors
 
     def _keep(self) -> None:
-        """A fork may hold what is lent now for as long as it likes: nothing is written there any more."""
-        for buffer in self.buffers[:LENT]:
+        """After a fork, the child may hold current outputs forever: do not write to their buffers again."""
+        for buffer in self.buffers[:OUTPUT_BUFFERS]:
             buffer.keep()
 
     def close(self) -> None:
@@ -140,5 +140,5 @@ class OutputBuffers:
             buffer.close()
 
 
-def _nothing() -> None:
+def _no_view() -> None:
     return None

@@ -1,4 +1,4 @@
-"""Other weights for a traced model: this rank's part of a checkpoint of any form and degree."""
+"""New weights for a traced model: this rank's part of a checkpoint of any form and degree."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from ..artifact import TraceManifest
 
 
 def shards_of(path: str, manifest: TraceManifest, rank: int) -> dict[str, Tensor]:
-    """By the traced names, of all that is in the model's state_dict.
+    """This rank's shards of all tensors in the model's state_dict, by traced name.
 
-    CheckpointError names what is missing, surplus, or of another shape or kind.
+    CheckpointError names tensors that are missing, surplus, or of another shape or kind.
     """
     saved = {name: weight for name, weight in manifest.weights.items() if weight.saved}
     wanted = {name: (weight.spec, weight.dtype) for name, weight in saved.items()}

@@ -23,8 +23,8 @@ from ...processes.lifeline import follow
 from ...processes.shared_memory import SharedBuffer
 from ...processes.transfer import Outcome, pack_outcome
 from ..artifact import TracedFile, TraceManifest, opened, program_dir, read_weights, write_weights
-from .messages import answer, requested, said, send, value_of
-from .outputs import Written
+from .messages import answer, encoded, read_request, send, value_of
+from .outputs import RankBuffer
 from .replacing import shards_of
 
 _AWAKE = 1e-3  # seconds
@@ -50,40 +50,41 @@ class Rank:
 
     @torch.inference_mode()
     def run(self, program: int, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """The model's outputs; those that are state become weights."""
+        """Run a program. Returns the model's outputs, and copies the state outputs to the weights."""
         found = self._programs[program]([t.to(self._ctx.device) for t in inputs])
         for name, t in zip(self._manifest.outputs.state, found[self._returned :], strict=True):
             self._weights[name].copy_(t)
         return [t.cpu() for t in found[: self._returned]]
 
     def reshard(self, source: str, folder: str, save_id: str) -> TracedFile:
-        """Write this rank's part of another checkpoint. Changes nothing here."""
+        """Write this rank's part of another checkpoint to ``folder``. The weights in use do not change."""
         found = shards_of(source, self._manifest, self._ctx.rank)
         found = {name: found.get(name, t) for name, t in self._weights.items()}
         return write_weights(Path(folder), self._ctx.rank, found, save_id)
 
 
 class _Service:
-    """Answers requests until the model is closed."""
+    """Answers requests until the owner closes the model."""
 
-    def __init__(self, rank: Rank, inputs: SharedBuffer, outputs: list[Written]) -> None:
+    def __init__(self, rank: Rank, inputs: SharedBuffer, outputs: list[RankBuffer]) -> None:
         self._rank, self._inputs, self._outputs = rank, inputs, outputs
         self._first = settings.RANK.get() == 0
-        self._meant = lru_cache(64)(self._meaning)  # calls come in few shapes
+        self._prepared = lru_cache(64)(self._prepare)  # calls have few different shapes
 
-    def _meaning(self, message: bytes) -> Callable[[], bytes]:
+    def _prepare(self, message: bytes) -> Callable[[], bytes]:
         name, arguments = value_of(message)
         if name == "call":
             inputs, outputs = self._inputs.get(arguments["inputs"]), self._outputs[arguments["outputs"]]
             return partial(self.call, arguments["program"], inputs, outputs)
         known: dict[str, Callable[..., Any]] = {"take": self._rank.take, "reshard": self._rank.reshard}
-        return lambda: answer(True, said(known[name](**arguments)))
+        return lambda: answer(True, encoded(known[name](**arguments)))
 
-    def call(self, program: int, inputs: list[Tensor], outputs: Written) -> bytes:
+    def call(self, program: int, inputs: list[Tensor], outputs: RankBuffer) -> bytes:
         started = time.perf_counter()
         found = self._rank.run(program, inputs)
         seconds = time.perf_counter() - started
-        return answer(True, outputs.put(found) if self._first else b"", seconds)  # the same on all ranks
+        # the outputs are the same on all ranks: the first rank returns them
+        return answer(True, outputs.put(found) if self._first else b"", seconds)
 
     def serve(self, requests: int, replies: int) -> None:
         request = select.poll()
@@ -92,21 +93,21 @@ class _Service:
             if self._first:
                 _stay_awake(request)
             try:
-                message = requested(requests)
+                message = read_request(requests)
             except EOFError:
                 return
             try:
-                answered = self._meant(message)()
-            except BaseException as e:  # noqa: BLE001  carried to the owner
-                answered = _failed(e)
-            send(replies, answered)
+                reply = self._prepared(message)()
+            except BaseException as e:  # noqa: BLE001  passed to the owner
+                reply = _error_answer(e)
+            send(replies, reply)
 
 
 def _stay_awake(request: select.poll) -> None:
-    """Leave the core to others, but keep it from sleeping, while the next request is likely to come.
+    """Yield the core to other processes, but keep it awake, as long as the next request is likely.
 
-    A sleeping core of a virtual machine takes 50 to 80 us to wake: for the owner when it is answered, and for
-    the ranks when it calls again. Without this, calls in a row cost 60 us more; one rank is enough.
+    A sleeping core of a virtual machine takes 50 to 80 us to wake: for the owner when it gets the answer, and
+    for the ranks at the next call. Without this, consecutive calls take 60 us more. One rank is enough.
     """
     os.sched_yield()
     until = time.monotonic() + _AWAKE
@@ -114,7 +115,7 @@ def _stay_awake(request: select.poll) -> None:
         os.sched_yield()
 
 
-def _failed(error: BaseException) -> bytes:
+def _error_answer(error: BaseException) -> bytes:
     return answer(False, pack_outcome(Outcome(None, error, time.time()), settings.RANK.get()))
 
 
@@ -131,11 +132,11 @@ def main(lifeline: int, folder: Path, weights: Path, fds: list[int]) -> None:
     try:
         rank = _started(folder, weights)
     except BaseException as e:
-        send(replies, _failed(e))
+        send(replies, _error_answer(e))
         raise
-    send(replies, answer(True, said(None)))
-    _Service(rank, SharedBuffer(inputs), [Written(fd) for fd in outputs]).serve(requests, replies)
-    # not by way of shutdown: what it would wait for are ranks that are ending too
+    send(replies, answer(True, encoded(None)))
+    _Service(rank, SharedBuffer(inputs), [RankBuffer(fd) for fd in outputs]).serve(requests, replies)
+    # without shutdown(), which would wait for ranks that are ending too
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -1,4 +1,4 @@
-"""The processes that a traced model runs in, one per rank, as their owner sees them."""
+"""The owner's side of a traced model's processes, one per rank."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ from ...processes.transfer import Outcome, death, root_cause, unpack_outcome
 from ...settings import THREADS
 from ..artifact import TraceManifest
 from ..inputs import Plan
-from .messages import answered, request, send, value_of
+from .messages import read_answer, request, send, value_of
 from .outputs import OutputBuffers
 
 START = 120.0
 """Seconds that starting may take."""
-_GRACE = 1.0  # seconds for the other ranks to answer once one has failed
+_GRACE = 1.0  # seconds for the other ranks to answer after the first failure
 _LOG = 2000  # characters of a log that are shown
 
 
 class Workers:
-    """``start``, then ``ask`` and ``call``, one at a time; ``close``. After a failure all say what it was."""
+    """Call ``start``, then ``ask`` and ``call``, one at a time, then ``close``. A failure is raised again by
+    every later call."""
 
     def __init__(self, folder: Path, manifest: TraceManifest) -> None:
         self._folder, self._manifest, self.weights = folder, manifest, folder
@@ -47,7 +48,7 @@ class Workers:
 
     # -- from start to end --------------------------------------------------------------------------------
     def start(self) -> None:
-        """Returns when all ranks are ready. Raises what keeps one from it."""
+        """Start the processes and wait until all ranks are ready. Raises a rank's error."""
         self._failure, self._pid = None, os.getpid()
         self._home = TemporaryDirectory(prefix="tpcore-serve-")
         self._inputs, self._outputs = SharedBuffer(), OutputBuffers()
@@ -55,15 +56,15 @@ class Workers:
         self._requests: list[int] = []  # a pipe to each rank
         self._replies: list[int] = []  # and one from it
         self._processes = Processes()
-        self._owed: set[int] = set()
-        # most calls are like the one before; in one assignment, which no interrupt cuts in two
-        self._asking: tuple[Plan | None, list[bytes], list[Tensor]] = None, [], []
+        self._pending: set[int] = set()
+        # the prepared call, which most calls repeat; set in one assignment, which an interrupt cannot split
+        self._prepared: tuple[Plan | None, list[bytes], list[Tensor]] = None, [], []
         self.running = True
         try:
             job = backend_class(self._manifest.backend).job(Path(self._home.name))
             for rank in range(self._manifest.tp):
                 self._spawn(rank, job)
-            self._owed.update(range(self._manifest.tp))
+            self._pending.update(range(self._manifest.tp))
             self._answers("start", START)
         except BaseException:
             self.close()
@@ -94,13 +95,13 @@ class Workers:
         return Path(self._home.name) / f"rank{rank}.log"
 
     def close(self) -> None:
-        """End the processes and wait for that. Twice is once."""
-        if not self.running or os.getpid() != self._pid:  # a fork has no children of its parent's
+        """End the processes and wait for their end. A second call does nothing."""
+        if not self.running or os.getpid() != self._pid:  # the processes are not children of a fork
             return
         self.running = False
         for fd in (*self._requests, *self._replies):
             os.close(fd)
-        idle = self._failure is None and not self._owed
+        idle = self._failure is None and not self._pending
         self._processes.close(5.0 if idle else 0.0)
         self._inputs.close()
         self._outputs.close()
@@ -108,52 +109,53 @@ class Workers:
 
     # -- messages -----------------------------------------------------------------------------------------
     def call(self, plan: Plan, inputs: Sequence[Tensor], timeout: float | None) -> list[Tensor]:
-        """Outputs of the first rank, the caller's to keep. ``inputs``: of the same layout for each plan."""
-        if self._owed or self._failure is not None or os.getpid() != self._pid:
+        """Run the model. Returns the first rank's outputs, which the caller may keep. ``inputs``: tensors of
+        the plan's layout."""
+        if self._pending or self._failure is not None or os.getpid() != self._pid:
             self._settle(timeout)
-        if plan is not self._asking[0]:
+        if plan is not self._prepared[0]:
             places = self._inputs.place(inputs)
             messages = [
                 request("call", program=plan.program, inputs=places, outputs=n)
                 for n in range(len(self._outputs.buffers))
             ]
-            self._asking = plan, messages, self._inputs.get(places)
-        _, messages, views = self._asking
+            self._prepared = plan, messages, self._inputs.get(places)
+        _, messages, views = self._prepared
         fill(views, inputs)
         n = self._outputs.free()
-        self._tell(messages[n])
-        os.sched_yield()  # a rank that waits for this core begins 0.05 ms sooner
+        self._send_all(messages[n])
+        os.sched_yield()  # a rank that waits for this core starts 0.05 ms earlier
         expected = self._outputs.buffers[n].expected()
         answers = self._answers("call", timeout)
         self.seconds = [seconds for _, seconds in answers]
         return self._outputs.taken(n, answers[0][0], expected)
 
     def ask(self, message: bytes, timeout: float | None) -> list[Any]:
-        """What each rank answers to a request. Raises the error of a rank that failed."""
+        """Send a request to all ranks and return their answers. Raises a rank's error."""
         self._settle(timeout)
-        self._tell(message)
+        self._send_all(message)
         return [value_of(data) for data, _ in self._answers("call", timeout)]
 
-    def _tell(self, message: bytes) -> None:
+    def _send_all(self, message: bytes) -> None:
         try:
             for rank, fd in enumerate(self._requests):
-                self._owed.add(rank)
+                self._pending.add(rank)
                 send(fd, message)
         except OSError:
-            pass  # the rank has ended: the pipe from it says so
-        except BaseException as e:  # an interrupt between two ranks, of which one would wait for the other
+            pass  # the rank has ended: reading its answers detects that
+        except BaseException as e:  # an interrupt between two ranks: one would wait for the other forever
             with suppress(BackendError):
                 self._fail(BackendError, "traced model: interrupted while its ranks were being asked", e)
             raise
 
     def _settle(self, timeout: float | None) -> None:
-        """Wait for the answers to a message whose sender was interrupted."""
-        if os.getpid() != self._pid:  # both would read the answers, each some of the other's
+        """Wait for pending answers of an interrupted call. Raises the error of an earlier failure."""
+        if os.getpid() != self._pid:  # parent and fork would each read some of the other's answers
             raise RuntimeError(
                 f"this traced model belongs to process {self._pid}, of which this one is a fork: "
                 "load it here again"
             )
-        if self._owed and self._failure is None:
+        if self._pending and self._failure is None:
             with suppress(Exception):
                 self._answers("call", timeout)
         if self._failure is not None:
@@ -161,8 +163,8 @@ class Workers:
             raise kind(text)
 
     def _answers(self, doing: str, timeout: float | None) -> list[tuple[bytes, float]]:
-        """What every rank that owes an answer said, and its seconds."""
-        waiting, replies = self._owed, self._replies
+        """Answers and seconds of all pending ranks. Raises the root cause of their errors."""
+        waiting, replies = self._pending, self._replies
         deadline = None if timeout is None else time.monotonic() + timeout
         outcomes: dict[int, Outcome] = {}
         values = [(b"", 0.0)] * len(replies)
@@ -174,7 +176,7 @@ class Workers:
             for fd, _ in ready:
                 rank = replies.index(fd)
                 try:
-                    well, data, seconds = answered(fd)
+                    well, data, seconds = read_answer(fd)
                 except (EOFError, OSError):
                     self._lost(rank, outcomes)
                 waiting.discard(rank)
@@ -201,8 +203,8 @@ class Workers:
             process.kill()
             code = process.wait()
         error = root_cause(list(outcomes.values()))
-        said = self._log(rank).read_text(errors="replace")[-_LOG:].strip()
-        log = f"; the end of its log:\n{said}" if said else "; its log is empty"
+        tail = self._log(rank).read_text(errors="replace")[-_LOG:].strip()
+        log = f"; the end of its log:\n{tail}" if tail else "; its log is empty"
         self._fail(PeerLostError, f"traced model: {death(rank, code)}{log}", error)
 
     def _give_up(
@@ -211,7 +213,7 @@ class Workers:
         error = root_cause(list(outcomes.values()))
         late = ", ".join(map(str, sorted(waiting)))
         if error is not None:
-            text = f"{error}\n(rank {late} did not come to an end after this, and all were ended)"
+            text = f"{error}\n(rank {late} did not finish after this, and all ranks were ended)"
             self._fail(type(error) if isinstance(error, BackendError) else BackendError, text, error)
         self._fail(
             TimeoutError,
@@ -221,7 +223,10 @@ class Workers:
         )
 
     def _fail(self, kind: type[Exception], text: str, cause: BaseException | None) -> NoReturn:
-        self._failure = kind, f"{text}\nThe model can be used no more: load it again, or with restart=True"
+        self._failure = (
+            kind,
+            f"{text}\nThe model cannot be used any more: load it again, or pass restart=True",
+        )
         self._processes.send(signal.SIGKILL)
         self.close()
         raise kind(self._failure[1]) from cause

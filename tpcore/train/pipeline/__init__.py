@@ -1,4 +1,4 @@
-"""Pipeline parallelism: one program for all ranks, a stage is data."""
+"""Pipeline parallelism with one program for all ranks: the stage number is data."""
 
 from .alike import find_layers
 from .layers import PipelinedLayers

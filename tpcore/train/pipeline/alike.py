@@ -1,4 +1,4 @@
-"""Which layers make a pipeline: as many on each stage, all alike, found in a model or refused."""
+"""Finds the layers of a pipeline in a model, and checks that the stages can run one program."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Signature = dict[str, Any]
 
 
 def check_layers(layers: Sequence[nn.Module], stages: int) -> None:
-    """ValueError where ``layers`` cannot be ``stages`` stages that run one program."""
+    """Raise ValueError if ``layers`` do not divide into ``stages`` stages that run one program."""
     count = len(layers)
     if not count:
         raise ValueError("a pipeline of no layers: give the layers that the model loops over")
@@ -52,7 +52,7 @@ def _check_alike(i: int, layer: nn.Module, j: int, other: nn.Module) -> None:
 
 
 def _signature(layer: nn.Module) -> Signature:
-    """What has to be the same for two layers to be one program: classes, parameters, words in attributes."""
+    """What must be equal for two layers to run one program: classes, parameters, string attributes."""
     found: Signature = {}
     for name, module in layer.named_modules():
         found[name] = type(module).__name__
@@ -69,8 +69,8 @@ def _signature(layer: nn.Module) -> Signature:
 
 
 def one_call_for_all(layers: Sequence[nn.Module]) -> None:
-    """ValueError where a model passes its layers arguments by kind: a loop calls the pipeline once, with the
-    arguments of the first layer."""
+    """Raise ValueError if layers are of different kinds, because models pass those different arguments: a
+    loop calls the pipeline only once, with the arguments of the first layer."""
     words = [{k: v for k, v in _signature(layer).items() if v[:1] in "'\""} for layer in layers]
     for i, other in enumerate(words):
         if other != words[0]:
@@ -83,8 +83,8 @@ def one_call_for_all(layers: Sequence[nn.Module]) -> None:
 
 
 def find_layers(model: nn.Module) -> tuple[nn.Module, str]:
-    """The module that owns the one list of layers of ``model``, and its name there; ValueError where there is
-    none, or more than one."""
+    """The module that owns the only list of layers of ``model``, and the list's name in it. ValueError if
+    there is no list, or more than one."""
     found: dict[str, tuple[nn.Module, str]] = {}
     for path, module in model.named_modules():
         for name, child in module.named_children():

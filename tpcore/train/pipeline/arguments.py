@@ -1,4 +1,4 @@
-"""What layers get beside their input: nested values whose tensors travel with their microbatch."""
+"""The layers' arguments after their input: nested values whose tensors are cut into microbatches too."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 
 @dataclass(frozen=True)
 class LayerArguments:
-    """Positional ones, which have ``names``, and named ones."""
+    """Positional arguments, with their ``names``, and keyword arguments."""
 
     names: tuple[str, ...]
     positional: tuple[Any, ...]
     named: Mapping[str, Any]
 
     def mapped(self, fn: Callable[[Tensor, str], Any]) -> LayerArguments:
-        """With ``fn`` of each tensor and the name of the argument that it is in. ValueError for an object
-        that may hold tensors out of sight."""
+        """Replace each tensor by ``fn(tensor, name of its argument)``. ValueError for an object that may
+        contain tensors."""
         positional = tuple(_mapped(v, fn, n) for v, n in zip(self.positional, self.names, strict=False))
         return LayerArguments(self.names, positional, {n: _mapped(v, fn, n) for n, v in self.named.items()})
 
@@ -34,7 +34,7 @@ class LayerArguments:
         return found
 
     def requiring_grad(self) -> list[str]:
-        """Names of those with tensors that take a gradient."""
+        """Names of the arguments with tensors that require a gradient."""
         found: dict[str, None] = {}
         self.mapped(lambda t, name: found.setdefault(name) if t.requires_grad else None)
         return list(found)
@@ -42,8 +42,8 @@ class LayerArguments:
     def microbatch(
         self, index: Tensor, count: int, batch: int, shared: Collection[str] | None
     ) -> LayerArguments:
-        """Those of microbatch ``index`` of ``count``: its part of what has the batch in dim 0. The index is
-        data, for it differs by stage."""
+        """The arguments of microbatch ``index`` of ``count``: its part of tensors whose dim 0 is the batch.
+        The index is a tensor, because it differs by stage."""
 
         def part(t: Tensor, name: str) -> Tensor:
             if count == 1 or not t.ndim or t.shape[0] != batch or name in (shared or ()):
@@ -55,7 +55,7 @@ class LayerArguments:
 
 
 def check_told_apart(arguments: LayerArguments, x: Tensor) -> None:
-    """ValueError where the first size of an argument may be the batch of ``x``, or another size of it."""
+    """Raise ValueError if dim 0 of an argument may be either the batch of ``x`` or another dim of it."""
 
     def check(t: Tensor, name: str) -> None:
         if t.ndim and t.shape[0] == len(x) and len(x) in x.shape[1:]:
@@ -69,10 +69,10 @@ def check_told_apart(arguments: LayerArguments, x: Tensor) -> None:
 
 
 def chosen(every: Sequence[LayerArguments], pp: Comm, place: int) -> LayerArguments:
-    """Of the arguments that each stage is to get, those of this stage, by data.
+    """This stage's arguments out of those of ``every`` stage, selected by data.
 
-    They may be of several forms, as where transformers leaves out a mask that masks nothing. Then no data can
-    choose: an eager backend takes those at ``place``, and a lazy one would need several programs: ValueError.
+    Their forms may differ: transformers leaves out a mask that masks nothing. Then data cannot select. An
+    eager backend takes the arguments at ``place``; a lazy one would need several programs: ValueError.
     """
     first = every[0]
     plain = [a.mapped(lambda t, name: ...) for a in every]

@@ -1,7 +1,7 @@
-"""A pipeline as one differentiable function: all microbatches forward, then by autograd all of them back.
+"""A pipeline as one differentiable function: forward of all microbatches, then autograd's backward of all.
 
 GPipe (Huang et al. 2019, arXiv:1811.06965) as one program for all ranks: at every tick each stage runs its
-layers and what it made moves one stage on, by a permutation of the ring.
+layers, and a permutation of the ring moves their output to the next stage.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .stage import StageLayers
 
 @dataclass(frozen=True)
 class FillDrainOptions:
-    """``shared``: arguments that every microbatch gets whole. ``cut``: ends a program on lazy backends."""
+    """``shared``: arguments that every microbatch gets whole. ``cut``: ends a program, on lazy backends."""
 
     recompute: bool
     shared: Collection[str] | None
@@ -31,17 +31,17 @@ class FillDrainOptions:
 
 
 def tick(number: int, like: Tensor) -> Tensor:
-    """``number`` as data: one element, and moved, so that no program holds it."""
+    """``number`` as a one-element tensor, moved to the device so that it is no constant of a program."""
     return torch.tensor([number]).to(like.device)
 
 
 def where(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """By a condition of one element. Not a product with a mask: zero times an infinity is no zero."""
+    """``torch.where`` by a one-element condition. No product with a mask: zero times infinity is NaN."""
     return torch.where(condition.view([1] * a.ndim), a, b)
 
 
 class _Cut(torch.autograd.Function):
-    """Ends a program as its backward comes by."""
+    """The identity; its backward ends a program."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, end: Callable[[], None]) -> Tensor:
@@ -56,7 +56,7 @@ class _Cut(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class FillDrain:
-    """``run`` puts a batch through all stages; the result is the same on every stage."""
+    """``run`` computes a batch through all stages; the result is the same on every stage."""
 
     stage: StageLayers
     pp: Comm
@@ -66,7 +66,7 @@ class FillDrain:
 
     def run(self, x: Tensor, arguments: LayerArguments, seed: int | None) -> Tensor:
         first, last = self.pp.position == 0, self.pp.position == self.pp.size - 1
-        # only stage 0 uses it, so that its gradient is summed over stages; what layers get beside it all use
+        # only stage 0 uses the input, so its gradient is summed over stages; all stages use the arguments
         feeds = list(ops.copy(x, self.pp).chunk(self.schedule.microbatches))
         every = arguments.mapped(lambda t, name: ops.copy(t, self.pp) if t.requires_grad else t)
         if (
@@ -74,7 +74,7 @@ class FillDrain:
         ):  # in buffers of their own, a tick's program does not know which it reads
             feeds = [feed.clone() for feed in feeds]
             self.options.cut()
-        # real activations in the bubble too: of zeros, a norm may make what is no number
+        # real activations in the bubble too: a norm of zeros may be NaN
         state, made = feeds[0], []
         for t in range(self.schedule.ticks):
             feed = feeds[self.schedule.entering(t)]
@@ -91,7 +91,7 @@ class FillDrain:
         return ops.reduce(where(last, out, torch.zeros_like(out)), self.pp)
 
     def _tick(self, t: int, x: Tensor, every: LayerArguments, batch: int, seed: int | None) -> Tensor:
-        """What this stage makes of ``x`` at tick ``t``."""
+        """This stage's output for ``x`` at tick ``t``."""
         count, options = self.schedule.microbatches, self.options
         index = (tick(t, x) - self.pp.position).clamp(0, count - 1)
         call = self.stage.run(

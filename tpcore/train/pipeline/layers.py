@@ -1,4 +1,4 @@
-"""In place of a model's list of layers: this stage's, which the model's own forward runs as a pipeline."""
+"""PipelinedLayers: replaces a model's list of layers, and runs as a pipeline in the model's own forward."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ Instead = Callable[[Tensor, LayerArguments], Tensor]
 
 
 class PipelinedLayers(nn.Module):
-    """The layers of a model, of which each pipeline stage runs its share, one microbatch after another.
+    """The layers of a model, divided over the pipeline stages. Each stage runs one microbatch after another.
 
-    ``layers``: all of them, alike, and as many for each stage; those of other stages are dropped, and the
-    kept ones keep their numbers, so that parameters have the names of the unsharded model. A forward that
-    loops over them, or over a slice of all, finds one layer, the whole pipeline:
-    ``model.layers = tpcore.PipelinedLayers(model.layers, num_microbatches=8)`` is all there is to change.
+    ``layers``: all layers of the model, equal in structure, and as many for each stage. Layers of other
+    stages are dropped, and the rest keep their numbers, so that parameters have the names of the unsharded
+    model. A forward that loops over the layers, or over a slice of all, finds one layer, the whole pipeline:
+    ``model.layers = tpcore.PipelinedLayers(model.layers, num_microbatches=8)`` is the only change needed.
 
-    Called as a layer is: the first argument, ``[batch, ...]``, is the same on all stages, and so is the
-    result. It is cut along dim 0 into ``num_microbatches``, and so are tensors in other arguments whose dim 0
-    is of that size, but for those that ``shared`` names; where they could be of that size for another reason,
-    ``shared`` has to be given. Gradients are those of the layers one after the other.
+    It is called like a layer. The first argument, ``[batch, ...]``, and the result are the same on all
+    stages. The argument is cut along dim 0 into ``num_microbatches``, as are tensors in other arguments whose
+    dim 0 has the same size, except those that ``shared`` names. If their dim 0 could have that size for
+    another reason, ``shared`` is required. Gradients are those of the layers run in sequence.
 
-    ``recompute``: keep the input of each microbatch alone and run the layers again in backward.
+    ``recompute``: keep only the input of each microbatch, and run the layers again in backward.
     ``cut_programs``: on lazy backends each tick ends a program, so that one program serves all microbatches
-    and no compiler merges what is computed again with what was computed before. Dropout draws its own numbers
-    for each microbatch and stage, the same when it is computed again. ValueError for layers that are not
-    alike, or not ``pp`` times as many, and for a batch that does not divide.
+    and no compiler merges the recomputation with the first computation. Dropout draws different numbers for
+    each microbatch and stage, and the same ones in the recomputation. Raises ValueError for layers that
+    differ, for a number of layers that ``pp`` does not divide, and for a batch that does not divide.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class PipelinedLayers(nn.Module):
         self.register_load_state_dict_post_hook(_stamp_again)
         self.mark_places()
 
-    # -- what a model's forward sees ------------------------------------------------------------------------
+    # -- the interface to the model's forward ---------------------------------------------------------------
     def __iter__(self) -> Iterator[nn.Module]:
         return iter((self,))
 
@@ -89,7 +89,7 @@ class PipelinedLayers(nn.Module):
         )
 
     def __getattr__(self, name: str) -> Any:
-        """What a model asks of a layer before it calls it is what the first one says."""
+        """Attributes that a model reads from a layer before it calls it: those of the first layer."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -114,7 +114,7 @@ class PipelinedLayers(nn.Module):
         return road.run(x, arguments, self.seed())
 
     def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, LayerArguments]:
-        """The input of the first layer, which is the first argument, and the other arguments."""
+        """The first argument, which is the input of the first layer, and the other arguments."""
         names = list(inspect.signature(next(self.children()).forward).parameters)
         names += [f"argument {i}" for i in range(len(names), len(args))]
         if args:
@@ -124,10 +124,10 @@ class PipelinedLayers(nn.Module):
             raise TypeError(f"pipelined layers are called without {names[0]!r}, their input")
         return rest.pop(names[0]), LayerArguments((), (), rest)
 
-    # -- what an engine that owns the loop uses -----------------------------------------------------------
+    # -- the interface to an engine that owns the loop ----------------------------------------------------
     @contextmanager
     def instead(self, run: Instead) -> Iterator[None]:
-        """Within, a call of the layers is ``run`` and not the pipeline."""
+        """Inside the block a call of the layers calls ``run`` instead of the pipeline."""
         self._instead = run
         try:
             yield
@@ -136,22 +136,22 @@ class PipelinedLayers(nn.Module):
 
     @property
     def cuts(self) -> bool:
-        """Whether ticks end programs: on lazy backends, unless switched off."""
+        """Whether each tick ends a program: on lazy backends, unless ``cut_programs`` is off."""
         return self.cut_programs and not self.pp.eager
 
     def end_program(self) -> None:
         self.context.backend.mark_step()
 
     def seed(self) -> int | None:
-        """What the random numbers of one run of the pipeline come from; None where layers draw none."""
+        """The seed for one run of the pipeline; None in eval mode, where layers draw no numbers."""
         return random.draw() if self.training else None
 
-    # -- where its parameters live ------------------------------------------------------------------------
+    # -- the layouts of its parameters --------------------------------------------------------------------
     def _slot(self, number: int) -> Slot:
         return Slot("pp", number, self.num_layers)
 
     def mark_places(self) -> None:
-        """Mark parameters and buffers with their stage; again where others took their place."""
+        """Mark parameters and buffers with their stage. Call it again after they are replaced."""
         if self.pp.size == 1:
             return
         for number, layer in self.named_children():
@@ -162,7 +162,7 @@ class PipelinedLayers(nn.Module):
                 self._stamp(t, number)
 
     def _stamp(self, t: Tensor, number: str) -> None:
-        """Mark what no parallel layer has marked: it is whole, and on this stage alone."""
+        """Mark a tensor of no parallel layer as whole and on this stage only."""
         found = sharding(t)
         if found is None or found.layout.slot is None:
             stamp(t, Sharding(Layout(tuple(t.shape), slot=self._slot(int(number))), self.context))

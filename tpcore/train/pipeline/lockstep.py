@@ -1,7 +1,7 @@
-"""One forward, one backward on all stages in lockstep: memory for few microbatches, however many there are.
+"""One forward, one backward on all stages in lockstep. The memory does not grow with the microbatches.
 
-A tick runs one microbatch forward on each stage and another one backward, which computes it again from the
-stage's input. Inputs are held by tick, in the same place on all ranks; which of them a stage takes is data.
+A tick runs the forward of one microbatch on each stage and the backward of another one, which it recomputes
+from the stage's input. Inputs are stored by tick, in the same way on all ranks; data selects a stage's input.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from .stage import StageLayers
 
 
 class Ends(ABC):
-    """A model before and after its layers, by microbatch."""
+    """The parts of a model before and after its layers, for one microbatch at a time."""
 
     @abstractmethod
     def enter(self, microbatch: int) -> tuple[Tensor, LayerArguments]:
-        """Up to the layers, without gradients: their input and their other arguments."""
+        """Run the model up to its layers, without gradients; return their input and other arguments."""
 
     @abstractmethod
     def leave(self, microbatch: int, hidden: Tensor) -> tuple[Tensor, Backward]:
-        """From what the layers made to the loss, and the backward of what led to the layers."""
+        """The loss for the layers' output ``hidden``, and the backward of the part before the layers."""
 
 
 class Lockstep:
-    """One run over all microbatches of a batch. Gradients add up in the parameters, as of the sum of
+    """One run over all microbatches of a batch. The parameters' gradients become those of the sum of the
     losses."""
 
     def __init__(
@@ -47,13 +47,13 @@ class Lockstep:
         self._inputs: dict[int, Tensor] = {}  # by tick
         self._arguments: dict[int, LayerArguments] = {}  # by microbatch
         self._entered: dict[int, Backward] = {}  # by microbatch
-        self._forward: Tensor | None = None  # what came from the stage before
-        self._gradient: Tensor | None = None  # what came from the stage behind
+        self._forward: Tensor | None = None  # the activation received from the previous stage
+        self._gradient: Tensor | None = None  # the gradient received from the next stage
         self._losses: list[Tensor] = []
 
     @property
     def held(self) -> list[Tensor]:
-        """The stage inputs that are kept now."""
+        """The stage inputs that are stored at present."""
         return list(self._inputs.values())
 
     def run(self, end_tick: Callable[[], None]) -> Tensor:
@@ -85,15 +85,15 @@ class Lockstep:
         return y
 
     def _again(self, m: int) -> tuple[Tensor, LayerArguments]:
-        """In the bubble at the end stage 0 takes any activations: those that are at hand."""
+        """An input for stage 0 in the bubble at the end, where any activations will do."""
         return self._inputs[max(self._inputs)], self._arguments[m]
 
     def _arguments_of(self, numbers: list[int]) -> LayerArguments:
         return chosen([self._arguments[m] for m in numbers], self._pp, self._stage.place)
 
     def _run_loss(self, y: Tensor, m: int | None) -> Tensor | None:
-        """The loss of the microbatch that the last stage has finished, if there is one, and the gradient of
-        what it made. All ranks have it, and each computes with its part of the vocabulary."""
+        """Compute the loss of the microbatch that the last stage has finished, if any, and return the
+        gradient of its output. All ranks do this, each with its part of the vocabulary."""
         if m is None:
             return None
         hidden = self._pp.broadcast(y, self._pp.size - 1).detach().requires_grad_(self._train)
@@ -120,8 +120,8 @@ class Lockstep:
             self._entered.pop(m)(pp.broadcast(grad, 0))
 
     def _input_of(self, t: int) -> Tensor:
-        """Of the inputs that are held, that which this stage had for the microbatch it now runs backward:
-        stage ``r`` ran it forward ``2 (stages - 1 - r)`` ticks ago."""
+        """This stage's input of the microbatch whose backward it runs at tick ``t``: stage ``r`` ran its
+        forward ``2 (stages - 1 - r)`` ticks ago."""
         stages, latest = self._pp.size, max(self._inputs)
         ages = [self._inputs.get(t - 2 * (stages - 1 - r), self._inputs[latest]) for r in range(stages)]
         if stages == 1:
@@ -129,8 +129,8 @@ class Lockstep:
         return torch.stack(ages).index_select(0, self._pp.position).squeeze(0)
 
     def _gradient_at(self, t: int, out: Tensor | None) -> Tensor:
-        """What this stage sends back: of the loss on the last one, of the stage behind on others, and nothing
-        where it has no microbatch to run backward."""
+        """The gradient of this stage's output: from the loss on the last stage, from the next stage on the
+        others, and zero if there is no microbatch for backward."""
         come = [g for g in (self._gradient, out) if g is not None]
         grad = come[0] if len(come) == 1 else where(self._last, come[1], come[0])
         if self._pp.size == 1:
@@ -139,7 +139,7 @@ class Lockstep:
         return where((m >= 0) & (m < self._schedule.microbatches), grad, torch.zeros_like(grad))
 
     def _forget(self, t: int) -> None:
-        """Inputs and arguments that no stage needs at later ticks."""
+        """Drop inputs and arguments that no stage needs at later ticks."""
         kept = t + 1 - 2 * (self._pp.size - 1) if self._train else t
         self._inputs = {at: x for at, x in self._inputs.items() if at >= kept}
         self._arguments = {m: a for m, a in self._arguments.items() if m >= kept - self._pp.size}

@@ -1,4 +1,4 @@
-"""A batch in microbatches."""
+"""Divides a batch into microbatches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def check_count(number: int) -> int:
 
 
 def check_divides(batch: int, count: int) -> int:
-    """``count``; ValueError where a batch does not divide into so many microbatches."""
+    """``count``. ValueError if it does not divide the batch."""
     if not batch or batch % count:
         fit = ", ".join(str(n) for n in range(1, batch + 1) if not batch % n)
         raise ValueError(
@@ -30,8 +30,8 @@ def check_divides(batch: int, count: int) -> int:
 def microbatches(
     args: tuple[Any, ...], kwargs: dict[str, Any], count: int, shared: Collection[str], *, copied: bool
 ) -> list[LayerArguments]:
-    """What each microbatch of a call gets: its part of every tensor whose dim 0 is that of the first tensor.
-    ``copied``: in memory of its own, so that a program does not know which of them it reads."""
+    """Each microbatch's arguments: its part of every tensor whose dim 0 has the size of the first tensor's.
+    ``copied``: in memory of its own, so that one program serves all microbatches."""
     names = tuple(f"argument {i}" for i in range(len(args)))
     whole = LayerArguments(names, args, kwargs)
     batch = next((len(t) for t in whole.tensors() if t.ndim), 0)

@@ -1,4 +1,4 @@
-"""A model whose training step the pipeline runs, forward and backward."""
+"""PipelineModel: an engine that runs forward and backward of a model's training step."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from .schedule import Schedule
 
 
 class PipelineModel:
-    """Trains ``model`` by one forward, one backward: memory for ``2 pp - 1`` microbatches' stage inputs,
-    however many there are, and on lazy backends programs of a tick's size.
+    """Trains ``model`` with the one-forward-one-backward schedule. It keeps the stage inputs of at most
+    ``2 pp - 1`` microbatches, whatever their number; on lazy backends a program is one tick.
 
     ``model``: returns its loss, as a tensor, as ``.loss`` or first in a tuple, and calls ``PipelinedLayers``
-    once in its forward. Where it has none yet, its one ``nn.ModuleList`` becomes them. It stays what it is:
-    ``model.named_parameters()`` is for the optimizer, ``model.state_dict()`` for checkpoints.
+    once in its forward. If it has none yet, they replace its only ``nn.ModuleList``. Use
+    ``model.named_parameters()`` for the optimizer and ``model.state_dict()`` for checkpoints, as usual.
 
-    A batch is cut along dim 0 into ``num_microbatches``: every tensor whose dim 0 is that of the first one,
-    but for arguments that ``shared`` names. ``loss``: whether that of the batch is the ``"mean"`` of the
-    microbatches' losses, or their ``"sum"``, as where the model divides by a number of tokens that it is
-    given. The model's forward is run up to its layers, and then once more with what they made; both draw the
+    A batch is cut along dim 0 into ``num_microbatches``: every tensor whose dim 0 has the size of the first
+    tensor's, except arguments that ``shared`` names. ``loss``: the loss of the batch is the ``"mean"`` of the
+    microbatches' losses, or their ``"sum"``, e.g. if the model divides by a given number of tokens. The
+    model's forward runs up to its layers, and then a second time with the layers' output; both runs draw the
     same random numbers.
     """
 
@@ -49,16 +49,15 @@ class PipelineModel:
         self.layers = pipelined_layers(model, num_microbatches)
 
     def run_train(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Forward and backward of a batch; returns its loss, without gradient, the same on every stage.
+        """Run forward and backward of a batch; return its loss, detached and the same on every stage.
 
-        Gradients are added to those that there are: several runs accumulate. ``args`` and ``kwargs`` are the
-        model's. ValueError on all ranks for a batch that does not divide, or a model that no pipeline can
-        run.
+        Gradients of several runs accumulate. ``args`` and ``kwargs`` are the model's. Raises ValueError on
+        all ranks for a batch that does not divide, or a model that no pipeline can run.
         """
         return self._run(args, kwargs, train=True)
 
     def run_eval(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The loss of a batch, as ``run_train`` computes it, without backward."""
+        """The loss of a batch as in ``run_train``, without backward."""
         with torch.no_grad():
             return self._run(args, kwargs, train=False)
 
@@ -66,7 +65,7 @@ class PipelineModel:
         layers, count = self.layers, self.num_microbatches
         batches = microbatches(args, kwargs, count, self.shared, copied=layers.cuts)
         end_tick = layers.end_program if layers.cuts else _nothing
-        end_tick()  # the one program that knows how many microbatches there are
+        end_tick()  # ends the only program that depends on the number of microbatches
         seed = layers.seed()
         weight = 1 / count if self.loss == "mean" else 1.0
         ends = _Ends(self.model, layers, batches, seed, weight)
@@ -75,7 +74,7 @@ class PipelineModel:
 
 
 def pipelined_layers(model: nn.Module, num_microbatches: int) -> PipelinedLayers:
-    """Those of ``model``; where it has none, its one list of layers becomes them."""
+    """The PipelinedLayers of ``model``. If it has none, they replace its only list of layers."""
     found = [m for m in model.modules() if isinstance(m, PipelinedLayers)]
     if len(found) > 1:
         raise ValueError(f"{type(model).__name__} has {len(found)} PipelinedLayers; one engine runs one")
@@ -91,7 +90,7 @@ def _nothing() -> None:
 
 
 class _AtLayers(Exception):
-    """Leaves a model's forward where its layers begin."""
+    """Raised to leave a model's forward at the call of its layers."""
 
 
 class _Ends(Ends):
@@ -107,7 +106,7 @@ class _Ends(Ends):
         self._seed, self._weight = seed, weight
 
     def _call(self, m: int) -> Any:
-        """The model on a microbatch, which draws the same numbers whenever it is called."""
+        """Call the model on a microbatch; every call draws the same random numbers."""
         batch, seed = self._batches[m], self._seed
         with nullcontext() if seed is None else random.seeded(random.mixed(seed, m)):
             return self._model(*batch.positional, **batch.named)

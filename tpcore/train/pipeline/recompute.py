@@ -1,7 +1,7 @@
-"""Running a stage again in backward, so that forward keeps its input alone.
+"""Recomputation of a stage in backward, so that forward keeps only the stage's input.
 
-``torch.utils.checkpoint`` is not used: its form without reentry fails on torch_xla 2.9, which lacks a module
-``torch.xla``, and the reentrant one loses the gradients of parameters where the input takes none.
+``torch.utils.checkpoint`` is not used: its non-reentrant form fails on torch_xla 2.9, which lacks a module
+``torch.xla``, and its reentrant form loses the parameters' gradients if the input requires none.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 
 class _Recomputed(torch.autograd.Function):
-    """Everything that takes a gradient is an input, so that hooks and frozen parameters work as elsewhere."""
+    """All tensors that require a gradient are inputs, so that hooks and frozen parameters work as usual."""
 
     @staticmethod
     def forward(ctx: Any, run: Callable[[Tensor], Tensor], x: Tensor, *others: Tensor) -> Tensor:
@@ -29,25 +29,26 @@ class _Recomputed(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         x = x.detach().requires_grad_(ctx.needs_input_grad[1])
-        asked = [t for t, needs in zip((x, *ctx.others), ctx.needs_input_grad[1:], strict=True) if needs]
+        wanted = [t for t, needs in zip((x, *ctx.others), ctx.needs_input_grad[1:], strict=True) if needs]
         with torch.enable_grad(), ctx.autocast():
             y = ctx.run(x)
-        found = iter(torch.autograd.grad(y, asked, grad, allow_unused=True))
+        found = iter(torch.autograd.grad(y, wanted, grad, allow_unused=True))
         return None, *(next(found) if needs else None for needs in ctx.needs_input_grad[1:])
 
 
 def _autocast(kind: str) -> Callable[[], torch.autocast]:
-    """The autocast in force, to be entered again."""
-    if kind == "meta":  # which autocast does not know
+    """A function that makes the present autocast context, to enter it again."""
+    if kind == "meta":  # autocast does not support meta
         return lambda: torch.autocast("cpu", enabled=False)
     enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     return lambda: torch.autocast(kind, dtype=dtype, enabled=enabled)
 
 
 def recomputed(run: Callable[[Tensor], Tensor], x: Tensor, others: Sequence[Tensor]) -> Tensor:
-    """``run(x)``, run again when its gradient is asked for. ``others``: what else it uses that may take one.
+    """``run(x)``, which backward runs again. ``others``: other tensors that it uses and that may need
+    gradients.
 
-    Gradients of gradients cannot be had.
+    Second derivatives are not supported.
     """
     y: Tensor = _Recomputed.apply(run, x, *(t for t in others if t.requires_grad))
     return y
@@ -65,7 +66,7 @@ class _Later(torch.autograd.Function):
 
 
 class Backward:
-    """The backward of what led to a tensor, to be run later, and without keeping that tensor."""
+    """The backward of the graph that made ``x``, to be run later. It does not keep ``x``."""
 
     def __init__(self, x: Tensor) -> None:
         self._gradient: list[Tensor] = []

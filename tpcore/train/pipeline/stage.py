@@ -12,11 +12,11 @@ from .arguments import LayerArguments
 
 
 class StageLayers:
-    """Runs ``layers`` one after another; the place of the stage goes into its random numbers only."""
+    """Runs ``layers`` one after another. The stage's ``place`` affects only its random numbers."""
 
     def __init__(self, layers: nn.Module, place: int) -> None:
         self._layers, self.place = layers, place
-        self.tuples = False  # whether a layer returns its output in a tuple, as those of a model may
+        self.tuples = False  # whether layers return their output in a tuple, as some models' layers do
 
     def __call__(self, x: Tensor, arguments: LayerArguments) -> Tensor:
         for layer in self._layers.children():
@@ -31,9 +31,9 @@ class StageLayers:
         *,
         check: bool = False,
     ) -> Callable[[Tensor], Tensor]:
-        """The stage on one microbatch, as a function that draws the same numbers whenever it is called.
+        """A function that runs the stage on one microbatch; every call draws the same random numbers.
 
-        With ``check`` it raises ValueError, on all ranks, where the layers do what no pipeline can.
+        With ``check`` it raises ValueError on all ranks for layers that a pipeline cannot run.
         """
 
         def call(x: Tensor) -> Tensor:

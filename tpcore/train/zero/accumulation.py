@@ -1,4 +1,4 @@
-"""The gradients of one step, as backward leaves them or summed in a wider dtype."""
+"""The gradients of one step: in ``.grad``, or summed in a wider dtype."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Accumulation:
-    """With a ``dtype``, gradients of several backwards are summed in it, and ``.grad`` is freed at once."""
+    """With a ``dtype``, sums the gradients of several backwards in it, and frees ``.grad`` at once."""
 
     def __init__(self, dtype: torch.dtype | None) -> None:
         self._dtype = dtype
@@ -18,7 +18,8 @@ class Accumulation:
         self._handles: dict[Tensor, int] = {}
 
     def watch(self, parameters: Iterable[Tensor]) -> None:
-        """Sum the gradients of these from now on; again for one whose memory another device has given."""
+        """Sum the gradients of these parameters from now on. A move to another device loses the hook: call
+        it again."""
         for p in parameters if self._dtype is not None else ():
             hooks = getattr(p, "_post_accumulate_grad_hooks", None) or {}
             if p.requires_grad and self._handles.get(p) not in hooks:
@@ -35,9 +36,9 @@ class Accumulation:
         p.grad = None
 
     def of(self, p: Tensor) -> Tensor | None:
-        self.add(p)  # what was put there by hand, or before there was a hook
+        self.add(p)  # a gradient that was set by hand, or before the hook
         if p.grad is not None and p.grad.is_sparse:
-            p.grad = p.grad.to_dense()  # ranks hold different rows
+            p.grad = p.grad.to_dense()  # the ranks' sparse gradients have different rows
         return self._sums.get(p, p.grad)
 
     def dtype_of(self, p: Tensor) -> torch.dtype:
@@ -53,7 +54,7 @@ def _adder(sums: Accumulation) -> AddHook:
 
 
 class AddHook:
-    """What a parameter calls once its gradient is there. It keeps no optimizer alive."""
+    """A parameter's hook after a gradient is accumulated. It keeps no optimizer alive."""
 
     def __init__(self, sums: weakref.ref[Accumulation]) -> None:
         self._sums = sums

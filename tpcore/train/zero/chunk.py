@@ -1,4 +1,4 @@
-"""One rank's part of one parameter: the flat local shard, cut over dp into equal chunks, the last padded."""
+"""One rank's chunk of a parameter: the flat local shard is cut over dp into equal chunks, the last padded."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from ..clip import Addend, Parts
 
 
 def kind_of(parameter: Tensor) -> str:
-    """What must not change once there is state."""
+    """A description of everything that must not change once the optimizer has state."""
     return f"{parameter.numel()} entries, {parameter.dtype} on {parameter.device}"
 
 
 class ParameterChunk:
-    """``value`` and its ``grad`` are what the base optimizer steps: 1/dp of the parameter's entries.
+    """The base optimizer steps ``value`` and its ``grad``: 1/dp of the parameter's entries.
 
-    Which entries is data, ``dp.position``, so that all ranks run one program. Without a master dtype the
-    values are cut from the parameter for each step and freed after it. A master value stays: it has the
-    bits that the parameter's dtype has no room for.
+    The tensor ``dp.position`` selects the entries, so that all ranks run one program. Without a master dtype
+    the values are cut from the parameter for each step and freed after it. Master values are kept, because
+    they have bits that the parameter's dtype cannot represent.
     """
 
     def __init__(self, parameter: Tensor, dp: Comm, master_dtype: torch.dtype | None) -> None:
@@ -33,7 +33,7 @@ class ParameterChunk:
         self.length = -(-self.numel // dp.size)
         wide = torch.promote_types(parameter.dtype, master_dtype or parameter.dtype)
         self.has_master = wide != parameter.dtype
-        # as long as it is for optimizers that make their state at once, as Adagrad does
+        # allocated now for optimizers that make their state in the constructor, as Adagrad does
         self.value = nn.Parameter(torch.empty(self.length, dtype=wide, device=parameter.device))
         self._filled = False
 
@@ -48,21 +48,21 @@ class ParameterChunk:
         return self.rows(full).index_select(0, self.dp.position).view(-1)
 
     def cut_on_host(self, full: Tensor, index: int) -> Tensor:
-        """The same of a tensor in host memory, for the dp rank ``index``: a device would compile a program
-        for each shape."""
+        """As ``cut``, for a tensor in host memory and the dp rank ``index``: a lazy device would compile a
+        program for each shape."""
         part = full.reshape(-1)[index * self.length : (index + 1) * self.length]
         return F.pad(part, (0, self.length - part.numel())).clone()
 
     def whole(self, part: Tensor) -> Tensor:
-        """A tensor of the parameter's shape from the entries of all dp ranks. Collective over dp."""
+        """Gather a tensor of the parameter's shape from the dp ranks' chunks. Collective over dp."""
         rows = self.dp.all_gather(part.unsqueeze(0), 0)
         return rows.reshape(-1)[: self.numel].view(self.parameter.shape)
 
     # -- a step -------------------------------------------------------------------------------------------
     def fill(self) -> None:
-        """Take the parameter's values: a master's stay where they still round to these.
+        """Set ``value`` from the parameter. A master value stays if it still rounds to the parameter's value.
 
-        So whatever changed the weights since, a checkpoint that was loaded for one, is what goes on.
+        So changes of the weights since the last step, such as a loaded checkpoint, take effect.
         """
         now = self.cut(self.parameter.detach())
         if self.has_master:
@@ -72,7 +72,7 @@ class ParameterChunk:
         self._filled = True
 
     def take_master(self, values: Tensor | None) -> None:
-        """The master values of a saved state; None: there are none, and the weights say them."""
+        """Set the master values from a saved state; None: they will start from the weights."""
         self._filled = values is not None and self.has_master
         if values is not None and self.has_master:
             self.value.data = values.to(self.value.device, self.value.dtype)
@@ -82,7 +82,7 @@ class ParameterChunk:
         return self.value.detach() if self.has_master and self._filled else None
 
     def take_gradient(self, start: int, part: Tensor) -> None:
-        """``part`` of the mean gradient, from the entry ``start`` of the chunk on."""
+        """Set the mean gradient of the entries from ``start`` on to ``part``."""
         if len(part) == self.length:
             self.value.grad = part.to(self.value.dtype)
             return
@@ -92,7 +92,7 @@ class ParameterChunk:
             self.value.grad[start : start + len(part)].copy_(part)
 
     def put(self, start: int, rows: Tensor) -> None:
-        """Write what all ranks have from the entry ``start`` of their chunks on into the parameter."""
+        """Write the entries of all ranks' chunks from ``start`` on into the parameter."""
         target = self.parameter.detach()
         if self.divisible:
             target.view(self.dp.size, self.length)[:, start : start + rows.shape[1]].copy_(rows)
@@ -100,7 +100,7 @@ class ParameterChunk:
             target.copy_(rows.reshape(-1)[: self.numel].view(target.shape))
 
     def free(self) -> None:
-        """Drop what the next step takes anew."""
+        """Free the gradient, and the values unless they are master values."""
         self.value.grad = None
         if not (self.has_master and self._filled):
             self.value.data = self.value.detach()[:0].clone()
@@ -112,14 +112,14 @@ class ParameterChunk:
         return self.length * self.dp.size == self.numel and self.parameter.is_contiguous()
 
     def segments(self, itemsize: int, most: int) -> Iterator[ChunkSegment]:
-        """The chunk in pieces, of which those of all ranks take up to ``most`` bytes."""
+        """The chunk in segments. The same segment of all ranks together has up to ``most`` bytes."""
         step = max(1, most // (self.dp.size * itemsize)) if self.divisible else self.length
         for start in range(0, self.length, step):
             yield ChunkSegment(self, start, min(step, self.length - start))
 
     # -- the norm -----------------------------------------------------------------------------------------
     def addend(self, p: float) -> Addend:
-        """What this rank's gradient adds to a norm that is summed over dp afterwards."""
+        """This rank's share of a norm, which is summed over dp afterwards."""
         found, grad = sharding(self.parameter), self.value.grad
         comm = found.ctx.comm(*found.axes) if found is not None and found.axes else None
         return Addend(self.parameter.dtype, comm, [] if grad is None else self._parts(grad, p))
@@ -129,7 +129,7 @@ class ParameterChunk:
         shares = found.layout.shares(found.ctx.mesh) if found is not None and found.axes else ()
         if len(shares) <= 1:
             return [(grad, shares[0].copies if shares else 1)]
-        # blocks that unlike numbers of ranks hold: each entry counts by how many hold it
+        # blocks with different numbers of copies: each entry is weighted by its number
         wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
         weight = torch.ones(self.parameter.shape, dtype=wide.dtype, device=grad.device)
         for share in shares:
@@ -148,10 +148,10 @@ class ChunkSegment:
         return self.start + self.length == self.chunk.length
 
     def of_rows(self, full: Tensor) -> Tensor:
-        """Those of all ranks, out of a tensor of the parameter's shape."""
+        """This segment of all ranks, cut from a tensor of the parameter's shape."""
         return self.chunk.rows(full).narrow(1, self.start, self.length)
 
     def of_value(self) -> Tensor:
-        """This rank's, in the parameter's dtype."""
+        """This rank's values, in the parameter's dtype."""
         value = self.chunk.value.detach().narrow(0, self.start, self.length)
         return value.to(self.chunk.parameter.dtype)

@@ -1,4 +1,4 @@
-"""Whether an optimizer treats each entry of a parameter by itself, as one that sees parts of them must."""
+"""The check that an optimizer treats each entry of a parameter independently, as ``Zero1`` requires."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ MIXING = {
     "Shampoo": _FACTORS,
     "SparseAdam": "it takes sparse gradients only, and a mean over dp is dense",
 }
-"""Optimizers that mix entries, and how. Names are compared without case."""
+"""Optimizers that mix entries, with the reason. The case of names does not count."""
 
-# how a step is computed, not what: some of these need a device
+# options of the implementation that do not change the result; some of them need a device
 _WAYS = ("capturable", "differentiable", "foreach", "fused")
 
 
 def check_elementwise(cls: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> frozenset[str]:
-    """ValueError for an optimizer that mixes entries: by name where it is known, else by two small steps.
+    """Raise ValueError for an optimizer that mixes entries: known by name, or found by two small steps.
 
-    Returns the keys of its state that hold a value for each entry.
+    Returns the keys of its state that have a value for each entry.
     """
     known = {name.lower(): why for name, why in MIXING.items()}
     why = next((known[c.__name__.lower()] for c in cls.__mro__ if c.__name__.lower() in known), None)
@@ -43,7 +43,7 @@ def check_elementwise(cls: type[torch.optim.Optimizer], options: Mapping[str, An
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         whole, states = _stepped(cls, like, [values])
         rows, _ = _stepped(cls, like, [*values])
-    # float64: kernels may round the last bits of a short tensor differently
+    # 1e-9 in float64: kernels may round the last bits of a short tensor differently
     if not torch.allclose(whole[0], torch.stack(rows), rtol=1e-9, atol=1e-9):
         raise ValueError(_refusal(cls, "a step of a whole tensor is not that of its rows, each by itself"))
     return frozenset(key for key, v in states[0].items() if isinstance(v, Tensor) and v.shape == (3, 4))
@@ -52,7 +52,7 @@ def check_elementwise(cls: type[torch.optim.Optimizer], options: Mapping[str, An
 def _stepped(
     cls: type[torch.optim.Optimizer], options: Mapping[str, Any], values: list[Tensor]
 ) -> tuple[list[Tensor], list[dict[str, Any]]]:
-    """Values and states after two steps."""
+    """The parameters and their states after two steps."""
     params = [nn.Parameter(v.clone()) for v in values]
     optimizer = cls(params, **options)
     for _ in range(2):

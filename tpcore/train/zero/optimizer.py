@@ -26,30 +26,29 @@ class Zero1(torch.optim.Optimizer):
     """``optimizer_class`` with its state cut over dp: 1/dp of the state on each rank, and the same steps.
 
     Each parameter's local shard is flattened and cut into dp equal chunks, the last of which is padded. A
-    step takes the mean of the gradients, of which each rank receives its chunks (one reduce-scatter a
-    bucket), steps the chunks, and gathers the new weights (one all-gather a bucket). This is stage 1 of
-    ZeRO (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054), with gradients freed as they are
-    reduced.
+    step gives each rank its chunks of the mean gradients (one reduce-scatter for each bucket), steps the
+    chunks, and gathers the new weights (one all-gather for each bucket). This is stage 1 of ZeRO (Rajbhandari
+    et al., 2020, https://arxiv.org/abs/1910.02054); gradients are freed as they are reduced.
 
-    ``optimizer_class``: any optimizer that treats each entry of a parameter by itself: AdamW, Adam, SGD,
-    Adagrad, RMSprop, NAdam and others, of torch or not. ``params``: as for that class, best
-    ``model.named_parameters()``. ``options``: its own (``lr=...``). Groups, schedulers and
-    ``add_param_group`` work as they do there.
+    ``optimizer_class``: any optimizer, of torch or not, that treats each entry of a parameter independently:
+    AdamW, Adam, SGD, Adagrad, RMSprop, NAdam and others. ``params``: as for that class, preferably
+    ``model.named_parameters()``. ``options``: the class's own (``lr=...``). Groups, schedulers and
+    ``add_param_group`` work as usual.
 
-    ``master_dtype``: the dtype of the chunks, ``torch.float32`` for bfloat16 weights: each rank keeps a
-    master copy of its chunks in it, and the weights are those rounded. ``grad_dtype``: gradients of several
-    backwards are summed in it, and sent in it. ``bucket_mb``: MiB of gradients or weights that one
-    collective carries.
+    ``master_dtype``: the dtype of the chunks, e.g. ``torch.float32`` for bfloat16 weights: each rank keeps a
+    master copy of its chunks in it, and the weights are the rounded master values. ``grad_dtype``: the dtype
+    in which gradients of several backwards are summed and sent. ``bucket_mb``: MiB of gradients or weights
+    in one collective.
 
-    The base optimizer is made at the first step, so that the model may be cut, moved or loaded before. Take
-    the step by ``tpcore.optimizer_step``, which can clip and skip; ``step()`` alone does neither. The
-    constructor and all methods that move tensors are collective over dp. Raises ValueError for an optimizer
-    that mixes entries, for a parameter given twice, for parameters that torch's own parallelism has cut or
-    another context has built, and for parameters that are cut over dp already.
+    The base optimizer is made at the first step, so that the model may be cut, moved or loaded before. Step
+    with ``tpcore.optimizer_step``, which can clip and skip; ``step()`` alone does neither. The constructor
+    and all methods that move tensors are collective over dp. Raises ValueError for an optimizer that mixes
+    entries, for a parameter given twice, for parameters that torch's own parallelism has cut or that were
+    built under another context, and for parameters that are already cut over dp.
     """
 
     grad_norm: Tensor | None = None
-    """The norm of the last step's gradients before clipping, where ``optimizer_step`` computed one."""
+    """The norm of the last step's gradients before clipping, if ``optimizer_step`` computed it."""
 
     def __init__(
         self,
@@ -74,9 +73,9 @@ class Zero1(torch.optim.Optimizer):
         self._base: torch.optim.Optimizer | None = None
         self._chunks: dict[Tensor, ParameterChunk] = {}
         self.for_scaler = Scaled(self)
-        # those with a gradient, between its mean and the step
+        # the chunks with a gradient, between the mean and the step
         self._stepped: list[ParameterChunk] | None = None
-        # on the CPU, whatever device is the default: it is asked for its defaults only
+        # on the CPU, whatever the default device: only its defaults are used
         like = optimizer_class([nn.Parameter(torch.zeros(1, device="cpu"))], **options)
         super().__init__(params, like.defaults)
 
@@ -93,7 +92,7 @@ class Zero1(torch.optim.Optimizer):
         return [p for group in self.param_groups for p in group["params"]]
 
     def base(self) -> torch.optim.Optimizer:
-        """The optimizer that steps the chunks; its groups have the options of this one's."""
+        """The optimizer that steps the chunks; its groups have the options of this optimizer's groups."""
         if self._base is not None and self._changed():
             self._base = None
         if self._base is None:
@@ -119,7 +118,8 @@ class Zero1(torch.optim.Optimizer):
             self._chunks[p].free()
 
     def _changed(self) -> bool:
-        """Whether parameters were cut, moved or converted since the base was made, which had no state yet."""
+        """Whether parameters were cut, moved or converted since the base was made. ValueError if there is
+        state already."""
         new = [p for p, chunk in self._chunks.items() if chunk.kind != kind_of(p)]
         if new and self.state:
             raise ValueError(
@@ -131,7 +131,7 @@ class Zero1(torch.optim.Optimizer):
 
     # -- a step -------------------------------------------------------------------------------------------
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, also a mean that no step has used. They are always set to None."""
+        """Drop all gradients, also a mean that no step has used. Gradients are always set to None."""
         for p in self._parameters:
             self._gradients.drop(p)
         self.skip()
@@ -139,7 +139,7 @@ class Zero1(torch.optim.Optimizer):
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:
-        """Give each rank its chunks of the mean over dp, and free the gradients. Done already: nothing."""
+        """Give each rank its chunks of the mean over dp, and free the gradients. Does nothing if done."""
         if self._stepped is not None:
             return
         self.base()
@@ -158,7 +158,7 @@ class Zero1(torch.optim.Optimizer):
                 if segment.last:
                     self._gradients.drop(segment.chunk.parameter)
         for p in self._parameters:
-            self._gradients.drop(p)  # of those without entries too
+            self._gradients.drop(p)  # also of parameters without entries
 
     @property
     def reduced(self) -> bool:
@@ -170,12 +170,12 @@ class Zero1(torch.optim.Optimizer):
         return self._gradients.of(p)
 
     def _gradient(self, p: Tensor) -> Tensor:
-        """Zeros where another dp rank alone has one."""
+        """The gradient of ``p``; zeros if only another dp rank has one."""
         found = self._gradients.of(p)
         return torch.zeros_like(p, dtype=self._gradients.dtype_of(p)) if found is None else found
 
     def _buckets(self, dtype_of: Callable[[Tensor], torch.dtype]) -> Iterator[list[ChunkSegment]]:
-        """The chunks that are stepped, in pieces that travel together; ``dtype_of`` a parameter."""
+        """Buckets of segments of the chunks to step. ``dtype_of``: the dtype to send for a parameter."""
 
         def segments() -> Iterator[ChunkSegment]:
             for chunk in self._stepped or ():
@@ -194,14 +194,14 @@ class Zero1(torch.optim.Optimizer):
         return [c.value.grad for c in self._stepped or () if c.value.grad is not None]
 
     def norm(self, p: float = 2.0) -> Tensor:
-        """The norm of the full mean gradient, as ``clip_grad_norm`` gives; after ``reduce_gradients``."""
+        """The norm of the full mean gradient, as of ``clip_grad_norm``; after ``reduce_gradients``."""
         addends = [chunk.addend(p) for parameter, chunk in self._chunks.items() if parameter.requires_grad]
         device = next((parameter.device for parameter in self._chunks), None)
         return norm_of(addends, p, device, self._dp)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """The mean over dp if it was not taken yet, the step of this rank's chunks, the new weights."""
+        """Take the mean over dp if that is not done yet, step this rank's chunks, gather the new weights."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -221,7 +221,7 @@ class Zero1(torch.optim.Optimizer):
         self._show_state()
         return loss
 
-    # GradScaler then calls step on every rank, inf or not, and step can say what is wrong
+    # makes GradScaler call step on every rank, inf or not, so that step can raise its error
     _step_supports_amp_scaling = True
 
     def _gather(self) -> None:
@@ -232,14 +232,14 @@ class Zero1(torch.optim.Optimizer):
                 segment.chunk.put(segment.start, part)
 
     def skip(self) -> None:
-        """Forget the mean of the gradients: no step is taken with it."""
+        """Drop the mean of the gradients without a step."""
         for chunk in self._stepped or ():
             chunk.free()
         self._stepped = None
 
     # -- state --------------------------------------------------------------------------------------------
     def _show_state(self) -> None:
-        """``state`` by this optimizer's own parameters: this rank's chunks, and their masters."""
+        """Set ``state``, by this optimizer's own parameters, to this rank's chunks and master values."""
         base = self._base
         self.state = defaultdict(dict)
         for p, chunk in self._chunks.items() if base is not None else ():
@@ -250,26 +250,26 @@ class Zero1(torch.optim.Optimizer):
                 self.state[p] = values
 
     def outline(self) -> Outline:
-        """What ``state_dict`` returns, with the tensors that dp cuts still to be gathered, one by one."""
+        """The ``state_dict`` without the tensors that are cut over dp, which can be gathered one by one."""
         if self._base is not None:
-            self.base()  # sees whether parameters changed
+            self.base()  # raises if parameters have changed
         return outline_of(super().state_dict(), self._parameters, self._chunks)
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """The state as ``optimizer_class`` has it on this tp rank's shards, with ``master`` values if any.
+        """The state of ``optimizer_class`` for this tp rank's shards, with ``master`` values if any.
 
-        Collective over dp. Every rank gets all of it: to save, give ``tpcore.checkpoint.save`` the optimizer
-        itself, which gathers one tensor at a time.
+        Collective over dp. Every rank gets the whole state. To save it, pass the optimizer itself to
+        ``tpcore.checkpoint.save``, which gathers one tensor at a time.
         """
         return self.outline().gathered()
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take a state of ``optimizer_class`` or of ``Zero1`` over it, for this tp rank's shards.
+        """Load a state of ``optimizer_class`` or of ``Zero1`` over it, for this tp rank's shards.
 
-        Without ``master`` values in it, masters start from the weights. Raises ValueError where it does not
-        fit the parameters.
+        If it has no ``master`` values, they start from the weights. Raises ValueError if it does not fit the
+        parameters.
         """
         base = self.base()
         index = current().coord("dp")
@@ -283,7 +283,7 @@ class Zero1(torch.optim.Optimizer):
 
 
 class Scaled:
-    """What a GradScaler sees of a Zero1: the gradients of the chunks, and the step."""
+    """A Zero1 for a GradScaler: the groups of chunks with their gradients, and the step."""
 
     def __init__(self, optimizer: Zero1) -> None:
         self._optimizer = optimizer

@@ -1,4 +1,4 @@
-"""The state of a cut optimizer as that of the plain one, and back."""
+"""Converts the state of ``Zero1`` to the plain optimizer's state and back."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ MASTER = "master"
 
 @dataclass(frozen=True)
 class Outline:
-    """An optimizer's ``state_dict()`` in which tensors on meta stand for what is still to be gathered.
+    """An optimizer's ``state_dict()`` with meta tensors in place of tensors that are not gathered yet.
 
-    ``gather`` by the ``id`` of such a tensor: a function that is collective over dp and gives its values.
-    All dp ranks have the same, in the same order.
+    ``gather``: for the ``id`` of each meta tensor, a function that returns its values, collective over dp.
+    All dp ranks have the same tensors in the same order.
     """
 
     state: dict[str, Any]
     gather: Mapping[int, Callable[[], Tensor]]
 
     def gathered(self) -> dict[str, Any]:
-        """With all of them gathered."""
+        """The state with all tensors gathered. Collective over dp."""
         for values in self.state["state"].values():
             for key, value in values.items():
                 if id(value) in self.gather:
@@ -41,7 +41,7 @@ class Outline:
 def outline_of(
     packed: dict[str, Any], parameters: Sequence[Tensor], chunks: Mapping[Tensor, ParameterChunk]
 ) -> Outline:
-    """``packed``: an optimizer's ``state_dict()`` with this rank's chunks in the place of full tensors."""
+    """The outline of ``packed``, an optimizer's ``state_dict()`` that has this rank's chunks."""
     gather: dict[int, Callable[[], Tensor]] = {}
     states: dict[Any, Any] = {}
     for index, values in packed["state"].items():
@@ -65,9 +65,9 @@ def entries_of(
     keys: Collection[str],
     index: int,
 ) -> tuple[dict[str, Any], dict[Tensor, Tensor]]:
-    """The part of dp rank ``index`` of a plain optimizer's state, and of the master values in it.
+    """The chunks of dp rank ``index`` of a plain optimizer's state and of the master values in it.
 
-    ``keys``: those of values for each entry. Parameters are numbered in the order of the groups.
+    ``keys``: state keys with a value for each entry. Parameters are numbered in the order of the groups.
     """
     states: dict[Any, Any] = {}
     masters: dict[Tensor, Tensor] = {}

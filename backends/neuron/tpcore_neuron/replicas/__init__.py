@@ -1,4 +1,4 @@
-"""Real XLA programs with real collectives on N replicas of one process, for tests without hardware."""
+"""Real XLA programs with real collectives on N replicas in one process, for tests without hardware."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Unmodified per-rank code on N XLA replicas, with real collectives, on any machine with torch_xla."""
+"""Runs unmodified per-rank code on N XLA replicas, with real collectives, on any machine with torch_xla."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ START = 120.0
 """Seconds beyond the timeout that a process of replicas may take to start and to answer."""
 
 END = 60.0
-"""Seconds that it may take to end: a save in the background may be under way."""
+"""Seconds that the process may take to end: a background save may be under way."""
 
 
 def run_replicas(
@@ -33,19 +33,19 @@ def run_replicas(
     env: Mapping[str, str] | None = None,
     **kwargs: Any,
 ) -> list[Any]:
-    """``fn(*args, **kwargs)`` on ``world`` XLA:CPU replicas, each as if torchrun had started it; the results
-    in rank order, their tensors on the CPU.
+    """Call ``fn(*args, **kwargs)`` on ``world`` XLA:CPU replicas, each as if torchrun had started it. Return
+    the results in rank order, with tensors on the CPU.
 
-    ``fn`` is what runs on one NeuronCore: ``tpcore.init(backend="neuron", tp=...)``, a training loop,
-    ``torch_xla.sync()``, ``torch.distributed`` over "xla". The replicas are threads of one process, which
-    is kept for the next call with the same ``world``; ``fn`` travels there by cloudpickle. One of them runs
-    Python at a time; random state, environment and tpcore's context are each rank's own. Other globals of a
-    module are shared.
+    ``fn`` is the code for one NeuronCore: ``tpcore.init(backend="neuron", tp=...)``, a training loop,
+    ``torch_xla.sync()``, ``torch.distributed`` over "xla". The replicas are threads of one process, which is
+    kept for the next call with the same ``world``; ``fn`` is sent there by cloudpickle. One thread runs
+    Python at a time. Each rank has its own random state, environment and tpcore context; other globals of
+    modules are shared.
 
-    Wherever a program runs, those of all ranks are compared: if they differ, every rank gets a
-    CollectiveMismatchError that names the ranks and shows the lines. The error of one rank is raised here.
-    ``timeout``: seconds that may pass without any rank moving on; CollectiveTimeoutError then says what
-    each rank is at. ``env``: variables for this run.
+    Whenever programs run, all ranks' programs are compared. If they differ, every rank gets a
+    CollectiveMismatchError that names the ranks and shows the lines. The error of a rank is raised here.
+    ``timeout``: seconds without progress of any rank, after which CollectiveTimeoutError reports where each
+    rank is. ``env``: variables for this run.
     """
     if not isinstance(world, int) or world < 1:
         raise ValueError(f"world must be a whole number of replicas, 1 or more, not {world!r}")
@@ -107,21 +107,21 @@ _processes: dict[int, _Process] = {}
 
 @atexit.register
 def close() -> None:
-    """End the processes that hold replicas; the next call starts anew."""
+    """End the processes of replicas; the next ``run_replicas`` starts a new one."""
     while _processes:
         _processes.popitem()[1].close()
 
 
 def lower(*tensors: Tensor) -> HloProgram:
-    """The program that computes ``tensors``, without compiling or running it; the same on every rank, or
-    every rank gets an error that shows the differing lines. To be called inside ``run_replicas``."""
+    """The program that computes ``tensors``, without compiling or running it. If it differs between ranks,
+    every rank gets an error that shows the lines. Call it inside ``run_replicas``."""
     from . import meeting_points
 
     return meeting_points.lowered(list(tensors))
 
 
 def programs() -> list[HloProgram]:
-    """The programs that this run has run so far. To be called inside ``run_replicas``."""
+    """The programs that have run so far in this ``run_replicas``. Call it inside."""
     from . import meeting_points
 
     return meeting_points.recorded()

@@ -1,8 +1,8 @@
-"""Where a replica must meet the others: the few calls by which torch_xla compiles and runs a program.
+"""The calls at which all replicas must meet: those by which torch_xla compiles and runs a program.
 
-All ranks of a run share one executable: collectives of different executables never meet. torch_xla keeps
-executables by the hash of the graph, so it is enough that the graphs are equal, which is checked here,
-and that one rank compiles before the others ask.
+All ranks of a run share one executable, because collectives of different executables never meet. torch_xla
+caches executables by the hash of the graph. So it suffices that the graphs are equal, which is checked here,
+and that one rank compiles before the others run.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _READS = (
     *("item", "cpu", "tolist", "numpy", "__repr__", "__format__"),
     *("__bool__", "__float__", "__int__", "__index__"),
 )
-_COMPARISONS = ("equal", "allclose")  # read both of their arguments, in C++
-_SHOWN = 12  # differing lines
+_COMPARISONS = ("equal", "allclose")  # these read both arguments, in C++
+_SHOWN = 12  # differing lines in a message
 _HERE = threading.local()
 
 
 class Run:
-    """One run of a function on all replicas: the world it runs in and the programs it has run."""
+    """One run of a function on all replicas: its scheduler and its programs so far."""
 
     def __init__(self, world: Scheduler) -> None:
         self.world = world
@@ -65,7 +65,7 @@ def rank_here() -> int | None:
     """The rank of this thread; None outside of a run."""
     rank: int | None = getattr(_HERE, "rank", None)
     if rank is None and running and isinstance(threading.current_thread(), threading._DummyThread):
-        # a worker of autograd: there is one for each XLA device, which is its default device
+        # an autograd thread: each XLA device has one, and is its default device
         return int(_XLA._xla_get_default_device_ordinal())
     return rank
 
@@ -108,7 +108,7 @@ def _same_program(arrivals: Sequence[Arrival]) -> None:
 
 
 def _run(rank: int, what: str, dispatch: Callable[[], None], tensors: list[Tensor] | None = None) -> None:
-    """Meet, compare what all are about to run, and start it on one after the other."""
+    """Meet the other ranks, compare the programs, and start them one after the other."""
     run = running[-1]
     site = _site()
     text = pending(tensors)
@@ -116,8 +116,8 @@ def _run(rank: int, what: str, dispatch: Callable[[], None], tensors: list[Tenso
     before = _compiled()
     dispatch()
     made = _compiled() > before
-    # Nobody may go on before all have started: freeing a tensor that a started program still reads waits for
-    # that program, and does so without letting go of Python's lock.
+    # No rank may go on before all have started: freeing a tensor that a started program still reads waits for
+    # that program without releasing Python's lock.
 
     def record(arrivals: Sequence[Arrival]) -> None:
         run.programs.append(HloProgram(text, what, site, any(a.payload for a in arrivals)))
@@ -130,7 +130,7 @@ def _compiled() -> int:
 
 
 def install() -> None:
-    """For the life of the process."""
+    """Patch torch and torch_xla until the process ends."""
     _patch_steps()
     for name in _READS:
         setattr(Tensor, name, _meeting(getattr(Tensor, name), lambda args, kwargs: True))
@@ -163,7 +163,7 @@ def _patch_steps() -> None:
         alone = not any(_XLA._check_tensor_need_materialization(some)) or not _COLLECTIVE.search(
             _XLA._get_xla_tensors_text(some)
         )
-        if rank is None or alone:  # no collective is pending: a rank may read its own values
+        if rank is None or alone:  # no collective is pending: a rank may read values without the others
             multi(some, list(devices), wait=wait, sync_xla_data=sync_xla_data)
             return
         _run(rank, "read", lambda: multi(some, list(devices), wait=False, sync_xla_data=sync_xla_data), some)
@@ -200,7 +200,7 @@ def _patch_rendezvous() -> None:
         rank = rank_here()
         if rank is None:
             return list(original(payload, ordinals, tag))
-        # torch_xla's own gathers with the rank as part of the program
+        # torch_xla's own rendezvous gathers, with the rank as a constant of the program
         return running[-1].world.meet(rank, Arrival(f"rendezvous {tag!r}", _site(), payload))
 
     xm.xla_rendezvous = xla_rendezvous

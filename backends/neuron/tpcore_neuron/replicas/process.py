@@ -1,4 +1,4 @@
-"""The process that holds the replicas: ``python -m tpcore_neuron.replicas.process LIFELINE WORLD FD``."""
+"""The process of the replicas: ``python -m tpcore_neuron.replicas.process LIFELINE WORLD FD``."""
 
 from __future__ import annotations
 
@@ -51,15 +51,15 @@ def serve(size: int, conn: Connection) -> None:
         patches.running.pop()
         conn.send((world.broken, [pack_outcome(o, r) for r, o in enumerate(outcomes)]))
         if world.broken:
-            os._exit(1)  # a thread that runs cannot be stopped
-        del world, one, fn, args, kwargs, outcomes  # and what their errors' tracebacks hold
+            os._exit(1)  # a running thread cannot be stopped
+        del world, one, fn, args, kwargs, outcomes  # and the objects in their errors' tracebacks
         worlds.forget()
-        sys.excepthook = excepthook  # each init of torch.distributed wraps the one before
-        gc.collect()  # what a failed run has traced and not run is dropped, so that the next does not run it
+        sys.excepthook = excepthook  # each init of torch.distributed wraps the previous hook
+        gc.collect()  # drops the unfinished graphs of a failed run, so that the next does not run them
 
 
 def _launched(rank: int, size: int) -> dict[str, str]:
-    """As torchrun sets it."""
+    """The variables that torchrun sets."""
     store = {settings.MASTER_ADDR.name: "127.0.0.1", settings.MASTER_PORT.name: "0"}
     return settings.of_rank(rank, size) | store
 
@@ -72,8 +72,8 @@ def _on_cpu(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 if __name__ == "__main__":
     follow(int(sys.argv[1]))
     serve(int(sys.argv[2]), Connection(int(sys.argv[3])))
-    atexit._run_exitfuncs()  # a checkpoint's save in the background is finished there
-    # not by way of the interpreter's end, which frees every program that was compiled, for seconds
+    atexit._run_exitfuncs()  # finishes a background save of a checkpoint
+    # skip the interpreter's shutdown, which takes seconds to free every compiled program
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -1,8 +1,8 @@
-"""Ranks as threads, of which one runs Python at a time; they meet where XLA programs are run.
+"""Ranks as threads, of which one runs Python at a time; they meet when XLA programs are run.
 
-As in ``tpcore.testing.threads`` a rank holds the turn while it runs and gives it away only where it meets
-the others; what is global to a process (random state, environment, tpcore's own context) changes hands
-with it. So per-rank programs run as in processes of their own, and who waits for whom is known.
+As in ``tpcore.testing.threads`` a rank has the turn while it runs and passes it on only when it meets the
+others. The process's global state (random state, environment, tpcore's context) is swapped with it. So each
+rank runs as in a process of its own, and it is known which rank waits for which.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ GRACE = 5.0
 
 @dataclass(frozen=True)
 class Arrival:
-    """What a rank waits at: all must come to the same, from wherever."""
+    """The point at which a rank waits. All ranks must come to the same point; the site may differ."""
 
     what: str
     site: str
@@ -41,8 +41,8 @@ class Arrival:
         return f"waits at {self.what}, called at {self.site}"
 
 
-Judge = Callable[[Sequence[Arrival]], None]
-"""Looks at what all ranks brought; an error it raises is raised on every rank."""
+Check = Callable[[Sequence[Arrival]], None]
+"""Checks the arrivals of all ranks; its error is raised on every rank."""
 
 
 class Scheduler:
@@ -57,15 +57,15 @@ class Scheduler:
         self._failure: BaseException | None = None
         self._threads: dict[int, threading.Thread] = {}
 
-    def meet(self, rank: int, arrival: Arrival, judge: Judge = lambda arrivals: None) -> list[Any]:
-        """Wait for every rank to come here; the payloads of all, in rank order."""
+    def meet(self, rank: int, arrival: Arrival, check: Check = lambda arrivals: None) -> list[Any]:
+        """Wait for every rank to come here; return the payloads of all, in rank order."""
         with self._turn:
             meeting = self._meetings
             self._waiting[rank] = arrival
-            kept = _Kept()
+            state = _GlobalState()
             self._holder = None
             if len(self._waiting) == self.size:
-                self._complete(judge)
+                self._complete(check)
             elif len(self._waiting) + len(self._ended) == self.size:
                 self._fail(PeerLostError(f"a rank has finished and others wait for it:\n{self._report()}"))
             self._turn.notify_all()
@@ -73,12 +73,12 @@ class Scheduler:
             met, passed = self._met, self._meetings > meeting
             self._turn.wait_for(lambda: self._holder is None)
             self._holder = rank
-            kept.restore()
+            state.restore()
             if self._failure is not None and not passed:
-                raise _again(self._failure)
+                raise _copied(self._failure)
             return [a.payload for a in met]
 
-    def _complete(self, judge: Judge) -> None:
+    def _complete(self, check: Check) -> None:
         arrivals = [self._waiting[r] for r in range(self.size)]
         other = [r for r in range(self.size) if arrivals[r].what != arrivals[0].what]
         try:
@@ -86,7 +86,7 @@ class Scheduler:
                 raise CollectiveMismatchError(
                     f"ranks 0 and {other[0]} do not come to the same point of the program:\n{self._report()}"
                 )
-            judge(arrivals)
+            check(arrivals)
         except Exception as e:  # noqa: BLE001  raised on every rank
             self._fail(e)
             return
@@ -114,11 +114,11 @@ class Scheduler:
         return f"runs at {where}" if self._holder == rank else f"waits for its turn at {where}"
 
     def run(self, fn: Callable[[int], Any], envs: Sequence[dict[str, str]]) -> list[Outcome]:
-        """``fn(rank)`` on every rank; how each ended. One that never came back is among them as an error."""
+        """Call ``fn(rank)`` on every rank; return each outcome. A rank that never ends has an error."""
         for rank in range(self.size):
             target, args = copy_context().run, (self._one, rank, fn, envs[rank])
             self._threads[rank] = threading.Thread(target=target, args=args, name=f"rank {rank}", daemon=True)
-        caller = _Kept()
+        caller = _GlobalState()
         for thread in self._threads.values():
             thread.start()
         with self._turn:
@@ -134,7 +134,7 @@ class Scheduler:
 
     @property
     def broken(self) -> bool:
-        """A rank is still running, and nothing can stop a thread."""
+        """Whether a rank is still running: a thread cannot be stopped."""
         return len(self._ended) < self.size
 
     def _moved(self, before: tuple[int, int]) -> bool:
@@ -159,22 +159,22 @@ class Scheduler:
 
     @staticmethod
     def _begin(env: dict[str, str]) -> None:
-        torch.manual_seed(0)  # what a process of its own would start from is not reproducible; this is
+        torch.manual_seed(0)  # unlike the start of a real process this is reproducible
         random.seed(0)
         np.random.seed(0)
         settings.update(env)
         swap_process([])
 
 
-def _again(error: BaseException) -> BaseException:
-    """An error for one more thread: the same object would gather the tracebacks of all."""
+def _copied(error: BaseException) -> BaseException:
+    """A copy of an error for another thread: one object would collect the tracebacks of all threads."""
     if isinstance(error, BackendError):
         return type(error)(*error.args)
     return RuntimeError(str(error))
 
 
-class _Kept:
-    """What is global to the process and belongs to the rank that runs."""
+class _GlobalState:
+    """A snapshot of the process's global state, which belongs to the running rank."""
 
     def __init__(self) -> None:
         self._torch, self._random = torch.get_rng_state(), random.getstate()

@@ -1,4 +1,4 @@
-"""A program as StableHLO, and the collectives in it: their kind, groups, shape and bytes."""
+"""A program as StableHLO, and its collectives: their kind, groups, shapes and bytes."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ _BODY = re.compile(r"stablehlo\.(add|maximum|minimum|multiply|or|and) ")
 
 @dataclass(frozen=True)
 class HloCollective:
-    """One collective: over which replica groups it goes, and what each rank puts in."""
+    """One collective: its replica groups, and each rank's inputs."""
 
     kind: str  # "all_reduce add", "all_gather", "reduce_scatter add", "all_to_all", "collective_permute"
     groups: tuple[tuple[int, ...], ...]
-    operands: tuple[tuple[str, tuple[int, ...]], ...]  # dtype and shape
+    operands: tuple[tuple[str, tuple[int, ...]], ...]  # (dtype, shape) of each input
     nbytes: int
 
 
 @dataclass(frozen=True)
 class HloProgram:
-    """What one call of ``sync`` (or of a read) runs, the same on every rank."""
+    """The program of one call of ``sync`` (or of a read), the same on every rank."""
 
     text: str
     what: str = "sync"
     site: str = ""
     compiled: bool = True
-    """Whether it was new; False: it was compiled before and only ran again."""
+    """Whether this call compiled it; False: it was compiled before and only ran again."""
 
     @property
     def digest(self) -> str:
@@ -97,10 +97,10 @@ def _nbytes(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def pending(tensors: list[Tensor] | None = None) -> str:
-    """StableHLO of what this rank has traced and not run: for ``tensors``, or for all that are alive."""
+    """StableHLO of this rank's pending graph: for ``tensors``, or for all live tensors."""
     import torch_xla
 
     xla: Any = torch_xla._XLAC
     text: bytes = xla._get_stablehlo(tensors or [], xla._xla_get_default_device(), [], False)
-    # the name counts the instructions that were made on the way
+    # the module's name has a counter of instructions
     return re.sub(r"^module @\S+", "module @program", text.decode(), count=1)

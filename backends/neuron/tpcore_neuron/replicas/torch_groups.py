@@ -1,4 +1,4 @@
-"""torch.distributed as every rank of a run sees it: its own groups, and one store for all."""
+"""torch.distributed for ranks in one process: each rank has its own groups, all share one store."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch_xla.distributed.xla_backend  # noqa: F401  registers "xla"
 
 @dataclass
 class _Groups:
-    """What torch keeps in its ``_World``, which it has one of in a process."""
+    """The fields of torch's ``_World``, of which a process has only one."""
 
     default_pg: Any = None
     group_count: int = 0
@@ -28,7 +28,7 @@ class _Groups:
 
 
 class Worlds:
-    """In place of torch's one ``_World``: one for each rank. Asked for the rank and not kept by thread,
+    """Replaces torch's single ``_World`` by one for each rank. It looks up the rank and is not thread-local,
     because autograd's threads, one for each device, belong to the same ranks."""
 
     _own = ("groups", "rank", "store")
@@ -59,7 +59,7 @@ def install(rank: Callable[[], int | None], size: int) -> Worlds:
     worlds = Worlds(rank)
     c10d._world = worlds  # type: ignore[assignment]
     native: Any = torch._C._distributed_c10d
-    native._set_thread_isolation_mode(True)  # groups by name: one table for each thread
+    native._set_thread_isolation_mode(True)  # one table of groups by name for each thread
 
     def meet(url: str, *args: Any, **kwargs: Any) -> Iterator[tuple[dist.Store, int | None, int]]:
         if worlds.store is None:

@@ -24,7 +24,7 @@ chips make of them is not measured here. float64 is left out, since Neuron has n
 
 
 def verify(tp: int) -> Report:
-    """What ``tpcore verify --backend neuron --tp N`` reports on N NeuronCores, from N replicas."""
+    """The report of ``tpcore verify --backend neuron --tp N``, from N replicas in place of NeuronCores."""
     report: Report = run_replicas(_on_replica, tp, tp, timeout=300.0)[0]
     return report
 

@@ -1,4 +1,4 @@
-"""Entries beside the model that say nothing of cuts: the same on all ranks, or bound to the degree."""
+"""Entries other than the model without recorded cuts. Only those equal on all ranks fit another degree."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from .pickles import mapped
 
 
 def split(rests: Sequence[Mapping[Any, Any]]) -> tuple[dict[Any, Any], list[Any]]:
-    """Of what lies beside the model on each rank: what is the same on all, and the keys of what is not.
+    """The entries that are the same on all ranks, and the keys of the others. ``rests``: entries per rank.
 
-    An optimizer's state is cut like its parameters even where all ranks hold zeros.
+    An optimizer's state counts as different: it is cut like its parameters, even if all values are zero.
     """
     first, *others = rests
     bound = [
@@ -28,9 +28,9 @@ def split(rests: Sequence[Mapping[Any, Any]]) -> tuple[dict[Any, Any], list[Any]
 
 def why_bound(keys: Sequence[Any], path: str, tp: int) -> str:
     return (
-        f"{', '.join(map(str, keys))} in {path} can be had only at the degree of the save, tp={tp}: it "
-        "differs by rank or is an optimizer's state, and nothing there names the parameters that such a "
-        "state belongs to. The optimizer knows: load(path, model_or_optimizer=optimizer, model_key=...)"
+        f"{', '.join(map(str, keys))} in {path} can be loaded only at the degree of the save, tp={tp}: it "
+        "differs between ranks or is an optimizer's state, whose parameters the file does not name. For an "
+        "optimizer's state: load(path, model_or_optimizer=optimizer, model_key=...)"
     )
 
 

@@ -58,14 +58,16 @@ class Steps:
     def __init__(self, patch: pytest.MonkeyPatch, stop: int, error: type[BaseException]) -> None:
         self.count, self.stop, self.error, self.dead = 0, stop, error, False
         wrapped = SimpleNamespace(**vars(os))
-        for name in ("fsync", "mkdir", "rename", "unlink"):
+        for name in ("fsync", "link", "mkdir", "rename", "unlink"):
             setattr(wrapped, name, self.step(getattr(os, name)))
         for module in (files, staging, writing):
             patch.setattr(module, "os", wrapped)
         for module in (files, staging):
             patch.setattr(module, "open", self.step(open), raising=False)
         patch.setattr(staging, "_exchange", self.step(staging._exchange))
-        patch.setattr(staging, "shutil", SimpleNamespace(rmtree=self.step(shutil.rmtree)))
+        patch.setattr(
+            staging, "shutil", SimpleNamespace(rmtree=self.step(shutil.rmtree), copyfile=shutil.copyfile)
+        )
 
     def step(self, real: Any) -> Any:
         def stopping(*args: Any, **kwargs: Any) -> Any:
@@ -87,12 +89,14 @@ def _no_power_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("error", [OSError, Killed])
-@pytest.mark.parametrize("case", ["first", "exchange", "two renames"])
+@pytest.mark.parametrize("case", ["first", "exchange", "two renames", "first beside logs", "beside logs"])
 def test_every_step(
     error: type[BaseException], case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a first save, and of later ones where two names can be swapped in one step and where they cannot."""
-    previous = case != "first"
+    """Of a first save, and of later ones where two names can be swapped in one step and where they cannot,
+    and into a directory that holds other files, which stay."""
+    previous = not case.startswith("first")
+    logs = {"logs", "notes.txt"} if case.endswith("logs") else set()
     if case == "two renames":
         monkeypatch.setattr(staging, "_exchange", lambda a, b: False)
     run_ranks(MESH, lambda ctx: write(ctx, tmp_path / "first", 1))
@@ -104,9 +108,16 @@ def test_every_step(
         path = home / "c"
         if previous:
             shutil.copytree(tmp_path / "first", path)
+        if logs:
+            (path / "logs").mkdir(parents=True)
+            (path / "notes.txt").write_text("mine")
+            inode = path.stat().st_ino
         with pytest.MonkeyPatch.context() as patch:
             steps = Steps(patch, stop, error)
             failed = _try(path)
+        if logs:
+            assert logs <= set(os.listdir(path))
+            assert path.stat().st_ino == inode
         if steps.count < stop:
             break
         if failed and error is OSError:
@@ -115,11 +126,12 @@ def test_every_step(
             assert sorted(os.listdir(home) if home.exists() else []) in ([], ["c"])
         if not failed:
             assert versions(path) == {2}
-        elif previous or os.path.exists(staging.resolve(str(path))):
+        elif previous or os.path.exists(Path(staging.resolve(str(path))) / files.MANIFEST):
             seen |= versions(path)
         run_ranks(MESH, lambda ctx: write(ctx, path, 3))  # noqa: B023
         assert versions(path) == {3}
         assert os.listdir(home) == ["c"]
+        assert set(os.listdir(path)) == {"manifest.json", "tp_rank_0", "tp_rank_1", *logs}
     assert stop > 25
     if previous:
         assert seen <= {1, 2}

@@ -414,15 +414,29 @@ def test_a_cut_over_other_ranks(tmp_path: Path) -> None:
     assert all("model.weight is cut over ranks" in m for m in errors_on_all_ranks(write))
 
 
-@pytest.mark.parametrize("name", ["notes.txt", "tp_rank_00"])
-def test_directories_with_other_files_are_left_alone(name: str, tmp_path: Path) -> None:
-    """Saving replaces a directory, so never one with something else in it."""
-    (tmp_path / "c").mkdir()
-    (tmp_path / "c" / name).write_text("mine")
-    messages = errors_on_all_ranks(lambda ctx: save({"x": 1}, tmp_path / "c"))
-    assert all(re.search(rf"saving would replace .* it holds '{name}'", m) for m in messages)
+def test_files_beside_a_checkpoint_stay(tmp_path: Path) -> None:
+    """As the logs that a script writes into the directory before its first save, and between two."""
+    (tmp_path / "c/logs").mkdir(parents=True)
+    (tmp_path / "c/logs/events.0").write_text("mine")
+    for n, mesh in ((1, MESH), (2, Mesh({"tp": 4})), (3, Mesh({"tp": 1}))):
+        (tmp_path / f"c/beside_{n}.json").write_text("mine")
+        run_ranks(mesh, lambda ctx: save({"x": n}, tmp_path / "c"))  # noqa: B023
+        assert run_ranks(mesh, lambda ctx: load(tmp_path / "c")["x"]) == [n] * mesh.size
+        ranks = {f"tp_rank_{i}" for i in range(mesh.axes["tp"])}
+        beside = {f"beside_{i}.json" for i in range(1, n + 1)}
+        assert set(os.listdir(tmp_path / "c")) == {"manifest.json", "logs", *ranks, *beside}
+    assert (tmp_path / "c/logs/events.0").read_text() == "mine"
     assert os.listdir(tmp_path) == ["c"]
-    assert (tmp_path / "c" / name).read_text() == "mine"
+
+
+def test_what_looks_like_a_rank_of_another_format_is_left_alone(tmp_path: Path) -> None:
+    """Saving would take its place, and no checkpoint of this format put it there."""
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "tp_rank_00").write_text("mine")
+    messages = errors_on_all_ranks(lambda ctx: save({"x": 1}, tmp_path / "c"))
+    assert all(re.search(r"saving would replace .* it holds 'tp_rank_00'", m) for m in messages)
+    assert os.listdir(tmp_path) == ["c"]
+    assert (tmp_path / "c" / "tp_rank_00").read_text() == "mine"
 
 
 def test_a_file_is_in_the_way(tmp_path: Path) -> None:

@@ -198,10 +198,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "padding_idx=8 is outside a vocabulary of 8",
     ),
-    "uncollected rows": (
-        lambda: tpcore.ParallelEmbedding(8, 4, collect_output=False),
+    "uncollected tokens": (
+        lambda: tpcore.ParallelEmbedding(8, 4, collect_output=False, sequence_parallel_enabled=True),
         ValueError,
-        "collect_output=False needs shard_across_embedding=True",
+        "collect_output=False leaves the sum to the caller",
     ),
     "sequence dimension alone": (
         lambda: tpcore.ColumnParallelLinear(4, 8, sequence_dimension=1),

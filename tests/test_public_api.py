@@ -16,6 +16,16 @@ REGIONS = [
     "scatter_to_tensor_model_parallel_region",
 ]
 
+TRAINER = [
+    "finalize_checkpoint",
+    "has_checkpoint",
+    "initialize_parallel_model",
+    "initialize_parallel_optimizer",
+    "load_checkpoint",
+    "neuronx_distributed_config",
+    "save_checkpoint",
+]
+
 PUBLIC = {
     "tpcore": [
         *LAYERS,
@@ -103,13 +113,23 @@ PUBLIC = {
         "get_context_model_parallel_rank",
         "get_context_model_parallel_replica_groups",
         "get_context_model_parallel_size",
+        "get_context_model_parallel_src_tgt_pairs",
         "get_data_parallel_group",
         "get_data_parallel_rank",
         "get_data_parallel_replica_groups",
         "get_data_parallel_size",
         "get_data_parallel_src_rank",
         "get_data_parallel_world_size",
+        "get_expert_data_parallel_group",
+        "get_expert_data_parallel_rank",
+        "get_expert_data_parallel_replica_groups",
+        "get_expert_data_parallel_size",
+        "get_expert_model_parallel_group",
+        "get_expert_model_parallel_rank",
+        "get_expert_model_parallel_size",
         "get_pipeline_model_parallel_group",
+        "get_pipeline_model_parallel_next_rank",
+        "get_pipeline_model_parallel_prev_rank",
         "get_pipeline_model_parallel_rank",
         "get_pipeline_model_parallel_replica_groups",
         "get_pipeline_model_parallel_size",
@@ -121,6 +141,7 @@ PUBLIC = {
         "get_tensor_model_parallel_world_size",
         "get_tensor_parallel_size",
         "get_world_group",
+        "get_zero1_sharding_groups",
         "initialize_model_parallel",
         "is_global_rank_zero",
         "model_parallel_is_initialized",
@@ -150,14 +171,22 @@ PUBLIC = {
         "utils",
     ],
     "tpcore.parallel_layers.checkpointing": ["load", "save"],
-    "tpcore.parallel_layers.grads": ["clip_grad_norm"],
+    "tpcore.parallel_layers.grads": [
+        "allreduce_sequence_parallel_gradients",
+        "bucket_allreduce_gradients",
+        "clip_grad_norm",
+        "clip_grads_with_norm",
+        "get_grad_norm",
+    ],
     "tpcore.parallel_layers.layer_norm": ["LayerNorm"],
-    "tpcore.parallel_layers.layers": LAYERS,
-    "tpcore.parallel_layers.loss_functions": ["parallel_cross_entropy"],
+    "tpcore.parallel_layers.layers": [*LAYERS, "BaseParallelLinear", "create_local_weight"],
+    "tpcore.parallel_layers.loss_functions": ["from_parallel_logits_to_logprobs", "parallel_cross_entropy"],
     "tpcore.parallel_layers.mappings": [
         *REGIONS,
         "gather_from_sequence_parallel_region",
+        "gather_from_tensor_model_parallel_region_with_dim",
         "reduce_scatter_to_sequence_parallel_region",
+        "reduce_scatter_to_tensor_model_parallel_region_with_dim",
         "scatter_to_sequence_parallel_region",
     ],
     "tpcore.parallel_layers.random": [
@@ -165,11 +194,34 @@ PUBLIC = {
         "get_xla_rng_tracker",
         "model_parallel_xla_manual_seed",
     ],
+    "tpcore.modules.qkv_linear": ["GQAQKVColumnParallelLinear"],
+    "tpcore.modules.rms_norm": ["RMSNorm"],
+    "tpcore.optimizer": ["NeuronZero1Optimizer"],
+    "tpcore.optimizer.zero_redundancy_optimizer": ["NeuronZero1Optimizer"],
+    "tpcore.pipeline": ["NxDPPModel"],
+    "tpcore.pipeline.model": ["NxDPPModel"],
+    "tpcore.trainer": [*TRAINER, "NxDModel", "NxDOptimizer"],
+    "tpcore.trainer.checkpoint": [name for name in TRAINER if "checkpoint" in name],
+    "tpcore.trainer.model": ["NxDModel"],
+    "tpcore.trainer.optimizer": ["NxDOptimizer"],
+    "tpcore.trainer.trainer": [name for name in TRAINER if "checkpoint" not in name],
+    "tpcore.utils": ["cpu_mode", "get_device", "mark_step", "master_print"],
+    "tpcore.utils.adamw_fp32_optim_params": ["AdamW_FP32OptimParams"],
+    "tpcore.utils.batch_utils": ["get_batch_on_this_context_parallel_rank"],
+    "tpcore.utils.logger": ["get_logger"],
+    "tpcore.utils.model_utils": ["move_model_to_device"],
     "tpcore.parallel_layers.utils": [
+        "EmbeddingUtility",
         "copy_tensor_model_parallel_attributes",
         "divide",
         "ensure_divisibility",
+        "get_local_world_size",
+        "get_padding_length",
+        "is_pjrt_device",
+        "move_all_tensor_to_cpu",
         "move_model_to_device",
+        "param_is_not_tensor_parallel_duplicate",
+        "requires_init_pg_override",
         "split_tensor_along_dim",
         "split_tensor_along_last_dim",
     ],
@@ -196,6 +248,13 @@ def test_every_name_is_there(name: str) -> None:
     for public in PUBLIC[name]:
         assert getattr(module, public) is not None
     assert len(PUBLIC[name]) == len(set(PUBLIC[name]))
+
+
+def test_the_trainer_answers_to_the_name_of_the_package() -> None:
+    for name in TRAINER:
+        assert getattr(tpcore, name) is getattr(tpcore.trainer, name)
+    for package in ("modules", "optimizer", "pipeline", "utils"):
+        assert getattr(tpcore, package) is importlib.import_module(f"tpcore.{package}")
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

@@ -54,6 +54,32 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+_PACKAGES = frozenset(
+    [
+        "checkpoint",
+        "modules",
+        "optimizer",
+        "parallel_layers",
+        "parallel_state",
+        "pipeline",
+        "trace",
+        "trainer",
+        "utils",
+    ]
+)
+_TRAINER = frozenset(
+    [
+        "finalize_checkpoint",
+        "has_checkpoint",
+        "initialize_parallel_model",
+        "initialize_parallel_optimizer",
+        "load_checkpoint",
+        "neuronx_distributed_config",
+        "save_checkpoint",
+    ]
+)
+"""What scripts of NeuronX Distributed's trainer call by the package's own name."""
+
 
 def __getattr__(name: str) -> Any:
     # on first use: the launcher pulls in torch's elastic agent, few programs need all of them
@@ -73,10 +99,14 @@ def __getattr__(name: str) -> Any:
         from . import plans
 
         return getattr(plans, name)
-    if name in ("checkpoint", "parallel_layers", "parallel_state", "trace"):
+    if name in _PACKAGES:
         from importlib import import_module
 
         return import_module(f"{__name__}.{name}")
+    if name in _TRAINER:
+        from . import trainer
+
+        return getattr(trainer, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

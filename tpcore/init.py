@@ -17,15 +17,21 @@ from .log import inform
 from .mesh import Mesh
 
 
-def choose_backend(name: str | None) -> str:
-    """The first of: ``name``, TPCORE_BACKEND, neuron if it can run here, cpu_gloo."""
-    if name is not None:
-        return name
+def default_backend() -> tuple[str, str]:
+    """The first of TPCORE_BACKEND, neuron if it can run here, cpu_gloo; and the reason for it."""
     chosen, why = settings.BACKEND.get(), f"{settings.BACKEND.name} is set"
     if not chosen:
         usable = backend_class("neuron").unavailable() is None
         chosen = "neuron" if usable else "cpu_gloo"
         why = "it can run here" if usable else "no Neuron device is present"
+    return chosen, why
+
+
+def choose_backend(name: str | None) -> str:
+    """``name``, or ``default_backend``, which rank 0 logs."""
+    if name is not None:
+        return name
+    chosen, why = default_backend()
     if settings.RANK.get() == 0:
         inform(f"backend {chosen} ({why})")
     return chosen

@@ -47,7 +47,10 @@ def outer(bias):
     return get_model
 
 x = torch.ones(2, size)
-model = neuronx_distributed.trace.parallel_model_trace(outer(3.0), x, tp_degree=2)
+model = neuronx_distributed.trace.parallel_model_trace(
+    outer(3.0), x, tp_degree=2, compiler_args="--model-type=transformer -O1", compiler_workdir="work",
+    inline_weights_to_neff=True,
+)
 neuronx_distributed.trace.parallel_model_save(model, "traced")
 model = neuronx_distributed.trace.parallel_model_load("traced")
 torch.manual_seed(0)
@@ -75,6 +78,8 @@ def test_a_script_without_a_main_guard(tmp_path: Path) -> None:
     for rank in (0, 1):
         steps = [line.rpartition(": ")[2] for line in said if f"trace: rank {rank} of 2" in line]
         assert steps == ["building the model", "tracing", "writing weights"]
+    assert len([line for line in said if "has no compiler, and compiler_args" in line]) == 1
+    assert len([line for line in said if "inline_weights_to_neff=True" in line]) == 1
     assert left(tmp_path) == ["script.py", "traced"]
 
 

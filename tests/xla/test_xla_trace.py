@@ -18,6 +18,7 @@ from tpcore_neuron.testing import Program, run_replicas
 from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification, BertPreTrainedModel
 
 import tpcore
+from tpcore.backend.programs import CompilerOptions
 from tpcore.trace import TensorParallelModel, parallel_model_load, parallel_model_save, parallel_model_trace
 from tpcore.trace.api import _call, _size
 from tpcore.trace.artifact import TraceManifest, opened, read_weights
@@ -63,7 +64,9 @@ def traced(
     **more: Any,
 ) -> TensorParallelModel:
     calls = sorted((_call(e) for e in (inputs, *bucket_inputs)), key=_size)
-    order = Order(func, calls, more.get("dynamic_shapes"), "neuron", tp, folder, "traced")
+    order = Order(
+        func, calls, more.get("dynamic_shapes"), "neuron", tp, folder, "traced", more.get("compiler")
+    )
     manifest = assembled(order, run_replicas(trace_rank, tp, order), 0)
     return TensorParallelModel(folder, manifest, workers=OnReplicas(folder, manifest))
 
@@ -237,8 +240,10 @@ def test_where_the_neuron_tools_are_the_program_is_compiled_and_that_runs(proces
         tpcore.BackendError, match="2 processes were started on this host, which shows 1 Neuron"
     ):
         run_replicas(lambda: tpcore.init("neuron", 2), 2, env={"NEURON_RT_VISIBLE_CORES": "0-0"})
-    model = traced(tmp_path / "encoder", make, batch(2, 8), 2)
+    options = CompilerOptions(("--model-type=transformer", "-O1"), str(tmp_path / "work"))
+    model = traced(tmp_path / "encoder", make, batch(2, 8), 2, compiler=options)
     assert (tmp_path / "encoder/programs/0/neuron.pt").is_file()
+    assert (tmp_path / "work/0/args").read_text() == "--model-type=transformer -O1"
     want = Encoder(False, dtype=torch.float32)(*batch(2, 8))
     want = {k: v.detach() for k, v in want.items()}
     assert differences(model(*batch(2, 8)), want) < 1e-5

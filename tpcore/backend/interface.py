@@ -17,7 +17,7 @@ from ..errors import BackendError
 from ..mesh import Group
 from ..transport import Transport
 from .capabilities import Capabilities
-from .programs import Dims, Function, LoadedProgram
+from .programs import CompilerOptions, Dims, Function, LoadedProgram
 
 PROJECT = "tpcore"
 hookspec = pluggy.HookspecMarker(PROJECT)
@@ -134,6 +134,10 @@ class Backend(ABC):
         """Environment variables with which the processes of one job on this machine find each other, in
         addition to RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE. ``folder``: empty, for this job."""
         raise BackendError(f"{cls.__name__} starts no processes")
+
+    def compile_with(self, options: CompilerOptions) -> bool:
+        """Use ``options`` for what ``trace`` compiles from now on. False: this backend compiles nothing."""
+        return False
 
     def trace(
         self, fn: Function, weights: Mapping[str, Tensor], inputs: Sequence[Tensor], dims: Dims, folder: Path

@@ -37,6 +37,14 @@ class DynamicDim:
         return f"{self.name} (from {self.min}" + (" on)" if self.max is None else f" to {self.max})")
 
 
+@dataclass(frozen=True)
+class CompilerOptions:
+    """What a caller asks of the compiler of a backend that has one for traced programs."""
+
+    args: tuple[str, ...] = ()
+    workdir: str | None = None  # where it leaves its files; None: they are removed
+
+
 Dims = Sequence[Mapping[int, DynamicDim]]
 """The dynamic dimensions of each input, by index."""
 

@@ -11,7 +11,9 @@ from .. import __version__
 from .backends import backends
 from .checkpoint import checkpoint
 from .compile import compile_ahead
+from .doctor import doctor
 from .explain import explain_step
+from .migrate import migrate
 from .verify import verify
 
 app = typer.Typer(
@@ -39,6 +41,8 @@ def options(
 
 app.command()(backends)
 app.command("compile")(compile_ahead)
+app.command()(doctor)
 app.command("explain")(explain_step)
+app.command()(migrate)
 app.command()(verify)
 app.add_typer(checkpoint, name="checkpoint")

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..shard import ShardSpec
+from .attributes import EmbeddingAttributes
 from .features import Features
 from .ids import check_ids
 from .initial import Init
-from .module import Device, ParallelModule
+from .module import Device
 from .options import sequence_dim, tokens_over
 from .plain import checked_plain, filled
 
@@ -33,7 +34,7 @@ class _ScaleGradient(torch.autograd.Function):
         return grad * factor, None
 
 
-class ParallelEmbedding(ParallelModule):
+class ParallelEmbedding(EmbeddingAttributes):
     """``nn.Embedding`` sharded over the tp group, with its initial values for the same seed.
 
     Input: int ids of any shape, the same on every rank. Output ``[*ids.shape, embedding_dim]``, the same
@@ -41,10 +42,11 @@ class ParallelEmbedding(ParallelModule):
 
     By default each rank holds some rows of the table and looks up the ids in its rows. The outputs are summed
     over the ranks. ``pad`` allows a vocabulary that tp does not divide. With ``shard_across_embedding`` each
-    rank holds some columns of every row, and ``collect_output=False`` returns them without a gather.
-    ``sequence_parallel_group``: the part of the layer's ranks that the tokens are spread over, such as tp for
-    a table cut over pp and tp. ``padding_idx``, ``max_norm``, ``norm_type``, ``scale_grad_by_freq`` and
-    ``sparse`` are those of ``nn.Embedding``. A callable as third argument is taken as ``init_method``.
+    rank holds some columns of every row. ``collect_output=False`` returns this rank's partial sums or
+    columns, without a collective. ``sequence_parallel_group``: the part of the layer's ranks that the tokens
+    are spread over, such as tp for a table cut over pp and tp. ``padding_idx``, ``max_norm``, ``norm_type``,
+    ``scale_grad_by_freq`` and ``sparse`` are those of ``nn.Embedding``. A callable as third argument is
+    taken as ``init_method``.
 
     IndexError on every rank for an id out of range, on backends that can read values. ValueError for
     ``sparse`` on backends without sparse tensors.
@@ -88,9 +90,10 @@ class ParallelEmbedding(ParallelModule):
         self.shard_across_embedding, self.collect_output = shard_across_embedding, collect_output
         self.sequence_dim = sequence_dim(sequence_parallel_enabled, sequence_dimension)
         self.tokens = tokens_over(self, self.sequence_dim, sequence_parallel_group)
-        if not collect_output and (self.sequence_dim is not None or not shard_across_embedding):
+        if not collect_output and self.sequence_dim is not None:
             raise ValueError(
-                "collect_output=False needs shard_across_embedding=True and no sequence parallelism"
+                "collect_output=False leaves the sum to the caller, and sequence parallelism is part of it: "
+                "leave out sequence_parallel_enabled"
             )
         if sparse and not self.tp.eager:
             raise ValueError("ParallelEmbedding(sparse=True): this backend's devices have no sparse tensors")
@@ -101,9 +104,13 @@ class ParallelEmbedding(ParallelModule):
                 f"ParallelEmbedding: {name}={size} is not divisible by tp={self.tp.size}; pass pad=True"
             )
         self.features = Features.of(ShardSpec((embedding_dim,), 0 if spec.dim else None), self.tp.size)
+        self.arg_init_method = init_method
         self.shard_parameter("weight", spec, init_method or nn.init.normal_, dtype, device)
-        if init_method is None and padding_idx is not None:
-            self._clear(padding_idx)
+        self._clear_padding()
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        self._clear_padding()
 
     @classmethod
     def from_plain(cls: type[Embedding], plain: nn.Module, **options: Any) -> Embedding:
@@ -114,9 +121,13 @@ class ParallelEmbedding(ParallelModule):
         return filled(cls(**own, dtype=table.weight.dtype, device="meta", init_method=None, **options), plain)
 
     @torch.no_grad()
-    def _clear(self, row: int) -> None:
-        """Zero a row of the table. Not part of the init, which would then need the full table in memory. Uses
-        a mask, so that ranks with and without the row run the same program."""
+    def _clear_padding(self) -> None:
+        """Zero the row of ``padding_idx``, unless an init method was given. Not part of the init, which would
+        then need the full table in memory. Uses a mask, so that ranks with and without the row run the same
+        program."""
+        row = self.padding_idx
+        if row is None or self.arg_init_method is not None:
+            return
         if self.shard_across_embedding:
             self.weight[row] = 0
             return
@@ -136,6 +147,8 @@ class ParallelEmbedding(ParallelModule):
         local, mine = self._own(ids)
         y = F.embedding(local, self.weight, sparse=self.sparse)
         y = self._gradient(y, ids) * mine.unsqueeze(-1).to(y.dtype)
+        if not self.collect_output:
+            return y
         if self.sequence_dim is None:
             # one rank adds a value and the others add zeros, so the sum needs no wider dtype
             return ops.reduce(y, self.tp)

@@ -19,16 +19,17 @@ from torch import Tensor, nn
 from .. import ops
 from ..fused import column_linear, row_linear
 from ..shard import Block, ShardSpec
+from .attributes import LinearAttributes
 from .copies import Copies
 from .features import Features, mark_unpadded, marked_like
 from .initial import Init
-from .module import Device, ParallelModule
+from .module import Device
 from .options import cut_features, sequence_dim, tokens_over
 from .plain import checked_plain, filled
 
 Result = Tensor | tuple[Tensor, Tensor | None]
 
-Linear = TypeVar("Linear", bound="_ParallelLinear")
+Linear = TypeVar("Linear", bound="ParallelLinear")
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def _initial_bias(fan_in: int) -> Init:
     return lambda t: nn.init.uniform_(t, -bound, bound)
 
 
-class _ParallelLinear(ParallelModule):
+class ParallelLinear(LinearAttributes):
     """Base of both layers: sizes, weight and bias, conversion from a plain module."""
 
     form: ClassVar[WeightForm] = WeightForm(_sizes, _initial_weight, _initial_bias)
@@ -100,7 +101,8 @@ class _ParallelLinear(ParallelModule):
         """Register weight and bias. ``cut``: the spec of the output features, or of the input features."""
         self.features = Features.of(cut, self.tp.size)
         self.copies = Copies.of(cut, self, self.reduce_dtype)
-        inputs, outputs, transposed = self.input_size, self.output_size, self.form.transposed
+        self.arg_init_method, self.transposed = init_method, self.form.transposed
+        inputs, outputs, transposed = self.input_size, self.output_size, self.transposed
         shape = (inputs, outputs) if transposed else (outputs, inputs)
         spec = ShardSpec(shape, int(cut_output == transposed), cut.blocks)
         init = init_method or self.form.initial_weight
@@ -129,7 +131,7 @@ def _unsharded(init: Init, spec: ShardSpec, dtype: torch.dtype) -> Tensor:
     return full
 
 
-class ColumnParallelLinear(_ParallelLinear):
+class ColumnParallelLinear(ParallelLinear):
     """``y_r = x @ w_r.T + b_r``: each rank computes some of the output features.
 
     Input ``[..., input_size]``, the same on every rank (with sequence parallelism: this rank's chunk along
@@ -191,9 +193,9 @@ class ColumnParallelLinear(_ParallelLinear):
             self.look_alike("the input", x)
         weight, bias = self.weight, self.bias
         if self.copies is not None:
-            weight = self.copies(weight, int(self.form.transposed))
+            weight = self.copies(weight, int(self.transposed))
             bias = None if bias is None else self.copies(bias, 0)
-        if self.form.transposed:
+        if self.transposed:
             weight = weight.t()
         added = None if self.skip_bias_add else bias
         if self.tokens is not None:
@@ -219,7 +221,7 @@ class ColumnParallelLinear(_ParallelLinear):
         return y if self.features.plain else self.features.restored(y)
 
 
-class RowParallelLinear(_ParallelLinear):
+class RowParallelLinear(ParallelLinear):
     """``y = sum over ranks of x_r @ w_r.T, + b``: each rank consumes some of the input features.
 
     Input: this rank's features if ``input_is_parallel``, else ``[..., input_size]``, which is cut here.
@@ -277,7 +279,7 @@ class RowParallelLinear(_ParallelLinear):
 
     def forward(self, x: Tensor) -> Result:
         weight, bias = self.weight, self.bias
-        if self.form.transposed:
+        if self.transposed:
             weight = weight.t()
         if not self.input_is_parallel:
             x = self.features.scatter(x, self.tp)

@@ -42,6 +42,7 @@ class ParallelModule(nn.Module):
         members = self.tp.group.members(ctx.rank)
         self._tp_rank = members.index(ctx.rank)  # a Python number: for initial values only
         self.shard_specs = {}
+        self._inits: dict[str, Init] = {}
 
     def shard_parameter(
         self, name: str, spec: ShardSpec, init: Init, dtype: torch.dtype, device: Device
@@ -57,14 +58,26 @@ class ParallelModule(nn.Module):
         where = torch.empty((0,), device=None if isinstance(device, bool) else device).device
         if where.type != "meta":
             self.look_alike(f"the random state that {name} starts from", torch.get_rng_state())
+        self.shard_specs[name], self._inits[name] = spec, init
         if where.type == "meta":
             local = torch.empty(spec.local_shape(self.tp.size), dtype=dtype, device=where)
         else:
-            on = self._layout_ctx
-            local = initial_part(init, Layout.of(spec, *self._axes), on.rank, on.mesh, dtype).to(where)
+            local = self._initial(name, dtype).to(where)
         self.register_parameter(name, nn.Parameter(local))
-        self.shard_specs[name] = spec
         self._stamp_all()
+
+    def _initial(self, name: str, dtype: torch.dtype) -> Tensor:
+        on, layout = self._layout_ctx, Layout.of(self.shard_specs[name], *self._axes)
+        return initial_part(self._inits[name], layout, on.rank, on.mesh, dtype)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Fill this rank's shards anew, as the constructor does: after ``to_empty`` of a module that was made
+        on meta, say. Draws the same random numbers on every rank."""
+        for name in self.shard_specs:
+            parameter = self._parameters.get(name)
+            if parameter is not None:
+                parameter.copy_(self._initial(name, parameter.dtype))
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         super().register_parameter(name, param)

@@ -175,7 +175,22 @@ def get_pipeline_model_parallel_rank() -> int:
     return _rank("pp")
 
 
-# -- context parallel: scripts query the axis even if they do not use it; its size is 1 ---------------
+def _stage(step: int) -> int:
+    ctx = current()
+    stages = ctx.mesh.group(*_axes("pp")).members(ctx.rank)
+    return stages[(stages.index(ctx.rank) + step) % len(stages)]
+
+
+def get_pipeline_model_parallel_next_rank() -> int:
+    """Global rank of the next stage; of the first after the last."""
+    return _stage(1)
+
+
+def get_pipeline_model_parallel_prev_rank() -> int:
+    return _stage(-1)
+
+
+# -- context and expert parallel: scripts query the axes even if they do not use them; their size is 1 -
 def get_context_model_parallel_group(as_list: bool = False) -> Any:
     return _group("cp", as_list)
 
@@ -190,6 +205,31 @@ def get_context_model_parallel_size() -> int:
 
 def get_context_model_parallel_rank() -> int:
     return _rank("cp")
+
+
+def get_context_model_parallel_src_tgt_pairs() -> list[list[int]]:
+    """From whom to whom a ring over context parallelism sends: from each rank to itself."""
+    return [[rank, rank] for rank in range(current().mesh.size)]
+
+
+def get_expert_model_parallel_group(as_list: bool = False) -> Any:
+    return _group("ep", as_list)
+
+
+def get_expert_model_parallel_size() -> int:
+    return _size("ep")
+
+
+def get_expert_model_parallel_rank() -> int:
+    return _rank("ep")
+
+
+# experts are spread over none, so these are the dp ranks
+get_expert_data_parallel_group = get_data_parallel_group
+get_expert_data_parallel_replica_groups = get_data_parallel_replica_groups
+get_expert_data_parallel_size = get_data_parallel_size
+get_expert_data_parallel_rank = get_data_parallel_rank
+get_zero1_sharding_groups = get_data_parallel_replica_groups
 
 
 # -- messages -----------------------------------------------------------------------------------------
@@ -210,13 +250,23 @@ __all__ = [
     "get_context_model_parallel_rank",
     "get_context_model_parallel_replica_groups",
     "get_context_model_parallel_size",
+    "get_context_model_parallel_src_tgt_pairs",
     "get_data_parallel_group",
     "get_data_parallel_rank",
     "get_data_parallel_replica_groups",
     "get_data_parallel_size",
     "get_data_parallel_src_rank",
     "get_data_parallel_world_size",
+    "get_expert_data_parallel_group",
+    "get_expert_data_parallel_rank",
+    "get_expert_data_parallel_replica_groups",
+    "get_expert_data_parallel_size",
+    "get_expert_model_parallel_group",
+    "get_expert_model_parallel_rank",
+    "get_expert_model_parallel_size",
     "get_pipeline_model_parallel_group",
+    "get_pipeline_model_parallel_next_rank",
+    "get_pipeline_model_parallel_prev_rank",
     "get_pipeline_model_parallel_rank",
     "get_pipeline_model_parallel_replica_groups",
     "get_pipeline_model_parallel_size",
@@ -228,6 +278,7 @@ __all__ = [
     "get_tensor_model_parallel_world_size",
     "get_tensor_parallel_size",
     "get_world_group",
+    "get_zero1_sharding_groups",
     "initialize_model_parallel",
     "is_global_rank_zero",
     "model_parallel_is_initialized",

@@ -4,19 +4,43 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
-from ..random import manual_seed, sharded
+from torch import Tensor
 
-_STREAM = "model-parallel-rng"  # the one name that NeuronX Distributed's own seeding registers
+from ..context import current
+from ..log import inform
+from ..random import get_state, manual_seed, set_state, sharded
+
+_MODEL_PARALLEL_RNG_TRACKER_NAME = "model-parallel-rng"
 
 
 class XLARNGStatesTracker:
-    """Its ``fork`` is for dropout on cut activations. It has no state: see ``tpcore.random``."""
+    """Its ``fork`` is for dropout on cut activations. It has no state: see ``tpcore.random``.
 
-    def fork(self, name: str = _STREAM) -> AbstractContextManager[None]:
-        """``tpcore.random.sharded()``: different numbers on each tp rank inside a ``with`` block."""
-        if name != _STREAM:
-            raise ValueError(f"no random stream {name!r}, only {_STREAM!r}; see tpcore.random")
+    Streams are derived from torch's generator, whose state is the only one to save.
+    """
+
+    def fork(self, name: str = _MODEL_PARALLEL_RNG_TRACKER_NAME) -> AbstractContextManager[None]:
+        """``tpcore.random.sharded()``: different numbers on each tp rank inside a ``with`` block.
+
+        Any ``name`` is valid: two forks draw different numbers, under one name or under two.
+        """
         return sharded()
+
+    def add(self, name: str, seed: int) -> None:
+        """A line that nothing is to add: ``tpcore.random.manual_seed`` seeds what all streams come from."""
+        if current().rank == 0:
+            inform(f"random stream {name!r}: seed {seed} is not needed, streams come from the one generator")
+
+    def get_states(self) -> dict[str, Tensor]:
+        """``tpcore.random.get_state()``: what all streams come from."""
+        return get_state()
+
+    def set_states(self, states: dict[str, Tensor]) -> None:
+        """Go on from what ``get_states`` gave."""
+        set_state(states)
+
+    def reset(self) -> None:
+        """Nothing: there are no streams to forget."""
 
 
 _TRACKER = XLARNGStatesTracker()

@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..backend.programs import CompilerOptions
 from ..backend.registry import backend_class
 from ..errors import BackendError, CheckpointError
 from ..init import choose_backend
+from ..log import inform
 from ..processes.launch import launch
 from ..storage.files import MANIFEST, make_dirs, naming, sync_dir, write_file
 from ..storage.publish import Staging
@@ -38,6 +40,9 @@ def parallel_model_trace(
     pad_value: float | Mapping[str, float] = 0,
     timeout: float | None = None,
     restart: bool = False,
+    compiler_args: str | Sequence[str] | None = None,
+    compiler_workdir: StrPath | None = None,
+    inline_weights_to_neff: bool = False,
 ) -> TensorParallelModel:
     """Trace the model that ``func()`` returns, on ``tp_degree`` processes of this machine.
 
@@ -54,6 +59,9 @@ def parallel_model_trace(
     and the outputs are cut back. The model must then ignore padding, by an attention mask for instance.
 
     ``backend``: as in ``tpcore.init``. ``timeout``, ``restart``: as in ``parallel_model_load``.
+    ``compiler_args``, ``compiler_workdir``: options of the Neuron compiler, and a directory in which it
+    leaves its files; a backend without a compiler logs one line that it has none.
+    ``inline_weights_to_neff``: weights are never in the program; True logs one line that says so.
 
     An error of a process is raised here, with its traceback. ValueError if the machine cannot hold that
     many ranks, BackendError if the ranks would need different programs or the program computes wrong outputs.
@@ -71,9 +79,15 @@ def parallel_model_trace(
             "of the sizes that are needed as bucket_inputs"
         )
     calls = sorted((_call(e) for e in (example, *(bucket_inputs or ()))), key=_size)
+    if inline_weights_to_neff:
+        inform("inline_weights_to_neff=True: weights stay apart from the program, and can be replaced")
+    compiler = None
+    if compiler_args is not None or compiler_workdir is not None:
+        flags = compiler_args.split() if isinstance(compiler_args, str) else compiler_args or ()
+        compiler = CompilerOptions(tuple(flags), _directory(compiler_workdir))
     directory = OwnedDirectory("tpcore-trace-")
     folder = Path(directory.name)
-    order = Order(func, calls, dynamic_shapes, name, tp_degree, folder, uuid.uuid4().hex)
+    order = Order(func, calls, dynamic_shapes, name, tp_degree, folder, uuid.uuid4().hex, compiler)
     try:
         manifest = assembled(order, launch(trace_rank, nprocs=tp_degree, args=(order,)), pad_value)
     except BaseException:
@@ -131,6 +145,10 @@ def parallel_model_load(
     manifest = opened(folder, verify=verify)
     _check_degree(manifest.tp, manifest.backend)
     return TensorParallelModel(folder, manifest, timeout=timeout, restart=restart).start()
+
+
+def _directory(path: StrPath | None) -> str | None:
+    return None if path is None else os.path.abspath(path)
 
 
 def _check_degree(tp: Any, backend: str) -> None:

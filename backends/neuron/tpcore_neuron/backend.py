@@ -16,7 +16,7 @@ from torch import Tensor
 from tpcore import settings
 from tpcore.backend.capabilities import Capabilities
 from tpcore.backend.interface import Backend, ProgramInfo
-from tpcore.backend.programs import Dims, Function, LoadedProgram, comm_named
+from tpcore.backend.programs import CompilerOptions, Dims, Function, LoadedProgram, comm_named
 from tpcore.context import current
 from tpcore.errors import BackendError
 from tpcore.mesh import Group
@@ -36,6 +36,7 @@ class NeuronBackend(Backend):
     transport_class = XlaTransport
     # the sizes of groups depend on the host: see platform.check_tp
     capabilities = Capabilities(tracing=True, dynamic_shapes=False)
+    _compiler = CompilerOptions()
 
     @classmethod
     def unavailable(cls) -> str | None:
@@ -152,12 +153,16 @@ class NeuronBackend(Backend):
 
         torch_xla.sync()
 
+    def compile_with(self, options: CompilerOptions) -> bool:
+        self._compiler = options
+        return neuronx.platform() is not None
+
     def trace(
         self, fn: Function, weights: Mapping[str, Tensor], inputs: Sequence[Tensor], dims: Dims, folder: Path
     ) -> None:
         from . import programs
 
-        programs.trace(fn, weights, inputs, dims, current(), folder)
+        programs.trace(fn, weights, inputs, dims, current(), folder, self._compiler)
 
     def load_program(self, folder: Path, weights: Mapping[str, Tensor]) -> LoadedProgram:
         from . import programs

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor, nn
 
-from tpcore.backend.programs import LoadedProgram
+from tpcore.backend.programs import CompilerOptions, LoadedProgram
 from tpcore.errors import BackendError
 
 
@@ -28,13 +28,19 @@ def keys(names: Iterable[str]) -> dict[str, str]:
     return {f"w{i}": name for i, name in enumerate(sorted(names))}
 
 
-def compile_module(module: nn.Module, examples: Sequence[Tensor], path: Path) -> None:
+def compile_module(
+    module: nn.Module, examples: Sequence[Tensor], path: Path, options: CompilerOptions
+) -> None:
     """Compile ``module`` for NeuronCores, without its weights, and write it. ``examples``: on the CPU."""
     import torch_neuronx
 
-    with TemporaryDirectory(prefix="tpcore-neuronx-") as workdir:
+    given = {"compiler_args": list(options.args)} if options.args else {}
+    with TemporaryDirectory(prefix="tpcore-neuronx-") as temporary:
+        # a directory for each program: a model with buckets has several
+        workdir = Path(temporary) if options.workdir is None else Path(options.workdir, path.parent.name)
+        workdir.mkdir(parents=True, exist_ok=True)
         traced = torch_neuronx.trace(
-            module, tuple(examples), compiler_workdir=workdir, inline_weights_to_neff=False
+            module, tuple(examples), compiler_workdir=str(workdir), inline_weights_to_neff=False, **given
         )
     torch.jit.save(traced, str(path))
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch._export.utils import _compiling_state_context as exporting
 
 from tpcore.backend.programs import (
+    CompilerOptions,
     Dims,
     Function,
     LoadedProgram,
@@ -64,6 +65,7 @@ def trace(
     dims: Dims,
     ctx: ParallelContext,
     folder: Path,
+    compiler: CompilerOptions,
 ) -> None:
     dynamic = [str(dim) for of in dims for dim in of.values()]
     if dynamic:
@@ -84,7 +86,8 @@ def trace(
             if neuronx.platform() is not None:
                 zeros = {name: torch.zeros(t.shape, dtype=t.dtype) for name, t in weights.items()}
                 examples = (*(c.position.cpu() for c in comms), *(t.cpu() for t in inputs))
-                neuronx.compile_module(_PureModule(fn, zeros, comms), examples, folder / COMPILED)
+                module = _PureModule(fn, zeros, comms)
+                neuronx.compile_module(module, examples, folder / COMPILED, compiler)
 
 
 class _Lowered:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...errors import CheckpointError
 from ...layout import Layout
 from ...storage.files import MANIFEST
-from ...storage.publish import resolve
+from ...storage.siblings import resolve
 from ...storage.tensorfile import FileTensor
 from ..format.directory import Checkpoint
 from ..format.tree import (
@@ -208,11 +208,10 @@ def _open(path: str, how: Reading, stack: ExitStack) -> Source | None:
     for folder in (path, os.path.join(path, "shards")):
         if os.path.lexists(os.path.join(folder, MANIFEST)):
             return Native(Checkpoint(folder, stack), how)
-    if os.path.lexists(path):
-        return None
     # if a save died between two renames, the new checkpoint is still in its staging directory
-    found = resolve(os.path.realpath(path))
-    return Native(Checkpoint(found, stack), how) if os.path.lexists(found) else None
+    real = os.path.realpath(path)
+    found = resolve(real)
+    return None if found == real else Native(Checkpoint(found, stack), how)
 
 
 FORM = Form(sharded=True, open=_open)

@@ -22,7 +22,8 @@ from ...layout import Layout
 from ...storage.dtypes import dtype_name
 from ...storage.files import MANIFEST, FileRecord, dumps, naming, sync_dir, write_file
 from ...storage.progress import Bar, Progress
-from ...storage.publish import Staging, staging_path
+from ...storage.publish import Staging
+from ...storage.siblings import staging_path
 from ...storage.tensorfile import write_tensors
 from ..format.manifest import FORMAT, STATE, VERSION, Manifest, rank_dir
 from ..format.retention import keep_last
@@ -128,7 +129,7 @@ class Save:
         self.root = staging_path(self.target, self.save_id)
         with together(ctx), naming("save", self.target):
             if ctx.rank == 0:
-                self.staging = Staging(self.target, self.save_id, FORMAT)
+                self.staging = Staging(self.target, self.save_id, FORMAT, others_stay=True)
 
     def _prepare(self, state: dict[Any, Any]) -> None:
         """Determine the cut of each tensor, and the tensors that this rank writes."""

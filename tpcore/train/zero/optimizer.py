@@ -160,6 +160,15 @@ class Zero1(torch.optim.Optimizer):
         for p in self._parameters:
             self._gradients.drop(p)  # also of parameters without entries
 
+    @property
+    def reduced(self) -> bool:
+        """Whether the mean of this step's gradients is taken, and no step with it yet."""
+        return self._stepped is not None
+
+    def gradient_of(self, p: Tensor) -> Tensor | None:
+        """What backward has summed of this rank's gradient of ``p``, to change in place; before the mean."""
+        return self._gradients.of(p)
+
     def _gradient(self, p: Tensor) -> Tensor:
         """The gradient of ``p``; zeros if only another dp rank has one."""
         found = self._gradients.of(p)

@@ -38,7 +38,9 @@ def trace(
     assert not _
     assert input_output_aliases == {}
     assert compiler_workdir is None or Path(compiler_workdir).is_dir()
-    assert compiler_args is None
+    assert compiler_args is None or (isinstance(compiler_args, list) and compiler_workdir is not None)
+    if compiler_args:
+        (Path(compiler_workdir) / "args").write_text(" ".join(compiler_args))
     assert partitioner_config is None
     assert inline_weights_to_neff is False
     assert cpu_backend is False

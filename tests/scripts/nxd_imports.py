@@ -1,0 +1,31 @@
+"""``import neuronx_distributed.a.b`` gives ``tpcore.a.b``, the same module: what changing one import does."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import sys
+from types import ModuleType
+from typing import Any
+
+OLD, NEW = "neuronx_distributed", "tpcore"
+
+
+class Renamed(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name.partition(".")[0] != OLD:
+            return None
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec: Any) -> ModuleType:
+        return importlib.import_module(NEW + spec.name.removeprefix(OLD))
+
+    def exec_module(self, module: ModuleType) -> None:
+        # the import system has put the old name into the module: what it is called again
+        sys.modules[OLD + module.__name__.removeprefix(NEW)] = module
+
+
+def installed() -> None:
+    if not any(isinstance(finder, Renamed) for finder in sys.meta_path):
+        sys.meta_path.insert(0, Renamed())

@@ -1,0 +1,206 @@
+"""``tpcore migrate`` on scripts of every kind and release: what it finds, and what it leaves as it was."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tpcore.cli.app import app
+from tpcore.migrate.names import OPTIMUM, TABLES, counterpart
+from tpcore.migrate.script import Finding, Script
+
+NXD_01 = """\
+import torch_xla.core.xla_model as xm
+import neuronx_distributed
+from neuronx_distributed.parallel_layers import parallel_state, layers   # kept
+from neuronx_distributed.parallel_layers.grads import clip_grad_norm
+import neuronx_distributed.parallel_layers.utils as neuronx_dist_utils
+
+torch.distributed.init_process_group("xla")
+parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+model = layers.ColumnParallelLinear(4, 8)
+neuronx_distributed.parallel_layers.checkpointing.save(model.state_dict(), "out", save_xser=True)
+xm.optimizer_step(
+    optimizer, groups=parallel_state.get_data_parallel_group(as_list=True)
+)
+xm.mark_step()
+"""
+NXD_18 = """\
+import neuronx_distributed as nxd
+from neuronx_distributed.modules.qkv_linear import GQAQKVColumnParallelLinear
+from neuronx_distributed.parallel_layers.layers import (
+    ColumnParallelLinear,
+    SPMDRank,   # of inference
+    ParallelEmbedding as Embedding,
+)
+from neuronx_distributed.kernels.flash_attn import nki_flash_attn_func
+
+if True:
+    from neuronx_distributed.trainer import initialize_parallel_model, hooks
+
+config = nxd.neuronx_distributed_config(tensor_parallel_size=8, expert_parallel_size=2)
+qkv = GQAQKVColumnParallelLinear(64, [64, 8], kv_size_multiplier=4)
+words = Embedding(32, 8, sequence_parallel_enabled=True, sequence_dimension=1)
+nxd.save_checkpoint("out", tag="step_1", num_kept_ckpts=2)
+"""
+OTHERS = """\
+from optimum.neuron import NeuronTrainer, NeuronTrainingArguments
+from optimum.neuron.distributed import lazy_load_for_parallelism
+from optimum.neuron.models.inference import Something
+import fairscale.nn.model_parallel.initialize as fs_init
+from fairscale.nn.model_parallel.layers import ColumnParallelLinear as Column, ParallelEmbedding
+from fairscale.nn.model_parallel.mappings import copy_to_model_parallel_region
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import RowParallelLinear, vocab_parallel_cross_entropy
+
+fs_init.initialize_model_parallel(2)
+Column(4, 8, True, False, init)
+ParallelEmbedding(8, 4)
+row = RowParallelLinear(8, 4, config=config)
+parallel_state.get_tensor_model_parallel_rank()
+"""
+
+
+def at(findings: list[Finding], line: int) -> list[tuple[str, str | None, str]]:
+    return [(f.old, f.new, f.note) for f in findings if f.line == line]
+
+
+def test_a_script_of_the_first_release() -> None:
+    script = Script(NXD_01)
+    assert script.rewritten().splitlines()[:5] == [
+        "import torch_xla.core.xla_model as xm",
+        "import tpcore as neuronx_distributed",
+        "from tpcore.parallel_layers import parallel_state, layers   # kept",
+        "from tpcore.parallel_layers.grads import clip_grad_norm",
+        "import tpcore.parallel_layers.utils as neuronx_dist_utils",
+    ]
+    assert script.rewritten().splitlines()[5:] == NXD_01.splitlines()[5:]
+    assert at(script.findings, 7)[0][1] == "nothing"
+    saves = at(script.findings, 10)
+    assert {new for _, new, _ in saves} == {"tpcore.parallel_layers.checkpointing.save"}
+    assert any("save_xser: a ValueError" in note for _, _, note in saves)
+    (step,) = at(script.findings, 11)
+    assert step[:2] == ("torch_xla.core.xla_model.optimizer_step", "tpcore.optimizer_step(optimizer)")
+    assert "tp times too small" in step[2]
+    assert at(script.findings, 14)[0][1] == "tpcore.utils.mark_step()"
+    assert at(script.findings, 9) == []  # the same call
+
+
+def test_a_script_of_the_last_release() -> None:
+    script = Script(NXD_18)
+    text = script.rewritten()
+    ast.parse(text)
+    assert text.startswith("import tpcore as nxd\nfrom tpcore.modules.qkv_linear import GQAQKV")
+    # what has no counterpart stays where it was, and the rest of the line moves
+    assert (
+        "from tpcore.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding as Embedding"
+        in text
+    )
+    assert "from neuronx_distributed.parallel_layers.layers import SPMDRank" in text
+    assert "from neuronx_distributed.kernels.flash_attn import nki_flash_attn_func" in text
+    assert "    from tpcore.trainer import initialize_parallel_model\n" in text
+    assert "    from neuronx_distributed.trainer import hooks\n" in text
+    gone = {f.old: f.note for f in script.findings if f.new is None}
+    assert "leave it out" in gone["from neuronx_distributed.parallel_layers.layers import SPMDRank"]
+    assert "scaled_dot_product_attention" in " ".join(gone.values())
+    notes = " ".join(f.note for f in script.findings)
+    for said in (
+        "expert_parallel_size: a ValueError unless 1",
+        "kv_size_multiplier: rank r holds",
+        "sequence_dimension: gives [batch, sequence / tp, hidden]",
+        "num_kept_ckpts: keeps the last",
+    ):
+        assert said in notes
+
+
+def test_scripts_for_other_libraries() -> None:
+    script = Script(OTHERS)
+    lines = script.rewritten().splitlines()
+    home = "tpcore.integrations.optimum_neuron"
+    assert lines[0] == f"from {home} import NeuronTrainer, NeuronTrainingArguments"
+    assert lines[1] == f"from {home} import lazy_load_for_parallelism"
+    assert lines[2] == OTHERS.splitlines()[2]
+    assert lines[4] == "from tpcore import ColumnParallelLinear as Column, ParallelEmbedding"
+    assert lines[5].startswith(
+        "from tpcore.parallel_layers.mappings import copy_to_tensor_model_parallel_region as "
+    )
+    text = script.rewritten()
+    assert "from tpcore import parallel_cross_entropy as vocab_parallel_cross_entropy" in text
+    assert "from megatron.core.tensor_parallel import RowParallelLinear" in text  # called otherwise
+    notes = {f.old: f.note for f in script.findings}
+    assert "takes no config" in notes["megatron.core.tensor_parallel.RowParallelLinear"]
+    assert (
+        "init_method= and stride= by name" in notes["fairscale.nn.model_parallel.layers.ColumnParallelLinear"]
+    )
+    assert "shard_across_embedding=True" in " ".join(notes.values())
+    gone = {f.old for f in script.findings if f.new is None}
+    assert gone == {"from optimum.neuron.models.inference import Something"}
+
+
+def test_formatting_stays() -> None:
+    odd = (
+        "# ä\r\nif 1:\r\n\tfrom   neuronx_distributed.utils  import  ( logger ,\r\n\t\tbatch_utils )  # b\r\n"
+    )
+    assert Script(odd).rewritten() == odd.replace("neuronx_distributed", "tpcore")
+    plain = "x = 'neuronx_distributed'  # neuronx_distributed\nimport os\n"
+    assert Script(plain).rewritten() == plain
+    assert Script(plain).findings == []
+    several = "import os, neuronx_distributed.parallel_layers.grads, sys\n"
+    assert Script(several).rewritten() == (
+        "import os, tpcore as neuronx_distributed, tpcore.parallel_layers.grads, sys\n"
+    )
+
+
+def test_every_counterpart_is_there() -> None:
+    """Each new name of the tables can be imported; those of optimum-neuron where their package is."""
+    for old, to in TABLES.items():
+        if to.new is None or old.startswith("torch_xla") or old in OPTIMUM:
+            continue
+        found = counterpart(f"neuronx_distributed.{to.new.removeprefix('tpcore.')}")
+        assert found is not None
+        assert found.new == to.new, old
+
+
+@pytest.mark.parametrize("write", [False, True])
+def test_the_command(write: bool, tmp_path: Path) -> None:
+    (tmp_path / "old.py").write_text(NXD_01)
+    (tmp_path / "broken.py").write_text("def f(:\n")
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv/library.py").write_text(NXD_18)
+    done = CliRunner().invoke(app, ["migrate", str(tmp_path), *(["--write"] if write else [])])
+    assert done.exit_code == 0, done.output
+    assert f"{tmp_path}/old.py:11: torch_xla.core.xla_model.optimizer_step -> tpcore.opt" in done.output
+    assert "broken.py: not read, SyntaxError" in done.output
+    assert "1 files with findings" in done.output
+    assert (tmp_path / "old.py").read_text() == (Script(NXD_01).rewritten() if write else NXD_01)
+    assert (tmp_path / ".venv/library.py").read_text() == NXD_18
+    (tmp_path / "late.py").write_text(NXD_18)
+    assert CliRunner().invoke(app, ["migrate", str(tmp_path / "late.py")]).exit_code == 1
+    assert CliRunner().invoke(app, ["migrate", str(tmp_path / "none.py")]).exit_code == 2
+
+
+# -- tpcore doctor ------------------------------------------------------------------------------------------
+def test_the_report_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TPCORE_BACKEND", "cpu_gloo")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hidden")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    done = CliRunner().invoke(app, ["doctor"])
+    assert done.exit_code == 0, done.output
+    for said in (
+        "torch: ",
+        "cores: ",
+        "/dev/shm: ",
+        "lo: ",
+        "cpu_gloo (TPCORE_BACKEND is set)",
+        "one process",
+    ):
+        assert said in done.output
+    assert "hidden" not in done.output
+    found = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).output)
+    assert found["environment"]["GLOO_SOCKET_IFNAME"] == "lo"
+    assert found["versions"]["tpcore"]
+    assert found["backends"]["cpu_gloo"].endswith("usable here")

@@ -1,0 +1,509 @@
+"""Scripts of NeuronX Distributed's trainer: one training run on every mesh, saved, resumed on another."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tpcore as nxd
+from tpcore.context import ParallelContext
+from tpcore.errors import CheckpointError
+from tpcore.mesh import Mesh
+from tpcore.modules.qkv_linear import GQAQKVColumnParallelLinear
+from tpcore.optimizer import NeuronZero1Optimizer
+from tpcore.parallel_layers import grads, layers, loss_functions, parallel_state, random, utils
+from tpcore.pipeline import NxDPPModel
+from tpcore.testing import run_ranks
+from tpcore.trainer import NxDModel, NxDOptimizer
+from tpcore.utils import adamw_fp32_optim_params, batch_utils, logger, model_utils
+
+
+def mesh(tp: int = 1, dp: int = 1, pp: int = 1) -> Mesh:
+    return Mesh({"pp": pp, "dp": dp, "tp": tp})
+
+
+VOCAB, HIDDEN, HEADS, KV = 16, 16, 4, 2
+
+
+class Norm(nn.Module):
+    """A norm of the script's own: its parameters carry the mark, and the optimizer sums their gradients."""
+
+    def __init__(self, marked: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(HIDDEN))
+        self.weight.sequence_parallel_enabled = marked  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * self.weight
+
+
+class Attention(nn.Module):
+    def __init__(self, sequence_parallel: bool, fused: bool) -> None:
+        super().__init__()
+        tp, d = parallel_state.get_tensor_model_parallel_size(), HIDDEN // HEADS
+        self.qkv = GQAQKVColumnParallelLinear(
+            HIDDEN,
+            [HEADS * d, KV * d],
+            bias=False,
+            gather_output=False,
+            sequence_parallel_enabled=sequence_parallel,
+            kv_size_multiplier=max(1, tp // KV),
+            fuse_qkv=fused,
+        )
+        self.out = layers.RowParallelLinear(
+            HEADS * d, HIDDEN, False, input_is_parallel=True, sequence_parallel_enabled=sequence_parallel
+        )
+
+    def forward(self, x: Tensor) -> Tensor:  # [sequence, batch, hidden], or this rank's tokens of it
+        d = HIDDEN // HEADS
+        q, k, v = (t.unflatten(-1, (-1, d)).permute(1, 2, 0, 3) for t in self.qkv(x))
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.permute(2, 0, 1, 3).flatten(-2))
+
+
+class Layer(nn.Module):
+    def __init__(self, sequence_parallel: bool, fused: bool) -> None:
+        super().__init__()
+        options = {"sequence_parallel_enabled": sequence_parallel}
+        self.norm, self.attention = Norm(sequence_parallel), Attention(sequence_parallel, fused)
+        self.up = layers.ColumnParallelLinear(HIDDEN, 32, gather_output=False, stride=2, **options)
+        self.down = layers.RowParallelLinear(16, HIDDEN, input_is_parallel=True, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm(x))
+        gate, up = self.up(x).chunk(2, -1)
+        return x + self.down(nn.functional.silu(gate) * up)
+
+
+class Llama(nn.Module):
+    def __init__(self, sequence_parallel: bool = False, fused: bool = True) -> None:
+        super().__init__()
+        self.sequence_parallel = sequence_parallel
+        self.embed = layers.ParallelEmbedding(
+            VOCAB, HIDDEN, init_method=nn.init.normal_, sequence_parallel_enabled=sequence_parallel
+        )
+        self.layers = nn.ModuleList(Layer(sequence_parallel, fused) for _ in range(2))
+        self.head = layers.ColumnParallelLinear(
+            HIDDEN, VOCAB, False, gather_output=False, sequence_parallel_enabled=sequence_parallel
+        )
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(ids)
+        x = x if self.sequence_parallel else x.transpose(0, 1)  # [sequence, batch, hidden] from here
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(x).transpose(0, 1)
+        loss = loss_functions.parallel_cross_entropy(logits[:, :-1].contiguous(), labels[:, 1:])
+        return loss.mean()
+
+
+class Stages(Llama):
+    """The same with the batch first, which microbatches cut; attention turns it around."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        loss = loss_functions.parallel_cross_entropy(self.head(x)[:, :-1].contiguous(), labels[:, 1:])
+        return loss.mean()
+
+
+class Turned(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.transpose(0, 1)).transpose(0, 1)
+
+
+def staged(*args: Any) -> Stages:
+    model = Stages(*args)
+    for layer in model.layers:
+        layer.attention.__class__ = Turned
+    return model
+
+
+def batches(steps: int) -> list[Tensor]:
+    drawn = torch.Generator().manual_seed(3)
+    return [torch.randint(VOCAB, (4, 8), generator=drawn) for _ in range(steps)]
+
+
+def script(ctx: ParallelContext, folder: Path, resume: bool = False, **options: Any) -> list[float]:
+    """What a training script does, from its configuration to its checkpoint: losses and norms."""
+    sp, fused = options.pop("sequence_parallel", False), options.pop("fused", True)
+    sizes = {f"{name}_parallel_size": ctx.mesh.axes[a] for name, a in (("tensor", "tp"), ("pipeline", "pp"))}
+    config = nxd.neuronx_distributed_config(
+        **sizes, sequence_parallel=sp, pipeline_config={"num_microbatches": 2}, **options
+    )
+    torch.manual_seed(0)
+    make = staged if ctx.mesh.axes["pp"] > 1 else Llama
+    model = nxd.initialize_parallel_model(config, make, False, sp, fused)
+    optimizer = nxd.initialize_parallel_optimizer(config, torch.optim.AdamW, model.parameters(), lr=0.02)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+    start = 0
+    if resume:
+        assert nxd.has_checkpoint(folder)
+        kept = nxd.load_checkpoint(folder, model=model, optimizer=optimizer, scheduler=scheduler)
+        start = kept["step"]
+    dp, found = parallel_state.get_data_parallel_size(), []
+    for ids in batches(6)[start : start + 3]:
+        mine = ids.chunk(dp)[parallel_state.get_data_parallel_rank()]
+        loss = model.run_train(mine, mine)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        mean = ctx.comm("dp").all_reduce(loss.detach().reshape(1)) / dp
+        assert optimizer.grad_norm is not None
+        found += [float(mean), float(optimizer.grad_norm)]
+    if not resume:
+        nxd.save_checkpoint(folder, "step_3", model, optimizer, scheduler, {"step": 3})
+    return found
+
+
+ZERO = {"optimizer_config": {"zero_one_enabled": True, "max_grad_norm": 0.7}}
+CLIP = {"optimizer_config": {"max_grad_norm": 0.7}}
+RUNS: dict[str, tuple[Mesh, dict[str, Any]]] = {
+    "tp": (mesh(tp=2), CLIP),
+    "tp above the key heads, not fused": (mesh(tp=4), {**CLIP, "fused": False}),
+    "tp x dp with ZeRO-1": (mesh(tp=2, dp=2), ZERO),
+    "sequence parallel": (mesh(tp=2), {**CLIP, "sequence_parallel": True}),
+    "sequence parallel with ZeRO-1": (mesh(tp=2, dp=2), {**ZERO, "sequence_parallel": True}),
+    "tp x pp": (mesh(tp=2, pp=2), CLIP),
+    "recomputed": (mesh(tp=2), {**CLIP, "activation_checkpoint_config": "full"}),
+}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, tuple[Path, list[float], list[float]]]:
+    """By fused or not: a run of one process, its checkpoint, and how it goes on from there."""
+    made = {}
+    for fused in (True, False):
+        folder = tmp_path_factory.mktemp("alone")
+        options = {**CLIP, "fused": fused}
+        (first,) = run_ranks(mesh(), lambda ctx: script(ctx, folder, **options))  # noqa: B023
+        (second,) = run_ranks(mesh(), lambda ctx: script(ctx, folder, resume=True, **options))  # noqa: B023
+        made[fused] = folder, first, second
+    return made
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_script_has_the_losses_of_one_process_saved_and_resumed(
+    name: str, alone: dict[bool, tuple[Path, list[float], list[float]]], tmp_path: Path
+) -> None:
+    on, options = RUNS[name]
+    folder, first, second = alone[options.get("fused", True)]
+    for got in run_ranks(on, lambda ctx: script(ctx, tmp_path, **options)):
+        assert got == pytest.approx(first, rel=2e-4)  # float32, sums in other orders, Adam's square roots
+    for where in (folder, tmp_path):  # written by one process, and by these
+        for got in run_ranks(on, lambda ctx: script(ctx, where, resume=True, **options)):  # noqa: B023
+            assert got == pytest.approx(second, rel=2e-4)
+    (back,) = run_ranks(
+        mesh(), lambda ctx: script(ctx, tmp_path, resume=True, **CLIP, fused=options.get("fused", True))
+    )
+    assert back == pytest.approx(second, rel=2e-4)
+
+
+# -- the configuration --------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"expert_parallel_size": 2}, "expert_parallel_size=2.*no expert parallelism"),
+        ({"pad_model": True}, "pad=True to the layers"),
+        ({"lora_config": {}}, "no adapters"),
+        ({"tensor_parallel_size": 4}, "wants tp=4, and the job runs on .*'tp': 2"),
+        ({"optimizer_config": {"zero_one": True}}, r"optimizer_config has \['zero_one'\]"),
+        ({"mixed_precision_config": {"use_master_weights": True}}, "'zero_one_enabled': True"),
+    ],
+)
+def test_what_a_configuration_cannot_have(given: dict[str, Any], said: str) -> None:
+    def check(ctx: ParallelContext) -> None:
+        with pytest.raises(ValueError, match=said):
+            nxd.neuronx_distributed_config(**{"tensor_parallel_size": 2, **given})
+
+    run_ranks(mesh(tp=2), check)
+
+
+def test_modules_are_filled_by_param_init_fn() -> None:
+    def fill(module: nn.Module, device: torch.device) -> None:
+        if isinstance(
+            module, layers.BaseParallelLinear | GQAQKVColumnParallelLinear | layers.ParallelEmbedding
+        ):
+            module.init_weight_cpu()
+        elif isinstance(module, Norm):
+            module.weight.fill_(2.0)
+        else:
+            raise RuntimeError(f"no way to fill a {type(module).__name__}")
+
+    def check(ctx: ParallelContext) -> None:
+        init = {"meta_device_init": True, "param_init_fn": fill}
+        config = nxd.neuronx_distributed_config(tensor_parallel_size=2, model_init_config=init)
+        model = nxd.initialize_parallel_model(config, Llama)
+        assert isinstance(model, NxDModel)
+        assert model.layers[1].norm.weight.eq(2).all()
+        assert "layers.1.norm.weight" in dict(model.named_parameters())
+        assert model.state_dict().keys() == model.original_module().state_dict().keys()
+        config["model_init_config"]["param_init_fn"] = None
+        with pytest.raises(ValueError, match="needs a param_init_fn"):
+            nxd.initialize_parallel_model(config, Llama)
+
+    run_ranks(mesh(tp=2), check)
+
+
+# -- checkpoints by tag -------------------------------------------------------------------------------------
+def test_tags(tmp_path: Path) -> None:
+    def check(ctx: ParallelContext) -> None:
+        assert not nxd.has_checkpoint(tmp_path / "none")
+        with pytest.raises(CheckpointError, match="no complete checkpoint"):
+            nxd.load_checkpoint(tmp_path)
+        layer = layers.ColumnParallelLinear(4, 8)
+        for step in (9, 10, 11):
+            last = step == 11
+            nxd.save_checkpoint(
+                tmp_path,
+                f"step_{step}",
+                layer,
+                user_content=step,
+                num_kept_ckpts=2,
+                use_xser=True,
+                async_save=last,
+            )
+        nxd.finalize_checkpoint()
+        assert nxd.load_checkpoint(tmp_path) == 11
+        assert nxd.load_checkpoint(tmp_path, "step_10", model=layer) == 10
+        with pytest.raises(CheckpointError, match="was saved without scheduler"):
+            nxd.load_checkpoint(tmp_path, scheduler=object())
+
+    run_ranks(mesh(tp=2), check)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_10", "step_11"]
+
+
+# -- ZeRO-1 by its own name ---------------------------------------------------------------------------------
+def test_zero1_clips_at_one_unless_switched_off(tmp_path: Path) -> None:
+    def step(ctx: ParallelContext, make: Callable[[Any], torch.optim.Optimizer]) -> tuple[Tensor, Any]:
+        torch.manual_seed(0)
+        layer = layers.ColumnParallelLinear(4, 8)
+        optimizer = make(layer.named_parameters())
+        (layer(torch.ones(2, 4)) * 5).square().sum().backward()
+        optimizer.step()
+        return layer.weight.detach(), optimizer
+
+    def plain(clip: bool) -> tuple[Tensor, float]:
+        torch.manual_seed(0)
+        layer = nn.Linear(4, 8)
+        (layer(torch.ones(2, 4)) * 5).square().sum().backward()
+        norm = float(nn.utils.clip_grad_norm_(layer.parameters(), 1.0 if clip else float("inf")))
+        torch.optim.SGD(layer.parameters(), lr=0.1).step()
+        return layer.weight.detach(), norm
+
+    def check(ctx: ParallelContext) -> None:
+        part = layers.ColumnParallelLinear(4, 8).shard_specs["weight"]
+        rank = ctx.coord("tp")
+        groups = {
+            "sharding_groups": parallel_state.get_zero1_sharding_groups(),
+            "grad_norm_groups": parallel_state.get_tensor_model_parallel_group(as_list=True),
+            "pin_layout": False,
+        }
+        clipped, optimizer = step(ctx, lambda p: NeuronZero1Optimizer(p, torch.optim.SGD, lr=0.1, **groups))
+        want, norm = plain(True)
+        torch.testing.assert_close(clipped, part.shard(want, rank, 2))
+        assert norm > 1
+        assert float(optimizer.grad_norm) == pytest.approx(norm)
+        free, _ = step(ctx, lambda p: NeuronZero1Optimizer(p, torch.optim.SGD, lr=0.1, grad_clipping=False))
+        torch.testing.assert_close(free, part.shard(plain(False)[0], rank, 2))
+        optimizer.save_sharded_state_dict(str(tmp_path / "optim"))
+        optimizer.load_sharded_state_dict(str(tmp_path / "optim"))
+        with pytest.raises(ValueError, match="sharding_groups"):
+            NeuronZero1Optimizer([nn.Parameter(torch.ones(2))], torch.optim.SGD, lr=1, sharding_groups=[[0]])
+
+    run_ranks(mesh(tp=2, dp=2), check)
+
+
+def test_bfloat16_keeps_masters_and_sums_in_float32() -> None:
+    def check(ctx: ParallelContext) -> None:
+        config = nxd.neuronx_distributed_config(
+            sequence_parallel=True, optimizer_config={"zero_one_enabled": True}
+        )
+        weight = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+        weight.sequence_parallel_enabled = True  # type: ignore[attr-defined]
+        optimizer = nxd.initialize_parallel_optimizer(config, torch.optim.SGD, [weight], lr=1e-3)
+        assert isinstance(optimizer, NxDOptimizer)
+        for _ in range(3):
+            (weight * 0.25).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        # three steps of 1e-3 / sqrt(8) or less are below the precision of bfloat16 near 1, and in the master
+        assert weight.eq(1).all()
+        master = optimizer.state[weight]["master"]
+        assert master.dtype == torch.float32
+        assert master[:3].lt(1).all()
+
+    run_ranks(mesh(dp=2), check)
+
+
+# -- pipelines ----------------------------------------------------------------------------------------------
+def test_what_a_pipeline_cannot_have() -> None:
+    def check(ctx: ParallelContext) -> None:
+        for options, error, said in (
+            ({"virtual_pipeline_size": 2}, ValueError, "interleaved"),
+            ({"output_loss_value_spec": (False, True)}, ValueError, "the loss is what forward returns"),
+            ({"transformer_layer_cls": nn.Linear}, ValueError, r"list of layers has \['Layer'\]"),
+            ({"pipeline_cuts": ["layers.1"]}, ValueError, r"cut after \[0\]"),
+            ({"return_mb_loss": True}, ValueError, "the loss of the batch"),
+            ({"no_such": 1}, TypeError, "no_such"),
+        ):
+            with pytest.raises(error, match=said):
+                NxDPPModel(staged(), num_microbatches=2, **options)  # type: ignore[arg-type]
+        model = NxDPPModel(
+            staged(),
+            transformer_layer_cls=Layer,
+            num_microbatches=2,
+            output_loss_value_spec=True,
+            pipeline_cuts=["layers.0"],
+            auto_partition=False,
+        )
+        ids = batches(1)[0]
+        assert float(model.run_eval(ids, labels=ids)) == pytest.approx(
+            float(model.run_train(ids, labels=ids))
+        )
+        mine = {name for name, _ in model.local_named_parameters()}
+        assert f"layers.{ctx.coord('pp')}.norm.weight" in mine
+        assert mine == set(model.local_state_dict())
+
+    run_ranks(mesh(pp=2), check)
+
+
+# -- gradients by hand --------------------------------------------------------------------------------------
+def test_gradients_by_hand() -> None:
+    def check(ctx: ParallelContext) -> None:
+        rank = ctx.rank
+        given = [torch.full((3,), float(rank)), torch.full((2, 2), float(rank), dtype=torch.bfloat16)]
+        grads.bucket_allreduce_gradients(given)
+        grads.bucket_allreduce_gradients(given, reduce_over_ep_group=True)
+        assert [t.unique().tolist() for t in given] == [[(rank % 2) + 1.0]] * 2  # mean over [0, 2] or [1, 3]
+
+        layer = layers.ColumnParallelLinear(4, 8)
+        layer(torch.ones(2, 4)).square().sum().backward()
+        before = [p.grad.clone() for p in layer.parameters()]
+        norm = grads.get_grad_norm(layer.parameters())
+        assert all(torch.equal(p.grad, g) for p, g in zip(layer.parameters(), before, strict=True))
+        grads.clip_grads_with_norm(layer.parameters(), norm, float(norm) / 2)
+        assert float(grads.get_grad_norm(layer)) == pytest.approx(float(norm) / 2, rel=1e-4)
+        again = grads.clip_grad_norm(layer.parameters(), 1.0, 2, False, None, True)
+        assert float(again) == pytest.approx(float(norm) / 2, rel=1e-4)
+        with pytest.raises(ValueError, match=r"tpcore\.Zero1"):
+            grads.clip_grad_norm(layer.parameters(), 1.0, zero1_optimizer=True)
+
+    run_ranks(mesh(tp=2, dp=2), check)
+
+
+@pytest.mark.parametrize("inference", [True, False])
+def test_log_probabilities_of_the_next_tokens(inference: bool) -> None:
+    def check(ctx: ParallelContext) -> None:
+        drawn = torch.Generator().manual_seed(0)
+        logits = torch.randn(2, 5, 12, generator=drawn, dtype=torch.float64)
+        target = torch.randint(12, (2, 5), generator=drawn)
+        part = logits.chunk(2, -1)[ctx.coord("tp")].clone().requires_grad_()
+        got = loss_functions.from_parallel_logits_to_logprobs(part, target, inference)
+        want = logits.log_softmax(-1)[:, :-1].gather(-1, target[:, 1:, None]).squeeze(-1)
+        torch.testing.assert_close(got, want, check_dtype=False)
+        assert got.requires_grad is not inference
+
+    run_ranks(mesh(tp=2), check)
+
+
+@pytest.mark.parametrize("gather", [True, False])
+def test_grouped_projections_are_those_of_plain_ones(gather: bool) -> None:
+    """tp above the number of key heads: two ranks hold each, and q's heads are in the model's own order."""
+
+    def check(ctx: ParallelContext) -> None:
+        torch.manual_seed(0)
+        layer = GQAQKVColumnParallelLinear(
+            6, [8, 4], bias=True, gather_output=gather, kv_size_multiplier=2, fuse_qkv=False
+        )
+        torch.manual_seed(0)
+        plain: dict[str, Tensor] = {}
+        for name, size in (("q", 8), ("k", 4), ("v", 4)):
+            linear = nn.Linear(6, size)
+            plain[f"weight_{name}"], plain[f"bias_{name}"] = linear.weight, linear.bias
+        x = torch.randn(3, 6)
+        want = [nn.functional.linear(x, plain[f"weight_{n}"], plain[f"bias_{n}"]) for n in "qkv"]
+        rank = ctx.coord("tp")
+        if not gather:
+            want = [want[0].chunk(4, -1)[rank], *(t.chunk(2, -1)[rank // 2] for t in want[1:])]
+        for got, expected in zip(layer(x), want, strict=True):
+            torch.testing.assert_close(got, expected)
+        assert layer.q_output_size_per_partition == 2
+        with pytest.raises(ValueError, match="kv_size_multiplier=3"):
+            GQAQKVColumnParallelLinear(6, [8, 4], kv_size_multiplier=3)
+
+    run_ranks(mesh(tp=4), check)
+
+
+# -- small names --------------------------------------------------------------------------------------------
+def test_small_names(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+    def check(ctx: ParallelContext) -> None:
+        assert nxd.utils.cpu_mode()
+        assert nxd.utils.get_device() == torch.device("cpu")
+        nxd.utils.mark_step()
+        nxd.utils.master_print("once")
+        logger.get_logger().warning("by the first")
+        assert batch_utils.get_batch_on_this_context_parallel_rank({"a": 1}) == {"a": 1}
+        assert model_utils.move_model_to_device is nxd.move_model_to_device
+        assert utils.get_local_world_size() == 1
+        assert not utils.requires_init_pg_override()
+        assert not utils.is_pjrt_device()
+        assert [utils.get_padding_length(n, 4) for n in (7, 8)] == [1, 0]
+        assert utils.EmbeddingUtility.range_from_global_vocab_size(12, 1, 2) == (6, 12)
+        moved = utils.move_all_tensor_to_cpu({"a": [torch.ones(1), 2]})
+        assert moved["a"][1] == 2
+        assert utils.param_is_not_tensor_parallel_duplicate(torch.ones(1)) is (ctx.coord("tp") == 0)
+        tracker = random.get_xla_rng_tracker()
+        tracker.reset()
+        tracker.add("mine", 7)
+        states = tracker.get_states()
+        with tracker.fork("mine"):
+            first = torch.rand(3)
+        tracker.set_states(states)
+        with tracker.fork():
+            assert torch.equal(torch.rand(3), first)
+        assert parallel_state.get_expert_model_parallel_size() == 1
+        assert parallel_state.get_expert_data_parallel_size() == 1
+        assert parallel_state.get_pipeline_model_parallel_next_rank() == ctx.rank
+        assert parallel_state.get_context_model_parallel_src_tgt_pairs() == [[0, 0], [1, 1]]
+
+    with caplog.at_level(logging.WARNING):
+        run_ranks(mesh(tp=2), check)
+    assert capsys.readouterr().out == "once\n"
+    assert [record.message for record in caplog.records] == ["by the first"]
+
+
+def test_stages_before_and_after() -> None:
+    def check(ctx: ParallelContext) -> tuple[int, int]:
+        return (
+            parallel_state.get_pipeline_model_parallel_prev_rank(),
+            parallel_state.get_pipeline_model_parallel_next_rank(),
+        )
+
+    assert run_ranks(mesh(pp=2, tp=2), check) == [(2, 2), (3, 3), (0, 0), (1, 1)]
+
+
+def test_adamw_in_float32_is_torchs_where_it_can_be_compared() -> None:
+    torch.manual_seed(0)
+    mine, theirs = (nn.Parameter(t) for t in torch.randn(7, dtype=torch.float32).repeat(2, 1).unbind())
+    ours = adamw_fp32_optim_params.AdamW_FP32OptimParams([mine], lr=0.1, eps=1e-8)
+    plain = torch.optim.AdamW([theirs], lr=0.1, weight_decay=0.0)
+    half = nn.Parameter(mine.detach().bfloat16())
+    other = adamw_fp32_optim_params.AdamW_FP32OptimParams(
+        [half], lr=0.1, weight_decay=0.1, correct_bias=False
+    )
+    for optimizer in (ours, plain, other):
+        for step in range(3):
+            for p in (mine, theirs, half):
+                p.grad = torch.full_like(p, 0.1 * (step + 1))
+            optimizer.step()
+    torch.testing.assert_close(mine, theirs)  # float32
+    assert other.state[half]["exp_avg"].dtype == torch.float32

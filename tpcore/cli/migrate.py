@@ -1,0 +1,61 @@
+"""``tpcore migrate``: what changes in scripts that were written for other libraries."""
+
+from __future__ import annotations
+
+import io
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import typer
+
+from ..migrate.script import Script
+
+
+def migrate(
+    path: Path = typer.Argument(help="A script, or a directory whose Python files are read."),
+    write: bool = typer.Option(False, "--write", help="Rewrite the imports in place."),
+) -> None:
+    """Show what changes in scripts for NeuronX Distributed, optimum-neuron, Megatron or fairscale.
+
+    Nothing is run. Imports that --write rewrites keep their formatting; calls are for you to change. Exits
+    with 1 where something has no counterpart.
+    """
+    if not path.exists():
+        raise typer.BadParameter(f"there is no {path}")
+    files = changed = gone = 0
+    for file in _scripts(path):
+        try:
+            data = file.read_bytes()
+            encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
+            text = data.decode(encoding)
+            script = Script(text, str(file))
+        except (SyntaxError, UnicodeDecodeError) as e:
+            typer.echo(f"{file}: not read, {type(e).__name__}: {e}", err=True)
+            continue
+        if not script.findings:
+            continue
+        files += 1
+        for found in script.findings:
+            gone += found.new is None
+            typer.echo(f"{file}:{found.line}: {found.old} -> {found.new or 'nothing here'}")
+            if found.note:
+                typer.echo(f"    {found.note}")
+        new = script.rewritten()
+        if new != text:
+            changed += 1
+            if write:
+                file.write_bytes(new.encode(encoding))
+    done = "rewritten" if write else "to rewrite with --write"
+    typer.echo(f"{files} files with findings, imports of {changed} {done}, {gone} names without counterpart")
+    if gone:
+        raise typer.Exit(1)
+
+
+def _scripts(path: Path) -> Iterator[Path]:
+    if path.is_file():
+        yield path
+        return
+    for file in sorted(path.rglob("*.py")):
+        if not any(part.startswith(".") or part == "site-packages" for part in file.relative_to(path).parts):
+            yield file

@@ -1,0 +1,59 @@
+"""Small questions and messages of scripts: which device, end of a step, lines of rank 0."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+import torch
+
+from ... import settings
+from ...context import current, is_initialized
+
+
+def get_device() -> torch.device:
+    """Where this rank's tensors live."""
+    return current().device
+
+
+def cpu_mode() -> bool:
+    """Whether that is the CPU."""
+    return current().device.type == "cpu"
+
+
+def mark_step() -> None:
+    """End of a training step, where ``tpcore.optimizer_step`` does not end it."""
+    current().backend.mark_step()
+
+
+def master_print(msg: Any) -> None:
+    """Print on rank 0."""
+    if not _other_than_first():
+        sys.stdout.write(f"{msg}\n")
+        sys.stdout.flush()
+
+
+def _other_than_first() -> bool:
+    return (current().rank if is_initialized() else settings.RANK.get()) != 0
+
+
+class _FirstRankOnly(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not _other_than_first()
+
+
+def get_logger(name: str = "neuronx_distributed", rank0_only: bool = True) -> logging.Logger:
+    """The logger ``name``, of which other ranks than the first print nothing if ``rank0_only``.
+
+    How it prints is for the program to say, as of any logger of ``logging``.
+    """
+    logger = logging.getLogger(f"{name}[0]" if rank0_only else name)
+    if rank0_only and not any(isinstance(f, _FirstRankOnly) for f in logger.filters):
+        logger.addFilter(_FirstRankOnly())
+    return logger
+
+
+def get_batch_on_this_context_parallel_rank(batch: Any) -> Any:
+    """The batch itself: the sequence is cut over one context-parallel rank."""
+    return batch

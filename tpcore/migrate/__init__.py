@@ -1,0 +1,1 @@
+"""Scripts for other libraries: what changes in them, line by line, and their imports rewritten."""

@@ -1,0 +1,177 @@
+"""One script: what it imports from other libraries, where it uses that, and the script with other imports."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from .meanings import notes_on
+from .names import FAMILIES, NXD, Counterpart, counterpart
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of a script. ``new`` None: nothing takes the place of ``old``."""
+
+    line: int
+    old: str
+    new: str | None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Edit:
+    """Other text for a part of the script, by line and byte."""
+
+    line: int
+    column: int
+    end_line: int
+    end_column: int
+    text: str
+
+
+def _known(name: str) -> bool:
+    return any(name == family or name.startswith(f"{family}.") for family in FAMILIES)
+
+
+class Script:
+    """``findings``: in order of lines. SyntaxError for text that is no Python."""
+
+    def __init__(self, text: str, path: str = "<script>") -> None:
+        self.text = text
+        self._tree = ast.parse(text, path)
+        self._names: dict[str, str] = {}  # what a local name stands for
+        self._edits: list[Edit] = []
+        self.findings: list[Finding] = []
+        for node in ast.walk(self._tree):
+            if isinstance(node, ast.Import):
+                self._import(node)
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                self._import_from(node, node.module)
+        if self._names:
+            self._uses()
+        self.findings = sorted(dict.fromkeys(self.findings), key=lambda f: (f.line, f.old))
+
+    # -- imports --------------------------------------------------------------------------------------------
+    def _import(self, node: ast.Import) -> None:
+        for alias in node.names:
+            if not _known(alias.name):
+                continue
+            first = alias.name.partition(".")[0]
+            self._names[alias.asname or first] = alias.name if alias.asname else first
+            new = counterpart(alias.name)
+            if new is None:
+                continue
+            self._found(alias.lineno, f"import {alias.name}", new, new.new and f"import {new.new}")
+            if new.new and new.same_call and alias.name.startswith(NXD):
+                self._edit(alias, self._imported(alias, new.new))
+
+    @staticmethod
+    def _imported(alias: ast.alias, new: str) -> str:
+        if alias.asname:
+            return f"{new} as {alias.asname}"
+        # the script goes on by the old name of the package, which its uses begin with
+        whole = f"tpcore as {NXD}"
+        return whole if new == "tpcore" else f"{whole}, {new}"
+
+    def _import_from(self, node: ast.ImportFrom, module: str) -> None:
+        if not _known(module):
+            return
+        new = {alias.name: counterpart(f"{module}.{alias.name}") for alias in node.names}
+        for alias in node.names:
+            self._names[alias.asname or alias.name] = f"{module}.{alias.name}"
+            found = new[alias.name]
+            if found is not None and not found.same_call:
+                self._found(node.lineno, f"from {module} import {alias.name}", found, found.new)
+        moved = {name: to for name, to in new.items() if to and to.new and to.same_call}
+        for name, to in new.items():
+            if to is not None and to.new is None:
+                self._found(node.lineno, f"from {module} import {name}", to, None)
+        if moved:
+            self._move(node, module, moved)
+
+    def _move(self, node: ast.ImportFrom, module: str, moved: dict[str, Counterpart]) -> None:
+        """Rewrite an import of which the names in ``moved`` are elsewhere now."""
+        by_module: dict[str, list[str]] = defaultdict(list)
+        for alias in node.names:
+            if alias.name in moved:
+                home, _, name = str(moved[alias.name].new).rpartition(".")
+                local = alias.asname or alias.name
+                by_module[home].append(name if name == local else f"{name} as {local}")
+        for home, names in by_module.items():
+            plain = ", ".join(names)
+            self.findings.append(
+                Finding(node.lineno, f"from {module} import ...", f"from {home} import {plain}")
+            )
+        stay = [alias for alias in node.names if alias.name not in moved]
+        kept = all(str(to.new).rpartition(".")[2] == name for name, to in moved.items())
+        if len(by_module) == 1 and not stay and kept:
+            line = self.text.encode().split(b"\n")[node.lineno - 1]
+            at = line.index(module.encode(), node.col_offset)
+            end = at + len(module.encode())
+            self._edits.append(Edit(node.lineno, at, node.lineno, end, next(iter(by_module))))
+            return
+        lines = [f"from {home} import {', '.join(names)}" for home, names in by_module.items()]
+        if stay:
+            rest = ", ".join(a.name if a.asname is None else f"{a.name} as {a.asname}" for a in stay)
+            lines.append(f"from {module} import {rest}")
+        self._edit(node, ("\n" + " " * node.col_offset).join(lines))
+
+    # -- uses -----------------------------------------------------------------------------------------------
+    def _uses(self) -> None:
+        calls = {id(node.func): node for node in ast.walk(self._tree) if isinstance(node, ast.Call)}
+        for node, name in self._chains(self._tree):
+            new = counterpart(name)
+            call = calls.get(id(node))
+            if new is None:
+                continue
+            if new.new is None:
+                self._found(node.lineno, name, new, None)
+            elif new.note or not new.same_call or (call is not None and name.startswith("torch_xla")):
+                self._found(node.lineno, name, new, new.new)
+            for note in notes_on(new.new or "", call) if call is not None else ():
+                self.findings.append(Finding(node.lineno, name, new.new, note))
+        for call in calls.values():
+            if _starts_xla_group(call):
+                note = "tpcore joins the job by itself; a group that the script makes otherwise is used"
+                self.findings.append(Finding(call.lineno, ast.unparse(call), "nothing", note))
+
+    def _chains(self, tree: ast.AST) -> Iterator[tuple[ast.expr, str]]:
+        """Longest dotted names that begin with an imported one, and what they stand for."""
+        inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute | ast.Name) and id(node) not in inner:
+                parts: list[str] = []
+                at: ast.expr = node
+                while isinstance(at, ast.Attribute):
+                    parts.insert(0, at.attr)
+                    at = at.value
+                if isinstance(at, ast.Name) and at.id in self._names:
+                    yield node, ".".join([self._names[at.id], *parts])
+
+    # -- what comes of it -----------------------------------------------------------------------------------
+    def _found(self, line: int, old: str, of: Counterpart, new: str | None) -> None:
+        self.findings.append(Finding(line, old, new, of.note))
+
+    def _edit(self, node: ast.stmt | ast.alias, text: str) -> None:
+        end_line, end_column = node.end_lineno, node.end_col_offset
+        if end_line is not None and end_column is not None:
+            self._edits.append(Edit(node.lineno, node.col_offset, end_line, end_column, text))
+
+    def rewritten(self) -> str:
+        """The script with other imports, and with every other byte as it was."""
+        lines = self.text.encode().split(b"\n")
+        for edit in sorted(self._edits, key=lambda e: (e.line, e.column), reverse=True):
+            first, last = lines[edit.line - 1], lines[edit.end_line - 1]
+            new = first[: edit.column] + edit.text.encode() + last[edit.end_column :]
+            lines[edit.line - 1 : edit.end_line] = new.split(b"\n")
+        return b"\n".join(lines).decode()
+
+
+def _starts_xla_group(call: ast.Call) -> bool:
+    """Whether it is ``torch.distributed.init_process_group("xla")``, under any name."""
+    ends = ast.unparse(call.func).rpartition(".")[2] == "init_process_group"
+    values = [*call.args, *(keyword.value for keyword in call.keywords)]
+    return ends and any(isinstance(v, ast.Constant) and v.value == "xla" for v in values)

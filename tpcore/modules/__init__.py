@@ -1,0 +1,1 @@
+"""Modules of NeuronX Distributed, by their paths."""

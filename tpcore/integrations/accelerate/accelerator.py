@@ -17,6 +17,7 @@ from ...plans.whole import full_state_dict
 from ...train.clip import check_max_norm, clip_grad_norm, scale_to
 from ...train.zero import Zero1
 from .prepared import MeshOptimizer, MeshScheduler
+from .state import load_loop, save_loop
 
 _OTHERS = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 
@@ -174,6 +175,36 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return super().split_between_processes(inputs, apply_padding)
 
     # -- files ----------------------------------------------------------------------------------------------
+    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **_: Any) -> str:
+        """Model, optimizers, schedulers and what is registered, as one checkpoint of tpcore at
+        ``output_dir``, without random numbers' states. Collective over the world."""
+        save_loop(_given(output_dir), self, self._custom_objects)
+        return str(output_dir)
+
+    def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **_: Any) -> None:
+        """What ``save_state`` wrote, on any mesh. Collective over the world."""
+        load_loop(_given(input_dir), self, self._custom_objects)
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: Any,
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """The whole model in safetensors, as ``from_pretrained`` opens it. Collective over the world."""
+        plain = self.unwrap_model(model)
+        if "save_pretrained" in plain.__dict__:
+            plain.save_pretrained(save_directory, max_shard_size=max_shard_size)
+        else:
+            super().save_model(model, save_directory, max_shard_size)
+
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
         """The whole model, on the CPU of every rank."""
         return full_state_dict(self.unwrap_model(model) if unwrap else model)
+
+
+def _given(where: str | None) -> str:
+    if where is None:
+        raise ValueError("save_state and load_state on a mesh take a directory: name it")
+    return where

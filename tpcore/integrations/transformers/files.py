@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,8 +17,11 @@ from ...context import current
 from ...layers.sharding import sharding
 from ...log import inform
 from ...plans.loading import read_parts
-from ...plans.whole import full_state_dict
+from ...plans.whole import drop_weights, full_state_dict, save_configuration
 from ...train.pipeline import PipelinedLayers
+
+PARTS = "tensor_parallel_shards"
+"""The directory of a model that is saved in parts."""
 
 STATE = "optimizer_shards"
 """The directory of the optimizer's and the scheduler's state inside a checkpoint."""
@@ -36,13 +39,13 @@ def _saves_whole(model: nn.Module) -> bool:
 
 
 @contextmanager
-def saved(model: Any, where: str) -> Iterator[None]:
-    """Inside, ``model.save_pretrained(where)`` has been called on all ranks: another call does nothing."""
+def saved(model: Any, save_weights: Callable[[], None]) -> Iterator[None]:
+    """Inside, a cut model's weights have been saved by all ranks: ``save_pretrained`` does nothing."""
     if not _saves_whole(model):
         yield
         return
     save = model.__dict__["save_pretrained"]
-    save(where)
+    save_weights()
     model.__dict__["save_pretrained"] = _nothing
     try:
         yield
@@ -67,8 +70,13 @@ def whole_state(model: nn.Module) -> dict[str, Tensor] | None:
 
 
 def load_model(model: nn.Module, where: str) -> None:
-    """Each rank's part of the whole model at ``where``. Collective."""
-    read_parts(model, where, current())
+    """Each rank's part of the model at ``where``, whole or in parts. Collective."""
+    checkpoint.wait()
+    parts = os.path.join(where, PARTS)
+    if os.path.isdir(parts):
+        checkpoint.load(parts, model)
+    else:
+        read_parts(model, where, current())
 
 
 def _plain(optimizer: Any) -> Any:
@@ -76,10 +84,19 @@ def _plain(optimizer: Any) -> Any:
     return getattr(optimizer, "optimizer", optimizer)
 
 
-def save_state(where: str, optimizer: Any, scheduler: Any) -> None:
+def save_in_parts(model: Any, where: str, *, in_background: bool = False) -> None:
+    """The parts of a cut model in ``tensor_parallel_shards``, the configuration beside it. Collective."""
+    checkpoint.save({"model": model.state_dict()}, os.path.join(where, PARTS), async_save=in_background)
+    with together(current()):
+        if current().rank == 0:
+            drop_weights(where)
+            save_configuration(model, where)
+
+
+def save_state(where: str, optimizer: Any, scheduler: Any, *, in_background: bool = False) -> None:
     """The optimizer in parts, which any mesh puts together. Collective."""
     state = {"optimizer": _plain(optimizer), "scheduler": scheduler.state_dict()}
-    checkpoint.save(state, os.path.join(where, STATE))
+    checkpoint.save(state, os.path.join(where, STATE), async_save=in_background)
 
 
 def load_state(where: str, optimizer: Any, scheduler: Any) -> None:

@@ -10,8 +10,8 @@ from torch import nn
 
 from ...context import current
 from ...layers.module import move_model_to_device
-from ...train.zero import Zero1
 from ..accelerate import Accelerator
+from ..accelerate.state import name_parameters, over_dp
 from .checks import check_arguments, check_cut
 from .files import load_model, load_state, of_other_ranks, save_state, saved, whole_state
 from .microbatches import fit_microbatches
@@ -58,38 +58,26 @@ class Trainer(transformers.Trainer):
         """The one that the arguments name; by the names of its parameters any mesh loads its state."""
         given = self.optimizer is not None
         optimizer = super().create_optimizer(model)
-        names = {id(p): name for name, p in self.model.named_parameters()}
-        for group in optimizer.param_groups:
-            group.setdefault("param_names", [names[id(p)] for p in group["params"]])
+        name_parameters(optimizer, self.model)
         if self._zero1 is not False and not given:
-            self.optimizer = self._over_dp(optimizer)
+            self.optimizer = over_dp(optimizer, **(self._zero1 or {}))
         return self.optimizer
-
-    def _over_dp(self, optimizer: Any) -> Zero1:
-        kind, options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(
-            self.args, self.model
-        )
-        if kind is not type(optimizer):
-            raise ValueError(f"zero1: {self.args.optim} makes its own {type(optimizer).__name__}")
-        groups = [
-            {
-                **{key: value for key, value in group.items() if key in ("weight_decay", "lr")},
-                "params": list(zip(group["param_names"], group["params"], strict=True)),
-            }
-            for group in optimizer.param_groups
-        ]
-        return Zero1(kind, groups, **(self._zero1 or {}), **options)
 
     # -- files: whole weights for from_pretrained, the optimizer's state in parts ---------------------------
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         where = str(self.args.output_dir if output_dir is None else output_dir)
         state = whole_state(self.model)
-        with saved(self.model, where):
+        with saved(self.model, lambda: self.save_weights(where)):
             if self.args.should_save:
                 super()._save(where, state)
 
+    def save_weights(self, where: str) -> None:
+        """Write a cut model into the directory ``where``. Called on all ranks."""
+        self.model.save_pretrained(where)
+
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        save_state(output_dir, self.optimizer, self.lr_scheduler)
+        background = getattr(self.args, "async_save", False)
+        save_state(output_dir, self.optimizer, self.lr_scheduler, in_background=background)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:

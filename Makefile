@@ -28,7 +28,7 @@ XLA_CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/tpcore/xla-$(XLA_KEY)
 XLA_PROJECT := $(XLA_VENV)/.project-$(XLA_KEY)-$(subst $(VENV)/.project-,,$(PROJECT))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-xla demo test test-cpu test-fast test-oldest test-xla drills lint types docs bench correctness lock clean
+.PHONY: help venv venv-xla demo demo-llama test test-cpu test-fast test-oldest test-xla drills lint types docs bench correctness lock clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -36,6 +36,9 @@ help:  ## this list
 
 demo: venv  ## pretrain a small BERT at tp=1 and tp=2, compare the loss curves, serve it (78 seconds on 2 cores)
 	$(BIN)/python $(DEMO)
+
+demo-llama: venv  ## train a small Llama in one process and on a mesh, compare the losses, consolidate it, ask it
+	$(BIN)/python examples/demo_llama.py
 
 test:  ## everything that must hold: test-cpu, test-oldest, then test-xla
 	@$(MAKE) --no-print-directory test-cpu

@@ -140,16 +140,18 @@ def imported(*paths: Path) -> set[str]:
         ("progress", "tpcore/storage"),
         ("cli", "tpcore/cli"),
         ("plot", "tpcore/explaining"),
+        ("trainer", "tpcore/integrations"),
         ("testing", "tpcore/testing"),
         ("examples", "examples"),
     ],
 )
 def test_what_a_part_imports_its_extra_brings(metadata, extra, folder):
     separate = {
-        "": ("cli", "explaining", "testing", "processes"),
+        "": ("cli", "explaining", "testing", "processes", "integrations"),
         "progress": (),
         "cli": (),
         "plot": (),
+        "trainer": (),
         "testing": (),
         "examples": ("third_party_backend",),
     }[extra]
@@ -169,5 +171,15 @@ def test_importing_the_library_imports_no_backend_and_no_extra():
     loaded = set(subprocess.check_output([sys.executable, "-c", code], text=True).split())
     assert "tpcore.backend" in loaded
     backends = {"tpcore_cpu_gloo", "tpcore_neuron", "torch_xla", "torch_neuronx"}
-    extras = {"typer", "rich", "transformers", "tokenizers", "h5py", "matplotlib", "tensorboard", "pytest"}
+    extras = {
+        "typer",
+        "rich",
+        "transformers",
+        "accelerate",
+        "tokenizers",
+        "h5py",
+        "matplotlib",
+        "tensorboard",
+        "pytest",
+    }
     assert loaded & (backends | extras) == set()

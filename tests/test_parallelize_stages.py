@@ -74,13 +74,25 @@ def test_stages_need_a_number_of_microbatches() -> None:
         run_ranks(Mesh({"pp": 2, "dp": 1, "tp": 1}), lambda ctx: tpcore.parallelize(hf.llama()))
 
 
-def test_what_one_stage_cannot_save_alone() -> None:
-    def rank(ctx: tpcore.ParallelContext) -> None:
-        model = tpcore.parallelize(hf.llama(), num_microbatches=2)
-        with pytest.raises(ValueError, match=r"several pipeline stages: save with tpcore.checkpoint.save"):
-            model.save_pretrained("there")
+def test_stages_save_one_model(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    whole = hf.llama(num_hidden_layers=4, tie_word_embeddings=True)
+    full = whole.state_dict()
 
-    run_ranks(Mesh({"pp": 2, "dp": 1, "tp": 1}), rank)
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        torch.manual_seed(0)
+        options: Any = {"num_hidden_layers": 4, "tie_word_embeddings": True}
+        model: Any = tpcore.parallelize(hf.llama(**options), num_microbatches=2)
+        for _ in range(2):  # over files that are there
+            model.save_pretrained(tmp_path, max_shard_size="20KB")
+
+    run_ranks(Mesh({"pp": 2, "dp": 1, "tp": 2}), rank)
+    again, info = transformers.LlamaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert all(torch.equal(t, full[name]) for name, t in again.state_dict().items())
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert len([*tmp_path.glob("*.safetensors")]) > 1
+    assert not (tmp_path / ".stages").exists()
 
 
 def test_each_stage_reads_its_own_of_the_files(tmp_path: Path) -> None:

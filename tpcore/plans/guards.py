@@ -9,6 +9,8 @@ from typing import Any, NoReturn
 
 from torch import nn
 
+_PREPARED = "_is_accelerate_prepared"
+
 
 @dataclass(frozen=True)
 class RefusedByName:
@@ -28,6 +30,23 @@ class RefusedByName:
         )
 
 
+@dataclass(frozen=True)
+class RefusedByBool:
+    """What accelerate asks a model before it places or wraps it, in training and in evaluation: an error.
+
+    Its data loaders would give the ranks of one tp group different batches. Nothing else reads it.
+    """
+
+    model: str
+
+    def __bool__(self) -> bool:
+        raise ValueError(
+            f"this {self.model} is cut over ranks, and accelerate, by which the Trainer of transformers "
+            "works, would wrap it and give each rank other batches: use Trainer of "
+            "tpcore.integrations.transformers, or Accelerator of tpcore.integrations.accelerate"
+        )
+
+
 def _resize(model: nn.Module, *args: Any, **kwargs: Any) -> NoReturn:
     raise ValueError(
         f"the vocabulary of this {type(model).__name__} is cut over ranks: call resize_token_embeddings "
@@ -38,4 +57,12 @@ def _resize(model: nn.Module, *args: Any, **kwargs: Any) -> NoReturn:
 def guard(model: nn.Module) -> None:
     """Make DistributedDataParallel and ``resize_token_embeddings`` raise errors for ``model``."""
     model.__dict__["_ddp_params_and_buffers_to_ignore"] = RefusedByName(type(model).__name__)
+    model.__dict__[_PREPARED] = RefusedByBool(type(model).__name__)
     model.__dict__["resize_token_embeddings"] = MethodType(_resize, model)
+
+
+def admit(model: nn.Module) -> None:
+    """Let an accelerator have ``model`` that knows its mesh."""
+    for module in model.modules():
+        if isinstance(module.__dict__.get(_PREPARED), RefusedByBool):
+            del module.__dict__[_PREPARED]

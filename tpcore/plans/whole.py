@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,7 +97,7 @@ def save_whole(
         raise ValueError(f"save_pretrained of a cut model does not take {', '.join(sorted(options))}")
     out, done = os.path.realpath(save_directory), set[int]()
     with together(ctx):
-        groups = _groups(_stored(model, done), _bytes(max_shard_size))
+        groups = _groups(_stored(model, done), bytes_of(max_shard_size))
     error: Exception | None = None
     if ctx.rank == 0:
         try:
@@ -127,7 +127,8 @@ def _stored(model: Any, done: set[int]) -> dict[str, Gathered]:
     return {names[name]: Gathered(t, done) for name, t in kept.items()}
 
 
-def _bytes(size: int | str) -> int:
+def bytes_of(size: int | str) -> int:
+    """A number of bytes, or of KB, MB, GB or TB."""
     if isinstance(size, int):
         return size
     found = re.fullmatch(r"(\d+)\s*([KMGT]B)", size.upper())
@@ -166,9 +167,7 @@ def _write(model: Any, out: str, groups: list[dict[str, Gathered]]) -> None:
         write_file(os.path.join(out, f"{names[-1]}.writing"), [text])
     with naming("put in place", out):
         _put_in_place(out, names)
-        _configuration(model).save_pretrained(out)
-        if model.can_generate():
-            model.generation_config.save_pretrained(out)
+        save_configuration(model, out)
     sync_dir(out)
 
 
@@ -177,12 +176,20 @@ def _put_in_place(out: str, names: Iterable[str]) -> None:
     kept = set(names)
     for name in kept:
         os.replace(os.path.join(out, f"{name}.writing"), os.path.join(out, name))
+    drop_weights(out, kept)
+
+
+def drop_weights(out: str, kept: Collection[str] = ()) -> None:
+    """Remove the files of a model in the directory ``out``, but for those ``kept``."""
     for name in os.listdir(out):
         if name not in kept and _STALE.fullmatch(name):
             os.unlink(os.path.join(out, name))
 
 
-def _configuration(model: Any) -> Any:
+def save_configuration(model: Any, out: str) -> None:
+    """What ``from_pretrained`` reads beside the weights."""
     config = copy.deepcopy(model.config)
     config.architectures, config.dtype = [type(model).__name__], model.dtype
-    return config
+    config.save_pretrained(out)
+    if model.can_generate():
+        model.generation_config.save_pretrained(out)

@@ -205,7 +205,7 @@ class NativeStage(Stage):
 
 
 def _open(path: str, how: Reading, stack: ExitStack) -> Source | None:
-    for folder in (path, os.path.join(path, "shards")):
+    for folder in (path, *(os.path.join(path, name) for name in ("shards", "tensor_parallel_shards"))):
         if os.path.lexists(os.path.join(folder, MANIFEST)):
             return Native(Checkpoint(folder, stack), how)
     # if a save died between two renames, the new checkpoint is still in its staging directory

@@ -1,0 +1,205 @@
+"""Scripts of optimum-neuron after changing their imports: same losses, saved in parts, consolidated."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from test_accelerator import assert_near, loop, reset, whole
+from trainers import arguments, assert_same_history, data, history, model, stock
+from typer.testing import CliRunner
+
+import tpcore
+from tpcore import Mesh
+from tpcore.cli.app import app
+from tpcore.integrations import optimum_neuron as neuron
+from tpcore.processes.pool import RankPool
+
+TP = Mesh({"pp": 1, "dp": 1, "tp": 2})
+BOTH = Mesh({"pp": 1, "dp": 2, "tp": 2})
+STAGES = Mesh({"pp": 2, "dp": 1, "tp": 2})
+COMMON = [
+    *("--max_steps=4", "--logging_steps=1", "--learning_rate=1e-2", "--max_grad_norm=0.5"),
+    *("--report_to=none", "--disable_tqdm=True", "--use_cpu=True", "--include_num_input_tokens_seen=true"),
+]
+
+
+def script(ctx: tpcore.ParallelContext, files: Path, out: Path, flags: list[str]) -> Any:
+    """The guide's script in short."""
+    parser = neuron.NeuronHfArgumentParser(neuron.NeuronTrainingArguments)
+    (args,) = parser.parse_args_into_dataclasses([f"--output_dir={out}", *COMMON, *flags])
+    with neuron.lazy_load_for_parallelism(args.tensor_parallel_size, args.pipeline_parallel_size):
+        made = transformers.AutoModelForCausalLM.from_pretrained(files)
+    trainer = neuron.NeuronTrainer(made, args, **data())
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    trainer.evaluate()
+    trainer.save_model()
+    tpcore.checkpoint.wait()
+    return history(trainer), made.get_input_embeddings().weight.shape[0]
+
+
+def consolidated(*words: str) -> Any:
+    return CliRunner().invoke(app, ["checkpoint", "consolidate", *words])
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    where = tmp_path_factory.mktemp("files")
+    model().save_pretrained(where)
+    return where
+
+
+@pytest.fixture(scope="module")
+def want(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return history(stock(tmp_path_factory.mktemp("whole")))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "flags", "rows"),
+    [
+        (TP, ["--per_device_train_batch_size=4", "--per_device_eval_batch_size=4", "--zero_1"], 50),
+        (
+            BOTH,
+            [
+                *("--per_device_train_batch_size=2", "--per_device_eval_batch_size=2", "--async_save"),
+                *("--disable_embedding_parallelization", "--disable_sequence_parallel", "--zero_1"),
+                *("--optimizer_use_master_weights", "--optimizer_use_fp32_grad_acc"),
+            ],
+            99,
+        ),
+        (
+            STAGES,
+            [
+                *("--per_device_train_batch_size=2", "--gradient_accumulation_steps=2"),
+                *("--per_device_eval_batch_size=4", "--pipeline_parallel_size=2"),
+            ],
+            25,
+        ),
+    ],
+    ids=["tp zero1", "dp tp all flags", "pp tp"],
+)
+def test_the_guides_flow(
+    pool: RankPool, files: Path, want: Any, tmp_path: Path, mesh: Mesh, flags: list[str], rows: int
+) -> None:
+    """Trained, saved in parts, consolidated by the command, opened by transformers."""
+    words = [*flags, "--tensor_parallel_size=2", "--save_strategy=steps", "--save_steps=2"]
+    for got, table in pool.run(mesh, script, files, tmp_path / "out", words):
+        assert_same_history(got, want)
+        assert table == rows
+    assert not [*(tmp_path / "out").rglob("*.safetensors.index.json")]
+    assert not (tmp_path / "out" / "checkpoint-4" / "model.safetensors").exists()
+    done = consolidated(str(tmp_path / "out" / "checkpoint-4"), str(tmp_path / "one"), "-f", "safetensors")
+    assert done.exit_code == 0, done.output
+    neuron.consolidate_model_parallel_checkpoints_to_unified_checkpoint(
+        tmp_path / "out" / "tensor_parallel_shards", tmp_path / "two", "pytorch"
+    )
+    assert (tmp_path / "two" / "pytorch_model.bin").is_file()
+    for where in ("one", "two"):
+        made = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / where)
+        trainer = transformers.Trainer(made, arguments(tmp_path / "again"), **data())
+        assert trainer.evaluate()["eval_loss"] == pytest.approx(want[-1]["eval_loss"], rel=1e-5)  # float32
+
+
+def test_resumes_on_another_mesh(pool: RankPool, files: Path, want: Any, tmp_path: Path) -> None:
+    common = ["--tensor_parallel_size=2", "--zero_1"]
+    first = [*common, "--per_device_train_batch_size=4", "--per_device_eval_batch_size=4"]
+    pool.run(TP, script, files, tmp_path / "a", [*first, "--save_strategy=steps", "--save_steps=2"])
+    again = [f"--resume_from_checkpoint={tmp_path / 'a' / 'checkpoint-2'}"]
+    half = ["--per_device_train_batch_size=2", "--per_device_eval_batch_size=2"]
+    for got, _ in pool.run(BOTH, script, files, tmp_path / "b", [*common, *half, *again]):
+        assert_same_history(got, want)
+
+
+def _loop(ctx: tpcore.ParallelContext) -> list[float]:
+    reset()
+    plugin = neuron.ModelParallelismPlugin(2, sequence_parallel_enabled=True)
+    accelerator = neuron.NeuronAccelerator(
+        mp_plugin=plugin, zero_1=True, cpu=True, gradient_accumulation_steps=2
+    )
+    made = model()
+    make = neuron.make_optimizer_constructor_lazy(torch.optim.AdamW)
+    return loop(accelerator, made, make(made.parameters(), lr=1e-2), None)
+
+
+def test_an_accelerator_cuts_what_it_prepares(pool: RankPool) -> None:
+    expected = whole()
+    for got in pool.run(BOTH, _loop):
+        assert_near(got, expected)
+
+
+def _said(ctx: tpcore.ParallelContext, out: Path) -> None:
+    make = partial(neuron.NeuronTrainingArguments, output_dir=str(out), use_cpu=True)
+    with pytest.raises(ValueError, match=r"tensor_parallel_size=4 .* has the mesh"):
+        make(tensor_parallel_size=4)
+    with pytest.raises(ValueError, match="give --zero_1 as well"):
+        make(tensor_parallel_size=2, optimizer_use_master_weights=True)
+    with pytest.raises(ValueError, match="leave both out"):
+        neuron.TrainingNeuronConfig(tensor_parallel_size=2, fuse_qkv=True)
+    with pytest.raises(TypeError, match="takes NeuronTrainingArguments"):
+        neuron.NeuronTrainer(model(), arguments(out))
+    args = make(tensor_parallel_size=2)
+    assert args.mp_plugin.sequence_parallel_enabled
+    assert args.trn_config.should_parallelize
+    assert not args.zero1_options
+
+
+def test_what_does_not_fit_is_refused(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(TP, _said, tmp_path)
+
+
+def _notes(ctx: tpcore.ParallelContext, out: Path) -> str:
+    import contextlib
+    import io
+
+    heard = io.StringIO()
+    with contextlib.redirect_stderr(heard):
+        neuron.NeuronTrainingArguments(
+            output_dir=str(out),
+            use_cpu=True,
+            tensor_parallel_size=2,
+            kv_size_multiplier=2,
+            num_local_ranks_per_step=2,
+            use_xser=False,
+            half_precision_backend="amp",
+            neuron_cc_optlevel="2",
+            skip_cache_push=True,
+            stochastic_rounding_enabled=True,
+            optimizer_save_master_weights_in_ckpt=True,
+        )
+        neuron.TrainingNeuronConfig(2, recompute_causal_mask=False, transpose_nki_inputs=False)
+        reset()
+        neuron.NeuronAccelerator(mp_plugin=neuron.ModelParallelismPlugin(2), autocast_backend="amp", cpu=True)
+    return heard.getvalue()
+
+
+def test_every_option_that_needs_nothing_says_why(pool: RankPool, tmp_path: Path) -> None:
+    from tpcore.integrations.optimum_neuron.notes import NOTES
+
+    first, second = pool.run(TP, _notes, tmp_path)
+    lines = [line for line in first.splitlines() if "needs nothing here" in line]
+    assert {line.removeprefix("tpcore: ").partition("=")[0] for line in lines} == set(NOTES)
+    assert len(lines) == len(NOTES)
+    assert "needs nothing" not in second
+
+
+def _managed(ctx: tpcore.ParallelContext) -> None:
+    manager = neuron.ParallelizersManager
+    assert manager.is_model_supported("bert")
+    assert not manager.is_model_supported("mamba")
+    made = model()
+    assert manager.is_model_supported(made)
+    assert not manager.is_model_supported(torch.nn.Linear(2, 2))
+    parallelizer = manager.parallelizer_for_model(made)
+    with pytest.raises(ValueError, match="for bert was given a llama"):
+        manager.parallelizer_for_model("bert").parallelize(made)
+    assert parallelizer.parallelize(made, parallelize_embeddings=False) is made
+    assert made.lm_head.weight.shape == (99, 32)
+    assert made.model.layers[0].mlp.gate_proj.weight.shape == (32, 32)
+
+
+def test_parallelizers(pool: RankPool) -> None:
+    pool.run(TP, _managed)

@@ -1,0 +1,195 @@
+"""``tpcore.integrations.transformers.Trainer``: as the stock Trainer in one process, on every mesh."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from trainers import (
+    arguments,
+    assert_same_history,
+    assert_same_weights,
+    data,
+    history,
+    model,
+    on_mesh,
+    stock,
+)
+
+import tpcore
+from tpcore import Mesh
+from tpcore.integrations.transformers import Trainer
+from tpcore.processes.pool import RankPool
+
+TP = Mesh({"pp": 1, "dp": 1, "tp": 2})
+BOTH = Mesh({"pp": 1, "dp": 2, "tp": 2})
+STAGES = Mesh({"pp": 2, "dp": 1, "tp": 2})
+HALF = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
+EPOCH = {"max_steps": -1, "num_train_epochs": 1}  # 22 examples by 4: the last batch has 2
+
+TRAINER = {
+    "create_accelerator_and_postprocess": [],
+    "get_total_train_batch_size": ["args"],
+    "_move_model_to_device": ["model", "device"],
+    "create_optimizer": ["model"],
+    "_save": ["output_dir", "state_dict"],
+    "_save_optimizer_and_scheduler": ["output_dir"],
+    "_load_optimizer_and_scheduler": ["checkpoint"],
+    "_load_from_checkpoint": ["resume_from_checkpoint", "model"],
+    "_load_best_model": [],
+    "_load_rng_state": ["checkpoint"],
+}
+
+
+@pytest.mark.parametrize("name", TRAINER)
+def test_what_is_overridden_is_there(name: str) -> None:
+    for cls in (transformers.Trainer, Trainer):
+        assert [*inspect.signature(getattr(cls, name)).parameters] == ["self", *TRAINER[name]]
+
+
+def test_all_that_is_overridden_is_listed() -> None:
+    own = {
+        name for name in vars(Trainer) if hasattr(transformers.Trainer, name) and not name.startswith("__")
+    }
+    assert own == set(TRAINER)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "cut", "zero1", "here", "both"),
+    [
+        (TP, {"sequence_parallel": True}, True, {}, {"gradient_accumulation_steps": 2}),
+        (TP, {}, False, {}, {"label_smoothing_factor": 0.1, "optim": "sgd", "max_grad_norm": 0.0}),
+        (BOTH, {}, False, HALF, {}),
+        (BOTH, {"sequence_parallel": True}, {"bucket_mb": 1e-3}, HALF, {"weight_decay": 0.1}),
+        (STAGES, {"num_microbatches": 4}, True, {}, EPOCH),
+    ],
+    ids=["tp zero1 tokens accumulation", "tp smoothing sgd", "dp tp", "dp tp zero1 tokens", "pp tp zero1"],
+)
+def test_equals_the_stock_trainer(
+    pool: RankPool,
+    tmp_path: Path,
+    mesh: Mesh,
+    cut: dict[str, Any],
+    zero1: Any,
+    here: dict[str, Any],
+    both: dict[str, Any],
+) -> None:
+    whole = stock(tmp_path / "whole", **both)
+    for got, weights in pool.run(mesh, _on_mesh, tmp_path / "cut", cut, zero1, {**both, **here}):
+        assert_same_history(got, history(whole))
+        assert_same_weights(weights, whole.model.state_dict())
+
+
+def _on_mesh(ctx: tpcore.ParallelContext, where: Path, cut: Any, zero1: Any, options: Any) -> Any:
+    return on_mesh(ctx, where, cut, zero1, **options)
+
+
+def test_bfloat16_stays_close(pool: RankPool, tmp_path: Path) -> None:
+    whole = stock(tmp_path / "whole", bf16=True, max_steps=2)
+    got, _ = pool.run(TP, _on_mesh, tmp_path / "cut", {}, True, {"bf16": True, "max_steps": 2})[0]
+    # 8 bits of mantissa: sums in parts round elsewhere; right guesses of an untrained model are chance
+    losses = [[e.get("loss", e.get("eval_loss")) for e in entries] for entries in (got, history(whole))]
+    assert [x is None for x in losses[0]] == [x is None for x in losses[1]]
+    for one, other in zip(*losses, strict=True):
+        assert one is None or abs(one - other) < 0.02
+    # so close to float32 that nothing would show: autocast is on
+    assert got != on_float32(tmp_path)
+
+
+def on_float32(where: Path) -> list[dict[str, float]]:
+    return history(stock(where / "float32", max_steps=2))
+
+
+SAVING = {"save_strategy": "steps", "save_steps": 2}
+
+
+def test_resumes_on_another_mesh(pool: RankPool, tmp_path: Path) -> None:
+    whole = stock(tmp_path / "whole", **SAVING)
+    pool.run(TP, _on_mesh, tmp_path / "tp", {"sequence_parallel": True}, True, {**SAVING, "max_steps": 4})
+    first = str(tmp_path / "tp" / "checkpoint-2")
+    for mesh, cut in ((TP, {}), (BOTH, {}), (STAGES, {"num_microbatches": 2})):
+        here = HALF if mesh is BOTH else {}
+        for got, weights in pool.run(mesh, _continued, tmp_path / "next", cut, first, here):
+            assert_same_history(got, history(whole))
+            assert_same_weights(weights, whole.model.state_dict())
+    # from where the stock Trainer stopped
+    (tmp_path / "stock").mkdir()
+    stocks = str(tmp_path / "whole" / "checkpoint-2")
+    for got, _ in pool.run(TP, _continued, tmp_path / "stock", {}, stocks, {}):
+        assert_same_history(got, history(whole))
+
+
+def _continued(ctx: tpcore.ParallelContext, where: Path, cut: Any, resume: str, here: Any) -> Any:
+    return on_mesh(ctx, where, cut, True, resume, **here)
+
+
+def _best(ctx: tpcore.ParallelContext, where: Path, cut: Any, options: Any) -> Any:
+    made = tpcore.parallelize(model(), **cut)
+    bars = io.StringIO()
+    with contextlib.redirect_stdout(bars), contextlib.redirect_stderr(bars):
+        trainer = Trainer(made, arguments(where, **options), **data())
+        trainer.train()
+        trainer.save_model(str(where / "last"))
+        best = trainer.evaluate()["eval_loss"]
+    return trainer.state.best_metric, best, "it/s" in bars.getvalue()
+
+
+@pytest.mark.parametrize("only", [False, True], ids=["", "only the model"])
+def test_ends_with_the_best_model(pool: RankPool, tmp_path: Path, only: bool) -> None:
+    """Under a learning rate that destroys it: the best is the first. Bars are shown by rank 0 alone."""
+    options = {
+        "save_strategy": "steps",
+        "eval_strategy": "steps",
+        "save_steps": 1,
+        "eval_steps": 1,
+        "load_best_model_at_end": True,
+        "learning_rate": 0.5,
+        "max_steps": 3,
+        "save_only_model": only,
+        "save_total_limit": 1,
+        "disable_tqdm": False,
+    }
+    mesh, cut = (STAGES, {"num_microbatches": 2}) if only else (TP, {})
+    found = pool.run(mesh, _best, tmp_path, cut, options)
+    best, reached, _ = found[0]
+    assert reached == pytest.approx(best, rel=1e-5)  # float32
+    assert [shown for *_, shown in found] == [True] + [False] * (mesh.size - 1)
+    (kept,) = tmp_path.glob("checkpoint-*")
+    assert (kept / "optimizer_shards").is_dir() is not only
+    # as one process opens it
+    whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "last")
+    again = transformers.Trainer(whole, arguments(tmp_path / "again"), **data()).evaluate()["eval_loss"]
+    assert again == pytest.approx(best, rel=1e-5)
+
+
+def _refused(ctx: tpcore.ParallelContext, where: Path) -> None:
+    import accelerate
+
+    whole = model()
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM is whole on every rank .* tpcore.parallelize"):
+        Trainer(whole, arguments(where), **data())
+    made = tpcore.parallelize(whole)
+    stocks = transformers.Trainer(made, arguments(where), **data())
+    for call in (stocks.train, stocks.evaluate, stocks.predict):
+        with pytest.raises(ValueError, match=r"cut over ranks, and accelerate.*use Trainer of tpcore"):
+            call(*[examples_of(stocks)] if call == stocks.predict else [])
+    with pytest.raises(ValueError, match="cut over ranks, and accelerate"):
+        accelerate.Accelerator(cpu=True).prepare(made)
+    with pytest.raises(ValueError, match=r"train_sampling_strategy='batch_rebalance'.*all ranks"):
+        Trainer(made, arguments(where, train_sampling_strategy="batch_rebalance"), **data())
+    trainer = Trainer(made, arguments(where, optim="adafactor"), **data(), zero1=True)
+    with pytest.raises(ValueError, match="Adafactor"):
+        trainer.create_optimizer()
+
+
+def examples_of(trainer: Any) -> Any:
+    return trainer.eval_dataset
+
+
+def test_what_would_train_half_a_model_is_refused(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(TP, _refused, tmp_path)

@@ -1,0 +1,103 @@
+"""The same small training by the stock Trainer in one process and by tpcore's on a mesh."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import hf
+import torch
+import transformers
+
+import tpcore
+
+KEPT = ("loss", "grad_norm", "learning_rate", "epoch", "eval_loss", "eval_right", "num_input_tokens_seen")
+ROUNDS = {"rtol": 1e-5, "atol": 1e-6}  # float32, in which the order of sums differs
+
+
+@cache
+def examples(count: int) -> list[dict[str, torch.Tensor]]:
+    made = torch.Generator().manual_seed(1)
+    found = []
+    for ids in torch.randint(3, 99, (count, 8), generator=made):
+        found.append({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids})
+    return found
+
+
+def model(**options: Any) -> Any:
+    torch.manual_seed(0)
+    return hf.llama(num_hidden_layers=2, **options)
+
+
+def arguments(where: Path, **options: Any) -> transformers.TrainingArguments:
+    common: dict[str, Any] = {
+        "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 4,
+        "max_steps": 4,
+        "logging_steps": 1,
+        "learning_rate": 1e-2,
+        "max_grad_norm": 0.5,  # below every norm here: clipping counts
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "include_num_input_tokens_seen": "all",
+    }
+    return transformers.TrainingArguments(output_dir=str(where), **{**common, **options})
+
+
+def right(found: transformers.EvalPrediction) -> dict[str, float]:
+    """How many next tokens are predicted, in thousandths: needs the logits of the whole vocabulary."""
+    guesses = found.predictions.argmax(-1)[:, :-1]
+    return {"right": float((guesses == found.label_ids[:, 1:]).mean()), "size": len(found.label_ids)}
+
+
+def data() -> dict[str, Any]:
+    return {"train_dataset": examples(22), "eval_dataset": examples(8), "compute_metrics": right}
+
+
+def history(trainer: transformers.Trainer) -> list[dict[str, float]]:
+    return [{k: v for k, v in entry.items() if k in KEPT} for entry in trainer.state.log_history]
+
+
+def stock(where: Path, resume: str | None = None, **options: Any) -> transformers.Trainer:
+    trainer = transformers.Trainer(model(), arguments(where, **options), **data())
+    trainer.train(resume_from_checkpoint=resume)
+    trainer.evaluate()
+    return trainer
+
+
+def on_mesh(
+    ctx: tpcore.ParallelContext,
+    where: Path,
+    cut: dict[str, Any],
+    zero1: bool | dict[str, Any] = False,
+    resume: str | None = None,
+    **options: Any,
+) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+    """(history, the whole model's weights, none with stages)."""
+    from tpcore.integrations.transformers import Trainer
+
+    made = tpcore.parallelize(model(), **cut)
+    trainer = Trainer(made, arguments(where, **options), **data(), zero1=zero1)
+    trainer.train(resume_from_checkpoint=resume)
+    trainer.evaluate()
+    return history(trainer), tpcore.full_state_dict(made) if ctx.comm("pp").size == 1 else {}
+
+
+def assert_same_history(
+    got: list[dict[str, float]], want: list[dict[str, float]], **tolerance: float
+) -> None:
+    assert [entry.keys() for entry in got] == [entry.keys() for entry in want]
+    for one, other in zip(got, want, strict=True):
+        for name in one:
+            torch.testing.assert_close(
+                one[name], other[name], **(tolerance or ROUNDS), msg=lambda m, n=name: f"{n}: {m}"
+            )
+
+
+def assert_same_weights(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+    for name, t in got.items():
+        # AdamW divides by the root of what it has seen: gradients near 0 move weights by the learning rate
+        torch.testing.assert_close(t, want[name], rtol=1e-3, atol=2e-4, msg=lambda m, n=name: f"{n}: {m}")

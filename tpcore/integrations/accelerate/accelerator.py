@@ -1,0 +1,210 @@
+"""accelerate on a mesh: batches by data-parallel rank, no wrapper, the norm of the full gradient."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import accelerate
+import torch
+from accelerate.utils import DistributedType, recursively_apply
+from torch import Tensor, nn
+
+from ...context import current
+from ...layers.module import move_model_to_device
+from ...plans.guards import admit
+from ...plans.whole import full_state_dict
+from ...train.clip import check_max_norm, clip_grad_norm, scale_to
+from ...train.zero import Zero1
+from .prepared import MeshOptimizer, MeshScheduler
+from .state import load_loop, save_loop
+
+_OTHERS = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
+
+
+class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
+    """``accelerate.Accelerator`` for models that ``tpcore.parallelize`` has cut, or made of tpcore's layers.
+
+    Its processes are the data-parallel ranks: ``num_processes`` and ``process_index`` are those of dp, a
+    prepared data loader gives all ranks of one tp group the same batches, and ``gather`` and ``reduce`` go
+    over dp. ``is_main_process`` is rank 0 of the world. ``prepare`` wraps no model; ``clip_grad_norm_`` and
+    the optimizer's step take the mean of the gradients over dp, and the norm is that of the full gradient.
+
+    Call ``tpcore.init`` first. Raises ValueError for what would mix parts of different ranks: fp16 loss
+    scales, FSDP, DeepSpeed, a ``ParallelismConfig``, ``dispatch_batches=True``.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._check()
+
+    @classmethod
+    def of(cls, made: accelerate.Accelerator) -> Accelerator:
+        """An accelerator of accelerate's own class, configured by another program, on the mesh."""
+        adopted = cls.__new__(cls)
+        adopted.__dict__ = made.__dict__
+        adopted._check()
+        return adopted
+
+    def _check(self) -> None:
+        mesh = current().mesh
+        if self.distributed_type in _OTHERS or self.parallelism_config is not None:
+            raise ValueError(
+                f"accelerate was told to parallelize ({self.distributed_type.value}, parallelism_config="
+                f"{self.parallelism_config}), and tpcore has the mesh {dict(mesh.axes)}: leave it to one"
+            )
+        if self.state.num_processes != mesh.size:
+            raise ValueError(
+                f"accelerate sees {self.state.num_processes} processes and the mesh {dict(mesh.axes)} has "
+                f"{mesh.size}: start all of them with torchrun, and call tpcore.init first"
+            )
+        if self.scaler is not None:
+            raise ValueError(
+                "mixed_precision='fp16' scales losses by what each rank finds in its own gradients: use bf16"
+            )
+        if self.dataloader_config.dispatch_batches:
+            raise ValueError(
+                "dispatch_batches=True sends one batch's parts to ranks of one tp group: drop it"
+            )
+        self.dataloader_config.dispatch_batches = False
+
+    # -- who is who: batches differ over dp alone ---------------------------------------------------------
+    @property
+    def num_processes(self) -> int:
+        return current().comm("dp").size
+
+    @property
+    def process_index(self) -> int:
+        return current().coord("dp")
+
+    # -- prepare ------------------------------------------------------------------------------------------
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+        seed = getattr(data_loader, "worker_init_fn", None)
+        if isinstance(seed, partial) and "rank" in seed.keywords:
+            # workers that draw, for masks or crops, draw alike on the ranks of one tp group
+            data_loader.worker_init_fn = partial(seed, rank=self.process_index)
+        return super().prepare_data_loader(data_loader, *args, **kwargs)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Any:
+        """Autocast, compilation and placement as asked for; nothing is wrapped."""
+        admit(model)
+        if self.device_placement if device_placement is None else device_placement:
+            move_model_to_device(model, current().device)
+        return super().prepare_model(model, device_placement=False, evaluation_mode=True)
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+        if not isinstance(optimizer, MeshOptimizer):
+            optimizer = MeshOptimizer(optimizer)
+        if optimizer not in self._optimizers:
+            self._optimizers.append(optimizer)
+        return optimizer
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        if isinstance(scheduler, MeshScheduler):
+            return scheduler
+        found = [o for o in self._optimizers if getattr(scheduler, "optimizer", None) in (o, o.optimizer)]
+        made = MeshScheduler(
+            scheduler, found or self._optimizers, self.step_scheduler_with_optimizer, self.split_batches
+        )
+        self._schedulers.append(made)
+        return made
+
+    # -- gradients ----------------------------------------------------------------------------------------
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
+        """Mean over dp, then clipping; the norm of the full gradient. Collective over the world."""
+        if self.gradient_state.sync_gradients is False:
+            raise ValueError("clip_grad_norm_ between the batches of one step: call it if sync_gradients")
+        check_max_norm(max_norm)
+        cut = [o for o in self._optimizers if isinstance(o.optimizer, Zero1)]
+        if cut and (len(self._optimizers) > 1 or norm_type != 2):
+            raise ValueError(
+                "with a Zero1 clip_grad_norm_ is of the 2-norm, and of one optimizer's parameters, "
+                f"not of norm_type={norm_type} and {len(self._optimizers)} optimizers'"
+            )
+        steppings = [o.reduced() for o in self._optimizers]
+        if not cut:
+            return clip_grad_norm(parameters, max_norm, norm_type)
+        norm: Tensor = steppings[0].norm()
+        scale_to(steppings[0].gradients(), norm, max_norm)
+        return norm
+
+    @torch.no_grad()
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Mean over dp, then each entry of the optimizers' gradients between +-``clip_value``."""
+        for optimizer in self._optimizers:
+            for gradient in optimizer.reduced().gradients():
+                gradient.clamp_(-clip_value, clip_value)
+
+    # -- values of the data-parallel ranks ------------------------------------------------------------------
+    def gather(self, tensor: Any) -> Any:
+        """Tensors of all dp ranks, concatenated along dim 0; what has no dims becomes one entry."""
+        dp = current().comm("dp")
+        return recursively_apply(
+            lambda t: dp.all_gather((t if t.ndim else t[None]).contiguous(), 0),
+            tensor,
+            error_on_other_type=True,
+        )
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        if use_gather_object and self.num_processes != current().mesh.size:
+            raise ValueError("use_gather_object=True gathers from ranks with the same batch: drop it")
+        return super().gather_for_metrics(input_data, use_gather_object)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Sum or mean over the dp ranks."""
+        if reduction not in ("sum", "mean", "none"):
+            raise ValueError(f"reduction must be 'sum', 'mean' or 'none', not {reduction!r}")
+        dp = current().comm("dp")
+
+        def one(t: Tensor) -> Tensor:
+            if reduction == "none":
+                return t
+            total = dp.all_reduce(t.reshape(-1)).view(t.shape)
+            return (total / dp.size if reduction == "mean" else total) * scale
+
+        return recursively_apply(one, tensor, error_on_other_type=True)
+
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Any:
+        if self.num_processes != current().mesh.size:
+            raise ValueError(
+                "split_between_processes would give ranks of one tp group different inputs: take those of "
+                "accelerator.process_index of accelerator.num_processes"
+            )
+        return super().split_between_processes(inputs, apply_padding)
+
+    # -- files ----------------------------------------------------------------------------------------------
+    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **_: Any) -> str:
+        """Model, optimizers, schedulers and what is registered, as one checkpoint of tpcore at
+        ``output_dir``, without random numbers' states. Collective over the world."""
+        save_loop(_given(output_dir), self, self._custom_objects)
+        return str(output_dir)
+
+    def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **_: Any) -> None:
+        """What ``save_state`` wrote, on any mesh. Collective over the world."""
+        load_loop(_given(input_dir), self, self._custom_objects)
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: Any,
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """The whole model in safetensors, as ``from_pretrained`` opens it. Collective over the world."""
+        plain = self.unwrap_model(model)
+        if "save_pretrained" in plain.__dict__:
+            plain.save_pretrained(save_directory, max_shard_size=max_shard_size)
+        else:
+            super().save_model(model, save_directory, max_shard_size)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
+        """The whole model, on the CPU of every rank."""
+        return full_state_dict(self.unwrap_model(model) if unwrap else model)
+
+
+def _given(where: str | None) -> str:
+    if where is None:
+        raise ValueError("save_state and load_state on a mesh take a directory: name it")
+    return where

@@ -1,0 +1,122 @@
+"""optimum-neuron's functions around parallel models, over tpcore's own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from ...checkpoint.offline.consolidate import consolidate
+from ...context import current
+from ...optim import lazy as lazy_class
+from ...plans import lazy
+from ...plans.families import FILES
+from ...plans.transformers import checked_model, rules_of
+from .options import ModelParallelismPlugin, join
+
+
+@contextmanager
+def lazy_load_for_parallelism(
+    tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1
+) -> Iterator[None]:
+    """Within, ``from_pretrained`` makes shapes only of a model that will be cut: each rank reads its part."""
+    if tensor_parallel_size == pipeline_parallel_size == 1:
+        yield
+        return
+    join(tensor_parallel_size, pipeline_parallel_size)
+    with lazy():
+        yield
+
+
+def make_optimizer_constructor_lazy(
+    optimizer_cls: type[torch.optim.Optimizer],
+) -> type[torch.optim.Optimizer]:
+    """``optimizer_cls`` itself: parameters stay the same objects when a model is cut."""
+    return lazy_class(optimizer_cls)
+
+
+def consolidate_model_parallel_checkpoints_to_unified_checkpoint(
+    checkpoint_dir: str | os.PathLike[str],
+    output_dir: str | os.PathLike[str],
+    save_format: Literal["pytorch", "safetensors"] = "safetensors",
+) -> None:
+    """One model that ``from_pretrained`` opens, out of a run's checkpoint or its ``tensor_parallel_shards``.
+
+    As ``tpcore checkpoint consolidate``, without ranks. ValueError for another format.
+    """
+    if save_format not in ("pytorch", "safetensors"):
+        raise ValueError(f"save_format must be 'pytorch' or 'safetensors', not {save_format!r}")
+    consolidate(checkpoint_dir, output_dir, pickled=save_format == "pytorch")
+
+
+@dataclass(frozen=True)
+class Parallelizer:
+    """Cuts a model of one type."""
+
+    model_type: str
+
+    def parallelize(
+        self,
+        model: Any,
+        device: Any = None,
+        parallelize_embeddings: bool = True,
+        sequence_parallel_enabled: bool = False,
+        kv_size_multiplier: int | None = None,
+        pipeline_parallel_num_microbatches: int = 1,
+        checkpoint_dir: str | None = None,
+        tensor_parallel_size: int | None = None,
+        pipeline_parallel_size: int | None = None,
+    ) -> Any:
+        """``model``, cut in place; over the ranks of the current job where no size is given."""
+        if model.config.model_type != self.model_type:
+            raise ValueError(f"a parallelizer for {self.model_type} was given a {model.config.model_type}")
+        ctx = join(*_sizes(tensor_parallel_size, pipeline_parallel_size))
+        return ModelParallelismPlugin(
+            tensor_parallel_size=ctx.comm("tp").size,
+            parallelize_embeddings=parallelize_embeddings,
+            sequence_parallel_enabled=sequence_parallel_enabled,
+            kv_size_multiplier=kv_size_multiplier,
+            pipeline_parallel_size=ctx.mesh.axes.get("pp", 1),
+            pipeline_parallel_num_microbatches=pipeline_parallel_num_microbatches,
+            checkpoint_dir=checkpoint_dir,
+        ).parallelize_model(model, device)
+
+
+def _sizes(tp: int | None, pp: int | None) -> tuple[int, int]:
+    axes = current().mesh.axes if tp is None or pp is None else {}
+    return axes.get("tp", 1) if tp is None else tp, axes.get("pp", 1) if pp is None else pp
+
+
+class ParallelizersManager:
+    """Which models can be cut, and how."""
+
+    @staticmethod
+    def get_supported_model_types() -> list[str]:
+        """Those of tpcore's own plans. Models with a plan of transformers are supported as well."""
+        return sorted(name for names in FILES.values() for name in names.split())
+
+    @classmethod
+    def is_model_supported(cls, model_type_or_model: str | nn.Module) -> bool:
+        """Whether ``tpcore.parallelize`` finds a plan for it. A type alone is looked up among its own."""
+        if isinstance(model_type_or_model, str):
+            return model_type_or_model in cls.get_supported_model_types()
+        try:
+            rules_of(checked_model(model_type_or_model), {})
+        except (TypeError, ValueError):
+            return False
+        return True
+
+    @classmethod
+    def parallelizer_for_model(cls, model_type_or_model: Any) -> Parallelizer:
+        """ValueError for a model that has no plan, with what to say instead."""
+        if isinstance(model_type_or_model, str):
+            if not cls.is_model_supported(model_type_or_model):
+                raise ValueError(f"{model_type_or_model} is not among {cls.get_supported_model_types()}")
+            return Parallelizer(model_type_or_model)
+        rules_of(checked_model(model_type_or_model), {})
+        return Parallelizer(model_type_or_model.config.model_type)

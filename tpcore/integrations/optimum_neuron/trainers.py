@@ -1,0 +1,43 @@
+"""optimum-neuron's Trainer: cuts the model by its arguments, and saves it in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from ..transformers import Trainer
+from ..transformers.files import save_in_parts
+from .training_args import NeuronTrainingArguments
+
+
+class NeuronTrainer(Trainer):
+    """``tpcore.integrations.transformers.Trainer`` that cuts ``model`` as ``NeuronTrainingArguments`` say.
+
+    The model may come from ``lazy_load_for_parallelism``. A checkpoint holds a cut model in parts, in
+    ``tensor_parallel_shards``: ``tpcore checkpoint consolidate`` makes one model of them, which
+    ``from_pretrained`` opens. Any mesh resumes from it.
+    """
+
+    args: Any
+
+    def __init__(self, model: Any = None, args: Any = None, *rest: Any, **options: Any) -> None:
+        args = NeuronTrainingArguments(output_dir="tmp_trainer") if args is None else args
+        if not isinstance(args, NeuronTrainingArguments):
+            raise TypeError(f"NeuronTrainer takes NeuronTrainingArguments, not {type(args).__name__}")
+        plugin = args.mp_plugin
+        model = None if model is None else plugin.parallelize_model(model)
+        if options.get("model_init") is not None:
+            options["model_init"] = _cut_after(options["model_init"], plugin.parallelize_model)
+        super().__init__(model, args, *rest, zero1=args.zero1_options, **options)
+
+    def save_weights(self, where: str) -> None:
+        save_in_parts(self.model, where, in_background=self.args.async_save)
+
+
+def _cut_after(make: Callable[..., Any], cut: Callable[[Any], Any]) -> Callable[..., Any]:
+    @wraps(make)
+    def made(*args: Any) -> Any:
+        return cut(make(*args))
+
+    return made

@@ -1,0 +1,37 @@
+"""What a Trainer on a mesh cannot do as the stock one does: refused before it starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from ...context import current
+from .files import is_cut
+
+_REFUSED = {
+    "train_sampling_strategy": ("batch_rebalance", "it deals batches to all ranks of the world"),
+    "eval_use_gather_object": (True, "it gathers from ranks that hold the same batch"),
+    "save_on_each_node": (True, "rank 0 writes the whole model: use a directory that all hosts see"),
+    "torch_compile_backend": ("openxla", "it compiles one replica alone"),
+}
+
+
+def check_arguments(args: Any) -> None:
+    """ValueError for training arguments that take each process for a data-parallel rank."""
+    mesh = current().mesh
+    if mesh.size == current().comm("dp").size:
+        return
+    for name, (value, why) in _REFUSED.items():
+        if getattr(args, name, None) == value:
+            raise ValueError(f"TrainingArguments({name}={value!r}) on the mesh {dict(mesh.axes)}: {why}")
+
+
+def check_cut(model: nn.Module) -> None:
+    """ValueError for a model of which all ranks of a tp group would train the same copy."""
+    mesh = current().mesh
+    if mesh.size != current().comm("dp").size and not is_cut(model):
+        raise ValueError(
+            f"this {type(model).__name__} is whole on every rank of the mesh {dict(mesh.axes)}: call "
+            "tpcore.parallelize(model) before the Trainer, or tpcore.init with tp=1"
+        )

@@ -1,0 +1,127 @@
+"""A Trainer's checkpoint: the whole model in transformers' files, the optimizer's state in parts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ... import checkpoint
+from ...checkpoint.read.optimizer import cut_anew
+from ...consensus import together
+from ...context import current
+from ...layers.sharding import sharding
+from ...log import inform
+from ...plans.loading import read_parts
+from ...plans.whole import drop_weights, full_state_dict, save_configuration
+from ...train.pipeline import PipelinedLayers
+
+PARTS = "tensor_parallel_shards"
+"""The directory of a model that is saved in parts."""
+
+STATE = "optimizer_shards"
+"""The directory of the optimizer's and the scheduler's state inside a checkpoint."""
+
+
+def is_cut(model: nn.Module) -> bool:
+    """Whether ranks of one data-parallel rank hold different parts of ``model``."""
+    found = (sharding(p) for p in model.parameters())
+    return any(mark is not None and mark.axes for mark in found)
+
+
+def _saves_whole(model: nn.Module) -> bool:
+    """Whether ``save_pretrained`` of the model itself is collective and writes all of it."""
+    return "save_pretrained" in model.__dict__
+
+
+@contextmanager
+def saved(model: Any, save_weights: Callable[[], None]) -> Iterator[None]:
+    """Inside, a cut model's weights have been saved by all ranks: ``save_pretrained`` does nothing."""
+    if not _saves_whole(model):
+        yield
+        return
+    save = model.__dict__["save_pretrained"]
+    save_weights()
+    model.__dict__["save_pretrained"] = _nothing
+    try:
+        yield
+    finally:
+        model.__dict__["save_pretrained"] = save
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+def whole_state(model: nn.Module) -> dict[str, Tensor] | None:
+    """All of a cut model of tpcore's layers, for a file; None for one that knows how to save itself."""
+    if _saves_whole(model) or not is_cut(model):
+        return None
+    if any(isinstance(m, PipelinedLayers) and m.pp.size > 1 for m in model.modules()):
+        raise ValueError(
+            f"this {type(model).__name__} lies on several pipeline stages and is no model of transformers: "
+            "save_strategy='no', and tpcore.checkpoint.save"
+        )
+    return full_state_dict(model)
+
+
+def load_model(model: nn.Module, where: str) -> None:
+    """Each rank's part of the model at ``where``, whole or in parts. Collective."""
+    checkpoint.wait()
+    parts = os.path.join(where, PARTS)
+    if os.path.isdir(parts):
+        checkpoint.load(parts, model)
+    else:
+        read_parts(model, where, current())
+
+
+def _plain(optimizer: Any) -> Any:
+    """The optimizer that accelerate has wrapped."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def save_in_parts(model: Any, where: str, *, in_background: bool = False) -> None:
+    """The parts of a cut model in ``tensor_parallel_shards``, the configuration beside it. Collective."""
+    checkpoint.save({"model": model.state_dict()}, os.path.join(where, PARTS), async_save=in_background)
+    with together(current()):
+        if current().rank == 0:
+            drop_weights(where)
+            save_configuration(model, where)
+
+
+def save_state(where: str, optimizer: Any, scheduler: Any, *, in_background: bool = False) -> None:
+    """The optimizer in parts, which any mesh puts together. Collective."""
+    state = {"optimizer": _plain(optimizer), "scheduler": scheduler.state_dict()}
+    checkpoint.save(state, os.path.join(where, STATE), async_save=in_background)
+
+
+def load_state(where: str, optimizer: Any, scheduler: Any) -> None:
+    """What ``save_state`` wrote, on any mesh, or the stock Trainer in one process. Collective.
+
+    A checkpoint of the model alone has neither: the optimizer then starts anew, as in the stock Trainer.
+    """
+    parts, whole = os.path.join(where, STATE), os.path.join(where, "optimizer.pt")
+    plain = _plain(optimizer)
+    if os.path.isdir(parts):
+        rest = checkpoint.load(parts, model_or_optimizer=plain, model_key="optimizer")
+        scheduler.load_state_dict(rest["scheduler"])
+    elif os.path.isfile(whole):
+        with together(current()):
+            state = torch.load(whole, map_location="cpu", weights_only=True, mmap=True)
+            plain.load_state_dict(cut_anew([state], plain, current(), whole))
+            steps = os.path.join(where, "scheduler.pt")
+            scheduler.load_state_dict(torch.load(steps, map_location="cpu", weights_only=True))
+    elif current().rank == 0:
+        inform(f"{where} holds no optimizer's state: it starts anew")
+
+
+def of_other_ranks(where: str) -> bool:
+    """Whether the random numbers' state at ``where`` is that of another number of ranks."""
+    found = {name for name in os.listdir(where) if name.startswith("rng_state")}
+    size = current().mesh.size
+    own = {f"rng_state_{i}.pth" for i in range(size)} if size > 1 else {"rng_state.pth"}
+    return bool(found) and found != own

@@ -1,0 +1,99 @@
+"""The Trainer of transformers for a cut model: what only the mesh knows, in one override each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from ...context import current
+from ...layers.module import move_model_to_device
+from ..accelerate import Accelerator
+from ..accelerate.state import name_parameters, over_dp
+from .checks import check_arguments, check_cut
+from .files import load_model, load_state, of_other_ranks, save_state, saved, whole_state
+from .microbatches import fit_microbatches
+
+
+class Trainer(transformers.Trainer):
+    """``transformers.Trainer`` for a model that ``tpcore.parallelize`` has cut over tp and pipeline stages.
+
+    Call ``tpcore.init`` and ``tpcore.parallelize`` first; arguments are those of transformers' class and of
+    its ``TrainingArguments``. Losses, metrics and logs are those of the whole model in one process;
+    ``per_device_train_batch_size`` counts for each data-parallel rank. Checkpoints hold the whole model, as
+    ``from_pretrained`` opens it, and the optimizer's state, which any other mesh may resume.
+
+    ``zero1``: the optimizer that the arguments name becomes a ``tpcore.Zero1`` over it; options of
+    ``tpcore.Zero1`` may be given as a dict. ValueError for a model that is whole on ranks of one tp group,
+    and for arguments that another kind of parallelism would need.
+    """
+
+    model: Any
+
+    def __init__(self, *args: Any, zero1: bool | dict[str, Any] = False, **kwargs: Any) -> None:
+        self._zero1 = {} if zero1 is True else zero1
+        super().__init__(*args, **kwargs)
+        check_arguments(self.args)
+        check_cut(self.model)
+        fit_microbatches(self.model)
+
+    # -- who is who ---------------------------------------------------------------------------------------
+    def create_accelerator_and_postprocess(self) -> None:
+        """Batches, gathers and gradients by the mesh."""
+        super().create_accelerator_and_postprocess()
+        self.accelerator = Accelerator.of(self.accelerator)
+        self.gather_function = self.accelerator.gather_for_metrics
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Examples of one optimizer step: all ranks but those of dp share theirs."""
+        return int(self._train_batch_size * args.gradient_accumulation_steps * current().comm("dp").size)
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        move_model_to_device(model, device)
+
+    # -- the optimizer --------------------------------------------------------------------------------------
+    def create_optimizer(self, model: Any = None) -> Any:
+        """The one that the arguments name; by the names of its parameters any mesh loads its state."""
+        given = self.optimizer is not None
+        optimizer = super().create_optimizer(model)
+        name_parameters(optimizer, self.model)
+        if self._zero1 is not False and not given:
+            self.optimizer = over_dp(optimizer, **(self._zero1 or {}))
+        return self.optimizer
+
+    # -- files: whole weights for from_pretrained, the optimizer's state in parts ---------------------------
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        where = str(self.args.output_dir if output_dir is None else output_dir)
+        state = whole_state(self.model)
+        with saved(self.model, lambda: self.save_weights(where)):
+            if self.args.should_save:
+                super()._save(where, state)
+
+    def save_weights(self, where: str) -> None:
+        """Write a cut model into the directory ``where``. Called on all ranks."""
+        self.model.save_pretrained(where)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        background = getattr(self.args, "async_save", False)
+        save_state(output_dir, self.optimizer, self.lr_scheduler, in_background=background)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            load_state(checkpoint, self.optimizer, self.lr_scheduler)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        load_model(self.model if model is None else model, resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        best = self.state.best_model_checkpoint
+        if best is not None:
+            load_model(self.model, best)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Each rank's own; from a run of another number of ranks numbers that are alike on all."""
+        if checkpoint is not None and of_other_ranks(checkpoint):
+            transformers.set_seed(self.args.seed + self.state.global_step)
+        else:
+            super()._load_rng_state(checkpoint)

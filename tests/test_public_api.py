@@ -71,6 +71,7 @@ PUBLIC = {
         "shard_specs",
         "shutdown",
         "trace",
+        "trace_causal_lm",
         "use",
     ],
     "tpcore.ops": [
@@ -92,6 +93,7 @@ PUBLIC = {
     "tpcore_neuron.testing": ["Collective", "Program", "lower", "programs", "run_replicas"],
     "tpcore.trace": [
         "TensorParallelModel",
+        "generate",
         "parallel_model_load",
         "parallel_model_save",
         "parallel_model_trace",

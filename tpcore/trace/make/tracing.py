@@ -224,7 +224,8 @@ class _Rank:
     ) -> _Function:
         """Trace one program, and check that it computes the same outputs as the model."""
         device = self._ctx.device
-        leaves = [t.to(device) for t in leaves]
+        # copies: one tensor given as two inputs would become one input of the program, which reads it twice
+        leaves = [t.to(device, copy=True) for t in leaves]
         folder = program_dir(self._order.folder, number)
         folder.mkdir(parents=True, exist_ok=True)
         dims = [

@@ -187,5 +187,6 @@ def trace_causal_lm(
         return model, model.aliases()
 
     rows = torch.zeros(batch_size, dtype=torch.int64)
-    examples = [(torch.zeros(batch_size, n, dtype=torch.int64), rows, rows) for n in lengths]
+    # no zeros: a row of the table for padding would leave keys at zero, whatever becomes of them
+    examples = [(torch.ones(batch_size, n, dtype=torch.int64), rows, rows) for n in lengths]
     return parallel_model_trace(built, examples[0], tp_degree, bucket_inputs=examples[1:] or None, **options)

@@ -41,13 +41,12 @@ def generate(
     most = max(map(len, ids)) + max_new_tokens
     if max_new_tokens < 1 or most > longest:
         raise ValueError(
-            f"max_new_tokens={max_new_tokens} after a prompt of {most - max_new_tokens}: there has to be 1 or "
-            f"more, and the cache holds {longest} tokens of each row"
+            f"max_new_tokens={max_new_tokens} after a prompt of {most - max_new_tokens}: at least one, "
+            f"and the cache holds {longest} tokens of each row"
         )
     ids += [[0]] * (rows - len(ids))
-    return _tokens(
-        model, ids, len(prompts), chunk, max_new_tokens, torch.tensor(stop_tokens, dtype=torch.int64), choose
-    )
+    stop = torch.tensor(stop_tokens, dtype=torch.int64)
+    return _tokens(model, ids, len(prompts), chunk, max_new_tokens, stop, choose)
 
 
 def _sizes(model: TensorParallelModel) -> tuple[int, int, int]:
@@ -90,12 +89,11 @@ def _prompt(
     """The logits after each prompt. What stands behind a shorter one is overwritten by its answer."""
     longest = int(lengths.max())
     ids = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts])
-    found: Tensor | None = None
+    found = torch.tensor(())
     for begin in range(0, longest, chunk):
         part = ids[:, begin : begin + chunk].contiguous()
         last = (lengths - 1 - begin).clamp(0, part.shape[1] - 1)
         logits = model.call_with_state(use, part, torch.full_like(lengths, begin), last)[0]
         here = (lengths > begin)[:, None]  # of rows that end before, the call before it had them
-        found = logits if found is None else torch.where(here, logits, found)
-    assert found is not None
+        found = torch.where(here, logits, found) if begin else logits
     return found

@@ -94,8 +94,8 @@ class TensorParallelModel(nn.Module):
             running = self._running()
             if use is not None and use != self._uses_of_state:
                 raise RuntimeError(
-                    "the state that the ranks keep is not this use's: another use has begun, the weights were "
-                    "replaced, or lost processes were started again. For two at a time load the model twice"
+                    "the state that the ranks keep is not that of this use: another has begun, the weights "
+                    "were replaced, or lost processes were started again. Load the model twice for two"
                 )
             found = running.call(plan, leaves, self.timeout)
         if plan.sizes:

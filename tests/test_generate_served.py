@@ -114,7 +114,7 @@ def test_another_generation_ends_the_first(served: TensorParallelModel) -> None:
     next(first)
     second = generate(served, PROMPTS, max_new_tokens=8)
     next(second)
-    with pytest.raises(RuntimeError, match="another use has begun"):
+    with pytest.raises(RuntimeError, match="another has begun"):
         next(first)
     next(second)
 

@@ -110,7 +110,7 @@ def test_adapters_on_cut_parameters_are_refused() -> None:
 
     def rank(ctx: tpcore.ParallelContext) -> None:
         model = tpcore.parallelize(llama())
-        with pytest.raises(ValueError, match="before tpcore.parallelize, with a plan that leaves"):
+        with pytest.raises(ValueError, match=r"before tpcore\.parallelize, with a plan that leaves"):
             model.peft_config.update({"default": None})
         with pytest.raises(ValueError, match="one rank's part of its parameters"):
             model.peft_config["default"] = None
@@ -150,7 +150,7 @@ def test_torchs_own_clipping_is_refused_before_and_after_files_are_read(tmp_path
             read = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
         for model in (llama(), read):
             tpcore.parallelize(model).train()(**text()).loss.backward()
-            with pytest.raises(ValueError, match="call tpcore.clip_grad_norm"):
+            with pytest.raises(ValueError, match=r"call tpcore\.clip_grad_norm"):
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
     run_ranks(TWO, rank)

@@ -82,3 +82,10 @@ def test_generate() -> None:
     for contestant in ("transformers", "tpcore, one rank", "tpcore, tp=2"):
         assert f"| {contestant} |" in printed
         assert f"{contestant}: " in printed
+
+
+def test_transformers_tp() -> None:
+    printed = _run("transformers_tp", "--size", "tiny", "--rounds", "1", "--steps", "1", "--warm", "1")
+    assert "are the same)" in printed
+    for contestant in ("tpcore", "tpcore, sequence_parallel"):
+        assert f"| {contestant} |" in printed

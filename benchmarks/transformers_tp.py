@@ -1,8 +1,8 @@
 """A Llama at tp=2: tpcore.parallelize beside the tensor parallelism of transformers itself.
 
-Each contestant opens the same files in two fresh processes of one thread each, takes training steps (forward,
-backward, AdamW) and then forwards in evaluation, and the losses are compared. Jobs are interleaved, in another
-order in each round.
+Each contestant opens the same files in two fresh processes of one thread each. It takes training steps
+(forward, backward, AdamW), then forwards in evaluation, and the losses are compared. Jobs are interleaved, in
+another order in each round.
 
     transformers                 from_pretrained with a DistributedConfig of tp_size=2
     tpcore                       tpcore.lazy, from_pretrained, tpcore.parallelize

@@ -92,6 +92,20 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention", "full_attention"],
         "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}},
     },
+    "muse_spark_text": {
+        **_named("num_local_experts moe_intermediate_size moe_hidden_size", 32),
+        "num_experts_per_tok": 2,
+        "layer_rope_theta": [500000.0, 0],
+        "mlp_layer_types": ["sparse", "sparse"],
+    },
+    "neomme": {
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
+            "full_attention": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 1.0},
+        },
+        "per_layer_config": {},
+    },
+    "dots3_note_text": {"per_layer_config": {}, "mlp_layer_types": ["dense", "sparse"]},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "qwen4_exp_text": {
@@ -106,9 +120,10 @@ LATENT: dict[str, Any] = {"num_key_value_heads": 4} | {
     **_named("kv_lora_rank q_lora_rank", 16),
 }
 """Sizes of latent attention, which depend on each other."""
-SINGLE = {"xglm"}
+SINGLE = {"muse_spark_text", "xglm"}
 """Families that cannot compute in float64."""
 PARTS = {
+    "llama4": "its text model has a row of its own",
     "clip": "its text and its image model have rows of their own",
     **dict.fromkeys(("diffusion_gemma_text", "voxtral_realtime_text"), "no model class of its own"),
 }
@@ -169,7 +184,8 @@ def config_of(model_type: str) -> Any:
     if model_type in ("t5", "mt5", "umt5", "longt5"):
         chosen["decoder_start_token_id"] = 0
     if hasattr(default, "qk_rope_head_dim"):
-        chosen |= {name: size for name, size in LATENT.items() if getattr(default, name, None) is not None}
+        latent = {name for name in LATENT if _has(default, name) and getattr(default, name) is not None}
+        chosen |= {name: size for name, size in LATENT.items() if name in latent}
     chosen |= SPECIAL.get(model_type, {})
     try:
         config = kind(**chosen)
@@ -353,7 +369,7 @@ def short(text: str) -> str:
             return f"refused: {words} (`{style}`)"
     if "Parameter)" in text:
         return "refused: a parameter outside of a layer is cut"
-    if "its own plan" in text:
+    if "by its plan: " in text:
         return "refused: " + text.partition("by its plan: ")[2].partition(";")[0]
     return "refused: " + ("no block is cut by its plan" if "no plan of its own" in text else text)
 

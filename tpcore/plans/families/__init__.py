@@ -41,6 +41,7 @@ REFUSED = {
     **dict.fromkeys(("llama4", "muse_glimmer", "muse_spark", "phi4_multimodal"), _ONE),
     **dict.fromkeys(("gemma4_vision", "muse_glimmer_assistant", "muse_glimmer_vision"), _ALONE),
     "doge": "its own plan cuts the values that all its heads share",
+    "neomme": "each of its heads is scaled by an entry of one parameter",
     "esmc": "its own plan cuts heads on which one norm works",
 }
 """Families whose own plan is wrong, or was not compared, with the reason."""

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -85,7 +86,7 @@ def traced(size: Size, folder: Path, tp: int) -> Path:
     return folder / f"tp{tp}"
 
 
-def made_by_transformers(model: transformers.LlamaForCausalLM, prompt: Tensor, new: int) -> list[int]:
+def made_by_transformers(model: Any, prompt: Tensor, new: int) -> list[int]:
     mask, options = torch.ones_like(prompt), {"do_sample": False, "pad_token_id": 0}
     with torch.inference_mode():
         tokens = model.generate(prompt, attention_mask=mask, max_new_tokens=new, **options)

@@ -75,7 +75,7 @@ SIZES = {
 
 
 def by_transformers(folder: str) -> nn.Module:
-    from transformers.distributed import DistributedConfig
+    from transformers.distributed.configuration_utils import DistributedConfig
 
     config: Any = DistributedConfig(tp_size=TP)
     return transformers.AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)

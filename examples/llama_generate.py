@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -36,8 +37,8 @@ def text() -> str:
 def make_tokenizer(path: Path) -> Tokenizer:
     """Byte pairs, so that every text has tokens and every tokens have a text."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
-    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator([text()], trainer)
@@ -139,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     prompt = tokenizer.encode(arguments.prompt).ids
     tokens = stream(out / "traced", tokenizer, prompt, arguments.new_tokens)
 
-    whole = AutoModelForCausalLM.from_pretrained(out / "model")
+    whole: Any = AutoModelForCausalLM.from_pretrained(out / "model")
     given = torch.tensor([prompt])
     options = {"max_new_tokens": arguments.new_tokens, "do_sample": False, "pad_token_id": 0}
     expected = whole.generate(given, attention_mask=torch.ones_like(given), **options)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+_GRAD: Any = Tensor.grad  # the descriptor, which the property below stands before
 
 
 class CutParameter(nn.Parameter):
@@ -18,7 +21,7 @@ class CutParameter(nn.Parameter):
     """
 
     @property
-    def grad(self) -> Tensor | None:  # type: ignore[override]
+    def grad(self) -> Tensor | None:
         if not torch.compiler.is_compiling() and _reader() == "clip_grad_norm_":
             raise ValueError(
                 "torch.nn.utils.clip_grad_norm_ would clip by the norm of this rank's part of a gradient, "
@@ -29,11 +32,11 @@ class CutParameter(nn.Parameter):
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        Tensor.grad.__set__(self, value)  # type: ignore[attr-defined]
+        _GRAD.__set__(self, value)
 
     @grad.deleter
     def grad(self) -> None:
-        Tensor.grad.__delete__(self)  # type: ignore[attr-defined]
+        _GRAD.__delete__(self)
 
 
 def _reader() -> str:

@@ -58,11 +58,12 @@ class CachedModel(nn.Module):
         """A buffer for the keys and one for the values of each layer that has any; the layers' numbers."""
         found = []
         for number, layer in enumerate(getattr(cache, "layers", ())):
-            states = getattr(layer, "keys", None), getattr(layer, "values", None)
-            if not all(isinstance(t, Tensor) and t.ndim == 4 for t in states):
+            states = {kind: getattr(layer, kind, None) for kind in ("keys", "values")}
+            tensors = {kind: t for kind, t in states.items() if isinstance(t, Tensor) and t.ndim == 4}
+            if len(tensors) < len(states):
                 continue
             found.append(number)
-            for kind, t in zip(("keys", "values"), states, strict=True):
+            for kind, t in tensors.items():
                 # one place more than there are tokens: padding that has none is written there
                 size = t.shape[0], t.shape[1], self.max_length + 1, t.shape[3]
                 made = torch.zeros(size, dtype=t.dtype, device=t.device)

@@ -55,9 +55,9 @@ def consolidate(
     """Write the unsharded model in ``src`` to the directory ``out``. Returns the names of the files.
 
     Writes ``model.safetensors``, or ``pytorch_model.bin`` if ``pickled``. A larger model than
-    ``max_shard_size`` bytes becomes several files and an index. Configuration and tokenizer files are copied, from
-    ``beside`` if it is given. ``stored_names``: by names of tensors, those to write; what it leaves out is
-    tied to another.
+    ``max_shard_size`` bytes becomes several files and an index. Configuration and tokenizer files are
+    copied, from ``beside`` if it is given. ``stored_names``: by names of tensors, those to write; what
+    it leaves out is tied to another.
     """
     with opened(src, how or Reading(), rules) as source:
         tensors, ties = once(tensors_of(source, rules), source.path)

@@ -64,7 +64,7 @@ OLDEST_AT := $(VENV)/transformers-$(OLDEST)
 
 test-oldest: venv $(OLDEST_AT)/.done  ## parallelize with the oldest release of transformers that it takes
 	PYTHONPATH=$(OLDEST_AT) $(BIN)/python -m pytest -m "not slow" tests/test_transformers_names.py tests/test_families.py \
-	    tests/test_parallelize.py tests/test_parallelize_files.py
+	    tests/test_parallelize.py tests/test_parallelize_files.py tests/test_parallelize_use.py tests/test_generate_served.py
 
 $(OLDEST_AT)/.done:
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --target $(OLDEST_AT) transformers==$(OLDEST).*

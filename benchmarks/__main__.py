@@ -12,6 +12,8 @@ for name in (
     "cross_entropy",
     "optimizer",
     "serve",
+    "generate",
+    "transformers_tp",
     "pipeline",
 ):
     subprocess.run([sys.executable, "-m", f"benchmarks.{name}"], check=True)

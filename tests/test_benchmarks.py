@@ -74,3 +74,18 @@ def test_pipeline() -> None:
             assert f"| {name} |" in table
     few, many = (float(n) for n in printed.split("| PipelineModel |")[-1].split("|")[:2])
     assert many < 1.05 * few  # its memory does not grow with the microbatches
+
+
+def test_generate() -> None:
+    printed = _run("generate", "--size", "tiny", "--rounds", "2", "--warm", "1")
+    assert "the tokens of all 3 are the same" in printed
+    for contestant in ("transformers", "tpcore, one rank", "tpcore, tp=2"):
+        assert f"| {contestant} |" in printed
+        assert f"{contestant}: " in printed
+
+
+def test_transformers_tp() -> None:
+    printed = _run("transformers_tp", "--size", "tiny", "--rounds", "1", "--steps", "1", "--warm", "1")
+    assert "are the same)" in printed
+    for contestant in ("tpcore", "tpcore, sequence_parallel"):
+        assert f"| {contestant} |" in printed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -364,3 +365,52 @@ def test_a_group_that_no_axes_make_is_summed_over() -> None:
         assert tpcore.clip_grad_norm(layer, 1e9, 1) == 32
 
     run_ranks(Mesh({"dp": 1, "tp": 4}), rank)
+
+
+def test_torchs_own_clipping_is_refused_for_what_is_cut() -> None:
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        layer = tpcore.ColumnParallelLinear(4, 8)
+        layer(torch.ones(2, 4)).sum().backward()
+        for parameters in (layer.parameters(), list(layer.parameters()), layer.weight):
+            with pytest.raises(ValueError, match="norm of this rank's part"):
+                nn.utils.clip_grad_norm_(parameters, 0.1)
+        nn.utils.clip_grad_value_(layer.parameters(), 0.25)  # each entry by itself
+        assert layer.weight.grad is not None
+        assert float(layer.weight.grad.abs().max()) == 0.25
+        assert float(tpcore.clip_grad_norm(layer, 0.1)) > 0.1
+        copied = copy.deepcopy(layer).to(torch.float64)
+        copied(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
+        with pytest.raises(ValueError, match="norm of this rank's part"):
+            nn.utils.clip_grad_norm_(copied.parameters(), 0.1)
+        layer.weight.grad = None
+        assert layer.weight.grad is None
+
+    run_ranks(Mesh({"tp": 2}), rank)
+
+
+def test_torchs_own_clipping_is_right_where_nothing_is_cut() -> None:
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        layer = tpcore.ColumnParallelLinear(4, 8)
+        layer(torch.ones(2, 4)).sum().backward()
+        assert float(nn.utils.clip_grad_norm_(layer.parameters(), 0.1)) > 0.1
+
+    run_ranks(Mesh({"tp": 1, "dp": 2}), rank)
+
+
+def test_a_cut_parameter_goes_through_what_torch_does_with_parameters() -> None:
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        layer = tpcore.RowParallelLinear(4, 4)
+        assert isinstance(layer.weight, nn.Parameter)
+        assert type(layer.weight.detach()) is torch.Tensor
+        assert type(layer.weight * 2) is torch.Tensor
+        buffer = io.BytesIO()
+        torch.save(layer.state_dict(), buffer)
+        buffer.seek(0)
+        assert all(type(t) is torch.Tensor for t in torch.load(buffer).values())
+        optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
+        before = layer.weight.detach().clone()
+        layer(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        assert not torch.equal(before, layer.weight)
+
+    run_ranks(Mesh({"tp": 2}), rank)

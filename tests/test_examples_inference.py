@@ -145,3 +145,22 @@ def test_documented_calls(tmp_path):
     assert printed.count("difference") == 2
     assert "same meaning: unsharded" in printed
     assert not list(tmp_path.iterdir())
+
+
+def test_a_tiny_llama_is_trained_served_and_streamed(tmp_path):
+    options = [
+        "--steps",
+        2,
+        "--hidden",
+        64,
+        "--layers",
+        1,
+        "--new_tokens",
+        5,
+        "--output_dir",
+        tmp_path / "out",
+    ]
+    printed = run("llama_generate.py", *options, cwd=tmp_path)
+    assert "step 2: loss" in printed
+    assert "The for statement is used to" in printed
+    assert "the 5 tokens equal those of transformers' generate in one process" in printed

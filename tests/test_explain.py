@@ -442,6 +442,64 @@ def test_a_model_class_that_nobody_has_cut(name: str) -> None:
     assert all(p.gradient for p in program.parameters)
 
 
+@pytest.mark.parametrize("name", ["llama", "t5", "vit"])
+def test_a_model_of_transformers_by_its_own_plan(name: str, tmp_path: Path) -> None:
+    """Each rank's parameters and collectives are those of tpcore.parallelize."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    configs: dict[str, tuple[str, dict[str, Any]]] = {
+        "llama": ("LlamaForCausalLM", {**sizes, "num_key_value_heads": 1, "vocab_size": 99}),
+        "t5": (
+            "T5ForConditionalGeneration",
+            {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4},
+        ),
+        "vit": ("ViTForImageClassification", {**sizes, "image_size": 32, "patch_size": 8}),
+    }
+    kind, config = configs[name]
+    given = {"model_type": name, "architectures": [kind], **config}
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    found = tpcore.explain(str(tmp_path), tp=2, seq_len=8, plan="auto")
+    assert found.disagreement is None
+    assert found.mistakes == ()
+    program = found.program(1)
+    assert sum(p.nbytes for p in program.parameters if p.cut) > sum(
+        p.nbytes for p in program.parameters if not p.cut
+    )
+    if name == "llama":
+        # the embedding, then two in each layer; the loss of a cut vocabulary: three numbers of each token
+        forward = [c for c in program.collectives if c.phase == "forward"]
+        assert [c.module.rpartition(".")[2] for c in forward[:5]] == [
+            "embed_tokens",
+            *["o_proj", "down_proj"] * 2,
+        ]
+        assert all(c.nbytes < 100 for c in forward[5:])
+        spread = tpcore.explain(str(tmp_path), tp=2, seq_len=8, plan="auto", sequence_parallel=True).program(
+            0
+        )
+        assert "reduce_scatter" in " ".join(c.op for c in spread.collectives)
+
+
+def test_a_plan_in_a_file_and_what_is_wrong_with_one(tmp_path: Path) -> None:
+    rules = tmp_path / "plan.json"
+    rules.write_text(json.dumps({"transformer.h.*.mlp": "replicate"}))
+    code, out = invoke("GPT2LMHeadModel", "--tp", "2", "--seq-len", "8", "--plan", str(rules))
+    assert code == 0, out
+    assert "transformer.h.*.mlp.c_fc (Conv1D)" in out
+    assert "transformer.h.*.attn.c_attn (" not in out
+    rules.write_text("[]")
+    for plan, tp, wrong in (
+        (str(rules), "2", "is no plan"),
+        ("none", "2", "is no file"),
+        ("auto", "5", "tp=5 does not fit GPT2LMHeadModel"),
+    ):
+        code, out = invoke("GPT2LMHeadModel", "--tp", tp, "--seq-len", "8", "--plan", plan)
+        assert code == 2
+        assert wrong in out
+    with pytest.raises(ValueError, match="two ways to cut"):
+        tpcore.explain("GPT2LMHeadModel", tp=2, plan="auto", parallelize=SHARD_BERT)
+    with pytest.raises(ValueError, match="sequence_parallel is of a plan"):
+        tpcore.explain("GPT2LMHeadModel", tp=2, sequence_parallel=True)
+
+
 def invoke(*args: str) -> tuple[int, str]:
     done = CliRunner().invoke(app, ["explain", *args])
     return done.exit_code, done.output

@@ -12,9 +12,11 @@ import torch
 import transformers
 from hf import NO_DROPOUT, TINY, llama, text
 from safetensors import safe_open
+from typer.testing import CliRunner
 
 import tpcore
 from tpcore import CheckpointError, Mesh
+from tpcore.cli.app import app
 from tpcore.testing import run_ranks
 
 TWO = Mesh({"tp": 2})
@@ -80,6 +82,56 @@ def test_read_by_parts_and_written_whole(name: str, tmp_path: Path) -> None:
     assert (
         again.config.to_diff_dict() == type(whole).from_pretrained(tmp_path / "whole").config.to_diff_dict()
     )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_checkpoint_becomes_files_of_transformers(name: str, tmp_path: Path) -> None:
+    """All that is needed is the checkpoint and the configuration."""
+    torch.manual_seed(0)
+    whole = MODELS[name]()
+    whole.save_pretrained(tmp_path / "whole")
+    config = tmp_path / "config" / "config.json"
+    config.parent.mkdir()
+    config.write_text((tmp_path / "whole" / "config.json").read_text())
+    expected, state = logits(whole), {n: t.clone() for n, t in whole.state_dict().items()}
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        model = MODELS[name]()
+        model.load_state_dict(state)
+        tpcore.checkpoint.save({"model": tpcore.parallelize(model).state_dict()}, str(tmp_path / "run"))
+
+    run_ranks(TWO, rank)
+    command = ["checkpoint", "consolidate", str(tmp_path / "run"), str(tmp_path / "again")]
+    done = CliRunner().invoke(app, [*command, "--config", str(config)])
+    assert done.exit_code == 0, done.output
+    again, info = type(whole).from_pretrained(tmp_path / "again", output_loading_info=True)
+    assert torch.equal(logits(again), expected)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    with (
+        safe_open(tmp_path / "whole" / "model.safetensors", "pt") as file,
+        safe_open(tmp_path / "again" / "model.safetensors", "pt") as made,
+    ):
+        assert set(made.keys()) == set(file.keys()), "the names that transformers writes"
+
+
+def test_a_configuration_of_another_model_is_refused(tmp_path: Path) -> None:
+    llama(num_hidden_layers=3).save_pretrained(tmp_path / "other")
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        tpcore.checkpoint.save({"model": tpcore.parallelize(llama()).state_dict()}, str(tmp_path / "run"))
+
+    run_ranks(TWO, rank)
+    command = ["checkpoint", "consolidate", str(tmp_path / "run"), str(tmp_path / "again"), "--config"]
+    (tmp_path / "empty.json").write_text("{}")
+    for config, wrong in (
+        (tmp_path / "other", "also has model.layers.2"),
+        (tmp_path / "empty.json", "no model class"),
+    ):
+        done = CliRunner().invoke(app, [*command, str(config)])
+        assert done.exit_code == 2
+        assert wrong in done.output
+    assert not (tmp_path / "again").exists()
 
 
 def test_auto_classes_and_the_dtype_of_the_files(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,57 @@ def test_distributed_data_parallel_is_refused(tmp_path: Path) -> None:
         run_ranks(TWO, rank)
     finally:
         dist.destroy_process_group()
+
+
+def test_adapters_on_cut_parameters_are_refused() -> None:
+    """As peft adds them: a tuner finds that there are some already, and puts its own beside them."""
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        model = tpcore.parallelize(llama())
+        with pytest.raises(ValueError, match=r"before tpcore\.parallelize, with a plan that leaves"):
+            model.peft_config.update({"default": None})
+        with pytest.raises(ValueError, match="one rank's part of its parameters"):
+            model.peft_config["default"] = None
+        # modules that an adapter replaces by their class are not of one that it knows
+        known = (torch.nn.Linear, torch.nn.Embedding, torch.nn.Conv1d, transformers.pytorch_utils.Conv1D)
+        assert not any(isinstance(m, known) for m in model.modules())
+        assert isinstance(copy.deepcopy(model), transformers.LlamaForCausalLM)
+
+    run_ranks(TWO, rank)
+
+
+def test_adapters_on_modules_that_are_cut_afterwards_are_refused() -> None:
+    class Adapted(torch.nn.Module):  # what stands in the place of a layer with an adapter
+        def __init__(self, layer: torch.nn.Module) -> None:
+            super().__init__()
+            self.base_layer = layer
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.base_layer(x)
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        model = llama()
+        for layer in model.model.layers:
+            layer.self_attn.q_proj = Adapted(layer.self_attn.q_proj)
+        with pytest.raises(ValueError, match=r"q_proj \(Adapted\): style 'colwise' is not supported"):
+            tpcore.parallelize(model)
+        tpcore.parallelize(model, plan={"model.layers.*.self_attn": "replicate"})
+
+    run_ranks(TWO, rank)
+
+
+def test_torchs_own_clipping_is_refused_before_and_after_files_are_read(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path)
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        with tpcore.lazy():
+            read = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+        for model in (llama(), read):
+            tpcore.parallelize(model).train()(**text()).loss.backward()
+            with pytest.raises(ValueError, match=r"call tpcore\.clip_grad_norm"):
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+    run_ranks(TWO, rank)
 
 
 def test_bfloat16_under_autocast_stays_close() -> None:

@@ -81,6 +81,7 @@ PUBLIC = {
         "shard_specs",
         "shutdown",
         "trace",
+        "trace_causal_lm",
         "use",
     ],
     "tpcore.ops": [
@@ -117,6 +118,7 @@ PUBLIC = {
     "tpcore_neuron.testing": ["Collective", "Program", "lower", "programs", "run_replicas"],
     "tpcore.trace": [
         "TensorParallelModel",
+        "generate",
         "parallel_model_load",
         "parallel_model_save",
         "parallel_model_trace",

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from .explaining import explain
     from .parallel_layers import parallel_state
     from .plans import full_state_dict, lazy, parallelize
+    from .plans.cached import trace_causal_lm
     from .processes.launch import launch
 
 __version__ = "0.1.0"
@@ -99,6 +100,10 @@ def __getattr__(name: str) -> Any:
         from . import plans
 
         return getattr(plans, name)
+    if name == "trace_causal_lm":
+        from .plans.cached import trace_causal_lm
+
+        return trace_causal_lm
     if name in _PACKAGES:
         from importlib import import_module
 
@@ -166,5 +171,6 @@ __all__ = [
     "share_input",
     "shutdown",
     "trace",
+    "trace_causal_lm",
     "use",
 ]

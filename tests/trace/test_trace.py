@@ -251,3 +251,41 @@ def test_a_smaller_batch_than_every_bucket_has_says_what_to_do(pool: RankPool, t
     model = traced_in(pool, tmp_path, lambda: Encoder(True), batch(2, 4), 2, bucket_inputs=[batch(2, 8)])
     with pytest.raises(ValueError, match=r"no program takes ids .*for ids, mask trace with examples of each"):
         model(*batch(1, 4))
+
+
+class Difference(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = tpcore.ColumnParallelLinear(4, 4)
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return self.layer(a) - b
+
+
+def test_one_tensor_may_be_the_example_of_two_inputs(pool: RankPool, tmp_path: Path) -> None:
+    x = torch.ones(2, 4)
+    model = traced_in(pool, tmp_path, Difference, (x, x), 1)
+    assert torch.equal(model(x, x) - model(x, 3 * x), 2 * x)
+
+
+class Kept(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(4))
+        self.layer = tpcore.ColumnParallelLinear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        total = self.total.add_(x)
+        return self.layer(total), total
+
+
+def _kept() -> tuple[nn.Module, dict[Tensor, int]]:
+    model = Kept()
+    return model, {model.total: 1}
+
+
+def test_state_may_be_written_in_place_and_returned(pool: RankPool, tmp_path: Path) -> None:
+    model = traced_in(pool, tmp_path, _kept, torch.ones(4), 2)
+    first, second, _ = run_ranks_of(pool, model, [(torch.ones(4),), (torch.ones(4),), (torch.ones(4),)])[0]
+    zero = run_ranks_of(pool, model, [(torch.zeros(4),)])[0][0][0]
+    torch.testing.assert_close(second[0] - zero, 2 * (first[0] - zero))

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,7 +27,7 @@ from rich.table import Table
 
 from ..errors import CheckpointError
 from ..storage.progress import Progress
-from .console import wide_console
+from .console import finite, shape_text, wide_console
 
 checkpoint = typer.Typer(
     help="Examine, check, combine and reshard checkpoints. DIR is of any form that can be read.",
@@ -99,6 +99,9 @@ def consolidate(
     max_shard_size: Annotated[
         str, typer.Option("--max-shard-size", help="Several files of at most this size, such as 5GB.")
     ] = "",
+    config: Annotated[
+        str, typer.Option("--config", help="A config.json or its folder: write the names of its files.")
+    ] = "",
     *,
     given: Given,
 ) -> None:
@@ -116,6 +119,7 @@ def consolidate(
             max_shard_size=size,
             **given.reading,
             progress=progress,
+            **(_named_by(config) if config else {}),
         )
     _wrote(out, names, given.as_json)
 
@@ -190,7 +194,7 @@ def inspect_(
     for title in ("name", "shape", "dtype", "cut", "on each rank", "bytes"):
         table.add_column(title, overflow="fold", justify="right" if title == "bytes" else "left")
     for row in found.rows:
-        sizes = _shape(row.shape), row.dtype, row.cut, _shape(row.local)
+        sizes = shape_text(row.shape), row.dtype, row.cut, shape_text(row.local)
         table.add_row(row.name, *sizes, f"{row.bytes:,}")
     wide_console().print(table)
     stages = f", pp={found.pp}" if found.pp > 1 else ""
@@ -211,7 +215,7 @@ def diff(
     with _reporting(given.as_json) as progress:
         found = list(diff_checkpoint(a, b, **given.reading, progress=progress))
     if given.as_json:
-        typer.echo(json.dumps([_finite(d._asdict()) for d in found], indent=2))
+        typer.echo(json.dumps([finite(d._asdict()) for d in found], indent=2))
     elif not found:
         typer.echo("the same")
     else:
@@ -274,20 +278,19 @@ def _rules(cuts: list[str]) -> list[Any]:
     return rules
 
 
+def _named_by(config: str) -> dict[str, Any]:
+    """For ``consolidate``: names as transformers stores the model of a configuration, which is copied too."""
+    from ..plans.stored import stored_names
+
+    folder = config if Path(config).is_dir() else str(Path(config).parent)
+    return {"stored_names": partial(stored_names, config), "beside": folder}
+
+
 def _bytes(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?B?)", text.upper())
     if match is None or not (size := int(float(match[1]) * _UNITS[match[2].rstrip("B") + "B"])):
         raise typer.BadParameter(f"--max-shard-size {text}: a size such as 5GB or 500MB")
     return size
-
-
-def _shape(shape: tuple[int, ...]) -> str:
-    return "x".join(map(str, shape)) or "scalar"
-
-
-def _finite(entry: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no infinity: text in its place."""
-    return {k: str(v) if isinstance(v, float) and v - v != 0 else v for k, v in entry.items()}
 
 
 def _wrote(out: str, names: list[str], as_json: bool) -> None:

@@ -31,6 +31,14 @@ def explain_step(
         None,
         help="package.module:function or path/to/file.py:function that puts tpcore's layers into the model.",
     ),
+    plan: str | None = typer.Option(
+        None,
+        help="Cut a model of transformers as tpcore.parallelize does: auto, by its own plan; or a JSON file "
+        "of rules that go before it.",
+    ),
+    sequence_parallel: bool = typer.Option(
+        False, "--sequence-parallel", help="With --plan: each rank keeps some of the tokens."
+    ),
     dtype: str | None = typer.Option(None, help="Convert the parameters: bfloat16, say."),
     optimizer: str = typer.Option(
         "AdamW", help="A class of torch.optim; zero1: tpcore.Zero1 over AdamW; zero1:SGD: over another."
@@ -57,6 +65,8 @@ def explain_step(
             batch_size=batch_size,
             seq_len=seq_len,
             parallelize=parallelize,
+            plan=plan,
+            sequence_parallel=sequence_parallel,
             dtype=None if dtype is None else _dtype(dtype),
             optimizer=optimizer,
             master_dtype=None if master_dtype is None else _dtype(master_dtype),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import nn
 from ..mesh import Mesh
 from ..train.zero import Zero1
 from .lockstep import first_disagreement
+from .planned import by_plan, with_labels
 from .recording import Collective
 from .stages import StageCost
 from .step import MakeOptimizer, Parameter, Program, record
@@ -74,6 +75,8 @@ def explain(
     batch_size: int = 1,
     seq_len: int = 128,
     parallelize: str | Callable[[nn.Module], nn.Module | None] | None = None,
+    plan: str | Mapping[str, Any] | None = None,
+    sequence_parallel: bool = False,
     dtype: torch.dtype | None = None,
     optimizer: str | MakeOptimizer = "AdamW",
     master_dtype: torch.dtype | None = None,
@@ -89,7 +92,9 @@ def explain(
     it must not call ``tpcore.init``. With ``pp`` above 1 the model needs ``PipelinedLayers``, and each
     program includes the costs of its stage.
 
-    ``parallelize``: replaces layers of the model by tpcore's, in place, or returns another model. ``dtype``:
+    ``parallelize``: replaces layers of the model by tpcore's, in place, or returns another model. ``plan``:
+    instead of it, for a model of transformers: rules that go before its own, as ``tpcore.parallelize`` takes
+    them, a JSON file of such rules, or ``"auto"`` for the model's own; with ``sequence_parallel``. ``dtype``:
     parameters and inputs are converted to it. ``optimizer``: a class of ``torch.optim``; ``zero1``, which
     is ``Zero1`` over AdamW, or ``zero1:SGD`` over another; or a function of the parameters. ``master_dtype``:
     dtype of ``Zero1``'s master weights. ``max_norm``: for clipping; None: none. ``ranks``: the ranks to
@@ -100,9 +105,17 @@ def explain(
     """
     mesh = Mesh({"pp": pp, "dp": dp, "tp": tp})
     change = function(parallelize) if isinstance(parallelize, str) else parallelize
+    if plan is not None and change is not None:
+        raise ValueError("parallelize and plan are two ways to cut a model: give one")
+    if sequence_parallel and plan is None:
+        raise ValueError("sequence_parallel is of a plan: give plan='auto' for the model's own")
+    if plan is not None:
+        change = by_plan(plan, sequence_parallel=sequence_parallel)
 
     def made() -> tuple[nn.Module, Inputs]:
         model, inputs = build(target, batch_size, seq_len)
+        if plan is not None:
+            inputs = with_labels(model, inputs)
         return (model if change is None else change(model) or model), inputs
 
     for rank in ranks or ():

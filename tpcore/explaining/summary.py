@@ -47,6 +47,14 @@ def kinds(calls: Sequence[Collective]) -> list[Kind]:
     return list(found.values())
 
 
+def alike(parameters: Iterable[Parameter]) -> list[tuple[str, Parameter, int]]:
+    """(name with ``*``, the first of them, how many) of parameters that differ only in a layer's number."""
+    found: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[Parameter]] = {}
+    for p in parameters:
+        found.setdefault((pattern(p.name), p.shape, p.full), []).append(p)
+    return [(name, some[0], len(some)) for (name, _, _), some in found.items()]
+
+
 def sizes(parameters: Iterable[Parameter]) -> tuple[int, int, int, int]:
     """Number of elements, and bytes of the parameters, of their gradients, of the optimizer's state."""
     some = list(parameters)
@@ -68,7 +76,7 @@ def replicated(program: Program, tp: int) -> list[str]:
         return [
             f"No parameter of {program.model} is cut: each of the {tp} tp ranks holds the whole model and "
             "repeats the same work. Build it of tpcore's layers, or name a function that puts them in its "
-            "place: --parallelize path/to/file.py:function"
+            "place: --parallelize path/to/file.py:function; a model of transformers: --plan auto"
         ]
     total = sum(p.nbytes for p in program.parameters)
     layers: dict[str, int] = {}

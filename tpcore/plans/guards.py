@@ -47,6 +47,25 @@ class RefusedByBool:
         )
 
 
+@dataclass(frozen=True)
+class RefusedAdapters:
+    """The adapters of a cut model, which peft asks for before it adds one: an error.
+
+    An adapter of a cut parameter would be made of this rank's part, and each rank's factors would learn by
+    themselves. peft refuses modules that it does not know, but not every parameter of them.
+    """
+
+    model: str
+
+    def update(self, *_: Any, **__: Any) -> NoReturn:
+        raise ValueError(
+            f"an adapter of this cut {self.model} would see one rank's part of its parameters: add it before "
+            "tpcore.parallelize, with a plan that leaves the adapted modules whole ('replicate')"
+        )
+
+    __setitem__ = __getitem__ = __iter__ = __contains__ = update
+
+
 def _resize(model: nn.Module, *args: Any, **kwargs: Any) -> NoReturn:
     raise ValueError(
         f"the vocabulary of this {type(model).__name__} is cut over ranks: call resize_token_embeddings "
@@ -58,6 +77,7 @@ def guard(model: nn.Module) -> None:
     """Make DistributedDataParallel and ``resize_token_embeddings`` raise errors for ``model``."""
     model.__dict__["_ddp_params_and_buffers_to_ignore"] = RefusedByName(type(model).__name__)
     model.__dict__[_PREPARED] = RefusedByBool(type(model).__name__)
+    model.__dict__.setdefault("peft_config", RefusedAdapters(type(model).__name__))
     model.__dict__["resize_token_embeddings"] = MethodType(_resize, model)
 
 

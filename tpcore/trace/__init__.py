@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 from .api import parallel_model_load, parallel_model_save, parallel_model_trace
+from .serve.generate import generate
 from .serve.model import TensorParallelModel
 
-__all__ = ["TensorParallelModel", "parallel_model_load", "parallel_model_save", "parallel_model_trace"]
+__all__ = [
+    "TensorParallelModel",
+    "generate",
+    "parallel_model_load",
+    "parallel_model_save",
+    "parallel_model_trace",
+]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -48,14 +48,21 @@ def consolidate(
     rules: Sequence[CutRule] = (),
     how: Reading | None = None,
     progress: Progress | None = None,
+    stored_names: Callable[[Iterable[str]], Mapping[str, str]] | None = None,
+    beside: StrPath | None = None,
 ) -> list[str]:
     """Write the unsharded model in ``src`` to the directory ``out``. Returns the names of the files.
 
     Writes ``model.safetensors``, or ``pytorch_model.bin`` if ``pickled``. A larger model than
-    ``max_shard_size`` bytes becomes several files and an index. Configuration and tokenizer files are copied.
+    ``max_shard_size`` bytes becomes several files and an index. Configuration and tokenizer files are
+    copied, from ``beside`` if it is given. ``stored_names``: by names of tensors, those to write; what
+    it leaves out is tied to another.
     """
     with opened(src, how or Reading(), rules) as source:
         tensors, ties = once(tensors_of(source, rules), source.path)
+        if stored_names is not None:
+            names_of = stored_names([*tensors, *ties])
+            tensors, ties = {new: tensors[ties.get(old, old)] for old, new in names_of.items()}, {}
         groups = _groups(tensors, max_shard_size)
         if progress is not None:
             progress.start(sum(map(nbytes_of, tensors.values())))
@@ -75,7 +82,7 @@ def consolidate(
                 text = dumps({"metadata": total, "weight_map": where}, indent=2)
                 names.append(f"{stem}{end}{INDEX}")
                 write_file(os.path.join(stage, names[-1]), [text])
-            names += _copy_model_files(os.fspath(src), stage, os.fspath(out))
+            names += _copy_model_files(os.fspath(beside or src), stage, os.fspath(out))
             sync_dir(stage)
     return names
 

@@ -34,11 +34,17 @@ FILES = {
 }
 """For each file, the ``model_type`` of its families."""
 
+_ONE = "it is several models in one, which were not compared with the whole after a cut"
+_ALONE = "a cut one was not compared with the whole"
+
 REFUSED = {
+    **dict.fromkeys(("llama4", "muse_glimmer", "muse_spark", "phi4_multimodal"), _ONE),
+    **dict.fromkeys(("gemma4_vision", "muse_glimmer_assistant", "muse_glimmer_vision"), _ALONE),
     "doge": "its own plan cuts the values that all its heads share",
+    "neomme": "each of its heads is scaled by an entry of one parameter",
     "esmc": "its own plan cuts heads on which one norm works",
 }
-"""Families whose own plan is wrong, with the reason."""
+"""Families whose own plan is wrong, or was not compared, with the reason."""
 
 
 def file_of(model_type: str) -> str | None:

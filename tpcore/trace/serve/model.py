@@ -50,6 +50,7 @@ class TensorParallelModel(nn.Module):
         self.folder, self.manifest, self.timeout, self.restart = folder, manifest, timeout, restart
         self._workers: Workers = workers or Workers(folder, manifest)
         self._turn = FairLock()
+        self._uses_of_state = 0
         self._plan = Plan([], 0, {})
         self._owned = [] if owned is None else [owned]  # directories to remove together with this model
         self._replaced: TemporaryDirectory[str] | None = None
@@ -72,6 +73,17 @@ class TensorParallelModel(nn.Module):
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call_with_state(None, *args, **kwargs)
+
+    def begin(self) -> int:
+        """Begin another use of the state that the ranks keep; its number. All earlier uses are over."""
+        with self._turn:
+            self._running()
+            self._uses_of_state += 1
+            return self._uses_of_state
+
+    def call_with_state(self, use: int | None, /, *args: Any, **kwargs: Any) -> Any:
+        """A call in the use of that number; RuntimeError if the state is no longer what that use left."""
         leaves = self.manifest.inputs.arguments.bind(args, kwargs)
         layout = [(t.dtype, t.shape) for t in leaves]
         plan = self._plan
@@ -80,7 +92,13 @@ class TensorParallelModel(nn.Module):
         if plan.sizes:
             leaves = self._padded(leaves, plan.program)
         with self._turn:
-            found = self._running().call(plan, leaves, self.timeout)
+            running = self._running()
+            if use is not None and use != self._uses_of_state:
+                raise RuntimeError(
+                    "the state that the ranks keep is not that of this use: another has begun, the weights "
+                    "were replaced, or lost processes were started again. Load the model twice for two"
+                )
+            found = running.call(plan, leaves, self.timeout)
         if plan.sizes:
             found = [self._cut(i, t, plan.sizes) for i, t in enumerate(found)]
         return put_together(self.manifest.outputs.form, found)
@@ -121,6 +139,7 @@ class TensorParallelModel(nn.Module):
             workers = self._running()
             records = workers.ask(request("reshard", source=path, folder=str(folder), save_id=save_id), None)
             workers.ask(request("take", folder=str(folder)), None)
+            self._uses_of_state += 1
             workers.weights = folder
         files = dict(self.manifest.files)
         for rank, record in enumerate(records):
@@ -147,6 +166,7 @@ class TensorParallelModel(nn.Module):
             if not self._end.alive:
                 raise RuntimeError("this traced model was closed: load it again")
             if self.restart or not self._workers.failed:
+                self._uses_of_state += 1
                 self._workers.start()
         return self._workers
 

@@ -1,0 +1,230 @@
+"""A causal language model of transformers, traced with its cache and served: the tokens of ``generate``."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hf import GPT2, TINY, llama
+from torch import nn
+
+import tpcore
+from tpcore import Mesh
+from tpcore.plans.cached import CachedModel
+from tpcore.testing import run_ranks
+from tpcore.trace import TensorParallelModel, generate, parallel_model_load, parallel_model_save
+
+PROMPTS = [[5, 17, 9, 40, 41, 3, 77, 8, 23, 50, 51, 4], [30, 31, 60]]
+LENGTH = 32
+
+
+def whole() -> Any:
+    torch.manual_seed(0)
+    model = llama(num_key_value_heads=1).eval()
+    with torch.no_grad():
+        for p in model.parameters():  # larger than they are made, so that tokens differ from each other
+            p.mul_(4)
+    return model
+
+
+def expected(model: Any, prompt: list[int], new: int) -> list[int]:
+    ids = torch.tensor([prompt])
+    made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False)
+    return made[0, len(prompt) :].tolist()
+
+
+def listed(stream: Iterator[torch.Tensor]) -> list[list[int]]:
+    return torch.stack(list(stream), 1).tolist()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    where = tmp_path_factory.mktemp("served")
+    whole().save_pretrained(where / "whole")
+
+    def cut() -> nn.Module:
+        with tpcore.lazy():
+            model = transformers.AutoModelForCausalLM.from_pretrained(where / "whole")
+        return tpcore.parallelize(model)
+
+    with tpcore.trace_causal_lm(
+        cut, 2, max_length=LENGTH, prompt_lengths=(5,), batch_size=2, backend="cpu_gloo"
+    ) as model:
+        parallel_model_save(model, where / "traced")
+    return where / "traced"
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path) -> Iterator[TensorParallelModel]:
+    with parallel_model_load(folder, timeout=60, restart=True) as model:
+        yield model
+
+
+pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("generate_served")]
+
+
+def test_prompts_of_two_lengths_and_more_tokens_than_a_call_takes(served: TensorParallelModel) -> None:
+    model = whole()
+    want = [expected(model, prompt, 12) for prompt in PROMPTS]
+    assert want[0] != want[1]
+    assert len(set(want[0])) > 3
+    assert listed(generate(served, PROMPTS, max_new_tokens=12)) == want
+    # a row of the cache that has been used before begins anew
+    assert listed(generate(served, PROMPTS[1:], max_new_tokens=12)) == want[1:]
+
+
+def test_the_cache_is_filled_to_its_last_place(served: TensorParallelModel) -> None:
+    n = LENGTH - len(PROMPTS[0])
+    assert listed(generate(served, PROMPTS[:1], max_new_tokens=n)) == [expected(whole(), PROMPTS[0], n)]
+
+
+def test_rows_end_at_stop_tokens(served: TensorParallelModel) -> None:
+    first, second = listed(generate(served, PROMPTS, max_new_tokens=8))
+    stop = second[2]
+    got = listed(generate(served, PROMPTS, max_new_tokens=8, stop_tokens=[stop]))
+    at = second.index(stop)
+    assert got[1] == second[: at + 1] + [stop] * (len(got[1]) - at - 1)
+    assert got[0][: at + 1] == first[: at + 1]
+    alone = listed(generate(served, PROMPTS[1:], max_new_tokens=8, stop_tokens=[stop]))
+    assert alone == [second[: at + 1]]
+
+
+def test_a_choice_of_ones_own(served: TensorParallelModel) -> None:
+    def least(logits: torch.Tensor) -> torch.Tensor:
+        return logits.argmin(-1)
+
+    model, ids = whole(), torch.tensor([PROMPTS[1]])
+    want = []
+    for _ in range(3):
+        with torch.no_grad():
+            token = model(ids).logits[:, -1].argmin(-1)
+        want.append(int(token))
+        ids = torch.cat([ids, token[:, None]], 1)
+    assert listed(generate(served, ids[:, :3], max_new_tokens=3, choose=least)) == [want]
+
+
+def test_another_generation_ends_the_first(served: TensorParallelModel) -> None:
+    first = generate(served, PROMPTS, max_new_tokens=8)
+    next(first)
+    second = generate(served, PROMPTS, max_new_tokens=8)
+    next(second)
+    with pytest.raises(RuntimeError, match="another has begun"):
+        next(first)
+    next(second)
+
+
+def test_processes_that_were_started_again_have_forgotten(served: TensorParallelModel) -> None:
+    stream = generate(served, PROMPTS, max_new_tokens=8)
+    next(stream)
+    served._workers._processes.all[1].kill()
+    with pytest.raises(tpcore.PeerLostError):
+        next(stream)
+    stream = generate(served, PROMPTS, max_new_tokens=8)
+    before = next(stream)
+    served.replace_weights(whole().state_dict())
+    with pytest.raises(RuntimeError, match="weights were replaced"):
+        next(stream)
+    assert torch.equal(next(generate(served, PROMPTS, max_new_tokens=8)), before)
+
+
+def test_what_does_not_fit_is_refused_before_any_call(served: TensorParallelModel) -> None:
+    with pytest.raises(ValueError, match="the cache has 2 rows"):
+        generate(served, [*PROMPTS, [1]], max_new_tokens=1)
+    with pytest.raises(ValueError, match=f"prompt of 12.*holds {LENGTH} tokens"):
+        generate(served, PROMPTS, max_new_tokens=LENGTH - 11)
+    with pytest.raises(ValueError, match="a prompt has a token or more"):
+        generate(served, [[]], max_new_tokens=1)
+
+
+WITHOUT = """
+import sys
+sys.modules["transformers"] = None
+from tpcore.trace import generate, parallel_model_load
+with parallel_model_load(sys.argv[1]) as model:
+    print([t.tolist() for t in generate(model, [[30, 31, 60]], max_new_tokens=4)])
+"""
+
+
+def test_it_is_served_without_transformers(folder: Path) -> None:
+    made = subprocess.run(
+        [sys.executable, "-c", WITHOUT, str(folder)], check=False, capture_output=True, text=True, timeout=100
+    )
+    assert made.returncode == 0, made.stderr
+    assert made.stdout.strip() == str([[t] for t in expected(whole(), PROMPTS[1], 4)])
+
+
+# -- on threads: which families can -------------------------------------------------------------------------
+
+T = transformers
+FAMILIES: dict[str, Callable[[], Any]] = {
+    "llama": lambda: llama(num_key_value_heads=1),
+    "gpt2, with a table of positions": lambda: T.GPT2LMHeadModel(T.GPT2Config(**GPT2)),
+    "qwen3": lambda: T.Qwen3ForCausalLM(T.Qwen3Config(**TINY, num_key_value_heads=2, head_dim=8)),
+    "gemma3, with two kinds of layers": lambda: T.Gemma3ForCausalLM(
+        T.Gemma3TextConfig(**TINY, num_key_value_heads=2, head_dim=8, sliding_window=32)
+    ),
+    "gpt_neox": lambda: T.GPTNeoXForCausalLM(T.GPTNeoXConfig(**TINY)),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "tokens"])
+def test_rows_of_a_cache_equal_the_whole(name: str, sequence_parallel: bool) -> None:
+    torch.manual_seed(0)
+    model = FAMILIES[name]().eval()
+    ids = torch.tensor([PROMPTS[0][:6], PROMPTS[0][6:]])
+    with torch.no_grad():
+        want = model(ids).logits
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        torch.manual_seed(0)
+        cut = tpcore.parallelize(FAMILIES[name](), sequence_parallel=sequence_parallel)
+        cached = CachedModel(cut, 16, 2)
+        with torch.no_grad():
+            # the second row has two tokens fewer, and padding in their place
+            first = cached(ids[:, :4], torch.zeros(2, dtype=torch.long), torch.tensor([3, 1]))[0]
+            second = cached(ids[:, 4:5], torch.tensor([4, 4]), torch.zeros(2, dtype=torch.long))[0]
+        # float32: the order of sums
+        torch.testing.assert_close(first[0], want[0, 3], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(first[1], want[1, 1], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(second[0], want[0, 4], rtol=1e-4, atol=1e-4)
+
+    run_ranks(Mesh({"tp": 2}), rank)
+
+
+def refused(make: Callable[[], Any], max_length: int, match: str) -> None:
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        with pytest.raises(ValueError, match=match):
+            CachedModel(make(), max_length, 1)
+
+    run_ranks(Mesh({"tp": 1}), rank)
+
+
+def test_a_model_that_counts_positions_by_itself_is_refused() -> None:
+    class Counting(T.LlamaForCausalLM):
+        def forward(
+            self, input_ids: Any, past_key_values: Any = None, position_ids: Any = None, **kw: Any
+        ) -> Any:
+            own = torch.arange(input_ids.shape[1])[None]
+            return super().forward(input_ids, past_key_values=past_key_values, position_ids=own, **kw)
+
+    refused(lambda: Counting(llama().config), 16, "logits differ by")
+
+
+def test_models_that_keep_something_else_are_refused() -> None:
+    refused(llama, 65, "max_position_embeddings=64 positions; choose 64")
+    mistral = T.MistralConfig(**TINY, num_key_value_heads=2, sliding_window=8)
+    refused(lambda: T.MistralForCausalLM(mistral), 16, "sliding_window=8")
+    refused(lambda: T.BertModel(T.BertConfig(**TINY)), 16, "no causal language model")
+    t5 = T.T5Config(vocab_size=99, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4)
+    refused(lambda: T.T5ForConditionalGeneration(t5), 16, "no causal language model")
+    mamba = T.MambaConfig(vocab_size=99, hidden_size=32, num_hidden_layers=1)
+    refused(lambda: T.MambaForCausalLM(mamba), 16, "no causal language model")
+    bloom = T.BloomConfig(vocab_size=99, hidden_size=32, n_layer=1, n_head=4)
+    refused(lambda: T.BloomForCausalLM(bloom), 16, "BloomForCausalLM takes no cache of keys and values alone")

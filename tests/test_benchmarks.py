@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-pytestmark = [pytest.mark.slow, pytest.mark.processes]
+pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(300)]
 
 
 def _run(module: str, *options: str) -> str:
     command = [sys.executable, "-m", f"benchmarks.{module}", *options]
-    done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -68,15 +68,18 @@ def test_it_can_be_turned_off(pool: RankPool) -> None:
 
 
 def _one_has_no_memory(ctx: ParallelContext) -> tuple[list[str], float, int]:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    files, before = len(_memory_files()), resource.getrlimit(resource.RLIMIT_FSIZE)
     if ctx.rank == 1:  # the kernel refuses to make a file larger, in memory too
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
     try:
         roads = _roads(ctx)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    memory = [f for f in os.listdir("/proc/self/fd") if _target(f).startswith("/memfd:tpcore")]
-    return roads, float(ctx.comm("tp").all_reduce(torch.ones(()))), len(memory)
+    return roads, float(ctx.comm("tp").all_reduce(torch.ones(()))), len(_memory_files()) - files
+
+
+def _memory_files() -> list[str]:
+    return [f for f in os.listdir("/proc/self/fd") if _target(f).startswith("/memfd:tpcore")]
 
 
 def _target(fd: str) -> str:

@@ -13,16 +13,22 @@ OLD, NEW = "neuronx_distributed", "tpcore"
 
 
 class Renamed(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def __init__(self) -> None:
+        self._own: dict[str, Any] = {}  # the spec of each module under its own name
+
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name.partition(".")[0] != OLD:
             return None
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
 
     def create_module(self, spec: Any) -> ModuleType:
-        return importlib.import_module(NEW + spec.name.removeprefix(OLD))
+        module = importlib.import_module(NEW + spec.name.removeprefix(OLD))
+        self._own[module.__name__] = module.__spec__
+        return module
 
     def exec_module(self, module: ModuleType) -> None:
-        # the import system has put the old name into the module: what it is called again
+        # the import system has put the old name's spec into the module, and relative imports compare it
+        module.__spec__ = self._own[module.__name__]
         sys.modules[OLD + module.__name__.removeprefix(NEW)] = module
 
 

@@ -148,8 +148,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         )
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        if use_gather_object and self.num_processes != current().mesh.size:
-            raise ValueError("use_gather_object=True gathers from ranks with the same batch: drop it")
+        objects = use_gather_object or not _tensors_only(input_data)
+        if objects and self.num_processes != current().mesh.size:
+            raise ValueError(
+                "gather_for_metrics of what is no tensor (use_gather_object) would gather from ranks with the "
+                "same batch too: pass tensors"
+            )
         return super().gather_for_metrics(input_data, use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
@@ -208,3 +212,11 @@ def _given(where: str | None) -> str:
     if where is None:
         raise ValueError("save_state and load_state on a mesh take a directory: name it")
     return where
+
+
+def _tensors_only(data: Any) -> bool:
+    try:
+        recursively_apply(lambda t: t, data, error_on_other_type=True)
+    except TypeError:
+        return False
+    return True

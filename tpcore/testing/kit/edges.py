@@ -58,7 +58,7 @@ def without_dims(ctx: ParallelContext, primitive: str) -> Wrong:
     known = PRIMITIVES.get(primitive)
     if known is not None and {"dim", "split_dim"} & known.arguments.keys():
         return Wrong()
-    return _only(ctx, ctx.comm("tp"), primitive, lambda p: torch.tensor(p - 3.0), "a tensor of no dims")
+    return _only(ctx, ctx.comm("tp"), primitive, lambda p: torch.tensor(p - 3.5), "a tensor of no dims")
 
 
 def odd_values(ctx: ParallelContext, primitive: str) -> Wrong:

@@ -28,6 +28,8 @@ class TestNeuron(Conformance):
     backend = "neuron"
     worlds = (4,)
     every = 61  # test_xla_matrix runs many more of them
+    # torch_xla adds a token, zero, to the input of a collective; XLA's maximum over CPUs leaves out NaN
+    loses = ("the sign of zero", "NaN in a maximum")
 
     def choices(self) -> dict[str, list[Any]]:
         """Layers not in float64: XLA's exp and erf are good to 1e-9 there, and the bounds ask for 1e-15."""

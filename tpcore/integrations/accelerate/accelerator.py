@@ -151,8 +151,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         objects = use_gather_object or not _tensors_only(input_data)
         if objects and self.num_processes != current().mesh.size:
             raise ValueError(
-                "gather_for_metrics of what is no tensor (use_gather_object) would gather from ranks with the "
-                "same batch too: pass tensors"
+                "gather_for_metrics of objects (use_gather_object) would gather from ranks with the same "
+                "batch too: pass tensors"
             )
         return super().gather_for_metrics(input_data, use_gather_object)
 

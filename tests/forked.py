@@ -29,7 +29,7 @@ def ready() -> None:
 
 
 def run(
-    words: Sequence[str], cwd: Path, env: Mapping[str, str] | None = None, timeout: float = 110
+    words: Sequence[str], cwd: Path, env: Mapping[str, str] | None = None, timeout: float = 250
 ) -> subprocess.CompletedProcess[str]:
     """``python FILE ...``, ``python -m MODULE ...``, ``tpcore ...`` or ``torchrun ...``, to its end."""
     ready()

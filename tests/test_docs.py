@@ -154,7 +154,7 @@ def play(page: Path, directory: Path) -> str | None:
     method.set_forkserver_preload(forked.PRELOAD)
     process = method.Process(target=_alone, args=(page, directory, printed_to), daemon=False)
     process.start()
-    process.join(110)
+    process.join(250)
     if process.exitcode is None:
         process.kill()
     printed = printed_to.read_text() if printed_to.exists() else ""

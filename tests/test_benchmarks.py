@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,10 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(300)]
+LONG = pytest.mark.skipif(
+    os.environ.get("TPCORE_DRILLS") != "all",
+    reason="it starts processes for a minute and a half: TPCORE_DRILLS=all",
+)
 
 
 def _run(module: str, *options: str) -> str:
@@ -76,6 +81,7 @@ def test_pipeline() -> None:
     assert many < 1.05 * few  # its memory does not grow with the microbatches
 
 
+@LONG
 def test_generate() -> None:
     printed = _run("generate", "--size", "tiny", "--rounds", "2", "--warm", "1")
     assert "the tokens of all 3 are the same" in printed
@@ -84,6 +90,7 @@ def test_generate() -> None:
         assert f"{contestant}: " in printed
 
 
+@LONG
 def test_transformers_tp() -> None:
     printed = _run("transformers_tp", "--size", "tiny", "--rounds", "1", "--steps", "1", "--warm", "1")
     assert "are the same)" in printed

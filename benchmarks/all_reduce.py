@@ -3,7 +3,8 @@
 The floor is what shared memory cannot do without, and no meeting: the tensor is copied into a buffer, and
 the sum of it and of a buffer is written to new memory. Each contestant's sum is compared before it is timed.
 The calls over gloo are past the first ones, which wait for the comparison of all ranks; what comparing costs
-from then on is the difference to the contestant whose calls are not compared.
+from then on is the difference to the contestant whose calls are not compared. DeepSpeed's operator, where
+deepspeed can be imported, adds in place; it is compiled at its first start.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import tpcore
 from tpcore.settings import changed
 
 from .harness import TP, Contestant, check_equal, conditions, race, say, start, table
+from .peers import deepspeed_operator, importable
 
 WARMUP = 520  # calls: the first 512 are compared before they run
 
@@ -35,6 +37,7 @@ def run(rank: int, options: argparse.Namespace) -> None:
     for _ in range(WARMUP):
         gloo.all_reduce(torch.ones(1))
     say(f"{conditions()}\n\ntpcore over {shared.transport!r} and over {gloo.transport!r}")
+    operator = dict(importable({"DeepSpeed": lambda: ("DeepSpeed's operator", deepspeed_operator(rank))}))
     for kb in options.kb:
         x = torch.full((kb << 8,), float(rank + 1))
         buffer = torch.empty_like(x)
@@ -44,13 +47,15 @@ def run(rank: int, options: argparse.Namespace) -> None:
             "tpcore, gloo, not compared": silent.all_reduce,
             "gloo by hand": _by_hand,
         }
-        for name, way in ways.items():
-            check_equal(name, "sum", way(x), torch.full_like(x, 3.0), 0.0)
+        for name, way in (ways | operator).items():
+            check_equal(name, "sum", way(x.clone()), torch.full_like(x, 3.0), 0.0)
         contestants = [Contestant("floor", partial(_copied_and_summed, x, buffer))]
         contestants += [Contestant(name, partial(way, x)) for name, way in ways.items()]
-        inner = max(1, 2000 // (kb + 20))
+        contestants += [Contestant(name, partial(way, torch.zeros_like(x))) for name, way in operator.items()]
+        inner = max(10, 2000 // (kb + 20))
         title = f"all_reduce of {kb} KB"
-        say("\n" + table(race(title, contestants, options.rounds, inner, options.warm), "floor"))
+        result = race(title, contestants, options.rounds, inner, options.warm)
+        say("\n" + table(result, "floor", "gloo by hand", *operator))
     tpcore.shutdown()
 
 

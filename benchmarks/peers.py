@@ -56,6 +56,15 @@ def megatron_options() -> dict[str, Any]:
     return {"config": config, "init_method": nn.init.xavier_normal_}
 
 
+def deepspeed_operator(rank: int) -> Callable[[Tensor], Tensor]:
+    """DeepSpeed's all-reduce over shared memory, which adds in place. ImportError without deepspeed."""
+    from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
+
+    ShareMemCommBuilder().load().initialize(dist.get_world_size(), rank)
+    operator: Callable[[Tensor], Tensor] = torch.ops.deepspeed.inference_all_reduce_
+    return operator
+
+
 class FirstOfPair(nn.Module):
     """Megatron-core's layers return (output, bias)."""
 

@@ -136,9 +136,9 @@ def column_linear(
 ) -> Tensor:
     """``x @ weight.T + bias`` with a weight cut by output features. ``dtype``: the least precision in which
     the input gradient is summed."""
-    x, kind = plain(x), x.device.type
-    if kind != "meta" and torch.is_autocast_enabled(kind):  # is_autocast_enabled("meta") is an error
-        x, weight, bias = _cast(x, weight, bias, torch.get_autocast_dtype(kind))
+    x = plain(x)
+    if not x.is_meta and torch.is_autocast_enabled(comm.device_type):  # ("meta") is an error
+        x, weight, bias = _cast(x, weight, bias, torch.get_autocast_dtype(comm.device_type))
     run = _Column.apply if torch.is_grad_enabled() else _column
     y: Tensor = run(x, weight, bias, (comm, sequence_dim, dtype))
     return y
@@ -149,9 +149,9 @@ def row_linear(
 ) -> Tensor:
     """``(sum over ranks of x @ weight.T) + bias`` with a weight cut by input features. ``dtype``: the least
     precision of the sum."""
-    x, kind = plain(x), x.device.type
-    if kind != "meta" and torch.is_autocast_enabled(kind):
-        x, weight, bias = _cast(x, weight, bias, torch.get_autocast_dtype(kind))
+    x = plain(x)
+    if not x.is_meta and torch.is_autocast_enabled(comm.device_type):  # ("meta") is an error
+        x, weight, bias = _cast(x, weight, bias, torch.get_autocast_dtype(comm.device_type))
     run = _Row.apply if torch.is_grad_enabled() else _row
     y: Tensor = run(x, weight, bias, (comm, sequence_dim, dtype))
     return y

@@ -24,8 +24,9 @@ def check_ids(ids: Tensor, size: int, what: str, ignore: int | None = None) -> N
         return
     if not ids.numel() or ids.is_meta:
         return
-    seen = ids if ignore is None else ids.masked_fill(ids == ignore, 0)
-    low, high = (int(v) for v in torch.aminmax(seen))
+    low, high = (int(v) for v in torch.aminmax(ids))
+    if ignore is not None and (low < 0 or high >= size):
+        low, high = (int(v) for v in torch.aminmax(ids.masked_fill(ids == ignore, 0)))
     if low < 0 or high >= size:
         kept = "" if ignore is None else f" (ignore_index={ignore})"
         raise IndexError(f"{what}: ids from {low} to {high} do not fit a vocabulary of {size}{kept}")

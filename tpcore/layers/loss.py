@@ -44,16 +44,17 @@ def _local_softmax(
 
     One fused kernel gives both: the largest softmax of a row is 1 / sum(exp(row - max(row))).
     """
-    logits = _fill_padding(logits, padding, torch.finfo(logits.dtype).min)
+    lowest = torch.finfo(logits.dtype).min
+    logits = _fill_padding(logits, padding, lowest)
     share = torch.softmax(logits, -1, out=out)
     largest = logits.amax(-1)
+    log_sum = largest - share.amax(-1).log()
+    if eager and not largest.is_meta and largest.amin() > lowest:
+        return share, log_sum
     # Rows with only -inf or padding on this rank have softmax 0 here, not nan. Their maximum is -inf, and on
     # torch_xla the lowest finite number.
-    empty = largest <= torch.finfo(largest.dtype).min
-    log_sum = torch.where(empty, largest, largest - share.amax(-1).log())
-    if not eager or empty.is_meta or empty.any():
-        share.masked_fill_(empty.unsqueeze(-1), 0.0)
-    return share, log_sum
+    empty = largest <= lowest
+    return share.masked_fill_(empty.unsqueeze(-1), 0.0), torch.where(empty, largest, log_sum)
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -73,10 +74,11 @@ class _CrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         width = logits.shape[-1]
         wide = torch.promote_types(logits.dtype, torch.float32)
-        local = target - comm.position * width
-        kept = target != ignore
-        mine = (local >= 0) & (local < width) & kept
-        local = local * mine
+        place, kept = target - comm.position * width, target != ignore
+        local = place.clamp(0, width - 1)
+        mine = local == place
+        if 0 <= ignore < width * comm.size:
+            mine = mine & kept
         padding = _padding(logits, comm, vocab)
 
         softmax, eager = None, _reads_values(comm)
@@ -91,22 +93,23 @@ class _CrossEntropy(torch.autograd.Function):
                 rows[2, at] = _fill_padding(chunk, padding, 0.0).sum(-1)
             out = None if softmax is None else softmax[at]
             _, rows[0, at] = _local_softmax(chunk, padding, eager, out)
-        picked = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1).to(wide)
-        rows[1, :tokens] = torch.where(mine, picked, torch.zeros_like(picked))
-        if detect:
-            rows[:2, -1] = logits[:, [0, -1]].ne(0).any(0).to(wide)
+        rows[1, :tokens] = torch.where(mine, logits.gather(-1, local.unsqueeze(-1)).squeeze(-1), 0.0)
+        if detect:  # the first and the last column
+            rows[:2, -1] = torch.count_nonzero(logits[:, :: max(1, width - 1)], 0)
 
         gathered = comm.all_gather(rows.unsqueeze(0), 0)
         if detect:
             _refuse_padding(gathered[:, :2, -1], width * comm.size)
         gathered = gathered[..., :tokens]
-        log_sum = gathered[:, 0].logsumexp(0)
-        loss = log_sum - (1 - smoothing) * gathered[:, 1].sum(0)
+        log_sum = _log_sum_exp(gathered[:, 0])
+        target_logit = gathered[:, 1].sum(0)
         if smoothing:
-            loss = loss - smoothing / vocab * gathered[:, 2].sum(0)
+            loss = log_sum - (1 - smoothing) * target_logit - smoothing / vocab * gathered[:, 2].sum(0)
+        else:
+            loss = log_sum - target_logit
         ctx.save_for_backward(logits, (rows[0, :tokens] - log_sum).exp(), local, mine, kept)
         ctx.args, ctx.softmax = (comm, smoothing, vocab), softmax
-        return torch.where(kept, loss, torch.zeros_like(loss))
+        return torch.where(kept, loss, 0.0)
 
     @staticmethod
     @once_differentiable
@@ -117,9 +120,9 @@ class _CrossEntropy(torch.autograd.Function):
         softmax, ctx.softmax = ctx.softmax, None
         padding = _padding(logits, comm, vocab)
         # where instead of a product: the gradient of a mean over no tokens is inf
-        scale = torch.where(kept, grad, torch.zeros_like(grad)).to(part.dtype).unsqueeze(-1)
+        scale = torch.where(kept, grad, 0.0).to(part.dtype).unsqueeze(-1)
         part = part.unsqueeze(-1) * scale
-        hit = (mine.to(part.dtype) * (smoothing - 1)).unsqueeze(-1) * scale
+        hit = torch.where(mine.unsqueeze(-1), scale * (smoothing - 1), 0.0)
         out = torch.empty_like(logits, memory_format=torch.contiguous_format) if softmax is None else softmax
         for at in _chunks(logits, comm):
             if softmax is None:
@@ -137,10 +140,20 @@ class _CrossEntropy(torch.autograd.Function):
         return out, None, None, None, None, None, None
 
 
+def _log_sum_exp(x: Tensor) -> Tensor:
+    """Over dim 0, of a few numbers: torch.logsumexp took three times as long, for its care of infinite ones,
+    which make the loss nan either way."""
+    largest = x.amax(0)
+    return (x - largest).exp_().sum(0).log_().add_(largest)
+
+
 def _refuse_padding(nonzero: Tensor, columns: int) -> None:
     """ValueError if the very last column looks like padding: zero for every token, unlike the first column.
-    ``nonzero``: ``[ranks, 2]``, whether the first and the last column of each rank have a nonzero logit."""
-    if not nonzero.is_meta and nonzero[0, 0] and not nonzero[-1, 1]:
+    ``nonzero``: ``[ranks, 2]``, how many logits of each rank's first and last column are not zero."""
+    if nonzero.is_meta:
+        return
+    first, *_, last = nonzero.tolist()
+    if first[0] and not last[1]:
         raise ValueError(
             f"parallel_cross_entropy: the last of {columns} logits is exactly 0 for every token, as padding "
             "is, and would count as a word of the vocabulary: pass vocab_size=, the size without padding "

@@ -59,6 +59,15 @@ def check_same_over_dp(parameters: Sequence[Tensor], names: Sequence[str]) -> No
             )
 
 
+def names_of(groups: Iterable[dict[str, Any]]) -> list[str]:
+    """The parameters' names in errors, over all groups of an optimizer: their numbers if it has no names."""
+    found: list[str] = []
+    for group in groups:
+        known, first = group.get("param_names"), len(found)
+        found += map(repr, known) if known else map(str, range(first, first + len(group["params"])))
+    return found
+
+
 def named_of(group: dict[str, Any]) -> tuple[list[Tensor], list[str]]:
     """A group's parameters, and their names in errors. ValueError for a parameter that is given twice."""
     given = group["params"]

@@ -12,6 +12,7 @@ from ..context import current
 from .clip import addend_of, check_max_norm, norm_of, scale_to
 from .data_parallel import reduce_gradients
 from .parameters import unique_parameters
+from .replaced import check_not_replaced
 from .zero import Zero1
 
 
@@ -46,6 +47,8 @@ class WholeStepping(Stepping):
 
     def reduce(self) -> None:
         reduce_gradients(self._parameters)
+        if not self.gradients():
+            check_not_replaced(self.scaled.param_groups, ())
 
     def gradients(self) -> list[Tensor]:
         return [p.grad for p in self._parameters if p.grad is not None]

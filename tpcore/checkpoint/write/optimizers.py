@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,16 +30,23 @@ class Resolved:
     gather: dict[int, Callable[[], Tensor]] = field(default_factory=dict)
 
 
-def resolve(state: Any, ctx: ParallelContext) -> Resolved:
-    """Replace the optimizers in ``state``. ValueError if one of a pipeline stage has unnamed parameters. At
-    pp=1 a warning says where such a state can be loaded, and where not."""
+def pending_of(state: Any) -> dict[int, list[bool]]:
+    """By the ``id`` of each Zero1 in ``state``, which parameters have gradients that no step has used yet.
+    Collective over dp."""
+    found = state.values() if isinstance(state, Mapping) else ()
+    return {id(value): value.pending() for value in found if isinstance(value, Zero1)}
+
+
+def resolve(state: Any, ctx: ParallelContext, pending: Mapping[int, list[bool]]) -> Resolved:
+    """Replace the optimizers in ``state``. ``pending``: the result of ``pending_of``. ValueError if one of a
+    pipeline stage has unnamed parameters. At pp=1 a warning says where such a state can be loaded."""
     if not isinstance(state, Mapping) or not any(map(_of_optimizer, state.values())):
         return Resolved(state)
     found = Resolved(dict(state))
     names = _names(state, ctx)
     for key, value in state.items():
         if isinstance(value, torch.optim.Optimizer):
-            found.state[key] = _resolved(value, found, ctx)
+            found.state[key] = _resolved(value, found, ctx, pending.get(id(value), ()))
             _name(value, found.state[key], names, ctx, key)
             _warn_of_no_names(key, found.state[key], ctx, "at another number of pipeline stages")
         elif is_optimizer(value):
@@ -64,10 +71,12 @@ def _warn_of_no_names(key: Any, saved: Mapping[str, Any], ctx: ParallelContext, 
         )
 
 
-def _resolved(optimizer: torch.optim.Optimizer, found: Resolved, ctx: ParallelContext) -> dict[str, Any]:
+def _resolved(
+    optimizer: torch.optim.Optimizer, found: Resolved, ctx: ParallelContext, pending: Sequence[bool]
+) -> dict[str, Any]:
     saved: dict[str, Any]
     if isinstance(optimizer, Zero1):
-        outline = optimizer.outline()
+        outline = optimizer.outline(pending)
         saved = outline.state
         found.gather.update(outline.gather)
     else:

@@ -27,7 +27,7 @@ from ...storage.siblings import staging_path
 from ...storage.tensorfile import write_tensors
 from ..format.manifest import FORMAT, STATE, VERSION, Manifest, rank_dir
 from ..format.retention import keep_last
-from .optimizers import resolve
+from .optimizers import pending_of, resolve
 from .snapshot import Entry, Part, Writer, cuts_of, on_host, total_of
 
 
@@ -116,8 +116,9 @@ class Save:
         self._part: Part | None = None
         self._files: dict[str, dict[str, Writer]] = {}
         self.staging: Staging | None = None
+        pending = pending_of(state)
         with together(ctx):
-            self._prepare(state)
+            self._prepare(state, pending)
         if self._part is not None:
             self._part.gather(self._files)
         with together(ctx):
@@ -131,9 +132,9 @@ class Save:
             if ctx.rank == 0:
                 self.staging = Staging(self.target, self.save_id, FORMAT, others_stay=True)
 
-    def _prepare(self, state: dict[Any, Any]) -> None:
+    def _prepare(self, state: dict[Any, Any], pending: Mapping[int, list[bool]]) -> None:
         """Determine the cut of each tensor, and the tensors that this rank writes."""
-        resolved, options = resolve(state, self.ctx), self.options
+        resolved, options = resolve(state, self.ctx, pending), self.options
         self._shared = self._dp[1] > 1 and (options.all_dp or bool(resolved.gather))
         if not (self._first or self._shared):
             return

@@ -58,7 +58,8 @@ class GatheredTensor:
         """Gather the values, collective over dp. ``keep``: this rank writes them, so keep a host copy."""
         values = self._gather()
         if keep:
-            self._values = values.detach().cpu().to(self.dtype).contiguous()
+            # a copy: of one dp rank the values are the optimizer's own memory, which later steps change
+            self._values = values.detach().cpu().to(self.dtype, copy=True).contiguous()
 
     def pieces(self) -> list[Tensor]:
         return [self._values]

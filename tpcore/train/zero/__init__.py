@@ -2,5 +2,6 @@
 
 from .chunk import ReadRun
 from .optimizer import Zero1
+from .state import GRADIENT
 
-__all__ = ["ReadRun", "Zero1"]
+__all__ = ["GRADIENT", "ReadRun", "Zero1"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from ...context import current
 from ..buckets import buckets
 from ..clip import norm_of
-from ..data_parallel import present_anywhere
-from ..parameters import check_parameters, check_same_over_dp, named_of
+from ..parameters import check_parameters, check_same_over_dp, named_of, names_of
+from ..replaced import check_not_replaced
 from .accumulation import Accumulation
 from .chunk import ChunkSegment, ParameterChunk, ReadRun, kind_of
 from .elementwise import check_elementwise
+from .scaled import Scaled
 from .state import Outline, entries_of, outline_of
 
 _NOT_OPTIONS = ("params", "param_names")
@@ -71,6 +72,7 @@ class Zero1(torch.optim.Optimizer):
         self._base: torch.optim.Optimizer | None = None
         self._chunks: dict[Tensor, ParameterChunk] = {}
         self.for_scaler = Scaled(self)
+        self._in_use = False  # whether a step has found the parameters in use
         # the chunks with a gradient, between the mean and the step
         self._stepped: list[ParameterChunk] | None = None
         # on the CPU, whatever the default device: only its defaults are used
@@ -94,7 +96,7 @@ class Zero1(torch.optim.Optimizer):
         if self._base is not None and self._changed():
             self._base = None
         if self._base is None:
-            check_parameters(self._parameters, [f"{i}" for i in range(len(self._parameters))])
+            check_parameters(self._parameters, names_of(self.param_groups))
             self._chunks = {}
             first = self.param_groups[0]
             self._base = self._class([self._group(first)], **self._options)
@@ -142,10 +144,11 @@ class Zero1(torch.optim.Optimizer):
             return
         self.base()
         chunks = [chunk for p, chunk in self._chunks.items() if p.requires_grad and chunk.numel]
-        has = [self._gradients.of(chunk.parameter) is not None for chunk in chunks]
-        device = chunks[0].parameter.device if chunks else torch.device("cpu")
-        anywhere = present_anywhere(has, self._dp, device)
-        self._stepped = [chunk for chunk, somewhere in zip(chunks, anywhere, strict=True) if somewhere]
+        anywhere = self._gradients.anywhere([chunk.parameter for chunk in chunks], self._dp)
+        stepped = [chunk for chunk, somewhere in zip(chunks, anywhere, strict=True) if somewhere]
+        if not self._in_use:
+            check_not_replaced(self.param_groups, {chunk.parameter for chunk in stepped})
+        self._stepped, self._in_use = stepped, True
         for chunk in self._stepped:
             chunk.fill()
         for bucket in self._buckets(self._gradients.dtype_of):
@@ -212,12 +215,15 @@ class Zero1(torch.optim.Optimizer):
         self.reduce_gradients()
         base = self.base()
         base.step()
-        for mine, theirs in zip(self.param_groups, base.param_groups, strict=True):
-            mine.update({k: v for k, v in theirs.items() if k not in _NOT_OPTIONS})
+        self._take_options(base)
         self._gather()
         self.skip()
         self._show_state()
         return loss
+
+    def _take_options(self, base: torch.optim.Optimizer) -> None:
+        for mine, theirs in zip(self.param_groups, base.param_groups, strict=True):
+            mine.update({k: v for k, v in theirs.items() if k not in _NOT_OPTIONS})
 
     # makes GradScaler call step on every rank, inf or not, so that step can raise its error
     _step_supports_amp_scaling = True
@@ -247,27 +253,35 @@ class Zero1(torch.optim.Optimizer):
             if values:
                 self.state[p] = values
 
-    def outline(self) -> Outline:
+    def pending(self) -> list[bool]:
+        """For each parameter, whether a dp rank has a gradient that no step has used. Collective over dp."""
+        return self._gradients.anywhere(self._parameters, self._dp)
+
+    def outline(self, pending: Sequence[bool]) -> Outline:
         """The ``state_dict`` without the tensors that are cut over dp, which can be gathered one by one."""
         if self._base is not None:
             self.base()  # raises if parameters have changed
-        return outline_of(super().state_dict(), self._parameters, self._chunks)
+        if self.reduced:
+            raise ValueError("no step has used the mean of the gradients yet: save before or after the step")
+        means = self._gradients.means(self._parameters, pending, self._dp)
+        return outline_of(super().state_dict(), self._parameters, self._chunks, means)
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """The state of ``optimizer_class`` for this tp rank's shards, with ``master`` values if any.
+        """The state of ``optimizer_class`` for this tp rank's shards, with ``master`` values if any, and
+        between the backwards of one step with the mean over dp of what they have summed, as ``gradient``.
 
         Collective over dp. Every rank gets the whole state. To save it, pass the optimizer itself to
         ``tpcore.checkpoint.save``, which gathers one tensor at a time.
         """
-        return self.outline().gathered()
+        return self.outline(self.pending()).gathered()
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of ``optimizer_class`` or of ``Zero1`` over it, for this tp rank's shards.
 
-        If it has no ``master`` values, they start from the weights. Raises ValueError if it does not fit the
-        parameters.
+        If it has no ``master`` values, they start from the weights. If it was saved between the backwards of
+        one step, that step goes on. Raises ValueError if it does not fit the parameters.
         """
         self.load_outline(state_dict, {})
 
@@ -275,26 +289,12 @@ class Zero1(torch.optim.Optimizer):
     def load_outline(self, outline: dict[str, Any], runs: Mapping[int, ReadRun]) -> None:
         """The same, where tensors on meta stand for some that are read now: each rank its entries, one
         tensor after the other. ``runs``: how, by their ``id``."""
-        base = self.base()
-        index = current().coord("dp")
-        state, masters = entries_of(outline, self._parameters, self._chunks, self._entries, index, runs)
-        base.load_state_dict(state)
+        base, index = self.base(), current().coord("dp")
+        found = entries_of(outline, self._parameters, self._chunks, self._entries, index, runs)
+        self._gradients.check_exact(found.gradients)
+        base.load_state_dict(found.state)
+        self._gradients.restore(self._parameters, found.gradients)
         for p, chunk in self._chunks.items():
-            chunk.take_master(masters.get(p))
-        for mine, theirs in zip(self.param_groups, base.param_groups, strict=True):
-            mine.update({k: v for k, v in theirs.items() if k not in _NOT_OPTIONS})
+            chunk.take_master(found.masters.get(p))
+        self._take_options(base)
         self._show_state()
-
-
-class Scaled:
-    """A Zero1 for a GradScaler: the groups of chunks with their gradients, and the step."""
-
-    def __init__(self, optimizer: Zero1) -> None:
-        self._optimizer = optimizer
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self._optimizer.base().param_groups
-
-    def step(self) -> Any:
-        return self._optimizer.step()

@@ -1,0 +1,22 @@
+"""A cut optimizer as a GradScaler sees it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .optimizer import Zero1
+
+
+class Scaled:
+    """A Zero1 for a GradScaler: the groups of chunks with their gradients, and the step."""
+
+    def __init__(self, optimizer: Zero1) -> None:
+        self._optimizer = optimizer
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self._optimizer.base().param_groups
+
+    def step(self) -> Any:
+        return self._optimizer.step()

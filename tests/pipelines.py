@@ -70,9 +70,8 @@ class CutModel(Model):
 
 
 def ends_of(ctx: ParallelContext) -> Comm:
-    """Over which ranks embedding and head are cut. One stage takes the group of tp: a traced program knows
-    it by that name."""
-    return ctx.comm("pp", "tp") if ctx.mesh.axes["pp"] > 1 else ctx.comm("tp")
+    """Over which ranks embedding and head are cut, at any number of stages."""
+    return ctx.comm("pp", "tp")
 
 
 def plain(layers: int, **options: Any) -> Model:

@@ -228,6 +228,20 @@ def test_a_batch_that_does_not_divide() -> None:
         run_ranks(mesh(2), lambda ctx: tpcore.PipelineModel(plain(2), 4).run_train(**batch_of(6)))
 
 
+def test_one_stage_takes_any_batch_where_nothing_is_trained() -> None:
+    dense, batch = plain(2).eval(), batch_of(3)
+
+    def run(ctx: ParallelContext) -> None:
+        model = plain(2)
+        model.layers = tpcore.PipelinedLayers(model.layers, 4)
+        with pytest.raises(ValueError, match="a batch of 3 does not divide into num_microbatches=4"):
+            model(**batch)
+        with torch.no_grad():
+            assert torch.equal(model.eval()(**batch), dense(**batch))
+
+    run_ranks(mesh(1), run)
+
+
 def test_a_kind_of_loss() -> None:
     with pytest.raises(ValueError, match="'mean' or 'sum'"):
         run_ranks(mesh(1), lambda ctx: tpcore.PipelineModel(plain(2), 4, loss="max"))  # type: ignore[arg-type]

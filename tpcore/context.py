@@ -59,6 +59,11 @@ class ParallelContext:
             self._comms[axes, within] = self.backend.comm(group, self.rank).called(name)
         return self._comms[axes, within]
 
+    @property
+    def comms(self) -> list[Comm]:
+        """The Comms over mesh axes that are made so far, in the order in which all ranks made them."""
+        return [comm for (_, within), comm in self._comms.items() if within is None]
+
     def named(self, name: str) -> Comm:
         """The Comm called ``name``, made or adopted by this context. BackendError if there is none."""
         for comm in (*self._comms.values(), *self._adopted):

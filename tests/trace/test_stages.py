@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from models import traced_in
 from pipelines import CutModel, batch_of, cut, ends_of
@@ -48,16 +49,25 @@ def _trained(ctx: ParallelContext, folder: Path) -> Tensor:
         return Logits(model)(IDS)
 
 
-def _loaded(folder: Path) -> nn.Module:
+def _loaded(folder: Path, piped: bool) -> nn.Module:
+    """The class that was trained. ``piped``: its pipeline too, as it was written for training."""
     model = cut(4, tpcore.current())
+    if piped:
+        model.layers = tpcore.PipelinedLayers(model.layers, 2, shared=["mix"])
     tpcore.checkpoint.load(folder, model)
     return Logits(model)
 
 
-def test_a_checkpoint_of_stages_is_traced_and_served_at_any_tp(pool: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("piped", [False, True])
+def test_a_checkpoint_of_stages_is_traced_and_served_at_any_tp(
+    pool: Any, tmp_path: Path, piped: bool
+) -> None:
+    """The vocabulary is cut over pp x tp, as in training, and batches are of any size."""
     want, *_ = run_ranks(Mesh({"pp": 2, "dp": 1, "tp": 2}), lambda ctx: _trained(ctx, tmp_path / "c"))
+    sizes = ({0: torch.export.Dim("rows", min=1, max=8)},)
     for tp in (1, 2, 4):
-        folder = tmp_path / f"tp{tp}"
-        with traced_in(pool, folder, partial(_loaded, tmp_path / "c"), (IDS,), tp) as served:
-            # 1e-12: float64 through a few layers
-            torch.testing.assert_close(served(IDS), want, rtol=1e-12, atol=1e-12)
+        folder, load = tmp_path / f"tp{tp}", partial(_loaded, tmp_path / "c", piped)
+        with traced_in(pool, folder, load, (IDS,), tp, dynamic_shapes=sizes) as served:
+            for rows in (4, 1, 3):
+                # 1e-12: float64 through a few layers
+                torch.testing.assert_close(served(IDS[:rows]), want[:rows], rtol=1e-12, atol=1e-12)

@@ -60,8 +60,10 @@ def comm_named(ctx: ParallelContext, name: str) -> Comm:
 
 
 def program_comms(ctx: ParallelContext) -> list[Comm]:
-    """The Comms that a program may use, one for each group. Their positions are inputs of the program."""
-    return [ctx.comm(axis) for axis in ctx.mesh.axes] + [ctx.world]
+    """The Comms that a program may use: of each axis, of the world, and those that the model's layers made,
+    over pp x tp for instance. Their positions are inputs of the program."""
+    known = [ctx.comm(axis) for axis in ctx.mesh.axes] + [ctx.world]
+    return known + [comm for comm in ctx.comms if comm not in known]
 
 
 @contextmanager

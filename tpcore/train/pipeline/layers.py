@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ... import random
@@ -41,7 +42,8 @@ class PipelinedLayers(nn.Module):
     ``cut_programs``: on lazy backends each tick ends a program, so that one program serves all microbatches
     and no compiler merges the recomputation with the first computation. Dropout draws different numbers for
     each microbatch and stage, and the same ones in the recomputation. Raises ValueError for layers that
-    differ, for a number of layers that ``pp`` does not divide, and for a batch that does not divide.
+    differ, for a number of layers that ``pp`` does not divide, and for a batch that does not divide. In eval
+    mode and without gradients one stage takes any batch, as in a traced model.
     """
 
     def __init__(
@@ -105,6 +107,8 @@ class PipelinedLayers(nn.Module):
         return (y,) if self.stage.tuples else y
 
     def _run(self, x: Tensor, arguments: LayerArguments) -> Tensor:
+        if self.pp.size == 1 and not (self.training or torch.is_grad_enabled()):
+            return self.stage(x, arguments)  # a batch of any size; microbatches would save no memory
         count = check_divides(len(x), self.num_microbatches)
         if self.shared is None and count > 1:
             check_told_apart(arguments, x)

@@ -730,4 +730,11 @@ def test_there_are_enough() -> None:
     assert len(MUTANTS) >= 75
     assert {c.partition(" ")[0] for c, _ in MUTANTS.values()} >= {
         n for n in vars(Conformance) if n.startswith("test_")
-    } - {"test_there_are_ranks", "test_many", "test_layers", "test_training", "test_checkpoint"}
+    } - {
+        "test_there_are_ranks",
+        "test_many",
+        "test_layers",
+        "test_training",
+        "test_pipeline",
+        "test_checkpoint",
+    }

@@ -26,7 +26,7 @@ from ...mesh import Mesh
 from ...transport import PRIMITIVES
 from .. import matrix
 from . import collectives as bodies
-from . import edges, programs
+from . import edges, programs, stages
 from . import mappings as law
 from .launched import Launched, launched_world
 
@@ -111,6 +111,7 @@ class Conformance:
             "square": [
                 Mesh({"dp": n // t, "tp": t}) for n in worlds for t in {n, n // 2} if t and n % t == 0
             ],
+            "staged": [m for n in worlds if (m := stages.stages_mesh(Mesh({"dp": 1, "tp": n}))) is not None],
             "dtype": list(can.dtypes),
             "moved": list(can.moved),
             "summed": [d for d in can.dtypes if d is not torch.bool],
@@ -242,6 +243,10 @@ class Conformance:
     def test_training(self, run: Run, square: Mesh) -> None:
         """A failure here alone is in dp combined with tp: mean of gradients, clipping, the step."""
         self._check(run(square, programs.training_step))
+
+    def test_pipeline(self, run: Run, staged: Mesh) -> None:
+        """A failure here alone is in pp combined with tp: ``permute`` in backward, or between layers."""
+        self._check(run(staged, stages.pipeline_step))
 
     def test_checkpoint(self, run: Run, line: Mesh) -> None:
         """A failure is in gathering bytes, or in ``device``: loaded values differ from the saved ones."""

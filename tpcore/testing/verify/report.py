@@ -18,11 +18,11 @@ import tpcore
 from ...backend.interface import Backend
 from ...backend.registry import backend_class, backends
 from ...consensus import gather_bytes
-from ...context import ParallelContext
+from ...context import ParallelContext, use
 from ...init import init, shutdown
 from .. import matrix
 from ..kit import collectives as bodies
-from ..kit import programs
+from ..kit import programs, stages
 from ..kit.collectives import Wrong
 from . import bert
 
@@ -105,6 +105,10 @@ def _rows(ctx: ParallelContext) -> Iterator[Row]:
                 for sequence in (False, True) if "seq" in axes else (False,):
                     yield _layer(ctx, layer, name, sequence)
     yield _row("training step", "float32", 2, programs.training_step(ctx))
+    two = stages.stages_mesh(ctx.mesh)
+    if two is not None:
+        with use(ParallelContext(ctx.backend, two, ctx.rank)) as staged:
+            yield _row("pipeline of 2 stages", "float32", 4, stages.pipeline_step(staged))
     if ctx.comm("tp").size > 1:
         yield _row("random streams", "float32", 3, programs.random_streams(ctx))
     yield _row("checkpoint round trip", "float32", 1, programs.checkpoint_round_trip(ctx))

@@ -1,0 +1,135 @@
+"""The conformance kit's check of pipelines: two stages train as the plain module does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import tpcore
+
+from ...context import ParallelContext
+from ...layers.sharding import sharding
+from ...mesh import Mesh
+from ...relay import Relay
+from ...transport import Primitive, Transport
+from .collectives import Wrong
+from .programs import NEAR
+
+WIDTH, INNER, LAYERS, MICROBATCHES, BATCH = 8, 24, 2, 4, 8
+
+
+def stages_mesh(mesh: Mesh) -> Mesh | None:
+    """Two stages of the ranks of ``mesh``; None if their number is odd."""
+    dp, tp = mesh.axes.get("dp", 1), mesh.axes.get("tp", 1)
+    if tp % 2 == 0:
+        return Mesh({"pp": 2, "dp": dp, "tp": tp // 2})
+    return Mesh({"pp": 2, "dp": dp // 2, "tp": tp}) if dp % 2 == 0 else None
+
+
+class _Block(nn.Module):
+    """``up`` and ``down`` of a residual MLP behind a norm that all ranks have whole."""
+
+    def __init__(self, up: nn.Module, down: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), up, down
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
+        return out
+
+
+class _Model(nn.Module):
+    def __init__(self, head: nn.Module, blocks: list[_Block]) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(blocks), head
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        out: Tensor = self.head(x).square().mean()
+        return out
+
+
+def _plain() -> _Model:
+    torch.manual_seed(7)
+    blocks = [_Block(nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)) for _ in range(LAYERS)]
+    return _Model(nn.Linear(WIDTH, INNER), blocks)
+
+
+def _cut(ctx: ParallelContext) -> _Model:
+    """The same values: blocks over tp, the head over the ranks of both axes."""
+    model, every = _plain(), ctx.comm("pp", "tp")
+    blocks: Any = model.layers
+    for block in blocks:
+        block.up = tpcore.ColumnParallelLinear.from_plain(block.up, gather_output=False)
+        block.down = tpcore.RowParallelLinear.from_plain(block.down, input_is_parallel=True)
+    head: Any = model.head
+    model.head = tpcore.ColumnParallelLinear.from_plain(head, pad=True, tensor_model_parallel_group=every)
+    return model
+
+
+class Least(Relay):
+    """A transport with the three primitives that a backend must write; the others are their defaults."""
+
+    broadcast = Transport.broadcast
+    all_to_all = Transport.all_to_all
+    permute = Transport.permute
+
+    def __init__(self, inner: Transport) -> None:
+        self._inner = inner
+        self.group, self.size, self.members = inner.group, inner.size, inner.members
+        self.index, self.position = inner.index, inner.position
+
+    def relay(self, primitive: Primitive, x: Tensor, *arguments: Any) -> Tensor:
+        out: Tensor = getattr(self._inner, primitive.name)(x, *arguments)
+        return out
+
+
+@contextmanager
+def _defaults(ctx: ParallelContext) -> Iterator[None]:
+    """The stages' collectives go through the defaults inside the block."""
+    pp = ctx.comm("pp")
+    with pp.traced(pp.position, Least(pp.transport)):
+        yield
+
+
+def pipeline_step(ctx: ParallelContext) -> Wrong:
+    """Loss and gradients of two stages equal those of the plain module on the whole batch: by each engine,
+    with the backend's own permute and with the default one."""
+    out, plain, dp = Wrong(), _plain(), ctx.mesh.axes.get("dp", 1)
+    batch = torch.randn(BATCH * dp, WIDTH, generator=torch.Generator().manual_seed(3))
+    want = plain(batch)
+    want.backward()
+    mine = batch.chunk(dp)[ctx.coord("dp")].to(ctx.device)
+    for engine in ("layers", "engine"):
+        _compare(ctx, engine, mine, plain, want, out)
+        with _defaults(ctx):
+            _compare(ctx, f"{engine} with the default permute", mine, plain, want, out)
+    return out
+
+
+def _compare(ctx: ParallelContext, how: str, x: Tensor, plain: _Model, want: Tensor, out: Wrong) -> None:
+    model = _cut(ctx)
+    model.layers = tpcore.PipelinedLayers(model.layers, MICROBATCHES)  # type: ignore[assignment]
+    tpcore.move_model_to_device(model, ctx.device)
+    if how.startswith("layers"):
+        loss = model(x)
+        loss.backward()
+    else:
+        loss = tpcore.PipelineModel(model, MICROBATCHES).run_train(x)
+    tpcore.reduce_gradients(model)
+    mean = ctx.comm("dp").all_reduce(loss.detach().reshape(1)) / ctx.comm("dp").size
+    out.measure(f"loss by the {how}", mean, want.detach().reshape(1), NEAR)
+    for name, p in model.named_parameters():
+        whole, mark = plain.get_parameter(name).grad, sharding(p)
+        if whole is None or p.grad is None:
+            out.append(f"{name} by the {how} has no gradient")
+            continue
+        part = whole if mark is None else mark.layout.shard(whole, ctx.rank, ctx.mesh)
+        out.measure(f"gradient of {name} by the {how}", p.grad, part, NEAR)
+    ctx.backend.mark_step()

@@ -95,7 +95,7 @@ CONTESTANTS: dict[str, Callable[[str], nn.Module]] = {
 }
 
 
-def _local(p: Tensor) -> Tensor:
+def local(p: Tensor) -> Tensor:
     return p.to_local() if isinstance(p, DTensor) else p
 
 
@@ -110,7 +110,7 @@ def job(rank: int, options: Namespace) -> None:
     before = resident()
     model: Any = CONTESTANTS[options.contestant](options.folder)
     opened = grown(before)
-    shard = sum(_local(p).numel() * p.element_size() for p in model.parameters())
+    shard = sum(local(p).numel() * p.element_size() for p in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     losses: list[float] = []
 

@@ -91,12 +91,8 @@ def show(options: Namespace) -> bool:
         size = sum(p.numel() * p.element_size() for p in model.parameters())
         model.save_pretrained(folder, max_shard_size="500MB")
         del model
-        lines = [
-            f"**Llama of {entries:,} parameters, {size / MB:,.0f} MB of files**",
-            "",
-            "| | peak while opened | shard | above the shard |",
-            "|---|---:|---:|---:|",
-        ]
+        say(f"**Llama of {entries:,} parameters, {size / MB:,.0f} MB of files**\n")
+        say("| | peak while opened | shard | above the shard |\n|---|---:|---:|---:|")
         fits = True
         for name, contestant, ranks in contestants(options.tp):
             one = Namespace(contestant=contestant, folder=folder, result=f"{folder}/result.json")
@@ -104,9 +100,13 @@ def show(options: Namespace) -> bool:
             peak, shard = json.loads(Path(one.result).read_text())
             fits = fits and (contestant != "tpcore" or peak - shard <= ALLOWED)
             cells = (f"{n / MB:,.0f} MB" for n in (peak, shard, peak - shard))
-            lines.append(f"| {name} | {' | '.join(cells)} |")
-    sys.stdout.write("\n".join(lines) + "\n\n")
+            say(f"| {name} | {' | '.join(cells)} |")
     return fits
+
+
+def say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
 
 
 def main() -> None:
@@ -117,7 +117,7 @@ def main() -> None:
     os.environ.setdefault("TPCORE_CHECK", "0")
     transformers.utils.logging.disable_progress_bar()
     fits = show(options)
-    sys.stdout.write(f"{conditions(max(options.tp))}, transformers {transformers.__version__}\n")
+    say(f"\n{conditions(max(options.tp))}, transformers {transformers.__version__}")
     if not fits:
         raise SystemExit(f"FAILED: a rank of tpcore needed more than its shard and {ALLOWED // MB} MB")
 

@@ -94,7 +94,9 @@ def ask(folder: Path, prompt: list[int], count: int) -> list[int]:
     """Greedy tokens after ``prompt`` of the consolidated model, by transformers alone in this process."""
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()  # it is done in an instant
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
     ids = torch.tensor([prompt])
     options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0}

@@ -68,7 +68,7 @@ class Size:
 
 
 SIZES = {
-    "large": Size(16, 1024, 16, 32000, 1, 256),  # 264 million parameters, 1.06 GB
+    "large": Size(18, 1024, 16, 32000, 1, 256),  # 273 million parameters, 1.09 GB
     "base": Size(12, 768, 12, 32000, 2, 128),  # 131 million parameters
     "tiny": Size(1, 32, 4, 64, 2, 8),  # for the tests
 }

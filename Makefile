@@ -37,7 +37,7 @@ help:  ## this list
 demo: venv  ## pretrain a small BERT at tp=1 and tp=2, compare the loss curves, serve it (78 seconds on 2 cores)
 	$(BIN)/python $(DEMO)
 
-demo-llama: venv  ## train a small Llama in one process and on a mesh, compare the losses, consolidate it, ask it
+demo-llama: venv  ## train a small Llama in one process and on a mesh, compare the losses, consolidate it, serve it
 	$(BIN)/python examples/demo_llama.py
 
 test:  ## everything that must hold: test-cpu, test-oldest, then test-xla

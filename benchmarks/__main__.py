@@ -14,6 +14,7 @@ for name in (
     "serve",
     "generate",
     "transformers_tp",
+    "load_model",
     "pipeline",
 ):
     subprocess.run([sys.executable, "-m", f"benchmarks.{name}"], check=True)

@@ -68,7 +68,7 @@ class Size:
 
 
 SIZES = {
-    "large": Size(16, 1024, 16, 32000, 1, 256),  # 264 million parameters, 1.06 GB
+    "large": Size(18, 1024, 16, 32000, 1, 256),  # 273 million parameters, 1.09 GB
     "base": Size(12, 768, 12, 32000, 2, 128),  # 131 million parameters
     "tiny": Size(1, 32, 4, 64, 2, 8),  # for the tests
 }
@@ -95,7 +95,7 @@ CONTESTANTS: dict[str, Callable[[str], nn.Module]] = {
 }
 
 
-def _local(p: Tensor) -> Tensor:
+def local(p: Tensor) -> Tensor:
     return p.to_local() if isinstance(p, DTensor) else p
 
 
@@ -110,7 +110,7 @@ def job(rank: int, options: Namespace) -> None:
     before = resident()
     model: Any = CONTESTANTS[options.contestant](options.folder)
     opened = grown(before)
-    shard = sum(_local(p).numel() * p.element_size() for p in model.parameters())
+    shard = sum(local(p).numel() * p.element_size() for p in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     losses: list[float] = []
 

@@ -1,7 +1,8 @@
-"""`make demo-llama`: one small Llama trained whole and on a mesh, the losses compared, consolidated, asked.
+"""`make demo-llama`: one small Llama trained whole and on a mesh, the losses compared, consolidated, served.
 
 TinyLlama's ratios, shrunk: 32 query heads and 4 key heads. Both runs are those of `run_clm.py`, whose flags
-are optimum-neuron's; the text is the language reference inside Python.
+are optimum-neuron's; the text is the language reference inside Python. The tokens of the cut model, of
+transformers' `generate` in one process and of the model served at tp=2 are the same.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ SIZES = {
 }
 BATCH = 8  # examples of 64 tokens in one step, over all ranks
 PROMPT = "an object is"
+TP = 2
 # Sums over ranks round differently from sums in one process, by about 1e-7 of a value, and training carries
 # that on. The loss is logged with 4 bytes.
 TOLERANCE = 1e-3
@@ -87,16 +90,64 @@ def consolidate(run: Path, out: Path) -> None:
     run_program("consolidating", [sys.executable, "-m", "tpcore", *words], ["tpcore", *words])
 
 
-def ask(folder: Path, count: int) -> list[int]:
-    """Greedy tokens of the consolidated model, by transformers alone in this process."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def ask(folder: Path, prompt: list[int], count: int) -> list[int]:
+    """Greedy tokens after ``prompt`` of the consolidated model, by transformers alone in this process."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()  # it is done in an instant
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    ids = torch.tensor([prompt])
+    options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0}
+    return list(model.generate(ids, max_new_tokens=count, **options)[0, len(prompt) :].tolist())
+
+
+def cut(folder: Path) -> Any:
+    """This rank's part of the consolidated model."""
+    from transformers import AutoModelForCausalLM
+
+    import tpcore
+
+    with tpcore.lazy():
+        model = AutoModelForCausalLM.from_pretrained(folder)
+    return tpcore.parallelize(model)
+
+
+def serve(folder: Path, traced: Path, prompt: list[int], count: int) -> list[int]:
+    """Greedy tokens of the model traced at tp=2 and loaded again, as they come: no transformers in it."""
+    import tpcore
+    from tpcore.trace import generate, parallel_model_load, parallel_model_save
+
+    lengths: dict[str, Any] = {"max_length": SIZES["max_position_embeddings"], "prompt_lengths": (8,)}
+    with tpcore.trace_causal_lm(partial(cut, folder.absolute()), TP, **lengths) as model:
+        parallel_model_save(model, traced)
+    with parallel_model_load(traced) as model:
+        start = time.perf_counter()
+        tokens = [int(token) for token in generate(model, [prompt], max_new_tokens=count)]
+        rate = len(tokens) / (time.perf_counter() - start)
+    console.print(f"{len(tokens)} tokens, {rate:.0f} a second, prompt included", highlight=False)
+    return tokens
+
+
+def answer(folder: Path, traced: Path, trained: list[int]) -> None:
+    """The answers of the model opened and served, beside that in training. SystemExit where one differs."""
+    from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model: Any = AutoModelForCausalLM.from_pretrained(folder)
-    ids = tokenizer(PROMPT, add_special_tokens=False, return_tensors="pt")["input_ids"]
-    found = model.generate(ids, do_sample=False, max_new_tokens=count - ids.shape[1], pad_token_id=0)[0]
-    console.print(f"from_pretrained, greedy: {tokenizer.decode(found)!r}", highlight=False)
-    return [int(token) for token in found]
+    prompt: list[int] = tokenizer(PROMPT, add_special_tokens=False)["input_ids"]
+    count = len(trained) - len(prompt)
+    console.print(f"\n[bold]serving[/bold]  [dim]{traced} at tp={TP}[/dim]", highlight=False, soft_wrap=True)
+    answers = {
+        "trained, cut": trained[len(prompt) :],
+        "from_pretrained, one process": ask(folder, prompt, count),
+        f"served, tp={TP}": serve(folder, traced, prompt, count),
+    }
+    for name, tokens in answers.items():
+        console.print(f"{name}: {tokens}", highlight=False, soft_wrap=True)
+    console.print(f"text: {tokenizer.decode(trained)!r}", highlight=False, soft_wrap=True)
+    if len({tuple(tokens) for tokens in answers.values()}) != 1:
+        raise SystemExit("FAILED: the tokens differ")
 
 
 def plot(runs: list[Run], path: Path) -> None:
@@ -144,19 +195,16 @@ def main() -> None:
     given = parser.parse_args()
     start = time.perf_counter()
     dp = 2 if (os.cpu_count() or 1) >= 4 else 1
-    flags = ("--tensor_parallel_size=2", "--zero_1")
+    flags = (f"--tensor_parallel_size={TP}", "--zero_1")
     out = given.output_dir
-    name = f"tp=2 dp={dp}, ZeRO-1, tokens spread"
+    name = f"tp={TP} dp={dp}, ZeRO-1, tokens spread"
     runs = [
         train("one process", out / "whole", given.steps),
-        train(name, out / "cut", given.steps, 2 * dp, flags, dp),
+        train(name, out / "cut", given.steps, TP * dp, flags, dp),
     ]
     report(runs, out)
     consolidate(out / "cut", out / "model")
-    tokens = ask(out / "model", len(runs[1].tokens))
-    console.print(f"tokens: {tokens}", highlight=False, soft_wrap=True)
-    if tokens != runs[1].tokens:
-        raise SystemExit(f"FAILED: the cut model said {runs[1].tokens}")
+    answer(out / "model", out / "traced", runs[1].tokens)
     console.print(f"whole demo: {time.perf_counter() - start:.0f} s", highlight=False)
 
 

@@ -96,3 +96,10 @@ def test_transformers_tp() -> None:
     assert "are the same)" in printed
     for contestant in ("tpcore", "tpcore, sequence_parallel"):
         assert f"| {contestant} |" in printed
+
+
+@LONG
+def test_load_model() -> None:
+    printed = _run("load_model", "--size", "tiny", "--tp", "2", "4")
+    for contestant in ("tpcore, tp=2", "tpcore, tp=4", "transformers, one process"):
+        assert f"| {contestant} |" in printed

@@ -1,15 +1,18 @@
-"""The demo's verdict: curves that agree pass, curves that do not end it with an error."""
+"""The demos' verdicts: curves that agree pass, curves that do not end them with an error."""
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 import demo
+import demo_llama
 
 
 def run(tp, offset=0.0, steps=20):
@@ -56,3 +59,36 @@ def test_serving_that_fails_ends_the_demo(tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "FILL", script)
     with pytest.raises(SystemExit, match="serving failed with exit code 4"):
         demo.fill_in(2, tmp_path / "tp2")
+
+
+def llama_run(name, losses, tokens=(5, 6)):
+    return demo_llama.Run(name, list(losses), list(tokens), 3.2)
+
+
+def test_losses_of_the_llama_that_agree(tmp_path, capsys):
+    demo_llama.report([llama_run("one process", [7.6, 7.1]), llama_run("tp=2", [7.6, 7.10001])], tmp_path)
+    assert "loss 7.6000 -> 7.1000; largest difference between the runs 1.0e-05" in capsys.readouterr().out
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("losses", "match"), [([7.6, 7.2], "disagree by 1.0e-01"), ([7.6], "2 and 1 steps, not as many")]
+)
+def test_losses_of_the_llama_that_disagree(losses, match, tmp_path):
+    with pytest.raises(SystemExit, match=match):
+        demo_llama.report([llama_run("one process", [7.6, 7.1]), llama_run("tp=2", losses)], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.timeout(300)
+def test_the_llama_demo_is_trained_consolidated_and_served(tmp_path):
+    words = ["python", demo_llama.__file__, "--steps", "2", "--output_dir", str(tmp_path / "out")]
+    done = forked.run(words, tmp_path, os.environ | {"COLUMNS": "200"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    answers = [line.partition(": [")[2] for line in done.stdout.splitlines() if ": [" in line]
+    assert len(answers) == 3
+    assert len(set(answers)) == 1
+    assert answers[0].count(",") == 11, "twelve tokens"
+    for name in ("loss.png", "cut", "model/model.safetensors", "traced"):
+        assert (tmp_path / "out" / name).exists()

@@ -170,6 +170,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         T.Gemma3TextConfig(**TINY, num_key_value_heads=2, head_dim=8, sliding_window=32)
     ),
     "gpt_neox": lambda: T.GPTNeoXForCausalLM(T.GPTNeoXConfig(**TINY)),
+    "phi3": lambda: T.Phi3ForCausalLM(T.Phi3Config(**TINY, num_key_value_heads=2)),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,41 @@ config = nxd.neuronx_distributed_config(tensor_parallel_size=8, expert_parallel_
 qkv = GQAQKVColumnParallelLinear(64, [64, 8], kv_size_multiplier=4)
 words = Embedding(32, 8, sequence_parallel_enabled=True, sequence_dimension=1)
 nxd.save_checkpoint("out", tag="step_1", num_kept_ckpts=2)
+"""
+OPTIMUM_EARLY = """\
+from optimum.neuron import NeuronHfArgumentParser as HfArgumentParser, NeuronTrainer, NeuronTrainingArguments
+from optimum.neuron import ModelParallelismPlugin, NeuronAccelerator
+from optimum.neuron.distributed import ParallelizersManager, lazy_load_for_parallelism
+from optimum.neuron.distributed.utils import make_optimizer_constructor_lazy
+from optimum.neuron.distributed.checkpointing import (
+    consolidate_model_parallel_checkpoints_to_unified_checkpoint as consolidate,
+)
+
+parser = HfArgumentParser((NeuronTrainingArguments,))
+(arguments,) = parser.parse_args_into_dataclasses()
+with lazy_load_for_parallelism(tensor_parallel_size=arguments.tensor_parallel_size):
+    model = AutoModelForCausalLM.from_pretrained("model")
+ParallelizersManager.parallelizer_for_model(model)
+accelerator = NeuronAccelerator(mp_plugin=ModelParallelismPlugin(tensor_parallel_size=2))
+optimizer = make_optimizer_constructor_lazy(AdamW)(model.parameters())
+NeuronTrainer(model=model, args=arguments).train()
+consolidate("out/tensor_parallel_shards", "whole")
+"""
+OPTIMUM_LATE = """\
+import optimum.neuron as on
+from optimum.neuron.accelerate import NeuronAccelerator
+from optimum.neuron.models.training import NeuronModelForCausalLM, TrainingNeuronConfig
+from optimum.neuron.models.training.checkpointing import (
+    consolidate_model_parallel_checkpoints_to_unified_checkpoint,
+)
+from optimum.neuron.trainers import NeuronTrainer
+from optimum.neuron import NeuronSFTTrainer
+
+arguments = on.NeuronTrainingArguments("out", zero_1=True)
+accelerator = NeuronAccelerator(trn_config=TrainingNeuronConfig(2))
+model = NeuronModelForCausalLM.from_pretrained("model", arguments.trn_config)
+NeuronTrainer(model=model, args=arguments).train()
+consolidate_model_parallel_checkpoints_to_unified_checkpoint("out", "whole")
 """
 OTHERS = """\
 from optimum.neuron import NeuronTrainer, NeuronTrainingArguments
@@ -139,6 +175,46 @@ def test_scripts_for_other_libraries() -> None:
     assert "shard_across_embedding=True" in " ".join(notes.values())
     gone = {f.old for f in script.findings if f.new is None}
     assert gone == {"from optimum.neuron.models.inference import Something"}
+
+
+def test_scripts_for_optimum_neuron() -> None:
+    """All ten names, by the modules from which scripts of several releases import them."""
+    early, late = Script(OPTIMUM_EARLY), Script(OPTIMUM_LATE)
+    imports = [line for line in early.rewritten().splitlines() if line.startswith("from ")]
+    home = "tpcore.integrations.optimum_neuron"
+    assert all(line.startswith(f"from {home} import ") for line in imports)
+    assert [f for f in early.findings if f.new is None] == []
+    assert at(early.findings, 13) == []  # a method of a class that has moved is that of the class here
+    text = late.rewritten()
+    for name in (
+        "NeuronAccelerator",
+        "NeuronTrainer",
+        "TrainingNeuronConfig",
+        "consolidate_model_parallel_checkpoints_to_unified_checkpoint",
+    ):
+        assert re.search(rf"from {home} import \(?\s*{name}", text), name
+    assert "from optimum.neuron.models.training import NeuronModelForCausalLM\n" in text
+    # what is used by a module's name stays, and is named line by line
+    assert "import optimum.neuron as on\n" in text
+    named = "optimum.neuron.NeuronTrainingArguments"
+    assert at(late.findings, 10) == [(named, f"{home}.NeuronTrainingArguments", "")]
+    gone = {f.line: f.note for f in late.findings if f.new is None}
+    assert gone.keys() == {3, 8, 12}
+    assert "AutoModelForCausalLM" in gone[3]
+    assert "AutoModelForCausalLM" in gone[12]
+    assert len({old.rpartition(".")[2] for old in OPTIMUM}) == 10
+
+
+@pytest.mark.parametrize("script", [OPTIMUM_EARLY, OPTIMUM_LATE], ids=["early", "late"])
+def test_the_rewritten_imports_of_optimum_neuron_work(script: str) -> None:
+    pytest.importorskip("accelerate")
+    tree = ast.parse(Script(script).rewritten())
+    found: dict[str, object] = {}
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("tpcore"):
+            exec(compile(ast.Module([node], []), "<imports>", "exec"), found)
+    assert "NeuronTrainer" in found
+    assert "NeuronAccelerator" in found
 
 
 def test_formatting_stays() -> None:

@@ -30,6 +30,7 @@ import tpcore
 from tpcore import parallel_layers as pl
 from tpcore.context import ParallelContext
 from tpcore.mesh import Mesh
+from tpcore.modules.qkv_linear import GQAQKVColumnParallelLinear
 from tpcore.parallel_layers import mappings, parallel_state, utils
 from tpcore.processes.pool import RankPool
 from tpcore.testing import run_ranks
@@ -72,6 +73,52 @@ FORMS = """
     from tpcore.parallel_layers.random import get_xla_rng_tracker, model_parallel_xla_manual_seed
     from tpcore.parallel_layers.utils import divide, move_model_to_device
     assert ps is ps2
+
+    # of later releases, by the paths that training scripts and optimum-neuron import
+    from tpcore.modules.qkv_linear import GQAQKVColumnParallelLinear
+    from tpcore.modules.rms_norm import RMSNorm
+    from tpcore.optimizer import NeuronZero1Optimizer
+    from tpcore.parallel_layers.grads import (
+        allreduce_sequence_parallel_gradients, bucket_allreduce_gradients, clip_grads_with_norm,
+        get_grad_norm,
+    )
+    from tpcore.parallel_layers.layers import (
+        BaseParallelLinear, copy_tensor_model_parallel_attributes, create_local_weight,
+        param_is_not_tensor_parallel_duplicate,
+    )
+    from tpcore.parallel_layers.loss_functions import from_parallel_logits_to_logprobs
+    from tpcore.parallel_layers.mappings import (
+        _gather_along_dim, _gather_along_first_dim, _reduce_scatter_along_dim, _split_along_first_dim,
+        gather_from_tensor_model_parallel_region_with_dim,
+        reduce_scatter_to_tensor_model_parallel_region_with_dim,
+    )
+    from tpcore.parallel_layers.pad import get_number_of_extra_heads
+    from tpcore.parallel_layers.parallel_state import (
+        gather_python_object, get_context_model_parallel_src_tgt_pairs, get_expert_data_parallel_group,
+        get_expert_data_parallel_rank, get_expert_data_parallel_size, get_expert_model_parallel_group,
+        get_expert_model_parallel_rank, get_expert_model_parallel_size,
+        get_pipeline_model_parallel_next_rank, get_pipeline_model_parallel_prev_rank,
+        get_zero1_sharding_groups,
+    )
+    from tpcore.parallel_layers.random import _MODEL_PARALLEL_RNG_TRACKER_NAME, XLARNGStatesTracker
+    from tpcore.parallel_layers.utils import (
+        EmbeddingUtility, get_local_world_size, get_padding_length, is_pjrt_device, move_all_tensor_to_cpu,
+        param_is_not_tensor_parallel_duplicate, requires_init_pg_override,
+    )
+    from tpcore.pipeline import NxDPPModel
+    from tpcore.pipeline.model import NxDPPModel
+    from tpcore.trainer import (
+        finalize_checkpoint, has_checkpoint, initialize_parallel_model, initialize_parallel_optimizer,
+        load_checkpoint, neuronx_distributed_config, save_checkpoint,
+    )
+    from tpcore.utils import cpu_mode, get_device, mark_step, master_print
+    from tpcore.utils.adamw_fp32_optim_params import AdamW_FP32OptimParams
+    from tpcore.utils.batch_utils import get_batch_on_this_context_parallel_rank
+    from tpcore.utils.logger import get_logger
+    from tpcore.utils.model_utils import move_model_to_device
+    for name in ("neuronx_distributed_config", "initialize_parallel_model", "initialize_parallel_optimizer",
+                 "save_checkpoint", "load_checkpoint", "has_checkpoint", "finalize_checkpoint"):
+        assert hasattr(neuronx_distributed, name), name
 """
 
 
@@ -162,6 +209,59 @@ PUBLISHED: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     (
         utils.split_tensor_along_last_dim,
         {"tensor": EMPTY, "num_partitions": EMPTY, "contiguous_split_chunks": False},
+    ),
+    (
+        tpcore.neuronx_distributed_config,
+        {
+            **dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size"), 1),
+            **dict.fromkeys(("expert_parallel_size", "context_parallel_size"), 1),
+            **dict.fromkeys(("pipeline_config", "optimizer_config", "activation_checkpoint_config")),
+            **dict.fromkeys(("pad_model", "sequence_parallel"), False),
+            **dict.fromkeys(("model_init_config", "lora_config", "mixed_precision_config")),
+            "sequential_move_factor": 11,
+            "lnc_size": 1,
+        },
+    ),
+    (
+        tpcore.initialize_parallel_model,
+        {"nxd_config": EMPTY, "model_fn": EMPTY, "include_buffers": False},
+    ),
+    (
+        tpcore.initialize_parallel_optimizer,
+        {"nxd_config": EMPTY, "optimizer_class": EMPTY, "parameters": EMPTY},
+    ),
+    (
+        tpcore.save_checkpoint,
+        {
+            **dict.fromkeys(("checkpoint_dir_str", "tag"), EMPTY),
+            **dict.fromkeys(("model", "optimizer", "scheduler", "user_content")),
+            "num_workers": 8,
+            "use_xser": False,
+            "num_kept_ckpts": None,
+            **dict.fromkeys(("async_save", "zero1_optimizer"), False),
+        },
+    ),
+    (
+        tpcore.load_checkpoint,
+        {
+            "path": EMPTY,
+            **dict.fromkeys(("tag", "model", "optimizer", "scheduler")),
+            "num_workers": 8,
+            "strict": True,
+        },
+    ),
+    (
+        GQAQKVColumnParallelLinear,
+        {
+            **dict.fromkeys(("input_size", "output_sizes"), EMPTY),
+            **dict.fromkeys(("bias", "gather_output"), True),
+            "dtype": torch.float32,
+            **dict.fromkeys(("device", "init_method")),
+            **dict.fromkeys(("sequence_parallel_enabled", "keep_master_weight"), False),
+            "kv_size_multiplier": 1,
+            "fuse_qkv": True,
+            "reduce_dtype": torch.float32,
+        },
     ),
 ]
 

@@ -17,7 +17,7 @@ from tpcore.errors import CheckpointError
 from tpcore.mesh import Mesh
 from tpcore.modules.qkv_linear import GQAQKVColumnParallelLinear
 from tpcore.optimizer import NeuronZero1Optimizer
-from tpcore.parallel_layers import grads, layers, loss_functions, parallel_state, random, utils
+from tpcore.parallel_layers import grads, layers, loss_functions, pad, parallel_state, random, utils
 from tpcore.pipeline import NxDPPModel
 from tpcore.testing import run_ranks
 from tpcore.trainer import NxDModel, NxDOptimizer
@@ -457,6 +457,7 @@ def test_small_names(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptu
         assert not utils.requires_init_pg_override()
         assert not utils.is_pjrt_device()
         assert [utils.get_padding_length(n, 4) for n in (7, 8)] == [1, 0]
+        assert [pad.get_number_of_extra_heads(n, 8) for n in (12, 16)] == [4, 0]
         assert utils.EmbeddingUtility.range_from_global_vocab_size(12, 1, 2) == (6, 12)
         moved = utils.move_all_tensor_to_cpu({"a": [torch.ones(1), 2]})
         assert moved["a"][1] == 2
@@ -470,6 +471,10 @@ def test_small_names(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptu
         tracker.set_states(states)
         with tracker.fork():
             assert torch.equal(torch.rand(3), first)
+        collected = parallel_state.gather_python_object({"rank": ctx.rank, "at": [0.5] * ctx.rank})
+        assert collected == ([{"rank": 0, "at": []}, {"rank": 1, "at": [0.5]}] if ctx.rank == 0 else [])
+        world = parallel_state.get_world_group()
+        assert len(parallel_state.gather_python_object(ctx.rank, world)) == (2 if ctx.rank == 0 else 0)
         assert parallel_state.get_expert_model_parallel_size() == 1
         assert parallel_state.get_expert_data_parallel_size() == 1
         assert parallel_state.get_pipeline_model_parallel_next_rank() == ctx.rank

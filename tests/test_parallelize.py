@@ -20,6 +20,10 @@ TWO = Mesh({"tp": 2})
 QWEN3 = {**TINY, "num_key_value_heads": 2, "head_dim": 8}
 
 
+def phi3() -> Any:
+    return transformers.Phi3ForCausalLM(transformers.Phi3Config(**TINY, num_key_value_heads=2))
+
+
 def gpt_neox() -> Any:
     config = transformers.GPTNeoXConfig(**TINY, hidden_dropout=0.0, attention_dropout=0.0)
     return transformers.GPTNeoXForCausalLM(config)
@@ -33,6 +37,7 @@ MODELS = {
     "qwen3, normed heads": lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**QWEN3)),
     "gemma3, scaled table": lambda: transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**QWEN3)),
     "gpt_neox, q|k|v by heads": gpt_neox,
+    "phi3, q|k|v and gate|up": phi3,
     "bert, no plan of its own": lambda: transformers.BertForMaskedLM(
         transformers.BertConfig(**{**TINY, **NO_DROPOUT})
     ),
@@ -43,6 +48,7 @@ ROUNDS = 1e-6
 """Norms of transformers compute in float32: what they round differs with the order of sums."""
 TOLERANCE = dict.fromkeys(("qwen3, normed heads", "gemma3, scaled table"), ROUNDS)
 SPREAD = {**TOLERANCE, "llama": ROUNDS, "llama, one key head, tied, biases": ROUNDS}
+SPREAD["phi3, q|k|v and gate|up"] = ROUNDS
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "tokens"])
@@ -56,8 +62,23 @@ def test_equals_the_whole_model(name: str, sequence_parallel: bool) -> None:
 
 
 def test_gathered_projections() -> None:
-    phi3 = {**TINY, "num_key_value_heads": 2}
-    assert_equals_whole(lambda: transformers.Phi3ForCausalLM(transformers.Phi3Config(**phi3)), (2,))
+    """The plan of transformers for Phi-3, which tpcore's overrides."""
+    attention = "model.layers.*.self_attn"
+    plan = {f"{attention}.qkv_proj": "colwise_gather_output", f"{attention}.o_proj": "rowwise_split_input"}
+    assert_equals_whole(phi3, (2,), plan=plan)
+
+
+def test_an_attention_that_reads_the_configuration_has_its_own_heads() -> None:
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        model = tpcore.parallelize(phi3())
+        inner = model.model.layers[0].self_attn
+        assert inner.config.num_attention_heads == 2
+        assert model.config.num_attention_heads == 4
+        model.set_attn_implementation("eager")
+        assert inner.config._attn_implementation == "eager"
+        assert not hasattr(inner.config, "of_no_model")
+
+    run_ranks(TWO, rank)
 
 
 def test_eager_attention() -> None:
@@ -84,7 +105,8 @@ def test_gradients_accumulate() -> None:
     assert_equals_whole(MODELS["qwen3, normed heads"], (2,), run=run, tolerance=ROUNDS)
 
 
-def test_a_copied_model_is_its_own() -> None:
+@pytest.mark.parametrize("name", ["qwen3, normed heads", "phi3, q|k|v and gate|up"])
+def test_a_copied_model_is_its_own(name: str) -> None:
     def run(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         twin = copy.deepcopy(model)
         for p in model.parameters():
@@ -94,9 +116,7 @@ def test_a_copied_model_is_its_own() -> None:
             p.grad = q.grad
         return got
 
-    assert_equals_whole(
-        MODELS["qwen3, normed heads"], (2,), run=run, tolerance=ROUNDS, sequence_parallel=True
-    )
+    assert_equals_whole(MODELS[name], (2,), run=run, tolerance=ROUNDS, sequence_parallel=True)
 
 
 def test_an_odd_number_of_tokens_stays_whole() -> None:
@@ -113,8 +133,8 @@ def test_an_odd_number_of_tokens_and_checkpointing_is_an_error() -> None:
     run_ranks(TWO, rank)
 
 
-def calls(**options: Any) -> dict[str, int]:
-    """Collectives of one step of a Llama of two layers, by name, on rank 0."""
+def calls(make: Any = llama, **options: Any) -> dict[str, int]:
+    """Collectives of one step of a model of two layers, by name, on rank 0."""
 
     class Counting(ThreadTransport):
         def exchange(self, call: str, x: torch.Tensor) -> list[torch.Tensor]:
@@ -131,7 +151,7 @@ def calls(**options: Any) -> dict[str, int]:
     found: dict[str, int] = {}
 
     def rank(ctx: tpcore.ParallelContext) -> None:
-        model = tpcore.parallelize(llama(), **options).train()
+        model = tpcore.parallelize(make(), **options).train()
         if ctx.rank == 0:
             found.clear()
         model(**text()).loss.backward()
@@ -143,6 +163,7 @@ def calls(**options: Any) -> dict[str, int]:
 def test_inputs_are_summed_once_for_all_that_read_them() -> None:
     # forward 2 a layer and the table; backward 2 a layer and the head; one exchange of the loss
     assert calls() == {"all_reduce": 10, "all_gather": 1}
+    assert calls(phi3) == calls(), "nothing is gathered, though q|k|v and gate|up are one layer each"
 
 
 def test_tokens_are_gathered_and_reduced_by_scattering() -> None:

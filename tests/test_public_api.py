@@ -126,6 +126,7 @@ PUBLIC = {
     "tpcore.testing": ["ThreadBackend", "run_ranks"],
     "tpcore.parallel_state": [
         "destroy_model_parallel",
+        "gather_python_object",
         "get_context_model_parallel_group",
         "get_context_model_parallel_rank",
         "get_context_model_parallel_replica_groups",
@@ -196,7 +197,14 @@ PUBLIC = {
         "get_grad_norm",
     ],
     "tpcore.parallel_layers.layer_norm": ["LayerNorm"],
-    "tpcore.parallel_layers.layers": [*LAYERS, "BaseParallelLinear", "create_local_weight"],
+    "tpcore.parallel_layers.layers": [
+        *LAYERS,
+        "BaseParallelLinear",
+        "copy_tensor_model_parallel_attributes",
+        "create_local_weight",
+        "param_is_not_tensor_parallel_duplicate",
+    ],
+    "tpcore.parallel_layers.pad": ["get_number_of_extra_heads"],
     "tpcore.parallel_layers.loss_functions": ["from_parallel_logits_to_logprobs", "parallel_cross_entropy"],
     "tpcore.parallel_layers.mappings": [
         *REGIONS,

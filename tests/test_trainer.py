@@ -37,6 +37,7 @@ TRAINER = {
     "get_total_train_batch_size": ["args"],
     "_move_model_to_device": ["model", "device"],
     "create_optimizer": ["model"],
+    "save_model": ["output_dir", "_internal_call"],
     "_save": ["output_dir", "state_dict"],
     "_save_optimizer_and_scheduler": ["output_dir"],
     "_load_optimizer_and_scheduler": ["checkpoint"],

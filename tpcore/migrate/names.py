@@ -118,23 +118,42 @@ MEGATRON = {
 }
 
 _NEURON = "tpcore.integrations.optimum_neuron"
+_PLUGIN, _CONSOLIDATE = (
+    "ModelParallelismPlugin",
+    "consolidate_model_parallel_checkpoints_to_unified_checkpoint",
+)
 OPTIMUM = {
     f"optimum.neuron{inside}.{name}": Counterpart(f"{_NEURON}.{name}")
     for inside, names in {
-        "": ("NeuronTrainer", "NeuronTrainingArguments", "NeuronHfArgumentParser"),
+        "": (
+            "NeuronTrainer",
+            "NeuronTrainingArguments",
+            "NeuronHfArgumentParser",
+            "NeuronAccelerator",
+            _PLUGIN,
+        ),
+        ".hf_argparser": ("NeuronHfArgumentParser",),
+        ".training_args": ("NeuronTrainingArguments",),
         ".trainers": ("NeuronTrainer",),
+        ".trainers.trainers": ("NeuronTrainer",),
         ".trainers.training_args": ("NeuronTrainingArguments",),
-        ".accelerate": ("NeuronAccelerator", "ModelParallelismPlugin"),
-        ".accelerate.utils": ("ModelParallelismPlugin",),
+        ".accelerate": ("NeuronAccelerator", _PLUGIN),
+        ".accelerate.accelerator": ("NeuronAccelerator",),
+        ".accelerate.utils": (_PLUGIN,),
+        ".accelerate.utils.dataclasses": (_PLUGIN,),
+        ".models.neuron_config": ("TrainingNeuronConfig",),
         ".models.training": ("TrainingNeuronConfig",),
         ".models.training.config": ("TrainingNeuronConfig",),
+        ".models.training.checkpointing": (_CONSOLIDATE,),
         ".distributed": (
             "ParallelizersManager",
             "lazy_load_for_parallelism",
             "make_optimizer_constructor_lazy",
-            "consolidate_model_parallel_checkpoints_to_unified_checkpoint",
+            _CONSOLIDATE,
         ),
-        ".distributed.checkpointing": ("consolidate_model_parallel_checkpoints_to_unified_checkpoint",),
+        ".distributed.checkpointing": (_CONSOLIDATE,),
+        ".distributed.parallelizers_manager": ("ParallelizersManager",),
+        ".distributed.utils": ("lazy_load_for_parallelism", "make_optimizer_constructor_lazy"),
     }.items()
     for name in names
 }
@@ -199,10 +218,23 @@ _ABSENT = {
 """What to do where NxD has a module or name that is not here; the longest that fits says it."""
 
 
+_OF_OPTIMUM = {
+    "NeuronModelForCausalLM": "transformers' AutoModelForCausalLM, inside lazy_load_for_parallelism",
+    "NeuronSFTTrainer": "NeuronTrainer, with tokens in the data set",
+    "NeuronSFTConfig": "NeuronTrainingArguments",
+    "NeuronPeftModelForCausalLM": "peft's own model, adapted before it is cut, its plan leaving that whole",
+}
+"""What to do where optimum-neuron has a class that is not here, under any of its modules."""
+
+
 def counterpart(name: str) -> Counterpart | None:
     """Of a full name, ``package.module.name``; None where the name is of no library that is known here."""
     if name in TABLES:
         return TABLES[name]
+    owner = next((known for known in TABLES if name.startswith(f"{known}.")), None)
+    if owner is not None and not owner.startswith("torch_xla"):
+        to = TABLES[owner]
+        return Counterpart(to.new and f"{to.new}{name.removeprefix(owner)}", "", to.same_call)
     if name != NXD and not name.startswith(f"{NXD}."):
         return _gone(name)
     inside = name.removeprefix(NXD).lstrip(".")
@@ -217,7 +249,8 @@ def _gone(name: str) -> Counterpart | None:
     """Of a library whose names the tables list, and not a module that has some of them."""
     listed = any(name.startswith(f"{family}.") for family in FAMILIES if family != "torch_xla")
     above = any(known.startswith(f"{name}.") for known in TABLES)
-    return Counterpart(None, "no counterpart") if listed and not above else None
+    note = next((note for kind, note in _OF_OPTIMUM.items() if kind in name.split(".")), "no counterpart")
+    return Counterpart(None, note) if listed and not above else None
 
 
 def _exists(name: str) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .meanings import notes_on
-from .names import FAMILIES, NXD, Counterpart, counterpart
+from .names import FAMILIES, NXD, TABLES, Counterpart, counterpart
 
 
 @dataclass(frozen=True)
@@ -122,14 +122,16 @@ class Script:
     # -- uses -----------------------------------------------------------------------------------------------
     def _uses(self) -> None:
         calls = {id(node.func): node for node in ast.walk(self._tree) if isinstance(node, ast.Call)}
-        for node, name in self._chains(self._tree):
+        for node, name, begin in self._chains(self._tree):
             new = counterpart(name)
             call = calls.get(id(node))
             if new is None:
                 continue
+            # an import of a module of another library stays, and so do the names that the script has by it
+            by_module = begin not in TABLES and not begin.startswith(NXD)
             if new.new is None:
                 self._found(node.lineno, name, new, None)
-            elif new.note or not new.same_call or (call is not None and name.startswith("torch_xla")):
+            elif new.note or not new.same_call or by_module:
                 self._found(node.lineno, name, new, new.new)
             for note in notes_on(new.new or "", call) if call is not None else ():
                 self.findings.append(Finding(node.lineno, name, new.new, note))
@@ -138,8 +140,8 @@ class Script:
                 note = "tpcore joins the job by itself; a group that the script makes otherwise is used"
                 self.findings.append(Finding(call.lineno, ast.unparse(call), "nothing", note))
 
-    def _chains(self, tree: ast.AST) -> Iterator[tuple[ast.expr, str]]:
-        """Longest dotted names that begin with an imported one, and what they stand for."""
+    def _chains(self, tree: ast.AST) -> Iterator[tuple[ast.expr, str, str]]:
+        """Longest dotted names that begin with an imported one, what they stand for, and what that does."""
         inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute | ast.Name) and id(node) not in inner:
@@ -149,7 +151,8 @@ class Script:
                     parts.insert(0, at.attr)
                     at = at.value
                 if isinstance(at, ast.Name) and at.id in self._names:
-                    yield node, ".".join([self._names[at.id], *parts])
+                    begin = self._names[at.id]
+                    yield node, ".".join([begin, *parts]), begin
 
     # -- what comes of it -----------------------------------------------------------------------------------
     def _found(self, line: int, old: str, of: Counterpart, new: str | None) -> None:

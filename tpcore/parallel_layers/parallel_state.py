@@ -15,6 +15,7 @@ from .. import settings
 from ..context import current, is_initialized
 from ..errors import BackendError
 from ..init import init, shutdown
+from ..integrations.nxd.objects import gather_python_object
 
 
 def initialize_model_parallel(
@@ -246,6 +247,7 @@ def rmsg(msg: str) -> str:
 
 __all__ = [
     "destroy_model_parallel",
+    "gather_python_object",
     "get_context_model_parallel_group",
     "get_context_model_parallel_rank",
     "get_context_model_parallel_replica_groups",

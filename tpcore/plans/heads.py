@@ -11,6 +11,7 @@ from .. import ops
 from ..comm import Comm
 from ..shard import Block
 from .fit import Need
+from .source import reads_config
 
 _HEAD_SIZE = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size", "attention_head_dim")
 _HEAD_COUNT = ("num_heads", "num_attention_heads", "num_attn_heads", "n_heads", "n_head", "nhead")
@@ -30,6 +31,23 @@ def head_size(owner: nn.Module) -> int | None:
     ):
         return int(owner.split_size // owner.n_head)  # type: ignore[operator]
     return None
+
+
+@dataclass(frozen=True)
+class LocalConfig:
+    """The configuration as one attention module reads it: the number of heads of one of ``ranks`` ranks.
+
+    All else is the model's own, so that what is set there later holds here too.
+    """
+
+    whole: Any
+    ranks: int
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in ("whole", "ranks"):  # a copy is asked before it has its fields
+            raise AttributeError(name)
+        value = getattr(self.whole, name)
+        return value // self.ranks if name in _HEAD_COUNT else value
 
 
 @dataclass(frozen=True)
@@ -93,6 +111,8 @@ def localize(owner: nn.Module, n: int, copies: int, width: int) -> None:
     for name in _LOCAL_WIDTH:
         if getattr(owner, name, None) == width and name in vars(owner):
             setattr(owner, name, width // n)
+    if "config" in vars(owner) and reads_config(type(owner).forward, _HEAD_COUNT):
+        setattr(owner, "config", LocalConfig(owner.config, n))  # noqa: B010  typed as a module otherwise
     groups = getattr(owner, "num_key_value_groups", None)
     if isinstance(groups, int) and copies > 1:
-        setattr(owner, "num_key_value_groups", groups // copies)  # noqa: B010  typed as a module otherwise
+        setattr(owner, "num_key_value_groups", groups // copies)  # noqa: B010  as above

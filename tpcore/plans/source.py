@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 
@@ -25,6 +25,18 @@ def calls_super(forward: Callable[..., Any]) -> bool:
         and node.attr == "forward"
         and isinstance(node.value, ast.Call)
         and getattr(node.value.func, "id", "") == "super"
+        for node in ast.walk(tree)
+    )
+
+
+def reads_config(forward: Callable[..., Any], names: Collection[str]) -> bool:
+    """Whether a forward reads one of ``names`` of a ``config``, as in ``self.config.num_heads``."""
+    tree = tree_of(forward)
+    return tree is not None and any(
+        isinstance(node, ast.Attribute)
+        and node.attr in names
+        and isinstance(node.value, ast.Attribute)
+        and node.value.attr == "config"
         for node in ast.walk(tree)
     )
 

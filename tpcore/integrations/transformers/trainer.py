@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 
 from ...context import current
 from ...layers.module import move_model_to_device
@@ -31,6 +31,8 @@ class Trainer(transformers.Trainer):
     """
 
     model: Any
+    _whole: dict[str, Tensor] | None = None
+    """All values of the model while it is saved, where it does not save itself."""
 
     def __init__(self, *args: Any, zero1: bool | dict[str, Any] = False, **kwargs: Any) -> None:
         self._zero1 = {} if zero1 is True else zero1
@@ -64,12 +66,19 @@ class Trainer(transformers.Trainer):
         return self.optimizer
 
     # -- files: whole weights for from_pretrained, the optimizer's state in parts ---------------------------
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model; called on all ranks. Before 5.23 transformers has rank 0 alone enter ``_save``."""
         where = str(self.args.output_dir if output_dir is None else output_dir)
-        state = whole_state(self.model)
-        with saved(self.model, lambda: self.save_weights(where)):
-            if self.args.should_save:
-                super()._save(where, state)
+        self._whole = whole_state(self.model)
+        try:
+            with saved(self.model, lambda: self.save_weights(where)):
+                super().save_model(output_dir, _internal_call)
+        finally:
+            self._whole = None
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        if self.args.should_save:
+            super()._save(output_dir, self._whole if state_dict is None else state_dict)
 
     def save_weights(self, where: str) -> None:
         """Write a cut model into the directory ``where``. Called on all ranks."""

@@ -15,7 +15,7 @@ FILES = {
     "bert": "bert bert-generation camembert data2vec-text dpt electra ernie esm layoutlm markuplm "
     "megatron-bert rembert roberta roberta-prelayernorm roc_bert roformer splinter videomae visual_bert "
     "xlm-roberta xlm-roberta-xl xmod yolos",
-    "better": "apertus glm glm4 phi3",
+    "better": "apertus glm glm4 glm4v_text glm_image_text glm_ocr_text phi3",
     "bloom": "bloom falcon gpt_neox_japanese persimmon",
     "deberta": "deberta-v2",
     "distilbert": "distilbert flaubert xlm",

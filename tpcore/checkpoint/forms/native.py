@@ -13,7 +13,7 @@ from torch import Tensor
 from ...errors import CheckpointError
 from ...layout import Layout
 from ...storage.files import MANIFEST
-from ...storage.siblings import resolve
+from ...storage.publish import resolve
 from ...storage.tensorfile import FileTensor
 from ..format.directory import Checkpoint
 from ..format.tree import (

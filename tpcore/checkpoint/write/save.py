@@ -22,8 +22,7 @@ from ...layout import Layout
 from ...storage.dtypes import dtype_name
 from ...storage.files import MANIFEST, FileRecord, dumps, naming, sync_dir, write_file
 from ...storage.progress import Bar, Progress
-from ...storage.publish import Staging
-from ...storage.siblings import staging_path
+from ...storage.publish import Staging, staging_path
 from ...storage.tensorfile import write_tensors
 from ..format.manifest import FORMAT, STATE, VERSION, Manifest, rank_dir
 from ..format.retention import keep_last

@@ -25,7 +25,7 @@ import traceback
 import types
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -270,6 +270,20 @@ def test_environment_table_is_that_of_the_code() -> None:
     page = (ROOT / "docs/environment.md").read_text()
     assert page.count(table) == 1, f"docs/environment.md needs this table:\n{table}"
     assert page.count("\n|") == len(rows), "and no other"
+
+
+def test_the_page_on_backends_names_all_that_a_plugin_may_write() -> None:
+    import tpcore  # here: a page's process is spared it
+    from tpcore.transport import PRIMITIVES
+
+    page = (ROOT / "docs/writing-a-backend.md").read_text()
+    own = {name for name in vars(tpcore.Backend) if not name.startswith("_")} - {"comm", "comm_of"}  # final
+    own |= {field.name for field in fields(tpcore.Capabilities)}
+    own |= {"PeerLostError", "CollectiveTimeoutError", "compares", "eager", "position", "index", *PRIMITIVES}
+    assert {name for name in own if not re.search(rf"\b{name}\b", page)} == set()
+    table = (ROOT / "docs/reference/backend.md").read_text()
+    methods = {name for name, value in vars(tpcore.Transport).items() if callable(value)} - {"at"}
+    assert {name for name in methods if name[0] != "_" and f"| `{name}(" not in table} == set()
 
 
 def test_reference_has_every_public_name() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted([*(ROOT / "tpcore").rglob("*.py"), *(ROOT / "backends").rglob("*.py")])
-LINES = 300
+LINES, BODY = 300, 40
 
 
 def module_of(path: Path) -> str:
@@ -76,6 +76,18 @@ def test_a_class_name_means_one_thing() -> None:
 def test_no_file_is_too_long() -> None:
     long = {str(p.relative_to(ROOT)) for p in FILES if len(p.read_text().splitlines()) > LINES}
     assert not long
+
+
+def test_a_function_fits_on_a_screen() -> None:
+    """Lines of the body without its docstring. Checks of the kit and the matrix go through a longer list."""
+    long = []
+    for module, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef) and not module.startswith("tpcore.testing"):
+                first = node.body[ast.get_docstring(node) is not None :]
+                if first and (node.end_lineno or 0) - first[0].lineno >= BODY:
+                    long.append(f"{module}.{node.name}")
+    assert long == []
 
 
 def test_no_circle_of_imports_between_modules() -> None:
@@ -153,6 +165,12 @@ def test_no_private_name_of_another_module_is_used() -> None:
                 if node.value.id in modules and private:
                     wrong.append(f"{module}: {node.value.id}.{node.attr}")
     assert wrong == []
+
+
+def test_one_channel_for_messages() -> None:
+    """The logger ``tpcore``; what is ``get_logger`` in NxD gives scripts loggers of their own."""
+    named = [m for m, tree in TREES.items() if "'getLogger'" in ast.dump(tree)]
+    assert named == ["tpcore.integrations.nxd.environment", "tpcore.log"]
 
 
 def test_the_environment_is_read_in_settings_alone() -> None:

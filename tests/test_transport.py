@@ -160,6 +160,20 @@ def test_the_defaults_are_right(primitive: str, n: int) -> None:
     assert run_ranks(Mesh({"tp": n}), rank, backend=TrustingBackend) == [[]] * n
 
 
+def test_a_comm_has_a_position_and_no_rank() -> None:
+    """``if comm.rank == 0`` would make a program for each rank."""
+
+    def rank(ctx: ParallelContext) -> None:
+        comm = ctx.comm("tp")
+        assert (comm.position.tolist(), comm.position.dtype) == ([ctx.rank], torch.int64)
+        with pytest.raises(
+            AttributeError, match=r"a Comm has no rank: comm\.position.* use ctx\.rank, an int"
+        ):
+            comm.rank  # noqa: B018  the access is the test
+
+    run_ranks(Mesh({"tp": 2}), rank)
+
+
 def test_a_member_to_whom_nobody_sends_gets_zeros_and_no_nan() -> None:
     def rank(ctx: ParallelContext) -> list[float]:
         x = torch.tensor([float("nan") if ctx.rank == 1 else 1.0])

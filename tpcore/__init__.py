@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from . import optim, random
+from . import layers, optim, random
 from .backend.capabilities import Capabilities
 from .backend.interface import Backend, hookimpl
 from .backend.registry import backends
@@ -18,17 +18,7 @@ from .errors import (
     PeerLostError,
 )
 from .init import init, shutdown
-from .layers import (
-    ColumnParallelConv1D,
-    ColumnParallelLinear,
-    LayerNorm,
-    ParallelEmbedding,
-    ParallelQKV,
-    RMSNorm,
-    RowParallelConv1D,
-    RowParallelLinear,
-    share_input,
-)
+from .layers import *  # noqa: F403  a layer is exported in one place, there
 from .layers.loss import parallel_cross_entropy
 from .layers.module import ParallelModule, move_model_to_device
 from .layers.sharding import shard_specs
@@ -123,23 +113,15 @@ __all__ = [
     "CheckpointError",
     "CollectiveMismatchError",
     "CollectiveTimeoutError",
-    "ColumnParallelConv1D",
-    "ColumnParallelLinear",
     "Comm",
     "Group",
-    "LayerNorm",
     "Layout",
     "Mesh",
     "ParallelContext",
-    "ParallelEmbedding",
     "ParallelModule",
-    "ParallelQKV",
     "PeerLostError",
     "PipelineModel",
     "PipelinedLayers",
-    "RMSNorm",
-    "RowParallelConv1D",
-    "RowParallelLinear",
     "ShardSpec",
     "Transport",
     "Zero1",
@@ -168,9 +150,9 @@ __all__ = [
     "random",
     "reduce_gradients",
     "shard_specs",
-    "share_input",
     "shutdown",
     "trace",
     "trace_causal_lm",
     "use",
 ]
+__all__ += layers.__all__

@@ -1,4 +1,4 @@
-"""What a report of a problem should say about a machine. Looks, and starts and sends nothing."""
+"""The facts about a machine that belong in a report of a problem. It starts and sends nothing."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ _GIB = 2**30
 
 
 def report() -> dict[str, Section]:
-    """By section: name and value, all strings. Of the environment it has what tpcore, launchers and networks
-    read, and no more: the rest may be secret."""
+    """Names and values by section, all strings. It has only environment variables that tpcore, launchers and
+    networks read: others may be secret."""
     return {
         "versions": _versions(),
         "machine": _machine(),

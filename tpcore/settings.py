@@ -92,7 +92,7 @@ CHECK: Variable[str] = Variable(
     one_of({"1": "always", "always": "always", "0": "off", "off": "off", "warmup": "warmup"}),
     "warmup",
     "`warmup` (default), `1` or `always`, `0` or `off`",
-    "Checks while the program runs. Over torch.distributed, ranks compare their collectives before these "
+    "Checks while the program runs. Except over torch_xla, ranks compare their collectives before these "
     "run: the first 512 of each group, all, or none. `always` also finds parts that are used as wholes and "
     "tp ranks with different data. Over torch_xla it names each line that reads a value inside a step. See "
     "[When something goes wrong](debugging.md#checked-collectives).",

@@ -1,4 +1,4 @@
-"""Where tables are printed."""
+"""The console that tables are printed on, and text for their cells."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _WIDE = 1000
 
 
 def wide_console() -> Console:
-    """As wide as a terminal; for a file or a pipe so wide that no name is broken."""
+    """A console as wide as the terminal. For a file or a pipe it is so wide that no name is broken."""
     console = Console(highlight=False, markup=False)
     return console if console.is_terminal else Console(highlight=False, markup=False, width=_WIDE)
 
@@ -20,5 +20,5 @@ def shape_text(shape: tuple[int, ...]) -> str:
 
 
 def finite(entry: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no infinity: text in its place."""
+    """``entry`` with text in place of infinity and NaN, which JSON lacks."""
     return {k: str(v) if isinstance(v, float) and v - v != 0 else v for k, v in entry.items()}

@@ -1,1 +1,1 @@
-"""What other libraries' users come in through: their own classes, over a mesh of tpcore."""
+"""Classes of other libraries, over a mesh of tpcore."""

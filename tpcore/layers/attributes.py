@@ -1,4 +1,4 @@
-"""What published scripts read of a layer: other names for what it knows."""
+"""Attributes of layers by the names that published scripts read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .module import ParallelModule
 
 
 class PublishedAttributes(ParallelModule):
-    """Of every layer with a cut weight. For reading: setting one changes nothing."""
+    """The attributes of every layer with a cut weight. They are for reading: setting one changes nothing."""
 
     weight: Tensor
     sequence_dim: int | None

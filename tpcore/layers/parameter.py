@@ -1,4 +1,4 @@
-"""A Parameter that refuses what torch would do with a part of it as with the whole."""
+"""A Parameter that refuses functions of torch that would take this rank's part for the whole."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_GRAD: Any = Tensor.grad  # the descriptor, which the property below stands before
+_GRAD: Any = Tensor.grad  # the descriptor, which the property below hides
 
 
 class CutParameter(nn.Parameter):
     """A Parameter of which other ranks hold other entries.
 
-    ``torch.nn.utils.clip_grad_norm_`` takes the norm of this rank's part for that of the gradient. Each rank
-    then scales by another number, and what all should have alike drifts apart without a word. Here it raises
-    ValueError: it is known by who reads ``grad``, as the function is torch's own and no call of it on plain
-    tensors tells where they come from. A read costs a third of a microsecond more.
+    ``torch.nn.utils.clip_grad_norm_`` would take the norm of this rank's part for the norm of the gradient.
+    Each rank would scale by another number, and replicated parameters would drift apart without an error.
+    So reading ``grad`` raises ValueError if the caller is that function, which is found by its frame: it gets
+    plain gradients, which do not say that they are parts. A read costs a third of a microsecond more.
     """
 
     @property

@@ -1,4 +1,4 @@
-"""Calls that import as before and mean something else, or are refused: what is said of them."""
+"""The notes on calls that import as before but mean something else, or are refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def _one(value: ast.expr) -> bool:
 
 @dataclass(frozen=True)
 class Meaning:
-    """Of a keyword in a call of a name, where its value passes ``test``; of every call with no keyword."""
+    """A note on calls of ``name`` that give ``keyword`` a value that passes ``test``; on every call if
+    ``keyword`` is None."""
 
     name: str  # the last part of the full name here
     keyword: str | None
@@ -99,7 +100,7 @@ MEANINGS = (
 
 
 def notes_on(name: str, call: ast.Call) -> list[str]:
-    """What to say of a call of ``name``, a full name of tpcore."""
+    """The notes on a call of ``name``, a full name of tpcore."""
     given = {keyword.arg: keyword.value for keyword in call.keywords}
     found = []
     for meaning in MEANINGS:

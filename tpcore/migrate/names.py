@@ -1,4 +1,4 @@
-"""Which name of another library is which here: the table that ``tpcore migrate`` reads."""
+"""The counterparts of other libraries' names: the table that ``tpcore migrate`` reads."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from types import ModuleType
 
 @dataclass(frozen=True)
 class Counterpart:
-    """Of one name. ``new`` None: there is none, and ``note`` says what to do. ``same_call``: it is called as
-    before, so that rewriting the import is all."""
+    """The name here for a name of another library. ``new`` None: there is none, and ``note`` says what to do.
+    ``same_call``: the call stays as it is, so rewriting the import is enough."""
 
     new: str | None
     note: str = ""
@@ -215,7 +215,7 @@ _ABSENT = {
     "overrides": "import what transformers has",
     "lightning": "the loop of the page on training, or the Trainer",
 }
-"""What to do where NxD has a module or name that is not here; the longest that fits says it."""
+"""By the NxD module or name that tpcore lacks, what to do instead. The longest match counts."""
 
 
 _OF_OPTIMUM = {
@@ -228,7 +228,7 @@ _OF_OPTIMUM = {
 
 
 def counterpart(name: str) -> Counterpart | None:
-    """Of a full name, ``package.module.name``; None where the name is of no library that is known here."""
+    """The counterpart of a full name, ``package.module.name``; None for a name of an unknown library."""
     if name in TABLES:
         return TABLES[name]
     owner = next((known for known in TABLES if name.startswith(f"{known}.")), None)
@@ -246,7 +246,7 @@ def counterpart(name: str) -> Counterpart | None:
 
 
 def _gone(name: str) -> Counterpart | None:
-    """Of a library whose names the tables list, and not a module that has some of them."""
+    """'No counterpart' for a name of a listed library; None for a module that has listed names."""
     listed = any(name.startswith(f"{family}.") for family in FAMILIES if family != "torch_xla")
     above = any(known.startswith(f"{name}.") for known in TABLES)
     note = next((note for kind, note in _OF_OPTIMUM.items() if kind in name.split(".")), "no counterpart")
@@ -254,7 +254,7 @@ def _gone(name: str) -> Counterpart | None:
 
 
 def _exists(name: str) -> bool:
-    """Whether ``name`` can be imported from here: a module, or what one has."""
+    """Whether ``name`` is a module of tpcore, or an attribute of one."""
     found: object = import_module("tpcore")
     parts = name.split(".")
     for at, part in enumerate(parts[1:], 1):

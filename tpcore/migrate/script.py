@@ -1,4 +1,4 @@
-"""One script: what it imports from other libraries, where it uses that, and the script with other imports."""
+"""One script: its imports from other libraries, their uses, and the script with its imports rewritten."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Script:
             self._move(node, module, moved)
 
     def _move(self, node: ast.ImportFrom, module: str, moved: dict[str, Counterpart]) -> None:
-        """Rewrite an import of which the names in ``moved`` are elsewhere now."""
+        """Rewrite an import whose names in ``moved`` are in other modules now."""
         by_module: dict[str, list[str]] = defaultdict(list)
         for alias in node.names:
             if alias.name in moved:

@@ -15,7 +15,7 @@ from ..trace.serve.model import TensorParallelModel
 
 
 class _Buffers:
-    """What a model of transformers asks of a cache, of buffers ``[batch, heads, tokens, features]``.
+    """The cache that a model of transformers asks for, over buffers ``[batch, heads, tokens, features]``.
 
     New keys and values are written in place at ``positions``. Masks and positions are passed to the model, so
     that it asks for no lengths.
@@ -98,7 +98,7 @@ class CachedModel(nn.Module):
         return output.logits[:, 0], *(t for n in self._layers for t in buffers[n])
 
     def aliases(self) -> dict[Tensor, int]:
-        """By buffer: which output it becomes."""
+        """The index of the output that replaces each buffer."""
         return {t: 1 + i for i, (_, t) in enumerate(self.named_buffers(recurse=False))}
 
     def _keep_last(self, head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:

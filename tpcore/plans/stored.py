@@ -36,7 +36,7 @@ def model_of(config: str | os.PathLike[str]) -> Any:
 
 
 def stored_names(config: str | os.PathLike[str], names: Iterable[str]) -> dict[str, str]:
-    """By name in memory, the name in files; without what is tied to another of ``names``.
+    """The name in files of each name in memory, except names that are tied to another of ``names``.
 
     CheckpointError for names that the model of ``config`` does not have, and for tensors that are missing.
     """
@@ -54,5 +54,5 @@ def stored_names(config: str | os.PathLike[str], names: Iterable[str]) -> dict[s
 
 
 def _sources(model: Any, given: list[str]) -> set[str]:
-    """What others that are there are tied to."""
+    """The tensors to which tensors among ``given`` are tied."""
     return {source for name, source in model.all_tied_weights_keys.items() if name in given}

@@ -187,7 +187,7 @@ def drop_weights(out: str, kept: Collection[str] = ()) -> None:
 
 
 def save_configuration(model: Any, out: str) -> None:
-    """What ``from_pretrained`` reads beside the weights."""
+    """Write the configuration files, which ``from_pretrained`` reads with the weights."""
     config = copy.deepcopy(model.config)
     config.architectures, config.dtype = [type(model).__name__], model.dtype
     config.save_pretrained(out)

@@ -8,8 +8,7 @@ import shutil
 from collections.abc import Collection
 
 from ..errors import CheckpointError
-from .files import MANIFEST, PREFIX, loads, naming, read_file, sync_dir
-from .siblings import CANNOT
+from .files import CANNOT, MANIFEST, PREFIX, loads, naming, read_file, sync_dir
 
 _CANNOT_LINK = {*CANNOT, errno.EPERM, errno.EMLINK, errno.EXDEV}
 

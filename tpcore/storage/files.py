@@ -29,6 +29,8 @@ LARGEST = 256 << 20
 # 256 MiB; 1.08 with posix_fadvise; 1.5 with checksums in a thread.
 _EARLY = 64 << 20
 _WRITE = 2  # SYNC_FILE_RANGE_WRITE of <fcntl.h>
+CANNOT = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}
+"""Errors of a file system that lacks an operation."""
 
 
 @contextmanager

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 
 class Progress:
@@ -22,28 +22,16 @@ class Progress:
         self._show(self._done, self._total)
 
 
-class Bar:
-    """A tqdm bar, for use as ``show`` of a ``Progress``. Shows nothing without tqdm or a terminal."""
-
-    def __init__(self, title: str) -> None:
-        self._title, self._bar = title, None
-
-    def __call__(self, done: int, total: int) -> None:
-        if self._bar is None:
-            self._bar = _bar(self._title, total)
-        if self._bar is not None:
-            self._bar.update(done - self._bar.n)
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-
-def _bar(title: str, total: int) -> Any:
-    if not sys.stderr.isatty():
-        return None
+@contextmanager
+def bar(title: str, total: int, *, shown: bool) -> Iterator[Progress | None]:
+    """Progress of ``total`` bytes as a tqdm bar. None unless ``shown``, and without tqdm or a terminal."""
+    if not shown or not sys.stderr.isatty():
+        yield None
+        return
     try:
         from tqdm import tqdm
     except ImportError:
-        return None
-    return tqdm(desc=title, total=total, unit="B", unit_scale=True, leave=False, dynamic_ncols=True)
+        yield None
+        return
+    with tqdm(desc=title, total=total, unit="B", unit_scale=True, leave=False, dynamic_ncols=True) as made:
+        yield Progress(lambda done, _: made.update(done - made.n))

@@ -1,4 +1,4 @@
-"""Temporary directories that outlive no process for long: what a killed one leaves, the next one removes."""
+"""Temporary directories. The next process removes those that a killed process has left."""
 
 from __future__ import annotations
 

@@ -199,8 +199,8 @@ class FileTensor:
         self.file.sound.add(self.name)
 
     def _compare(self, crc: int) -> None:
-        if self.crc32 != crc32_text(crc):
-            found = crc32_text(crc)
+        found = crc32_text(crc)
+        if found != self.crc32:
             raise CheckpointError(
                 f"{self.file.path}: {self.name!r} is damaged: its crc32 is {found}, not {self.crc32}"
             )

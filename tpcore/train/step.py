@@ -39,7 +39,7 @@ class Stepping(ABC):
 
 
 class WholeStepping(Stepping):
-    """For an optimizer of torch: each dp rank steps all parameters."""
+    """The steps of an optimizer of torch: each dp rank steps all parameters."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.scaled = optimizer
@@ -59,7 +59,7 @@ class WholeStepping(Stepping):
 
 
 class CutStepping(Stepping):
-    """For a Zero1: each dp rank steps its chunks."""
+    """The steps of a Zero1: each dp rank steps its chunks."""
 
     def __init__(self, optimizer: Zero1) -> None:
         self._optimizer, self.scaled = optimizer, optimizer.for_scaler

@@ -1,4 +1,4 @@
-"""What scripts do to whole models, by its NeuronX Distributed path."""
+"""Functions on whole models, by their NeuronX Distributed path."""
 
 from ..layers.module import move_model_to_device
 

@@ -1,4 +1,4 @@
-"""The ranks of this host, as its kernel has them."""
+"""The ranks of this host, and what its kernel knows of their processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .host import Identity
 
 
 class Neighbours:
-    """``rank`` is this process; ``ranks`` are those of its host, itself among them."""
+    """Watches the processes of this host's ranks. ``rank``: this process. ``ranks``: all on its host."""
 
     def __init__(self, rank: int, peers: Sequence[Identity]) -> None:
         self._rank, self._peers = rank, peers
@@ -23,11 +23,11 @@ class Neighbours:
         return self._peers[rank].fate()
 
     def stopped(self) -> tuple[int, ...]:
-        """Those whose processes a signal or a debugger has stopped."""
+        """The other ranks whose processes a signal or a debugger has stopped."""
         return tuple(r for r in self.ranks if r != self._rank and self._peers[r].stopped())
 
     def watch(self, selector: selectors.BaseSelector, died: Callable[[int], None]) -> None:
-        """Wake when one ends, early enough to read its exit status before its parent does."""
+        """Call ``died`` when a process ends, early enough to read its exit status before its parent does."""
         for rank in self.ranks:
             if rank != self._rank:
                 try:
@@ -38,7 +38,7 @@ class Neighbours:
                     selector.register(self._watched[-1], selectors.EVENT_READ, (died, rank))
 
     def dead(self) -> list[int]:
-        """Of those whose end wakes nobody, the ones that have ended since the last time."""
+        """The ranks that ``watch`` could not watch and that have ended since the last call."""
         found = [r for r in self._unwatched if self.fate(r) is not None]
         self._unwatched = [r for r in self._unwatched if r not in found]
         return found

@@ -117,12 +117,12 @@ class Peers(threading.Thread):
         return None if found is None else self.post(found)
 
     def look(self, ranks: Sequence[int]) -> Verdict | None:
-        """As ``find``, but the verdict is not posted to the other ranks."""
+        """Like ``find``, but the verdict is not posted to the other ranks."""
         return self.verdict or self._ask(lambda: self._look(ranks), None) or self._look_around(ranks)
 
     def gone(self, rank: int) -> str | None:
-        """How the process of ``rank`` has ended. One that has raised or left the job may still work: it has
-        not."""
+        """How the process of ``rank`` ended; None if it may still run, as after an error or after it left
+        the job."""
         how = self._fate(rank)
         if how is not None or rank in self._near.ranks:
             return how
@@ -157,7 +157,7 @@ class Peers(threading.Thread):
         return {r: found.get(r, RankReport()) for r in ranks} | {self.rank: self.recorder.report()}
 
     def state(self, rank: int, reports: Mapping[int, RankReport]) -> str:
-        """What can be said of a rank that does not come, as the end of a sentence."""
+        """A description of a rank that does not come, as the end of a sentence."""
         peer, how, report = self.peers[rank], self._fate(rank), reports[rank]
         if rank == self.rank:
             return ""
@@ -251,7 +251,7 @@ class Peers(threading.Thread):
         return None if found is None else self._accept(found)
 
     def _cut_off(self) -> Verdict | None:
-        """What to say if the store's host does not answer: nobody else can say it to this rank."""
+        """The verdict if the store's host does not answer: no other rank can send it to this one."""
         if self._store.place is None or not self._store.cut_off:
             return None
         rank = self._links.lose(self._store.place[0])

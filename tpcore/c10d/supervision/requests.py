@@ -19,7 +19,7 @@ class Requests:
         self._waiting: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
 
     def ask(self, fn: Callable[[], T], seconds: float) -> T:
-        """What ``fn`` returns in the other thread. Raises concurrent.futures.TimeoutError."""
+        """Call ``fn`` in the other thread and return its result. Raises concurrent.futures.TimeoutError."""
         answer: Future[T] = Future()
         self._waiting.put(lambda: answer.set_result(fn()))
         self.wake()
@@ -33,7 +33,7 @@ class Requests:
         os.read(self.fd, 4096)
 
     def answer(self) -> None:
-        """In the other thread: what was asked by now."""
+        """Answer the requests that have come, in the other thread."""
         while not self._waiting.empty():
             self._waiting.get()()
 

@@ -34,12 +34,12 @@ class Checkpoint:
         for missing in sorted(listed - here):
             raise CheckpointError(f"{os.path.join(self.path, missing)} is missing")
         self.tp, self.pp = self.manifest.axis("tp"), self.manifest.axis("pp")
+        self._stage, self._stages = Mesh({"tp": self.tp}), Mesh({"pp": self.pp, "tp": self.tp})
         self._ranks: dict[tuple[int, int], RankState] = {}
 
     def mesh_of(self, cut: Cut) -> Mesh:
         """The mesh of a tensor's shards: tp ranks of one stage, or of all if it is cut over stages too."""
-        over_stages = isinstance(cut, Layout) and "pp" in cut.axes
-        return Mesh({"pp": self.pp, "tp": self.tp} if over_stages else {"tp": self.tp})
+        return self._stages if isinstance(cut, Layout) and "pp" in cut.axes else self._stage
 
     def rank(self, tp_rank: int, pp_rank: int = 0) -> RankState:
         at = tp_rank, pp_rank

@@ -8,7 +8,7 @@ import shutil
 
 from ...errors import CheckpointError
 from ...storage.files import MANIFEST, loads, naming, read_file, sync_dir
-from ...storage.siblings import replaced_names, resolve
+from ...storage.publish import replaced_names, resolve
 from .manifest import FORMAT
 
 _REMOVING = ".removing"
@@ -30,7 +30,7 @@ def newest(parent: str) -> str | None:
 
 
 def _is_checkpoint(manifest: str) -> bool:
-    """And neither a directory of something else nor a traced model."""
+    """Whether the file ``manifest`` exists and is of a checkpoint, not of a traced model for example."""
     if not os.path.isfile(manifest):
         return False
     try:

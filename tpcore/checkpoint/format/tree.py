@@ -189,6 +189,13 @@ def is_optimizer(value: Any) -> bool:
     )
 
 
+def model_tensors(state: Any) -> Iterator[tuple[Any, Tensor]]:
+    """Name and value of each tensor in the models' state_dicts of a state to save, and at its top level."""
+    for model in (state, *state.values()) if isinstance(state, Mapping) else ():
+        if isinstance(model, Mapping) and not is_optimizer(model):
+            yield from ((name, t) for name, t in model.items() if isinstance(t, Tensor))
+
+
 def parameter_names(groups: list[Any]) -> Iterator[tuple[int, str]]:
     """Index and name of the parameters in an optimizer's ``param_groups``; none if it has no names."""
     for group in groups:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import cached_property
 from itertools import product
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from ...errors import CheckpointError
 from ...layout import Layout
 from ...storage.files import MANIFEST
-from ...storage.siblings import resolve
+from ...storage.publish import resolve
 from ...storage.tensorfile import FileTensor
 from ..format.directory import Checkpoint
 from ..format.tree import (
@@ -81,17 +82,19 @@ class NativeStage(Stage):
                 self._top[key] = one
                 self._merged.add(key)
 
+    @cached_property
     def _nested(self) -> bool:
+        """Whether the model is one of the entries."""
         return is_nested(self._top, self._model_key, self._checkpoint.path, is_dict, is_tensor)
 
     def model(self, fill: Fill | None = None) -> State:
-        top = entries(self._top[self._model_key]) if self._nested() else self._top
-        return {str(name): self._item(item, str(name), fill) for name, item in top.items()}
-
-    def _item(self, item: Any, name: str, fill: Fill | None) -> Any:
-        if is_tensor(item):
-            return self.stored(item, name)
-        return decode(item, lambda leaf: self._leaf(leaf, fill))
+        top = entries(self._top[self._model_key]) if self._nested else self._top
+        return {
+            str(name): self.stored(item, str(name))
+            if is_tensor(item)
+            else decode(item, lambda leaf: self._leaf(leaf, fill))
+            for name, item in top.items()
+        }
 
     def _leaf(self, leaf: dict[str, Any], fill: Fill | None) -> Tensor | Stored:
         stored = self.stored(leaf, str(leaf.get("name")))
@@ -100,7 +103,7 @@ class NativeStage(Stage):
     def _keys(self, model: bool) -> list[Any]:
         if model:
             return list(self._top)
-        return [key for key in self._top if key != self._model_key] if self._nested() else []
+        return [key for key in self._top if key != self._model_key] if self._nested else []
 
     def entries(self, fill: Fill, without: Collection[Any] = (), *, model: bool = False) -> Any:
         return decode(self.encoded(without, model=model), lambda leaf: self._leaf(leaf, fill))

@@ -34,7 +34,7 @@ def verify(
             return list(dict.fromkeys(_problems(source, progress)))
         try:
             for stored in tensors_of(source, rules).values():
-                for rank in range(stored.m):
+                for rank in range(stored.mesh.size):
                     stored.shard(rank).verify()
         except CheckpointError as e:
             return [str(e)]

@@ -44,7 +44,7 @@ class Fit:
 
     @property
     def names(self) -> list[str]:
-        """Those of the model's state."""
+        """The names in the model's state."""
         return list(self._wanted)
 
     # -- comparing ----------------------------------------------------------------------------------------

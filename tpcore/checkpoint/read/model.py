@@ -124,22 +124,24 @@ class Loading:
         embedding table on the first stage only.
         """
         found = {} if self.restaged else dict(stage.model(self._fill))
-        wanted = model.state_dict(keep_vars=True)
-        if not self.restaged and (self._source.pp == 1 or wanted.keys() <= found.keys()):
+        if self._source.pp == 1 and not self.restaged:
+            return found
+        wanted = model.state_dict(keep_vars=True).keys()
+        if wanted <= found.keys() and not self.restaged:
             return found
         every, pp = model_of(self._source, _cuts_of(model)), self._ctx.mesh.axes.get("pp", 1)
-        return (every if pp == 1 else self._of_this_stage(every, wanted.keys())) | found
+        return (every if pp == 1 else self._of_this_stage(every, wanted)) | found
 
     def _of_this_stage(self, every: Mapping[str, Any], wanted: Collection[str]) -> dict[str, Any]:
-        """Those that this stage's model has. What no stage has is found out in ``run``."""
+        """The items that this stage's model has. ``run`` finds names that no stage's model has."""
         self._elsewhere = [name for name in every if name not in wanted]
         return {name: item for name, item in every.items() if name in wanted}
 
     def _verify_names(self, model_names: Collection[str]) -> None:
         """CheckpointError for names that no stage's model has, as where there is one stage. Collective."""
         with together(self._ctx):
-            told = gather_bytes(json.dumps(sorted(model_names)).encode(), self._ctx.comm("pp"))
-            known = {name for names in told for name in json.loads(names)}
+            stages = gather_bytes(json.dumps(sorted(model_names)).encode(), self._ctx.comm("pp"))
+            known = {name for names in stages for name in json.loads(names)}
             wrong = [n for n in self._elsewhere if n not in known]
             lines = [f"{n!r}: the checkpoint has it, the model of no stage" for n in wrong]
             if lines and self._strict:
@@ -227,14 +229,14 @@ class Loading:
         return self._rest
 
     def _verify_later(self) -> None:
-        """Compare with their checksums what each dp rank will read a run of: each of them a share, whole."""
+        """Compare checksums of tensors that dp ranks read in runs. Each dp rank compares a share of them."""
         mesh = self._ctx.mesh
         share, n = mesh.coords(self._ctx.rank).get("dp", 0), mesh.axes.get("dp", 1)
         for stored, like in [*self._later.items()][share::n] if n > 1 else ():
             stored.job(like, self._wants.get(stored), self._ctx.rank, self._ctx.mesh).verify()
 
     def _runs(self) -> dict[int, ReadRun]:
-        """By the ``id`` of the tensors on meta that stand for what is read later: how."""
+        """The reader of each tensor that is read later, by the ``id`` of its stand-in on meta."""
         rank, mesh = self._ctx.rank, self._ctx.mesh
         return {
             id(like): partial(stored.read_run, want=self._wants.get(stored), rank=rank, mesh=mesh)

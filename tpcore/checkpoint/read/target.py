@@ -1,4 +1,4 @@
-"""What takes its entry of a checkpoint by a ``load_state_dict`` of its own: an optimizer, a scheduler."""
+"""Objects that take an entry of a checkpoint by their own ``load_state_dict``: optimizers, schedulers."""
 
 from __future__ import annotations
 

@@ -28,11 +28,11 @@ COPIED = "dp"
 
 
 Parts = tuple[tuple[Shard, Region], ...]
-"""What a rank's part is made of."""
+"""The shards that a rank's part is made of, each with the region to copy."""
 
 
 def within(parts: Parts, start: Sequence[int], size: Sequence[int]) -> Parts:
-    """What a box of the part is made of."""
+    """The shards and regions that a box of the part is made of."""
     every = ((shard, region.within(start, size)) for shard, region in parts)
     return tuple((shard, region) for shard, region in every if 0 not in region.size)
 
@@ -65,7 +65,8 @@ class Job:
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """A tensor in ``m`` shards. ``own``: the index of this rank's shard, if the degree is the same."""
+    """A tensor in shards, one for each rank of ``mesh``. ``own``: the index of this rank's shard, if the
+    degree is the same."""
 
     where: str
     cut: Cut
@@ -79,10 +80,6 @@ class Stored:
     ) -> Stored:
         """A tensor in shards of ``m`` tp ranks, for forms without other axes."""
         return cls(where, None if cut is None else Layout.of(cut, "tp"), Mesh({"tp": m}), own, shard)
-
-    @property
-    def m(self) -> int:
-        return self.mesh.size
 
     @property
     def first(self) -> Shard:
@@ -118,13 +115,13 @@ class Stored:
             "state_dict() knows, and the command line takes --cut"
         )
         return (
-            f"{self.where} can be loaded only at the degree it was saved at, tp={self.m}: "
+            f"{self.where} can be loaded only at the degree it was saved at, tp={self.mesh.size}: "
             f"how it is cut is not on record, since {why}"
         )
 
     def _alike(self) -> bool:
         """Whether all shards are equal."""
-        shards = [self.shard(i) for i in range(self.m)]
+        shards = [self.shard(i) for i in range(self.mesh.size)]
         if all(isinstance(s, MemoryShard) for s in shards):
             first, *others = [s.tensor for s in shards if isinstance(s, MemoryShard)]
             return all(torch.equal(first, t) for t in others)
@@ -132,10 +129,12 @@ class Stored:
 
     def whole(self) -> tuple[Layout, Mesh]:
         """The layout of its cut, and the mesh. CheckpointError if the cut is unknown."""
+        if isinstance(self.cut, Layout):
+            return self.cut, self.mesh
         why = self.bound()
         if why is not None:
             raise CheckpointError(why)
-        return (self.cut if isinstance(self.cut, Layout) else Layout(self.first.shape)), self.mesh
+        return Layout(self.first.shape), self.mesh
 
     def local_shape(self, want: Layout | None, mesh: Mesh) -> tuple[int, ...]:
         """Shape of a rank's part on ``mesh``. ``want``: the layout to make; None for the recorded one."""
@@ -176,8 +175,7 @@ def layout_of(t: Tensor, ctx: ParallelContext, where: str) -> Layout | None:
     found = sharding(t)
     if found is None:
         return None
-    layout, mesh = found.layout, found.ctx.mesh
-    axes = layout.axes_on(mesh)
+    layout, mesh, axes = found.layout, found.ctx.mesh, found.axes
     if axes and (COPIED in axes or not set(axes) <= set(ctx.mesh.axes)):
         mine = found.ctx.comm(*axes).group.members(found.ctx.rank)
         held = [axis for axis in ctx.mesh.axes if axis != COPIED]

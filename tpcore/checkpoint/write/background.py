@@ -17,7 +17,6 @@ from ...context import ParallelContext, current
 from ...errors import CheckpointError
 from ...log import log
 from ...storage.files import read_file
-from ...storage.progress import Bar, Progress
 from .save import Options, Save
 
 _log = log.getChild("checkpoint")
@@ -61,16 +60,14 @@ class _Background:
             self._save.close()
 
     def _lead(self) -> None:
-        """On rank 0: write its part with a progress bar, wait for all reports, complete the checkpoint."""
-        save, began, bar, failed = self._save, time.monotonic(), Bar("saving"), None
+        """On rank 0: write its part, wait for all reports, complete the checkpoint."""
+        save, began, failed = self._save, time.monotonic(), None
         _log.info("saving %s", save.target)
         reports = [b"null"]
         try:
-            reports = [save.write(Progress(bar))]
+            reports = [save.write()]
         except Exception as e:  # noqa: BLE001  raised below, when no rank writes any more
             failed = e
-        finally:
-            bar.close()
         reports += [self._wait_for_report(rank) for rank in range(1, save.ctx.mesh.size)]
         if failed is not None:
             raise failed

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...context import ParallelContext
 from ...layout import Layout
 from ...train.zero import Zero1
-from ..format.tree import is_optimizer
+from ..format.tree import is_optimizer, model_tensors
 from ..tensors.stored import layout_of
 
 
@@ -40,22 +40,20 @@ def pending_of(state: Any) -> dict[int, list[bool]]:
 def resolve(state: Any, ctx: ParallelContext, pending: Mapping[int, list[bool]]) -> Resolved:
     """Replace the optimizers in ``state``. ``pending``: the result of ``pending_of``. ValueError if one of a
     pipeline stage has unnamed parameters. At pp=1 a warning says where such a state can be loaded."""
-    if not isinstance(state, Mapping) or not any(map(_of_optimizer, state.values())):
-        return Resolved(state)
-    found = Resolved(dict(state))
-    names = _names(state, ctx)
-    for key, value in state.items():
+    optimizers = {
+        key: value
+        for key, value in (state.items() if isinstance(state, Mapping) else ())
+        if isinstance(value, torch.optim.Optimizer) or is_optimizer(value)
+    }
+    found = Resolved(dict(state) if optimizers else state)
+    for key, value in optimizers.items():
         if isinstance(value, torch.optim.Optimizer):
             found.state[key] = _resolved(value, found, ctx, pending.get(id(value), ()))
-            _name(value, found.state[key], names, ctx, key)
+            _name(value, found.state[key], state, ctx, key)
             _warn_of_no_names(key, found.state[key], ctx, "at another number of pipeline stages")
-        elif is_optimizer(value):
+        else:
             _warn_of_no_names(key, value, ctx, "at another degree")
     return found
-
-
-def _of_optimizer(value: Any) -> bool:
-    return isinstance(value, torch.optim.Optimizer) or is_optimizer(value)
 
 
 def _warn_of_no_names(key: Any, saved: Mapping[str, Any], ctx: ParallelContext, where: str) -> None:
@@ -91,25 +89,18 @@ def _resolved(
     return saved
 
 
-def _names(state: Mapping[Any, Any], ctx: ParallelContext) -> dict[object, str]:
-    """The names of the models' parameters, by ``Backend.memory_of``."""
-    names: dict[object, str] = {}
-    for model in (state, *state.values()):
-        if isinstance(model, Mapping) and not is_optimizer(model):
-            for name, t in model.items():
-                if isinstance(t, Tensor) and isinstance(name, str):
-                    names.setdefault(ctx.backend.memory_of(t), name)
-    return names
-
-
 def _name(
     optimizer: torch.optim.Optimizer,
     saved: dict[str, Any],
-    names: Mapping[object, str],
+    state: Mapping[Any, Any],
     ctx: ParallelContext,
     key: Any,
 ) -> None:
     """Give unnamed parameters in ``saved`` their names in the model that is saved with the optimizer."""
+    names: dict[object, str] = {}
+    for name, t in model_tensors(state):
+        if isinstance(name, str):
+            names.setdefault(ctx.backend.memory_of(t), name)
     for group, mine in zip(saved["param_groups"], optimizer.param_groups, strict=True):
         known = [names.get(ctx.backend.memory_of(p)) for p in mine["params"]]
         if group.get("param_names") or not known:

@@ -21,9 +21,8 @@ from ...errors import CheckpointError
 from ...layout import Layout
 from ...storage.dtypes import dtype_name
 from ...storage.files import MANIFEST, FileRecord, dumps, naming, sync_dir, write_file
-from ...storage.progress import Bar, Progress
-from ...storage.publish import Staging
-from ...storage.siblings import staging_path
+from ...storage.progress import Progress, bar
+from ...storage.publish import Staging, staging_path
 from ...storage.tensorfile import write_tensors
 from ..format.manifest import FORMAT, STATE, VERSION, Manifest, rank_dir
 from ..format.retention import keep_last
@@ -151,14 +150,13 @@ class Save:
         at = self.ctx.mesh.coords(rank)
         return rank_dir(at.get("tp", 0), at.get("pp", 0), self.ctx.mesh.axes.get("pp", 1))
 
-    def write(self, progress: Progress | None = None) -> bytes:
-        """Write this rank's tensors. Returns the rank's report for ``put_together``."""
+    def write(self) -> bytes:
+        """Write this rank's tensors, rank 0 with a bar. Returns the rank's report for ``put_together``."""
         if self._part is None:
             return b"null"
         name = self.name_of(self.ctx.rank)
-        with naming("save", self.target):
-            if progress is not None:
-                progress.start(total_of(self._files))
+        total, shown = total_of(self._files), self.ctx.rank == 0
+        with naming("save", self.target), bar("saving", total, shown=shown) as progress:
             records, tensors = write_tensor_files(self.root, name, self.save_id, self._files, progress)
             if self._shared:
                 sync_dir(os.path.join(self.root, name))
@@ -200,18 +198,16 @@ def write_checkpoint(state: dict[Any, Any], save_dir: str | os.PathLike[str], op
     ranks raise an error, and no files are left.
     """
     save = Save(state, save_dir, options)
-    ctx, report, bar = save.ctx, b"null", Bar("saving")
-    progress = Progress(bar) if ctx.rank == 0 else None
+    ctx, report = save.ctx, b"null"
     try:
         for turn in range(ctx.mesh.size) if options.serially else (ctx.rank,):
             with together(ctx):
                 if turn == ctx.rank:
-                    report = save.write(progress)
+                    report = save.write()
         reports = gather_bytes(report, ctx.world)
         with together(ctx):
             save.put_together(reports)
     finally:
-        bar.close()
         save.close()
 
 

@@ -16,7 +16,7 @@ from ...layers.sharding import sharding
 from ...layout import Layout
 from ...mesh import Mesh
 from ...storage.tensorfile import Writable, nbytes_of
-from ..format.tree import TAG, Path, dotted, encode, is_optimizer, parameter_names
+from ..format.tree import TAG, Path, dotted, encode, is_optimizer, model_tensors, parameter_names
 from ..tensors.stored import Cut, layout_of
 
 _FILE_STEM = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}")
@@ -193,12 +193,12 @@ def cuts_of(state: Mapping[Any, Any], ctx: ParallelContext, known: Mapping[int, 
     """
     memory_of = ctx.backend.memory_of
     marked: dict[object, Tensor] = {}
-    for model in (state, *state.values()) if isinstance(state, Mapping) else ():
-        if isinstance(model, Mapping) and not is_optimizer(model):
-            for t in model.values():
-                if isinstance(t, Tensor) and sharding(t) is not None and not t.is_meta:
-                    marked[memory_of(t)] = t
-    cuts = optimizer_cuts(state, marked, ctx.mesh, memory_of) if isinstance(state, Mapping) else {}
+    for _, t in model_tensors(state):
+        if sharding(t) is not None and not t.is_meta:
+            marked[memory_of(t)] = t
+    optimizers = [o for o in state.values() if is_optimizer(o)] if isinstance(state, Mapping) else []
+    names = _by_name(state, marked, memory_of) if optimizers else {}
+    cuts = _optimizer_cuts(optimizers, names, ctx.mesh)
 
     def cut_of(t: Tensor, where: str) -> Cut:
         return known.get(id(t)) or layout_of(marked.get(memory_of(t), t), ctx, where) or cuts.get(id(t))
@@ -206,8 +206,8 @@ def cuts_of(state: Mapping[Any, Any], ctx: ParallelContext, known: Mapping[int, 
     return cut_of
 
 
-def optimizer_cuts(
-    state: Mapping[Any, Any], marked: Mapping[object, Tensor], mesh: Mesh, memory_of: MemoryOf
+def _optimizer_cuts(
+    optimizers: Iterable[Mapping[str, Any]], known: Mapping[str, Layout], mesh: Mesh
 ) -> dict[int, Cut]:
     """Cuts of the tensors in optimizers' state_dicts, by ``id``: those of their parameters.
 
@@ -215,11 +215,8 @@ def optimizer_cuts(
     2.6 or newer). Without names, or with another shape than the parameter's shard, the cut is unknown.
     Tensors without dims, such as step counts, are skipped.
     """
-    known = _by_name(state, marked, memory_of)
     cuts: dict[int, Cut] = {}
-    for optimizer in state.values():
-        if not is_optimizer(optimizer):
-            continue
+    for optimizer in optimizers:
         names = dict(parameter_names(optimizer["param_groups"]))
         for index, values in optimizer["state"].items():
             if not isinstance(values, Mapping):
@@ -237,10 +234,7 @@ def _by_name(
 ) -> dict[str, Layout]:
     """Layouts of the parameters in the models' state_dicts, except names with different layouts."""
     layouts: dict[str, set[Layout]] = defaultdict(set)
-    for model in (state, *state.values()):
-        if isinstance(model, Mapping) and not is_optimizer(model):
-            for name, t in model.items():
-                if isinstance(t, Tensor) and isinstance(name, str):
-                    cut = sharding(t if t.is_meta else marked.get(memory_of(t), t))
-                    layouts[name].add(cut.layout if cut else Layout(tuple(t.shape)))
+    for name, t in model_tensors(state):
+        cut = sharding(t if t.is_meta else marked.get(memory_of(t), t))
+        layouts[name].add(cut.layout if cut else Layout(tuple(t.shape)))
     return {name: specs.pop() for name, specs in layouts.items() if len(specs) == 1}

@@ -186,7 +186,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return str(output_dir)
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **_: Any) -> None:
-        """What ``save_state`` wrote, on any mesh. Collective over the world."""
+        """Load the checkpoint of ``save_state``, on any mesh. Collective over the world."""
         load_loop(_given(input_dir), self, self._custom_objects)
 
     def save_model(

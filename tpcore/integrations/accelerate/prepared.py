@@ -1,4 +1,4 @@
-"""What ``prepare`` makes of an optimizer and a scheduler: steps that end with the mean over dp."""
+"""The optimizer and scheduler that ``prepare`` returns: their steps take the mean over dp."""
 
 from __future__ import annotations
 

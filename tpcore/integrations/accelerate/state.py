@@ -53,7 +53,7 @@ def _one(models: Sequence[nn.Module]) -> nn.Module:
 
 
 def save_loop(where: str, accelerator: Any, others: Sequence[Any]) -> None:
-    """Model, optimizers, schedulers, and what ``state_dict`` of ``others`` gives. Collective."""
+    """Save model, optimizers, schedulers, and the ``state_dict`` of each of ``others``. Collective."""
     model = _one(accelerator._models)
     state: dict[str, Any] = {"model": model.state_dict(), "step": accelerator.step}
     for i, optimizer in enumerate(accelerator._optimizers):
@@ -65,7 +65,7 @@ def save_loop(where: str, accelerator: Any, others: Sequence[Any]) -> None:
 
 
 def load_loop(where: str, accelerator: Any, others: Sequence[Any]) -> None:
-    """What ``save_loop`` wrote, on any mesh. Collective."""
+    """Load the checkpoint of ``save_loop``, on any mesh. Collective."""
     model = _one(accelerator._models)
     for optimizer in accelerator._optimizers:
         name_parameters(optimizer.optimizer, model)

@@ -1,5 +1,5 @@
-"""What NeuronX Distributed's later releases have beside layers, over tpcore's own parts.
+"""NeuronX Distributed's later API besides layers: trainer, optimizer and pipeline, over tpcore's own parts.
 
 Scripts import it by the published paths: ``tpcore.trainer``, ``tpcore.optimizer``, ``tpcore.modules``,
-``tpcore.pipeline``, ``tpcore.utils`` and ``tpcore.parallel_layers`` are names for what is here.
+``tpcore.pipeline``, ``tpcore.utils`` and ``tpcore.parallel_layers`` re-export these names.
 """

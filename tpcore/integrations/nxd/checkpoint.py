@@ -116,7 +116,7 @@ def _named(optimizer: Any, model: Any) -> Any:
 
 
 def _tags(folder: str | os.PathLike[str]) -> list[str]:
-    """Those of complete checkpoints, the one that was saved last at the end."""
+    """The tags of complete checkpoints. The one that was saved last is at the end."""
     times = {}
     for name in os.listdir(folder) if os.path.isdir(folder) else ():
         manifest = os.path.join(os.fspath(folder), name, MANIFEST)
@@ -126,7 +126,7 @@ def _tags(folder: str | os.PathLike[str]) -> list[str]:
 
 
 def _newest(folder: str | os.PathLike[str]) -> str:
-    """What rank 0 sees, on every rank."""
+    """The newest tag that rank 0 sees, on every rank."""
     tags = _tags(folder)
     seen = gather_bytes((tags[-1] if tags else "").encode(), current().world)[0].decode()
     if not seen:

@@ -1,4 +1,4 @@
-"""Small questions and messages of scripts: which device, end of a step, lines of rank 0."""
+"""Small functions for scripts: the device, the end of a step, messages of rank 0."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ...context import current, is_initialized
 
 
 def get_device() -> torch.device:
-    """Where this rank's tensors live."""
+    """The device of this rank's tensors."""
     return current().device
 
 
 def cpu_mode() -> bool:
-    """Whether that is the CPU."""
+    """Whether the device is the CPU."""
     return current().device.type == "cpu"
 
 
@@ -44,10 +44,8 @@ class _FirstRankOnly(logging.Filter):
 
 
 def get_logger(name: str = "neuronx_distributed", rank0_only: bool = True) -> logging.Logger:
-    """The logger ``name``, of which other ranks than the first print nothing if ``rank0_only``.
-
-    How it prints is for the program to say, as of any logger of ``logging``.
-    """
+    """The logger ``name``. With ``rank0_only``, only the first rank logs. The program configures its
+    handlers, as for any logger of ``logging``."""
     logger = logging.getLogger(f"{name}[0]" if rank0_only else name)
     if rank0_only and not any(isinstance(f, _FirstRankOnly) for f in logger.filters):
         logger.addFilter(_FirstRankOnly())

@@ -1,4 +1,4 @@
-"""What loops do with gradients by hand: sums and means in place, norms, clipping."""
+"""Functions for loops that handle gradients themselves: sums and means in place, norms, clipping."""
 
 from __future__ import annotations
 

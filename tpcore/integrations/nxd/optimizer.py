@@ -27,7 +27,7 @@ class NxDOptimizer(torch.optim.Optimizer):
 
     @property
     def grad_norm(self) -> Tensor | None:
-        """Of the last step, before clipping; None without clipping."""
+        """The norm of the last step's gradient before clipping; None without clipping."""
         return self._grad_norm
 
     @property

@@ -72,7 +72,7 @@ class GQAQKVColumnParallelLinear(PublishedAttributes):
                 self.register_parameter(f"bias_{name}", None)
 
     def _blocks(self) -> tuple[Block, Block]:
-        """How q, and how k or v, are cut: in one unit for each rank, or for each run of ranks."""
+        """The blocks of q and of k or v: one unit for each rank, or for each run of ranks."""
         tp, times, (q, kv) = self.tp.size, self.kv_size_multiplier, self.output_sizes
         if times < 1 or tp % times or q % tp or kv % (tp // times):
             raise ValueError(
@@ -108,7 +108,7 @@ class GQAQKVColumnParallelLinear(PublishedAttributes):
         return ops.gather(q, self.tp, -1), self._once(k), self._once(v)
 
     def _once(self, t: Tensor) -> Tensor:
-        """All features of k or v, of each run of equal parts the first."""
+        """All features of k or v: the first part of each run of equal parts."""
         y = ops.gather(t, self.tp, -1)
         runs = y.unflatten(-1, (-1, self.kv_size_multiplier, t.shape[-1]))
         first: Tensor = runs[..., 0, :].flatten(-2)

@@ -97,7 +97,7 @@ class ParallelizersManager:
 
     @staticmethod
     def get_supported_model_types() -> list[str]:
-        """Those of tpcore's own plans. Models with a plan of transformers are supported as well."""
+        """The model types with a plan of tpcore. Models with a plan of transformers are supported as well."""
         return sorted(name for names in FILES.values() for name in names.split())
 
     @classmethod

@@ -1,4 +1,4 @@
-"""How a model is cut, as optimum-neuron's scripts say it."""
+"""The options of cutting a model, by optimum-neuron's names."""
 
 from __future__ import annotations
 
@@ -132,5 +132,5 @@ class TrainingNeuronConfig:
         return self.plugin.should_parallelize
 
     def parallelize_model(self, model: Model, device: Any = None) -> Model:
-        """As ``ModelParallelismPlugin.parallelize_model``."""
+        """Like ``ModelParallelismPlugin.parallelize_model``."""
         return self.plugin.parallelize_model(model, device)

@@ -70,7 +70,7 @@ class NeuronTrainingArguments(transformers.TrainingArguments):
 
     @property
     def mp_plugin(self) -> ModelParallelismPlugin:
-        """How a model is cut."""
+        """The options of cutting a model."""
         return ModelParallelismPlugin(
             tensor_parallel_size=self.tensor_parallel_size,
             parallelize_embeddings=not self.disable_embedding_parallelization,
@@ -83,7 +83,7 @@ class NeuronTrainingArguments(transformers.TrainingArguments):
 
     @property
     def trn_config(self) -> TrainingNeuronConfig:
-        """The same for later releases' scripts."""
+        """The options of cutting a model, for scripts of later releases."""
         return TrainingNeuronConfig(
             tensor_parallel_size=self.tensor_parallel_size,
             sequence_parallel_enabled=not self.disable_sequence_parallel,
@@ -93,7 +93,7 @@ class NeuronTrainingArguments(transformers.TrainingArguments):
 
     @property
     def zero1_options(self) -> bool | dict[str, Any]:
-        """What ``tpcore.Zero1`` is made with; False for an optimizer of torch."""
+        """The options of ``tpcore.Zero1``; False for an optimizer of torch."""
         if not self.zero_1:
             return False
         options: dict[str, Any] = {}

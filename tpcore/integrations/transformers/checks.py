@@ -1,4 +1,4 @@
-"""What a Trainer on a mesh cannot do as the stock one does: refused before it starts."""
+"""Refusal of training arguments and models with which a Trainer on a mesh would be wrong."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 def whole_state(model: nn.Module) -> dict[str, Tensor] | None:
-    """All of a cut model of tpcore's layers, for a file; None for one that knows how to save itself."""
+    """The full state of a cut model of tpcore's layers; None for a model that saves itself."""
     if _saves_whole(model) or not is_cut(model):
         return None
     if any(isinstance(m, PipelinedLayers) and m.pp.size > 1 for m in model.modules()):
@@ -70,7 +70,7 @@ def whole_state(model: nn.Module) -> dict[str, Tensor] | None:
 
 
 def load_model(model: nn.Module, where: str) -> None:
-    """Each rank's part of the model at ``where``, whole or in parts. Collective."""
+    """Load this rank's part of the model at ``where``, stored whole or in parts. Collective."""
     checkpoint.wait()
     parts = os.path.join(where, PARTS)
     if os.path.isdir(parts):
@@ -100,7 +100,7 @@ def save_state(where: str, optimizer: Any, scheduler: Any, *, in_background: boo
 
 
 def load_state(where: str, optimizer: Any, scheduler: Any) -> None:
-    """What ``save_state`` wrote, on any mesh, or the stock Trainer in one process. Collective.
+    """Load the files of ``save_state``, on any mesh, or of the stock Trainer in one process. Collective.
 
     A checkpoint of the model alone has neither: the optimizer then starts anew, as in the stock Trainer.
     """

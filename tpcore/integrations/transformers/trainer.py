@@ -101,7 +101,7 @@ class Trainer(transformers.Trainer):
             load_model(self.model, best)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Each rank's own; from a run of another number of ranks numbers that are alike on all."""
+        """Restore each rank's random state. If the run had another number of ranks, seed all ranks alike."""
         if checkpoint is not None and of_other_ranks(checkpoint):
             transformers.set_seed(self.args.seed + self.state.global_step)
         else:

@@ -77,7 +77,7 @@ class Conformance:
     large: ClassVar[Sequence[int]] = edges.LARGE
     """Numbers of elements of large tensors."""
     loses: ClassVar[Sequence[str]] = ()
-    """What the backend's library loses of odd numbers: "the sign of zero", "NaN in a maximum"."""
+    """Properties of odd numbers that the backend's library loses: "the sign of zero", "NaN in a maximum"."""
 
     @pytest.fixture(scope="class")
     @classmethod

@@ -52,7 +52,7 @@ def _check_alike(i: int, layer: nn.Module, j: int, other: nn.Module) -> None:
 
 
 def _signature(layer: nn.Module) -> Signature:
-    """What must be equal for two layers to run one program: classes, parameters, string attributes."""
+    """Two layers run one program if these are equal: classes, parameters, string attributes."""
     found: Signature = {}
     for name, module in layer.named_modules():
         found[name] = type(module).__name__

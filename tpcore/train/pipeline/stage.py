@@ -66,8 +66,8 @@ class StageLayers:
             )
 
     def _kept(self) -> Kept:
-        """What layers keep beside their parameters, with its version: buffers, and numbers put aside as
-        attributes. Larger attributes may be caches, of a mask say, which are the same for each microbatch."""
+        """Buffers and one-element tensors among the layers' attributes, each with its version. Larger
+        attributes are left out: they may be caches, of a mask say, that are equal for each microbatch."""
         found = {name: (buffer, buffer._version) for name, buffer in self._layers.named_buffers()}
         for path, module in self._layers.named_modules():
             for key, t in vars(module).items():

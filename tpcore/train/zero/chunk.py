@@ -51,13 +51,13 @@ class ParameterChunk:
         return self.rows(full).index_select(0, self.dp.position).view(-1)
 
     def cut_on_host(self, full: Tensor, index: int) -> Tensor:
-        """As ``cut``, for a tensor in host memory and the dp rank ``index``: a lazy device would compile a
+        """Like ``cut``, for a tensor in host memory and the dp rank ``index``: a lazy device would compile a
         program for each shape."""
         part = full.reshape(-1)[index * self.length : (index + 1) * self.length]
         return F.pad(part, (0, self.length - part.numel())).clone()
 
     def read_on_host(self, read: ReadRun, dtype: torch.dtype, index: int) -> Tensor:
-        """The same of a tensor that lies in a file, of which no more is read."""
+        """The same for a tensor in a file. Only these entries are read."""
         out, start = torch.zeros(self.length, dtype=dtype), index * self.length
         read(start, out[: max(0, self.numel - start)])
         return out

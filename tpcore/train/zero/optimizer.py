@@ -167,7 +167,7 @@ class Zero1(torch.optim.Optimizer):
         return self._stepped is not None
 
     def gradient_of(self, p: Tensor) -> Tensor | None:
-        """What backward has summed of this rank's gradient of ``p``, to change in place; before the mean."""
+        """This rank's gradient of ``p`` as backward has summed it, before the mean; it may be changed."""
         return self._gradients.of(p)
 
     def _gradient(self, p: Tensor) -> Tensor:
@@ -287,8 +287,8 @@ class Zero1(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_outline(self, outline: dict[str, Any], runs: Mapping[int, ReadRun]) -> None:
-        """The same, where tensors on meta stand for some that are read now: each rank its entries, one
-        tensor after the other. ``runs``: how, by their ``id``."""
+        """Like ``load_state_dict``, but reads the values of tensors on meta now: each rank its entries, one
+        tensor after the other. ``runs``: the reader of each, by ``id``."""
         base, index = self.base(), current().coord("dp")
         found = entries_of(outline, self._parameters, self._chunks, self._entries, index, runs)
         self._gradients.check_exact(found.gradients)

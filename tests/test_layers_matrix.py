@@ -18,9 +18,8 @@ def test_equals_the_plain_module(layer: str, tp: int, dtype: str) -> None:
 
 
 @pytest.mark.parametrize(("tp", "dtype"), [(2, "fp32"), (2, "bf16"), (4, "fp16"), (4, "fp64")])
-@pytest.mark.parametrize("layer", matrix.AXES)
-def test_equals_the_plain_module_on_processes(pool: RankPool, layer: str, tp: int, dtype: str) -> None:
-    some = matrix.cases(layer, dtype)
+def test_equals_the_plain_module_on_processes(pool: RankPool, tp: int, dtype: str) -> None:
+    every = [matrix.cases(layer, dtype) for layer in matrix.AXES]
     # every seventh, where there are many: 7 divides the length of no axis, so every value of each comes up
-    some = some[:: 7 if len(some) > 20 else 1]
+    some = [case for cases in every for case in cases[:: 7 if len(cases) > 20 else 1]]
     matrix.report(pool.run(Mesh({"dp": 1, "tp": tp}), matrix.run, some))

@@ -58,10 +58,11 @@ tests: venv
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-# while the tests wait, for processes and timeouts: what the next steps need is installed, and the static checks run
+# While the tests wait, for processes and timeouts, what the next steps need is installed, and the static checks run. The
+# tests go first: some say how long an error may take.
 beside: venv
-	@$(MAKE) --no-print-directory $(DOCS_DONE) $(OLDEST_AT)/.done venv-xla
-	@$(MAKE) --no-print-directory types docs
+	@nice $(MAKE) --no-print-directory $(DOCS_DONE) $(OLDEST_AT)/.done venv-xla
+	@nice $(MAKE) --no-print-directory types docs
 
 test-fast: venv  ## the tests that are not slow: PYTEST_ARGS='tests/test_cli.py' runs a part
 	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)

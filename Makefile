@@ -158,4 +158,4 @@ $(XLA_CACHE)/complete: $(XLA_LOCK)
 	@mkdir -p $(@D)
 	@# one at a time: two clones may come here together, and the second then finds it done
 	flock $(@D).lock sh -euc 'test -e $@ || { $(XLA_PYTHON) -m venv --clear $(@D); $(@D)/bin/python -m pip install \
-	    --disable-pip-version-check $(PIP_ARGS) --requirement $(XLA_LOCK); }; touch $@'
+	    --quiet --disable-pip-version-check $(PIP_ARGS) --requirement $(XLA_LOCK); }; touch $@'

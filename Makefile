@@ -3,8 +3,6 @@
 PYTHON ?= python3
 PIP_ARGS ?=
 PYTEST_ARGS ?= -n 2 --dist loadgroup
-# Tests start hundreds of processes: without bytecode each would compile tpcore again.
-unexport PYTHONDONTWRITEBYTECODE
 DEMO ?= examples/demo.py
 BENCH ?= benchmarks
 
@@ -56,6 +54,8 @@ test-cpu:  ## lint, tests, types, documentation: all but the tests that need tor
 tests: venv
 	$(BIN)/ruff check --quiet .
 	$(BIN)/ruff format --check --quiet .
+	@# where PYTHONDONTWRITEBYTECODE is set, each of hundreds of processes would compile tpcore again
+	@$(BIN)/python -m compileall -q tpcore backends benchmarks examples tests
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 # While the tests wait, for processes and timeouts, what the next steps need is installed, and the static checks run. The

@@ -211,7 +211,7 @@ def main() -> None:
     os.environ.setdefault("TPCORE_CHECK", "0")
     print(conditions())
     counts = tuple(options.microbatches)
-    memory = {}
+    memory: dict[int, dict[str, list[float]]] = {}
     for pp in options.pp:
         races, memory[pp] = tpcore.launch(_all, nprocs=pp, args=(pp, counts, options.rounds))[0]
         for count, best in zip(counts, races, strict=False):

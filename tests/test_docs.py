@@ -162,7 +162,7 @@ def answer(page: Connection, deadline: float) -> None:
     while page.poll(max(0.0, deadline - time.monotonic())):
         try:
             words, directory, env = page.recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             return
         page.send(forked.run(words, directory, env))
 

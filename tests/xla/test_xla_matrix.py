@@ -13,8 +13,8 @@ POINTS = [(f"n{tp}", layer, tp, dtype) for tp in (2, 4) for dtype in DTYPES for 
 
 
 def some(layer: str, tp: int, dtype: str) -> list[matrix.Case]:
-    """Every 17th, or of few every 7th, since each compiles programs of its own: strides that share no factor
-    with the length of an axis, so that all values occur. Each tp and dtype begins elsewhere."""
+    """Every 17th, or of few every 7th, since each compiles programs of its own. Each tp and dtype begins
+    elsewhere, and the strides share no factor with the length of an axis: the four meet all values."""
     found = [c for c in matrix.cases(layer, dtype) if ("mode", "sparse") not in c.options]
     many = len(found) > 20
     stride = (5 if many else 1) if drills.ALL else (17 if many else 7)

@@ -28,4 +28,4 @@ def test_equals_the_plain_module(layer: str, tp: int, dtype: str) -> None:
 @pytest.mark.parametrize(("tp", "dtype"), [(2, "fp32"), (2, "bf16"), (4, "fp16"), (4, "fp64")])
 def test_equals_the_plain_module_on_processes(pool: RankPool, tp: int, dtype: str) -> None:
     some = [case for layer in matrix.AXES for case in sevenths(matrix.cases(layer, dtype))]
-    matrix.report(pool.run(Mesh({"dp": 1, "tp": tp}), matrix.run, some))
+    matrix.report(pool.run(Mesh({"dp": 1, "tp": tp}), matrix.run, some, timeout=200.0))

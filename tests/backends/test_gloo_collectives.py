@@ -74,7 +74,7 @@ def _move(ctx: ParallelContext, dtype: torch.dtype) -> None:
 
 @meshes
 def test_gather_and_broadcast_move_any_dtype(pool: OverRoad, axes: dict[str, int]) -> None:
-    pool.run(Mesh(axes), _each, _move, MOVED)
+    pool.run(Mesh(axes), _each, _move, MOVED, timeout=200.0)
 
 
 def _sum(ctx: ParallelContext, dtype: torch.dtype) -> None:
@@ -96,7 +96,7 @@ def _sum(ctx: ParallelContext, dtype: torch.dtype) -> None:
 
 @meshes
 def test_reductions(pool: OverRoad, axes: dict[str, int]) -> None:
-    pool.run(Mesh(axes), _each, _sum, SUMMED)
+    pool.run(Mesh(axes), _each, _sum, SUMMED, timeout=200.0)
 
 
 def _strided(ctx: ParallelContext) -> None:

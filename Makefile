@@ -28,7 +28,8 @@ XLA_CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/tpcore/xla-$(XLA_KEY)
 XLA_PROJECT := $(XLA_VENV)/.project-$(XLA_KEY)-$(subst $(VENV)/.project-,,$(PROJECT))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-xla demo demo-llama test test-cpu test-fast test-oldest test-xla drills lint types docs bench correctness lock clean
+.PHONY: help venv venv-xla demo demo-llama test test-cpu tests beside test-fast test-oldest test-xla drills lint types \
+    docs bench correctness lock clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -41,30 +42,47 @@ demo-llama: venv  ## train a small Llama in one process and on a mesh, compare t
 	$(BIN)/python examples/demo_llama.py
 
 test:  ## everything that must hold: test-cpu, test-oldest, then test-xla
-	@$(MAKE) --no-print-directory test-cpu
+	@$(MAKE) --no-print-directory --jobs=2 tests beside
 	@$(MAKE) --no-print-directory test-oldest
 	@$(MAKE) --no-print-directory test-xla
 
-# ruff first because it takes no time, then the tests, which start at once; the slower static checks follow.
-test-cpu: venv  ## lint, tests, types, documentation: all but the tests that need torch_xla
+test-cpu:  ## lint, tests, types, documentation: all but the tests that need torch_xla
+	@$(MAKE) --no-print-directory tests
+	@$(MAKE) --no-print-directory types docs
+
+# ruff first because it takes no time
+tests: venv
 	$(BIN)/ruff check --quiet .
 	$(BIN)/ruff format --check --quiet .
+	@# where PYTHONDONTWRITEBYTECODE is set, each of hundreds of processes would compile tpcore again
+	@$(BIN)/python -m compileall -q tpcore backends benchmarks examples tests
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
-	@$(MAKE) --no-print-directory types docs
+
+# While the tests wait, for processes and timeouts, what the next steps need is installed, and the static checks run. The
+# tests go first: some say how long an error may take.
+beside: venv
+	@nice $(MAKE) --no-print-directory $(DOCS_DONE) $(OLDEST_AT)/.done venv-xla
+	@nice $(MAKE) --no-print-directory types docs
 
 test-fast: venv  ## the tests that are not slow: PYTEST_ARGS='tests/test_cli.py' runs a part
 	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
 
-drills: venv  ## the long form of what is tested in samples: an hour of faults, kills and damaged files
-	TPCORE_DRILLS=all TPCORE_KILLS=20 TPCORE_FUZZ=20000 $(BIN)/python -m pytest tests/hosts \
-	    tests/test_checkpoint_kill.py tests/test_checkpoint_fuzz.py
+# the files that have a long form say so
+DRILLED = $(shell grep -lrE '^(import|from) drills|"TPCORE_(MPI|KILLS|FUZZ|CALLS)"' tests --include 'test_*.py' \
+    | grep -v ^tests/xla)
+
+drills: venv venv-xla  ## the long form of what is tested in samples: hours of faults, kills, damaged files, all dtypes
+	TPCORE_DRILLS=all TPCORE_MPI=all TPCORE_KILLS=20 TPCORE_FUZZ=20000 TPCORE_CALLS=10000 \
+	    $(BIN)/python -m pytest $(PYTEST_ARGS) --timeout 1800 $(DRILLED)
+	TPCORE_DRILLS=all TPCORE_REQUIRE_XLA=1 $(XLA_VENV)/bin/python -m pytest tests/xla $(PYTEST_ARGS) --timeout 1800
 
 OLDEST := $(shell sed -n 's/^hf = \["transformers>=\([0-9.]*\),.*/\1/p' pyproject.toml)
 OLDEST_AT := $(VENV)/transformers-$(OLDEST)
 
 test-oldest: venv $(OLDEST_AT)/.done  ## parallelize with the oldest release of transformers that it takes
-	PYTHONPATH=$(OLDEST_AT) $(BIN)/python -m pytest -m "not slow" tests/test_transformers_names.py tests/test_families.py \
-	    tests/test_parallelize.py tests/test_parallelize_files.py tests/test_parallelize_use.py tests/test_generate_served.py
+	PYTHONPATH=$(OLDEST_AT) $(BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow" tests/test_transformers_names.py \
+	    tests/test_families.py tests/test_parallelize.py tests/test_parallelize_files.py \
+	    tests/test_parallelize_use.py tests/test_generate_served.py
 
 $(OLDEST_AT)/.done:
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --target $(OLDEST_AT) transformers==$(OLDEST).*
@@ -140,4 +158,4 @@ $(XLA_CACHE)/complete: $(XLA_LOCK)
 	@mkdir -p $(@D)
 	@# one at a time: two clones may come here together, and the second then finds it done
 	flock $(@D).lock sh -euc 'test -e $@ || { $(XLA_PYTHON) -m venv --clear $(@D); $(@D)/bin/python -m pip install \
-	    --disable-pip-version-check $(PIP_ARGS) --requirement $(XLA_LOCK); }; touch $@'
+	    --quiet --disable-pip-version-check $(PIP_ARGS) --requirement $(XLA_LOCK); }; touch $@'

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -257,8 +258,16 @@ def start(main: Callable[[int, Namespace], None], options: Namespace, world: int
     os.environ["OMP_NUM_THREADS"] = "1"  # two ranks, two cores: a second thread would take the peer's
     # left to itself tpcore checks a job's first collectives only; what is timed here is the rest
     os.environ.setdefault("TPCORE_CHECK", "0")
+    forked()
     with tempfile.TemporaryDirectory(prefix="tpcore-bench-") as folder:
-        mp.start_processes(_rank, (main, options, f"{folder}/store", world), world, start_method="spawn")
+        mp.start_processes(_rank, (main, options, f"{folder}/store", world), world, start_method="forkserver")
+
+
+def forked() -> Any:
+    """The context of processes that a server forks, which has imported torch once for all."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "tpcore"])
+    return context
 
 
 def _rank(

@@ -182,8 +182,14 @@ def _peak(step: Callable[[], object]) -> int:
     return most
 
 
-def _times(pp: int, count: int, rounds: int) -> None:
-    best = tpcore.launch(_race, nprocs=pp, args=(pp, count, rounds))[0]
+def _all(
+    pp: int, counts: tuple[int, ...], rounds: int
+) -> tuple[list[dict[str, float]], dict[str, list[float]]]:
+    """The races of the first two counts, and the memory of each, in one job."""
+    return [_race(pp, count, rounds) for count in counts[:2]], _memory(pp, counts)
+
+
+def _times(pp: int, count: int, best: dict[str, float], rounds: int) -> None:
     ticks = Schedule(pp, count).ticks
     print(
         f"\n**pp={pp}, {count} microbatches** (bubble {Schedule(pp, count).bubble:.0%}, best of {rounds})\n"
@@ -204,14 +210,16 @@ def main() -> None:
     options = parser.parse_args()
     os.environ.setdefault("TPCORE_CHECK", "0")
     print(conditions())
+    counts = tuple(options.microbatches)
+    memory: dict[int, dict[str, list[float]]] = {}
     for pp in options.pp:
-        for count in options.microbatches[:2]:
-            _times(pp, count, options.rounds)
-    for pp in options.pp:
-        found = tpcore.launch(_memory, nprocs=pp, args=(pp, tuple(options.microbatches)))[0]
+        races, memory[pp] = tpcore.launch(_all, nprocs=pp, args=(pp, counts, options.rounds))[0]
+        for count, best in zip(counts, races, strict=False):
+            _times(pp, count, best, options.rounds)
+    for pp, found in memory.items():
         print(f"\n**Peak of a step on stage 0, pp={pp}** (in inputs of one microbatch)\n")
-        print("| microbatches | " + " | ".join(map(str, options.microbatches)) + " |")
-        print("|---|" + "---:|" * len(options.microbatches))
+        print("| microbatches | " + " | ".join(map(str, counts)) + " |")
+        print("|---|" + "---:|" * len(counts))
         for name, row in found.items():
             print(f"| {name} | " + " | ".join(f"{value:.0f}" for value in row) + " |")
 

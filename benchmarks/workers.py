@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import (
@@ -29,7 +28,7 @@ from torch.distributed.tensor.parallel import (
 import tpcore
 
 from . import peers
-from .harness import TP, part
+from .harness import TP, forked, part
 from .shared import ByHand
 
 COLUMNS, ROWS = ("query", "key", "value", "up"), ("attended", "down")
@@ -179,7 +178,7 @@ class Workers:
     misses a package."""
 
     def __init__(self, size: Size, folder: str, engine: Engine, world: int = TP) -> None:
-        context = mp.get_context("spawn")
+        context = forked()
         self.ids = torch.zeros(size.batch, size.sequence, dtype=torch.long).share_memory_()
         self.out = torch.zeros(size.batch, size.sequence, size.hidden).share_memory_()
         self.rank_seconds = context.RawArray("d", world)  # of the last call, as the traced model has them

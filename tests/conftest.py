@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -44,6 +45,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if "pool" in getattr(item, "fixturenames", ()) or params.get("ranks") == "processes":
             item.add_marker(pytest.mark.xdist_group(f"pool of {item.path.parent.name}"))
             item.add_marker(pytest.mark.processes)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Modules and tests stay to the end: collections of garbage, of which tests make many, pass over them."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

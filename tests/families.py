@@ -112,6 +112,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         **_named("indexer_n_heads indexer_kv_heads indexer_budget indexer_compress_ratio", 4),
         "indexer_head_dim": 8,
     },
+    "yolos": {"image_size": [32, 48]},
     "roc_bert": {"pronunciation_vocab_size": 99, "shape_vocab_size": 99},
     "speech_to_text": {"input_feat_per_channel": 8, "conv_channels": 16},
 }

@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import drills
+import forked
 import pytest
 
 ROOT = Path(__file__).parent.parent
 pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(300)]
-LONG = pytest.mark.skipif(
-    os.environ.get("TPCORE_DRILLS") != "all",
-    reason="it starts processes for a minute and a half: TPCORE_DRILLS=all",
-)
+LONG = drills.only("it starts processes for a minute and a half")
 
 
 def _run(module: str, *options: str) -> str:
-    command = [sys.executable, "-m", f"benchmarks.{module}", *options]
-    done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    done = forked.run(["python", "-m", f"benchmarks.{module}", *options], ROOT)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 @pytest.mark.parametrize("module", ["mlp_block", "cross_entropy"])
 def test_race(module: str) -> None:
-    printed = _run(module, "--size", "tiny", "--rounds", "2", "--warm", "1")
+    printed = _run(module, "--size", "tiny", "--rounds", "1", "--warm", "0")
     assert "equal those of the unsharded" in printed
     tables = printed.split("| ratio to the floor over gloo |")[1:]
     assert len(tables) == 2
@@ -38,7 +33,7 @@ def test_race(module: str) -> None:
 
 
 def test_all_reduce() -> None:
-    printed = _run("all_reduce", "--kb", "1", "100", "--rounds", "2", "--warm", "1")
+    printed = _run("all_reduce", "--kb", "1", "100", "--rounds", "1", "--warm", "0")
     for title in ("all_reduce of 1 KB", "all_reduce of 100 KB"):
         table = printed.split(f"**{title}**")[1]
         for name in ("floor", "tpcore, shared memory", "tpcore, gloo", "gloo by hand"):
@@ -50,7 +45,7 @@ def test_import_time() -> None:
 
 
 def test_serve() -> None:
-    options = ["--size", "tiny", "--rounds", "2", "--warm", "1", "--loads", "1", "--calls", "20"]
+    options = ["--size", "tiny", "--rounds", "1", "--warm", "0", "--loads", "1", "--calls", "20"]
     printed = _run("serve", *options)
     assert "the outputs of all 7 equal those of the unsharded encoder" in printed
     for contestant in ("floor | ", "tpcore | ", "tpcore over gloo | ", "one process, 2 threads | "):
@@ -60,7 +55,7 @@ def test_serve() -> None:
 
 
 def test_optimizer() -> None:
-    printed = _run("optimizer", "--size", "tiny", "--dp", "2", "--rounds", "1", "--steps", "1", "--warm", "1")
+    printed = _run("optimizer", "--size", "tiny", "--dp", "2", "--rounds", "1", "--steps", "1", "--warm", "0")
     assert "in the end all 5 hold equal weights" in printed
     for contestant in ("DDP, ZeroRedundancyOptimizer", "FSDP2, AdamW", "tpcore, Zero1"):
         assert f"| {contestant} |" in printed

@@ -1,7 +1,8 @@
 """A saving rank is killed at its steps on the file system, by SIGKILL, one process a step.
 
-By default at the first, the last and some between them, others for each way of saving;
-``TPCORE_DRILLS=all`` takes each. ``test_checkpoint_crash`` takes each in threads that stand for processes.
+By default at the first, the last and some between them, others for each way of saving, and rank 1 in two ways
+only, for rank 0 puts a checkpoint in place; ``TPCORE_DRILLS=all`` takes each. ``test_checkpoint_crash`` takes
+each in threads that stand for processes.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 import shutil
 from pathlib import Path
 
+import drills
 import pytest
 from killing import killed, state
 
@@ -21,18 +23,15 @@ from tpcore.processes.pool import RankPool
 from tpcore.testing import run_ranks
 
 TP = 2
-ALL = os.environ.get("TPCORE_DRILLS") == "all"
 WAYS = ["first", "exchange", "two renames", "async"]
+KILLED = [(victim, how) for victim in (0, 1) for how in WAYS]
 
 
 def stops(steps: int, way: int) -> list[int]:
     """At which steps to kill."""
-    stride = max(2, steps // 5)
-    return (
-        list(range(1, steps + 1))
-        if ALL
-        else sorted({1, steps - 2, steps, *range(2 + way % stride, steps, stride)})
-    )
+    stride = max(2, steps // 4)
+    some = sorted({1, steps - 2, steps, *range(2 + way % stride, steps, stride)})
+    return drills.sample(range(1, steps + 1), some)
 
 
 def versions(path: Path) -> int:
@@ -59,8 +58,9 @@ def prepared(home: Path, old: Path, how: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("how", WAYS)
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(
+    ("victim", "how"), drills.sample(KILLED, [*KILLED[: len(WAYS)], (1, "first"), (1, "async")])
+)
 def test_killed_at_a_step(
     how: str, victim: int, pool: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,12 +21,14 @@ import shlex
 import subprocess
 import sys
 import textwrap
+import time
 import traceback
 import types
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import forked
@@ -38,6 +40,8 @@ MARK = "\x1e"  # ASCII record separator: begins each snippet's output
 FENCE = re.compile(r"^ *```(\w*)(.*)$")
 STARTS = re.compile(r"\b(launch|parallel_model_trace|run_replicas)\(")
 RUN, CHECKED, SHOWN = {"python", "torchrun", "tpcore"}, {"make", "pip"}, {"text", "toml", "json"}
+SECONDS = 250.0  # for a page
+Done = subprocess.CompletedProcess[str]
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,7 @@ def program(words: list[str]) -> str:
 # -- inside the fresh process ---------------------------------------------------------------------------
 
 
-def run_page(page: Path) -> None:
+def run_page(page: Path, run: Callable[[list[str]], Done]) -> None:
     module = types.ModuleType("__main__")  # without a file, as in a notebook: functions travel by value
     sys.modules["__main__"] = module
     warnings.simplefilter("error")
@@ -102,7 +106,8 @@ def run_page(page: Path) -> None:
         if snippet.language == "bash":
             for words in commands(snippet.code):
                 if program(words) in RUN:
-                    done = run_command(words)
+                    done = run(words)
+                    sys.stdout.write(done.stdout + done.stderr)
                     if bool(done.returncode) != snippet.fails:
                         sys.exit(f"{shlex.join(words)} ended with status {done.returncode}")
         elif snippet.language == "python" and snippet.title:
@@ -114,19 +119,24 @@ def run_page(page: Path) -> None:
         sys.stdout.flush()
 
 
-def run_command(words: list[str]) -> subprocess.CompletedProcess[str]:
-    """Run a line of a bash block. What it prints is printed."""
-    at = words.index(program(words))
-    env = dict(word.split("=", 1) for word in words[:at] if "=" in word)
-    done = forked.run(words[at:], Path.cwd(), os.environ | env)
-    sys.stdout.write(done.stdout + done.stderr)
-    return done
+def asked_of(parent: Connection) -> Callable[[list[str]], Done]:
+    """Runs a line of a bash block in a process forked by the parent's server: one begun here would have to
+    import torch first."""
+
+    def run(words: list[str]) -> Done:
+        at = words.index(program(words))
+        env = dict(word.split("=", 1) for word in words[:at] if "=" in word)
+        parent.send((words[at:], Path.cwd(), os.environ | env))
+        done: Done = parent.recv()
+        return done
+
+    return run
 
 
 # -- the tests ------------------------------------------------------------------------------------------
 
 
-def _alone(page: Path, directory: Path, printed_to: Path) -> None:
+def _alone(page: Path, directory: Path, printed_to: Path, parent: Connection) -> None:
     """The page in this process, as a reader would have it: its directory, its environment, its output."""
     for name in ("TPCORE_CHECK", "RANK", "WORLD_SIZE", "PYTHONUNBUFFERED"):  # unbuffered, lines of ranks mix
         os.environ.pop(name, None)
@@ -138,7 +148,7 @@ def _alone(page: Path, directory: Path, printed_to: Path) -> None:
         os.dup2(out.fileno(), 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
     try:
-        run_page(page)
+        run_page(page, asked_of(parent))
     except BaseException:
         traceback.print_exc()
         raise
@@ -147,14 +157,28 @@ def _alone(page: Path, directory: Path, printed_to: Path) -> None:
         sys.stderr.flush()
 
 
+def answer(page: Connection, deadline: float) -> None:
+    """Run the commands of a page until it ends."""
+    while page.poll(max(0.0, deadline - time.monotonic())):
+        try:
+            words, directory, env = page.recv()
+        except (EOFError, ConnectionResetError):
+            return
+        page.send(forked.run(words, directory, env))
+
+
 def play(page: Path, directory: Path) -> str | None:
     """What is wrong with the page, or None."""
     printed_to = directory / "printed"
     method = get_context("forkserver")  # forks of a server that has imported torch: a second less a page
     method.set_forkserver_preload(forked.PRELOAD)
-    process = method.Process(target=_alone, args=(page, directory, printed_to), daemon=False)
+    ours, theirs = method.Pipe()
+    process = method.Process(target=_alone, args=(page, directory, printed_to, theirs), daemon=False)
     process.start()
-    process.join(250)
+    theirs.close()
+    deadline = time.monotonic() + SECONDS
+    answer(ours, deadline)
+    process.join(max(0.0, deadline - time.monotonic()))
     if process.exitcode is None:
         process.kill()
     printed = printed_to.read_text() if printed_to.exists() else ""

@@ -7,6 +7,7 @@ import os
 import sys
 from pathlib import Path
 
+import drills
 import forked
 import pytest
 import torch
@@ -157,6 +158,8 @@ def test_a_tiny_llama_is_trained_served_and_streamed(tmp_path):
         1,
         "--new_tokens",
         5,
+        "--tensor_parallel_degree",
+        2 if drills.ALL else 1,  # at 2 tests/test_generate_served.py does the same step by step
         "--output_dir",
         tmp_path / "out",
     ]

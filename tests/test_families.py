@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import drills
 import pytest
 import transformers
 from families import PARTS, families, short, verdict
@@ -23,7 +24,11 @@ OTHERS = (
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@pytest.mark.parametrize("family", f"{LIST} {OTHERS}".split())
+WORK = f"{LIST} {OTHERS}".split()
+OURS = {name for names in FILES.values() for name in names.split()}
+
+
+@pytest.mark.parametrize("family", WORK)
 def test_a_family_of_the_list_equals_the_whole(family: str) -> None:
     assert verdict(family).works
 
@@ -47,16 +52,23 @@ def test_the_page_has_a_row_for_every_family() -> None:
     parts = {name for name, text in ROWS.items() if text.startswith("part of a model")}
     assert parts == set(PARTS)
     assert ROWS.keys() - parts <= set(families())
-    ours = {name for names in FILES.values() for name in names.split()}
-    assert {name for name in ours if ROWS.get(name) != "works"} == {"clip"}, (
+    assert {name for name in OURS if ROWS.get(name) != "works"} == {"clip"}, (
         "clip's halves are rows of their own"
     )
     assert sum(text == "works" for text in ROWS.values()) >= 110
+    assert all(ROWS[name] == "works" for name in WORK)
 
 
+OF_THE_PAGE = sorted(ROWS.keys() - PARTS.keys() - {*WORK})
+
+
+# those that have a plan here, and a third of those with a plan of transformers' own: its styles are few
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("family", sorted(ROWS.keys() - PARTS.keys()))
+@pytest.mark.parametrize(
+    "family",
+    drills.sample(OF_THE_PAGE, [f for i, f in enumerate(OF_THE_PAGE) if f in OURS or i % 3 == 0]),
+)
 def test_the_page_holds(family: str) -> None:
     found = verdict(family)
     assert ROWS[family] == ("works" if found.works else short(found.text))

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import drills
 import pytest
 import torch
 from torch import Tensor, nn
@@ -49,7 +50,10 @@ WHOLE: dict[str, Callable[[Tensor], object]] = {
 }
 
 
-@pytest.fixture(params=[1, 64, 1 << 22])
+SLABS = [1, 64, 1 << 22]
+
+
+@pytest.fixture(params=SLABS)
 def slab(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Slabs as small as may be, a few rows, and larger than the whole tensor."""
     monkeypatch.setattr(initial, "SLAB", request.param)
@@ -79,8 +83,15 @@ SPECS = [
 NO_QR = {("orthogonal", torch.bfloat16), ("orthogonal", torch.float16)}  # torch has none in half precision
 
 
+DRAWN = ("uniform", "normal", "truncated normal", "plain tensor methods", "two draws")
+POINTS = [(*p, s) for p in itertools.product([*FILLS, *WHOLE], DTYPES) for s in SLABS if p not in NO_QR]
+
+
 @pytest.mark.parametrize(
-    ("name", "dtype"), [p for p in itertools.product([*FILLS, *WHOLE], DTYPES) if p not in NO_QR]
+    ("name", "dtype", "slab"),
+    # the others scale what these draw, and torch draws each dtype in a way of its own
+    drills.sample(POINTS, [p for p in POINTS if p[0] in DRAWN or p[1] is torch.float32 or p[2] == SLABS[1]]),
+    indirect=["slab"],
 )
 def test_a_shard_holds_its_part_of_the_unsharded_values(name: str, dtype: torch.dtype, slab: int) -> None:
     fill = (FILLS | WHOLE)[name]
@@ -152,6 +163,11 @@ LAYERS: dict[str, tuple[Make, Make]] = {
 }
 
 
+# slabs of all sizes are tested above; a layer makes its parts by the same function
+SOME_ROWS = pytest.mark.parametrize("slab", drills.sample(SLABS, SLABS[1:2]), indirect=True)
+
+
+@SOME_ROWS
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("name", LAYERS)
@@ -174,6 +190,7 @@ def test_layers_start_as_the_plain_ones_and_so_does_what_follows(
     run_ranks(Mesh({"dp": 1, "tp": tp}), rank)
 
 
+@SOME_ROWS
 @pytest.mark.parametrize("name", FILLS)
 def test_layers_take_an_init_method_for_the_weight(name: str, slab: int) -> None:
     def rank(ctx: ParallelContext) -> None:
@@ -266,14 +283,14 @@ with use(ParallelContext(ThreadBackend(5, ThreadWorld(8)), Mesh({"tp": 8}), 5)):
 @pytest.mark.parametrize(
     ("kind", "device", "rows"),
     [
-        ("column", "cpu", 32768),
-        ("row", "cpu", 16384),
-        ("embedding", "cpu", 16384),
-        ("column", "meta", 32768),
+        ("column", "cpu", 8192),
+        ("row", "cpu", 4096),
+        ("embedding", "cpu", 4096),
+        ("column", "meta", 8192),
     ],
 )
 def test_a_rank_never_holds_more_than_its_shard_and_one_slab(kind: str, device: str, rows: int) -> None:
-    """32k x 8k in float32 is 1 GiB, a shard of eight 128 MiB and a slab 16 MiB."""
+    """8k x 8k in float32 is 256 MiB, a shard of eight 32 MiB and a slab 16 MiB."""
     out = subprocess.run(
         [sys.executable, "-c", MEASURE, kind, device, str(rows)],
         capture_output=True,

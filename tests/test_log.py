@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import threading
+from pathlib import Path
 
+import forked
 import pytest
 
 from tpcore import log as channel
@@ -36,11 +37,11 @@ DEFAULT = "tpcore: it goes well\ntpcore: take care\n"
     ids=["default", "root", "root_later", "level", "info", "handler", "apart", "redirected"],
 )
 def test_the_programs_own_logging_wins_and_nothing_is_printed_twice(
-    before: str, after: str, printed: str
+    before: str, after: str, printed: str, tmp_path: Path
 ) -> None:
-    code = PROGRAM.format(before=before, after=after)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stderr + done.stdout == printed
+    (tmp_path / "program.py").write_text(PROGRAM.format(before=before, after=after))
+    done = forked.run(["python", "program.py"], tmp_path)
+    assert (done.stderr + done.stdout, done.returncode) == (printed, 0)
 
 
 def test_a_line_waits_while_something_else_owns_stderr(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -201,7 +201,7 @@ def stepped(dtype: torch.dtype, steps: int, made: tuple[Wide, Zero1] | None = No
 
 
 def tensors_alive(shape: tuple[int, ...]) -> int:
-    """How many memories of CPU tensors of a shape there are in the process."""
+    """How many memories of CPU tensors of a shape there are in the process, beside those that were frozen."""
     found = [t for t in gc.get_objects() if type(t) is Tensor and t.shape == shape and t.device.type == "cpu"]
     return len({t.untyped_storage().data_ptr() for t in found})
 
@@ -218,6 +218,8 @@ def test_each_dp_rank_writes_its_share_and_gathers_one_tensor_at_a_time(
         return out
 
     monkeypatch.setattr(ParameterChunk, "whole", counted)
+    gc.collect()
+    gc.freeze()  # millions of objects of other tests, which would be looked through each time
 
     def write(ctx: ParallelContext) -> None:
         model, optimizer = stepped(torch.float32, 1)

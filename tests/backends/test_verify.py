@@ -15,6 +15,8 @@ import torch
 pytestmark = [pytest.mark.xdist_group("verify"), pytest.mark.slow, pytest.mark.processes]
 
 WRONG = """
+import sys
+sys.modules["transformers"] = None  # as if it were not installed: the BERT is then torch's
 import torch
 from tpcore.c10d import C10dBackend, C10dTransport
 from tpcore import Capabilities, hookimpl
@@ -71,6 +73,8 @@ def test_a_wrong_backend_is_told_and_fails(tmp_path: Path) -> None:
     done = verify("--backend", "wrong", path=tmp_path, save=())
     assert done.returncode == 1, done.stdout + done.stderr
     assert "saved as tpcore-verify-wrong-tp2.json" in done.stdout  # also without being asked
-    assert json.loads((tmp_path / "tpcore-verify-wrong-tp2.json").read_text())["backend"] == "wrong"
+    report = json.loads((tmp_path / "tpcore-verify-wrong-tp2.json").read_text())
+    assert report["backend"] == "wrong"
+    assert "BERT step, without transformers" in {row["what"] for row in report["rows"]}
     assert "WRONG" in done.stdout
     assert "all_gather dim" in done.stdout

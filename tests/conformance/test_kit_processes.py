@@ -1,11 +1,16 @@
-"""The kit on processes: both roads of the cpu_gloo backend, and a backend of a few lines on its base."""
+"""The kit on processes: both roads of the cpu_gloo backend, and a backend of a few lines on its base.
+
+The first has every dtype. The others have samples, and all with the drills: a road moves bytes and sums, and
+tests/backends has every dtype on both.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import drills
 import pytest
 import torch
 from tpcore_cpu_gloo import GlooBackend
@@ -41,6 +46,11 @@ class TestShared(Conformance):
     worlds = (2, 4)
     every = 35
 
+    def choices(self) -> dict[str, list[Any]]:
+        """Layers in one precision: tests/test_layers_matrix.py runs more of them, in all, on processes."""
+        found = super().choices()
+        return found | {"precision": drills.sample(found["precision"], ["fp32"])}
+
     @pytest.fixture(scope="class")
     @classmethod
     def run(cls) -> Iterator[Run]:
@@ -53,16 +63,27 @@ class TestShared(Conformance):
             yield lambda mesh, fn, *args: jobs[mesh.size].run(mesh, fn, *args)
 
 
-class TestGloo(TestShared):
+class Sampled(TestShared):
+    def choices(self) -> dict[str, list[Any]]:
+        found = super().choices()
+        some = [torch.float64, torch.bfloat16, torch.bool]  # float32 is in all other tests
+        assert set(some) <= set(found["dtype"])
+        return found | {
+            "dtype": drills.sample(found["dtype"], some),
+            "moved": drills.sample(found["moved"], found["moved"][:1]),
+        }
+
+
+class TestGloo(Sampled):
     env: ClassVar[Mapping[str, str]] = {"TPCORE_SHM": "0"}
 
 
-class TestPieces(TestShared):
+class TestPieces(Sampled):
     tested = Tiny
     large = (1_027,)  # 17 pieces: 16 MB would be 65,536
 
 
-class TestSimple(TestShared):
+class TestSimple(Sampled):
     tested = Simple
     worlds = (2,)
     every = 70

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import drills
 import pytest
 
 from tpcore.testing import ThreadBackend, run_ranks
@@ -16,6 +17,11 @@ class TestThreads(Conformance):
 
     def backend_class(self) -> type[ThreadBackend]:
         return ThreadBackend
+
+    def choices(self) -> dict[str, list[Any]]:
+        """Layers in one precision: tests/test_layers_matrix.py runs all of these cases on threads."""
+        found = super().choices()
+        return found | {"precision": drills.sample(found["precision"], ["fp32"])}
 
     @pytest.fixture(scope="class")
     @classmethod

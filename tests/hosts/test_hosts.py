@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import training
+from drills import ALL
 from machines import Machine, environment
 from network import Network, why_not
 
@@ -32,7 +33,6 @@ pytestmark = [
     pytest.mark.xdist_group("hosts"),
     pytest.mark.skipif(bool(why_not()), reason=f"hosts on one machine: {why_not()}"),
 ]
-ALL = os.environ.get("TPCORE_DRILLS") == "all"
 SECONDS = 15.0  # in which every rank that is left has ended
 TOLD = 3  # the step after which the fault comes
 ENDLESS = 10**6

@@ -9,6 +9,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import drills
 import psutil
 import pytest
 import training
@@ -25,7 +26,6 @@ pytestmark = [
     pytest.mark.timeout(400),
     pytest.mark.skipif(bool(why_not()), reason=f"hosts on one machine: {why_not()}"),
 ]
-ALL = os.environ.get("TPCORE_DRILLS") == "all"
 STEPS, TOLD = 8, 3
 SCRIPT = """
 import sys
@@ -80,7 +80,7 @@ def test_a_rank_is_lost_and_all_start_again(tmp_path: Path) -> None:
         finished(tmp_path, machines)
 
 
-@pytest.mark.skipif(not ALL, reason="torchrun takes a minute to give up a host: TPCORE_DRILLS=all")
+@drills.only("torchrun takes a minute to give up a host")
 def test_a_host_is_lost_and_the_other_goes_on(tmp_path: Path) -> None:
     with Network(2) as network:
         machines = started(network, tmp_path)

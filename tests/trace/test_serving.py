@@ -213,17 +213,16 @@ def test_a_call_that_takes_too_long(artifact: Path) -> None:
         assert gone(numbers)
 
 
-def test_a_call_that_is_interrupted(artifact: Path) -> None:
+def test_a_call_that_is_interrupted(served: TensorParallelModel) -> None:
     """Ctrl-C ends the wait, not the processes; the answer that comes late is not taken for the next one's."""
-    with parallel_model_load(artifact, timeout=60) as model:
-        numbers = pids(model)
-        os.kill(numbers[1], signal.SIGSTOP)
-        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-        with pytest.raises(KeyboardInterrupt):
-            model(*batch(3, 8))
-        os.kill(numbers[1], signal.SIGCONT)
-        assert differences(model(*batch(2, 8)), plain()(*batch(2, 8))) < EXACT
-        assert pids(model) == numbers
+    numbers = pids(served)
+    os.kill(numbers[1], signal.SIGSTOP)
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        served(*batch(3, 8))
+    os.kill(numbers[1], signal.SIGCONT)
+    assert differences(served(*batch(2, 8)), plain()(*batch(2, 8))) < EXACT
+    assert pids(served) == numbers
 
 
 def test_interrupted_between_two_ranks(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,79 +307,70 @@ def test_a_plain_program_that_has_not_the_models_code(artifact: Path, tmp_path: 
     assert gone(numbers)
 
 
-FORKED = """
-import os, sys, torch
-from tpcore.trace import parallel_model_load
-model, ids = parallel_model_load(sys.argv[1]), torch.ones(1, 8, dtype=torch.long)
-before = model(ids, ids)["logits"]
-for close in (False, True):
-    if not (child := os.fork()):
-        if close:
-            model.close()
-        try:
-            model(ids, ids)
-        except RuntimeError as e:
-            print(e, flush=True)
-        os._exit(0)
-    os.waitpid(child, 0)
-print(torch.equal(model(ids, ids)["logits"], before))
-"""
-
-
-HELD = """
+FORKS = """
 import os, sys, torch
 from tpcore.trace import parallel_model_load
 model = parallel_model_load(sys.argv[1])
-ids = [torch.full((1, 8), n) for n in range(4)]
-want = [model(i, i)["hidden"].clone() for i in ids]
-out = model(ids[0], ids[0])["hidden"]
-go = os.pipe()
-if not (child := os.fork()):
-    os.close(go[1])
-    os.read(go[0], 1)
-    print("the child's is as it was:", torch.equal(out, want[0]))
-    out.zero_()
-    sys.stdout.flush()
-    os._exit(0)
-view = out[0]
-del out
-if sys.argv[2] == "given up":
-    del view
-for n in (1, 2, 3, 1, 2, 3):
-    assert torch.equal(model(ids[n], ids[n])["hidden"], want[n])
-os.write(go[1], b".")
-os.waitpid(child, 0)
-print("the parent's too:", sys.argv[2] == "given up" or torch.equal(view, want[0][0]))
-view = None
-for n in (1, 2, 3):
-    assert torch.equal(model(ids[n], ids[n])["hidden"], want[n])
-held = [model(ids[n], ids[n]) for n in (0, 1, 2, 3)]
-print("and so are all that are held:", all(torch.equal(held[n]["hidden"], want[n]) for n in (0, 1, 2, 3)))
+
+def refused():
+    ids = torch.ones(1, 8, dtype=torch.long)
+    before = model(ids, ids)["logits"]
+    for close in (False, True):
+        if not (child := os.fork()):
+            if close:
+                model.close()
+            try:
+                model(ids, ids)
+            except RuntimeError as e:
+                print(e, flush=True)
+            os._exit(0)
+        os.waitpid(child, 0)
+    print(torch.equal(model(ids, ids)["logits"], before), flush=True)
+
+def held(how):
+    ids = [torch.full((1, 8), n) for n in range(4)]
+    want = [model(i, i)["hidden"].clone() for i in ids]
+    out = model(ids[0], ids[0])["hidden"]
+    go = os.pipe()
+    if not (child := os.fork()):
+        os.close(go[1])
+        os.read(go[0], 1)
+        print("the child's is as it was:", torch.equal(out, want[0]), flush=True)
+        out.zero_()
+        os._exit(0)
+    view = out[0]
+    del out
+    if how == "given up":
+        del view
+    for n in (1, 2, 3, 1, 2, 3):
+        assert torch.equal(model(ids[n], ids[n])["hidden"], want[n])
+    os.write(go[1], b".")
+    os.waitpid(child, 0)
+    print("the parent's too:", how == "given up" or torch.equal(view, want[0][0]), flush=True)
+    view = None
+    for n in (1, 2, 3):
+        assert torch.equal(model(ids[n], ids[n])["hidden"], want[n])
+    all_ = [model(ids[n], ids[n]) for n in (0, 1, 2, 3)]
+    print("and so are all:", all(torch.equal(all_[n]["hidden"], want[n]) for n in (0, 1, 2, 3)), flush=True)
+
+held("held")
+held("given up")
+refused()
 """
 
 
-@pytest.mark.parametrize("parent", ["held", "given up"])
-def test_a_fork_that_holds_an_output(artifact: Path, tmp_path: Path, parent: str) -> None:
-    """Each has its own: neither sees what the other writes, nor what a rank writes later."""
-    script = tmp_path / "held.py"
-    script.write_text(HELD)
-    run = [sys.executable, str(script), str(artifact), parent]
-    done = subprocess.run(run, capture_output=True, text=True, timeout=100, check=True)
-    assert done.stdout.splitlines() == [
-        "the child's is as it was: True",
-        "the parent's too: True",
-        "and so are all that are held: True",
-    ]
-
-
-def test_a_fork_is_refused_and_changes_nothing(artifact: Path, tmp_path: Path) -> None:
-    script = tmp_path / "forked.py"
-    script.write_text(FORKED)
+def test_forks(artifact: Path, tmp_path: Path) -> None:
+    """One that holds an output has its own, whether the parent holds that or not: neither sees what the other
+    writes, nor what a rank writes later. One that calls the model is refused and changes nothing."""
+    script = tmp_path / "forks.py"
+    script.write_text(FORKS)
     run = [sys.executable, str(script), str(artifact)]
     done = subprocess.run(run, capture_output=True, text=True, timeout=100, check=True)
     *told, equal = done.stdout.splitlines()
-    assert len(told) == 2
-    assert all("of which this one is a fork: load it here again" in line for line in told)
+    kept = ["the child's is as it was: True", "the parent's too: True", "and so are all: True"]
+    assert told[:6] == 2 * kept
+    assert len(told) == 8
+    assert all("of which this one is a fork: load it here again" in line for line in told[6:])
     assert equal == "True"
 
 
@@ -490,11 +480,10 @@ def test_a_trace_of_an_older_tpcore_names_no_save(artifact: Path, tmp_path: Path
 
 
 def test_saving_is_whole_or_not_at_all(
-    artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    served: TensorParallelModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = parallel_model_load(artifact)
     target = tmp_path / "saved"
-    parallel_model_save(model, target)
+    parallel_model_save(served, target)
     before = {p: p.stat().st_ino for p in target.rglob("*")}
 
     def full(*_: object) -> None:
@@ -502,33 +491,33 @@ def test_saving_is_whole_or_not_at_all(
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(CheckpointError, match="No space left on device"):
-        parallel_model_save(model, target)
+        parallel_model_save(served, target)
     monkeypatch.undo()
     assert {p: p.stat().st_ino for p in target.rglob("*")} == before
     assert [p.name for p in tmp_path.iterdir()] == ["saved"]
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/notes.txt").write_text("keep")
     with pytest.raises(CheckpointError, match=r"it holds 'notes.txt'"):
-        parallel_model_save(model, tmp_path / "mine")
-    model.close()
+        parallel_model_save(served, tmp_path / "mine")
 
 
-@pytest.mark.parametrize("first", [True, False])
-def test_calls_inside_and_outside_of_inference_mode(artifact: Path, first: bool) -> None:
-    with parallel_model_load(artifact, timeout=60) as model:
-        for inside in (first, not first, first):
-            with torch.inference_mode(inside):
-                found = model(*batch(2, 8))
-        assert differences(found, plain()(*batch(2, 8))) < EXACT
+def test_calls_inside_and_outside_of_inference_mode(artifact: Path, served: TensorParallelModel) -> None:
+    """Whichever comes first."""
+    with torch.inference_mode(False):
+        served(*batch(2, 8))
+    with parallel_model_load(artifact, timeout=60) as new:
+        for model, first in ((served, False), (new, True)):
+            for inside in (first, not first, first):
+                with torch.inference_mode(inside):
+                    found = model(*batch(2, 8))
+            assert differences(found, plain()(*batch(2, 8))) < EXACT
 
 
-def test_saving_to_a_link_writes_where_it_leads(artifact: Path, tmp_path: Path) -> None:
+def test_saving_to_a_link_writes_where_it_leads(served: TensorParallelModel, tmp_path: Path) -> None:
     (tmp_path / "v1").mkdir()
     (tmp_path / "current").symlink_to("v1")
-    model = parallel_model_load(artifact)
     for _ in range(2):
-        parallel_model_save(model, tmp_path / "current")
-    model.close()
+        parallel_model_save(served, tmp_path / "current")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["current", "v1"]
     assert (tmp_path / "current").is_symlink()
     assert opened(tmp_path / "v1")

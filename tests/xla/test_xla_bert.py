@@ -1,10 +1,14 @@
-"""The BERT example, unmodified, on replicas: its losses are those of gloo's processes and of plain torch."""
+"""The BERT example, unmodified, on replicas: its losses are those of plain torch, and of gloo's processes.
+
+The latter with the drills: tests/test_examples_pretrain.py compares the script over gloo with one process.
+"""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
+import drills
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,6 +26,7 @@ from bert_pairs import IGNORED
 from bert_report import read_metrics
 
 STEPS, DP, MICRO = 20, 2, 2
+FIRST = 9  # before it is interrupted
 OPTIONS = {
     "batch_size": 4,
     "grad_accum_usteps": MICRO,
@@ -102,20 +107,21 @@ def losses_in(output_dir) -> list[float]:
 
 @pytest.mark.timeout(600)
 def test_the_script_trains_as_on_gloo_and_as_plain_torch(text, tmp_path):
-    first = run_replicas(script, 4, arguments(text, tmp_path / "xla", steps_this_run=9))
+    first = run_replicas(script, 4, arguments(text, tmp_path / "xla", steps_this_run=FIRST))
     resumed = run_replicas(script, 4, arguments(text, tmp_path / "xla", "--resume_ckpt"))
-    tpcore.launch(script_on_gloo, 4, args=[arguments(text, tmp_path / "gloo", backend="cpu_gloo")])
     found = losses_in(tmp_path / "xla")
     assert len(found) == STEPS
     # float32 summed in another order, through 20 steps of AdamW
-    torch.testing.assert_close(found, losses_in(tmp_path / "gloo"), rtol=2e-4, atol=0)
     torch.testing.assert_close(found, unsharded(text, tmp_path / "plain"), rtol=2e-4, atol=0)
     assert found[-1] < 0.8 * found[0]
+    if drills.ALL:
+        tpcore.launch(script_on_gloo, 4, args=[arguments(text, tmp_path / "gloo", backend="cpu_gloo")])
+        torch.testing.assert_close(found, losses_in(tmp_path / "gloo"), rtol=2e-4, atol=0)
 
     steps = [made for what, site, made in first[0] if what == "sync" and "in train" in site]
-    assert steps == [True, True] + [False] * 7
+    assert steps == [True, True] + [False] * (FIRST - 2)
     steps = [made for what, site, made in resumed[0] if what == "sync" and "in train" in site]
-    assert len(steps) == 11
+    assert len(steps) == STEPS - FIRST
     # after a resume the state is there from the first step on; the first may differ from the others
     assert not any(steps[1:])
 

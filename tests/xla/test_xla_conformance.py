@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import drills
 import pytest
+import torch
 from tpcore_neuron.testing import run_replicas
 
 from tpcore.backend.registry import load_backend
 from tpcore.context import ParallelContext, use
 from tpcore.mesh import Mesh
-from tpcore.testing.kit.conformance import Conformance
+from tpcore.testing import matrix
+from tpcore.testing.kit.conformance import Conformance, Run
 
 
 def one_rank(axes: dict[str, int], fn: Callable[..., list[str]], args: tuple[Any, ...]) -> list[str]:
@@ -32,9 +35,20 @@ class TestNeuron(Conformance):
     loses = ("the sign of zero", "NaN in a maximum")
 
     def choices(self) -> dict[str, list[Any]]:
-        """Layers not in float64: XLA's exp and erf are good to 1e-9 there, and the bounds ask for 1e-15."""
+        """Layers not in float64: XLA's exp and erf are good to 1e-9 there, and the bounds ask for 1e-15.
+
+        Each distinct call compiles a program. So what other files test too is left to the drills here:
+        test_xla_primitives has every dtype on five meshes, and test_xla_matrix the other precisions.
+        """
         found = super().choices()
-        return found | {"precision": [name for name in found["precision"] if name != "fp64"]}
+        layers = [name for name in found["precision"] if name != "fp64"]
+        grid = [Mesh({"dp": 2, "tp": 2}), Mesh({"pp": 2, "dp": 1, "tp": 2})]
+        assert all(mesh in found["grid"] for mesh in grid)
+        return found | {
+            "dtype": drills.sample(found["dtype"], [torch.float32, torch.bool]),
+            "grid": drills.sample(found["grid"], grid),
+            "precision": drills.sample(layers, ["fp16"]),
+        }
 
     @pytest.fixture(autouse=True)
     def cpu_in_place_of_a_core(self, monkeypatch):
@@ -44,3 +58,8 @@ class TestNeuron(Conformance):
     @classmethod
     def run(cls):
         return lambda mesh, fn, *args: run_replicas(one_rank, mesh.size, dict(mesh.axes), fn, args)
+
+    def test_layers(self, run: Run, line: Mesh, layer: str, precision: str) -> None:
+        """A seventh of the layers with few cases too, of which the kit takes all."""
+        some = matrix.cases(layer, precision)
+        self._check(run(line, matrix.run, some[:: self.every if len(some) > 20 else 1 if drills.ALL else 7]))

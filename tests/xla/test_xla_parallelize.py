@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import drills
 import pytest
 import torch
 from onreplicas import on_replicas
@@ -81,16 +82,15 @@ def train(ctx: ParallelContext, family: str, sequence_parallel: bool) -> None:
 
 
 def cases() -> list[Any]:
-    """All families; those marked slow say nothing that the others do not say of XLA."""
-    quick = {("llama", True), ("bert", False), ("t5", True)}
+    """With the drills all families: the others say nothing of XLA that these do not say."""
+    quick = [("llama", True), ("bert", False), ("t5", True)]
     every = [(f, tokens) for f in ("llama", "qwen3", "bert", "gpt2", "t5") for tokens in (False, True)]
     return [
         pytest.param(
             *case,
             id=f"{case[0]}{'-tokens' if case[1] else ''}",
-            marks=() if case in quick else pytest.mark.slow,
         )
-        for case in every
+        for case in drills.sample(every, quick)
     ]
 
 

@@ -37,6 +37,7 @@ def serve(size: int, conn: Connection) -> None:
     patches.install()
     worlds = groups.install(patches.rank_here, size)
     excepthook = sys.excepthook
+    gc.freeze()  # what was imported stays, and the collection after each run passes over it
     while True:
         try:
             call, timeout, env = conn.recv()

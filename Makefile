@@ -58,6 +58,7 @@ test-fast: venv  ## the tests that are not slow: PYTEST_ARGS='tests/test_cli.py'
 drills: venv  ## the long form of what is tested in samples: an hour of faults, kills and damaged files
 	TPCORE_DRILLS=all TPCORE_KILLS=20 TPCORE_FUZZ=20000 $(BIN)/python -m pytest tests/hosts \
 	    tests/test_checkpoint_kill.py tests/test_checkpoint_fuzz.py
+	$(BIN)/python tests/lost.py
 
 OLDEST := $(shell sed -n 's/^hf = \["transformers>=\([0-9.]*\),.*/\1/p' pyproject.toml)
 OLDEST_AT := $(VENV)/transformers-$(OLDEST)

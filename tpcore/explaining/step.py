@@ -54,7 +54,7 @@ class Program:
     """Places where the step computes something else than the whole model would."""
 
 
-class Recorded(NamedTuple):
+class RecordedStep(NamedTuple):
     """``notes``: of what all ranks of a tp group should have alike."""
 
     program: Program
@@ -69,7 +69,7 @@ def record(
     dtype: torch.dtype | None,
     optimizer: MakeOptimizer,
     max_norm: float | None,
-) -> Recorded:
+) -> RecordedStep:
     """Build this rank's model on meta tensors and record a step. ``dtype``: of parameters and inputs."""
     recorder = Recorder()
     backend = RecordingBackend(rank, mesh.size, recorder)
@@ -107,7 +107,7 @@ def record(
     )
     calls, mistakes = tuple(recorder.calls), tuple(recorder.mistakes)
     program = Program(type(model).__name__, parameters, calls, watch.costs(model), mistakes)
-    return Recorded(program, tuple(checks.notes))
+    return RecordedStep(program, tuple(checks.notes))
 
 
 def _loss(model: nn.Module, inputs: Inputs, dtype: torch.dtype | None) -> Tensor:

@@ -100,7 +100,7 @@ def _stopped_in_the_background(ctx: ParallelContext, folder: str) -> None:
     try:
         checkpoint.wait()
     finally:
-        if ctx.rank == 0:  # which waits for the part of rank 2, and the others wait for rank 0
+        if ctx.rank == 0:
             os.kill(pids[2], signal.SIGCONT)
 
 
@@ -110,4 +110,3 @@ def test_a_rank_that_is_stopped_in_a_save_in_the_background(pool: OverRoad, tmp_
     for outcome in outcomes[:2]:
         assert isinstance(outcome.error, CollectiveTimeoutError)
         assert names(str(outcome.error), 2, STOPPED), outcome.error
-    assert not (tmp_path / "checkpoint").exists()

@@ -30,7 +30,6 @@ _BEAT = 0.5  # seconds between two heartbeats
 _SILENT = 3.0  # seconds without a heartbeat after which a message mentions it
 _ANSWER = 2.0  # seconds to wait for the store, which does not answer while its host is stopped
 _GRACE = 3.0  # seconds to find out who closed a connection; a dying process closes it before it is a zombie
-_STOPPED = "is stopped, by SIGSTOP or a debugger"
 _LINGER = 1.0  # seconds for collectives that can still complete, before a lost job's sockets are cut
 
 
@@ -122,11 +121,9 @@ class Peers(threading.Thread):
         return self.verdict or self._ask(lambda: self._look(ranks), None) or self._look_around(ranks)
 
     def gone(self, rank: int) -> str | None:
-        """How the process of ``rank`` has ended, or that it is stopped in a job that a time-out has ended.
-        One that has raised or left the job may still work: it has not."""
+        """How the process of ``rank`` has ended. One that has raised or left the job may still work: it has
+        not."""
         how = self._fate(rank)
-        if how is None and self.verdict is not None and self.verdict.kind == "timeout":
-            how = _STOPPED if rank in self._near.stopped() else None  # it comes back to no job
         if how is not None or rank in self._near.ranks:
             return how
         verdict, who = self.verdict, f"rank {rank} ({self.peers[rank]}) "
@@ -167,7 +164,7 @@ class Peers(threading.Thread):
         if how is not None:
             return f" ({peer} {how})"
         if rank in self._near.stopped() or any(rank in other.stopped for other in reports.values()):
-            return f" ({peer} {_STOPPED})"
+            return f" ({peer} is stopped, by SIGSTOP or a debugger)"
         if not report.at:
             return f" ({peer}, of which no report has come)"
         silent = time.time() - report.at

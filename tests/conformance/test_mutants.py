@@ -800,7 +800,6 @@ SHOWN_BY_VERIFY = {
     "LosesWhatComesAfter64KiB": "large tensors",
     "SumsOfNoDimsHaveOne": "no dims",
     "CannotSumNothing": "no elements",
-    "ReadsMemoryAndNotStrides": "inputs with gaps",
     "ReadsFromTheBeginningOfMemory": "offsets, strides of 0",
     "ReadsItsInputWhenItWaits": "input changed meanwhile",
     "MixesUpWhatIsUnderWay": "several under way",

@@ -803,7 +803,6 @@ SHOWN_BY_VERIFY = {
     "ReadsFromTheBeginningOfMemory": "offsets, strides of 0",
     "ReadsItsInputWhenItWaits": "input changed meanwhile",
     "MixesUpWhatIsUnderWay": "several under way",
-    "EachRankStartsItsSumWithItself": "same bits on all ranks",
     "ReturnsInferenceTensors": "inference_mode",
     "SumsInHalfPrecision": "precision of sums",
 }

@@ -75,6 +75,7 @@ drills: venv venv-xla  ## the long form of what is tested in samples: hours of f
 	TPCORE_DRILLS=all TPCORE_MPI=all TPCORE_KILLS=20 TPCORE_FUZZ=20000 TPCORE_CALLS=10000 \
 	    $(BIN)/python -m pytest $(PYTEST_ARGS) --timeout 1800 $(DRILLED)
 	TPCORE_DRILLS=all TPCORE_REQUIRE_XLA=1 $(XLA_VENV)/bin/python -m pytest tests/xla $(PYTEST_ARGS) --timeout 1800
+	$(BIN)/python tests/lost.py
 
 OLDEST := $(shell sed -n 's/^hf = \["transformers>=\([0-9.]*\),.*/\1/p' pyproject.toml)
 OLDEST_AT := $(VENV)/transformers-$(OLDEST)

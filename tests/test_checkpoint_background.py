@@ -178,6 +178,15 @@ def test_a_rank_that_is_killed_while_it_writes(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+def test_ranks_that_save_in_different_ways_all_say_so(tmp_path: Path) -> None:
+    def one(ctx: ParallelContext) -> None:
+        with pytest.raises(ValueError, match=r"rank 0 with async_save=False.* rank 1 with async_save=True"):
+            save({"model": {"w": torch.ones(3)}}, tmp_path / "c", async_save=ctx.rank == 1)
+
+    run_ranks(Mesh({"tp": 2}), one)
+    assert os.listdir(tmp_path) == []
+
+
 def test_every_dp_rank_writes_a_share(tmp_path: Path) -> None:
     state = {f"w{i}": torch.full((i + 1, 4), float(i)) for i in range(6)}
 

@@ -241,16 +241,27 @@ def _other_targets(ctx: ParallelContext) -> None:
     Model()(GIVEN[0], (GIVEN[1] + ctx.coord("tp")) % 5).backward()
 
 
-@pytest.mark.parametrize(
-    ("spoil", "says"),
-    [
-        (_other_seed, "ranks {} and {} .* the random state that weight starts from of ParallelEmbedding at "),
-        (_other_batch, r"ranks {} and {} .* the ids of ParallelEmbedding at .*test_mistakes.*same batch"),
-        (_other_activations, "the input of ColumnParallelLinear at .*in _other_activations"),
-        (_other_targets, "the targets of parallel_cross_entropy at "),
-    ],
-)
-def test_ranks_of_one_group_with_other_data_are_named(spoil: Callable[..., None], says: str) -> None:
+OTHER: dict[str, tuple[Callable[[ParallelContext], None], str]] = {
+    "seed": (
+        _other_seed,
+        "ranks {} and {} .* the random state that weight starts from of ParallelEmbedding at ",
+    ),
+    "batch": (
+        _other_batch,
+        r"ranks {} and {} .* the ids of ParallelEmbedding at .*test_mistakes.*same batch",
+    ),
+    "activations": (
+        _other_activations,
+        "the input of ColumnParallelLinear at .*in _other_activations",
+    ),
+    "targets": (_other_targets, "the targets of parallel_cross_entropy at "),
+}
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_ranks_of_one_group_with_other_data_are_named(name: str) -> None:
+    spoil, says = OTHER[name]
+
     def run(ctx: ParallelContext) -> None:
         ctx, first = replace(ctx, checks=raising()), 2 * ctx.coord("dp")
         with use(ctx):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -147,13 +147,17 @@ def plain(t: Tensor) -> Tensor:
     return t.as_subclass(Tensor) if type(t) is PartOf else t
 
 
+Note = tuple[str, list[float]]
+"""What should be equal on all ranks of a tp group and where, and a digest of it."""
+
+
 class Checks:
-    """The checks of one rank. ``report`` receives each problem and may raise. ``values``: whether tensors
-    have values, so that tensors that should be equal on all tp ranks can be compared."""
+    """The checks of one rank. ``report`` receives each problem and may raise. ``values``: whether ranks run,
+    so that ``compare`` can be called; if not, they are recorded, on tensors mostly without values."""
 
     def __init__(self, report: Callable[[str], None], *, values: bool) -> None:
-        self._report, self._values = report, values
-        self._notes: list[tuple[str, list[float]]] = []
+        self._report, self.values = report, values
+        self.notes: list[Note] = []
 
     def __deepcopy__(self, memo: object) -> Checks:
         return self
@@ -165,30 +169,37 @@ class Checks:
         dim %= y.ndim
         return _marked(plain(y), Mark(kind, dim, y.shape[dim], comm.size, self._report))
 
-    def same(self, what: str, t: Tensor) -> None:
-        """Note a digest of ``t``, which should be equal on all tp ranks."""
-        if self._values and not t.is_meta and len(self._notes) < _MOST and not torch.compiler.is_compiling():
+    def same(self, what: str, t: Tensor, at: str = "") -> None:
+        """Note a digest of ``t``, which should be equal on all tp ranks. ``at``: where; by default the line
+        outside of tpcore."""
+        if not t.is_meta and len(self.notes) < _MOST and not torch.compiler.is_compiling():
             code, line = call_site()
-            where = f"{code.co_filename}:{line} in {code.co_name}"
-            self._notes.append((f"{what} at {where}", _digest(plain(t.detach()))))
+            where = at or f"at {code.co_filename}:{line} in {code.co_name}"
+            self.notes.append((f"{what} {where}", _digest(plain(t.detach()))))
 
     def compare(self, comm: Comm) -> None:
         """Report, on all ranks of ``comm``, the first note in which they differ. Collective."""
-        mine, self._notes = self._notes, []
-        if not self._values or comm.size == 1 or not comm.eager:
+        mine, self.notes = self.notes, []
+        if not self.values or comm.size == 1 or not comm.eager:
             return
         every = [json.loads(text) for text in gather_bytes(json.dumps(mine).encode(), comm)]
-        ranks = comm.transport.members
-        for other, notes in zip(ranks[1:], every[1:], strict=True):
-            for (what, here), (also, there) in zip(every[0], notes, strict=False):
-                if what != also or not _alike(here, there):
-                    self._report(
-                        f"ranks {ranks[0]} and {other} of one tp group differ in {what}"
-                        + (f" (rank {other}: {also})" if what != also else "")
-                        + ". The ranks of a tp group need the same batch and the same seed: count dp ranks "
-                        "in the sampler (ctx.coord('dp')), and call tpcore.random.manual_seed alike on all"
-                    )
-                    return
+        found = first_difference(comm.transport.members, every)
+        if found is not None:
+            self._report(found)
+
+
+def first_difference(ranks: Sequence[int], every: Sequence[Sequence[Note]]) -> str | None:
+    """A message about the first note in which ranks of one tp group differ; None if there is none."""
+    for other, notes in zip(ranks[1:], every[1:], strict=True):
+        for (what, here), (also, there) in zip(every[0], notes, strict=False):
+            if what != also or not _alike(here, there):
+                return (
+                    f"ranks {ranks[0]} and {other} of one tp group differ in {what}"
+                    + (f" (rank {other}: {also})" if what != also else "")
+                    + ". The ranks of a tp group need the same batch and the same seed: count dp ranks "
+                    "in the sampler (ctx.coord('dp')), and call tpcore.random.manual_seed alike on all"
+                )
+    return None
 
 
 def _digest(t: Tensor) -> list[float]:

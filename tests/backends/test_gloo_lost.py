@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import re
 import signal
-import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from ends import end, names, on_open
 from roads import OverRoad, each_road  # noqa: F401  a fixture
 from torch import Tensor, nn
 
@@ -22,23 +21,7 @@ from tpcore.layers import ColumnParallelLinear, RowParallelLinear
 from tpcore.mesh import Mesh
 
 TP2, TP4, SQUARE = Mesh({"tp": 2}), Mesh({"tp": 4}), Mesh({"dp": 2, "tp": 2})
-# how: what the others are told
-HOW = {
-    "killed": r"was killed by SIGKILL|is gone",
-    "os_exit": r"exited with status 7|is gone",
-    "sys_exit": r"called sys\.exit\(7\)",
-    "raised": r"raised OSError: disk on fire",
-}
-
-
-def _end(how: str) -> None:
-    if how == "killed":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if how == "os_exit":
-        os._exit(7)
-    if how == "sys_exit":
-        sys.exit(7)
-    raise OSError("disk on fire")
+HOW = ["killed", "fails", "leaves", "raises"]
 
 
 class _Fault(nn.Module):
@@ -50,22 +33,10 @@ class _Fault(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.where == "forward":
-            _end(self.how)
+            end(self.how)
         if self.where == "backward":
-            x.register_hook(lambda grad: _end(self.how))
+            x.register_hook(lambda grad: end(self.how))
         return x
-
-
-def _on_open(how: str, folder: str) -> None:
-    """End the rank at the next file it opens in ``folder``."""
-    armed = [True]
-
-    def hook(event: str, args: tuple[Any, ...]) -> None:
-        if armed and event == "open" and str(args[0]).startswith(folder):
-            armed.clear()
-            _end(how)
-
-    sys.addaudithook(hook)
 
 
 def _train(ctx: ParallelContext, how: str, where: str, folder: str) -> None:
@@ -80,7 +51,7 @@ def _train(ctx: ParallelContext, how: str, where: str, folder: str) -> None:
     if where == "load":
         parallel_layers.save(model.state_dict(), path)
     if where in ("save", "load") and ctx.rank == 1:
-        _on_open(how, folder)
+        on_open(folder, lambda: end(how))
     model(torch.ones(2, 8)).sum().backward()
     if where == "save":
         parallel_layers.save(model.state_dict(), path)
@@ -95,12 +66,12 @@ def test_the_lost_rank_is_named(pool: OverRoad, tmp_path: Path, how: str, where:
     outcomes = pool.outcomes(TP2, _train, how, where, str(tmp_path))
     error = outcomes[0].error
     assert error is not None, "rank 0 went on without rank 1"
-    if how == "raised" and where in ("save", "load"):  # no rank is lost: all raise what one did
+    if how == "raises" and where in ("save", "load"):  # no rank is lost: all raise what one did
         assert type(error) is type(outcomes[1].error)
         assert re.search("rank 1.*disk on fire", str(error))
     else:
         assert isinstance(error, PeerLostError)
-        assert re.match(rf"rank 1 \(pid \d+ on .*\) ({HOW[how]})", str(error)), str(error)
+        assert names(str(error), 1, how), str(error)
 
 
 def _chain(ctx: ParallelContext, how: str) -> str:
@@ -108,7 +79,7 @@ def _chain(ctx: ParallelContext, how: str) -> str:
     dp, tp = ctx.comm("dp"), ctx.comm("tp")
     ctx.world.all_reduce(torch.ones(1))
     if ctx.rank == 3:
-        _end(how)
+        end(how)
     first = tp if ctx.rank in (0, 2) else dp
     try:
         first.all_reduce(torch.ones(1))
@@ -146,12 +117,12 @@ def test_a_rank_that_waits_for_a_waiting_rank_gets_the_right_name(
     outcomes = pool.outcomes(SQUARE, _chain_with_release, how, env=release)
     for rank in (0, 1, 2):
         assert outcomes[rank].error is None, outcomes[rank].error
-        assert re.match(rf"rank 3 \(pid \d+ on .*\) ({HOW[how]})", outcomes[rank].value)
+        assert names(outcomes[rank].value, 3, how), outcomes[rank].value
 
 
 def _mean(ctx: ParallelContext, how: str) -> float:
     if ctx.rank == 2:
-        _end(how)
+        end(how)
     return float(ctx.world.all_reduce(torch.ones(())))
 
 
@@ -160,7 +131,7 @@ def test_all_of_four_learn_the_name(pool: OverRoad, how: str) -> None:
     outcomes = pool.outcomes(TP4, _mean, how)
     for rank in (0, 1, 3):
         assert isinstance(outcomes[rank].error, PeerLostError)
-        assert re.match(rf"rank 2 \(pid \d+ on .*\) ({HOW[how]})", str(outcomes[rank].error))
+        assert names(str(outcomes[rank].error), 2, how)
     assert pool.run(TP4, _sum) == [4.0] * 4, "the pool is whole again"
 
 

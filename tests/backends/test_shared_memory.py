@@ -6,33 +6,26 @@ import ctypes
 import os
 import re
 import resource
-import signal
-import sys
-import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import drills
 import pytest
 import torch
+from ends import ENDS, STEPS, Tiny, ends_at, names
 from tpcore_cpu_gloo import GlooBackend, semaphores
 from tpcore_cpu_gloo.exchange import Announced, Exchange
 
 from tpcore.c10d.supervision.waiting import Waiting
 from tpcore.comm import Comm
 from tpcore.context import ParallelContext
-from tpcore.errors import CollectiveMismatchError, PeerLostError
+from tpcore.errors import CollectiveMismatchError
 from tpcore.mesh import Group, Mesh
 from tpcore.processes.pool import RankPool
 from tpcore.transport import Transport
 
 TP2, TP4 = Mesh({"tp": 2}), Mesh({"tp": 4})
-
-
-class Tiny(GlooBackend):
-    """Buffers that grow soon and hold little: nearly all goes in pieces."""
-
-    buffers = (64, 256)
 
 
 @pytest.fixture(scope="module")
@@ -123,59 +116,17 @@ def test_buffers_grow_as_far_as_all_have_memory(pool: RankPool) -> None:
 
 
 # -- the ends -----------------------------------------------------------------------------------------------
-def _no_data() -> None:
-    raise OSError("no data")
-
-
-ENDS: dict[str, tuple[Callable[[], object], str]] = {
-    "killed": (lambda: os.kill(os.getpid(), signal.SIGKILL), r"was killed by SIGKILL|is gone"),
-    "exits": (lambda: os._exit(0), r"exited with status 0|is gone"),
-    "fails": (lambda: os._exit(3), r"exited with status 3|is gone"),
-    "raises": (_no_data, r"raised OSError: no data"),
-    "leaves": (lambda: sys.exit(0), r"called sys\.exit\(0\)|ended"),
-}
-STEPS = {
-    "before": ("post", 0),  # its buffer is filled, nobody knows
-    "posted": ("take", 0),  # it has posted and has not read
-    "between pieces": ("post", 1),
-    "after": ("post", 3),
-}
-
-
-def _ends_at(ctx: ParallelContext, end: str, step: str) -> float:
-    """The last rank ends at a step of the protocol; how long the others wait for it."""
-    comm = ctx.comm("tp")
-    comm.all_reduce(torch.ones(64))
-    name, skip = STEPS[step]
-    exchange = comm.transport._exchange  # type: ignore[attr-defined]
-    if ctx.rank == comm.size - 1:
-        real, left = getattr(exchange, name), [skip]
-
-        def step_(*args: object) -> None:
-            if not left[0]:
-                ENDS[end][0]()
-            left[0] -= 1
-            real(*args)
-
-        setattr(exchange, name, step_)
-    started = time.monotonic()
-    try:
-        for _ in range(8):
-            comm.all_reduce(torch.ones(128))
-    except PeerLostError as e:
-        raise PeerLostError(f"{e} [{time.monotonic() - started:.1f} s]") from None
-    return 0.0
-
-
 @pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("end", ENDS)
-def test_a_rank_that_ends_at_any_step_is_named(tiny: RankPool, end: str, step: str, world: int) -> None:
-    outcomes = tiny.outcomes(Mesh({"tp": world}), _ends_at, end, step)
+@pytest.mark.parametrize("step", STEPS["shared memory"])
+@pytest.mark.parametrize("how", ENDS)
+def test_a_rank_that_ends_at_any_step_is_named(
+    tiny: RankPool, tmp_path: Path, how: str, step: str, world: int
+) -> None:
+    outcomes = tiny.outcomes(Mesh({"tp": world}), ends_at, how, step, str(tmp_path))
     for outcome in outcomes[:-1]:
-        assert isinstance(outcome.error, PeerLostError)
-        assert re.match(rf"rank {world - 1} \(pid \d+ on .*\) ({ENDS[end][1]})", str(outcome.error))
-        seconds = float(re.search(r"\[([\d.]+) s\]$", str(outcome.error))[1])  # type: ignore[index]
+        assert outcome.error is None
+        said, seconds = outcome.value
+        assert names(said, world - 1, how), said
         assert seconds < 30, "found by the timeout of 60 s, not by the end"
 
 
@@ -183,6 +134,19 @@ def test_nothing_has_a_name(pool: RankPool) -> None:
     before = set(os.listdir("/dev/shm"))
     pool.run(TP4, _roads)
     assert not {name for name in set(os.listdir("/dev/shm")) - before if "tpcore" in name}
+
+
+def _own_sums(ctx: ParallelContext, job: int) -> list[float]:
+    """Those of 200 sums that are not this job's."""
+    comm = ctx.comm("tp")
+    own = [float(comm.all_reduce(torch.full((50,), float(1000 * job + i))).mean()) for i in range(200)]
+    return [got for i, got in enumerate(own) if got != comm.size * (1000.0 * job + i)]
+
+
+def test_two_jobs_at_once(pool: RankPool, tiny: RankPool) -> None:
+    with ThreadPoolExecutor(2) as threads:
+        runs = [threads.submit(ranks.run, TP2, _own_sums, job) for job, ranks in enumerate((pool, tiny))]
+        assert [run.result() for run in runs] == [[[], []]] * 2
 
 
 def _forks(ctx: ParallelContext) -> list[float]:

@@ -20,13 +20,14 @@ from tpcore_cpu_gloo import programs
 
 from tpcore.backend.capabilities import Capabilities
 from tpcore.comm import Comm
-from tpcore.context import current
+from tpcore.context import ParallelContext, current
 from tpcore.errors import BackendError
 from tpcore.mesh import Group, Mesh
 from tpcore.testing import ThreadBackend, run_ranks
 from tpcore.testing.kit import edges
 from tpcore.testing.kit.conformance import Conformance
 from tpcore.testing.threads import ThreadTransport, ThreadWorld
+from tpcore.testing.verify.report import edge_rows
 from tpcore.transport import Op, Pending, Transport, inverse
 
 
@@ -659,6 +660,62 @@ class RunsTheBatchItWasTracedWith(Traces):
 
 
 @mutant("test_traces", Traces)
+class LeavesOneRankItsFirstWeights(Traces):
+    def load_program(self, folder: Path, weights: Any) -> Any:
+        if self._rank == self._world.size - 1:
+            weights = {name: t.clone() for name, t in weights.items()}
+        return super().load_program(folder, weights)
+
+
+@mutant("test_traces", Traces)
+class ComputesWithTheWeightsOfRank1(Traces):
+    def load_program(self, folder: Path, weights: Any) -> Any:
+        world = current().world
+        return super().load_program(folder, {name: world.broadcast(t, 1) for name, t in weights.items()})
+
+
+@mutant("test_traces", Traces)
+class ServesRank1sResultForRank0s(Traces):
+    """Outputs that all ranks share are right all the same."""
+
+    def load_program(self, folder: Path, weights: Any) -> Any:
+        program, world = super().load_program(folder, weights), current().world
+        return lambda inputs: [world.broadcast(t, 1) for t in program(inputs)]
+
+
+@mutant("test_traces", Traces)
+class ReturnsItsOutputBufferAgain(Traces):
+    def load_program(self, folder: Path, weights: Any) -> Any:
+        program = super().load_program(folder, weights)
+        kept: dict[Any, Any] = {}
+
+        def call(inputs: Any) -> Any:
+            found = program(inputs)
+            for old, new in zip(kept.setdefault(inputs[0].shape, found), found, strict=True):
+                old.copy_(new)
+            return list(kept[inputs[0].shape])
+
+        return call
+
+
+@mutant("test_traces", Traces)
+class AnswersAsItDidToThisShape(Traces):
+    """As long as its weights are the same."""
+
+    def load_program(self, folder: Path, weights: Any) -> Any:
+        program = super().load_program(folder, weights)
+        kept: dict[Any, Any] = {}
+
+        def call(inputs: Any) -> Any:
+            key = inputs[0].shape, *(t._version for t in weights.values())
+            if key not in kept:
+                kept[key] = program(inputs)
+            return [t.clone() for t in kept[key]]
+
+        return call
+
+
+@mutant("test_traces", Traces)
 class TracesWhatDiffersByRank(Traces):
     def trace(self, fn: Any, weights: Any, inputs: Any, dims: Any, folder: Path) -> None:
         with suppress(BackendError):
@@ -743,7 +800,7 @@ def test_the_kit_names_the_fault(name: str) -> None:
 
 
 def test_there_are_enough() -> None:
-    assert len(MUTANTS) >= 75
+    assert len(MUTANTS) >= 80
     assert {c.partition(" ")[0] for c, _ in MUTANTS.values()} >= {
         n for n in vars(Conformance) if n.startswith("test_")
     } - {
@@ -754,3 +811,38 @@ def test_there_are_enough() -> None:
         "test_pipeline",
         "test_checkpoint",
     }
+
+
+SHOWN_BY_VERIFY = {
+    "KeepsItsResultBufferByShape": "calls again",
+    "UsesOneBufferAgain": "memory of inputs and results",
+    "MaxIsNeverNegative": "NaN, infinity, negative",
+    "MaxLeavesOutNaN": "NaN, infinity, negative",
+    "BroadcastsByMultiplyingWithZero": "NaN, infinity, negative",
+    "ReducesInPlaceWhatIsLarge": "large tensors",
+    "LosesWhatComesAfter64KiB": "large tensors",
+    "SumsOfNoDimsHaveOne": "no dims",
+    "CannotSumNothing": "no elements",
+    "ReadsFromTheBeginningOfMemory": "offsets, strides of 0",
+    "ReadsItsInputWhenItWaits": "input changed meanwhile",
+    "MixesUpWhatIsUnderWay": "several under way",
+    "ReturnsInferenceTensors": "inference_mode",
+    "SumsInHalfPrecision": "precision of sums",
+}
+
+
+@pytest.mark.parametrize("name", SHOWN_BY_VERIFY)
+def test_a_users_machine_shows_the_fault(name: str) -> None:
+    def rows(ctx: ParallelContext) -> list[str]:
+        try:
+            return [row.what for row in edge_rows(ctx) if row.wrong]
+        except RuntimeError:  # in place of a wrong number: a result whose memory cannot be written, say
+            return ["inference_mode"]
+
+    for found in run_ranks(Mesh({"tp": 2}), rows, backend=MUTANTS[name][1]):
+        assert SHOWN_BY_VERIFY[name] in found
+
+
+def test_verify_finds_nothing_wrong_at_the_edges_of_what_is_right() -> None:
+    found = run_ranks(Mesh({"tp": 2}), lambda ctx: [row.wrong for row in edge_rows(ctx)], backend=Plain)
+    assert found == [[[]] * len(found[0])] * 2

@@ -1,7 +1,7 @@
 """Hosts as network namespaces: what one loses, every rank that is left says with its name, and nobody hangs.
 
-All drills run at once, as they wait most of the time. ``TPCORE_DRILLS=all`` adds those of three hosts, and a
-launcher that goes on with fewer.
+All drills run at once, as they wait most of the time. ``TPCORE_DRILLS=all`` adds more, most of three hosts
+among them, and a launcher that goes on with fewer.
 """
 
 from __future__ import annotations
@@ -45,10 +45,11 @@ class Drill:
 
     fault: Callable[[Network, Machines], None]
     named: Mapping[int, str]
-    hosts: int = 2
+    ranks: tuple[int, ...] = (2, 2)  # how many each host has
     steps: int = ENDLESS
     axes: Mapping[str, int] = field(default_factory=lambda: {"tp": 2})
     env: Mapping[str, str] = field(default_factory=dict)
+    stuck: int | None = None  # the rank whose part of the save after step TOLD never comes to be written
     weekly: bool = False
 
 
@@ -68,6 +69,7 @@ def _off(network: Network, machine: Machine) -> None:
 
 
 A, B, C = _unreachable("hosta", 0, 1), _unreachable("hostb", 2, 3), _unreachable("hostc", 4, 5)
+LAST = _unreachable("hostc", 6, 7)
 STOPPED = r"waits for rank 3, which did not come \(pid \d+ on hostb is stopped, by SIGSTOP or a debugger\)"
 STAGES = {"tp": 2, "pp": 2}
 DRILLS = {
@@ -80,11 +82,24 @@ DRILLS = {
     "host off": Drill(lambda net, m: _off(net, m[1]), {0: B}, weekly=True),
     "the store's host off": Drill(lambda net, m: _off(net, m[0]), {1: A}),
     "stopped": Drill(lambda net, m: m[1].stop(1), {0: STOPPED}, env={"TPCORE_TIMEOUT": "6"}),
+    "off in a save": Drill(lambda net, m: _off(net, m[1]), {0: B}, axes=STAGES, stuck=3),
+    "the store's host off in a save": Drill(
+        lambda net, m: _off(net, m[0]), {1: A}, axes=STAGES, stuck=0, weekly=True
+    ),
+    # tp inside the hosts, dp and stages across, on hosts of different sizes
+    "three hosts": Drill(lambda net, m: _off(net, m[2]), {0: LAST, 1: LAST}, ranks=(2, 4, 2), axes=STAGES),
+    "three hosts, the store's off": Drill(
+        lambda net, m: _off(net, m[0]), {1: A, 2: A}, ranks=(2, 4, 2), axes=STAGES, weekly=True
+    ),
     "three hosts, dp": Drill(
-        lambda net, m: net.cut(2), {0: C, 1: C, 2: f"{A[:-2]}|{B}"}, hosts=3, axes={"tp": 6}, weekly=True
+        lambda net, m: net.cut(2), {0: C, 1: C, 2: f"{A}|{B}"}, ranks=(2, 2, 2), weekly=True
     ),
     "three hosts, pp": Drill(
-        lambda net, m: net.cut(2), {0: C, 1: C, 2: A}, hosts=3, axes={"tp": 2, "pp": 3}, weekly=True
+        lambda net, m: net.cut(2),
+        {0: C, 1: C, 2: f"{A}|{B}"},
+        ranks=(2, 2, 2),
+        axes={"tp": 2, "pp": 3},
+        weekly=True,
     ),
 }
 NAMES = [name for name, drill in DRILLS.items() if ALL or not drill.weekly]
@@ -100,12 +115,15 @@ class Outcome:
 def run(drill: Drill, home: Path) -> Outcome:
     home.mkdir()
     os.mkfifo(home / "told")
-    with Network(drill.hosts) as network:
-        machines = [Machine(network, host, home, 2 * host, 2) for host in range(drill.hosts)]
-        env = environment(2 * drill.hosts, **drill.env)
+    with Network(len(drill.ranks)) as network:
+        machines = [
+            Machine(network, host, home, sum(drill.ranks[:host]), count)
+            for host, count in enumerate(drill.ranks)
+        ]
+        env = environment(sum(drill.ranks), **drill.env)
         for machine in machines:
-            machine.start(training.rank, (str(home), drill.axes, drill.steps, TOLD), env)
-        (home / "told").read_bytes()  # until rank 0 writes
+            machine.start(training.rank, (str(home), drill.axes, drill.steps, TOLD, drill.stuck), env)
+        (home / "told").read_bytes()  # until a rank writes
         since = time.time()
         drill.fault(network, machines)
         for machine in machines:
@@ -163,6 +181,7 @@ def test_every_rank_that_is_left_names_the_loss_and_the_job_goes_on(
     assert path is not None
     assert verify(path) == []
     resumed(outcome.home, {"pp": 1, "dp": 2, "tp": 1}, 2)
+    assert all(name.startswith("step_") for name in os.listdir(outcome.home / "run")), "left by the lost save"
     found = training.losses(outcome.home)
     want = undisturbed(len(found))
     assert [found[step] for step in range(len(found))] == pytest.approx(want, rel=1e-9)

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from pipelines import batch_of, cut, share_of
 
 import tpcore
 from tpcore import checkpoint
+from tpcore.checkpoint.write import save as writing
 from tpcore.context import ParallelContext
 
-LAYERS, BATCH = 6, 8  # for 1, 2 and 3 stages; for dp up to 2, in two microbatches
+LAYERS, BATCH = 6, 12  # for 1, 2 and 3 stages; for dp up to 3, in two microbatches
 
 
-def train(ctx: ParallelContext, home: Path, steps: int, told: int = -1) -> None:
+def train(ctx: ParallelContext, home: Path, steps: int, told: int = -1, in_background: bool = False) -> None:
     """Up to step ``steps``. Rank 0 writes the loss of each, and a byte into the pipe ``home/told``
-    when it has made step ``told``."""
+    when it has made step ``told``. ``in_background``: each step is saved while the next one is made."""
     tpcore.random.manual_seed(0)
     model = cut(LAYERS, ctx)
     model.layers = tpcore.PipelinedLayers(model.layers, 2, shared=["mix"])
@@ -41,15 +44,33 @@ def train(ctx: ParallelContext, home: Path, steps: int, told: int = -1) -> None:
             if step == told:
                 (home / "told").write_bytes(b"x")
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
-        checkpoint.save(state, home / "run" / f"step_{step}", keep_last=2)
+        checkpoint.save(state, home / "run" / f"step_{step}", async_save=in_background, keep_last=2)
+    checkpoint.wait()
 
 
-def rank(home: str, axes: Mapping[str, int], steps: int, told: int) -> None:
-    """As a script would: every launcher's variables are set."""
+def rank(home: str, axes: Mapping[str, int], steps: int, told: int, stuck: int | None = None) -> None:
+    """As a script would: every launcher's variables are set. ``stuck``: saves are made in the background, and
+    that of step ``told`` stays unfinished, because this rank never writes its part; the rank then writes the
+    byte into ``home/told``."""
     os.fsync = lambda fd: None  # no power is cut, and disks of test machines are slow
     ctx = tpcore.init("cpu_gloo", **axes)
-    train(ctx, Path(home), steps, told)
+    if stuck == ctx.rank:
+        _never_write(Path(home), f".step_{told}.")
+    train(ctx, Path(home), steps, told if stuck is None else -1, stuck is not None)
     tpcore.shutdown()
+
+
+def _never_write(home: Path, of: str) -> None:
+    """From the save on whose directory's name begins with ``of``."""
+    real = writing.write_tensors
+
+    def write_tensors(file: str, *args: Any) -> Any:
+        if of in file:
+            (home / "told").write_bytes(b"x")
+            threading.Event().wait()
+        return real(file, *args)
+
+    writing.write_tensors = write_tensors
 
 
 def losses(home: Path) -> dict[int, float]:

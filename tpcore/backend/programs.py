@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Function = Callable[[Mapping[str, Tensor], Sequence[Tensor]], list[Tensor]]
 """A function to trace: it computes outputs from weights by name and from inputs, and from nothing else."""
 LoadedProgram = Callable[[Sequence[Tensor]], list[Tensor]]
-"""A traced function, loaded, with its weights in place."""
+"""A traced function, loaded, with its weights in place. It returns new tensors at each call."""
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,13 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..checks import Note, first_difference
 from ..mesh import Mesh
 from ..train.zero import Zero1
 from .lockstep import first_disagreement
@@ -33,11 +35,14 @@ class Explanation:
     programs: tuple[tuple[tuple[int, ...], Program], ...]
     disagreement: str | None
     """The first place where the recorded ranks would hang or mix up numbers; None if there is none."""
+    difference: str | None = None
+    """The first random state or input in which ranks of one tp group differ; None if there is none."""
 
     @property
     def mistakes(self) -> tuple[str, ...]:
         """Places where a step computes something else than the whole model would, with module and remedy."""
-        return tuple(dict.fromkeys(text for _, program in self.programs for text in program.mistakes))
+        found = [text for _, program in self.programs for text in program.mistakes]
+        return tuple(dict.fromkeys([*found, *([] if self.difference is None else [self.difference])]))
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -122,16 +127,31 @@ def explain(
         mesh.coords(rank)  # raises for a rank outside the mesh
     chosen = _corners(mesh) if ranks is None else sorted(set(ranks))
     make = _optimizer(optimizer, master_dtype)
-    found = {r: record(made, mesh, r, dtype=dtype, optimizer=make, max_norm=max_norm) for r in chosen}
+    take = partial(record, made, mesh, dtype=dtype, optimizer=make, max_norm=max_norm)
+    found = {r: take(r) for r in chosen}
     alike: list[tuple[list[int], Program]] = []
-    for rank, program in found.items():
+    for rank, (program, _) in found.items():
         same = [r for r, other in alike if other == program]
         if same:
             same[0].append(rank)
         else:
             alike.append(([rank], program))
-    problem = first_disagreement(mesh, {r: p.collectives for r, p in found.items()})
-    return Explanation(mesh, tuple((tuple(r), p) for r, p in alike), problem)
+    problem = first_disagreement(mesh, {r: one.program.collectives for r, one in found.items()})
+    differs = _difference(mesh, {r: one.notes for r, one in found.items()}, lambda r: take(r).notes)
+    return Explanation(mesh, tuple((tuple(r), p) for r, p in alike), problem, differs)
+
+
+def _difference(
+    mesh: Mesh, notes: Mapping[int, Sequence[Note]], again: Callable[[int], Sequence[Note]]
+) -> str | None:
+    """The first difference between ranks of a tp group. None if ``again`` gives a rank other notes than
+    before: a target with other inputs at each call says nothing about ranks."""
+    for group in mesh.group("tp").partition:
+        ranks = [r for r in group if r in notes]
+        found = first_difference(ranks, [notes[r] for r in ranks]) if ranks else None
+        if found is not None and again(ranks[0]) == notes[ranks[0]]:
+            return found
+    return None
 
 
 def _corners(mesh: Mesh) -> list[int]:

@@ -6,13 +6,13 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..backend.registry import check_fits
-from ..checks import Checks
+from ..checks import Checks, Note
 from ..context import ParallelContext, use
 from ..layers.module import move_model_to_device
 from ..layers.sharding import sharding
@@ -54,6 +54,13 @@ class Program:
     """Places where the step computes something else than the whole model would."""
 
 
+class RecordedStep(NamedTuple):
+    """``notes``: of what all ranks of a tp group should have alike."""
+
+    program: Program
+    notes: tuple[Note, ...]
+
+
 def record(
     build: Build,
     mesh: Mesh,
@@ -62,15 +69,18 @@ def record(
     dtype: torch.dtype | None,
     optimizer: MakeOptimizer,
     max_norm: float | None,
-) -> Program:
+) -> RecordedStep:
     """Build this rank's model on meta tensors and record a step. ``dtype``: of parameters and inputs."""
     recorder = Recorder()
     backend = RecordingBackend(rank, mesh.size, recorder)
     check_fits(backend, mesh)
-    ctx = ParallelContext(backend, mesh, rank, Checks(recorder.mistake, values=False))
+    checks = Checks(recorder.mistake, values=False)
+    ctx = ParallelContext(backend, mesh, rank, checks)
     with use(ctx), torch.random.fork_rng(devices=[]), _explain_errors(rank, recorder), torch.device("meta"):
         recorder.phase = "building"
         model, inputs = build()
+        for i, t in enumerate(tensors(inputs)):
+            checks.same(f"input {i}", t, f"of {type(model).__name__}")
         move_model_to_device(model, "meta")
         if dtype is not None:
             model.to(dtype)
@@ -95,9 +105,9 @@ def record(
     parameters = tuple(
         _info(n, p, owners[id(p)], gradients.get(id(p), 0), made.state) for n, p in model.named_parameters()
     )
-    return Program(
-        type(model).__name__, parameters, tuple(recorder.calls), watch.costs(model), tuple(recorder.mistakes)
-    )
+    calls, mistakes = tuple(recorder.calls), tuple(recorder.mistakes)
+    program = Program(type(model).__name__, parameters, calls, watch.costs(model), mistakes)
+    return RecordedStep(program, tuple(checks.notes))
 
 
 def _loss(model: nn.Module, inputs: Inputs, dtype: torch.dtype | None) -> Tensor:
@@ -157,6 +167,13 @@ def _explain_errors(rank: int, recorder: Recorder) -> Iterator[None]:
     except Exception as e:
         frames = [f for f in traceback.extract_tb(e.__traceback__) if not f.filename.startswith(LIBRARY)]
         at = f" at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
+        if "process group has not been initialized" in str(e):
+            raise ValueError(
+                f"rank {rank} needs torch.distributed's default group{at}, and a recorded step has none. "
+                "DistributedDataParallel over all ranks would take the parts of tp ranks for copies: explain "
+                "the model without it. In the job pass process_group=ctx.comm('dp').process_group, or leave "
+                "DistributedDataParallel out and call tpcore.optimizer_step"
+            ) from e
         if not isinstance(e, RuntimeError | NotImplementedError) or "meta" not in str(e).lower():
             module = f", module {recorder.failed.module}" if recorder.failed else ""
             notes = getattr(e, "__notes__", [])  # Python 3.10 has no add_note

@@ -51,14 +51,20 @@ class Supervisor:
         self._peers.open()
 
     def _introduced(self, store: dist.Store) -> Peers:
-        """Exchange the ranks' identities. ValueError if they are not to check the same calls."""
-        own = json.dumps([astuple(Identity.own()), self._checked, uuid.uuid4().hex])
+        """Exchange the ranks' identities. ValueError if they are not to check the same calls, or if their
+        versions differ."""
+        own = json.dumps([astuple(Identity.own()), self._checked, uuid.uuid4().hex, _versions()])
         found = [json.loads(text) for text in self._rendezvous.meet("start", own, _nobody)]
-        if len({checked for _, checked, _ in found}) > 1:
-            given = ", ".join(f"rank {r}: {checked}" for r, (_, checked, _) in enumerate(found))
-            raise ValueError(f"{CHECK.name} must be the same on all ranks; calls to check are {given}")
+        for rank, (_, checked, _, versions) in enumerate(found):
+            if checked != found[0][1]:
+                given = f"rank 0: {found[0][1]}, rank {rank}: {checked}"
+                raise ValueError(f"{CHECK.name} must be the same on all ranks; calls to check are {given}")
+            if versions != found[0][3]:
+                raise ValueError(
+                    f"rank 0 runs {found[0][3]} and rank {rank} {versions}: install the same on all"
+                )
         connect = partial(own_client, store, f"tpcore monitor {found[0][2]}", self._timeout)
-        identities = [Identity(*peer) for peer, _, _ in found]
+        identities = [Identity(*peer) for peer, *_ in found]
         self._address = address_towards(store, all(i.hostname == identities[0].hostname for i in identities))
         silent, place = min(SECONDS, self._timeout), place_of_server(store)
         status = StatusStore(connect, folder_beside(store, f"reports-{found[0][2]}"), place, silent)
@@ -187,6 +193,12 @@ class Supervisor:
         for waiting in self._waiting.values():
             waiting.close()
         self._waiting.clear()
+
+
+def _versions() -> str:
+    from ... import __version__  # not above: tpcore imports this module
+
+    return f"tpcore {__version__}"
 
 
 def _nobody(missing: Sequence[int]) -> None:

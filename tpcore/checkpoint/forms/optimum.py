@@ -75,7 +75,7 @@ class OptimumShards(PickledShards):
         """Names in a stage's file that stand for parameters of other stages: some versions write all of the
         model there, and what this stage does not have without values."""
         mine = self._recorded[pp_rank].names
-        every = frozenset[str]().union(*(stage.names for stage in self._recorded))
+        every = {name for stage in self._recorded for name in stage.names}
         empty = {name for name, t in state.items() if isinstance(t, Tensor) and t.is_meta}
         return ((every & state.keys()) | empty) - mine
 

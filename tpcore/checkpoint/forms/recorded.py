@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ...errors import CheckpointError
@@ -46,6 +46,7 @@ def read_metadata(root: str, stages: int, how: Reading) -> list[Recorded]:
 
 
 def _recorded(top: Mapping[str, Any], path: str) -> Recorded:
+    made: Iterable[Fused | Attention]
     if "sharded_metadata" in top:
         parameters, made = top["sharded_metadata"], _of_attention(top["gqa_qkv_metadata"])
     else:

@@ -9,7 +9,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import safetensors
@@ -38,7 +38,22 @@ class Options:
     down_cast_bf16: bool = False
     all_dp: bool = False
     background: bool = False
-    keep_last: int | None = None
+    keep_last: int | None = None  # of rank 0
+
+    def __str__(self) -> str:
+        return (
+            f"async_save={self.background}, save_serially={self.serially}, master_dp_only={not self.all_dp}, "
+            f"down_cast_bf16={self.down_cast_bf16}"
+        )
+
+
+def _check_options(every: Sequence[Options]) -> None:
+    """ValueError, on all ranks, if they do not all save in the same way."""
+    for rank, options in enumerate(every):
+        if options != every[0]:
+            raise ValueError(
+                f"ranks save in different ways: rank 0 with {every[0]}, rank {rank} with {options}"
+            )
 
 
 def write_tensor_files(
@@ -124,8 +139,10 @@ class Save:
             if options.background:
                 self._files = on_host(self._files)
         # rank 0's path counts: a relative path may differ between ranks
-        proposal = json.dumps([uuid.uuid4().hex, os.path.realpath(save_dir)]).encode()
-        self.save_id, self.target = json.loads(gather_bytes(proposal, ctx.world)[0])
+        proposal = json.dumps([uuid.uuid4().hex, os.path.realpath(save_dir), astuple(options)[:-1]]).encode()
+        every = [json.loads(text) for text in gather_bytes(proposal, ctx.world)]
+        self.save_id, self.target, _ = every[0]
+        _check_options([Options(*given) for _, _, given in every])
         self.root = staging_path(self.target, self.save_id)
         with together(ctx), naming("save", self.target):
             if ctx.rank == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ import tpcore
 from ...backend.programs import DynamicDim, Function
 from ...consensus import gather_bytes
 from ...context import ParallelContext
+from ...shard import ShardSpec
 from .collectives import Wrong, not_refused
 
 
@@ -135,8 +137,19 @@ def checkpoint_round_trip(ctx: ParallelContext) -> Wrong:
     return out
 
 
+class _Network(nn.Sequential):
+    """Returns its output, and that of layer 3, of which a rank of a cut network has a part."""
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        x, found = ids, []
+        for layer in self:
+            x = layer(x)
+            found.append(x)
+        return x, found[3]
+
+
 def _network(linear: Callable[..., nn.Module], embedding: Callable[..., nn.Module]) -> nn.Module:
-    return nn.Sequential(
+    return _Network(
         embedding(10, 8),
         nn.Flatten(0, 1),  # a shape that depends on the batch
         nn.LayerNorm(8),
@@ -153,50 +166,74 @@ def _cut_linear(which: int, fan_in: int, fan_out: int) -> nn.Module:
     return tpcore.ColumnParallelLinear(fan_in, fan_out, gather_output=which == 2, pad=True)
 
 
+class _Example:
+    """A network to trace, cut and plain, with the same weights, and its inputs."""
+
+    def __init__(self, ctx: ParallelContext) -> None:
+        self.ctx = ctx
+        self.plain = _network(lambda _, *sizes: nn.Linear(*sizes), nn.Embedding)
+        torch.manual_seed(5)
+        full = {name: torch.randn_like(t) / 2 for name, t in self.plain.state_dict().items()}
+        self.plain.load_state_dict(full)
+        self.net = _load(_network(_cut_linear, partial(tpcore.ParallelEmbedding, pad=True)), full, ctx)
+        dynamic = ctx.backend.capabilities.dynamic_shapes
+        self.dims = {0: DynamicDim("batch", 1, 8)} if dynamic else {}
+        self.batches = (2, 1, 8) if dynamic else (2,)
+
+    def ids(self, batch: int, first: int) -> Tensor:
+        return ((torch.arange(batch * 5).view(batch, 5) * 3 + first) % 10).to(self.ctx.device)
+
+    def wanted(self, ids: Tensor) -> list[Tensor]:
+        """The plain network's outputs, of the second this rank's part."""
+        whole, hidden = self.plain(ids.cpu())
+        cut = ShardSpec(tuple(hidden.shape), 1)
+        return [whole, cut.shard(hidden, self.ctx.coord("tp"), self.ctx.comm("tp").size)]
+
+    def run(self, weights: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+        return list(torch.func.functional_call(self.net, dict(weights), tuple(inputs)))
+
+    def ranks_differ(self, weights: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+        return [inputs[0] + self.ctx.coord("tp")]
+
+    def trace(self, fn: Function, folder: Path) -> None:
+        self.ctx.backend.trace(fn, self.net.state_dict(), [self.ids(2, 0)], [self.dims], folder)
+
+
 def traced_program(ctx: ParallelContext) -> Wrong:
-    """A traced model equals the model on every rank, also with other weights, and with other batch sizes if
-    dynamic shapes are declared. All ranks refuse a model that needs a program for each rank. A backend
-    without declared tracing refuses to trace."""
-    plain = _network(lambda _, *sizes: nn.Linear(*sizes), nn.Embedding)
-    torch.manual_seed(5)
-    full = {name: torch.randn_like(t) / 2 for name, t in plain.state_dict().items()}
-    plain.load_state_dict(full)
-    net = _load(_network(_cut_linear, partial(tpcore.ParallelEmbedding, pad=True)), full, ctx)
-
-    dynamic = ctx.backend.capabilities.dynamic_shapes
-
-    def run(weights: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-        return [torch.func.functional_call(net, dict(weights), tuple(inputs))]
-
-    def ranks_differ(weights: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-        return [inputs[0] + ctx.coord("tp")]
-
-    def trace(fn: Function, folder: Path) -> None:
-        dims = {0: DynamicDim("batch", 1, 8)} if dynamic else {}
-        ctx.backend.trace(fn, net.state_dict(), [ids(2)], [dims], folder)
-
-    def ids(batch: int) -> Tensor:
-        return (torch.arange(batch * 5).view(batch, 5) * 3 % 10).to(ctx.device)
-
-    out = Wrong()
+    """A traced model equals the model on every rank, in outputs that the ranks share and in outputs of which
+    each has a part; also with other weights, with other values of one shape, and with other batch sizes if
+    dynamic shapes are declared. A later call leaves earlier outputs as they are. All ranks refuse a model
+    that needs a program for each rank. A backend without declared tracing refuses to trace."""
+    example, out = _Example(ctx), Wrong()
     with _shared_folder(ctx) as folder, torch.no_grad():
         if not ctx.backend.capabilities.tracing:
-            out += not_refused(lambda: trace(run, folder), "tracing, which is not declared,")
+            out += not_refused(lambda: example.trace(example.run, folder), "tracing, which is not declared,")
             return out
         places = [folder / "model", folder / "refused"]
         for place in places:
             place.mkdir(exist_ok=True)
-        trace(run, places[0])
+        example.trace(example.run, places[0])
         _wait_for_all(ctx)  # rank 0 writes
-        weights = {name: t.detach().clone() for name, t in net.state_dict().items()}
-        program = ctx.backend.load_program(places[0], weights)
-        for change in ("as traced", "with its weights changed in place"):
-            for batch in (2, 1, 8) if dynamic else (2,):
-                what = f"the traced model at batch {batch}, {change}, on rank {ctx.rank}"
-                out.measure(what, program([ids(batch)])[0], plain(ids(batch).cpu()), NEAR)
-            for t in (*weights.values(), *plain.parameters()):
-                t.mul_(0.5)
+        _measure_program(example, places[0], out)
         if ctx.comm("tp").size > 1:
             what = "a model that reads the rank in Python"
-            out += not_refused(lambda: trace(ranks_differ, places[1]), what)
+            out += not_refused(lambda: example.trace(example.ranks_differ, places[1]), what)
     return out
+
+
+def _measure_program(example: _Example, folder: Path, out: Wrong) -> None:
+    """Compare the program in ``folder`` with the plain network."""
+    weights = {name: t.detach().clone() for name, t in example.net.state_dict().items()}
+    program = example.ctx.backend.load_program(folder, weights)
+    earlier = program([example.ids(2, 0)])
+    copies = [t.detach().cpu().clone() for t in earlier]
+    for change in ("as traced", "with its weights changed in place"):
+        for batch, first in itertools.product(example.batches, (0, 1)):
+            ids = example.ids(batch, first)
+            what = f"the traced model at batch {batch}, {change}, on rank {example.ctx.rank}"
+            for part, got, want in zip(("", ", its part"), program([ids]), example.wanted(ids), strict=True):
+                out.measure(what + part, got, want, NEAR)
+        for t in (*weights.values(), *example.plain.parameters()):
+            t.mul_(0.5)
+    for got, copy in zip(earlier, copies, strict=True):
+        out.measure(f"an output on rank {example.ctx.rank} after later calls", got, copy)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 
@@ -22,7 +23,7 @@ from ...context import ParallelContext, use
 from ...init import init, shutdown
 from .. import matrix
 from ..kit import collectives as bodies
-from ..kit import programs, stages
+from ..kit import edges, programs, stages
 from ..kit.collectives import Wrong
 from . import bert
 
@@ -99,6 +100,7 @@ def _rows(ctx: ParallelContext) -> Iterator[Row]:
         for dtype in can.dtypes:
             wrong = bodies.right_values(ctx, primitive, dtype)
             yield _row(primitive, str(dtype).removeprefix("torch."), len(bodies.SHAPES), wrong)
+    yield from edge_rows(ctx)
     for layer, axes in matrix.AXES.items():
         for name, dtype in matrix.DTYPES.items():
             if dtype in can.dtypes:
@@ -116,6 +118,42 @@ def _rows(ctx: ParallelContext) -> Iterator[Row]:
         yield _row("trace", "float32", 6, programs.traced_program(ctx))
     if bert.HEADS % ctx.comm("tp").size == 0:
         yield _row(bert.title(), "float32", bert.STEPS, bert.training_steps(ctx))
+
+
+_EDGES: Mapping[str, Callable[[ParallelContext, str], Wrong]] = {
+    "memory of inputs and results": bodies.memory,
+    "inputs with gaps": bodies.strided,
+    "offsets, strides of 0": edges.odd_memory,
+    "no elements": bodies.empty,
+    "no dims": edges.without_dims,
+    "large tensors": partial(edges.large, sizes=edges.LARGE),
+    "NaN, infinity, negative": edges.odd_values,
+    "calls again": edges.again,
+    "inference_mode": edges.any_mode,
+}
+"""Checks that take a primitive."""
+_REDUCTIONS: Mapping[str, Callable[[ParallelContext], Wrong]] = {
+    "several under way": bodies.overlapped,
+    "input changed meanwhile": edges.started,
+    "same bits on all ranks": bodies.replicated,
+}
+
+
+def edge_rows(ctx: ParallelContext) -> Iterator[Row]:
+    """The collectives at the edges. None on a lazy backend, which would compile a program for each call."""
+    comm = ctx.comm("tp")
+    if comm.size == 1 or not comm.eager:
+        return
+    for what, check in _EDGES.items():
+        wrong = Wrong()
+        for primitive in bodies.PRIMITIVES:
+            wrong += check(ctx, primitive)
+        yield _row(what, "float32", len(bodies.PRIMITIVES), wrong)
+    for what, reduces in _REDUCTIONS.items():
+        yield _row(what, "float32", 1, reduces(ctx))
+    for dtype in ctx.backend.capabilities.dtypes:
+        if dtype is not torch.bool:
+            yield _row("precision of sums", str(dtype).removeprefix("torch."), 3, edges.precise(ctx, dtype))
 
 
 def _row(what: str, dtype: str, cases: int, wrong: Wrong) -> Row:

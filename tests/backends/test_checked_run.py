@@ -1,0 +1,68 @@
+"""A job that is started with ``TPCORE_CHECK=1`` finds each mistake of a model or its data, and names it."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from test_mistakes import GIVEN, MISTAKES, OTHER, Model
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import tpcore
+from tpcore.context import ParallelContext
+
+pytestmark = pytest.mark.processes
+
+
+def _with_part(name: str) -> None:
+    spoil, tokens, _ = MISTAKES[name]
+    torch.manual_seed(0)
+    model = Model(tokens)
+    spoil(model)
+    model(*GIVEN).backward()
+
+
+def _with_other(name: str, ctx: ParallelContext) -> None:
+    torch.manual_seed(0)  # the mistake before this one may have been another seed
+    OTHER[name][0](ctx)
+    tpcore.optimizer_step(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1))
+
+
+def _wrapped() -> None:
+    torch.manual_seed(0)
+    DistributedDataParallel(Model())
+
+
+def found() -> dict[str, str]:
+    """What each mistake ends with."""
+    said = {}
+    for name in [*MISTAKES, *OTHER, "DistributedDataParallel", "none"]:
+        ctx = tpcore.init("cpu_gloo", tp=2)
+        try:
+            if name in MISTAKES:
+                _with_part(name)
+            elif name in OTHER:
+                _with_other(name, ctx)
+            elif name != "none":
+                _wrapped()
+            said[name] = "no error"
+        except ValueError as e:
+            said[name] = str(e)
+        tpcore.shutdown()
+    return said
+
+
+def test_each_is_named_on_every_rank() -> None:
+    said = tpcore.launch(found, 2, env={"TPCORE_CHECK": "1"})
+    expected = {name: match for name, (_, _, match) in MISTAKES.items()}
+    expected |= {name: match.format(0, 1) for name, (_, match) in OTHER.items()}
+    expected["DistributedDataParallel"] = r"hold different parts of 'embed\.weight'"
+    expected["none"] = "^no error$"
+    for rank in said:
+        assert rank.keys() == expected.keys()
+        for name, match in expected.items():
+            assert re.search(match, rank[name]), (name, rank[name])
+    silent = tpcore.launch(found, 2, env={"TPCORE_CHECK": "warmup"})[0]
+    assert {name for name, text in silent.items() if text != "no error"} == {"DistributedDataParallel"}

@@ -46,7 +46,8 @@ def end(how: str) -> None:
 def names(text: str, rank: int, how: str) -> bool:
     """Whether an error's text says that this rank ended, or was stopped, in this way."""
     if how == STOPPED:
-        return bool(re.search(rf"waits for rank {rank}, which did not come \(pid \d+ on .* is stopped", text))
+        where = "which (did not come|came and did not finish)"
+        return bool(re.search(rf"waits for rank {rank}, {where} \(pid \d+ on .* is stopped", text))
     return bool(re.match(rf"rank {rank} \(pid \d+ on .*\) ({ENDS[how][1]})", text))
 
 

@@ -160,7 +160,7 @@ def test_an_error_that_all_raise_is_not_taken_for_a_loss(pool: OverRoad) -> None
         assert type(outcome.error) is ValueError, "cut off in the middle of its last collective"
 
 
-def _stopped(ctx: ParallelContext) -> None:
+def _stopped(ctx: ParallelContext, folder: str) -> None:
     dp, tp = ctx.comm("dp"), ctx.comm("tp")
     started = time.monotonic()
     while float(ctx.world.broadcast(torch.tensor(time.monotonic() - started), 0)) < 1.5:
@@ -172,12 +172,15 @@ def _stopped(ctx: ParallelContext) -> None:
         (tp if ctx.rank > 1 else dp).all_reduce(torch.ones(5))
         dp.all_reduce(torch.ones(6))
     finally:
-        if ctx.rank == 0:
+        Path(folder, str(ctx.rank)).touch()
+        if ctx.rank == 0:  # not before all have their error: the next call of rank 3 is one that they made
+            while len(os.listdir(folder)) < 3:
+                torch.ones(64, 64) @ torch.ones(64, 64)
             os.kill(pids[3], signal.SIGCONT)
 
 
-def test_a_stopped_rank_is_reported_at_the_timeout(pool: OverRoad) -> None:
-    outcomes = pool.outcomes(SQUARE, _stopped, timeout=4.0)
+def test_a_stopped_rank_is_reported_at_the_timeout(pool: OverRoad, tmp_path: Path) -> None:
+    outcomes = pool.outcomes(SQUARE, _stopped, str(tmp_path), timeout=4.0)
     for rank in (0, 1, 2, 3):
         error = outcomes[rank].error
         assert isinstance(error, CollectiveTimeoutError)

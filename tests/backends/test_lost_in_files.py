@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -94,10 +95,18 @@ def test_a_stopped_rank_is_named_as_stopped(pool: OverRoad, tmp_path: Path, wher
 
 def _stopped_in_the_background(ctx: ParallelContext, folder: str) -> None:
     pids = ctx.world.all_gather(torch.tensor([os.getpid()]), 0).tolist()
+    halted = threading.Event()
+
+    def stop() -> None:
+        end(STOPPED)
+        halted.set()
+
     if ctx.rank == 2:
-        on_open(f"{folder}/.checkpoint.saving", lambda: end(STOPPED))
+        on_open(f"{folder}/.checkpoint.saving", stop)
     checkpoint.save({"w": torch.ones(3)}, f"{folder}/checkpoint", async_save=True)
     try:
+        if ctx.rank == 2:
+            halted.wait()  # stopped before it comes to wait for the others
         checkpoint.wait()
     finally:
         if ctx.rank == 0:

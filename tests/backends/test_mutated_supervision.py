@@ -82,6 +82,9 @@ def reports() -> None:
     assert recorder.last() == "no collective yet"
     all_there = {r: RankReport(counts={"0,1": 4}) for r in (0, 1)}
     assert "all came" in timeout_report(0, (0, 1), 3.0, all_there, lambda r: "")
+    text = timeout_report(0, (0, 1), 3.0, all_there, lambda r: " (stopped)" if r == 1 else "")
+    assert "rank 0 waits for rank 1, which came and did not finish (stopped)\n" in text
+    assert "all came" not in text
 
 
 def store() -> None:
@@ -156,6 +159,7 @@ MUTANTS = [
     Mutant(flight_recorder.absent, "< mine", "<= mine"),
     Mutant(flight_recorder.timeout_report, "queue.append((m, further))", "pass"),
     Mutant(flight_recorder.timeout_report, "{why}{state(m)}", "{why}"),
+    Mutant(flight_recorder.timeout_report, "if m != waiter and state(m)", "if m == waiter and state(m)"),
     Mutant(RankReport.pack, "self.stopped", "[]"),
     Mutant(
         StatusStore._first, 'store.compare_set(key, "", value)', "(store.set(key, value), value.encode())[1]"

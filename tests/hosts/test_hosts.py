@@ -70,7 +70,10 @@ def _off(network: Network, machine: Machine) -> None:
 
 A, B, C = _unreachable("hosta", 0, 1), _unreachable("hostb", 2, 3), _unreachable("hostc", 4, 5)
 LAST = _unreachable("hostc", 6, 7)
-STOPPED = r"waits for rank 3, which did not come \(pid \d+ on hostb is stopped, by SIGSTOP or a debugger\)"
+STOPPED = (
+    r"waits for rank 3, which (did not come|came and did not finish) "
+    r"\(pid \d+ on hostb is stopped, by SIGSTOP or a debugger\)"
+)
 STAGES = {"tp": 2, "pp": 2}
 DRILLS = {
     "slow": Drill(lambda net, m: net.slow(1, "4mbit"), {}, steps=TOLD + 4),

@@ -60,7 +60,8 @@ def deepspeed_operator(rank: int) -> Callable[[Tensor], Tensor]:
     """DeepSpeed's all-reduce over shared memory, which adds in place. ImportError without deepspeed."""
     from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
 
-    ShareMemCommBuilder().load().initialize(dist.get_world_size(), rank)
+    with changed({"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "LOCAL_SIZE": str(dist.get_world_size())}):
+        ShareMemCommBuilder().load().initialize(dist.get_world_size(), rank)
     operator: Callable[[Tensor], Tensor] = torch.ops.deepspeed.inference_all_reduce_
     return operator
 

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ...context import current, use
+
 
 class _Recomputed(torch.autograd.Function):
     """All tensors that require a gradient are inputs, so that hooks and frozen parameters work as usual."""
@@ -21,6 +23,7 @@ class _Recomputed(torch.autograd.Function):
     def forward(ctx: Any, run: Callable[[Tensor], Tensor], x: Tensor, *others: Tensor) -> Tensor:
         ctx.run, ctx.others = run, others
         ctx.autocast = _autocast(x.device.type)
+        ctx.context = current()  # backward of a device runs in a thread of its own, outside of `use`
         ctx.save_for_backward(x)
         return run(x)
 
@@ -30,7 +33,7 @@ class _Recomputed(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         x = x.detach().requires_grad_(ctx.needs_input_grad[1])
         wanted = [t for t, needs in zip((x, *ctx.others), ctx.needs_input_grad[1:], strict=True) if needs]
-        with torch.enable_grad(), ctx.autocast():
+        with use(ctx.context), torch.enable_grad(), ctx.autocast():
             y = ctx.run(x)
         found = iter(torch.autograd.grad(y, wanted, grad, allow_unused=True))
         return None, *(next(found) if needs else None for needs in ctx.needs_input_grad[1:])

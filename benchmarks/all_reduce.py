@@ -38,7 +38,10 @@ def run(rank: int, options: argparse.Namespace) -> None:
         gloo.all_reduce(torch.ones(1))
     say(f"{conditions()}\n\ntpcore over {shared.transport!r} and over {gloo.transport!r}")
     operator = dict(importable({"DeepSpeed": lambda: ("DeepSpeed's operator", deepspeed_operator(rank))}))
-    in_place = {"tpcore, shared memory, donated": partial(shared.all_reduce, donate=True), **operator}
+    in_place: dict[str, Callable[[Tensor], Tensor]] = {
+        "tpcore, shared memory, donated": partial(shared.all_reduce, donate=True),
+        **operator,
+    }
     for kb in options.kb:
         x = torch.full((kb << 8,), float(rank + 1))
         buffer = torch.empty_like(x)

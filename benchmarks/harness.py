@@ -224,7 +224,8 @@ def part(full: Tensor, dim: int, rank: int) -> Tensor:
 
 
 def say(text: str = "") -> None:
-    if dist.get_rank() == 0:
+    """Print on rank 0, and in a process that belongs to no group."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
 

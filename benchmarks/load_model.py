@@ -18,7 +18,6 @@ import gc
 import importlib.util
 import json
 import os
-import sys
 import tempfile
 from argparse import Namespace
 from collections.abc import Callable
@@ -32,7 +31,7 @@ from torch import nn
 
 import tpcore
 
-from .harness import conditions, grown, resident, start
+from .harness import conditions, grown, resident, say, start
 from .transformers_tp import SIZES, by_transformers, local
 
 MB = 10**6
@@ -102,11 +101,6 @@ def show(options: Namespace) -> bool:
             cells = (f"{n / MB:,.0f} MB" for n in (peak, shard, peak - shard))
             say(f"| {name} | {' | '.join(cells)} |")
     return fits
-
-
-def say(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
 
 
 def main() -> None:

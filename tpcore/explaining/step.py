@@ -74,7 +74,7 @@ def record(
     recorder = Recorder()
     backend = RecordingBackend(rank, mesh.size, recorder)
     check_fits(backend, mesh)
-    checks = Checks(recorder.mistake, values=False)
+    checks = Checks(recorder.mistake, running=False)
     ctx = ParallelContext(backend, mesh, rank, checks)
     with use(ctx), torch.random.fork_rng(devices=[]), _explain_errors(rank, recorder), torch.device("meta"):
         recorder.phase = "building"

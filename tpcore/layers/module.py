@@ -56,7 +56,7 @@ class ParallelModule(nn.Module):
             raise ValueError(f"{type(self).__name__}.{name} of {dtype}: this backend computes on {known}")
         # empty((0,)) finds torch's default device, including that of a `with torch.device(...)` block
         where = torch.empty((0,), device=None if isinstance(device, bool) else device).device
-        recorded = self.checks is not None and not self.checks.values
+        recorded = self.checks is not None and not self.checks.running
         if where.type != "meta" or recorded:  # a recorded step is all on meta, and the run will not be
             self.look_alike(f"the random state that {name} starts from", torch.get_rng_state())
         self.shard_specs[name], self._inits[name] = spec, init

@@ -95,11 +95,12 @@ def timeout_report(
     while queue:
         waiter, group = queue.pop(0)
         missing = absent(group, waiter, reports)
-        halted = [m for m in group if m != waiter and state(m)]  # in the middle of the collective
+        # in the middle of the collective, which all have begun
+        halted = [] if missing else [m for m in group if m != waiter and state(m)]
         if not missing and not halted:
             what = "all came, but nothing completed: links lose packets, or calls differ (TPCORE_CHECK=1)"
             lines.append(f"  rank {waiter} in group {list(group)}: {what}")
-        for m in [] if missing else halted:
+        for m in halted:
             lines.append(f"  rank {waiter} waits for rank {m}, which came and did not finish{state(m)}")
         for m in missing:
             # a stopped rank's report is from before the stop; in this group it no longer waits

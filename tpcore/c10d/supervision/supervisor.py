@@ -53,7 +53,7 @@ class Supervisor:
     def _introduced(self, store: dist.Store) -> Peers:
         """Exchange the ranks' identities. ValueError if they are not to check the same calls, or if their
         versions differ."""
-        own = json.dumps([astuple(Identity.own()), self._checked, uuid.uuid4().hex, _versions()])
+        own = json.dumps([astuple(Identity.own()), self._checked, uuid.uuid4().hex, _version()])
         found = [json.loads(text) for text in self._rendezvous.meet("start", own, _nobody)]
         for rank, (_, checked, _, versions) in enumerate(found):
             if checked != found[0][1]:
@@ -195,7 +195,7 @@ class Supervisor:
         self._waiting.clear()
 
 
-def _versions() -> str:
+def _version() -> str:
     from ... import __version__  # not above: tpcore imports this module
 
     return f"tpcore {__version__}"

@@ -9,7 +9,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import safetensors
@@ -139,7 +139,8 @@ class Save:
             if options.background:
                 self._files = on_host(self._files)
         # rank 0's path counts: a relative path may differ between ranks
-        proposal = json.dumps([uuid.uuid4().hex, os.path.realpath(save_dir), astuple(options)[:-1]]).encode()
+        agreed = astuple(replace(options, keep_last=None))
+        proposal = json.dumps([uuid.uuid4().hex, os.path.realpath(save_dir), agreed]).encode()
         every = [json.loads(text) for text in gather_bytes(proposal, ctx.world)]
         self.save_id, self.target, _ = every[0]
         _check_options([Options(*given) for _, _, given in every])

@@ -12,8 +12,8 @@ from ...context import current
 def gather_python_object(obj: Any, group: Any = None) -> list[Any]:
     """The ``obj`` of every rank of the group on its first rank, in group order; ``[]`` on the others.
 
-    ``group``: as in ``parallel_layers.mappings``; None is the tp group. ``obj``: what pickle takes.
-    Collective over the group.
+    ``group``: as in ``parallel_layers.mappings``; None is the tp group. ``obj``: what pickle takes. Only
+    bytes of this job's own ranks are unpickled. Collective over the group.
     """
     ctx = current()
     comm = ctx.comm_for(group)

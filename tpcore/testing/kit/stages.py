@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -106,22 +106,36 @@ def pipeline_step(ctx: ParallelContext) -> Wrong:
     want = plain(batch)
     want.backward()
     mine = batch.chunk(dp)[ctx.coord("dp")].to(ctx.device)
-    for engine in ("layers", "engine"):
-        _compare(ctx, engine, mine, plain, want, out)
+    for engine, run in {"layers": _by_layers, "engine": _by_engine}.items():
+        _compare(ctx, engine, run, mine, plain, want, out)
         with _defaults(ctx):
-            _compare(ctx, f"{engine} with the default permute", mine, plain, want, out)
+            _compare(ctx, f"{engine} with the default permute", run, mine, plain, want, out)
     return out
 
 
-def _compare(ctx: ParallelContext, how: str, x: Tensor, plain: _Model, want: Tensor, out: Wrong) -> None:
+def _by_layers(model: _Model, x: Tensor) -> Tensor:
+    loss: Tensor = model(x)
+    loss.backward()
+    return loss
+
+
+def _by_engine(model: _Model, x: Tensor) -> Tensor:
+    return tpcore.PipelineModel(model, MICROBATCHES).run_train(x)
+
+
+def _compare(
+    ctx: ParallelContext,
+    how: str,
+    run: Callable[[_Model, Tensor], Tensor],
+    x: Tensor,
+    plain: _Model,
+    want: Tensor,
+    out: Wrong,
+) -> None:
     model = _cut(ctx)
     model.layers = tpcore.PipelinedLayers(model.layers, MICROBATCHES)  # type: ignore[assignment]
     tpcore.move_model_to_device(model, ctx.device)
-    if how.startswith("layers"):
-        loss = model(x)
-        loss.backward()
-    else:
-        loss = tpcore.PipelineModel(model, MICROBATCHES).run_train(x)
+    loss = run(model, x)
     tpcore.reduce_gradients(model)
     mean = ctx.comm("dp").all_reduce(loss.detach().reshape(1)) / ctx.comm("dp").size
     out.measure(f"loss by the {how}", mean, want.detach().reshape(1), NEAR)

@@ -19,8 +19,9 @@ from tpcore.context import ParallelContext
 from tpcore.errors import CollectiveTimeoutError, PeerLostError
 from tpcore.layers import ColumnParallelLinear, RowParallelLinear
 from tpcore.mesh import Mesh
+from tpcore.processes.pool import RankPool
 
-TP2, TP4, SQUARE = Mesh({"tp": 2}), Mesh({"tp": 4}), Mesh({"dp": 2, "tp": 2})
+ALONE, TP2, TP4, SQUARE = Mesh({"tp": 1}), Mesh({"tp": 2}), Mesh({"tp": 4}), Mesh({"dp": 2, "tp": 2})
 HOW = ["killed", "fails", "leaves", "raises"]
 
 
@@ -124,6 +125,35 @@ def _mean(ctx: ParallelContext, how: str) -> float:
     if ctx.rank == 2:
         end(how)
     return float(ctx.world.all_reduce(torch.ones(())))
+
+
+def _lose_rank_1(ctx: ParallelContext) -> str:
+    try:
+        for _ in range(3):
+            ctx.comm("tp").all_reduce(torch.ones(4))
+            if ctx.rank == 1:
+                end("raises")
+    except PeerLostError as e:
+        return str(e)
+    return "no error"
+
+
+def _groups_left(ctx: ParallelContext, expected: int) -> int:
+    """Process groups of gloo in this process beside this job's own; one thread of each has this name."""
+    deadline, found = time.monotonic() + 10.0, -1
+    while found != expected and time.monotonic() < deadline:  # a thread takes its name when it first runs
+        tasks = Path("/proc/self/task").iterdir()
+        found = [task.joinpath("comm").read_text() for task in tasks].count("gloo_tcp_loop\n") - 1
+    return found
+
+
+def test_leaving_a_lost_job_does_not_wait_for_calls_of_gloo() -> None:
+    """A thread of gloo may wait for the time-out in such a call, so the group that would join it stays."""
+    with RankPool(2) as pool:
+        assert pool.run(TP2, _groups_left, 0)[0] == 0
+        assert pool.run(ALONE, _groups_left, 0)[0] == 0
+        assert names(pool.outcomes(TP2, _lose_rank_1, env={"TPCORE_SHM": "0"})[0].value, 1, "raises")
+        assert pool.run(ALONE, _groups_left, 1)[0] == 1
 
 
 @pytest.mark.parametrize("how", HOW)

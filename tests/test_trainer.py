@@ -183,9 +183,20 @@ def _refused(ctx: tpcore.ParallelContext, where: Path) -> None:
         accelerate.Accelerator(cpu=True).prepare(made)
     with pytest.raises(ValueError, match=r"train_sampling_strategy='batch_rebalance'.*all ranks"):
         Trainer(made, arguments(where, train_sampling_strategy="batch_rebalance"), **data())
+    with pytest.raises(ValueError, match=r"fsdp=.*two libraries would cut one model"):
+        Trainer(made, arguments(where, fsdp=True), **data())
     trainer = Trainer(made, arguments(where, optim="adafactor"), **data(), zero1=True)
     with pytest.raises(ValueError, match="Adafactor"):
         trainer.create_optimizer()
+
+
+def _scaled(ctx: tpcore.ParallelContext, where: Path) -> None:
+    with pytest.raises(ValueError, match=r"mixed_precision='fp16'.*use bf16"):
+        Trainer(tpcore.parallelize(model()), arguments(where, fp16=True), **data())
+
+
+def test_fp16_is_refused(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(TP, _scaled, tmp_path)
 
 
 def examples_of(trainer: Any) -> Any:

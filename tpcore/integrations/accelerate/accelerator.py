@@ -58,7 +58,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 f"accelerate sees {self.state.num_processes} processes and the mesh {dict(mesh.axes)} has "
                 f"{mesh.size}: start all of them with torchrun, and call tpcore.init first"
             )
-        if self.scaler is not None:
+        if self.scaler is not None or self.mixed_precision == "fp16":  # on CPUs accelerate makes no scaler
             raise ValueError(
                 "mixed_precision='fp16' scales losses by what each rank finds in its own gradients: use bf16"
             )

@@ -15,11 +15,19 @@ _REFUSED = {
     "save_on_each_node": (True, "rank 0 writes the whole model: use a directory that all hosts see"),
     "torch_compile_backend": ("openxla", "it compiles one replica alone"),
 }
+_OTHERS = ("fsdp", "deepspeed")
+"""Arguments that name another library of sharding. accelerate ignores the first on CPUs."""
 
 
 def check_arguments(args: Any) -> None:
     """ValueError for training arguments that take each process for a data-parallel rank."""
     mesh = current().mesh
+    for name in _OTHERS if mesh.size > 1 else ():
+        if asked := getattr(args, name, None):
+            raise ValueError(
+                f"TrainingArguments({name}={asked!r}) on the mesh {dict(mesh.axes)}: two libraries would cut "
+                "one model; drop it, and ask for zero1=True to cut the optimizer's state"
+            )
     if mesh.size == current().comm("dp").size:
         return
     for name, (value, why) in _REFUSED.items():

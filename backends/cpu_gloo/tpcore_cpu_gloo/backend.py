@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from tpcore.backend.programs import Dims, Function, LoadedProgram, comm_named, program_comms
 from tpcore.c10d.backend import C10dBackend
-from tpcore.c10d.supervision.host import RANK_MEMORY, available_memory, sockets
+from tpcore.c10d.supervision.host import RANK_MEMORY, available_memory, let_threads_finish, sockets
 from tpcore.c10d.supervision.waiting import Waiting
 from tpcore.context import current
 from tpcore.log import inform
@@ -50,6 +51,13 @@ class GlooBackend(C10dBackend):
     def __init__(self, store: dist.Store | None = None, rank: int = 0, world: int = 1) -> None:
         super().__init__(store, rank, world)
         self._shared: dict[Any, Exchange | str] = {}
+
+    def start(self, timeout: float) -> tuple[int, int]:
+        # the last handler runs first: the supervision registers its own later, which cuts the connections, so
+        # that no thread of gloo waits for another rank any more
+        atexit.unregister(_release_tensors)
+        atexit.register(_release_tensors)
+        return super().start(timeout)
 
     def _close(self, error: BaseException | None) -> None:
         super()._close(error)
@@ -124,6 +132,13 @@ class GlooBackend(C10dBackend):
         local = [i for _, i in socket.if_nameindex() if i in ("lo", "lo0")]
         with changed({INTERFACE.name: local[0]} if local and not INTERFACE.is_set else {}):
             yield
+
+
+def _release_tensors() -> None:
+    """Let gloo's threads release the tensors of the last collectives, which they do after the caller has gone
+    on, and with the interpreter's lock. CPython before 3.14 ends a thread that asks for the lock of an
+    interpreter that ends, and in such a thread that aborts the process."""
+    let_threads_finish("pt_gloo_runloop", 1.0)
 
 
 def _refusal() -> str:

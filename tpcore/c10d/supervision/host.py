@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -130,3 +132,43 @@ def open_sockets() -> list[tuple[int, int]]:
         if target.startswith("socket:["):
             found.append((int(name), int(target[8:-1])))
     return found
+
+
+def let_threads_finish(name: str, seconds: float) -> None:
+    """Return when the native threads called ``name``, and those without a name of their own, have finished
+    their work that needs the interpreter's lock, and at the latest after ``seconds``.
+
+    Between two looks this thread gives the lock away. A thread that waits for it would run meanwhile, and be
+    running or have switched at the second look.
+    """
+    deadline, before = time.monotonic() + seconds, _native_threads(name)
+    while before and time.monotonic() < deadline:
+        time.sleep(0.001)
+        now = _native_threads(name)
+        if now == before and all(state == "S" for state, _ in now.values()):
+            return
+        before = now
+
+
+def _native_threads(name: str) -> dict[int, tuple[str, str]]:
+    """State and number of switches of these threads, by id; none where /proc cannot tell."""
+    pythons = {thread.native_id for thread in threading.enumerate()}
+    names, found = {name, _status(os.getpid()).get("Name", name)}, dict[int, tuple[str, str]]()
+    with suppress(OSError):
+        for task in map(int, os.listdir("/proc/self/task")):
+            status = {} if task in pythons else _status(task)
+            if status.get("Name") in names:
+                switches = (
+                    f"{status.get('voluntary_ctxt_switches')} {status.get('nonvoluntary_ctxt_switches')}"
+                )
+                found[task] = status["State"][0], switches
+    return found
+
+
+def _status(task: int) -> dict[str, str]:
+    """The fields of proc(5) about one of this process's threads; none once it has ended."""
+    try:
+        lines = (_PROC / f"self/task/{task}/status").read_text().splitlines()
+    except OSError:
+        return {}
+    return {key: value.strip() for key, _, value in (line.partition(":") for line in lines)}

@@ -8,6 +8,7 @@ import selectors
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import replace
@@ -22,7 +23,7 @@ from .links import Links
 from .neighbours import Neighbours
 from .requests import Requests
 from .status_store import StatusStore
-from .verdict import Verdict, connection_broke
+from .verdict import Verdict, cause_of_end, connection_broke
 
 T = TypeVar("T")
 
@@ -56,38 +57,42 @@ class Peers(threading.Thread):
         self._store, self._links = store, links or Links({}, {})
         self._requests, self._selector = Requests(), selectors.DefaultSelector()
         self._selector.register(self._requests.fd, selectors.EVENT_READ)
-        self._closed = False
+        self._closed, self._hook = False, sys.excepthook
         self._cut_at: float | None = None
-        self._hook = sys.excepthook
 
     # -- called by the rank's own threads ---------------------------------------------------------------
     def open(self) -> None:
         self.start()
         atexit.register(self._at_exit)
+        # a finalizer runs after all handlers, among them a save's, which asks this thread for lost ranks
+        self._end = weakref.finalize(self, self._finish)
 
     def hook(self) -> None:
-        """Install a sys.excepthook that runs before the one of torch's init_process_group: text printed
-        inside torch's hook gets a prefix."""
+        """Install a sys.excepthook above torch's, inside which text that is printed gets a prefix."""
         self._hook, sys.excepthook = sys.excepthook, self._excepthook
 
     def close(self, how: str) -> None:
         """Publish how this rank ended, unless that is published already, and stop watching."""
         self._ask(lambda: self._store.end(self.rank, how), None)
         atexit.unregister(self._at_exit)
+        self._end.detach()
         if sys.excepthook == self._excepthook:
             sys.excepthook = self._hook
-        self._closed = True
-        self._requests.wake()
-        self.join(_ANSWER)
+        self._finish()
         if not self.is_alive():
             self._selector.close()
             self._requests.close()
 
+    def _finish(self) -> None:
+        """End this thread. Ended by the interpreter, in a call of the store, it would abort the process."""
+        self._closed = True
+        if self.is_alive():  # not in a forked process
+            self._requests.wake()
+            self.join(_ANSWER)
+
     def fail(self, error: BaseException) -> None:
         """Publish that this rank failed with ``error``; all others will fail too."""
-        what = f"raised {type(error).__name__}: {error}"
-        if isinstance(error, SystemExit):
-            what = f"called sys.exit({error.code!r})"
+        what = cause_of_end(error)
         self._ask(lambda: self._store.end(self.rank, what), None)
         if isinstance(error, (PeerLostError, CollectiveTimeoutError)):
             return  # the error follows from a verdict
@@ -207,8 +212,7 @@ class Peers(threading.Thread):
         return self._near.fate(rank) if rank in self._near.ranks else self._links.fates.get(rank)
 
     def _look_around(self, ranks: Sequence[int]) -> Verdict | None:
-        dead = [(r, how) for r in ranks if (how := self._fate(r)) is not None]
-        return self._lost(*dead[0]) if dead else None
+        return next((self._lost(r, how) for r in ranks if (how := self._fate(r)) is not None), None)
 
     # -- in the monitor's own thread --------------------------------------------------------------------
     def run(self) -> None:
@@ -255,9 +259,8 @@ class Peers(threading.Thread):
         if self._store.place is None or not self._store.cut_off:
             return None
         rank = self._links.lose(self._store.place[0])
-        return (
-            Verdict("lost", self._store.trouble) if rank is None else self._lost(rank, str(self._fate(rank)))
-        )
+        lost = None if rank is None else self._lost(rank, str(self._fate(rank)))
+        return lost or Verdict("lost", self._store.trouble)
 
     def _unlinked(self, rank: int) -> None:
         """The connection to the first rank of another host ended. Fatal if nothing of that host answers."""

@@ -28,3 +28,10 @@ def connection_broke(error: BaseException) -> bool:
     return isinstance(error, dist.DistBackendError | dist.DistNetworkError) or (
         isinstance(error, RuntimeError) and "transport/" in str(error)
     )
+
+
+def cause_of_end(error: BaseException) -> str:
+    """How ``error`` ended a rank, as the end of a sentence."""
+    if isinstance(error, SystemExit):
+        return f"called sys.exit({error.code!r})"
+    return f"raised {type(error).__name__}: {error}"

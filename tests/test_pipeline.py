@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -485,6 +486,39 @@ def test_losses_of_microbatches_are_averaged_or_added() -> None:
             torch.testing.assert_close(model.norm.weight.grad, 2 * dense.norm.weight.grad, **EXACT)
 
     run_ranks(mesh(2), rank)
+
+
+@pytest.mark.parametrize("cut_state", [False, True])
+def test_a_scaled_step_is_the_unscaled_one(cut_state: bool) -> None:
+    """Bit for bit, since scales are powers of two. An infinity on one stage skips the step of all stages."""
+
+    def run(ctx: ParallelContext, scaled: bool) -> tuple[list[float], dict[str, Tensor], list[float]]:
+        model = cut(4, ctx, tied=True)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=3) if scaled else None
+        pipe = tpcore.PipelineModel(model, 2, scaler=scaler)
+        made = partial(tpcore.Zero1, torch.optim.AdamW) if cut_state else torch.optim.AdamW
+        optimizer, losses, scales = made(model.named_parameters(), lr=0.02), list[float](), list[float]()
+        for step in range(6):
+            optimizer.zero_grad()
+            losses += [pipe.run_train(**share_of(batch_of(8, step + i), ctx)).item() for i in range(2)]
+            if step == 2 and ctx.rank == ctx.mesh.size - 1:
+                next(model.layers.parameters()).grad.view(-1)[0] = float("inf")
+            norm = tpcore.optimizer_step(optimizer, max_norm=0.5, skip_nonfinite=True, scaler=scaler)
+            losses.append(norm.item())
+            if scaler is not None:
+                scaler.update()
+                scales.append(scaler.get_scale() / 2**20)
+        return losses, model.state_dict(), scales
+
+    shape = mesh(2, 2, 2 if cut_state else 1)
+    every = zip(
+        run_ranks(shape, lambda c: run(c, False)), run_ranks(shape, lambda c: run(c, True)), strict=True
+    )
+    for (losses, state, _), (scaled_losses, scaled_state, scales) in every:
+        assert scaled_losses == losses
+        assert losses[2::3].index(float("inf")) == 2
+        assert all(torch.equal(value, state[name]) for name, value in scaled_state.items())
+        assert scales == [1, 1, 0.5, 0.5, 0.5, 1]
 
 
 # -- before a launch --------------------------------------------------------------------------------------

@@ -31,10 +31,14 @@ class Ends(ABC):
     def leave(self, microbatch: int, hidden: Tensor) -> tuple[Tensor, Backward]:
         """The loss for the layers' output ``hidden``, and the backward of the part before the layers."""
 
+    def scaled(self, loss: Tensor) -> Tensor:
+        """The multiple of a microbatch's loss that backward starts from; the same multiple on all ranks."""
+        return loss
+
 
 class Lockstep:
     """One run over all microbatches of a batch. The parameters' gradients become those of the sum of the
-    losses."""
+    scaled losses."""
 
     def __init__(
         self, stage: StageLayers, ends: Ends, pp: Comm, schedule: Schedule, seed: int | None, *, train: bool
@@ -101,7 +105,7 @@ class Lockstep:
             loss, entered = self._ends.leave(m, hidden)
         if self._train:
             self._entered[m] = entered
-            loss.backward()
+            self._ends.scaled(loss).backward()
         self._losses.append(loss.detach())
         return hidden.grad if hidden.grad is not None else torch.zeros_like(hidden)
 

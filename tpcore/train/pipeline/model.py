@@ -32,6 +32,9 @@ class PipelineModel:
     microbatches' losses, or their ``"sum"``, e.g. if the model divides by a given number of tokens. The
     model's forward runs up to its layers, and then a second time with the layers' output; both runs draw the
     same random numbers.
+
+    ``scaler``: scales each microbatch's loss before backward, but not the returned loss. Pass it
+    to ``tpcore.optimizer_step`` too, and call its ``update`` afterwards.
     """
 
     def __init__(
@@ -41,11 +44,12 @@ class PipelineModel:
         *,
         loss: Literal["mean", "sum"] = "mean",
         shared: Collection[str] = (),
+        scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         if loss not in ("mean", "sum"):
             raise ValueError(f"loss must be 'mean' or 'sum' of the microbatches' losses, not {loss!r}")
         self.model, self.num_microbatches = model, check_count(num_microbatches)
-        self.loss, self.shared = loss, frozenset(shared)
+        self.loss, self.shared, self.scaler = loss, frozenset(shared), scaler
         self.layers = pipelined_layers(model, num_microbatches)
 
     def run_train(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -68,7 +72,7 @@ class PipelineModel:
         end_tick()  # ends the only program that depends on the number of microbatches
         seed = layers.seed()
         weight = 1 / count if self.loss == "mean" else 1.0
-        ends = _Ends(self.model, layers, batches, seed, weight)
+        ends = _Ends(self.model, layers, batches, seed, weight, self.scaler)
         schedule = Schedule(layers.pp.size, count)
         return Lockstep(layers.stage, ends, layers.pp, schedule, seed, train=train).run(end_tick)
 
@@ -101,9 +105,10 @@ class _Ends(Ends):
         batches: list[LayerArguments],
         seed: int | None,
         weight: float,
+        scaler: torch.amp.GradScaler | None,
     ) -> None:
         self._model, self._layers, self._batches = model, layers, batches
-        self._seed, self._weight = seed, weight
+        self._seed, self._weight, self._scaler = seed, weight, scaler
 
     def _call(self, m: int) -> Any:
         """Call the model on a microbatch; every call draws the same random numbers."""
@@ -145,6 +150,9 @@ class _Ends(Ends):
                 "times, and one microbatch goes through them once"
             )
         return _loss_of(out, type(self._model).__name__) * self._weight, entered[0]
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        return loss if self._scaler is None else self._scaler.scale(loss)
 
 
 def _loss_of(out: Any, model: str) -> Tensor:

@@ -147,6 +147,29 @@ def test_a_plain_optimizer_goes_on_with_the_step(tmp_path: Path) -> None:
     run_ranks(Mesh({"dp": 2, "tp": 1}), read)
 
 
+def test_sums_that_torch_would_lose_are_refused() -> None:
+    """``load_state_dict`` of a plain optimizer takes any key, and uses those that it knows."""
+
+    def rank(ctx: ParallelContext) -> None:
+        net = cut_net(FULL, ctx)
+        optimizer = Zero1(AdamW, net.named_parameters(), lr=1e-2)
+        backwards(net, 0, range(BATCHES), ctx)
+        tpcore.optimizer_step(optimizer)
+        stepped = optimizer.state_dict()
+        backwards(net, 1, range(1), ctx)
+        middle = optimizer.state_dict()
+
+        plain = AdamW(net.named_parameters(), lr=1e-2)
+        plain.load_state_dict(middle)
+        backwards(net, 1, range(1, BATCHES), ctx)
+        with pytest.raises(ValueError, match=r"this AdamW is that of a Zero1 .* gradients of \d+ parameters"):
+            tpcore.optimizer_step(plain)
+        plain.load_state_dict(stepped)  # between two steps it is a plain state
+        tpcore.optimizer_step(plain)
+
+    run_ranks(Mesh({"dp": 2, "tp": 2}), rank)
+
+
 def test_a_gradient_on_one_dp_rank_only_and_a_load_in_the_middle(tmp_path: Path) -> None:
     def rank(ctx: ParallelContext) -> None:
         used, unused = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(4))

@@ -61,8 +61,9 @@ class ParallelContext:
 
     @property
     def comms(self) -> list[Comm]:
-        """The Comms over mesh axes that are made so far, in the order in which all ranks made them."""
-        return [comm for (_, within), comm in self._comms.items() if within is None]
+        """The Comms over mesh axes, and over runs within them, that are made so far, in the order in which
+        all ranks made them."""
+        return list(self._comms.values())
 
     def named(self, name: str) -> Comm:
         """The Comm called ``name``, made or adopted by this context. BackendError if there is none."""

@@ -16,11 +16,13 @@ class Group:
     """One partition of the world, e.g. all tp groups. Identical on all ranks.
 
     ``partition`` is XLA's replica groups, the result of ``get_*_group(as_list=True)``, and the table from
-    which a c10d backend makes its subgroups: one table, so that the three cannot disagree.
+    which a c10d backend makes its subgroups: one table, so that the three cannot disagree. ``within``: the
+    length of the runs into which groups over ``axes`` are divided; None: they are whole.
     """
 
     axes: tuple[str, ...]
     partition: tuple[tuple[int, ...], ...]
+    within: int | None = None
 
     @property
     def size(self) -> int:
@@ -82,7 +84,8 @@ class Mesh:
         if within is not None and (within < 1 or size % within):
             raise ValueError(f"within={within} does not divide a group of {size} ranks over {names}")
         rows = grid.transpose(kept + moved).reshape(-1, within or size)
-        return Group(names, tuple(tuple(int(r) for r in row) for row in rows))
+        partition = tuple(tuple(int(r) for r in row) for row in rows)
+        return Group(names, partition, None if within == size else within)
 
     def world(self) -> Group:
         return self.group(*self.axes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -182,6 +183,29 @@ class ByRank(nn.Module):
 def test_ranks_that_need_different_programs_are_refused(pool: RankPool, tmp_path: Path) -> None:
     with pytest.raises(BackendError, match=r"ranks 0 and 1 would need different programs[\s\S]*\n-.*\n\+"):
         traced_in(pool, tmp_path, ByRank, torch.ones(1, 4), 2)
+
+
+class Pairs(nn.Module):
+    """Sums and gathers over two neighbours each, and each place among them, inside the tp group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tp, self.pair = tpcore.current().comm("tp"), tpcore.current().comm("tp", within=2)
+        self.weight = nn.Parameter(torch.full((4,), 2.0, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        both = self.pair.all_reduce(x * self.weight * self.tp.position)
+        every = self.pair.all_gather(both + self.pair.position, 0)
+        return self.tp.all_reduce(every * (1 + self.pair.position))
+
+
+def test_groups_inside_an_axis_are_part_of_a_program(pool: RankPool, tmp_path: Path) -> None:
+    model = traced_in(pool, tmp_path, Pairs, torch.ones(1, 4, dtype=torch.float64), 4)
+    assert "tp/2" in json.loads((tmp_path / "programs" / "0" / "graph.json").read_text())["groups"]
+    # sums of x w p are x w (0 + 1) and x w (2 + 3); each is weighted by 1 + 2, and so is each place
+    x = torch.tensor([[1.0, 2.0, 3.0, -4.0]], dtype=torch.float64)
+    want = 3 * 2 * (1 + 5) * x + 2 * 3 * torch.tensor([[0.0], [1.0]], dtype=torch.float64)
+    assert torch.equal(model(x), want)
 
 
 def _seeded_by_rank() -> nn.Module:

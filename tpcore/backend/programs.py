@@ -50,18 +50,20 @@ Dims = Sequence[Mapping[int, DynamicDim]]
 
 
 def group_name(group: Group) -> str:
-    """The name of a group in a program: its mesh axes, which are the same in every process."""
-    return ".".join(group.axes)
+    """The name of a group in a program, the same in every process: its mesh axes, and the length of runs
+    within them: ``pp.tp``, ``tp/2``."""
+    return ".".join(group.axes) + ("" if group.within is None else f"/{group.within}")
 
 
 def comm_named(ctx: ParallelContext, name: str) -> Comm:
     """The Comm whose ``group_name`` is ``name``."""
-    return ctx.comm(*name.split("."))
+    axes, _, within = name.partition("/")
+    return ctx.comm(*axes.split("."), within=int(within) if within else None)
 
 
 def program_comms(ctx: ParallelContext) -> list[Comm]:
     """The Comms that a program may use: of each axis, of the world, and those that the model's layers made,
-    over pp x tp for instance. Their positions are inputs of the program."""
+    over pp x tp or within tp for instance. Their positions are inputs of the program."""
     known = [ctx.comm(axis) for axis in ctx.mesh.axes] + [ctx.world]
     return known + [comm for comm in ctx.comms if comm not in known]
 

@@ -38,7 +38,7 @@ from neuronx_distributed.parallel_layers.layers import (
     SPMDRank,   # of inference
     ParallelEmbedding as Embedding,
 )
-from neuronx_distributed.kernels.flash_attn import nki_flash_attn_func
+from neuronx_distributed.kernels.flash_attn import nki_flash_attn_func, NKIAttnFunc
 
 if True:
     from neuronx_distributed.trainer import initialize_parallel_model, hooks
@@ -137,7 +137,8 @@ def test_a_script_of_the_last_release() -> None:
         in text
     )
     assert "from neuronx_distributed.parallel_layers.layers import SPMDRank" in text
-    assert "from neuronx_distributed.kernels.flash_attn import nki_flash_attn_func" in text
+    assert "from tpcore.kernels.flash_attn import nki_flash_attn_func" in text
+    assert "from neuronx_distributed.kernels.flash_attn import NKIAttnFunc" in text
     assert "    from tpcore.trainer import initialize_parallel_model\n" in text
     assert "    from neuronx_distributed.trainer import hooks\n" in text
     gone = {f.old: f.note for f in script.findings if f.new is None}

@@ -316,6 +316,7 @@ def test_zero1_clips_at_one_unless_switched_off(tmp_path: Path) -> None:
         torch.testing.assert_close(free, part.shard(plain(False)[0], rank, 2))
         optimizer.save_sharded_state_dict(str(tmp_path / "optim"))
         optimizer.load_sharded_state_dict(str(tmp_path / "optim"))
+        optimizer.init_zero()
         with pytest.raises(ValueError, match="sharding_groups"):
             NeuronZero1Optimizer([nn.Parameter(torch.ones(2))], torch.optim.SGD, lr=1, sharding_groups=[[0]])
 
@@ -353,6 +354,8 @@ def test_what_a_pipeline_cannot_have() -> None:
             ({"transformer_layer_cls": nn.Linear}, ValueError, r"list of layers has \['Layer'\]"),
             ({"pipeline_cuts": ["layers.1"]}, ValueError, r"cut after \[0\]"),
             ({"return_mb_loss": True}, ValueError, "the loss of the batch"),
+            ({"trace_file_path": "t.json"}, ValueError, "t.json.*no file with a timeline"),
+            ({"manual_pp_partition": True}, ValueError, "divided evenly"),
             ({"no_such": 1}, TypeError, "no_such"),
         ):
             with pytest.raises(error, match=said):
@@ -364,6 +367,8 @@ def test_what_a_pipeline_cannot_have() -> None:
             output_loss_value_spec=True,
             pipeline_cuts=["layers.0"],
             auto_partition=False,
+            trace_file_path=None,
+            manual_pp_partition=False,
         )
         ids = batches(1)[0]
         assert float(model.run_eval(ids, labels=ids)) == pytest.approx(
@@ -374,6 +379,23 @@ def test_what_a_pipeline_cannot_have() -> None:
         assert mine == set(model.local_state_dict())
 
     run_ranks(mesh(pp=2), check)
+
+
+def test_stages_that_scripts_seed_differently_are_one_model() -> None:
+    """Published scripts add 100 times the stage to their seed; embedding and head are on every stage."""
+
+    def check(ctx: ParallelContext) -> tuple[float, Tensor]:
+        config = nxd.neuronx_distributed_config(
+            pipeline_parallel_size=ctx.mesh.axes["pp"], pipeline_config={"num_microbatches": 2}
+        )
+        torch.manual_seed(7 + 100 * ctx.coord("pp"))
+        model = nxd.initialize_parallel_model(config, staged)
+        return float(model.run_train(batches(1)[0], batches(1)[0])), model.head.weight.detach()
+
+    ((loss, head),) = run_ranks(mesh(), check)
+    for mine, its_head in run_ranks(mesh(pp=2), check):
+        assert torch.equal(its_head, head)
+        assert mine == pytest.approx(loss, rel=1e-5)  # float32, microbatches
 
 
 # -- gradients by hand --------------------------------------------------------------------------------------

@@ -219,6 +219,9 @@ PUBLIC = {
         "get_xla_rng_tracker",
         "model_parallel_xla_manual_seed",
     ],
+    "tpcore.kernels.flash_attn": ["nki_flash_attn_func"],
+    "tpcore.kernels.ring_attention_kernel": ["nki_ring_attn_func"],
+    "tpcore.overrides.transformer_overrides": ["apply_rotary_pos_emb"],
     "tpcore.modules.qkv_linear": ["GQAQKVColumnParallelLinear"],
     "tpcore.modules.rms_norm": ["RMSNorm"],
     "tpcore.optimizer": ["NeuronZero1Optimizer"],
@@ -278,7 +281,7 @@ def test_every_name_is_there(name: str) -> None:
 def test_the_trainer_answers_to_the_name_of_the_package() -> None:
     for name in TRAINER:
         assert getattr(tpcore, name) is getattr(tpcore.trainer, name)
-    for package in ("modules", "optimizer", "pipeline", "utils"):
+    for package in ("kernels", "modules", "optimizer", "overrides", "pipeline", "utils"):
         assert getattr(tpcore, package) is importlib.import_module(f"tpcore.{package}")
 
 

@@ -48,8 +48,10 @@ __version__ = "0.1.0"
 _PACKAGES = frozenset(
     [
         "checkpoint",
+        "kernels",
         "modules",
         "optimizer",
+        "overrides",
         "parallel_layers",
         "parallel_state",
         "pipeline",

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ...comm import Comm
+from ...consensus import gather_bytes
 from ...context import current, is_initialized
 from ...layers.module import move_model_to_device
 from ...train.pipeline import PipelinedLayers, find_layers
@@ -101,9 +103,13 @@ def initialize_parallel_model(
 
     Layers allocate this rank's shards alone, so ``meta_device_init`` puts nothing on meta, buffers neither
     (``include_buffers``): it has ``param_init_fn(module, device)`` fill every module that owns parameters.
+    Scripts seed each stage differently, so that its layers start from numbers of their own. Here every stage
+    draws all layers, and what no stage owns has to be one value on all: stages draw as the first one does.
     """
     if not is_initialized():
         neuronx_distributed_config(**nxd_config)
+    if nxd_config["pipeline_parallel_size"] > 1:
+        _draw_as_the_first(current().comm("pp"))
     model = model_fn(*model_args, **model_kwargs)
     model_init = nxd_config["model_init_config"]
     if model_init["meta_device_init"]:
@@ -120,6 +126,12 @@ def initialize_parallel_model(
     made = NxDModel(wrapped, nxd_config)
     made.train()
     return made
+
+
+def _draw_as_the_first(stages: Comm) -> None:
+    """Set the host's generator to its state on the first stage. Collective over the stages."""
+    states = gather_bytes(bytes(torch.get_rng_state().tolist()), stages)
+    torch.set_rng_state(torch.frombuffer(bytearray(states[0]), dtype=torch.uint8))
 
 
 def _fill(model: nn.Module, param_init_fn: Any) -> None:

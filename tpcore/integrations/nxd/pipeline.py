@@ -13,7 +13,6 @@ from ...log import inform
 from ...train.pipeline import PipelineModel, find_layers
 
 _NEEDS_NOTHING = {
-    "return_mb_loss": False,
     "auto_partition": True,
     "broadcast_and_average_loss": True,
     "use_zero1_optimizer": True,
@@ -32,6 +31,16 @@ _NEEDS_NOTHING = {
 }
 """Arguments that ask for what is so here anyhow, or for a step that is not taken; a value of None or this."""
 
+_BY_HAND = "layers are divided evenly, and the loss is the module's own; leave it out"
+_REFUSED = {
+    "return_mb_loss": "run_train returns the loss of the batch",
+    "trace_file_path": "no file with a timeline is written; torch.profiler makes one around run_train",
+    "manual_pp_partition": _BY_HAND,
+    "manual_pp_stage_partition_fn": _BY_HAND,
+    "manual_pp_loss_fn": _BY_HAND,
+}
+"""Arguments that scripts pass as None or False, which is what is done; other values are errors."""
+
 
 class NxDPPModel(nn.Module):
     """A model in pipeline stages, trained by ``run_train(**batch)``: see ``tpcore.PipelineModel``.
@@ -44,7 +53,7 @@ class NxDPPModel(nn.Module):
     The module's own forward runs, without tracing: arguments about tracing and about memory need nothing
     here, and one line names those that are given. ValueError for what would change the result:
     ``virtual_pipeline_size`` above 1, ``return_mb_loss``, stages of unlike sizes, a loss elsewhere in the
-    outputs, and a partition by hand.
+    outputs, a partition by hand, and a file with a timeline.
     """
 
     def __init__(
@@ -109,11 +118,12 @@ class NxDPPModel(nn.Module):
 
 def _check_options(options: Mapping[str, Any]) -> None:
     """ValueError for a value that asks for something else than what is done; TypeError for unknown names."""
+    for name, why in _REFUSED.items():
+        if options.get(name):
+            raise ValueError(f"NxDPPModel({name}={options[name]!r}): {why}")
     known = {name: value for name, value in options.items() if name in _NEEDS_NOTHING or name.startswith("_")}
-    if unknown := sorted(set(options) - set(known)):
+    if unknown := sorted(set(options) - set(known) - set(_REFUSED)):
         raise TypeError(f"NxDPPModel: no arguments {unknown}; {sorted(_NEEDS_NOTHING)} are accepted")
-    if options.get("return_mb_loss"):
-        raise ValueError("NxDPPModel(return_mb_loss=True): run_train returns the loss of the batch")
     given = [name for name, value in known.items() if value not in (None, False)]
     if given and current().rank == 0:
         inform(f"NxDPPModel: {', '.join(given)} need nothing here")

@@ -76,6 +76,9 @@ class NeuronZero1Optimizer(Zero1):
         super().step()
         return loss
 
+    def init_zero(self) -> None:
+        """Nothing: scripts call it after they have loaded weights, and a step finds new weights by itself."""
+
     def save_sharded_state_dict(self, output_dir: str, num_workers_per_step: int = 8) -> None:
         """Save this optimizer alone, as the checkpoint ``output_dir``. Each rank writes its share at once, so
         ``num_workers_per_step`` changes nothing."""

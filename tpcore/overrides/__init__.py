@@ -1,0 +1,1 @@
+"""What NeuronX Distributed has instead of functions of transformers, by their paths."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -382,6 +384,29 @@ def test_recomputation_keeps_the_inputs_alone() -> None:
     # beside the inputs of five ticks: conditions of one element, and the whole output once
     assert kept(True) <= (5 + 4 + 1) * unit
     assert kept(False) > 5 * 10 * unit
+
+
+@pytest.mark.parametrize("engine", ["layers", "lockstep"])
+def test_a_dropped_pipeline_is_freed_at_once(engine: str) -> None:
+    """Without the garbage collector: it runs on each rank at another time, and memory is needed at once."""
+
+    def rank(ctx: ParallelContext) -> bool:
+        model, batch = cut(4, ctx), batch_of(16)
+        if engine == "lockstep":
+            tpcore.PipelineModel(model, 4).run_train(**batch)
+        else:
+            model.layers = tpcore.PipelinedLayers(model.layers, 4, shared=["mix"])
+            model(**batch).backward()
+        parts = [weakref.ref(part) for part in (*model.modules(), *model.parameters())]
+        del model
+        return all(part() is None for part in parts)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert run_ranks(mesh(2), rank) == [True, True]
+    finally:
+        gc.enable()
 
 
 # -- arguments --------------------------------------------------------------------------------------------

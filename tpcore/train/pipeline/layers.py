@@ -67,7 +67,7 @@ class PipelinedLayers(nn.Module):
         for i, layer in enumerate(every):
             if self._slot(i).coordinate(ctx.mesh) == ctx.coord("pp"):
                 self.add_module(str(i), layer)
-        self.stage = StageLayers(self, ctx.coord("pp"))
+        self.stage = StageLayers(self._modules, ctx.coord("pp"))
         self._instead: Instead | None = None
         self.register_load_state_dict_post_hook(_stamp_again)
         self.mark_places()

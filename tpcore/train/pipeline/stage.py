@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,14 +14,18 @@ Kept = dict[str, tuple[Tensor, int]]
 
 
 class StageLayers:
-    """Runs ``layers`` one after another. The stage's ``place`` affects only its random numbers."""
+    """Runs ``layers`` one after another. The stage's ``place`` affects only its random numbers.
 
-    def __init__(self, layers: nn.Module, place: int) -> None:
+    ``layers``: the children of a module by name. The module itself refers to this object, and a cycle would
+    keep the memory of a dropped model until the garbage collector runs, on each rank at another time.
+    """
+
+    def __init__(self, layers: Mapping[str, nn.Module | None], place: int) -> None:
         self._layers, self.place = layers, place
         self.tuples = False  # whether layers return their output in a tuple, as some models' layers do
 
     def __call__(self, x: Tensor, arguments: LayerArguments) -> Tensor:
-        for layer in self._layers.children():
+        for _, layer in self._named():
             x = self._hidden(layer(x, *arguments.positional, **arguments.named))
         return x
 
@@ -68,12 +72,17 @@ class StageLayers:
     def _kept(self) -> Kept:
         """Buffers and one-element tensors among the layers' attributes, each with its version. Larger
         attributes are left out: they may be caches, of a mask say, that are equal for each microbatch."""
-        found = {name: (buffer, buffer._version) for name, buffer in self._layers.named_buffers()}
-        for path, module in self._layers.named_modules():
-            for key, t in vars(module).items():
-                if isinstance(t, Tensor) and t.numel() == 1:
-                    found[f"{path}.{key}"] = t, t._version
+        found: Kept = {}
+        for number, layer in self._named():
+            found |= {name: (buffer, buffer._version) for name, buffer in layer.named_buffers(number)}
+            for path, module in layer.named_modules(prefix=number):
+                for key, t in vars(module).items():
+                    if isinstance(t, Tensor) and t.numel() == 1:
+                        found[f"{path}.{key}"] = t, t._version
         return found
+
+    def _named(self) -> list[tuple[str, nn.Module]]:
+        return [(number, layer) for number, layer in self._layers.items() if layer is not None]
 
     def _hidden(self, out: Any) -> Tensor:
         self.tuples = isinstance(out, tuple | list)

@@ -28,15 +28,16 @@ WARMUP = 520  # calls: the first 512 are compared before they run
 
 
 def run(rank: int, options: argparse.Namespace) -> None:
-    ctx = tpcore.init(backend="cpu_gloo", tp=TP)
+    n = options.ranks
+    ctx = tpcore.init(backend="cpu_gloo", tp=n)
     shared = ctx.comm("tp")
     with changed({"TPCORE_SHM": "0"}):
-        gloo, silent = (ctx.comm_for(dist.new_group(list(range(TP)))) for _ in range(2))
+        gloo, silent = (ctx.comm_for(dist.new_group(list(range(n)))) for _ in range(2))
     unwatched: Any = silent.transport
     unwatched._watch.words = None  # what TPCORE_CHECK=0 makes of all groups of a job
     for _ in range(WARMUP):
         gloo.all_reduce(torch.ones(1))
-    say(f"{conditions()}\n\ntpcore over {shared.transport!r} and over {gloo.transport!r}")
+    say(f"{conditions(n)}\n\ntpcore over {shared.transport!r} and over {gloo.transport!r}")
     operator = dict(importable({"DeepSpeed": lambda: ("DeepSpeed's operator", deepspeed_operator(rank))}))
     in_place: dict[str, Callable[[Tensor], Tensor]] = {
         "tpcore, shared memory, donated": partial(shared.all_reduce, donate=True),
@@ -52,7 +53,7 @@ def run(rank: int, options: argparse.Namespace) -> None:
             "gloo by hand": _by_hand,
         }
         for name, way in (ways | in_place).items():
-            check_equal(name, "sum", way(x.clone()), torch.full_like(x, 3.0), 0.0)
+            check_equal(name, "sum", way(x.clone()), torch.full_like(x, n * (n + 1) / 2), 0.0)
         contestants = [Contestant("floor", partial(_copied_and_summed, x, buffer))]
         contestants += [Contestant(name, partial(way, x)) for name, way in ways.items()]
         contestants += [Contestant(name, partial(way, torch.zeros_like(x))) for name, way in in_place.items()]
@@ -78,7 +79,9 @@ def main() -> None:
     parser.add_argument("--kb", nargs="+", type=int, default=[1, 64, 1024, 4096], help="sizes of the tensor")
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--warm", type=int, default=10, help="runs before the first round")
-    start(run, parser.parse_args())
+    parser.add_argument("--ranks", type=int, default=TP, help="above the number of cores they share these")
+    options = parser.parse_args()
+    start(run, options, options.ranks)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import ctypes
 import os
 import re
 import resource
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -186,6 +187,22 @@ def test_many_collectives_leave_nothing(tiny: RankPool) -> None:
     for files, memory in tiny.run(TP2, _many, calls, env={"TPCORE_CHECK": "0"}, timeout=300.0):
         assert files <= 0
         assert memory < 1 << 20
+
+
+def _waits(ctx: ParallelContext) -> tuple[float, float]:
+    """Seconds of the clock and of the processor that a sum takes which rank 1 comes to a second late."""
+    comm = ctx.comm("tp")
+    comm.all_reduce(torch.ones(4))
+    began, used = time.monotonic(), time.process_time()
+    while ctx.rank == 1 and time.monotonic() - began < 1.0:
+        torch.ones(64, 64) @ torch.ones(64, 64)
+    comm.all_reduce(torch.ones(4))
+    return time.monotonic() - began, time.process_time() - used
+
+
+def test_a_rank_that_waits_uses_no_processor(pool: RankPool) -> None:
+    waited, used = pool.run(TP2, _waits)[0]
+    assert used < waited / 5  # 0.005 to 0.007 of it were seen, the monitor's thread among them
 
 
 # -- calls that differ --------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from trainers import (
 import tpcore
 from tpcore import Mesh
 from tpcore.integrations.transformers import Trainer
+from tpcore.integrations.transformers.checks import check_arguments
 from tpcore.processes.pool import RankPool
 
 TP = Mesh({"pp": 1, "dp": 1, "tp": 2})
@@ -185,6 +187,8 @@ def _refused(ctx: tpcore.ParallelContext, where: Path) -> None:
         Trainer(made, arguments(where, train_sampling_strategy="batch_rebalance"), **data())
     with pytest.raises(ValueError, match=r"fsdp=.*two libraries would cut one model"):
         Trainer(made, arguments(where, fsdp=True), **data())
+    with pytest.raises(ValueError, match=r"deepspeed='ds\.json'.*two libraries would cut one model"):
+        check_arguments(Namespace(deepspeed="ds.json"))  # transformers' own wants deepspeed installed
     trainer = Trainer(made, arguments(where, optim="adafactor"), **data(), zero1=True)
     with pytest.raises(ValueError, match="Adafactor"):
         trainer.create_optimizer()

@@ -33,7 +33,7 @@ pytestmark = [
     pytest.mark.xdist_group("hosts"),
     pytest.mark.skipif(bool(why_not()), reason=f"hosts on one machine: {why_not()}"),
 ]
-AT_ONCE = 9  # drills, of 4 to 8 processes each; with 15 on 2 cores ranks were late to say what they saw
+AT_ONCE = 9  # drills, of 4 to 8 processes each; with 15 on 2 cores a test came to its limit
 SECONDS = 15.0  # in which every rank that is left has ended
 TOLD = 3  # the step after which the fault comes
 ENDLESS = 10**6

@@ -284,6 +284,31 @@ def test_a_rank_that_ends_early_is_found() -> None:
     )
 
 
+def test_a_group_within_an_axis_is_not_taken_for_the_whole_axis() -> None:
+    def loss(model: nn.Module, crossed: bool) -> Tensor:
+        out, ctx = model(torch.zeros(2, 8)).sum(), tpcore.current()
+        tp, pair = ctx.comm("tp"), ctx.comm("tp", within=2)
+        if ctx.rank < 2:
+            pair.all_reduce(out.reshape(1))  # alone of the two pairs
+        first, second = (tp, pair) if crossed and ctx.rank == 0 else (pair, tp)
+        first.all_reduce(out.reshape(1))
+        second.all_reduce(out.reshape(1))
+        return out
+
+    def build(crossed: bool) -> Any:
+        return nn.Sequential(nn.Linear(8, 8)), lambda model: loss(model, crossed)
+
+    found = tpcore.explain(lambda: build(False), tp=4, max_norm=None)
+    assert found.disagreement is None
+    assert [(k.first.size, k.times) for k in kinds(found.program(0).collectives)] == [(2, 2), (4, 1)]
+    found = tpcore.explain(lambda: build(True), tp=4, max_norm=None)
+    assert re.search(
+        r"the step would hang.*:\n  rank 0 waits for group \(0, 1, 2, 3\): .*\n"
+        r"  rank 1 waits for group \(0, 1\): ",
+        found.disagreement or "",
+    )
+
+
 def test_the_bug_hangs_or_fails_where_it_is_run() -> None:
     """The planted bugs are bugs: the same model fails on threads."""
     for how in BUGS:

@@ -59,6 +59,16 @@ def test_a_group_of_one_is_made_when_it_is_asked_for() -> None:
         simple.run(Mesh({"dp": 1, "tp": 2}), _alone)
 
 
+@pytest.mark.parametrize("which", ["all", "one"])
+def test_a_program_may_destroy_the_groups_before_shutdown(which: str) -> None:
+    """As scripts do at their end that made the groups themselves before."""
+    ctx = tpcore.init(Simple())
+    group = ctx.comm("dp").process_group
+    torch.distributed.destroy_process_group(None if which == "all" else group)
+    tpcore.shutdown()
+    assert not torch.distributed.is_initialized()
+
+
 class Limited(ThreadBackend):
     capabilities = Capabilities(
         dtypes=(torch.float32, torch.bfloat16, torch.int64, torch.uint8), group_sizes=(2, 8)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -148,7 +148,8 @@ class C10dBackend(Backend):
         self._groups.clear()
         self._singles.clear()
         for pg in self._made:
-            dist.destroy_process_group(pg)
+            with suppress(ValueError):  # the program has destroyed it, or all groups
+                dist.destroy_process_group(pg)
         self._made.clear()
         if self._owns and dist.is_initialized():
             dist.destroy_process_group()

@@ -24,7 +24,7 @@ def first_disagreement(mesh: Mesh, programs: Programs) -> str | None:
         waiting = {r: calls[done[r]] for r, calls in programs.items() if done[r] < len(calls)}
         if not waiting:
             return None
-        groups = {r: mesh.group(*call.axes).members(r) for r, call in waiting.items()}
+        groups = {r: mesh.group(*c.axes, within=c.size).members(r) for r, c in waiting.items()}
         for members in groups.values():
             present = [r for r in members if r in programs]
             if all(groups.get(r) == members for r in present):

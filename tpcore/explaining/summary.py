@@ -38,9 +38,8 @@ def kinds(calls: Sequence[Collective]) -> list[Kind]:
     found: dict[tuple[object, ...], Kind] = {}
     for call in calls:
         module = pattern(call.module)
-        kind = found.setdefault(
-            (call.phase, call.axes, call.op, call.shape, call.dtype, module), Kind(call, call.module)
-        )
+        key = (call.phase, call.axes, call.size, call.op, call.shape, call.dtype, module)
+        kind = found.setdefault(key, Kind(call, call.module))
         kind.times += 1
         if kind.first.module != call.module:
             kind.module = module

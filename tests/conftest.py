@@ -56,7 +56,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 @pytest.fixture(scope="session")
 def pool() -> Iterator[RankPool]:
     """Four processes over gloo: ``pool.run(Mesh({"tp": 2}), fn, *args)``."""
-    with RankPool(4) as ranks:
+    with RankPool(4, grace=120) as ranks:  # beside other work, a rank was seen to import for a minute
         yield ranks
 
 

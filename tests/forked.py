@@ -21,6 +21,9 @@ PRELOAD = ["torch", "pytest"]  # the second for the test modules that processes 
 PROGRAMS = {"tpcore": "tpcore", "torchrun": "torch.distributed.run"}
 """Console scripts and the modules that they run."""
 
+PATIENCE = 500.0
+"""Seconds for a program: against hangs alone. Beside other work, one of 60 s was seen to take 250."""
+
 
 def ready() -> None:
     """Start the server, which stays until this process ends."""
@@ -29,7 +32,7 @@ def ready() -> None:
 
 
 def run(
-    words: Sequence[str], cwd: Path, env: Mapping[str, str] | None = None, timeout: float = 250
+    words: Sequence[str], cwd: Path, env: Mapping[str, str] | None = None, timeout: float = PATIENCE
 ) -> subprocess.CompletedProcess[str]:
     """``python FILE ...``, ``python -m MODULE ...``, ``tpcore ...`` or ``torchrun ...``, to its end."""
     ready()

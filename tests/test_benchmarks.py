@@ -9,7 +9,7 @@ import forked
 import pytest
 
 ROOT = Path(__file__).parent.parent
-pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.processes]
 LONG = drills.only("it starts processes for a minute and a half")
 
 

@@ -57,7 +57,6 @@ def prepared(home: Path, old: Path, how: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("victim", "how"), drills.sample(KILLED, [*KILLED[: len(WAYS)], (1, "first"), (1, "async")])
 )

@@ -40,7 +40,6 @@ MARK = "\x1e"  # ASCII record separator: begins each snippet's output
 FENCE = re.compile(r"^ *```(\w*)(.*)$")
 STARTS = re.compile(r"\b(launch|parallel_model_trace|run_replicas)\(")
 RUN, CHECKED, SHOWN = {"python", "torchrun", "tpcore"}, {"make", "pip"}, {"text", "toml", "json"}
-SECONDS = 250.0  # for a page
 Done = subprocess.CompletedProcess[str]
 
 
@@ -176,7 +175,7 @@ def play(page: Path, directory: Path) -> str | None:
     process = method.Process(target=_alone, args=(page, directory, printed_to, theirs), daemon=False)
     process.start()
     theirs.close()
-    deadline = time.monotonic() + SECONDS
+    deadline = time.monotonic() + forked.PATIENCE
     answer(ours, deadline)
     process.join(max(0.0, deadline - time.monotonic()))
     if process.exitcode is None:

@@ -81,7 +81,6 @@ def test_losses_of_the_llama_that_disagree(losses, match, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.timeout(300)
 def test_the_llama_demo_is_trained_consolidated_and_served(tmp_path):
     words = ["python", demo_llama.__file__, "--steps", "2", "--output_dir", str(tmp_path / "out")]
     done = forked.run(words, tmp_path, os.environ | {"COLUMNS": "200"})

@@ -64,7 +64,6 @@ OF_THE_PAGE = sorted(ROWS.keys() - PARTS.keys() - {*WORK})
 
 # those that have a plan here, and a third of those with a plan of transformers' own: its styles are few
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "family",
     drills.sample(OF_THE_PAGE, [f for i, f in enumerate(OF_THE_PAGE) if f in OURS or i % 3 == 0]),

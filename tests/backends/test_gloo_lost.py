@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from ends import end, names, on_open
+import torch.distributed as dist
+from ends import STOPPED, end, names, on_open
 from roads import OverRoad, each_road  # noqa: F401  a fixture
 from torch import Tensor, nn
 
@@ -210,12 +211,12 @@ def _stopped(ctx: ParallelContext, folder: str) -> None:
 
 
 def test_a_stopped_rank_is_reported_at_the_timeout(pool: OverRoad, tmp_path: Path) -> None:
-    outcomes = pool.outcomes(SQUARE, _stopped, str(tmp_path), timeout=4.0)
+    outcomes = pool.outcomes(SQUARE, _stopped, str(tmp_path), timeout=5.0)
     for rank in (0, 1, 2, 3):
         error = outcomes[rank].error
         assert isinstance(error, CollectiveTimeoutError)
         report = str(error)
-        assert re.search(r"rank [012] waited 4 s in a collective", report)
+        assert re.search(r"rank [012] waited 5 s in a collective", report)
         assert re.search(
             r"waits for rank 3, which did not come \(pid \d+ on .* is stopped, by SIGSTOP", report
         )
@@ -243,9 +244,9 @@ def test_a_rank_that_does_not_come_is_reported_at_the_timeout(
     pool: OverRoad, tmp_path: Path, check: str
 ) -> None:
     env = {"TPCORE_TEST_RELEASE": str(tmp_path / "release"), "TPCORE_CHECK": check}
-    error = pool.outcomes(TP2, _made_then_absent, timeout=3.0, env=env)[0].error
+    error = pool.outcomes(TP2, _made_then_absent, timeout=5.0, env=env)[0].error
     assert isinstance(error, CollectiveTimeoutError)
-    assert "rank 0 waited 3 s in a collective of group [0, 1]" in str(error)
+    assert "rank 0 waited 5 s in a collective of group [0, 1]" in str(error)
     assert "rank 0 waits for rank 1, which did not come" in str(error)
     assert "#1 all_reduce sum of float32 [7]" in str(error)
 
@@ -261,6 +262,26 @@ def _absent_from_a_group(ctx: ParallelContext) -> None:
 
 def test_a_rank_that_does_not_come_to_make_a_group(pool: OverRoad, tmp_path: Path) -> None:
     env = {"TPCORE_TEST_RELEASE": str(tmp_path / "release")}
-    error = pool.outcomes(TP2, _absent_from_a_group, timeout=3.0, env=env)[0].error
+    error = pool.outcomes(TP2, _absent_from_a_group, timeout=5.0, env=env)[0].error
     assert isinstance(error, CollectiveTimeoutError)
-    assert "rank 0 waited 3 s to make group 0: rank 1 of 2 did not come" in str(error)
+    assert "rank 0 waited 5 s to make group 0: rank 1 of 2 did not come" in str(error)
+
+
+def _stopped_before_it_connects(ctx: ParallelContext) -> None:
+    pids = ctx.world.all_gather(torch.tensor([os.getpid()]), 0).tolist()
+    with pytest.MonkeyPatch.context() as patch:
+        if ctx.rank == 3:
+            patch.setattr(dist, "new_group", lambda *_: end(STOPPED))
+        try:
+            ctx.comm("tp")
+        finally:
+            if ctx.rank == 2:
+                os.kill(pids[3], signal.SIGCONT)
+
+
+def test_a_rank_that_does_not_connect_is_named_at_the_timeout(pool: OverRoad) -> None:
+    error = pool.outcomes(SQUARE, _stopped_before_it_connects, timeout=5.0)[2].error
+    assert isinstance(error, CollectiveTimeoutError)
+    assert re.match(
+        r"rank 2 waited 5 s to connect with rank 3 \(pid \d+ on .* is stopped, .*: Wait timeout", str(error)
+    )

@@ -88,7 +88,7 @@ def _stopped(ctx: ParallelContext, where: str, folder: str) -> None:
 
 @pytest.mark.parametrize("where", WHERE)
 def test_a_stopped_rank_is_named_as_stopped(pool: OverRoad, tmp_path: Path, where: str) -> None:
-    for outcome in pool.outcomes(TP2, _stopped, where, str(tmp_path), timeout=2.0):
+    for outcome in pool.outcomes(TP2, _stopped, where, str(tmp_path), timeout=5.0):
         assert isinstance(outcome.error, CollectiveTimeoutError)
         assert names(str(outcome.error), 1, STOPPED), outcome.error
 
@@ -115,7 +115,7 @@ def _stopped_in_the_background(ctx: ParallelContext, folder: str) -> None:
 
 def test_a_rank_that_is_stopped_in_a_save_in_the_background(pool: OverRoad, tmp_path: Path) -> None:
     tp3 = Mesh({"tp": 3})
-    outcomes = pool.outcomes(tp3, _stopped_in_the_background, str(tmp_path), timeout=2.0)
+    outcomes = pool.outcomes(tp3, _stopped_in_the_background, str(tmp_path), timeout=5.0)
     for outcome in outcomes[:2]:
         assert isinstance(outcome.error, CollectiveTimeoutError)
         assert names(str(outcome.error), 2, STOPPED), outcome.error

@@ -24,7 +24,6 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun: apt install openmpi-bin"),
     pytest.mark.skipif(find_spec("mpi4py") is None, reason="no mpi4py: pip install mpi4py"),
     pytest.mark.xdist_group("launched"),
-    pytest.mark.timeout(600),
 ]
 
 

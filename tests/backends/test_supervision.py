@@ -87,7 +87,7 @@ def _absent(ctx: ParallelContext, release: str) -> None:
 
 
 def test_a_time_out_says_who_did_not_come(other: RankPool, tmp_path: Path) -> None:
-    error = other.outcomes(TP2, _absent, str(tmp_path / "release"), timeout=2.0)[0].error
+    error = other.outcomes(TP2, _absent, str(tmp_path / "release"), timeout=5.0)[0].error
     assert isinstance(error, CollectiveTimeoutError)
     assert "rank 0 waits for rank 1, which did not come" in str(error)
 

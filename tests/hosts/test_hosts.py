@@ -168,7 +168,6 @@ def resumed(home: Path, axes: Mapping[str, int], steps: int) -> None:
     run_ranks(Mesh(axes), rank)
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_rank_that_is_left_names_the_loss_and_the_job_goes_on(
     name: str, outcomes: dict[str, Future[Outcome]], undisturbed: Callable[[int], list[float]]

@@ -23,7 +23,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.processes,
     pytest.mark.xdist_group("hosts"),
-    pytest.mark.timeout(400),
     pytest.mark.skipif(bool(why_not()), reason=f"hosts on one machine: {why_not()}"),
 ]
 STEPS, TOLD = 8, 3

@@ -105,7 +105,6 @@ def losses_in(output_dir) -> list[float]:
     return [record["loss"] for record in read_metrics(output_dir)]
 
 
-@pytest.mark.timeout(600)
 def test_the_script_trains_as_on_gloo_and_as_plain_torch(text, tmp_path):
     first = run_replicas(script, 4, arguments(text, tmp_path / "xla", steps_this_run=FIRST))
     resumed = run_replicas(script, 4, arguments(text, tmp_path / "xla", "--resume_ckpt"))

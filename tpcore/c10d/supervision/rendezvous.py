@@ -60,6 +60,12 @@ class Rendezvous:
                 raise CollectiveTimeoutError(f"{waited}: rank {who} of {self.world} did not come")
 
 
+def timed_out(error: RuntimeError) -> bool:
+    """Whether ``error`` is a time-out of a store. That of torch's file store has no class of its own."""
+    of_file_store = str(error).startswith(("Wait timeout", "Timeout waiting"))
+    return of_file_store or isinstance(error, dist.DistStoreError)
+
+
 def store_of_environment(timeout: float) -> tuple[dist.Store, int, int] | None:
     """(store, rank, world size) from torchrun's variables; None in a process without a launcher."""
     values = {variable.name: variable.text() for variable in _VARIABLES}

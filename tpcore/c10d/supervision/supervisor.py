@@ -21,7 +21,7 @@ from .flight_recorder import FlightRecorder
 from .host import Identity, sockets
 from .links import SECONDS, Links
 from .peers import Peers
-from .rendezvous import Rendezvous, address_towards, folder_beside, own_client, place_of_server
+from .rendezvous import Rendezvous, address_towards, folder_beside, own_client, place_of_server, timed_out
 from .status_store import StatusStore
 from .verdict import Verdict
 from .waiting import Waiting
@@ -119,15 +119,24 @@ class Supervisor:
         before = opened()
         try:
             yield
-        except dist.DistStoreError as e:
-            text = f"rank {self._rank} waited {self._timeout:g} s for ranks {list(members)} to connect: {e}"
-            raise self._peers.post(Verdict("timeout", text)).error(self._recorder.last()) from e
         except RuntimeError as e:
             if isinstance(e, BackendError):
                 raise
-            raise self._peers.diagnose(members, e).error(self._recorder.last()) from e
+            verdict = self._late(members, e) if timed_out(e) else self._peers.diagnose(members, e)
+            raise verdict.error(self._recorder.last()) from e
         finally:
             self._peers.sockets |= opened() - before
+
+    def _late(self, members: Sequence[int], error: RuntimeError) -> Verdict:
+        """The verdict after ``members`` did not connect in time: a lost rank, or what is known of each."""
+        peers, others = self._peers, [m for m in members if m != self._rank]
+        lost = peers.find(others)
+        if lost is not None:
+            return lost
+        reports = peers.reports()
+        who = ", ".join(f"rank {m}{peers.state(m, reports)}" for m in others)
+        text = f"rank {self._rank} waited {self._timeout:g} s to connect with {who}: {error}"
+        return peers.post(Verdict("timeout", text))
 
     def waiting(
         self, pg: Any, axes: Sequence[str], members: Members, compares: Callable[[Waiting], bool]

@@ -222,6 +222,20 @@ def test_keep_last(tmp_path: Path) -> None:
     assert set(os.listdir(tmp_path)) == kept
 
 
+@pytest.mark.parametrize(
+    "manifest", ['{"my": "web app"}', '{"format": "tpcore.trace", "version": 1}', "{", "[]"]
+)
+def test_keep_last_removes_no_directory_of_another_program(tmp_path: Path, manifest: str) -> None:
+    """Nor a traced model, nor a checkpoint whose manifest is damaged."""
+    (tmp_path / "step_1").mkdir()
+    (tmp_path / "step_1/manifest.json").write_text(manifest)
+    (tmp_path / "step_1/precious.txt").write_text("x")
+    for step in (2, 3):
+        run_ranks(MESH, lambda ctx: save({"n": 0}, tmp_path / f"step_{step}", keep_last=1))  # noqa: B023
+    assert sorted(os.listdir(tmp_path)) == ["step_1", "step_3"]
+    assert sorted(os.listdir(tmp_path / "step_1")) == ["manifest.json", "precious.txt"]
+
+
 def test_files_get_the_umask(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:

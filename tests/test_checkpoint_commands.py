@@ -144,6 +144,20 @@ def test_what_is_bound_to_its_degree(tmp_path: Path) -> None:
     assert "left out: mine" in run("reshard", tmp_path / "c", tmp_path / "out", "--tp", 4, "--no-strict")
 
 
+def test_heads_that_a_degree_cannot_replicate_are_refused_by_name(tmp_path: Path) -> None:
+    heads = [tpcore.Block(16, 4), tpcore.Block(8, 4, replicate=True)]
+
+    def one(ctx: ParallelContext) -> None:
+        net = nn.ModuleDict({"qkv": tpcore.ColumnParallelLinear(4, 24, blocks=heads)})
+        save({"model": net.state_dict()}, tmp_path / "c")
+
+    run_ranks(Mesh({"tp": 2}), one)
+    said = run("reshard", tmp_path / "c", tmp_path / "out", "--tp", 3, status=2)
+    assert "model.qkv.weight" in said
+    assert "cannot replicate 2 units over 3 ranks" in said
+    assert os.listdir(tmp_path) == ["c"]
+
+
 def test_inspect(tmp_path: Path) -> None:
     write(tmp_path / "c", 2)
     table = run("inspect", tmp_path / "c")
@@ -238,6 +252,9 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     run("consolidate", tmp_path / "c", tmp_path / "out", status=2)
     run("reshard", tmp_path / "c", tmp_path / "out", "--tp", 1, status=2)
     assert (tmp_path / "out" / "model.safetensors").stat().st_mtime_ns == before
+    held = sorted(os.listdir(tmp_path / "c"))
+    assert "c is a checkpoint: give another" in run("consolidate", tmp_path / "c", tmp_path / "c", status=2)
+    assert sorted(os.listdir(tmp_path / "c")) == held
     assert sorted(os.listdir(tmp_path)) == ["c", "out"]
 
 

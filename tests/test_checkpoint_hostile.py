@@ -120,6 +120,9 @@ WRONG: dict[str, tuple[str, Callable[[Any], object]]] = {
     "no items": (STATE, lambda top: top["state"].update(when={"$": "tuple"})),
     "items of one": (STATE, lambda top: top["state"].update(by={"$": "dict", "items": [[1], 2]})),
     "items a number": (STATE, lambda top: top["state"].update(by={"$": "dict", "items": 7})),
+    "a dtype": (STATE, lambda top: top["state"].update(by={"$": "dtype", "value": "load"})),
+    "a dtype of a tensor": (STATE, lambda top: record(top).update(dtype="load")),
+    "no dict": (STATE, lambda top: top.update(state=[1])),
     "key a list": (STATE, lambda top: top["state"].update(by={"$": "dict", "items": [[[1], 2]]})),
     "half a character": ("manifest.json", lambda top: top["files"].update({"\ud800": {}})),
     "written by": ("manifest.json", lambda top: top.update(written_by=[[1, 2, 3]])),
@@ -132,8 +135,16 @@ WRONG: dict[str, tuple[str, Callable[[Any], object]]] = {
 def test_wrong_json_with_right_sums(saved: Path, what: str) -> None:
     file, change = WRONG[what]
     refit(saved, change, file)
-    with pytest.raises(CheckpointError):
+    with pytest.raises(CheckpointError, match=re.escape(file)):
         run_ranks(Mesh({"tp": 1}), lambda ctx: load(saved))
+
+
+@pytest.mark.parametrize("how", [fifo, device])
+def test_special_files_beside_weights(tmp_path: Path, how: Callable[[Path], None]) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "pytorch_model.bin")
+    (tmp_path / "config.json").touch()
+    how(tmp_path / "config.json")
+    assert verify(tmp_path) == []
 
 
 def shared_lists() -> Any:

@@ -238,12 +238,33 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
             torch.zeros(3, dtype=torch.int64)
         ),
         ValueError,
-        r"cannot split dim 0 of shape \(3, 4\) over \('tp',\) of size 2: not divisible",
+        r"cannot split dim 0 of shape \(3, 4\) over \('tp',\) of size 2: not divisible; "
+        r"pad it \(a sequence, for instance\) to a multiple of 2",
     ),
-    "input that tp does not divide": (
+    "row, another width": (
         lambda: tpcore.RowParallelLinear(4, 8)(torch.zeros(2, 3)),
         ValueError,
-        r"cannot split dim 1 of shape \(2, 3\)",
+        r"RowParallelLinear: the input of shape \(2, 3\) has 3 features, and the layer takes 4$",
+    ),
+    "row, a part as the whole": (
+        lambda: tpcore.RowParallelLinear(4, 8)(torch.zeros(2, 2)),
+        ValueError,
+        r"has 2 features, .* takes 4; 2 is the part of one of tp=2 ranks: pass input_is_parallel=True",
+    ),
+    "row, the whole as a part": (
+        lambda: tpcore.RowParallelLinear(4, 8, input_is_parallel=True)(torch.zeros(2, 4)),
+        ValueError,
+        r"has 4 features, .* takes 2 of input_size=4 on each rank; these .* leave out input_is_parallel=True",
+    ),
+    "column, another width": (
+        lambda: tpcore.ColumnParallelLinear(4, 8)(torch.zeros(2, 3)),
+        ValueError,
+        r"ColumnParallelLinear: the input of shape \(2, 3\) has 3 features, and the layer takes 4$",
+    ),
+    "column, a part as the whole": (
+        lambda: tpcore.ColumnParallelLinear(4, 8)(torch.zeros(2, 2)),
+        ValueError,
+        r"takes 4; 2 is the part of one of tp=2 ranks: gather it first .* input_is_parallel=True",
     ),
 }
 

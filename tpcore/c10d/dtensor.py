@@ -29,9 +29,14 @@ def dtensor_state_dict(model: nn.Module) -> dict[str, Any]:
     ``qkv.weight.0`` and so on, because a DTensor is cut once. Padding is left out. An optimizer's state is
     not included: use ``tpcore.checkpoint`` for it.
 
-    Raises BackendError on backends without torch.distributed, and ValueError for a cut that a DTensor cannot
-    express: over several axes, or padded by whole heads.
+    Raises TypeError for anything but a module, BackendError on backends without torch.distributed, and
+    ValueError for a cut that a DTensor cannot express: over several axes, or padded by whole heads.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"dtensor_state_dict takes a module, not {type(model).__name__}. For an optimizer's state use "
+            "tpcore.checkpoint.save, which keeps the parts of all ranks"
+        )
     ctx = current()
     _known_meshes(ctx)
     found: dict[str, Any] = {}

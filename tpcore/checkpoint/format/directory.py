@@ -16,6 +16,7 @@ from ...storage.files import MANIFEST, PREFIX, crc32_text, loads, naming, read_f
 from ...storage.tensorfile import FileTensor, TensorFile
 from ..tensors.stored import Cut
 from .manifest import STATE, Manifest, check_format, rank_dir
+from .tree import decode, entries
 
 
 class Checkpoint:
@@ -83,6 +84,11 @@ class RankState:
             self._records: dict[str, dict[str, Any]] = top["tensors"]
         except KeyError as e:
             raise CheckpointError(f"{self.path} is damaged: no {e}") from e
+        try:  # here, where the file is known
+            decode(self.tree, lambda leaf: None)
+            entries(self.tree)
+        except CheckpointError as e:
+            raise CheckpointError(f"{self.path}: {e}") from e
         self._files: dict[str, TensorFile] = {}
 
     def _check_save(self, save_id: Any, rank: Any, path: str) -> None:
@@ -100,6 +106,9 @@ class RankState:
         return self._files[file]
 
     def tensor(self, file: str, name: str) -> tuple[FileTensor, Cut]:
+        held = self._records.get(file) if isinstance(self._records, dict) else None
+        if isinstance(held, dict) and name not in held:
+            raise CheckpointError(f"{self.path} has no tensor {name!r} of {file}")
         try:
             record = self._records[file][name]
             dtype, shape = dtype_of(record["dtype"]), tuple(int(s) for s in record["shape"])
@@ -108,6 +117,6 @@ class RankState:
                 # version 1 does not record the axis, which is always tp
                 cut = Layout.of(ShardSpec.from_json(cut), *record.get("axes", ("tp",)))
             crc32 = str(record["crc32"])
-        except (KeyError, TypeError, ValueError, AttributeError) as e:
+        except (KeyError, TypeError, ValueError, AttributeError, CheckpointError) as e:
             raise CheckpointError(f"{self.path}: the record of {name!r} in {file} is damaged: {e!r}") from e
         return self._open(file).recorded(name, dtype, shape, crc32), cut

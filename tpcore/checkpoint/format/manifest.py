@@ -61,10 +61,10 @@ class Manifest:
         check_format(top, path)
         try:
             manifest = cls(
-                save_id=_typed(str, top["save_id"]),
-                mesh={_typed(str, axis): _typed(int, size) for axis, size in top["mesh"].items()},
+                save_id=typed(str, top["save_id"]),
+                mesh={typed(str, axis): typed(int, size) for axis, size in top["mesh"].items()},
                 files={
-                    _typed(str, name): FileRecord(_typed(int, f["bytes"]), _typed(str, f["crc32"]))
+                    typed(str, name): FileRecord(typed(int, f["bytes"]), typed(str, f["crc32"]))
                     for name, f in top["files"].items()
                 },
                 written_by=dict(top["written_by"]),
@@ -91,7 +91,8 @@ class Manifest:
             )
 
 
-def _typed(kind: type, value: Any) -> Any:
+def typed(kind: type, value: Any) -> Any:
+    """``value``. TypeError if it is of another type; a bool is no int."""
     if not isinstance(value, kind) or isinstance(value, bool):
         raise TypeError(f"{value!r} where {kind} belongs")
     return value

@@ -41,7 +41,8 @@ def _is_checkpoint(manifest: str) -> bool:
 
 
 def keep_last(target: str, n: int) -> None:
-    """Keep ``target`` and the ``n - 1`` checkpoints before it, and remove older ones.
+    """Keep ``target`` and the ``n - 1`` checkpoints before it, and remove older ones. Traced models and
+    directories of other programs stay.
 
     Their names differ from ``target`` only in the number at the end. Checkpoints with higher numbers are not
     touched, because they are from a run that went further. A name without a number has no older checkpoints.
@@ -60,7 +61,7 @@ def keep_last(target: str, n: int) -> None:
         if match is None or match[1] != mine[1] or int(match[2]) >= int(mine[2]):
             continue
         path = os.path.join(parent, other)
-        if os.path.isfile(os.path.join(path, MANIFEST)) and not os.path.islink(path):
+        if not os.path.islink(path) and _is_checkpoint(os.path.join(path, MANIFEST)):
             older.append((int(match[2]), path))
     for _, path in sorted(older, reverse=True)[n - 1 :]:
         # renamed first, so that no reader takes the half-removed directory for a checkpoint

@@ -194,7 +194,13 @@ class NativeStage(Stage):
                 if i not in shards:
                     there = at | mesh.coords(i)
                     directory = self._checkpoint.rank(there["tp"], there["pp"])
-                    shards[i] = directory.tensor(file, name)[0]
+                    found, its = directory.tensor(file, name)
+                    if isinstance(cut, Layout) and (found.shape, its) != (shard.shape, cut):
+                        raise CheckpointError(
+                            f"{directory.path}: {where} is {found.shape} of {its}, and in {path} it is "
+                            f"{shard.shape} of {cut}: the ranks saved different models"
+                        )
+                    shards[i] = found
                 return shards[i]
 
             self._stored[stage, file, name] = Stored(where, cut, mesh, own, shard_of)

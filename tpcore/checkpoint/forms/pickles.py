@@ -162,7 +162,7 @@ class _Extent:
 def unsound(path: str) -> Iterator[str]:
     """An error text for the first damaged record of a torch.save file. Nothing for other files."""
     try:
-        if not zipfile.is_zipfile(path):
+        if not os.path.isfile(path) or not zipfile.is_zipfile(path):
             return
         with zipfile.ZipFile(path) as records:
             wrong = records.testzip()

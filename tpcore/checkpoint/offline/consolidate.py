@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from safetensors.torch import load_file
 
 from ...errors import CheckpointError
-from ...storage.files import dumps, naming, sync_dir, write_file
+from ...storage.files import CHUNK, MANIFEST, dumps, naming, sync_dir, write_file
 from ...storage.progress import Progress
 from ...storage.publish import new_beside
 from ...storage.tensorfile import nbytes_of, write_tensors
@@ -139,7 +140,7 @@ def _copy_model_files(src: str, stage: str, out: str) -> list[str]:
         name = os.path.basename(path)
         if not os.path.lexists(os.path.join(out, name)):
             with naming("copy", path), open(path, "rb") as f:
-                write_file(os.path.join(stage, name), [f.read()])
+                write_file(os.path.join(stage, name), iter(partial(f.read, CHUNK), b""))
             names.append(name)
     return names
 
@@ -157,9 +158,11 @@ def _model_files(src: str) -> Iterator[str]:
 @contextmanager
 def _new_files(out: str) -> Iterator[str]:
     """A directory to write in. Its files are then moved to ``out``, the index last. CheckpointError if
-    ``out`` has files of weights already."""
+    ``out`` has files of weights already, or is a checkpoint: the next save there would leave old weights."""
     out = os.path.realpath(out)
     held = os.listdir(out) if os.path.isdir(out) else []
+    if MANIFEST in held:
+        raise CheckpointError(f"{out} is a checkpoint: give another directory, or a new one inside it")
     for name in sorted(held):
         if name.startswith(("model.", "model-", "pytorch_model")):
             raise CheckpointError(f"{os.path.join(out, name)} is there already: give another directory")

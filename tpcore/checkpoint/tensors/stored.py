@@ -137,10 +137,15 @@ class Stored:
         return Layout(self.first.shape), self.mesh
 
     def local_shape(self, want: Layout | None, mesh: Mesh) -> tuple[int, ...]:
-        """Shape of a rank's part on ``mesh``. ``want``: the layout to make; None for the recorded one."""
+        """Shape of a rank's part on ``mesh``. ``want``: the layout to make; None for the recorded one.
+        CheckpointError for a mesh that the layout does not fit."""
         if self.kept(want, mesh):
             return self.first.shape
-        return (want or self.whole()[0]).local_shape(mesh)
+        layout = want or self.whole()[0]
+        try:
+            return layout.local_shape(mesh)
+        except ValueError as e:
+            raise CheckpointError(f"{self.where}: {e}") from None
 
     def parts(self, want: Layout | None, rank: int, mesh: Mesh) -> tuple[Parts, bool]:
         """The regions of shards that make up the part of ``rank`` on ``mesh``, and whether they cover it."""

@@ -18,14 +18,13 @@ import torch
 from ...consensus import gather_bytes, together
 from ...context import current
 from ...errors import CheckpointError
-from ...layout import Layout
-from ...storage.dtypes import dtype_name
 from ...storage.files import MANIFEST, FileRecord, dumps, naming, sync_dir, write_file
 from ...storage.progress import Progress, bar
 from ...storage.publish import Staging, staging_path
 from ...storage.tensorfile import write_tensors
 from ..format.manifest import FORMAT, STATE, VERSION, Manifest, rank_dir
 from ..format.retention import keep_last
+from .agreement import check_agreement, described, marks_of, outline
 from .optimizers import pending_of, resolve
 from .snapshot import Entry, Part, Writer, cuts_of, on_host, total_of
 
@@ -73,17 +72,8 @@ def write_tensor_files(
     for file, entries in sorted(files.items()):
         metadata = {"format": "pt", "save_id": save_id, "rank": name}
         records[f"{name}/{file}"], sums = write_tensors(os.path.join(here, file), entries, metadata, progress)
-        tensors[file] = {key: _record(entry, sums[key]) for key, entry in entries.items()}
+        tensors[file] = {key: described(entry) | {"crc32": sums[key]} for key, entry in entries.items()}
     return records, tensors
-
-
-def _record(entry: Entry, crc32: str) -> dict[str, Any]:
-    record = {"dtype": dtype_name(entry.dtype), "shape": list(entry.shape), "crc32": crc32}
-    if isinstance(entry.cut, Layout):
-        # without the slot, which the directories of the shards imply
-        axes = [axis for cut in entry.cut.cuts for axis in cut.axes]
-        return record | {"spec": entry.cut.spec.to_json(), "axes": axes}
-    return record | {"spec": entry.cut}
 
 
 def write_state(root: str, name: str, save_id: str, tensors: Any, tree: Any) -> dict[str, FileRecord]:
@@ -140,10 +130,13 @@ class Save:
                 self._files = on_host(self._files)
         # rank 0's path counts: a relative path may differ between ranks
         agreed = astuple(replace(options, keep_last=None))
-        proposal = json.dumps([uuid.uuid4().hex, os.path.realpath(save_dir), agreed]).encode()
+        tables = () if self._part is None else outline(self._part)
+        mine = at.get("pp", 0), at.get("tp", 0), marks_of(tables)
+        proposal = json.dumps([uuid.uuid4().hex, os.path.realpath(save_dir), agreed, mine]).encode()
         every = [json.loads(text) for text in gather_bytes(proposal, ctx.world)]
-        self.save_id, self.target, _ = every[0]
-        _check_options([Options(*given) for _, _, given in every])
+        self.save_id, self.target, *_ = every[0]
+        _check_options([Options(*given) for _, _, given, _ in every])
+        check_agreement(self.target, tables, [one for *_, one in every], ctx.world)
         self.root = staging_path(self.target, self.save_id)
         with together(ctx), naming("save", self.target):
             if ctx.rank == 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -96,6 +96,9 @@ class Part:
         self.files: dict[str, dict[str, Writer]] = defaultdict(dict)
         self._stems: dict[Any, str] = {}
         self.tree = encode(state, self._leaf)
+        optimizers = (self._stems.get((key,)) for key, value in state.items() if is_optimizer(value))
+        self.optional = {f"{stem}.safetensors" for stem in optimizers}
+        """Files of optimizers' state."""
 
     def _leaf(self, t: Tensor, path: Path) -> dict[str, Any]:
         """The JSON of ``t``: its file and name. Tensors that share their memory are stored once."""
@@ -152,6 +155,13 @@ class Part:
         """Sort key: tensors that the first rank may write alone come first, then large before small."""
         entry = self.files[file][name]
         return isinstance(entry, GatheredTensor), -nbytes_of(entry), file, name
+
+    def placed(self) -> Iterator[tuple[str, str, Writer, str]]:
+        """File and name of each tensor, the tensor, and the file that it is written to: that of a share."""
+        for place in self._places.values():
+            written, name = place["file"], place["name"]
+            file = f"{written.partition('.')[0]}.safetensors"
+            yield file, name, self.files[file][name], written
 
     def gather(self, mine: Mapping[str, Mapping[str, Writer]]) -> None:
         """Gather tensors that are split over dp ranks, one by one, and keep those that this rank writes.

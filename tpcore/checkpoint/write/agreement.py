@@ -1,0 +1,108 @@
+"""What ranks must agree on before a save: the tensors that they hold parts of, or write shares of.
+
+Nothing is compared that one rank alone reads: plain values, and tensors that no layer cuts. A load at the
+degree of the save returns those as each rank had them, and at another degree it compares them itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from ...comm import Comm
+from ...consensus import gather_bytes
+from ...errors import CheckpointError
+from ...layout import Layout
+from ...storage.dtypes import dtype_name
+from ..tensors.stored import Cut
+from .snapshot import Entry, Part
+
+_SHOWN = 8
+Table = Mapping[str, Mapping[str, Any]]
+"""Descriptions of tensors by file and name."""
+
+
+def described(entry: Entry) -> dict[str, Any]:
+    """The record of a tensor in ``state.json``, except its checksum."""
+    record = {"dtype": dtype_name(entry.dtype), "shape": list(entry.shape)}
+    if isinstance(entry.cut, Layout):
+        # without the slot, which the directories of the shards imply
+        return record | {"spec": entry.cut.spec.to_json(), "axes": _axes(entry.cut)}
+    return record | {"spec": entry.cut}
+
+
+def outline(part: Part) -> Sequence[Table]:
+    """The tensors that all ranks must agree on, those of one stage, and those of one directory.
+
+    The first are cut over stages too, the second over tp. The third are those of which each dp rank writes a
+    share: these must agree on the rank that writes each. An optimizer has no state of a parameter that had no
+    gradient yet, so another rank may lack it.
+    """
+    found: list[dict[str, dict[str, Any]]] = [{}, {}, {}]
+    for file, name, entry, written in part.placed():
+        key, record, axes = f"{name!r} of {file}", described(entry), _axes(entry.cut)
+        if axes:
+            found["pp" not in axes][key] = record | {"optional": file in part.optional}
+        if written != file:
+            found[2][key] = record | {"file": written}
+    return found
+
+
+def marks_of(tables: Sequence[Table]) -> list[str]:
+    """A digest of each table, equal for equal tables."""
+    texts = (json.dumps(table, sort_keys=True) for table in tables)
+    return [hashlib.sha256(text.encode()).hexdigest()[:32] for text in texts]
+
+
+def check_agreement(
+    path: str, mine: Sequence[Table], every: Sequence[tuple[int, int, Sequence[str]]], world: Comm
+) -> None:
+    """CheckpointError, on all ranks, if the ranks' parts of the save ``path`` do not fit together.
+
+    ``every``: of each rank its stage, its tp rank and its digests; no digests of a rank that writes nothing.
+    Where they differ, the tables are exchanged: a collective that all ranks make or none.
+    """
+    pairs = list(_pairs(every))
+    if not pairs:
+        return
+    tables = [json.loads(data) for data in gather_bytes(json.dumps(mine).encode(), world)]
+    lines = [line for i, a, b in pairs for line in _differences(a, tables[a][i], b, tables[b][i])]
+    if lines:
+        more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+        title = f"cannot save {path}: the ranks' parts do not fit together. Build one model on all ranks"
+        raise CheckpointError("\n  ".join([title, *lines[:_SHOWN], *more]))
+
+
+def _pairs(every: Iterable[tuple[int, int, Sequence[str]]]) -> Iterator[tuple[int, int, int]]:
+    """Number of a table, and two ranks whose tables of that number should be equal but differ."""
+    first: dict[tuple[int, ...], tuple[int, str]] = {}
+    for rank, (stage, tp_rank, marks) in enumerate(every):
+        for i, (mark, group) in enumerate(zip(marks, ((), (stage,), (stage, tp_rank)), strict=False)):
+            other, expected = first.setdefault((i, *group), (rank, mark))
+            if mark != expected:
+                yield i, other, rank
+
+
+def _differences(a: int, of_a: Table, b: int, of_b: Table) -> Iterator[str]:
+    for key in sorted(of_a.keys() | of_b.keys()):
+        x, y = of_a.get(key), of_b.get(key)
+        optional = (x or y or {}).get("optional") and (x is None or y is None)
+        if x != y and not optional:
+            yield f"{key}: rank {a} has {_text(x)}, rank {b} has {_text(y)}"
+
+
+def _text(record: Mapping[str, Any] | None) -> str:
+    if record is None:
+        return "none"
+    text, spec = f"{record['dtype']} of shape {record['shape']}", record["spec"]
+    if record.get("axes"):
+        text += f", cut of {spec['shape']} along dim {spec['dim']} over {' and '.join(record['axes'])}"
+        if len(spec["blocks"]) > 1 or spec["blocks"][0][1:] != [1, False]:
+            text += f" in blocks {spec['blocks']}"
+    return text + (f" in {record['file']}" if "file" in record else "")
+
+
+def _axes(cut: Cut) -> list[str]:
+    return [axis for one in cut.cuts for axis in one.axes] if isinstance(cut, Layout) else []

@@ -44,14 +44,14 @@ import tpcore
 from tpcore.backend.programs import comm_named, program_comms
 from tpcore.mesh import Mesh
 from tpcore.testing import ThreadBackend, run_ranks
-from tpcore.testing.kit import collectives, mappings
+from tpcore.testing.kit import collectives, mappings, memory
 
 assert "reverse" in collectives.PRIMITIVES and "reverse" in collectives.MOVING
 two = Mesh({"tp": 2})
 
 
 def kit(ctx):
-    found = collectives.right_values(ctx, "reverse", torch.float32) + collectives.memory(ctx, "reverse")
+    found = collectives.right_values(ctx, "reverse", torch.float32) + memory.memory(ctx, "reverse")
     return found + mappings.primitive_law(ctx, "reverse")
 
 

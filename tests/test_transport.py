@@ -18,7 +18,7 @@ from tpcore.errors import CollectiveMismatchError
 from tpcore.mesh import Group, Mesh
 from tpcore.relay import Checked
 from tpcore.testing import ThreadBackend, run_ranks
-from tpcore.testing.kit import collectives
+from tpcore.testing.kit import collectives, memory
 from tpcore.testing.threads import ThreadWorld
 from tpcore.transport import Op, Transport
 
@@ -155,7 +155,7 @@ def test_bad_arguments_are_refused_before_anything_is_exchanged(what: str) -> No
 def test_the_defaults_are_right(primitive: str, n: int) -> None:
     def rank(ctx: ParallelContext) -> list[str]:
         found = collectives.right_values(ctx, primitive, torch.float32)
-        return found + collectives.strided(ctx, primitive) + collectives.memory(ctx, primitive)
+        return found + memory.strided(ctx, primitive) + memory.memory(ctx, primitive)
 
     assert run_ranks(Mesh({"tp": n}), rank, backend=TrustingBackend) == [[]] * n
 

@@ -45,6 +45,8 @@ class Comm:
         self.group, self.size, self.position = transport.group, transport.size, transport.position
         self.eager = transport.eager
         self.device_type = transport.position.device.type  # asking the tensor takes 0.4 us, in each layer
+        self.padded: set[int] = set()
+        """Widths of the padded parts that layers on this group make: a loss must know their true size."""
         self._sums = sums
         self.called("")
 
@@ -137,7 +139,8 @@ class Comm:
         if x.shape[dim] % self.size:
             raise ValueError(
                 f"cannot split dim {dim} of shape {tuple(x.shape)} over "
-                f"{self.group.axes} of size {self.size}: not divisible"
+                f"{self.group.axes} of size {self.size}: not divisible; "
+                f"pad it (a sequence, for instance) to a multiple of {self.size}"
             )
         return x.shape[dim] // self.size
 

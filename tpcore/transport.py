@@ -198,9 +198,8 @@ class Transport(ABC):
 
     def broadcast(self, x: Tensor, src: int) -> Tensor:
         """The ``x`` of member ``src``."""
-        # where, not a product: 0 * nan is nan
-        mine = torch.where(self.position == src, x, torch.zeros_like(x)).reshape(x.shape)
-        return self.all_reduce(mine, "sum", True)
+        # not a sum with zeros: that loses the sign of zero and takes only dtypes that the backend sums
+        return self.all_gather(x.unsqueeze(0), 0)[src].clone()
 
     def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Tensor:
         """Send chunk ``i`` of ``x`` along ``split_dim`` to member ``i``, and concatenate the received chunks

@@ -44,6 +44,7 @@ class TestShared(Conformance):
     tested: ClassVar[str | type[Backend]] = "cpu_gloo"
     env: ClassVar[Mapping[str, str]] = {}
     worlds = (2, 4)
+    patience = 200.0  # beside other work
     every = 35
 
     def choices(self) -> dict[str, list[Any]]:
@@ -81,6 +82,11 @@ class TestGloo(Sampled):
 class TestPieces(Sampled):
     tested = Tiny
     large = (1_027,)  # 17 pieces: 16 MB would be 65,536
+
+    starts = False  # as Shared
+
+    def test_freed(self) -> None:  # type: ignore[override]
+        pytest.skip("256 KB in pieces of 256 bytes, a thousand times, take minutes")
 
 
 class TestSimple(Sampled):

@@ -14,6 +14,7 @@ from tpcore.testing.kit.conformance import Conformance
 
 class TestThreads(Conformance):
     worlds = (2, 4)
+    starts = False  # threads of one process
 
     def backend_class(self) -> type[ThreadBackend]:
         return ThreadBackend

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
-import itertools
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -15,16 +12,16 @@ from typing import Any
 import drills
 import pytest
 import torch
+from faults import ALL, Kit, Plain, Registry, Sampled, first_failure, mine, summed
+from test_mutants_rare import RARE
 from torch import Tensor
 from tpcore_cpu_gloo import programs
 
-from tpcore.backend.capabilities import Capabilities
 from tpcore.comm import Comm
 from tpcore.context import ParallelContext, current
 from tpcore.errors import BackendError
 from tpcore.mesh import Group, Mesh
-from tpcore.testing import ThreadBackend, run_ranks
-from tpcore.testing.kit import edges
+from tpcore.testing import run_ranks
 from tpcore.testing.kit.conformance import Conformance
 from tpcore.testing.threads import ThreadTransport, ThreadWorld
 from tpcore.testing.verify.report import edge_rows
@@ -35,40 +32,8 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def summed(parts: list[Tensor]) -> Tensor:
-    return functools.reduce(torch.add, parts)
-
-
-def mine(transport: Transport, x: Tensor, dim: int) -> Tensor:
-    return x.chunk(transport.size, dim)[transport.index].clone()
-
-
-class Plain(ThreadBackend):
-    """Right, and with few dtypes, so that the kit is soon through."""
-
-    transport_class: type[ThreadTransport] = ThreadTransport
-    capabilities = Capabilities(
-        dtypes=(torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool),
-        moved=(torch.complex64,),
-    )
-
-    def connect(self, group: Group, rank: int) -> ThreadTransport:
-        return self.transport_class(group, rank, self._world)
-
-
-MUTANTS: dict[str, tuple[str, type[Plain]]] = {}
-Made = Callable[..., Any]
-
-
-def mutant(caught_by: str, kind: type = ThreadTransport) -> Callable[[type], type]:
-    """Register a Comm, or a Backend, with the test that has to be the first to fail."""
-
-    def register(cls: type) -> type:
-        made = cls if issubclass(kind, Plain) else type(cls.__name__, (Plain,), {"transport_class": cls})
-        MUTANTS[cls.__name__] = (caught_by, made)
-        return cls
-
-    return register
+MUTANTS = Registry()
+mutant = MUTANTS.mutant
 
 
 @mutant("test_values all_gather")
@@ -213,7 +178,7 @@ class OnlyEverPermutesOnce(ThreadTransport):
 
     def permute(self, x: Tensor, to: tuple[int, ...]) -> Tensor:
         out = super().permute(x, to)
-        self.seen += x.shape == (4, 8) and x.is_floating_point() and bool((x < 0).any())
+        self.seen += x.shape == (4, 8) and x.is_floating_point() and -9 < float(x.amin()) < 0
         return torch.zeros_like(out) if self.seen > 1 else out
 
 
@@ -313,14 +278,14 @@ class KeepsItsResultBufferByShape(ThreadTransport):
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         out = super().all_gather(x, dim)
-        if x.shape != (4, 4) or not x.is_floating_point() or self.size != self._world.size:
+        if x.shape != (4, 4) or x.dtype is not torch.float32 or self.size != self._world.size:
             return out
         if not hasattr(self, "_kept"):
             self._kept: dict[int, Tensor] = {}
         return self._kept.setdefault(dim, out).copy_(out)
 
 
-@mutant("test_no_dims all_reduce max")
+@mutant("test_values all_reduce max")
 class MaxIsNeverNegative(ThreadTransport):
     def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
         out = super().all_reduce(x, op, donate)
@@ -365,7 +330,7 @@ class BroadcastsOfNoDimsHaveOne(ThreadTransport):
         return super().broadcast(torch.atleast_1d(x), src)
 
 
-@mutant("test_odd_values broadcast")
+@mutant("test_values broadcast")
 class BroadcastsByMultiplyingWithZero(ThreadTransport):
     def broadcast(self, x: Tensor, src: int) -> Tensor:
         if not x.is_floating_point():
@@ -411,20 +376,20 @@ class WaitsTwiceForTwoSums(ThreadTransport):
         return wait
 
 
-@mutant("test_odd_values all_gather")
+@mutant("test_values all_gather")
 class ForgetsTheSignOfZero(ThreadTransport):
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         out = super().all_gather(x, dim)
         return out + 0 if out.is_floating_point() else out
 
 
-@mutant("test_odd_values all_to_all")
+@mutant("test_values all_to_all")
 class TradesFiniteNumbersOnly(ThreadTransport):
     def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Tensor:
         return super().all_to_all(torch.nan_to_num(x) if x.is_floating_point() else x, split_dim, concat_dim)
 
 
-@mutant("test_no_dims permute")
+@mutant("test_values permute")
 class FillsWithZeroTimesWhatItHas(ThreadTransport):
     def permute(self, x: Tensor, to: tuple[int, ...]) -> Tensor:
         out = super().permute(x, to)
@@ -472,7 +437,7 @@ class SumsInHalfPrecision(ThreadTransport):
         return super().all_reduce(wire, op, donate).to(x.dtype)
 
 
-@mutant("test_precision int64")
+@mutant("test_values all_reduce")
 class SumsWholeNumbersAsFloats(ThreadTransport):
     def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
         if x.dtype is not torch.int64:
@@ -504,7 +469,7 @@ class KeepsAPlanByShapeWithoutDtype(ThreadTransport):
     def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
         plans = vars(self).setdefault("_plans", {})
         out = super().all_reduce(x, op, donate)
-        if x.shape != (4, 4) or self.size != self._world.size:
+        if x.shape != (4, 4) or x.dtype is torch.bfloat16 or self.size != self._world.size:
             return out
         return out.to(plans.setdefault(x.shape, x.dtype))
 
@@ -733,22 +698,8 @@ class TracesWithoutDeclaringIt(Tracing):
         pass
 
 
-class Kit(Conformance):
-    worlds = (2, 4)
-    every = 100
-    tested: type[Plain] = Plain
-
-    def backend_class(self) -> type[Plain]:
-        return self.tested
-
-
-class Sampled(Kit):
-    """What a fault passes that a later test catches: fewer dtypes, and no 16 MB."""
-
-    large = edges.LARGE[:-1]
-
-    def choices(self) -> dict[str, list[Any]]:
-        return super().choices() | {"dtype": [torch.float32, torch.bool]}
+def asked(cls: type[Plain]) -> tuple[str, ...]:
+    return ("test_traces",) if issubclass(cls, Tracing) else ALL  # in all other things it is Plain
 
 
 def kit_for(caught_by: str) -> type[Kit]:
@@ -756,55 +707,25 @@ def kit_for(caught_by: str) -> type[Kit]:
     return Kit if drills.ALL or caught_by.split()[0] in ("test_values", "test_large") else Sampled
 
 
-def run_on(cls: type[Plain]) -> Made:
-    def run(mesh: Mesh, fn: Made, *args: Any) -> list[list[str]]:
-        return run_ranks(mesh, lambda ctx: fn(ctx, *args), backend=cls)
-
-    return run
-
-
-def first_failure(cls: type[Plain], kind: type[Kit] = Kit) -> str:
-    """Test and primitive, or mapping, of the first failure in the kit's order; "" if there is none."""
-    kit = kind()
-    kit.tested = cls  # type: ignore[misc]  # of this instance
-    choices = kit.choices() | {"run": [run_on(cls)]}
-    for name, test in vars(Conformance).items():
-        if not name.startswith("test_") or (issubclass(cls, Tracing) and name != "test_traces"):
-            continue  # in all other things it is Plain
-        wanted = [a for a in inspect.signature(test).parameters if a != "self"]
-        # the first argument varies slowest, as in the file: one primitive at all dtypes and sizes
-        order = sorted(wanted, key=lambda a: a not in ("primitive", "moving", "mapping", "linear", "layer"))
-        for values in itertools.product(*(choices[a] for a in order)):
-            given = dict(zip(order, values, strict=True))
-            try:
-                test(kit, **given)
-            except (AssertionError, pytest.fail.Exception, RuntimeError, ValueError):
-                what = [
-                    str(given[a]).removeprefix("torch.")
-                    for a in ("primitive", "moving", "mapping", "linear", "layer", "summed")
-                    if a in given
-                ]
-                return " ".join([name, *what])
-    return ""
-
-
 @pytest.mark.parametrize("right", [Plain, Traces])
 def test_the_right_one_passes(right: type[Plain]) -> None:
-    assert first_failure(right) == ""
+    assert first_failure(right, only=asked(right)) == ""
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_kit_names_the_fault(name: str) -> None:
     caught_by, cls = MUTANTS[name]
-    assert first_failure(cls, kit_for(caught_by)) == caught_by
+    assert first_failure(cls, kit_for(caught_by), asked(cls)) == caught_by
 
 
 def test_there_are_enough() -> None:
     assert len(MUTANTS) >= 80
-    assert {c.partition(" ")[0] for c, _ in MUTANTS.values()} >= {
+    assert len(RARE) >= 30
+    assert {c.partition(" ")[0] for c, _ in [*MUTANTS.values(), *RARE.values()]} >= {
         n for n in vars(Conformance) if n.startswith("test_")
     } - {
         "test_there_are_ranks",
+        "test_lost_ranks",  # test_kit_lost.py
         "test_many",
         "test_layers",
         "test_training",
@@ -833,14 +754,13 @@ SHOWN_BY_VERIFY = {
 
 @pytest.mark.parametrize("name", SHOWN_BY_VERIFY)
 def test_a_users_machine_shows_the_fault(name: str) -> None:
-    def rows(ctx: ParallelContext) -> list[str]:
+    def shows(ctx: ParallelContext) -> bool:
         try:
-            return [row.what for row in edge_rows(ctx) if row.wrong]
+            return any(row.what == SHOWN_BY_VERIFY[name] and row.wrong for row in edge_rows(ctx))
         except RuntimeError:  # in place of a wrong number: a result whose memory cannot be written, say
-            return ["inference_mode"]
+            return SHOWN_BY_VERIFY[name] == "inference_mode"
 
-    for found in run_ranks(Mesh({"tp": 2}), rows, backend=MUTANTS[name][1]):
-        assert SHOWN_BY_VERIFY[name] in found
+    assert all(run_ranks(Mesh({"tp": 2}), shows, backend=MUTANTS[name][1]))
 
 
 def test_verify_finds_nothing_wrong_at_the_edges_of_what_is_right() -> None:

@@ -30,6 +30,7 @@ def one_rank(axes: dict[str, int], fn: Callable[..., list[str]], args: tuple[Any
 class TestNeuron(Conformance):
     backend = "neuron"
     worlds = (4,)
+    starts = False  # replicas of one process
     every = 61  # test_xla_matrix runs many more of them
     # torch_xla adds a token, zero, to the input of a collective; XLA's maximum over CPUs leaves out NaN
     loses = ("the sign of zero", "NaN in a maximum")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -219,12 +220,22 @@ class C10dBackend(Backend):
         members = group.members(self._rank)
         if self._owns and members == tuple(range(self._world)):
             return dist.group.WORLD
-        made = {
-            ranks: dist.new_group(list(ranks), self._seconds, self.transport) for ranks in group.partition
-        }
+        made = {ranks: self._made_of(ranks, group) for ranks in group.partition}
         self._made.append(made[members])
         self._settle(made[members])
         return made[members]
+
+    def _made_of(self, ranks: Members, group: Group) -> Any:
+        """A process group with the ranks in this order: torch sorts them if it is not told otherwise."""
+        options: dict[str, Any] = {}
+        if list(ranks) != sorted(ranks):
+            if "sort_ranks" not in signature(dist.new_group).parameters:
+                raise BackendError(
+                    f"the groups over {group.axes} have ranks in the order {ranks}, and torch "
+                    f"{torch.__version__} sorts them: name the axes in the mesh's order, or use a later torch"
+                )
+            options = {"sort_ranks": False}
+        return dist.new_group(list(ranks), self._seconds, self.transport, **options)
 
     def _settle(self, pg: Any) -> None:
         """Wait until all members are connected: a member that leaves early would cut off one that still

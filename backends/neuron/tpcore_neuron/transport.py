@@ -13,6 +13,7 @@ from tpcore.transport import (
     ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALL,
+    BROADCAST,
     PERMUTE,
     REDUCE_SCATTER,
     Op,
@@ -104,6 +105,13 @@ class XlaTransport(Transport):
             _wide(x), split_dim, concat_dim, self.size, groups=self._groups, pin_layout=False
         )
         return self._unchained(out).to(x.dtype)
+
+    def broadcast(self, x: Tensor, src: int) -> Tensor:
+        """A sum with zeros: it sends less than a gather. The sign of zero is lost, as everywhere here."""
+        x = self._checked(x, BROADCAST.describe(src))
+        # where, not a product: 0 * nan is nan
+        mine = torch.where(self.position == src, x, torch.zeros_like(x)).reshape(x.shape)
+        return self.all_reduce(mine, "sum", True)
 
     def permute(self, x: Tensor, to: tuple[int, ...]) -> Tensor:
         x = self._checked(x, PERMUTE.describe(to))

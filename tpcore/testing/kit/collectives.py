@@ -18,8 +18,9 @@ from ...context import ParallelContext
 from ...errors import BackendError
 from ...transport import PRIMITIVES as PRIMITIVES_BY_NAME
 from ...transport import TABLE, Primitive
+from .samples import bits, values, wide
 
-SHAPES = ((4,), (4, 8), (8, 4, 4), (4, 1, 8, 4))
+SHAPES = ((4,), (4, 8), (8, 4, 4), (4, 1, 8, 4), (1, 4, 2, 1, 4))
 EMPTY = ((0, 4), (4, 0))
 
 
@@ -39,14 +40,6 @@ class Wrong(list[str]):
             self.error, self.allowed = error, allowed
 
 
-def values(shape: tuple[int, ...], position: int, dtype: torch.dtype) -> Tensor:
-    """Small whole numbers, which every dtype represents and sums exactly; different at each position."""
-    n = torch.Size(shape).numel()
-    whole = (torch.arange(n) * (position + 3) + position) % 7
-    out = (whole % 2 if dtype is torch.bool else whole).to(dtype).view(shape)
-    return out * (1 + 2j) if dtype.is_complex else out
-
-
 Calls = list[tuple[str, Callable[[Tensor], Tensor], Tensor]]
 
 # values to try for an argument of this name: (number of dims, group size) -> values
@@ -56,12 +49,13 @@ _TRIED: dict[str, Callable[[int, int], Sequence[Any]]] = {
     "op": lambda ndim, n: ["sum"],
     "donate": lambda ndim, n: [False],
     "split_dim": lambda ndim, n: range(-ndim, ndim),
-    # the ring, the ring backwards, a swap of two members, one sender only, the identity
+    # the ring, the ring backwards, a swap of two members, one sender only, a line, the identity
     "to": lambda ndim, n: [
         tuple((i + 1) % n for i in range(n)),
         tuple((i - 1) % n for i in range(n)),
         (n - 1, *range(1, n - 1), 0),
         (n - 1, *[None] * (n - 1)),
+        (*range(1, n), None),
         tuple(range(n)),
     ],
 }
@@ -81,14 +75,14 @@ def _arguments(primitive: Primitive, shape: torch.Size, n: int) -> Iterator[dict
     """Arguments to try on a tensor of this shape in a group of ``n``."""
     ndim = len(shape)
     tried = [_TRIED[name](ndim, n) for name in primitive.arguments if name != "concat_dim"]
-    for values in itertools.product(*tried):
-        given = dict(zip([a for a in primitive.arguments if a != "concat_dim"], values, strict=True))
+    for chosen in itertools.product(*tried):
+        given = dict(zip([a for a in primitive.arguments if a != "concat_dim"], chosen, strict=True))
         if primitive.divides and shape[given[primitive.divides]] % n:
             continue
         if "split_dim" not in given:
             yield given
             continue
-        for concat in {given["split_dim"], (given["split_dim"] + 1) % ndim}:
+        for concat in range(ndim) if given["split_dim"] >= 0 else [-1]:
             yield given | {"concat_dim": concat}
 
 
@@ -124,10 +118,13 @@ def differs(got: Tensor, want: Tensor) -> str:
     """A message if a result differs in value, dtype or shape; else empty."""
     if (got.dtype, got.shape) != (want.dtype, want.shape):
         return f"is {got.dtype} {tuple(got.shape)}, not {want.dtype} {tuple(want.shape)}"
-    got, want = (t.detach().cpu().contiguous() for t in (got, want))
-    if not torch.equal(got.view(-1).view(torch.uint8), want.view(-1).view(torch.uint8)):
-        return f"is {got.flatten()[:8].tolist()}..., not {want.flatten()[:8].tolist()}..."
-    return ""
+    got, want = (t.detach().cpu().contiguous().view(-1) for t in (got, want))
+    unequal = got.view(torch.uint8) != want.view(torch.uint8)
+    if not unequal.any():
+        return ""
+    i = int(unequal.nonzero()[0]) // got.itemsize
+    where = f" from element {i} on" if i else ""
+    return f"is {got[i : i + 8].tolist()}...{where}, not {want[i : i + 8].tolist()}..."
 
 
 def _each(ctx: ParallelContext, comm: Comm, primitive: str, every: list[Tensor]) -> Wrong:
@@ -137,6 +134,22 @@ def _each(ctx: ParallelContext, comm: Comm, primitive: str, every: list[Tensor])
         if problem:
             where = f"{primitive} {how} of {tuple(every[me].shape)} over {comm.group.axes} on rank {ctx.rank}"
             out.append(f"{where} {problem}")
+    return out
+
+
+Made = Callable[[int], Tensor]
+
+
+def only(
+    ctx: ParallelContext, comm: Comm, name: str, made: Made, note: str, count: int | None = None
+) -> Wrong:
+    """Check the first ``count`` calls of one primitive on the tensors that ``made`` returns by position."""
+    me, out = int(comm.position.cpu()), Wrong()
+    every = [made(p) for p in range(comm.size)]
+    for how, call, want in calls(comm, name, every)[:count]:
+        problem = differs(call(made(me).to(ctx.device)), want.contiguous())
+        if problem:
+            out.append(f"{name} {how} of {note} on rank {ctx.rank} {problem}")
     return out
 
 
@@ -162,65 +175,38 @@ def right_values(ctx: ParallelContext, primitive: str, dtype: torch.dtype) -> Wr
     comm, out = ctx.comm("tp"), Wrong()
     for shape in SHAPES:
         out += _each(ctx, comm, primitive, [values(shape, p, dtype) for p in range(comm.size)])
+    out += _each(ctx, comm, primitive, spread((4, 8), comm, primitive, dtype))
     return out
+
+
+def spread(shape: tuple[int, ...], comm: Comm, primitive: str, dtype: torch.dtype) -> list[Tensor]:
+    """A tensor for each member with numbers from all of the dtype's range. Bits, if they are only moved."""
+    if primitive not in MOVING:
+        return [wide(shape, p, dtype, comm.size) for p in range(comm.size)]
+    return [bits(shape, p, dtype, normal=not comm.eager) for p in range(comm.size)]
 
 
 def empty(ctx: ParallelContext, primitive: str) -> Wrong:
     comm, out = ctx.comm("tp"), Wrong()
-    for shape in EMPTY:
-        out += _each(ctx, comm, primitive, [values(shape, p, torch.float32) for p in range(comm.size)])
+    for dtype in eager_dtypes(ctx):
+        for shape in EMPTY:
+            out += _each(ctx, comm, primitive, [values(shape, p, dtype) for p in range(comm.size)])
     return out
 
 
-def strided(ctx: ParallelContext, primitive: str) -> Wrong:
-    """The input is transposed and has gaps between its elements."""
-    comm, out = ctx.comm("tp"), Wrong()
-    me = int(comm.position.cpu())
-    every = [values((4, 8, 4), p, torch.float32).transpose(0, 2)[:, ::2] for p in range(comm.size)]
-    for how, call, want in calls(comm, primitive, every):
-        whole = values((4, 8, 4), me, torch.float32).to(ctx.device)
-        problem = differs(call(whole.transpose(0, 2)[:, ::2]), want.contiguous())
-        if problem:
-            out.append(f"{primitive} {how} of a strided tensor on rank {ctx.rank} {problem}")
-        between = values((4, 8, 4), me, torch.float32).transpose(0, 2)[:, 1::2]
-        if differs(whole.transpose(0, 2)[:, 1::2], between):
-            out.append(f"{primitive} {how} wrote between the elements of its input on rank {ctx.rank}")
-    return out
-
-
-def memory(ctx: ParallelContext, primitive: str) -> Wrong:
-    """Inputs stay unchanged. Outputs are contiguous, new memory, outside of autograd, and stay valid."""
-    comm, out = ctx.comm("tp"), Wrong()
-    me = int(comm.position.cpu())
-    every = [values((4, 8, 4), p, torch.float32) for p in range(comm.size)]
-    kept: list[tuple[str, Tensor, Tensor]] = []
-    for how, call, want in calls(comm, primitive, every):
-        x = every[me].to(ctx.device, copy=True).requires_grad_("donate" not in primitive)
-        y = call(x)
-        what = f"{primitive} {how} on rank {ctx.rank}:"
-        if not y.is_contiguous():
-            out.append(f"{what} the output is not contiguous, its strides are {y.stride()}")
-        if "donate" not in primitive and differs(x, every[me]):
-            out.append(f"{what} the input was changed")
-        if "donate" not in primitive and y.numel() and y.data_ptr() == x.data_ptr() != 0:  # 0: lazy
-            out.append(f"{what} the output is the input's memory")
-        if y.requires_grad:
-            out.append(f"{what} the output is part of an autograd graph, whose gradient would be wrong")
-        kept.append((what, y, want))
-    for what, y, want in kept:  # after all calls: a reused buffer would have later values by now
-        problem = differs(y, want)
-        if problem:
-            out.append(f"{what} after later collectives the output {problem}")
-    return out
+def eager_dtypes(ctx: ParallelContext) -> tuple[torch.dtype, ...]:
+    """All dtypes that the backend sums. float32 alone on a lazy one, which compiles a program for each."""
+    return ctx.backend.capabilities.dtypes if ctx.comm("tp").eager else (torch.float32,)
 
 
 def overlapped(ctx: ParallelContext) -> Wrong:
-    """Several all-reduces under way, waited for in another order, with a gather in between."""
+    """Several all-reduces under way, with a gather in between. Ranks wait for them in different orders."""
     comm, out = ctx.comm("tp"), Wrong()
     n, me = comm.size, comm.position.float()  # a tensor: one program for all ranks of a compiling backend
     waits = [comm.start_all_reduce(me.repeat(9) + i) for i in range(4)]
     gathered = comm.all_gather(me, 0)
-    for i, wait in reversed(list(enumerate(waits))):
+    forward = comm.eager and int(comm.position.cpu()) % 2
+    for i, wait in sorted(enumerate(waits), reverse=not forward):
         problem = differs(wait(), torch.full((9,), float(n * i + n * (n - 1) // 2)))
         if problem:
             out.append(f"all-reduce {i} of 4 under way {problem}")
@@ -230,39 +216,52 @@ def overlapped(ctx: ParallelContext) -> Wrong:
 
 
 def groups(ctx: ParallelContext, primitive: str) -> Wrong:
-    """Collectives over each axis, a pair of axes and the world involve only the group's members."""
+    """Collectives over an axis, several axes in either order, a part of them and the world involve only the
+    group's members."""
     axes, out = list(ctx.mesh.axes), Wrong()
-    for names in [(a,) for a in axes] + [tuple(axes[:2]), tuple(axes)]:
-        comm = ctx.comm(*names)
+    tried: list[tuple[tuple[str, ...], int | None]] = [((a,), None) for a in axes] + [
+        (tuple(axes[:2]), None),
+        (tuple(axes), None),
+    ]
+    tried += [(tuple(axes[::-1]), None), (tuple(axes), 2)]
+    for names, within in tried:
+        comm = ctx.comm(*names, within=within)
         if comm.size == 1:
             continue
-        members = ctx.mesh.group(*names).members(ctx.rank)
-        if members[int(comm.position.cpu())] != ctx.rank:
-            out.append(f"rank {ctx.rank} is at {int(comm.position.cpu())} of {names} group {members}")
+        members = ctx.mesh.group(*names, within=within).members(ctx.rank)
+        at = int(comm.position.cpu())
+        if comm.size != len(members) or members[at] != ctx.rank:
+            out.append(f"rank {ctx.rank} is at {at} of {comm.size} in {names} group {members}")
+            continue
         out += _each(ctx, comm, primitive, [values((4, 4), r, torch.float32) for r in members])
     return out
 
 
-def many(ctx: ParallelContext) -> Wrong:
-    """A long run of collectives of changing kind and size: none affects another."""
+def many(ctx: ParallelContext, count: int) -> Wrong:
+    """A long run of collectives of changing kind and size: none affects another. ``count`` small ones."""
     comm, out = ctx.comm("tp"), Wrong()
     for i in range(24):
         every = [values((4, 4 + i % 5), p + i, torch.float32) for p in range(comm.size)]
         out += _each(ctx, comm, PRIMITIVES[i % len(PRIMITIVES)], every)
+    for i in range(count if comm.eager else 0):
+        problem = differs(comm.all_gather((comm.position + i).float(), 0), torch.arange(comm.size) + float(i))
+        if problem:
+            out.append(f"small all_gather {i} of {count} on rank {ctx.rank} {problem}")
+            break
     return out
 
 
 def replicated(ctx: ParallelContext) -> Wrong:
     """A sum that rounds has the same bits on every rank: otherwise ranks would drift apart."""
-    comm = ctx.comm("tp")
-    x = torch.rand(257, generator=torch.Generator().manual_seed(ctx.rank)).to(ctx.device)
-    ops_: tuple[Op, ...] = ("sum", "max")
-    for op in ops_:
+    comm, out = ctx.comm("tp"), Wrong()
+    ops: tuple[Op, ...] = ("sum", "max")
+    for n, op in itertools.product((257, 5_003) if comm.eager else (257,), ops):
+        x = torch.rand(n, generator=torch.Generator().manual_seed(ctx.rank)).to(ctx.device)
         y = comm.all_reduce(x, op)
         seen = comm.all_gather(y.unsqueeze(0), 0).cpu()
         if not all(torch.equal(row, seen[0]) for row in seen):
-            return Wrong([f"all_reduce {op} differs between ranks in its last bits"])
-    return Wrong()
+            out.append(f"all_reduce {op} of {n} elements differs between ranks in its last bits")
+    return out
 
 
 def not_refused(call: Callable[[], None], what: str) -> list[str]:

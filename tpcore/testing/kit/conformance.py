@@ -26,7 +26,7 @@ from ...mesh import Mesh
 from ...transport import PRIMITIVES
 from .. import matrix
 from . import collectives as bodies
-from . import edges, programs, stages
+from . import edges, lost, memory, programs, stages
 from . import mappings as law
 from .launched import Launched, launched_world
 
@@ -72,10 +72,17 @@ class Conformance:
     worlds: ClassVar[tuple[int, ...]] = ()
     grace: ClassVar[float] = 10.0
     """Seconds after which a rank that failed alone ends the job (see ``Launched``)."""
+    starts: ClassVar[bool] = True
+    """Whether RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment make a process a rank: the kit
+    then loses ranks of jobs of its own. False for a library whose launcher alone can start ranks."""
+    patience: ClassVar[float] = 25.0
+    """Seconds in which two such ranks start."""
     every: ClassVar[int] = 7
     """Run every 7th case of each layer: 7 divides the length of no axis, so all values occur."""
     large: ClassVar[Sequence[int]] = edges.LARGE
     """Numbers of elements of large tensors."""
+    calls: ClassVar[int] = 300
+    """Number of small calls in a row: more than a byte counts. 70,000 are more than 16 bits count."""
     loses: ClassVar[Sequence[str]] = ()
     """Properties of odd numbers that the backend's library loses: "the sign of zero", "NaN in a maximum"."""
 
@@ -106,6 +113,8 @@ class Conformance:
         worlds = type(self).worlds or (launched_world(),)
         layers = [name for name, dtype in _NAMES.items() if dtype in can.dtypes]
         return {
+            "first": [Mesh({"dp": 1, "tp": worlds[0]})],
+            "way": list(lost.WAYS),
             "line": [Mesh({"dp": 1, "tp": n}) for n in worlds],
             "grid": [m for n in worlds for m in meshes(n)],
             "square": [
@@ -161,7 +170,7 @@ class Conformance:
 
     def test_strides(self, run: Run, line: Mesh, primitive: str) -> None:
         """A failure is in how this primitive reads an input that is not contiguous."""
-        self._check(run(line, bodies.strided, primitive))
+        self._check(run(line, memory.strided, primitive))
 
     def test_empty(self, run: Run, line: Mesh, primitive: str) -> None:
         """A failure is in how this primitive treats tensors without elements."""
@@ -169,7 +178,11 @@ class Conformance:
 
     def test_memory(self, run: Run, line: Mesh, primitive: str) -> None:
         """A failure is in this primitive's use of memory: its input, its output, a buffer of its own."""
-        self._check(run(line, bodies.memory, primitive))
+        self._check(run(line, memory.memory, primitive))
+
+    def test_donated(self, run: Run, line: Mesh) -> None:
+        """A failure is in what is written to memory that the caller has given away."""
+        self._check(run(line, memory.donated))
 
     def test_overlap(self, run: Run, line: Mesh) -> None:
         """A failure is in ``start_all_reduce``: results mixed up between several under way."""
@@ -189,15 +202,15 @@ class Conformance:
 
     def test_odd_memory(self, run: Run, line: Mesh, primitive: str) -> None:
         """A failure is in how this primitive reads its input: a storage offset, or strides of 0."""
-        self._check(run(line, edges.odd_memory, primitive))
+        self._check(run(line, memory.odd_memory, primitive))
 
     def test_again(self, run: Run, line: Mesh, primitive: str) -> None:
         """A failure is in data that is reused for similar calls: buffers, views, plans."""
-        self._check(run(line, edges.again, primitive))
+        self._check(run(line, memory.again, primitive))
 
     def test_modes(self, run: Run, line: Mesh, primitive: str) -> None:
         """A failure is in memory that is made under ``inference_mode`` and used outside, or the reverse."""
-        self._check(run(line, edges.any_mode, primitive))
+        self._check(run(line, memory.any_mode, primitive))
 
     def test_precision(self, run: Run, line: Mesh, summed: torch.dtype) -> None:
         """A failure is in the dtype of a sum."""
@@ -209,7 +222,7 @@ class Conformance:
 
     def test_many(self, run: Run, line: Mesh) -> None:
         """A failure is in state that one collective leaves for the next."""
-        self._check(run(line, bodies.many))
+        self._check(run(line, bodies.many, type(self).calls))
 
     def test_same_bits(self, run: Run, line: Mesh) -> None:
         """A failure is in the order of a sum, which must be the same on every rank."""
@@ -222,6 +235,16 @@ class Conformance:
     def test_interleaved(self, run: Run, grid: Mesh) -> None:
         """A failure is in state that groups share."""
         self._check(run(grid, edges.interleaved))
+
+    def test_freed(self, run: Run, line: Mesh) -> None:
+        """A failure is in memory that stays in use after its result is dropped."""
+        self._check(run(line, memory.freed))
+
+    def test_lost_ranks(self, run: Run, first: Mesh, way: str) -> None:
+        """A failure is in the time-out, or in what a rank gets that waits for a lost one."""
+        if not type(self).starts:
+            pytest.skip("starts = False: the launcher of this backend ends a job in which a rank is lost")
+        self._check(run(first, lost.lost, self.backend_class(), way, type(self).patience))
 
     def test_transposes(self, run: Run, line: Mesh, linear: str) -> None:
         """A failure here alone is in state that a primitive leaves for its transpose."""

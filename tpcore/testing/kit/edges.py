@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import pairwise, product
 
 import torch
 from torch import Tensor
@@ -11,26 +12,13 @@ from torch import Tensor
 from ...comm import Comm
 from ...context import ParallelContext
 from ...transport import PRIMITIVES
-from .collectives import Wrong, calls, differs, values
+from .collectives import Made, Wrong, calls, differs, eager_dtypes, only, spread
+from .samples import values, wide
 
-LARGE = (4_097, (1 << 16) // 4 + 3, 1 << 22)
-"""Numbers of float32 elements: a little more than 16 and 64 KiB; and 16 MB, more than a network buffers, so
-that ranks that all send before they receive wait for ever. The last is for groups of two, where it is fast"""
-
-Made = Callable[[int], Tensor]
-
-
-def _only(
-    ctx: ParallelContext, comm: Comm, name: str, made: Made, note: str, count: int | None = None
-) -> Wrong:
-    """Check the first ``count`` calls of one primitive on the tensors that ``made`` returns by position."""
-    me, out = int(comm.position.cpu()), Wrong()
-    every = [made(p) for p in range(comm.size)]
-    for how, call, want in calls(comm, name, every)[:count]:
-        problem = differs(call(made(me).to(ctx.device)), want.contiguous())
-        if problem:
-            out.append(f"{name} {how} of {note} on rank {ctx.rank} {problem}")
-    return out
+LARGE = (4_097, 1 << 14, (1 << 14) + 3, 1 << 22)
+"""Numbers of float32 elements: a little more than 16 KiB, 64 KiB, a little more than that; and 16 MB, more
+than a network buffers, so that ranks that all send before they receive wait for ever. The last is for groups
+of two, where it is fast"""
 
 
 def large(ctx: ParallelContext, primitive: str, sizes: Sequence[int]) -> Wrong:
@@ -39,18 +27,31 @@ def large(ctx: ParallelContext, primitive: str, sizes: Sequence[int]) -> Wrong:
     me = int(comm.position.cpu())
     for n in [n for n in sizes if comm.size == 2 or n < LARGE[-1]]:
         n += -n % comm.size  # noqa: PLW2901  divisible by the number of ranks
-        every = [torch.full((n,), p + 1.0) for p in range(comm.size)]
-        for p, t in enumerate(every):
-            t[: 1 << 15] = values((min(n, 1 << 15),), p, torch.float32)
-            t[-1] = p + 9.0
-        for how, call, want in calls(comm, primitive, every)[:1]:
-            x = every[me].to(ctx.device, copy=True)
-            problem = differs(call(x), want)
-            if problem:
-                out.append(f"{primitive} {how} of {n} elements on rank {ctx.rank} {problem}")
-            if "donate" not in primitive and differs(x, every[me]):
-                out.append(f"{primitive} {how} of {n} elements changed its input on rank {ctx.rank}")
+        for note, every in _forms(comm, primitive, n, eager_dtypes(ctx)):
+            for how, call, want in calls(comm, primitive, every)[: 1 if every[0].ndim == 1 else None]:
+                x = every[me].to(ctx.device, copy=True)
+                if problem := differs(call(x), want):
+                    out.append(f"{primitive} {how} of {note} on rank {ctx.rank} {problem}")
+                if "donate" not in primitive and differs(x, every[me]):
+                    out.append(f"{primitive} {how} of {note} changed its input on rank {ctx.rank}")
     return out
+
+
+def _forms(
+    comm: Comm, primitive: str, n: int, dtypes: Sequence[torch.dtype]
+) -> Iterator[tuple[str, list[Tensor]]]:
+    """About ``n`` elements as a vector of float32. Those that take little time on eager backends as vectors
+    of other item sizes too, as a matrix and as a transposed one."""
+    yield f"{n} elements", [wide((n,), p, torch.float32, comm.size) for p in range(comm.size)]
+    if not comm.eager or n >= LARGE[-1]:
+        return
+    one_of_each = {d.itemsize: d for d in dtypes if d is not torch.bool and d.itemsize != 4}
+    for dtype in one_of_each.values():
+        yield f"{n} elements of {dtype}", spread((n,), comm, primitive, dtype)
+    rows, columns = 2 * comm.size, -(-n // comm.size**2) * comm.size
+    yield f"a {rows} x {columns} matrix", spread((rows, columns), comm, primitive, torch.float32)
+    across = spread((columns, rows), comm, primitive, torch.float32)
+    yield f"a transposed {columns} x {rows} matrix", [t.t() for t in across]
 
 
 def without_dims(ctx: ParallelContext, primitive: str) -> Wrong:
@@ -58,89 +59,50 @@ def without_dims(ctx: ParallelContext, primitive: str) -> Wrong:
     known = PRIMITIVES.get(primitive)
     if known is not None and {"dim", "split_dim"} & known.arguments.keys():
         return Wrong()
-    return _only(ctx, ctx.comm("tp"), primitive, lambda p: torch.tensor(p - 3.5), "a tensor of no dims")
+    return only(ctx, ctx.comm("tp"), primitive, lambda p: torch.tensor(p - 3.5), "a tensor of no dims")
 
 
 def odd_values(ctx: ParallelContext, primitive: str, loses: Sequence[str] = ()) -> Wrong:
-    """NaN and infinity arrive, a maximum with NaN is NaN, and all numbers may be negative. Moved values keep
-    their bits, also of NaN and zero. Except what the backend ``loses``."""
-    comm, nan, inf = ctx.comm("tp"), float("nan"), float("inf")
-    n, zero = comm.size, 0.0 if "the sign of zero" in loses else -0.0
-
-    def negative(p: int) -> Tensor:
-        return -1.0 - values((4, 4), p, torch.float32)
-
-    def odd(p: int) -> Tensor:
-        one = [nan, -inf, inf, zero] if p == n - 1 else [1.0, -2.0, 3.0, zero]
-        return torch.tensor(one).repeat(4, 1)
-
-    out = _only(ctx, comm, primitive, negative, "negative numbers")
-    if "reduce" not in primitive:
-        out += _only(ctx, comm, primitive, odd, "numbers that are not finite")
-        return out
-    if primitive == "all_reduce max" and "NaN in a maximum" in loses:
-        return out
-    me = int(comm.position.cpu())
-    for how, call, want in calls(comm, primitive, [odd(p) for p in range(n)]):
-        got = call(odd(me).to(ctx.device)).cpu()
-        if not torch.equal(got.nan_to_num(7.0), want.nan_to_num(7.0)):  # a computed NaN may have any bits
-            out.append(f"{primitive} {how} of NaN and infinity on rank {ctx.rank} is {got[0].tolist()}")
-    return out
-
-
-def odd_memory(ctx: ParallelContext, primitive: str) -> Wrong:
-    """Inputs with a storage offset, and inputs with strides of 0."""
-    comm = ctx.comm("tp")
-
-    def inside(p: int) -> Tensor:
-        return values((5, 4), p, torch.float32)[1:]
-
-    def repeated(p: int) -> Tensor:
-        return values((1, 4), p, torch.float32).expand(4, 4)
-
-    def on_device(made: Made) -> Made:  # a copy to a device must not lose the strides
-        return lambda p: made(p) if ctx.device.type == "cpu" else made(p).to(ctx.device)
-
-    out = _only(ctx, comm, primitive, on_device(inside), "a slice")
-    if primitive != "all_reduce donate":  # memory with repeated elements cannot be donated
-        out += _only(ctx, comm, primitive, on_device(repeated), "a tensor with strides of 0")
-    return out
-
-
-def again(ctx: ParallelContext, primitive: str) -> Wrong:
-    """Calls of one shape with other values, and of one size with other shapes and dtypes. All results stay
-    valid."""
+    """NaN and infinity arrive, a maximum with NaN is NaN, a sum out of range is infinite, and all numbers may
+    be negative. Moved values keep their bits, also of NaN and zero. Except what the backend ``loses``."""
     comm, out = ctx.comm("tp"), Wrong()
-    me, kept = int(comm.position.cpu()), []
-    kinds = [((4, 4), torch.float32), ((4, 4), torch.int64), ((4, 8), torch.float32), ((8, 4), torch.float32)]
-    for turn in range(2):
-        for shape, dtype in kinds:
-            if dtype not in ctx.backend.capabilities.dtypes:
-                continue
-            every = [values(shape, p + 5 * turn, dtype) for p in range(comm.size)]
-            for how, call, want in calls(comm, primitive, every)[:2]:
-                kept.append((f"{how} of {dtype} {shape}", call(every[me].to(ctx.device, copy=True)), want))
-    for what, got, want in kept:
-        problem = differs(got, want)
-        if problem:
-            out.append(f"{primitive} {what} after calls like it on rank {ctx.rank} {problem}")
+    for dtype in [d for d in eager_dtypes(ctx) if d.is_floating_point]:
+        out += only(ctx, comm, primitive, partial(_negative, dtype), f"negative {dtype}")
+        odd = partial(_odd, dtype, comm.size, 0.0 if "the sign of zero" in loses else -0.0)
+        if "reduce" not in primitive:
+            out += only(ctx, comm, primitive, odd, f"{dtype} numbers that are not finite")
+        elif primitive != "all_reduce max" or "NaN in a maximum" not in loses:
+            out += _odd_sums(ctx, primitive, odd, f"NaN and infinity of {dtype}")
+        if "reduce" in primitive:
+            top = torch.finfo(dtype).max
+            huge = torch.tensor([top, -top, top / 2, -top / 4], dtype=dtype).repeat(4, 1)
+            out += _odd_sums(ctx, primitive, partial(_alike, huge), f"the largest numbers of {dtype}")
     return out
 
 
-def any_mode(ctx: ParallelContext, primitive: str) -> Wrong:
-    """A call that was first made under inference_mode works outside of it, and the reverse."""
+def _negative(dtype: torch.dtype, position: int) -> Tensor:
+    return -1 - values((4, 4), position, dtype)
+
+
+def _alike(t: Tensor, position: int) -> Tensor:
+    return t
+
+
+def _odd(dtype: torch.dtype, size: int, zero: float, position: int) -> Tensor:
+    nan, inf = float("nan"), float("inf")
+    one = [nan, -inf, inf, zero] if position == size - 1 else [1.0, -2.0, 3.0, zero]
+    return torch.tensor(one, dtype=dtype).repeat(4, 1)
+
+
+def _odd_sums(ctx: ParallelContext, primitive: str, made: Made, note: str) -> Wrong:
+    """As ``only``, but a computed NaN may have any bits."""
     comm, out = ctx.comm("tp"), Wrong()
-    me = int(comm.position.cpu())
-    for inside, width in ((True, 12), (False, 12), (True, 12), (False, 20), (True, 20)):
-        every = [values((4, width), p, torch.float32) for p in range(comm.size)]
-        for how, call, want in calls(comm, primitive, every)[:2]:
-            with torch.inference_mode(inside):
-                got = call(every[me].to(ctx.device, copy=True))
-            problem = differs(got, want)
-            if not inside:
-                got += 1  # an inference tensor could not be changed here
-            if problem:
-                out.append(f"{primitive} {how}, inference_mode({inside}), on rank {ctx.rank} {problem}")
+    for how, call, want in calls(comm, primitive, [made(p) for p in range(comm.size)]):
+        got = call(made(int(comm.position.cpu())).to(ctx.device)).cpu()
+        if got.shape != want.shape or not bool(((got == want) | (got.isnan() & want.isnan())).all()):
+            out.append(
+                f"{primitive} {how} of {note} on rank {ctx.rank} is {got.tolist()}, not {want.tolist()}"
+            )
     return out
 
 
@@ -148,48 +110,59 @@ def precise(ctx: ParallelContext, dtype: torch.dtype) -> Wrong:
     """A sum rounds at most once for each addend, in its own dtype. Maxima and sums of integers are exact. The
     same call gives the same bits."""
     comm, out = ctx.comm("tp"), Wrong()
-    me = int(comm.position.cpu())
+    for n in (8, 1024, 5_000) if comm.eager else (1024,):
+        n += -n % comm.size  # noqa: PLW2901  divisible by the number of ranks
+        every = [_some(n, p, dtype, comm.size) for p in range(comm.size)]
+        out += _sums(ctx, every, f"{n} numbers of {dtype} on rank {ctx.rank}")
+    return out
 
-    def some(p: int) -> Tensor:
-        g = torch.Generator().manual_seed(p)
-        if dtype.is_floating_point:
-            return torch.randn(1024, generator=g, dtype=torch.float64).to(dtype)
-        top = torch.iinfo(dtype).max // (comm.size + 1)
-        return torch.randint(top - min(top, 1000), top, (1024,), generator=g, dtype=torch.int64).to(dtype)
 
-    every = [some(p) for p in range(comm.size)]
-    x, wide = every[me].to(ctx.device), torch.stack(every)
-    first, second = (comm.all_reduce(x).cpu() for _ in range(2))
-    if differs(second, first):
-        out.append(f"the sum of {dtype} has other bits the second time on rank {ctx.rank}")
+def _some(n: int, position: int, dtype: torch.dtype, size: int) -> Tensor:
+    g = torch.Generator().manual_seed(position)
     if dtype.is_floating_point:
-        exact, size = wide.double().sum(0), wide.double().abs().sum(0)
-        far = (first.double() - exact).abs() - size * (comm.size * torch.finfo(dtype).eps / 2)
-        if not bool((far <= 0).all()):
-            out.append(f"the sum of {dtype} is off by {float(far.max()):.1e} more than its roundings allow")
-    elif differs(first, wide.sum(0, dtype=dtype)):
-        out.append(f"the sum of large {dtype} {differs(first, wide.sum(0, dtype=dtype))}")
-    if problem := differs(comm.all_reduce(x, "max").cpu(), wide.amax(0)):
-        out.append(f"the maximum of {dtype} on rank {ctx.rank} {problem}")
+        return torch.randn(n, generator=g, dtype=torch.float64).to(dtype)
+    top = torch.iinfo(dtype).max // (size + 1)
+    return torch.randint(top - min(top, 1000), top, (n,), generator=g, dtype=torch.int64).to(dtype)
+
+
+def _sums(ctx: ParallelContext, every: list[Tensor], note: str) -> Wrong:
+    comm, out, dtype = ctx.comm("tp"), Wrong(), every[0].dtype
+    me, stack = int(comm.position.cpu()), torch.stack(every)
+    x, mine = every[me].to(ctx.device), slice(None)
+    sums: dict[str, tuple[Callable[[], Tensor], slice]] = {"all_reduce": (lambda: comm.all_reduce(x), mine)}
+    if comm.eager:
+        chunk = len(x) // comm.size
+        sums["start_all_reduce"] = (lambda: comm.start_all_reduce(x)(), mine)  # noqa: PLW0108
+        sums["reduce_scatter"] = (lambda: comm.reduce_scatter(x, 0), slice(me * chunk, (me + 1) * chunk))
+    for name, (call, part) in sums.items():
+        first, second = (call().cpu() for _ in range(2))
+        if differs(second, first):
+            out.append(f"{name} of {note} has other bits the second time")
+        if dtype.is_floating_point:
+            exact, size = stack.double().sum(0)[part], stack.double().abs().sum(0)[part]
+            far = (first.double() - exact).abs() - size * (comm.size * torch.finfo(dtype).eps / 2)
+            if not bool((far <= 0).all()):
+                out.append(f"{name} of {note} is off by {float(far.max()):.1e} more than its roundings allow")
+        elif problem := differs(first, stack.sum(0, dtype=dtype)[part]):
+            out.append(f"{name} of {note} {problem}")
+    if problem := differs(comm.all_reduce(x, "max").cpu(), stack.amax(0)):
+        out.append(f"the maximum of {note} {problem}")
     return out
 
 
 def started(ctx: ParallelContext) -> Wrong:
     """A reduction reads its input when it is started: the caller may change it before the wait."""
     comm, out = ctx.comm("tp"), Wrong()
-    me = comm.position.float()
-    for n in (8, 100_000):
-        x = me.repeat(n) + 1
+    for dtype, n in product([d for d in eager_dtypes(ctx) if d is not torch.bool], (8, 100_000)):
+        x = (comm.position + 1).to(dtype).repeat(n)
         wait = comm.start_all_reduce(x)
         x.zero_()
-        want = torch.full((n,), comm.size * (comm.size + 1) / 2)
+        want = torch.full((n,), comm.size * (comm.size + 1) // 2, dtype=dtype)
         first, second = wait(), wait()
-        if differs(first, want):
-            out.append(
-                f"start_all_reduce of {n} elements whose input changes meanwhile {differs(first, want)}"
-            )
-        if differs(second, want):
-            out.append(f"a second wait for start_all_reduce of {n} elements {differs(second, want)}")
+        if problem := differs(first, want):
+            out.append(f"start_all_reduce of {n} {dtype} whose input changes meanwhile {problem}")
+        if problem := differs(second, want):
+            out.append(f"a second wait for start_all_reduce of {n} {dtype} {problem}")
     return out
 
 

@@ -102,6 +102,16 @@ def random_streams(ctx: ParallelContext) -> Wrong:
         out.append("sharded dropout is the same on two tp ranks")
     if torch.equal(first[0], first[2]):
         out.append("the generator does not advance")
+    live = ctx.backend.get_rng_state()
+    kept = live.clone()
+    draw()
+    ctx.backend.get_rng_state()
+    if not torch.equal(live, kept):
+        out.append("a saved random state changes when numbers are drawn")
+    for seed in (11 + (1 << 8), 11 + (1 << 16)):
+        tpcore.random.manual_seed(seed)
+        if torch.equal(draw(), first[0]):
+            out.append(f"the seeds 11 and {seed} give the same numbers")
     return out
 
 

@@ -23,7 +23,7 @@ from ...context import ParallelContext, use
 from ...init import init, shutdown
 from .. import matrix
 from ..kit import collectives as bodies
-from ..kit import edges, programs, stages
+from ..kit import edges, memory, programs, stages
 from ..kit.collectives import Wrong
 from . import bert
 
@@ -121,15 +121,15 @@ def _rows(ctx: ParallelContext) -> Iterator[Row]:
 
 
 _EDGES: Mapping[str, Callable[[ParallelContext, str], Wrong]] = {
-    "memory of inputs and results": bodies.memory,
-    "inputs with gaps": bodies.strided,
-    "offsets, strides of 0": edges.odd_memory,
+    "memory of inputs and results": memory.memory,
+    "inputs with gaps": memory.strided,
+    "offsets, strides of 0": memory.odd_memory,
     "no elements": bodies.empty,
     "no dims": edges.without_dims,
     "large tensors": partial(edges.large, sizes=edges.LARGE),
     "NaN, infinity, negative": edges.odd_values,
-    "calls again": edges.again,
-    "inference_mode": edges.any_mode,
+    "calls again": memory.again,
+    "inference_mode": memory.any_mode,
 }
 """Checks that take a primitive."""
 _REDUCTIONS: Mapping[str, Callable[[ParallelContext], Wrong]] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -439,6 +440,15 @@ CONFIG = {
 def bert(tmp_path: Path) -> Path:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     return tmp_path
+
+
+def test_a_config_of_3_gb_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "config.json").touch()
+    os.truncate(tmp_path / "config.json", 3 << 30)
+    found = CliRunner().invoke(app, ["explain", str(tmp_path), "--tp", "2"])
+    assert found.exit_code == 2
+    (line,) = found.output.splitlines()
+    assert "config.json is damaged: it has 3221225472 bytes, more than the limit of 268435456" in line
 
 
 SHARD_BERT = f"{ROOT / 'examples/bert_model.py'}:shard_bert"

@@ -107,12 +107,55 @@ def test_padding_that_an_operation_hides_is_refused_unless_the_size_is_given() -
     def check(ctx: ParallelContext) -> None:
         head = tpcore.ColumnParallelLinear.from_plain(plain, gather_output=False, pad=True)
         logits = head(x) / 2.0
-        with pytest.raises(ValueError, match=r"the last of 12 logits is exactly 0 .* pass vocab_size="):
+        with pytest.raises(ValueError, match=r"a layer with pad=True makes 3 features .* pass vocab_size="):
+            tpcore.parallel_cross_entropy(logits, target)
+        with (
+            use(replace(ctx)),  # one that does not know the layer
+            pytest.raises(ValueError, match=r"the last of 12 logits is exactly 0 .* pass vocab_size="),
+        ):
             tpcore.parallel_cross_entropy(logits, target)
         loss = tpcore.parallel_cross_entropy(logits, target, vocab_size=10).mean()
         torch.testing.assert_close(loss, F.cross_entropy(plain(x) / 2.0, target))
 
     run_ranks(Mesh({"tp": 4}), check)
+
+
+HIDING: dict[str, Callable[[Tensor], Tensor]] = {
+    "added": lambda z: z + 0.1,
+    "masked": lambda z: z.masked_fill(torch.arange(z.shape[-1]) == 0, -1e4),
+    "cast": lambda z: z.float(),
+    "put together": lambda z: torch.cat([z[:2], z[2:]]),
+}
+
+
+@pytest.mark.parametrize("how", HIDING)
+@pytest.mark.parametrize("tied", [False, True])
+def test_padding_that_no_value_shows_is_refused_too(how: str, tied: bool) -> None:
+    """Columns of padding that are not zero any more, after a head and after the table of an embedding."""
+    plain, x, target = _head(10, bias=False)
+
+    def check(ctx: ParallelContext) -> None:
+        head = tpcore.ColumnParallelLinear.from_plain(plain, gather_output=False, pad=True)
+        if tied:
+            table = tpcore.ParallelEmbedding(10, 4, pad=True, dtype=torch.float64)
+            table.load_state_dict(head.state_dict())
+        logits = HIDING[how](F.linear(x, table.weight) if tied else head(x))
+        with pytest.raises(
+            ValueError, match=r"layer with pad=True makes 3 features on each of 4 .* vocab_size="
+        ):
+            tpcore.parallel_cross_entropy(logits, target)
+        want = F.cross_entropy(HIDING[how](plain(x)), target) if how in ("cast", "put together") else None
+        loss = tpcore.parallel_cross_entropy(logits, target, vocab_size=10).mean()
+        if want is not None:
+            torch.testing.assert_close(loss, want)
+        with pytest.raises(ValueError, match="vocab_size="):
+            torch.compile(_loss_of, backend="eager")(logits.detach(), target, tpcore.current().comm("tp"))
+
+    run_ranks(Mesh({"tp": 4}), check)
+
+
+def _loss_of(logits: Tensor, target: Tensor, comm: tpcore.Comm) -> Tensor:
+    return tpcore.parallel_cross_entropy(logits, target, tensor_model_parallel_group=comm)
 
 
 def test_zeros_that_are_no_padding_pass() -> None:
@@ -201,6 +244,106 @@ def test_a_part_taken_for_the_whole_is_found(name: str) -> None:
                 model(*given)
 
     run_ranks(Mesh({"tp": 2}), run)
+
+
+def _checked(fn: Callable[[], object]) -> list[str]:
+    """What a checked run of two ranks says of ``fn``."""
+
+    def run(ctx: ParallelContext) -> str:
+        with use(replace(ctx, checks=raising())):
+            try:
+                fn()
+            except ValueError as e:
+                return str(e)
+        return ""
+
+    return run_ranks(Mesh({"tp": 2}), run)
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (1, 6), (6, 1), (3, 2), (2, 4)])
+@pytest.mark.parametrize("flat", ["flatten", "view", "transpose"])
+def test_the_cut_dim_is_not_guessed_by_its_size(shape: tuple[int, int], flat: str) -> None:
+    """As many tokens as a rank has words, in one dim or in two."""
+
+    def loss() -> None:
+        z = tpcore.ColumnParallelLinear(8, 12, gather_output=False)(torch.randn(*shape, 8))
+        target = torch.zeros(shape, dtype=torch.int64)
+        if flat == "transpose":
+            F.cross_entropy(z.transpose(1, 2), target)
+        else:
+            F.cross_entropy(z.flatten(0, 1) if flat == "flatten" else z.view(-1, 6), target.flatten())
+
+    assert all("cross_entropy sees only 6 of 12 features" in said for said in _checked(loss))
+
+
+class _Heads(nn.Module):
+    """Something over the dims of each rank's heads, after a projection."""
+
+    def __init__(self, heads: int, then: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.up = tpcore.ColumnParallelLinear(8, 4 * heads, gather_output=False, unit=4)
+        self.heads, self.then = tpcore.divide(heads, 2), then
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.then(self.up(x).view(*x.shape[:2], self.heads, 4)).sum()
+
+
+RIGHT: dict[str, Callable[[Tensor], Tensor]] = {
+    "norm of a head": lambda q: F.rms_norm(q, (4,)),
+    "softmax in a head": lambda q: q.softmax(-1),
+    "normalize a head": lambda q: F.normalize(q, dim=-1),
+    "softmax over tokens": lambda q: q.softmax(1),
+    "the same after a transposition": lambda q: q.transpose(1, 2).softmax(2),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("heads", [2, 4, 8])
+def test_heads_of_a_rank_are_whole(heads: int, name: str) -> None:
+    """One head on each rank too; as many tokens as features or heads of a rank."""
+    for tokens in (2, 4, 5):
+        x = torch.randn(1, tokens, 8)
+        assert _checked(lambda x=x: _Heads(heads, RIGHT[name])(x)) == ["", ""]
+        assert tpcore.explain(lambda x=x: (_Heads(heads, RIGHT[name]), x), tp=2).mistakes == ()
+    over = _checked(lambda: _Heads(heads, lambda q: q.softmax(2))(torch.randn(1, 5, 8)))
+    assert all("softmax sees only" in said for said in over) == (heads > 2)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_flattened_tokens_are_a_part_too(dim: int) -> None:
+    def route() -> None:
+        x = tpcore.ParallelEmbedding(12, 8, sequence_parallel_enabled=True, sequence_dimension=dim)(
+            torch.zeros(4, 4, dtype=torch.int64)
+        )
+        nn.Linear(8, 2)(x.reshape(-1, 8))
+
+    for said in _checked(route):
+        assert "linear with a parameter of shape (2, 8) sees 8 of 16 tokens" in said
+
+
+def test_compiled_code_is_checked_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[object] = []
+
+    def compiler(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        compiled.append(graph)
+        return graph.forward
+
+    double = torch.compile(lambda x: 2 * x, backend=compiler)
+    monkeypatch.setenv("TPCORE_CHECK", "1")
+    tpcore.init(backend="cpu_gloo")
+    double(torch.ones(2))
+    tpcore.shutdown()
+    assert not compiled
+    double(torch.ones(2))
+    assert compiled
+
+    def build() -> tuple[nn.Module, tuple[Tensor, ...]]:
+        model = Model()
+        _softmax(model)
+        model.compile(fullgraph=True)
+        return model, GIVEN
+
+    assert len(tpcore.explain(build, tp=2).mistakes) == 1
 
 
 @pytest.mark.parametrize("tokens", [False, True])

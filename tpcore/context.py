@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -30,6 +30,8 @@ class ParallelContext:
     mesh: Mesh
     rank: int  # host-side only: file names, logs. Graphs use comm.position
     checks: Checks | None = field(default=None, repr=False, compare=False)
+    ended: ExitStack = field(default_factory=ExitStack, init=False, repr=False, compare=False)
+    """Closed by ``shutdown``."""
     _comms: dict[tuple[tuple[str, ...], int | None], Comm] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )

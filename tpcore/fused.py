@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import ops
-from .checks import plain
 from .comm import Comm
+from .parts import plain
 
 Backward = Callable[[Any, Tensor], tuple[Tensor | None, ...]]
 How = tuple[Comm, int | None, torch.dtype]

@@ -10,7 +10,7 @@ from . import settings
 from .backend.interface import Backend
 from .backend.registry import backend_class, check_connects, check_fits, load_backend
 from .calls import ALL, checked_calls
-from .checks import raising
+from .checks import in_eager_mode, raising
 from .consensus import gather_bytes
 from .context import ParallelContext, current, enter_process, is_initialized, leave_process
 from .log import inform
@@ -119,6 +119,8 @@ def init(
     except BaseException:
         chosen.stop()
         raise
+    if checks is not None:
+        ctx.ended.enter_context(in_eager_mode())
     enter_process(ctx)
     return ctx
 
@@ -128,4 +130,5 @@ def shutdown() -> None:
     ctx = leave_process()
     if ctx is None:
         raise RuntimeError("tpcore.shutdown() without tpcore.init()")
+    ctx.ended.close()
     ctx.backend.stop()

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks import plain
 from .comm import Comm
+from .parts import plain
 from .transport import ALL_TO_ALL, PERMUTE, Primitive
 
 Map = Callable[[Tensor], Tensor]

@@ -98,6 +98,12 @@ def _cannot_say(ctx: ParallelContext) -> None:
         tpcore.dtensor_state_dict(heads)
 
 
+def test_an_optimizer_is_sent_to_the_checkpoints_of_tpcore() -> None:
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
+    with pytest.raises(TypeError, match=r"takes a module, not SGD.* use tpcore\.checkpoint\.save"):
+        tpcore.dtensor_state_dict(optimizer)  # type: ignore[arg-type]
+
+
 def test_what_no_dtensor_can_say_is_refused(pool: RankPool) -> None:
     pool.run(Mesh({"dp": 1, "tp": 4}), _cannot_say)
     with pytest.raises(tpcore.BackendError, match="ThreadBackend is none"):

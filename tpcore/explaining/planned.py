@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..storage.files import read_file
 from .target import Inputs
 
 AUTO = "auto"
@@ -36,7 +37,7 @@ def rules_in(plan: str) -> dict[str, str]:
         raise ValueError(
             f"plan {plan!r} is no file: name a JSON file of rules, or {AUTO!r} for the model's own"
         )
-    rules = json.loads(path.read_text())
+    rules = json.loads(read_file(str(path)))
     if not isinstance(rules, dict) or not all(isinstance(style, str) for style in rules.values()):
         raise ValueError(f'{path} is no plan: it has to be a dict like {{"model.layers.*.mlp": "replicate"}}')
     return rules

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..backend.registry import check_fits
-from ..checks import Checks, Note
+from ..checks import Checks, Note, in_eager_mode
 from ..context import ParallelContext, use
 from ..layers.module import move_model_to_device
 from ..layers.sharding import sharding
@@ -61,6 +61,14 @@ class RecordedStep(NamedTuple):
     notes: tuple[Note, ...]
 
 
+@contextmanager
+def _recording(rank: int, recorder: Recorder) -> Iterator[None]:
+    """On meta tensors, uncompiled, with the random state restored."""
+    meta = torch.device("meta")
+    with in_eager_mode(), torch.random.fork_rng(devices=[]), _explain_errors(rank, recorder), meta:
+        yield
+
+
 def record(
     build: Build,
     mesh: Mesh,
@@ -76,7 +84,7 @@ def record(
     check_fits(backend, mesh)
     checks = Checks(recorder.mistake, running=False)
     ctx = ParallelContext(backend, mesh, rank, checks)
-    with use(ctx), torch.random.fork_rng(devices=[]), _explain_errors(rank, recorder), torch.device("meta"):
+    with use(ctx), _recording(rank, recorder):
         recorder.phase = "building"
         model, inputs = build()
         for i, t in enumerate(tensors(inputs)):

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..storage.files import read_file
+
 Inputs = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any] | Callable[[nn.Module], Tensor]
 """The input of forward: a tensor, positional or keyword arguments; or ``loss(model)``, which calls it."""
 Factory = Callable[..., Any]
@@ -133,7 +135,10 @@ def _transformers(target: str) -> Any:
 def _read_config(transformers: Any, path: Path) -> Any:
     if not path.is_file():
         raise ValueError(f"there is no file {path}; {FORMS}")
-    entries = json.loads(path.read_text())
+    try:
+        entries = json.loads(read_file(str(path)))
+    except ValueError as e:
+        raise ValueError(f"{path} is no JSON: {e}") from e
     if not isinstance(entries, dict) or "model_type" not in entries:
         raise ValueError(f"{path} is no Hugging Face config: it has no model_type")
     return transformers.AutoConfig.for_model(entries.pop("model_type"), **entries)

@@ -24,10 +24,10 @@ class ParallelQKV(nn.Module):
     """Computes ``(q, k, v)`` of one input. Each rank computes whole heads.
 
     Input ``[..., hidden_size]``, the same on every rank (with sequence parallelism: this rank's chunk along
-    ``sequence_dimension``). Outputs ``[..., local_heads * head_dim]`` and twice ``[..., local_kv_heads *
-    head_dim]``: this rank's query heads, and the key and value heads that they attend to. If tp exceeds
-    ``num_kv_heads``, consecutive ranks hold the same key and value head (rank r holds head ``r // copies``),
-    and the gradients of its weights are summed over these ranks.
+    ``sequence_dimension``; None is dim 0). Outputs ``[..., local_heads * head_dim]`` and twice ``[...,
+    local_kv_heads * head_dim]``: this rank's query heads, and the key and value heads that they attend to. If
+    tp exceeds ``num_kv_heads``, consecutive ranks hold the same key and value head (rank r holds head
+    ``r // copies``), and the gradients of its weights are summed over these ranks.
 
     The weights are ``q_proj``, ``k_proj`` and ``v_proj``, or with ``fused`` one ``qkv_proj`` with q|k|v along
     its output. In both cases the input's gradient is all-reduced once. ValueError if tp would split a head.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .. import ops
 from ..shard import ShardSpec
 from .attributes import EmbeddingAttributes
-from .features import Features
+from .features import Features, note_padding
 from .ids import check_ids
 from .initial import Init
 from .module import Device
@@ -38,7 +38,7 @@ class ParallelEmbedding(EmbeddingAttributes):
     """``nn.Embedding`` sharded over the tp group, with its initial values for the same seed.
 
     Input: int ids of any shape, the same on every rank. Output ``[*ids.shape, embedding_dim]``, the same
-    on every rank (with sequence parallelism: this rank's chunk along ``sequence_dimension``).
+    on every rank (with sequence parallelism: this rank's chunk along ``sequence_dimension``; None is dim 0).
 
     By default each rank holds some rows of the table and looks up the ids in its rows. The outputs are summed
     over the ranks. ``pad`` allows a vocabulary that tp does not divide. With ``shard_across_embedding`` each
@@ -106,6 +106,8 @@ class ParallelEmbedding(EmbeddingAttributes):
         self.features = Features.of(ShardSpec((embedding_dim,), 0 if spec.dim else None), self.tp.size)
         self.arg_init_method = init_method
         self.shard_parameter("weight", spec, init_method or nn.init.normal_, dtype, device)
+        if spec.dim == 0:  # the rows may be a tied head's words
+            note_padding(spec, self.tp)
         self._clear_padding()
 
     def reset_parameters(self) -> None:

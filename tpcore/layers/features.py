@@ -22,6 +22,12 @@ def mark_unpadded(y: Tensor, size: int) -> None:
     setattr(y, _MARK, size)
 
 
+def note_padding(cut: ShardSpec, comm: Comm) -> None:
+    """Note the width of this cut's parts if they are padded: what operations make of them has no mark."""
+    if cut.padded(comm.size):
+        comm.padded.add(cut.local_shape(comm.size)[cut.dim or 0])
+
+
 def marked_like(y: Tensor, other: Tensor) -> Tensor:
     """``y`` with the mark of ``other``, of which it is a view or a copy."""
     if (size := unpadded(other)) is not None:

@@ -137,3 +137,13 @@ def initial_part(init: Init, layout: Layout, rank: int, mesh: Mesh, dtype: torch
                 func(slab, *args, **kwargs)
             _keep(local, slab, start, layout.boxes(rank, mesh))
         return local
+
+
+def unsharded(init: Init, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """The full initial values on the CPU. The random state is as before."""
+    state = torch.get_rng_state()
+    full = torch.empty(shape, dtype=dtype, device="cpu")
+    with torch.no_grad():
+        init(full)
+    torch.set_rng_state(state)
+    return full

@@ -22,10 +22,11 @@ from ..shard import Block, ShardSpec
 from .attributes import LinearAttributes
 from .copies import Copies
 from .features import Features, mark_unpadded, marked_like
-from .initial import Init
+from .initial import Init, unsharded
 from .module import Device
 from .options import cut_features, sequence_dim, tokens_over
 from .plain import checked_plain, filled
+from .widths import refuse_width
 
 Result = Tensor | tuple[Tensor, Tensor | None]
 
@@ -107,7 +108,7 @@ class ParallelLinear(LinearAttributes):
         spec = ShardSpec(shape, int(cut_output == transposed), cut.blocks)
         init = init_method or self.form.initial_weight
         if keep_master_weight:  # before shard_parameter, and with the random state restored: the same numbers
-            self.master_weight = _unsharded(init, spec, dtype)
+            self.master_weight = unsharded(init, spec.shape, dtype)
         self.shard_parameter("weight", spec, init, dtype, device)
         if bias:
             bias_spec = cut if cut_output else ShardSpec((outputs,))
@@ -122,21 +123,13 @@ class ParallelLinear(LinearAttributes):
         )
 
 
-def _unsharded(init: Init, spec: ShardSpec, dtype: torch.dtype) -> Tensor:
-    state = torch.get_rng_state()
-    full = torch.empty(spec.shape, dtype=dtype, device="cpu")
-    with torch.no_grad():
-        init(full)
-    torch.set_rng_state(state)
-    return full
-
-
 class ColumnParallelLinear(ParallelLinear):
     """``y_r = x @ w_r.T + b_r``: each rank computes some of the output features.
 
     Input ``[..., input_size]``, the same on every rank (with sequence parallelism: this rank's chunk along
-    ``sequence_dimension``). Output ``[..., output_size]`` if ``gather_output``, else this rank's features.
-    Weight and bias have the initial values of ``nn.Linear`` for the same seed, at any tp degree.
+    ``sequence_dimension``; None is dim 0). Output ``[..., output_size]`` if ``gather_output``, else this
+    rank's features. Weight and bias have the initial values of ``nn.Linear`` for the same seed, at any tp
+    degree.
 
     ``stride``: number of projections of equal size that are fused along the output and cut separately (q|k|v:
     3). ``blocks``: the same for projections of several sizes, each a ``tpcore.Block``. The gradients of
@@ -189,6 +182,8 @@ class ColumnParallelLinear(ParallelLinear):
         self._declare(cut, True, bias, init_method, dtype, device, keep_master_weight)
 
     def forward(self, x: Tensor) -> Result:
+        if x.shape[-1] != self.input_size:
+            refuse_width(self, self.input_size, x, self.input_size)
         if self.checks is not None and self.sequence_dim is None and self.tokens is None:
             self.look_alike("the input", x)
         weight, bias = self.weight, self.bias
@@ -226,7 +221,7 @@ class RowParallelLinear(ParallelLinear):
 
     Input: this rank's features if ``input_is_parallel``, else ``[..., input_size]``, which is cut here.
     Output ``[..., output_size]``, the same on every rank (with sequence parallelism: this rank's chunk along
-    ``sequence_dimension``). The bias is replicated and added once, after the sum.
+    ``sequence_dimension``; None is dim 0). The bias is replicated and added once, after the sum.
 
     ``reduce_output=False`` returns this rank's partial sum. The other options are those of
     ``ColumnParallelLinear``; ``stride``, ``blocks``, ``unit`` and ``pad`` apply to the input size, and
@@ -281,6 +276,9 @@ class RowParallelLinear(ParallelLinear):
         weight, bias = self.weight, self.bias
         if self.transposed:
             weight = weight.t()
+        takes = weight.shape[-1] if self.input_is_parallel else self.input_size
+        if x.shape[-1] != takes:
+            refuse_width(self, self.input_size, x, takes, parallel=self.input_is_parallel)
         if not self.input_is_parallel:
             x = self.features.scatter(x, self.tp)
         if self.features.padded:

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..checks import Checks, plain
+from ..checks import Checks
 from ..comm import Comm
 from ..context import current, is_initialized
+from ..parts import plain
 from .features import unpadded
 from .ids import check_ids
 
@@ -198,7 +199,8 @@ def parallel_cross_entropy(
     ``vocab_parallel_logits``: ``[..., vocab / tp]``, this rank's part of the vocabulary; not modified.
     ``target``: int64 ``[...]``, the same on every rank: ids in the whole vocabulary, or ``ignore_index``
     for loss 0 and no gradient. ``vocab_size``: the size without padding, which does not count in the loss.
-    The output of a layer with ``pad=True`` carries its size; pass it if other operations follow the layer.
+    The output of a layer with ``pad=True`` carries its size; pass it if other operations follow the layer:
+    without it they are a ValueError.
 
     Returns ``[...]``, the same on every rank, in float32 for half-precision logits. ValueError for shapes
     that do not fit. Backends that can read values also raise IndexError for a target out of range, and
@@ -215,6 +217,12 @@ def parallel_cross_entropy(
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing must be in [0, 1], not {label_smoothing}")
     columns = logits.shape[-1] * comm.size
+    if vocab_size is None and logits.shape[-1] in comm.padded:
+        raise ValueError(
+            f"parallel_cross_entropy: a layer with pad=True makes {logits.shape[-1]} features on each of "
+            f"{comm.size} ranks, as many as these logits have; their padding would count as words of the "
+            f"vocabulary: pass vocab_size=, the size without padding ({columns} if there is none)"
+        )
     vocab = columns if vocab_size is None else vocab_size
     if not 0 < vocab <= columns:
         raise ValueError(

@@ -37,7 +37,11 @@ class _Norm(ParallelModule):
 
 
 class LayerNorm(_Norm):
-    """``nn.LayerNorm`` whose parameters get complete gradients if the tokens are spread over the tp group."""
+    """``nn.LayerNorm`` whose parameters get complete gradients if the tokens are spread over the tp group.
+
+    It normalizes the last dims, so it needs no ``sequence_dimension``: the tokens may be cut along any other
+    dim (0 by default in the linear layers).
+    """
 
     weight: Tensor | None
     bias: Tensor | None
@@ -78,7 +82,8 @@ class LayerNorm(_Norm):
 class RMSNorm(_Norm):
     """``nn.RMSNorm`` whose weight gets complete gradients if the tokens are spread over the tp group.
 
-    ``eps=None`` is ``torch.finfo(x.dtype).eps``, as in torch; NxD's default is 1e-6.
+    ``eps=None`` is ``torch.finfo(x.dtype).eps``, as in torch; NxD's default is 1e-6. It needs no
+    ``sequence_dimension``, as ``LayerNorm``.
     """
 
     weight: Tensor

@@ -13,6 +13,7 @@ from .. import ops
 from ..comm import Comm
 from ..context import current
 from ..shard import Block, ShardSpec
+from .features import note_padding
 from .module import ParallelModule
 
 
@@ -90,6 +91,7 @@ def cut_features(
             f"{what}: {name}={size}{parts_of}{units} is not divisible by tp={n}; "
             "pass pad=True to pad it with zeros"
         )
+    note_padding(spec, layer.tp)
     return spec
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
+from ..storage.files import read_file
 from .loading import lazy
 from .names import names_in_files
 
@@ -24,7 +25,7 @@ def model_of(config: str | os.PathLike[str]) -> Any:
     if not path.is_file():
         raise CheckpointError(f"there is no configuration {path}")
     try:
-        entries = json.loads(path.read_text())
+        entries = json.loads(read_file(str(path)))
         kind = getattr(transformers, entries["architectures"][0])
         made = kind.config_class.from_dict(entries)
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as e:

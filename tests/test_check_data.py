@@ -1,0 +1,69 @@
+"""What a checked run compares of float inputs: other data is told apart, another rounding is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from tpcore.checks import Note, first_difference, raising
+
+
+def _notes(t: Tensor) -> list[Note]:
+    checks = raising()
+    checks.same("the input", t, "here")
+    return checks.notes
+
+
+def _differ(a: Tensor, b: Tensor) -> bool:
+    return first_difference([0, 1], [_notes(a), _notes(b)]) is not None
+
+
+def _data(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _features_permuted(t: Tensor) -> Tensor:
+    return t[..., torch.randperm(t.shape[-1], generator=torch.Generator().manual_seed(1))]
+
+
+OTHER: dict[str, Callable[[Tensor], Tensor]] = {
+    "sign flipped": torch.neg,
+    "features permuted": _features_permuted,
+    "features in reverse": lambda t: t.flip(-1),
+    "tokens permuted": lambda t: t.flip(0),
+    "other data": lambda t: _data(*t.shape, seed=2),
+}
+
+
+@pytest.mark.parametrize("shape", [(4096, 1024), (64, 64), (3, 5)], ids=str)
+@pytest.mark.parametrize("name", OTHER)
+def test_other_data_differs(name: str, shape: tuple[int, ...]) -> None:
+    data = _data(*shape)
+    assert _differ(data, OTHER[name](data))
+
+
+@pytest.mark.parametrize("shape", [(4096, 1024), (64, 64), (3, 5), (1,), (), (0,)], ids=str)
+def test_the_same_data_with_another_rounding_passes(shape: tuple[int, ...]) -> None:
+    data = _data(*shape)
+    assert not _differ(data, data.clone())
+    rounded = data.bfloat16()
+    assert not _differ(data, rounded.float())
+    sign = torch.where(torch.arange(data.numel()).view(shape) % 3 < 1, 2.0, -1.0)  # of mean 0
+    assert not _differ(rounded, (data * (1 + sign * 2.0**-9)).bfloat16())  # by an ulp at most
+
+
+def test_noise_where_the_data_has_zeros_passes() -> None:
+    """Entries at the places of the sample may be rounding alone, as of a difference of equal values."""
+    data = torch.zeros(64, 64)
+    data[:, ::64] = 1.0
+    assert not _differ(data + 1e-9, data - 1e-9)
+
+
+def test_values_that_are_not_finite_do_not_hide_the_rest() -> None:
+    data = _data(64, 64)
+    data[0, 0] = float("nan")
+    assert not _differ(data, data.clone())
+    assert _differ(data, -data)

@@ -404,6 +404,18 @@ def damage(what: str, folder: Path) -> None:
     elif what == "way out":
         data["files"]["../x"] = {"bytes": 0, "checksum": ""}
         manifest.write_text(json.dumps(data))
+    elif what == "huge graph":
+        os.truncate(graph, 3 << 30)
+        data["files"]["programs/0/graph.json"]["bytes"] = 3 << 30
+        manifest.write_text(json.dumps(data))
+    elif what == "huge constants":
+        constants = folder / "programs/0/constants.safetensors"
+        constants.write_bytes(b"")
+        os.truncate(constants, 3 << 30)
+        data["files"]["programs/0/constants.safetensors"]["bytes"] = 3 << 30
+        manifest.write_text(json.dumps(data))
+    elif what.startswith("tp "):
+        manifest.write_text(json.dumps(data | {"tp": json.loads(what[3:])}))
     elif what == "too many":
         ranks = 100_000
         data["tp"] = ranks
@@ -427,6 +439,11 @@ def damage(what: str, folder: Path) -> None:
         ("not json", "manifest.json is damaged"),
         ("way out", "names '../x', which is not a file in"),
         ("too many", "tp_rank_2/model.safetensors is missing"),
+        ("huge graph", r"graph.json is damaged: it has 3221225472 bytes, more than the limit of 268435456"),
+        ("huge constants", "constants.safetensors is not a whole safetensors file"),
+        ("tp 1.5", "manifest.json is damaged: TypeError: 1.5 where <class 'int'> belongs"),
+        ("tp true", "manifest.json is damaged: TypeError: True where <class 'int'> belongs"),
+        ("tp -1", "manifest.json is damaged: ValueError: tp=-1, and a model has 1 rank or more"),
     ],
 )
 def test_damaged_directories(artifact: Path, tmp_path: Path, what: str, message: str) -> None:

@@ -8,18 +8,18 @@ import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ..checkpoint.format.manifest import rank_dir
+from ..checkpoint.format.manifest import rank_dir, typed
 from ..checkpoint.write.snapshot import StateTensor
 from ..errors import CheckpointError
 from ..shard import ShardSpec
 from ..storage.dtypes import dtype_name, dtype_of
-from ..storage.files import MANIFEST, crc32_of, dumps, loads, read_file
+from ..storage.files import CHUNK, LARGEST, MANIFEST, crc32_of, dumps, loads, read_file
 from ..storage.tensorfile import TensorFile, write_tensors
 from .inputs import Inputs, Shape
 from .structure import Form
@@ -124,7 +124,7 @@ class TraceManifest:
             out = top["outputs"]
             return cls(
                 str(top["backend"]),
-                int(top["tp"]),
+                _degree(top["tp"]),
                 Inputs.from_json(top["inputs"]),
                 OutputSpec(out["form"], tuple(tuple(s) for s in out["shapes"]), tuple(out["state"])),
                 dict(top["pad_value"]),
@@ -134,12 +134,21 @@ class TraceManifest:
                     )
                     for name, w in top["weights"].items()
                 },
-                {name: TracedFile(int(f["bytes"]), str(f["checksum"])) for name, f in top["files"].items()},
+                {
+                    name: TracedFile(typed(int, f["bytes"]), str(f["checksum"]))
+                    for name, f in top["files"].items()
+                },
                 dict(top["written_by"]),
                 str(top.get("save_id", "")),
             )
         except (KeyError, TypeError, AttributeError, ValueError) as e:
             raise CheckpointError(f"{path} is damaged: {type(e).__name__}: {e}") from e
+
+
+def _degree(tp: Any) -> int:
+    if typed(int, tp) < 1:
+        raise ValueError(f"tp={tp}, and a model has 1 rank or more")
+    return int(tp)
 
 
 def write_weights(folder: Path, rank: int, weights: Mapping[str, Tensor], save_id: str) -> TracedFile:
@@ -186,8 +195,12 @@ def program_dir(folder: Path, number: int) -> Path:
 def record_of(path: Path) -> TracedFile:
     if path.name == WEIGHTS:
         return TracedFile(path.stat().st_size, f"crc32:{crc32_of(str(path))}")
-    data = path.read_bytes()
-    return TracedFile(len(data), f"sha256:{hashlib.sha256(data).hexdigest()}")
+    size, found = 0, hashlib.sha256()
+    with path.open("rb") as f:
+        while chunk := f.read(CHUNK):
+            found.update(chunk)
+            size += len(chunk)
+    return TracedFile(size, f"sha256:{found.hexdigest()}")
 
 
 def opened(folder: Path, *, verify: bool = False) -> TraceManifest:
@@ -224,10 +237,12 @@ def _check_file(folder: Path, name: str, record: TracedFile, verify: bool) -> No
     size = path.stat().st_size
     if size != record.size:
         raise CheckpointError(f"{path} is damaged: it has {size} bytes and was written with {record.size}")
+    if name.endswith(".safetensors"):
+        TensorFile(str(path)).close()  # before the checksum: a damaged header needs no more bytes
+    elif name.endswith(".json") and size > LARGEST:
+        raise CheckpointError(f"{path} is damaged: it has {size} bytes, more than the limit of {LARGEST}")
     if (verify or name.startswith(PROGRAMS)) and record_of(path) != record:
         raise CheckpointError(f"{path} is not the file that was written: its checksum differs")
-    if name.endswith(".safetensors"):
-        TensorFile(str(path)).close()
 
 
 def _check_owner(path: Path, save_id: str) -> None:

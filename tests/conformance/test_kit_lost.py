@@ -9,7 +9,7 @@ import pytest
 import torch
 from tpcore_cpu_gloo import GlooBackend
 
-from tpcore.errors import PeerLostError
+from tpcore.errors import CollectiveMismatchError, PeerLostError
 from tpcore.mesh import Group, Mesh
 from tpcore.testing import run_ranks
 from tpcore.testing.kit.lost import lost
@@ -59,6 +59,11 @@ class RaisesItsLibrarysError(_Changed):
         raise OSError(32, "Broken pipe")
 
 
+class BlamesTheProgram(_Changed):
+    def instead(self, error: PeerLostError, x: torch.Tensor) -> torch.Tensor:
+        raise CollectiveMismatchError("the ranks disagree")
+
+
 class Dies(_Changed):
     def instead(self, error: PeerLostError, x: torch.Tensor) -> torch.Tensor:
         raise SystemExit(7)
@@ -76,6 +81,7 @@ class NeedsItsLauncher(GlooBackend):
         (HangsWithTheLostRank, "killed", "rank 1 is killed, and rank 0 waits for ever"),
         (GoesOnAlone, "gone", "rank 1 is gone, and rank 0 got [1.0, 1.0, 1.0, 1.0] from it"),
         (RaisesItsLibrarysError, "killed", "rank 0 got BrokenPipeError: [Errno 32] Broken pipe"),
+        (BlamesTheProgram, "killed", "rank 0 got CollectiveMismatchError: the ranks disagree"),
         (NeedsItsLauncher, "gone", "set starts = False if a launcher has to start them"),
         (Dies, "killed", "rank 0 ended with status 7: start(timeout=5) promises PeerLostError"),
     ],

@@ -22,7 +22,7 @@ import torch
 
 from ...backend.interface import Backend
 from ...context import ParallelContext
-from ...errors import BackendError
+from ...errors import CollectiveTimeoutError, PeerLostError
 from ...init import init
 from ...processes.spawn import rank_environment
 from .collectives import Wrong
@@ -107,7 +107,7 @@ def rank(folder: str, way: str) -> None:
 def _outcome(call: Callable[[], Sequence[float]]) -> str:
     try:
         return f"got {call()} from it"
-    except BackendError as e:
+    except (PeerLostError, CollectiveTimeoutError) as e:
         return "" if str(e) else f"got an {type(e).__name__} without a message"
     except Exception as e:  # noqa: BLE001  any error but the right one is a finding
         return f"got {type(e).__name__}: {e}"

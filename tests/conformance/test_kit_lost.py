@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -93,3 +95,23 @@ def test_it_is_found(kind: type[GlooBackend], way: str, says: str) -> None:
     assert says in found[0]
     assert ("RuntimeError: start me with mpirun" in found[0]) == (kind is NeedsItsLauncher)
     assert other == []
+
+
+SLOW = """
+import os, time
+from tpcore_cpu_gloo import GlooBackend
+
+class Slow(GlooBackend):
+    pass
+
+if os.environ.get("RANK") == "1":
+    time.sleep(8)
+"""
+
+
+def test_a_rank_that_imports_longer_than_the_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time-out of these jobs is of their collectives, and not of their start."""
+    (tmp_path / "slow_to_import.py").write_text(SLOW)
+    monkeypatch.syspath_prepend(tmp_path)
+    kind = importlib.import_module("slow_to_import").Slow
+    assert run_ranks(Mesh({"tp": 2}), lambda ctx: lost(ctx, kind, "gone", 200.0)) == [[], []]

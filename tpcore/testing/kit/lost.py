@@ -47,10 +47,12 @@ def lost(ctx: ParallelContext, kind: type[Backend], way: str, patience: float, s
     with tempfile.TemporaryDirectory() as name, _two_ranks(kind, way, Path(name)) as first:
         begun, ends = Path(name) / "begun", Path(name) / "ends"
         if not _appears(begun, patience, first):
-            what = f"with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set made no sum in {patience:g} s"
+            status = first.poll()
+            end = f"in {patience:g} s" if status is None else f"and rank 0 ended with status {status}"
+            what = f"with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set made no sum {end}"
             out.append(
                 f"two processes {what}: set starts = False if a launcher has to start them\n"
-                + (Path(name) / "stderr").read_text()[-2000:]
+                + (Path(name) / "stderr").read_text()[-4000:]
             )
         elif not _appears(ends, TIMEOUT + slack, first):
             status = first.poll()
@@ -94,6 +96,7 @@ def _appears(path: Path, seconds: float, process: subprocess.Popen[bytes]) -> bo
 def rank(folder: str, way: str) -> None:
     """One rank of such a job: the second is lost, the first writes what it gets."""
     kind: type[Backend] = pickle.loads((Path(folder) / "kind").read_bytes())
+    _meet(folder)
     ctx = init(backend=kind(), tp=2, timeout=TIMEOUT)
     comm, x = ctx.comm("tp"), torch.ones(4, device=ctx.device)
     comm.all_reduce(x)
@@ -102,6 +105,15 @@ def rank(folder: str, way: str) -> None:
     _write(folder, "begun", "")
     _write(folder, "ends", _outcome(lambda: comm.all_reduce(x).tolist()))
     os._exit(0)
+
+
+def _meet(folder: str) -> None:
+    """Wait for the other rank. Imports take seconds, not the same in both on a busy machine, and the time-out
+    is short."""
+    names = [f"here{r}" for r in range(2)]
+    _write(folder, names[int(os.environ["RANK"])], "")
+    while not all((Path(folder) / name).exists() for name in names):
+        time.sleep(0.01)
 
 
 def _outcome(call: Callable[[], Sequence[float]]) -> str:

@@ -256,6 +256,29 @@ def _made_then_absent(ctx: ParallelContext) -> None:
     _absent(ctx)
 
 
+def _several_under_way(ctx: ParallelContext) -> None:
+    comm = ctx.comm("tp")
+    release = Path(os.environ["TPCORE_TEST_RELEASE"])
+    if ctx.rank == 1:
+        while not release.exists():
+            time.sleep(0.05)
+        return
+    try:
+        waits = [comm.start_all_reduce(torch.ones(7)) for _ in range(3)]
+        time.sleep(3.0)  # longer than the time-out: all have failed, of which one says why
+        for wait in reversed(waits):
+            wait()
+    finally:
+        release.touch()
+
+
+def test_the_last_of_several_that_are_under_way_tells_the_timeout(pool: OverRoad, tmp_path: Path) -> None:
+    env = {"TPCORE_TEST_RELEASE": str(tmp_path / "release"), "TPCORE_CHECK": "0"}
+    error = pool.outcomes(TP2, _several_under_way, timeout=2.0, env=env)[0].error
+    assert isinstance(error, CollectiveTimeoutError)
+    assert "rank 0 waits for rank 1, which did not come" in str(error)
+
+
 def _absent_from_a_group(ctx: ParallelContext) -> None:
     _absent(ctx)
 

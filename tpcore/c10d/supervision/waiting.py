@@ -18,6 +18,7 @@ from .verdict import Verdict, connection_broke
 from .words import Words, WordsAwaited
 
 _LOOK = 17  # past the first calls, the place of every 17th is compared: a prime, so it drifts through a step
+_TIMED_OUT = ("Timed out waiting", "Application timeout")  # gloo's words: of a call, and of others beside it
 _SLICE = timedelta(seconds=1)  # a wait returns to Python this often, for Ctrl-C and for a verdict
 
 
@@ -158,7 +159,7 @@ class Waiting:
         self._wait(work)
 
     def _reason(self, error: RuntimeError) -> Exception:
-        if "Timed out waiting" in str(error):
+        if any(words in str(error) for words in _TIMED_OUT):
             return self._timed_out()
         self.settle()  # raises if a mismatch was the reason
         if connection_broke(error):

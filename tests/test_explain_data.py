@@ -21,7 +21,7 @@ def _built_with(seed: int, ids: Tensor) -> tuple[nn.Module, tuple[Tensor, ...]]:
 @pytest.mark.parametrize(
     ("seed", "batch", "says"),
     [
-        (1, 0, "differ in the random state that weight starts from of ParallelEmbedding at .*test_mistakes"),
+        (1, 0, "differ in the random state for the initial weight of ParallelEmbedding at .*test_mistakes"),
         (0, 1, r"differ in input 0 of Model\. .*the same batch and the same seed"),
     ],
 )

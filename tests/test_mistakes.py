@@ -387,7 +387,7 @@ def _other_targets(ctx: ParallelContext) -> None:
 OTHER: dict[str, tuple[Callable[[ParallelContext], None], str]] = {
     "seed": (
         _other_seed,
-        "ranks {} and {} .* the random state that weight starts from of ParallelEmbedding at ",
+        "ranks {} and {} .* the random state for the initial weight of ParallelEmbedding at ",
     ),
     "batch": (
         _other_batch,

@@ -58,7 +58,7 @@ class ParallelModule(nn.Module):
         where = torch.empty((0,), device=None if isinstance(device, bool) else device).device
         recorded = self.checks is not None and not self.checks.running
         if where.type != "meta" or recorded:  # a recorded step is all on meta, and the run will not be
-            self.look_alike(f"the random state that {name} starts from", torch.get_rng_state())
+            self.look_alike(f"the random state for the initial {name}", torch.get_rng_state())
         self.shard_specs[name], self._inits[name] = spec, init
         if where.type == "meta":
             local = torch.empty(spec.local_shape(self.tp.size), dtype=dtype, device=where)

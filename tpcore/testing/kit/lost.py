@@ -72,10 +72,12 @@ def _two_ranks(kind: type[Backend], way: str, folder: Path) -> Iterator[subproce
     path = [p or os.getcwd() for p in sys.path]
     (folder / "kind").write_bytes(pickle.dumps(kind))
     job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    command = [sys.executable, "-c", _CODE.format(path=path), str(folder), way]
+    command = [sys.executable, "-c", _CODE.format(path=path), str(folder), way]  # and the rank
     with (folder / "stderr").open("w") as said:
         quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": said, "stdin": subprocess.DEVNULL}
-        ranks = [subprocess.Popen(command, env=rank_environment(r, 2, job), **quiet) for r in range(2)]
+        ranks = [
+            subprocess.Popen([*command, str(r)], env=rank_environment(r, 2, job), **quiet) for r in range(2)
+        ]
     try:
         yield ranks[0]
     finally:
@@ -93,10 +95,10 @@ def _appears(path: Path, seconds: float, process: subprocess.Popen[bytes]) -> bo
     return True
 
 
-def rank(folder: str, way: str) -> None:
-    """One rank of such a job: the second is lost, the first writes what it gets."""
+def rank(folder: str, way: str, number: str) -> None:
+    """Rank ``number`` of such a job: the second is lost, the first writes what it gets."""
     kind: type[Backend] = pickle.loads((Path(folder) / "kind").read_bytes())
-    _meet(folder)
+    _meet(folder, int(number))
     ctx = init(backend=kind(), tp=2, timeout=TIMEOUT)
     comm, x = ctx.comm("tp"), torch.ones(4, device=ctx.device)
     comm.all_reduce(x)
@@ -107,11 +109,11 @@ def rank(folder: str, way: str) -> None:
     os._exit(0)
 
 
-def _meet(folder: str) -> None:
+def _meet(folder: str, number: int) -> None:
     """Wait for the other rank. Imports take seconds, not the same in both on a busy machine, and the time-out
     is short."""
     names = [f"here{r}" for r in range(2)]
-    _write(folder, names[int(os.environ["RANK"])], "")
+    _write(folder, names[number], "")
     while not all((Path(folder) / name).exists() for name in names):
         time.sleep(0.01)
 

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from roads import OverRoad, each_road  # noqa: F401  a fixture
 from torch import Tensor, nn
 
 from tpcore import parallel_layers
+from tpcore.comm import Comm
 from tpcore.context import ParallelContext
 from tpcore.errors import CollectiveTimeoutError, PeerLostError
 from tpcore.layers import ColumnParallelLinear, RowParallelLinear
@@ -227,14 +229,16 @@ def test_a_stopped_rank_is_reported_at_the_timeout(pool: OverRoad, tmp_path: Pat
         assert re.search(r"\n    tp \[2, 3\] #\d+ all_reduce sum of float32 \[5\] at ", report)
 
 
-def _absent(ctx: ParallelContext) -> None:
+def _absent(
+    ctx: ParallelContext, call: Callable[[Comm], object] = lambda comm: comm.all_reduce(torch.ones(7))
+) -> None:
     release = Path(os.environ["TPCORE_TEST_RELEASE"])
     if ctx.rank == 1:
         while not release.exists():
             torch.ones(64, 64) @ torch.ones(64, 64)
         return
     try:
-        ctx.comm("tp").all_reduce(torch.ones(7))
+        call(ctx.comm("tp"))
     finally:
         release.touch()
 
@@ -257,19 +261,14 @@ def _made_then_absent(ctx: ParallelContext) -> None:
 
 
 def _several_under_way(ctx: ParallelContext) -> None:
-    comm = ctx.comm("tp")
-    release = Path(os.environ["TPCORE_TEST_RELEASE"])
-    if ctx.rank == 1:
-        while not release.exists():
-            time.sleep(0.05)
-        return
-    try:
+    def last(comm: Comm) -> None:
         waits = [comm.start_all_reduce(torch.ones(7)) for _ in range(3)]
         time.sleep(3.0)  # longer than the time-out: all have failed, of which one says why
         for wait in reversed(waits):
             wait()
-    finally:
-        release.touch()
+
+    ctx.comm("tp")
+    _absent(ctx, last)
 
 
 def test_the_last_of_several_that_are_under_way_tells_the_timeout(pool: OverRoad, tmp_path: Path) -> None:

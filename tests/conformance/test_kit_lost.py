@@ -14,7 +14,7 @@ from tpcore_cpu_gloo import GlooBackend
 from tpcore.errors import CollectiveMismatchError, PeerLostError
 from tpcore.mesh import Group, Mesh
 from tpcore.testing import run_ranks
-from tpcore.testing.kit.lost import lost
+from tpcore.testing.kit.lost import TIMEOUT, lost
 from tpcore.transport import Transport
 
 pytestmark = pytest.mark.processes
@@ -105,13 +105,13 @@ class Slow(GlooBackend):
     pass
 
 if os.environ.get("RANK") == "1":
-    time.sleep(8)
+    time.sleep({seconds})
 """
 
 
 def test_a_rank_that_imports_longer_than_the_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The time-out of these jobs is of their collectives, and not of their start."""
-    (tmp_path / "slow_to_import.py").write_text(SLOW)
+    (tmp_path / "slow_to_import.py").write_text(SLOW.format(seconds=TIMEOUT + 3))
     monkeypatch.syspath_prepend(tmp_path)
     kind = importlib.import_module("slow_to_import").Slow
     assert run_ranks(Mesh({"tp": 2}), lambda ctx: lost(ctx, kind, "gone", 200.0)) == [[], []]

@@ -1,4 +1,4 @@
-# Two commands matter: `make demo` and `make test`. Each does its own set-up, in .venv here; `make test` needs a
+# Two commands matter: `make demo` and `make test`. Each does its own set-up, in .venv here. `make test-all` needs a
 # second environment as well, .venv-xla, for torch_xla runs with a torch of its own.
 PYTHON ?= python3
 PIP_ARGS ?=
@@ -28,8 +28,8 @@ XLA_CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/tpcore/xla-$(XLA_KEY)
 XLA_PROJECT := $(XLA_VENV)/.project-$(XLA_KEY)-$(subst $(VENV)/.project-,,$(PROJECT))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-xla demo demo-llama test test-cpu tests beside test-fast test-oldest test-xla drills lint types \
-    docs bench correctness lock clean
+.PHONY: help venv venv-xla demo demo-llama test test-all test-slow beside test-oldest test-xla drills lint types docs \
+    bench correctness lock clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -41,47 +41,36 @@ demo: venv  ## pretrain a small BERT at tp=1 and tp=2, compare the loss curves, 
 demo-llama: venv  ## train a small Llama in one process and on a mesh, compare the losses, consolidate it, serve it
 	$(BIN)/python examples/demo_llama.py
 
-test:  ## everything that must hold: test-cpu, test-oldest, then test-xla
-	@$(MAKE) --no-print-directory --jobs=2 tests beside
-	@$(MAKE) --no-print-directory test-oldest
-	@$(MAKE) --no-print-directory test-xla
-
-test-cpu:  ## lint, tests, types, documentation: all but the tests that need torch_xla
-	@$(MAKE) --no-print-directory tests
-	@$(MAKE) --no-print-directory types docs
-
-# ruff first because it takes no time
-tests: venv
+test: venv  ## every law and error once, and the style: 12 minutes on 2 cores, installation included
 	$(BIN)/ruff check --quiet .
 	$(BIN)/ruff format --check --quiet .
 	@# where PYTHONDONTWRITEBYTECODE is set, each of hundreds of processes would compile tpcore again
-	@$(BIN)/python -m compileall -q tpcore backends benchmarks examples tests
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m compileall -q -j 0 tpcore backends benchmarks examples tests
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow and not drill"
 
-# While the tests wait, for processes and timeouts, what the next steps need is installed, and the static checks run. The
-# tests go first: some say how long an error may take.
+test-all:  ## what make test leaves out: full products, mutants, hosts, XLA replicas, the oldest transformers, types, pages
+	@$(MAKE) --no-print-directory --jobs=2 test-slow beside
+	@$(MAKE) --no-print-directory test-oldest
+	@$(MAKE) --no-print-directory test-xla
+
+test-slow: venv
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "slow and not drill"
+
+# While tests wait, for processes and time-outs, what the next steps need is installed, and the static checks run.
 beside: venv
 	@nice $(MAKE) --no-print-directory $(DOCS_DONE) $(OLDEST_AT)/.done venv-xla
 	@nice $(MAKE) --no-print-directory types docs
 
-test-fast: venv  ## the tests that are not slow: PYTEST_ARGS='tests/test_cli.py' runs a part
-	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
-
-# the files that have a long form say so
-DRILLED = $(shell grep -lrE '^(import|from) drills|"TPCORE_(MPI|KILLS|FUZZ|CALLS)"' tests --include 'test_*.py' \
-    | grep -v ^tests/xla)
-
-drills: venv venv-xla  ## the long form of what is tested in samples: hours of faults, kills, damaged files, all dtypes
-	TPCORE_DRILLS=all TPCORE_MPI=all TPCORE_KILLS=20 TPCORE_FUZZ=20000 TPCORE_CALLS=10000 \
-	    $(BIN)/python -m pytest $(PYTEST_ARGS) --timeout 1800 $(DRILLED)
-	TPCORE_DRILLS=all TPCORE_REQUIRE_XLA=1 $(XLA_VENV)/bin/python -m pytest tests/xla $(PYTEST_ARGS) --timeout 1800
+drills: venv venv-xla  ## hours of faults, kills, damaged files, and all dtypes everywhere
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m drill --timeout 1800
+	$(XLA_VENV)/bin/python -m pytest tests/xla $(PYTEST_ARGS) -m drill --timeout 1800
 	$(BIN)/python tests/lost.py
 
 OLDEST := $(shell sed -n 's/^hf = \["transformers>=\([0-9.]*\),.*/\1/p' pyproject.toml)
 OLDEST_AT := $(VENV)/transformers-$(OLDEST)
 
 test-oldest: venv $(OLDEST_AT)/.done  ## parallelize with the oldest release of transformers that it takes
-	PYTHONPATH=$(OLDEST_AT) $(BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow" tests/test_transformers_names.py \
+	PYTHONPATH=$(OLDEST_AT) $(BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow and not drill" tests/test_transformers_names.py \
 	    tests/test_families.py tests/test_parallelize.py tests/test_parallelize_files.py \
 	    tests/test_parallelize_use.py tests/test_generate_served.py
 
@@ -90,7 +79,7 @@ $(OLDEST_AT)/.done:
 	@touch $@
 
 test-xla: venv-xla  ## the tests of the neuron backend, on XLA replicas in an environment of their own
-	TPCORE_REQUIRE_XLA=1 $(XLA_VENV)/bin/python -m pytest tests/xla $(PYTEST_ARGS)
+	$(XLA_VENV)/bin/python -m pytest tests/xla $(PYTEST_ARGS)
 
 lint: venv  ## style and types, without running anything
 	$(BIN)/ruff check .
@@ -105,9 +94,9 @@ docs: $(DOCS_DONE)  ## build the documentation into site/; a broken link or refe
 
 $(DOCS_DONE): $(LOCK)
 	$(PYTHON) -m venv --clear $(DOCS_VENV)
-	@# the pages are built from the source alone: no torch
+	@# the pages are built from the source alone: no torch; ruff breaks long signatures into lines
 	$(DOCS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
-	    --constraint $(LOCK) mkdocs mkdocs-material 'mkdocstrings[python]'
+	    --constraint $(LOCK) mkdocs mkdocs-material 'mkdocstrings[python]' ruff
 	@touch $@
 
 bench: venv  ## the benchmarks; numbers and how they were made: benchmarks/README.md
@@ -142,7 +131,9 @@ $(DEPENDENCIES):
 	@# made anew if it is of another version, was interrupted half-way, or its interpreter is gone
 	@test "$$($(BIN)/python -c '$(ASK)' 2> /dev/null)" = "$(VERSION)" \
 	    && $(BIN)/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) --requirement $(LOCK)
+	$(BIN)/python -m pip install --no-compile --disable-pip-version-check $(PIP_ARGS) --requirement $(LOCK)
+	@# on all cores, where pip compiles on one; files of other Python versions among them do not compile
+	@-env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m compileall -q -j 0 $(VENV)/lib > /dev/null
 	@rm -f $(VENV)/.lock-* && touch $@
 
 venv-xla: $(XLA_PROJECT)  ## the environment with torch_xla: about 4 minutes the first time, seconds in the next clone

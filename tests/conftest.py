@@ -1,4 +1,4 @@
-"""What all tests share: one pool of processes, checked collectives, one thread per process."""
+"""What all tests share: one pool of processes, checked collectives, one thread per process, three tiers."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from selection import XLA, Selection
 
 from tpcore.processes.pool import RankPool
 from tpcore.testing import run_ranks
@@ -29,22 +30,37 @@ settings.register_profile(
 )
 settings.load_profile("tpcore")
 
+collect_ignore = [] if XLA else ["xla"]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--limit", action="store_true", help="fail where a test takes long and is not marked slow"
+    )
+
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Selection(config))
     if not config.pluginmanager.hasplugin("xdist"):
         config.addinivalue_line(
             "markers", "xdist_group(name): tests that share one worker under pytest-xdist"
         )
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the marks in its own
+@pytest.hookimpl(tryfirst=True)  # xdist and -m read the marks in their own
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The tests of one folder that use the pool run in one xdist worker (--dist loadgroup), on one pool."""
+    """The tests of one module that use the pool run in one xdist worker (--dist loadgroup), on one pool.
+
+    A class or a module says by ``quick`` which points of its products are not slow.
+    """
     for item in items:
         params = getattr(getattr(item, "callspec", None), "params", {})
         if "pool" in getattr(item, "fixturenames", ()) or params.get("ranks") == "processes":
-            item.add_marker(pytest.mark.xdist_group(f"pool of {item.path.parent.name}"))
+            item.add_marker(pytest.mark.xdist_group(f"pool of {item.path.name}"))
             item.add_marker(pytest.mark.processes)
+        quick = getattr(getattr(item, "cls", None) or getattr(item, "module", None), "quick", None)
+        if quick is not None and not quick(getattr(item, "originalname", ""), params):
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -8,8 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -68,6 +67,12 @@ DROPOUTS = (
     "summary_first_dropout"
 )
 SIZES |= _named(DROPOUTS, 0.0)
+SIZES |= {
+    **_named("moe_intermediate_size expert_ffn_hidden_size shared_expert_intermediate_size", 32),
+    **_named("n_routed_experts num_experts num_local_experts moe_num_experts", 4),
+    **_named("num_experts_per_tok moe_topk top_k_experts moe_k", 2),
+    **_named("first_k_dense_replace num_dense_layers n_group topk_group n_shared_experts", 1),
+}
 OPTIONAL = {"num_key_value_heads", "head_dim", "pad_token_id", "n_inner", "num_kv_heads"}
 SPECIAL: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
@@ -107,6 +112,12 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "dots3_note_text": {"per_layer_config": {}, "mlp_layer_types": ["dense", "sparse"]},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "flint": {"mlp_only_layers": [0]},
+    "gemma4_text": {
+        "enable_moe_block": True,
+        **_named("num_experts top_k_experts", 2),
+        "moe_intermediate_size": 32,
+    },
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "qwen4_exp_text": {
         **_named("indexer_n_heads indexer_kv_heads indexer_budget indexer_compress_ratio", 4),
@@ -121,12 +132,40 @@ LATENT: dict[str, Any] = {"num_key_value_heads": 4} | {
     **_named("kv_lora_rank q_lora_rank", 16),
 }
 """Sizes of latent attention, which depend on each other."""
+FEATURES: dict[str, tuple[dict[str, Any], ...]] = {
+    "beit": ({"use_relative_position_bias": True}, {"use_shared_relative_position_bias": True}),
+    "bloom": ({"slow_but_exact": True},),
+    "cohere": ({"use_qk_norm": True},),
+    "deberta-v2": ({"relative_attention": True, "pos_att_type": ["p2c", "c2p"]}, {"legacy": False}),
+    "falcon": (
+        {"alibi": True, "multi_query": False, "num_kv_heads": 4},
+        {"alibi": True},
+        {"alibi": True, "new_decoder_architecture": True},
+        {"new_decoder_architecture": True, "bias": True},
+        {"parallel_attn": False},
+    ),
+    "gpt_bigcode": ({"multi_query": False},),
+    "gpt_neox": ({"use_parallel_residual": False},),
+    "llama": ({"attention_bias": True, "mlp_bias": True},),
+    "persimmon": ({"qk_layernorm": False},),
+    "phi": ({"qk_layernorm": True},),
+    "stablelm": ({"qk_layernorm": True}, {"use_parallel_residual": True, "use_qkv_bias": True}),
+}
+"""Options beside a family's defaults: each is tried by itself."""
+DENSE: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"first_k_dense_replace": 2},
+    "flint": {"mlp_only_layers": [0, 1]},
+    "gemma4_text": {"enable_moe_block": False},
+}
+"""The options without experts of families whose plan works without them."""
 SINGLE = {"muse_spark_text", "xglm"}
 """Families that cannot compute in float64."""
 PARTS = {
     "llama4": "its text model has a row of its own",
     "clip": "its text and its image model have rows of their own",
     **dict.fromkeys(("diffusion_gemma_text", "voxtral_realtime_text"), "no model class of its own"),
+    **dict.fromkeys(("qwen2_vl_vision", "qwen2_5_vl_vision"), "the tower of a model of the second table"),
+    **dict.fromkeys(("siglip_text_model", "siglip2_text_model"), "the tower of a model of the second table"),
 }
 """Configurations with a plan that are of no model by themselves."""
 LARGEST = 6_000_000  # parameters of a model that is run
@@ -146,6 +185,8 @@ class Verdict:
     model: str
     works: bool
     text: str
+    share: float = 1.0
+    """The part of the parameters that a rank holds."""
 
 
 def families() -> list[str]:
@@ -166,7 +207,8 @@ def _has(config: Any, name: str) -> bool:
         return False
 
 
-def config_of(model_type: str) -> Any:
+def config_of(model_type: str, **options: Any) -> Any:
+    """A tiny configuration with a layer of experts where there are some, and with ``options``."""
     kind = CONFIG_MAPPING[model_type]
     default = kind()
     chosen = {
@@ -187,7 +229,9 @@ def config_of(model_type: str) -> Any:
     if hasattr(default, "qk_rope_head_dim"):
         latent = {name for name in LATENT if _has(default, name) and getattr(default, name) is not None}
         chosen |= {name: size for name, size in LATENT.items() if name in latent}
-    chosen |= SPECIAL.get(model_type, {})
+    if getattr(default, "mlp_layer_types", None):
+        chosen["mlp_layer_types"] = ["dense", "sparse"]
+    chosen |= SPECIAL.get(model_type, {}) | options
     try:
         config = kind(**chosen)
     except Exception:  # noqa: BLE001  a family whose sizes depend on each other: each that can be set by itself
@@ -291,15 +335,18 @@ def distance(got: Tensor, want: Tensor) -> float:
     return float((got - want).abs().max() / (want.abs().max() + 1e-3)) if want.numel() else 0.0
 
 
-def worst(
-    whole: Any, model_type: str, kind: type[nn.Module], config: Any, degree: int, **options: Any
-) -> float:
-    """How far a cut model is from the whole one: loss, output and every gradient, on every rank."""
-    batch = batch_of(whole)
+def compared(
+    kind: type[nn.Module], config: Any, degree: int, batch: dict[str, Tensor] | None = None, **options: Any
+) -> tuple[float, float]:
+    """How far a cut model is from the whole one: loss, output and every gradient, on every rank. And the part
+    of its parameters that a rank holds."""
+    whole = made(kind, config)
+    batch = batch_of(whole) if batch is None else batch
     want = step(whole, batch)
     gradients = {name: p.grad for name, p in whole.named_parameters()}
+    size = sum(p.numel() for p in whole.parameters())
 
-    def rank(ctx: tpcore.ParallelContext) -> Iterator[float] | list[float]:
+    def rank(ctx: tpcore.ParallelContext) -> tuple[float, float]:
         model = tpcore.parallelize(made(kind, config), **options)
         found = [distance(got, expected) for got, expected in zip(step(model, batch), want, strict=True)]
         for name, p in model.named_parameters():
@@ -310,9 +357,10 @@ def worst(
             if place is not None:
                 expected = place.layout.spec.shard(expected, ctx.coord("tp"), degree)
             found.append(distance(p.grad, expected))
-        return found
+        return max(found), sum(p.numel() for p in model.parameters()) / size
 
-    return max(max(found) for found in run_ranks(Mesh({"tp": degree}), rank))
+    ranks = run_ranks(Mesh({"tp": degree}), rank)
+    return max(found for found, _ in ranks), ranks[0][1]
 
 
 def refusal(kind: type[nn.Module], config: Any, degree: int, **options: Any) -> str | None:
@@ -330,11 +378,27 @@ def refusal(kind: type[nn.Module], config: Any, degree: int, **options: Any) -> 
     return run_ranks(Mesh({"tp": degree}), rank)[0]
 
 
-def verdict(model_type: str, degree: int = 2, **options: Any) -> Verdict:
+def row(model_type: str) -> Verdict:
+    """A family's row of the page: with its experts, else without them, and with each of its options."""
+    found = verdict(model_type)
+    if found.works and any("experts" in name for name in CONFIG_MAPPING[model_type].base_model_tp_plan or {}):
+        raise AssertionError(f"{model_type} has experts, and was tried without: give it some in SPECIAL")
+    for options in FEATURES.get(model_type, ()):
+        assert verdict(model_type, 2, options).works, options
+    if model_type in DENSE:
+        dense = verdict(model_type, 2, DENSE[model_type])
+        return replace(dense, text=f"works without experts; with them {short(found.text)}")
+    return found
+
+
+def verdict(
+    model_type: str, degree: int = 2, features: dict[str, Any] | None = None, **options: Any
+) -> Verdict:
     """What comes of a family. Raises where a model is cut and differs: that neither works nor is refused."""
-    kind, config = class_of(model_type), config_of(model_type)
+    kind, config = class_of(model_type), config_of(model_type, **features or {})
     if kind is None:
         return Verdict(model_type, "-", False, "no model class of its own")
+    config._experts_implementation = "eager"  # the default kernel takes no float64
     why = refusal(kind, config, degree, **options)
     if why is not None:
         return Verdict(model_type, kind.__name__, False, why)
@@ -343,23 +407,35 @@ def verdict(model_type: str, degree: int = 2, **options: Any) -> Verdict:
     if size > LARGEST:
         raise AssertionError(f"{model_type}: {size} parameters are too many to run; give it sizes in SPECIAL")
     # 1e-5: norms of transformers round to float32, whose step is 1e-7, and a few layers stand above them
-    found = worst(made(kind, config), model_type, kind, config, degree, **options)
+    found, share = compared(kind, config, degree, **options)
     if not found < (1e-4 if model_type in SINGLE else 1e-5):
         raise AssertionError(f"{model_type}: a cut {kind.__name__} differs from the whole by {found:.0e}")
-    return Verdict(model_type, kind.__name__, True, "works")
+    return Verdict(model_type, kind.__name__, True, "works", share)
 
 
 PAGE = """# Families of transformers
 
 What comes of every family of transformers {version} that has a tensor-parallel plan of its own, or one of
-tpcore's: a tiny model with random weights is cut over two ranks, and its loss, its output and every
-gradient are compared with those of the whole model. What is refused raises `ValueError` before anything is
-changed. This page is written by `python tests/families.py --table`.
+tpcore's: a tiny model with random weights is sharded over two ranks, and its loss, its output and every
+gradient are compared with those of the whole model, with a layer of every kind that the family has, and with
+its optional features on (`FEATURES` in `tests/families.py`). What is refused raises `ValueError` before
+anything is changed. This page is written by `python tests/families.py --table`.
+
+The last column is the part of the parameters that each of the two ranks holds: half, and what stays whole. In
+these tiny models tables of positions and patches, which stay whole, weigh more than in real ones.
 
 {works} families work and {refused} are refused. {unknown} more are parts of models, not models.
 
-| family (`model_type`) | model | |
-|---|---|---|
+| family (`model_type`) | model | | a rank holds |
+|---|---|---|---|
+"""
+CLASSES_TABLE = """
+## Multimodal models and other heads
+
+The plan of a model covers the language and vision models inside it, and stays right under any head.
+
+| class | family | | a rank holds |
+|---|---|---|---|
 """
 
 
@@ -375,14 +451,19 @@ def short(text: str) -> str:
     return "refused: " + ("no block is cut by its plan" if "no plan of its own" in text else text)
 
 
-def page(rows: list[Verdict]) -> str:
+def page(rows: list[Verdict], classes: list[Verdict]) -> str:
     works = sum(row.works for row in rows)
     head = PAGE.format(
         version=transformers.__version__, works=works, refused=len(rows) - works, unknown=len(PARTS)
     )
-    lines = [f"| `{r.family}` | {r.model} | {'works' if r.works else short(r.text)} |" for r in rows]
-    lines += [f"| `{name}` | - | part of a model: {why} |" for name, why in sorted(PARTS.items())]
-    return head + "\n".join(lines) + "\n"
+    lines = [f"| `{r.family}` | {r.model} | {_comes(r)} |" for r in rows]
+    lines += [f"| `{name}` | - | part of a model: {why} | |" for name, why in sorted(PARTS.items())]
+    of_classes = [f"| {r.model} | `{r.family}` | {_comes(r)} |" for r in classes]
+    return head + "\n".join(lines) + "\n" + CLASSES_TABLE + "\n".join(of_classes) + "\n"
+
+
+def _comes(row: Verdict) -> str:
+    return f"{row.text} | {row.share:.0%}" if row.works else f"{short(row.text)} |"
 
 
 def main() -> None:
@@ -392,11 +473,14 @@ def main() -> None:
     rows = []
     table = sys.argv[1:] == ["--table"]
     if table:
-        sys.stdout.write(page([v for v in map(verdict, families()) if v.model != "-"]))
+        from composed import CASES, composed
+
+        rows = [v for v in map(row, families()) if v.model != "-"]
+        sys.stdout.write(page(rows, [composed(name) for name in CASES]))
         return
     for name in sys.argv[1:] or families():
         try:
-            rows.append(verdict(name))
+            rows.append(row(name))
         except Exception as e:  # noqa: BLE001
             rows.append(Verdict(name, "?", False, f"BROKEN {type(e).__name__}: {str(e)[:200]}"))
         print(f"{rows[-1].family:28} {rows[-1].model:36} {rows[-1].text[:200]}", flush=True)  # noqa: T201

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import drills
 import forked
 import pytest
 
 ROOT = Path(__file__).parent.parent
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
-LONG = drills.only("it starts processes for a minute and a half")
 
 
 def _run(module: str, *options: str) -> str:
@@ -41,7 +39,7 @@ def test_all_reduce() -> None:
 
 
 def test_import_time() -> None:
-    assert "| `import torch, tpcore` |" in _run("import_time", "--rounds", "1")
+    assert "| `import tpcore` |" in _run("import_time", "--rounds", "1")
 
 
 def test_serve() -> None:
@@ -76,7 +74,7 @@ def test_pipeline() -> None:
     assert many < 1.05 * few  # its memory does not grow with the microbatches
 
 
-@LONG
+@pytest.mark.drill  # starts processes for a minute and a half
 def test_generate() -> None:
     printed = _run("generate", "--size", "tiny", "--rounds", "2", "--warm", "1")
     assert "the tokens of all 3 are the same" in printed
@@ -85,7 +83,7 @@ def test_generate() -> None:
         assert f"{contestant}: " in printed
 
 
-@LONG
+@pytest.mark.drill  # starts processes for a minute and a half
 def test_transformers_tp() -> None:
     printed = _run("transformers_tp", "--size", "tiny", "--rounds", "1", "--steps", "1", "--warm", "1")
     assert "are the same)" in printed
@@ -93,7 +91,7 @@ def test_transformers_tp() -> None:
         assert f"| {contestant} |" in printed
 
 
-@LONG
+@pytest.mark.drill  # starts processes for a minute and a half
 def test_load_model() -> None:
     printed = _run("load_model", "--size", "tiny", "--tp", "2", "4")
     for contestant in ("tpcore, tp=2", "tpcore, tp=4", "transformers, one process"):

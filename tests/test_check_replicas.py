@@ -173,3 +173,22 @@ def test_tp_ranks_with_different_batches() -> None:
             tpcore.check_replicas(net, batch=(torch.ones(2), wrong))
 
     run_ranks(MESH, rank)
+
+
+@pytest.mark.parametrize("zero", [False, True])
+def test_an_option_that_differs(zero: bool) -> None:
+    """A scheduler that is stepped on rank 0 only."""
+
+    def rank(ctx: ParallelContext) -> None:
+        net = Net()
+        params = [{"params": [p]} for p in net.parameters()]
+        optimizer: Any = Zero1(torch.optim.AdamW, params) if zero else torch.optim.AdamW(params)
+        tpcore.check_replicas(net, optimizer)
+        if ctx.rank == 0:
+            optimizer.param_groups[1]["lr"] = torch.tensor(1e-5)
+        with pytest.raises(
+            ValueError, match=r"option 'lr of group 1' differs .* a scheduler that some ranks"
+        ):
+            tpcore.check_replicas(net, optimizer)
+
+    run_ranks(MESH, rank)

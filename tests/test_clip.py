@@ -12,6 +12,7 @@ import pytest
 import torch
 from nets import assert_same_parameters, cut_net, ids_of, loss_of, plain_net
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
 
 import tpcore
 from tpcore.context import ParallelContext
@@ -371,9 +372,16 @@ def test_torchs_own_clipping_is_refused_for_what_is_cut() -> None:
     def rank(ctx: tpcore.ParallelContext) -> None:
         layer = tpcore.ColumnParallelLinear(4, 8)
         layer(torch.ones(2, 4)).sum().backward()
-        for parameters in (layer.parameters(), list(layer.parameters()), layer.weight):
-            with pytest.raises(ValueError, match="norm of this rank's part"):
-                nn.utils.clip_grad_norm_(parameters, 0.1)
+        assert type(layer.weight) is nn.Parameter
+        calls: list[Callable[[Any], object]] = [
+            lambda p: nn.utils.clip_grad_norm_(p, 0.1),
+            lambda p: clip_grad_norm_(p, 0.1),  # imported before there was a context
+            lambda p: nn.utils.clip_grads_with_norm_(p, 0.1, nn.utils.get_total_norm(layer.weight.grad)),
+        ]
+        for clip in calls:
+            for parameters in (layer.parameters(), list(layer.parameters()), layer.weight):
+                with pytest.raises(ValueError, match="norm of this rank's part"):
+                    clip(parameters)
         nn.utils.clip_grad_value_(layer.parameters(), 0.25)  # each entry by itself
         assert layer.weight.grad is not None
         assert float(layer.weight.grad.abs().max()) == 0.25
@@ -384,6 +392,32 @@ def test_torchs_own_clipping_is_refused_for_what_is_cut() -> None:
             nn.utils.clip_grad_norm_(copied.parameters(), 0.1)
         layer.weight.grad = None
         assert layer.weight.grad is None
+
+    before = dict(vars(nn.utils.clip_grad)), dict(vars(nn.utils))
+    run_ranks(Mesh({"tp": 2}), rank)
+    assert before == (vars(nn.utils.clip_grad), vars(nn.utils))
+
+
+@pytest.mark.parametrize(
+    "parametrize",
+    [
+        nn.utils.parametrizations.weight_norm,
+        nn.utils.parametrizations.spectral_norm,
+        nn.utils.parametrizations.orthogonal,
+        nn.utils.spectral_norm,
+        pytest.param(nn.utils.weight_norm, marks=pytest.mark.filterwarnings("ignore::FutureWarning")),
+    ],
+)
+def test_a_parametrization_of_a_part_is_refused_and_changes_nothing(parametrize: Any) -> None:
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        layer, whole = tpcore.RowParallelLinear(4, 4), nn.Linear(4, 4)
+        want = layer(torch.ones(4))
+        with pytest.raises(
+            ValueError, match=r"RowParallelLinear.weight is this rank's part, of shape \(4, 2\)"
+        ):
+            parametrize(layer)
+        assert torch.equal(layer(torch.ones(4)), want)
+        parametrize(whole)
 
     run_ranks(Mesh({"tp": 2}), rank)
 

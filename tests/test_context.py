@@ -154,6 +154,12 @@ def test_use_before_init(name: str) -> None:
         BEFORE_INIT[name]()
 
 
+@pytest.mark.parametrize("axis", ["cp", "ep"])
+def test_an_axis_that_is_not_there_is_an_error_that_says_which_are(axis: str) -> None:
+    with pytest.raises(TypeError, match=rf"not {axis}=2\. The axes of its mesh are pp, dp and tp"):
+        tpcore.init(Recorded(), tp=1, **{axis: 2})
+
+
 def test_shutdown_without_init() -> None:
     with pytest.raises(RuntimeError, match=r"without tpcore.init"):
         tpcore.shutdown()

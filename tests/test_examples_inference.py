@@ -7,7 +7,6 @@ import os
 import sys
 from pathlib import Path
 
-import drills
 import forked
 import pytest
 import torch
@@ -148,6 +147,7 @@ def test_documented_calls(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_tiny_llama_is_trained_served_and_streamed(tmp_path):
     options = [
         "--steps",
@@ -159,7 +159,7 @@ def test_a_tiny_llama_is_trained_served_and_streamed(tmp_path):
         "--new_tokens",
         5,
         "--tensor_parallel_degree",
-        2 if drills.ALL else 1,  # at 2 tests/test_generate_served.py does the same step by step
+        1,  # at 2 tests/test_generate_served.py does the same step by step
         "--output_dir",
         tmp_path / "out",
     ]

@@ -553,6 +553,9 @@ def test_the_command_prints_tables(bert: Path, tmp_path: Path) -> None:
     assert "bert.encoder.layer.*.attention.output.dense" in out
     assert "Held in full by each of the 2 tp ranks:" in out
     assert ["forward,", "tp", "of", "2"] in lines
+    sites = [line for line in out.splitlines() if re.search(r"\.py:\d+", line)]
+    assert sites  # no terminal: lines are whole, however long
+    assert all(line.startswith("    ") for line in sites)
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

@@ -69,6 +69,7 @@ def served(folder: Path) -> Iterator[TensorParallelModel]:
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("generate_served")]
 
 
+@pytest.mark.slow
 def test_prompts_of_two_lengths_and_more_tokens_than_a_call_takes(served: TensorParallelModel) -> None:
     model = whole()
     want = [expected(model, prompt, 12) for prompt in PROMPTS]
@@ -119,6 +120,7 @@ def test_another_generation_ends_the_first(served: TensorParallelModel) -> None:
     next(second)
 
 
+@pytest.mark.slow
 def test_processes_that_were_started_again_have_forgotten(served: TensorParallelModel) -> None:
     stream = generate(served, PROMPTS, max_new_tokens=8)
     next(stream)
@@ -151,6 +153,7 @@ with parallel_model_load(sys.argv[1]) as model:
 """
 
 
+@pytest.mark.slow
 def test_it_is_served_without_transformers(folder: Path) -> None:
     made = subprocess.run(
         [sys.executable, "-c", WITHOUT, str(folder)], check=False, capture_output=True, text=True, timeout=100

@@ -9,9 +9,9 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import drills
 import pytest
 import torch
+from tiers import tiers
 from torch import Tensor, nn
 
 import tpcore
@@ -90,7 +90,7 @@ POINTS = [(*p, s) for p in itertools.product([*FILLS, *WHOLE], DTYPES) for s in 
 @pytest.mark.parametrize(
     ("name", "dtype", "slab"),
     # the others scale what these draw, and torch draws each dtype in a way of its own
-    drills.sample(POINTS, [p for p in POINTS if p[0] in DRAWN or p[1] is torch.float32 or p[2] == SLABS[1]]),
+    tiers([p for p in POINTS if p[0] in DRAWN or p[1] is torch.float32], POINTS),
     indirect=["slab"],
 )
 def test_a_shard_holds_its_part_of_the_unsharded_values(name: str, dtype: torch.dtype, slab: int) -> None:
@@ -164,7 +164,7 @@ LAYERS: dict[str, tuple[Make, Make]] = {
 
 
 # slabs of all sizes are tested above; a layer makes its parts by the same function
-SOME_ROWS = pytest.mark.parametrize("slab", drills.sample(SLABS, SLABS[1:2]), indirect=True)
+SOME_ROWS = pytest.mark.parametrize("slab", tiers(SLABS[1:2], SLABS), indirect=True)
 
 
 @SOME_ROWS

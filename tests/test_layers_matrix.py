@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
-import drills
 import pytest
+from tiers import tiers
 
 from tpcore.mesh import Mesh
 from tpcore.processes.pool import RankPool
 from tpcore.testing import matrix, run_ranks
 
-POINTS = [pytest.param(*point, id="{}-tp{}-{}".format(*point)) for point in matrix.points()]
+FULL = [(*point, 1) for point in matrix.points()]
 
 
-def sevenths(cases: list[matrix.Case]) -> list[matrix.Case]:
-    """Every seventh, where there are many. 7 divides the length of no axis, so every value comes up."""
-    return cases[:: 7 if len(cases) > 20 else 1]
+def sampled(cases: list[matrix.Case], every: int) -> list[matrix.Case]:
+    """One of ``every`` cases, where there are many. 7 divides no axis' length, so each value comes up."""
+    return cases[:: every if len(cases) > 20 else 1]
 
 
-@pytest.mark.parametrize(("layer", "tp", "dtype"), POINTS)
-def test_equals_the_plain_module(layer: str, tp: int, dtype: str) -> None:
-    """All cases where something is cut, in a full and in a half precision."""
-    every = matrix.cases(layer, dtype)
-    some = every if drills.ALL or (tp > 1 and dtype in ("fp32", "bf16")) else sevenths(every)
+@pytest.mark.parametrize(
+    ("layer", "tp", "dtype", "every"),
+    tiers(
+        [(layer, tp, dtype, 7) for layer, tp, dtype, _ in FULL],
+        [point for point in FULL if point[1] > 1 and point[2] in ("fp32", "bf16")],
+        FULL,
+    ),
+)
+def test_equals_the_plain_module(layer: str, tp: int, dtype: str, every: int) -> None:
+    some = sampled(matrix.cases(layer, dtype), every)
     matrix.report(run_ranks(Mesh({"dp": 1, "tp": tp}), lambda ctx: matrix.run(ctx, some)))
 
 
-@pytest.mark.parametrize(("tp", "dtype"), [(2, "fp32"), (2, "bf16"), (4, "fp16"), (4, "fp64")])
+@pytest.mark.parametrize(("tp", "dtype"), tiers([(2, "fp32")], [(2, "bf16"), (4, "fp16"), (4, "fp64")]))
 def test_equals_the_plain_module_on_processes(pool: RankPool, tp: int, dtype: str) -> None:
-    some = [case for layer in matrix.AXES for case in sevenths(matrix.cases(layer, dtype))]
+    some = [case for layer in matrix.AXES for case in sampled(matrix.cases(layer, dtype), 7)]
     matrix.report(pool.run(Mesh({"dp": 1, "tp": tp}), matrix.run, some, timeout=200.0))

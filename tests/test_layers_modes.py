@@ -206,19 +206,6 @@ def test_no_tokens(name: str, shape: tuple[int, ...]) -> None:
     on_two(rank)
 
 
-@at_tp_1_and_2
-@pytest.mark.parametrize("name", ["column", "column, sequence parallel", "row", "row, sequence parallel"])
-def test_a_second_derivative_is_refused_not_wrong(name: str, tp: int) -> None:
-    def rank(ctx: ParallelContext) -> None:
-        layer, x = CALLS[name]()
-        y = layer(x.requires_grad_())
-        (slope,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-        with pytest.raises(RuntimeError, match="once_differentiable"):
-            slope.sum().backward()
-
-    run_ranks(Mesh({"tp": tp}), rank)
-
-
 def test_bias_left_to_the_caller_is_the_one_to_add() -> None:
     def rank(ctx: ParallelContext) -> None:
         torch.manual_seed(0)

@@ -25,6 +25,7 @@ def _again() -> tuple[int, int]:
     return _faults(1), _faults(3)
 
 
+@pytest.mark.slow
 def test_a_rank_that_launch_starts_keeps_what_it_freed() -> None:
     first, again = tpcore.launch(_again, nprocs=1)[0]
     if GLIBC:

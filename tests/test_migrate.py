@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tpcore.cli.app import app
-from tpcore.migrate.names import OPTIMUM, TABLES, counterpart
+from tpcore.migrate.names import OPTIMUM, TABLES, TRANSFORMERS, counterpart
 from tpcore.migrate.script import Finding, Script
 
 NXD_01 = """\
@@ -178,6 +178,76 @@ def test_scripts_for_other_libraries() -> None:
     assert gone == {"from optimum.neuron.models.inference import Something"}
 
 
+@pytest.mark.parametrize(
+    ("line", "rewritten", "use", "findings"),
+    [
+        # one module here has all of its names, as they are
+        (
+            "from megatron.core import parallel_state as ps",
+            "from tpcore import parallel_state as ps",
+            "ps.rmsg",
+            1,
+        ),
+        ("from megatron.core import mpu", "from tpcore import parallel_state as mpu", "mpu.rmsg()", 1),
+        (
+            "import megatron.core.mpu as m",
+            "import tpcore.parallel_state as m",
+            "m.get_data_parallel_rank()",
+            1,
+        ),
+        (
+            "import optimum.neuron as on",
+            "import tpcore.integrations.optimum_neuron as on",
+            "on.NeuronTrainer",
+            1,
+        ),
+        (
+            "from optimum import neuron",
+            "from tpcore.integrations import optimum_neuron as neuron",
+            "neuron",
+            1,
+        ),
+        # but a name that is not there is listed, and one that is elsewhere
+        (
+            "from megatron.core import mpu",
+            "from tpcore import parallel_state as mpu",
+            "mpu.get_cuda_rng()",
+            2,
+        ),
+        (
+            "import optimum.neuron as on",
+            "import tpcore.integrations.optimum_neuron as on",
+            "on.trainers.NeuronTrainer",
+            2,
+        ),
+        # their names are others, or in several modules: the import stays, and each use is listed
+        ("import fairscale.nn.model_parallel.initialize as fs", None, "fs.get_model_parallel_rank()", 2),
+        (
+            "from fairscale.nn.model_parallel import initialize as fs",
+            None,
+            "fs.initialize_model_parallel(2)",
+            2,
+        ),
+        ("from megatron.core import tensor_parallel", None, "tensor_parallel.ColumnParallelLinear(4, 8)", 2),
+        ("import optimum.neuron", None, "optimum.neuron.NeuronTrainer()", 2),
+        ("import megatron.core.parallel_state", None, "megatron.core.parallel_state.rmsg()", 2),
+        ("from megatron.training import get_args", None, "get_args()", 2),
+        ("import importlib", None, "importlib.import_module('neuronx_distributed.parallel_layers')", 1),
+        ("from importlib import import_module", None, "import_module(f'megatron.core.{name}')", 1),
+        # of no library that is known here
+        ("from optimum import onnxruntime", None, "onnxruntime", 0),
+        ("import fairscale", None, "fairscale.nn.FullyShardedDataParallel", 0),
+    ],
+)
+def test_modules(line: str, rewritten: str | None, use: str, findings: int) -> None:
+    script = Script(f"{line}\n{use}\n")
+    assert script.rewritten() == f"{rewritten or line}\n{use}\n"
+    assert len(script.findings) == findings, script.findings
+    assert script.stays == (findings > 0 and rewritten is None)
+    done = [to for to in (f.new for f in script.findings) if to is None]
+    assert bool(done) == ("cuda" in use or "get_args" in use)
+
+
 def test_scripts_for_optimum_neuron() -> None:
     """All ten names, by the modules from which scripts of several releases import them."""
     early, late = Script(OPTIMUM_EARLY), Script(OPTIMUM_LATE)
@@ -195,15 +265,29 @@ def test_scripts_for_optimum_neuron() -> None:
     ):
         assert re.search(rf"from {home} import \(?\s*{name}", text), name
     assert "from optimum.neuron.models.training import NeuronModelForCausalLM\n" in text
-    # what is used by a module's name stays, and is named line by line
-    assert "import optimum.neuron as on\n" in text
-    named = "optimum.neuron.NeuronTrainingArguments"
-    assert at(late.findings, 10) == [(named, f"{home}.NeuronTrainingArguments", "")]
+    assert text.startswith(f"import {home} as on\n")
+    assert at(late.findings, 10) == []  # on.NeuronTrainingArguments
     gone = {f.line: f.note for f in late.findings if f.new is None}
     assert gone.keys() == {3, 8, 12}
     assert "AutoModelForCausalLM" in gone[3]
     assert "AutoModelForCausalLM" in gone[12]
-    assert len({old.rpartition(".")[2] for old in OPTIMUM}) == 10
+    assert len({old.rpartition(".")[2] for old in OPTIMUM}) == 12
+
+
+def test_what_transformers_5_has_not_in_scripts_for_optimum_neuron() -> None:
+    old = "from transformers import AutoConfig, is_torch_tpu_available\n"
+    old += "from transformers.utils import check_min_version, send_example_telemetry\n"
+    assert Script(old).rewritten() == old  # for whichever version its author has
+    new = Script(old + "from optimum.neuron import Seq2SeqNeuronTrainer as Trainer\n")
+    assert new.rewritten().splitlines() == [
+        "from transformers import is_torch_xla_available as is_torch_tpu_available",
+        "from transformers import AutoConfig",
+        "from tpcore.integrations.optimum_neuron import send_example_telemetry",
+        "from transformers.utils import check_min_version",
+        "from tpcore.integrations.optimum_neuron import Seq2SeqNeuronTrainer as Trainer",
+    ]
+    assert [f.line for f in new.findings] == [1, 2, 3]
+    assert not new.stays
 
 
 @pytest.mark.parametrize("script", [OPTIMUM_EARLY, OPTIMUM_LATE], ids=["early", "late"])
@@ -235,7 +319,7 @@ def test_formatting_stays() -> None:
 def test_every_counterpart_is_there() -> None:
     """Each new name of the tables can be imported; those of optimum-neuron where their package is."""
     for old, to in TABLES.items():
-        if to.new is None or old.startswith("torch_xla") or old in OPTIMUM:
+        if to.new is None or old.startswith("torch_xla") or old in {**OPTIMUM, **TRANSFORMERS}:
             continue
         found = counterpart(f"neuronx_distributed.{to.new.removeprefix('tpcore.')}")
         assert found is not None
@@ -255,6 +339,11 @@ def test_the_command(write: bool, tmp_path: Path) -> None:
     assert "1 files with findings" in done.output
     assert (tmp_path / "old.py").read_text() == (Script(NXD_01).rewritten() if write else NXD_01)
     assert (tmp_path / ".venv/library.py").read_text() == NXD_18
+    stays = tmp_path / "stays.py"
+    stays.write_text("import fairscale.nn.model_parallel.initialize as fs\n")
+    done = CliRunner().invoke(app, ["migrate", str(stays)])
+    assert done.exit_code == 1
+    assert "1 imports of other libraries stay: change them by hand" in done.output
     (tmp_path / "late.py").write_text(NXD_18)
     assert CliRunner().invoke(app, ["migrate", str(tmp_path / "late.py")]).exit_code == 1
     assert CliRunner().invoke(app, ["migrate", str(tmp_path / "none.py")]).exit_code == 2

@@ -54,6 +54,7 @@ def primitives(ctx: ParallelContext, axis: str) -> list[tuple[str, torch.Tensor,
     return out
 
 
+@pytest.mark.slow
 def test_layers_and_primitives():
     assert tpcore.launch(on_gloo, 4) == [[]] * 4
 

@@ -323,6 +323,43 @@ def test_zero1_clips_at_one_unless_switched_off(tmp_path: Path) -> None:
     run_ranks(mesh(tp=2, dp=2), check)
 
 
+def test_gradients_stay_after_a_step_and_are_not_saved_as_waiting(tmp_path: Path) -> None:
+    """Scripts print norms of ``.grad`` after the step, and save before or after ``zero_grad``."""
+
+    def check(ctx: ParallelContext) -> None:
+        torch.manual_seed(0)
+        layer = layers.ColumnParallelLinear(4, 8)
+        optimizer = NeuronZero1Optimizer(layer.named_parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+        assert len(optimizer.base_optimizer.param_groups[0]["params"]) == 2
+
+        def run(steps: int, zero: bool = True) -> list[Tensor]:
+            for _ in range(steps):
+                (layer(torch.full((2, 4), 1.0 + ctx.coord("dp"))) * 5).square().sum().backward()
+                optimizer.step()
+                grads = [p.grad.clone() for p in layer.parameters()]
+                if zero:
+                    optimizer.zero_grad()
+            return grads
+
+        grads = run(1, zero=False)
+        assert grads[0].norm() > 1  # this rank's own, not the clipped mean
+        nxd.save_checkpoint(tmp_path, "left", layer, optimizer)
+        assert torch.equal(layer.weight.grad, grads[0])
+        assert not any("gradient" in state for state in optimizer.state_dict()["state"].values())
+        optimizer.zero_grad()
+        assert layer.weight.grad is None
+        want = run(2)
+        nxd.load_checkpoint(tmp_path, "left", model=layer, optimizer=optimizer)
+        for got, expected in zip(run(2), want, strict=True):
+            assert torch.equal(got, expected)
+        run(1, zero=False)
+        layer(torch.ones(2, 4)).sum().backward()  # added to what was left: a gradient that waits
+        with pytest.raises(ValueError, match=r"optimizer\.step"):
+            optimizer.state_dict()
+
+    run_ranks(mesh(tp=2, dp=2), check)
+
+
 def test_bfloat16_keeps_masters_and_sums_in_float32() -> None:
     def check(ctx: ParallelContext) -> None:
         config = nxd.neuronx_distributed_config(
@@ -466,6 +503,31 @@ def test_grouped_projections_are_those_of_plain_ones(gather: bool) -> None:
 
 
 # -- small names --------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("default", [torch.float32, torch.float64])
+def test_a_dtype_of_none_is_torchs_default(default: torch.dtype) -> None:
+    def check(ctx: ParallelContext) -> None:
+        made = (
+            layers.ColumnParallelLinear(4, 8, dtype=None, keep_master_weight=True),
+            layers.RowParallelLinear(4, 8, dtype=None),
+            layers.ParallelEmbedding(4, 8, dtype=None),
+            GQAQKVColumnParallelLinear(4, [4, 4], dtype=None),
+        )
+        assert {p.dtype for layer in made for p in layer.parameters()} == {default}
+        assert made[0].master_weight.dtype == default
+
+    torch.set_default_dtype(default)
+    try:
+        run_ranks(mesh(tp=2), check)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_the_device_and_the_end_of_a_step_need_no_context() -> None:
+    assert nxd.utils.cpu_mode()
+    assert nxd.utils.get_device() == torch.device("cpu")
+    nxd.utils.mark_step()
+
+
 def test_small_names(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
     def check(ctx: ParallelContext) -> None:
         assert nxd.utils.cpu_mode()

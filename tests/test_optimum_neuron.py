@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 import transformers
 from test_accelerator import assert_near, loop, reset, whole
@@ -24,7 +25,7 @@ BOTH = Mesh({"pp": 1, "dp": 2, "tp": 2})
 STAGES = Mesh({"pp": 2, "dp": 1, "tp": 2})
 COMMON = [
     *("--max_steps=4", "--logging_steps=1", "--learning_rate=1e-2", "--max_grad_norm=0.5"),
-    *("--report_to=none", "--disable_tqdm=True", "--use_cpu=True", "--include_num_input_tokens_seen=true"),
+    *("--report_to=none", "--disable_tqdm=True", "--include_num_input_tokens_seen=true"),
 ]
 
 
@@ -147,6 +148,67 @@ def _said(ctx: tpcore.ParallelContext, out: Path) -> None:
     assert not args.zero1_options
 
 
+def _seq2seq() -> Any:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 99, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    config = transformers.T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0)
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def _translate(kind: Any, args: Any) -> list[dict[str, float]]:
+    def right(found: transformers.EvalPrediction) -> dict[str, float]:
+        return {
+            "right": float((found.predictions == found.label_ids[:, : found.predictions.shape[1]]).mean())
+        }
+
+    trainer = kind(model=_seq2seq(), args=args, **{**data(), "compute_metrics": right})
+    trainer.train()
+    trainer.evaluate()
+    # generated tokens; padded to the longest of all
+    said = trainer.predict(data()["eval_dataset"]).predictions
+    return [*history(trainer), {"tokens": said.tolist()}]
+
+
+def _flags(size: int) -> list[str]:
+    words = [f"--per_device_{part}_batch_size={size}" for part in ("train", "eval")]
+    return [*COMMON, *words, "--save_strategy=no", "--predict_with_generate", "--generation_max_length=6"]
+
+
+def _translated(ctx: tpcore.ParallelContext, out: Path) -> list[dict[str, float]]:
+    parser = neuron.NeuronHfArgumentParser(neuron.Seq2SeqNeuronTrainingArguments)
+    words = [f"--output_dir={out}", "--tensor_parallel_size=2", "--zero_1", *_flags(2)]
+    (args,) = parser.parse_args_into_dataclasses(words)
+    assert not args.overwrite_output_dir
+    return _translate(neuron.Seq2SeqNeuronTrainer, args)
+
+
+def test_a_seq2seq_trainer_is_the_stock_one(pool: RankPool, tmp_path: Path) -> None:
+    """Losses, and the tokens that it generates to evaluate."""
+    parser = transformers.HfArgumentParser(transformers.Seq2SeqTrainingArguments)
+    words = [f"--output_dir={tmp_path}", "--use_cpu", *_flags(4)]
+    (args,) = parser.parse_args_into_dataclasses(words)
+    *want, tokens = _translate(transformers.Seq2SeqTrainer, args)
+    for got in pool.run(BOTH, _translated, tmp_path):
+        assert_same_history(got[:-1], want)
+        assert got[-1] == tokens
+
+
+def _in_bfloat16(ctx: tpcore.ParallelContext, out: Path) -> None:
+    args = neuron.NeuronTrainingArguments(output_dir=str(out), tensor_parallel_size=2, bf16=True)
+    assert args.use_cpu
+    with pytest.raises(TypeError, match="Seq2SeqNeuronTrainer takes Seq2SeqNeuronTrainingArguments"):
+        neuron.Seq2SeqNeuronTrainer(_seq2seq(), args)
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(tokenizers.models.BPE())
+    )
+    assert neuron.NeuronTrainer(model=model(), args=args, tokenizer=tokenizer).processing_class is tokenizer
+    neuron.send_example_telemetry("run_clm", args, framework="pytorch")
+
+
+def test_scripts_of_transformers_4_and_bf16_without_use_cpu(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(TP, _in_bfloat16, tmp_path)
+
+
 def test_what_does_not_fit_is_refused(pool: RankPool, tmp_path: Path) -> None:
     pool.run(TP, _said, tmp_path)
 
@@ -189,7 +251,13 @@ def test_every_option_that_needs_nothing_says_why(pool: RankPool, tmp_path: Path
 def _managed(ctx: tpcore.ParallelContext) -> None:
     manager = neuron.ParallelizersManager
     assert manager.is_model_supported("bert")
-    assert not manager.is_model_supported("mamba")
+    for kind in ("bert", "roberta", "gpt_neo", "gpt_neox", "llama", "mistral", "t5"):  # optimum-neuron's
+        assert manager.is_model_supported(kind), kind
+        assert manager.parallelizer_for_model(kind).model_type == kind
+    for kind in ("mamba", "llama4", "no such"):
+        assert not manager.is_model_supported(kind), kind
+    with pytest.raises(ValueError, match="mamba has no plan in transformers and is not among"):
+        manager.parallelizer_for_model("mamba")
     made = model()
     assert manager.is_model_supported(made)
     assert not manager.is_model_supported(torch.nn.Linear(2, 2))

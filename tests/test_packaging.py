@@ -44,9 +44,9 @@ def requirements(metadata: Message, extra: str = "") -> dict[str, Requirement]:
     return {r.name: r for r in chosen}
 
 
-def test_the_wheel_holds_the_three_packages_and_nothing_else(wheel):
+def test_the_wheel_holds_the_three_packages_the_plugin_of_pytest_and_nothing_else(wheel):
     tops = {name.partition("/")[0] for name in wheel.namelist()}
-    assert tops == PACKAGES | {f"tpcore-{tpcore.__version__}.dist-info"}
+    assert tops == PACKAGES | {"tpcore_pytest.py", f"tpcore-{tpcore.__version__}.dist-info"}
     assert {f"{package}/py.typed" for package in PACKAGES} <= set(wheel.namelist())
 
 
@@ -61,13 +61,14 @@ def test_every_module_of_the_checkout_is_in_the_wheel(wheel):
         for package, home in homes.items()
         for path in (home / package).rglob("*.py")
     }
-    assert here == {name for name in wheel.namelist() if name.endswith(".py")}
+    assert here | {"tpcore_pytest.py"} == {name for name in wheel.namelist() if name.endswith(".py")}
 
 
 def test_entry_points(wheel):
     text = wheel.read(f"tpcore-{tpcore.__version__}.dist-info/entry_points.txt").decode()
     assert text.split() == [
         *("[console_scripts]", "tpcore", "=", "tpcore.cli:main"),
+        *("[pytest11]", "tpcore_pytest", "=", "tpcore_pytest"),
         *("[tpcore]", "cpu_gloo", "=", "tpcore_cpu_gloo", "neuron", "=", "tpcore_neuron"),
     ]
 
@@ -166,20 +167,41 @@ def test_what_a_part_imports_its_extra_brings(metadata, extra, folder):
     assert imported(*files) - optional <= {name.replace("-", "_") for name in declared}
 
 
-def test_importing_the_library_imports_no_backend_and_no_extra():
-    code = "import sys, tpcore; print(*sys.modules)"
-    loaded = set(subprocess.check_output([sys.executable, "-c", code], text=True).split())
-    assert "tpcore.backend" in loaded
+def test_importing_the_library_imports_no_backend_no_extra_and_no_compiler():
+    steps = ["tpcore", "tpcore.processes.child", "tpcore.processes.pool", "tpcore.testing", "tpcore.cli.app"]
+    code = "import sys\nfor name in sys.argv[1:]:\n __import__(name)\n print(*sys.modules)"
+    printed = subprocess.check_output([sys.executable, "-c", code, *steps], text=True).splitlines()
+    loaded = {step: set(modules.split()) for step, modules in zip(steps, printed, strict=True)}
+    assert "tpcore.backend" in loaded["tpcore"]
     backends = {"tpcore_cpu_gloo", "tpcore_neuron", "torch_xla", "torch_neuronx"}
-    extras = {
-        "typer",
-        "rich",
-        "transformers",
-        "accelerate",
-        "tokenizers",
-        "h5py",
-        "matplotlib",
-        "tensorboard",
-        "pytest",
+    compiler = {"torch._dynamo", "torch._inductor", "sympy"}  # as much CPU time again as torch itself
+    extras = {"transformers", "accelerate", "tokenizers", "h5py", "matplotlib", "tensorboard", "cloudpickle"}
+    commands = {"typer", "rich"}
+    tests = {"pytest", "hypothesis"}
+    forbidden = backends | compiler | extras | tests | commands
+    found = {step: modules & forbidden for step, modules in loaded.items()}
+    assert found == {**{step: set() for step in steps}, "tpcore.cli.app": commands}
+
+
+def test_each_import_that_needs_an_extra_names_it():
+    """In an interpreter of its own, that finds none of these libraries."""
+    wanted = {
+        "from tpcore.integrations.transformers import Trainer": ("transformers", "trainer"),
+        "import tpcore.integrations.accelerate": ("accelerate", "trainer"),
+        "import tpcore.integrations.optimum_neuron": ("accelerate", "trainer"),
+        "import tpcore.testing.conformance": ("pytest", "testing"),
+        "with tpcore.lazy(): pass": ("transformers", "hf"),
+        "from tpcore.plans.stored import model_of; model_of('config.json')": ("transformers", "hf"),
     }
-    assert loaded & (backends | extras) == set()
+    code = (
+        "import sys, tpcore\n"
+        "for name in 'transformers', 'accelerate', 'pytest': sys.modules[name] = None\n"
+        "for statement in sys.argv[1:]:\n"
+        "    try: exec(statement); print()\n"
+        "    except ImportError as e: print(e)\n"
+    )
+    out = subprocess.check_output([sys.executable, "-c", code, *wanted], text=True)
+    for said, (statement, (library, extra)) in zip(out.splitlines(), wanted.items(), strict=True):
+        assert said.endswith(f" needs {library}, which is not installed: pip install 'tpcore[{extra}]'"), (
+            statement
+        )

@@ -22,7 +22,7 @@ from tpcore.processes.pool import RankPool
 from tpcore.testing import run_ranks
 from tpcore.transport import Transport
 
-GETTERS = [n for n in ps.__all__ if n.startswith(("get_", "is_global"))]
+GETTERS = [n for n in ps.__all__ if n.startswith(("get_", "is_global")) and n != "get_rank_info_str"]
 
 
 def _mesh(world: int, tp: int) -> Mesh:
@@ -85,6 +85,8 @@ def test_every_rank_knows_its_place(world: int, tp: int) -> None:
         for axis in ("pipeline", "context"):
             assert getattr(ps, f"get_{axis}_model_parallel_size")() == 1
             assert getattr(ps, f"get_{axis}_model_parallel_rank")() == 0
+        assert ps.get_expert_model_parallel_replica_groups() == rule["single"]
+        assert ps.get_context_model_parallel_src_tgt_pairs() == [[rank, rank] for rank in range(world)]
         where = f"pp0_tp{mine.index(ctx.rank)}_dp{peers.index(ctx.rank)}_cp0"
         assert ps.rmsg("ready") == f"[rank_{ctx.rank}_{where}] ready"
 
@@ -106,8 +108,36 @@ def test_getters_answer_for_pipeline_stages() -> None:
         assert ps.get_pipeline_model_parallel_group() is ctx.comm("pp").process_group
         where = f"pp{ctx.rank // 4}_tp{ctx.rank % 2}_dp{ctx.rank // 2 % 2}_cp0"
         assert ps.rmsg("ready") == f"[rank_{ctx.rank}_{where}] ready"
+        assert ps.get_rank_info_str() == f"DP_{ctx.rank // 2 % 2}_TP_{ctx.rank % 2}_PP_{ctx.rank // 4}"
 
     run_ranks(Mesh({"pp": 2, "dp": 2, "tp": 2}), ask)
+
+
+def test_groups_of_some_stages() -> None:
+    """Four stages of two ranks: 0 1 | 2 3 | 4 5 | 6 7. Sums show who is in a group."""
+
+    def total(ctx: ParallelContext, group: Any) -> int:
+        return int(ctx.comm_for(group).all_reduce(torch.tensor([10**ctx.rank]))) if group is not None else 0
+
+    def ask(ctx: ParallelContext) -> None:
+        stage, first = ctx.coord("pp"), ctx.coord("tp")
+        ends = ps.create_pg_with_ranks([0, 3])
+        assert total(ctx, ends) == (10**first + 10 ** (6 + first) if stage in (0, 3) else 0)
+        assert ps.create_pg_with_ranks([0, 3]) is ends
+        some = ps.create_pg_with_ranks([0, 1, 3])  # the other group is smaller
+        assert (some is None) == (stage == 2)
+        after, before = (stage + 1) % 4 * 2 + first, (stage - 1) % 4 * 2 + first
+        pairs = [(ps.get_next_rank_group(), after), (ps.get_prev_rank_group(), before)]
+        for group, other in reversed(pairs) if stage % 2 else pairs:  # even stages begin with their next one
+            assert total(ctx, group) == 10**ctx.rank + 10**other
+        odd = [[2, 4], [6, 0], [3, 5], [7, 1]]
+        assert ps.get_next_rank_group(as_list=True) == (
+            odd if stage % 2 else [[0, 2], [4, 6], [1, 3], [5, 7]]
+        )
+
+    run_ranks(Mesh({"pp": 4, "dp": 1, "tp": 2}), ask)
+    with pytest.raises(ValueError, match="1 pipeline stages make no pairs"):
+        run_ranks(_mesh(2, 2), lambda ctx: ps.get_next_rank_group())
 
 
 def test_aliases_are_the_getters() -> None:
@@ -126,6 +156,7 @@ def test_before_init() -> None:
     assert not ps.model_parallel_is_initialized()
     ps.destroy_model_parallel()  # scripts call it in their clean-up, whatever went before
     assert ps.rmsg("hello") == "[rank_0_pp-1_tp-1_dp-1_cp-1] hello"
+    assert ps.get_rank_info_str() == "model_parallel_uninitialized"
 
 
 @pytest.fixture

@@ -225,9 +225,69 @@ def test_all_misfits_are_named_with_the_degrees_that_fit() -> None:
     )
 
 
-def test_a_family_without_a_plan_is_refused() -> None:
-    config = transformers.MambaConfig(vocab_size=99, hidden_size=32, num_hidden_layers=2)
-    refused("no plan of its own and its family", make=lambda: transformers.MambaForCausalLM(config))
+def mamba() -> Any:
+    return transformers.MambaForCausalLM(
+        transformers.MambaConfig(vocab_size=99, hidden_size=32, num_hidden_layers=2)
+    )
+
+
+def gpt_oss() -> Any:
+    config = transformers.GptOssConfig(**TINY, num_local_experts=4, num_key_value_heads=2, head_dim=8)
+    return transformers.GptOssForCausalLM(config)
+
+
+def codegen() -> Any:
+    sizes = {"vocab_size": 99, "n_embd": 32, "n_layer": 2, "n_head": 8, "rotary_dim": 4}
+    return transformers.CodeGenForCausalLM(transformers.CodeGenConfig(**sizes))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (mamba, "have no attention to shard"),
+        (codegen, "no plan of its own and its family is not known: .*'transformer.h.\\*.mlp.fc_in', "),
+        (gpt_oss, r"layers of experts \(GptOssExperts\) are not sharded yet: .*self_attn.q_proj"),
+    ],
+)
+def test_a_family_without_a_plan_is_refused_with_its_own_names(make: Any, words: str) -> None:
+    refused(words, make=make)
+
+
+@pytest.mark.parametrize("style", ["colwise", "qkv_colwise"])
+def test_a_projection_in_another_order_is_refused(style: str) -> None:
+    plan = {"transformer.h.*.attn.qkv_proj": style, "transformer.h.*.attn.out_proj": "rowwise"}
+    refused(r"h.0.attn.qkv_proj \(CodeGenAttention\) holds q\|v\|k of four groups", make=codegen, plan=plan)
+
+
+def test_a_bare_parameter_of_each_head_is_refused() -> None:
+    attention = "model.layers.*.self_attn"
+    plan = {f"{attention}.{name}_proj": "rowwise" if name == "o" else "colwise" for name in "qkvo"}
+    refused(r"self_attn.sinks \(Parameter, \(4,\)\) is whole inside", make=gpt_oss, plan=plan)
+
+
+def test_experts_are_refused_in_a_sentence() -> None:
+    config = transformers.MixtralConfig(**TINY, num_local_experts=4)
+    refused(
+        r"^model.layers.\*.mlp.experts \(MixtralExperts\): style 'moe_tp_experts' is not supported for it: "
+        r"plan=\{'model.layers.\*.mlp.experts': 'replicate'\} leaves it whole on every rank$",
+        make=lambda: transformers.MixtralForCausalLM(config),
+    )
+
+
+def test_a_sharded_model_is_not_sharded_again() -> None:
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        with pytest.raises(ValueError, match="this LlamaForCausalLM is sharded already"):
+            tpcore.parallelize(tpcore.parallelize(llama()))
+
+    run_ranks(TWO, rank)
+
+
+def test_what_stays_whole_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    plan = {"model.layers.*.mlp": "replicate", "model.layers.*.self_attn": "heads_argument"}
+    caplog.set_level("INFO", "tpcore")
+    run_ranks(TWO, lambda ctx: tpcore.parallelize(llama(), plan=plan))
+    lines = [r.getMessage() for r in caplog.records if "of the parameters" in r.getMessage()]
+    assert lines == ["LlamaForCausalLM: sharded 50% of the parameters; whole: model.layers.*.mlp.*"]
 
 
 def test_gradients_of_the_whole_are_refused() -> None:

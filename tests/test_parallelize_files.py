@@ -166,22 +166,21 @@ def test_lazy_from_a_configuration_and_a_bin_file(tmp_path: Path) -> None:
     run_ranks(TWO, rank)
 
 
-def test_files_of_another_model_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["from_pretrained", "lazy_from"])
+def test_files_of_another_model_are_refused(how: str, tmp_path: Path) -> None:
     llama(intermediate_size=128).save_pretrained(tmp_path)
     config = llama().config
 
     def rank(ctx: tpcore.ParallelContext) -> None:
         with tpcore.lazy():
-            model = transformers.LlamaForCausalLM.from_pretrained(tmp_path, config=config)
+            if how == "from_pretrained":
+                with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+                    transformers.LlamaForCausalLM.from_pretrained(tmp_path, config=config)
+            model = transformers.AutoModelForCausalLM.from_config(config)
         with pytest.raises(CheckpointError, match=r"up_proj.*shape \(128, 32\), the model \(64, 32\)"):
-            tpcore.parallelize(model)
+            tpcore.parallelize(model, lazy_from=tmp_path)
 
     run_ranks(TWO, rank)
-
-
-def test_a_name_of_the_hub_is_refused() -> None:
-    with tpcore.lazy(), pytest.raises(ValueError, match="takes a directory"):
-        transformers.LlamaForCausalLM.from_pretrained("meta-llama/Llama-3.1-8B")
 
 
 def test_a_full_disk_is_an_error_on_every_rank(tmp_path: Path) -> None:

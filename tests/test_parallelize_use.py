@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
+import families
 import pytest
 import torch
 import torch.distributed as dist
@@ -68,6 +70,31 @@ def test_samples_what_the_whole_model_does(pool: RankPool) -> None:
     pool.run(TWO, _sampled)
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 2}], ids=["tokens", "beams", "assisted"]
+)
+def test_ranks_with_different_seeds_return_one_text(options: dict[str, Any]) -> None:
+    rows = 1 if "prompt_lookup_num_tokens" in options else 3
+
+    def rank(ctx: tpcore.ParallelContext) -> list[list[int]]:
+        torch.manual_seed(0)
+        model = tpcore.parallelize(llama()).eval()
+        torch.manual_seed(ctx.rank)
+        ids = text()["input_ids"][:rows]
+        found = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=True,
+            max_new_tokens=8,
+            pad_token_id=0,
+            **options,
+        )
+        return found.tolist()
+
+    first, second = run_ranks(TWO, rank)
+    assert first == second
+
+
 def test_hidden_states_are_whole_where_asked_for() -> None:
     torch.manual_seed(0)
     whole = llama()
@@ -81,6 +108,33 @@ def test_hidden_states_are_whole_where_asked_for() -> None:
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)  # float32
 
     run_ranks(TWO, rank)
+
+
+def attentions(model: Any) -> dict[str, tuple[torch.Tensor, ...]]:
+    batch = {"use_cache": False, "output_attentions": True} | families.batch_of(model)
+    output = model.eval()(**batch)
+    return {name: t for name, t in output.items() if "attentions" in name and t}
+
+
+@pytest.mark.parametrize(("family", "degree"), [("bert", 2), ("t5", 2), ("llama", 4), ("gpt_bigcode", 4)])
+def test_attention_weights_are_those_of_all_heads(family: str, degree: int) -> None:
+    """Cross-attention too, and several ranks with one key head."""
+    config, kind = families.config_of(family), families.class_of(family)
+    config._attn_implementation = "eager"
+    expected = attentions(families.made(kind, config))
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        model = tpcore.parallelize(families.made(kind, config))
+        got = attentions(model)
+        assert got.keys() == expected.keys()
+        for name, every in expected.items():
+            for one, other in zip(got[name], every, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)  # float64
+        if family == "bert":
+            with pytest.raises(ValueError, match="BertLMHeadModel needs return_dict=True"):
+                model(**families.batch_of(model), output_attentions=True, return_dict=False)
+
+    run_ranks(Mesh({"tp": degree}), rank)
 
 
 def test_the_vocabulary_cannot_be_resized() -> None:
@@ -135,9 +189,66 @@ def test_adapters_on_modules_that_are_cut_afterwards_are_refused() -> None:
         model = llama()
         for layer in model.model.layers:
             layer.self_attn.q_proj = Adapted(layer.self_attn.q_proj)
-        with pytest.raises(ValueError, match=r"q_proj \(Adapted\): style 'colwise' is not supported"):
+        with pytest.raises(
+            ValueError, match=r"is a test_.*\.Adapted, and .* plan={'model\.layers\.\*\.self_attn'"
+        ):
             tpcore.parallelize(model)
         tpcore.parallelize(model, plan={"model.layers.*.self_attn": "replicate"})
+
+    run_ranks(TWO, rank)
+
+
+def test_a_model_around_one_of_transformers_is_refused_by_where_that_is() -> None:
+    class PeftModel(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base_model = torch.nn.ModuleDict({"model": llama()})
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        with pytest.raises(TypeError, match=r"not a PeftModel: pass model\.base_model\.model$"):
+            tpcore.parallelize(PeftModel())
+
+    run_ranks(TWO, rank)
+
+
+def quantize_(model: Any) -> None:
+    """As torchao's walks over a model, with a filter for instances of ``nn.Linear``."""
+    assert not isinstance(model, torch.nn.Linear), "no linear layer is left"
+    for _, child in list(model.named_children()):
+        globals()["quantize_"](child)
+
+
+def by_names(model: Any) -> None:
+    dict(model.named_modules())
+
+
+@pytest.mark.parametrize("how", [quantize_, by_names])
+def test_quantizers_that_would_pass_by_sharded_layers_are_refused(how: Any) -> None:
+    """Found by the name of the module whose function it is, so these are made functions of torchao's."""
+    torchao: dict[str, Any] = {**globals(), "__name__": "torchao.quantization.quant_api"}
+    torchao["quantize_"] = quantize = FunctionType(how.__code__, torchao)
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        model = tpcore.parallelize(llama())
+        assert dict(model.named_modules())
+        with pytest.raises(ValueError, match="quant_api quantizes modules that it knows, and no Parallel"):
+            quantize(model)
+
+    run_ranks(TWO, rank)
+
+
+def test_quantized_weights_are_refused_by_name() -> None:
+    class Int8Tensor(torch.nn.Parameter):
+        pass
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        model = llama()
+        proj = model.model.layers[0].self_attn.q_proj
+        proj.weight = Int8Tensor(proj.weight.detach())
+        with pytest.raises(
+            ValueError, match=r"self_attn\.q_proj has a weight of .*Int8Tensor, and quantized"
+        ):
+            tpcore.parallelize(model)
 
     run_ranks(TWO, rank)
 

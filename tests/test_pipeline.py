@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,6 +16,7 @@ import pytest
 import torch
 from pipelines import (
     SEQ,
+    VOCAB,
     WIDTH,
     Block,
     assert_same_gradients,
@@ -25,6 +27,7 @@ from pipelines import (
     share_of,
 )
 from safetensors.torch import load_file
+from tiers import tiers
 from torch import Tensor, nn
 
 import tpcore
@@ -145,9 +148,9 @@ def steps(
     return losses
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("dp", [1, 2])
-@pytest.mark.parametrize("pp", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("pp", "dp", "tp"), tiers([(2, 2, 2), (3, 1, 2), (4, 2, 1)], itertools.product([2, 3, 4], [1, 2], [1, 2]))
+)
 def test_twenty_steps_with_zero1_and_clipping(pp: int, dp: int, tp: int) -> None:
     """Each engine on half of the meshes. 1e-9: rounding, grown by twenty steps of AdamW."""
     lockstep = tp != dp
@@ -569,3 +572,44 @@ def test_explain_tells_what_each_stage_costs() -> None:
         assert (cost.kept, cost.kept_lockstep) == (6 * unit, 5 * unit)
         moved = [c.sent for c in program.collectives if c.op.startswith("permute")]
         assert cost.sent == sum(moved) == 10 * unit
+
+
+# -- stages that are given different batches -----------------------------------------------------------------
+@pytest.mark.parametrize("engine", [False, True])
+@pytest.mark.parametrize("checked", [False, True])
+@pytest.mark.parametrize(
+    ("other", "at"),
+    [("labels", 0), ("ids", 1), ("shape", 1), ("none", 0)],
+)
+def test_stages_of_different_batches_are_told(other: str, at: int, checked: bool, engine: bool) -> None:
+    """As scripts do that give ids to the first stage and labels to the last."""
+
+    def steps(ctx: ParallelContext) -> None:
+        model = plain(2)
+        pipe = tpcore.PipelineModel(model, 2) if engine else None
+        if pipe is None:
+            model.layers = tpcore.PipelinedLayers(model.layers, num_microbatches=2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            ids = torch.arange(24).view(8, 3) % (VOCAB - 1)
+            labels = ids + 1
+            if ctx.coord("pp") == at and step == (1 if checked else 0):
+                ids = {"ids": torch.zeros_like(ids), "shape": ids[:4]}.get(other, ids)
+                labels = {"labels": torch.zeros_like(ids), "shape": labels[:4]}.get(other, labels)
+            if pipe is None:
+                model(ids, labels).backward()
+            else:
+                pipe.run_train(ids, labels)
+            tpcore.optimizer_step(optimizer)
+
+    def check(ctx: ParallelContext) -> None:
+        with use(replace(ctx, checks=raising() if checked else None)) as inner:
+            if other == "none":
+                steps(inner)
+                return
+            with pytest.raises(
+                ValueError, match=r"^stages 0 and 1 .* differ in .*: every stage gets the whole"
+            ):
+                steps(inner)
+
+    run_ranks(Mesh({"pp": 2, "dp": 1, "tp": 1}), check)

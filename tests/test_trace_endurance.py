@@ -1,7 +1,4 @@
-"""Many calls of a traced model: no call costs more than the ones before it, and nothing piles up.
-
-``TPCORE_CALLS=10000 python -m pytest tests/test_trace_endurance.py --timeout 1800`` makes more of them.
-"""
+"""Many calls of a traced model: no call costs more than the ones before it, and nothing piles up."""
 
 from __future__ import annotations
 
@@ -18,7 +15,6 @@ import torch
 import tpcore
 from tpcore.trace import parallel_model_trace
 
-CALLS = int(os.environ.get("TPCORE_CALLS", "1000"))
 ROWS, WIDTH = 64, 256  # 64 KB in, 64 KB out
 
 pytestmark = [
@@ -53,12 +49,13 @@ def build() -> torch.nn.Module:
     )
 
 
-def test_calls_do_not_get_dearer_and_memory_does_not_grow() -> None:
+@pytest.mark.parametrize("calls", [1000, pytest.param(10_000, marks=pytest.mark.drill)])
+def test_calls_do_not_get_dearer_and_memory_does_not_grow(calls: int) -> None:
     x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
     before = set(descendants())
     with parallel_model_trace(build, x, tp_degree=2) as model:
         first = model(x)
-        for _ in range(CALLS // 10):  # allocators and caches fill up, and all buffers come into use
+        for _ in range(calls // 10):  # allocators and caches fill up, and all buffers come into use
             out = model(x)
         mine, workers = os.getpid(), sorted(set(descendants()) - before)
         assert len(workers) >= 2
@@ -68,13 +65,13 @@ def test_calls_do_not_get_dearer_and_memory_does_not_grow() -> None:
         spent: list[float] = []
         for _ in range(20):
             start = sum(map(processor_seconds, (mine, *workers)))
-            for _ in range(CALLS // 20):
+            for _ in range(calls // 20):
                 out = model(x)
             spent.append(sum(map(processor_seconds, (mine, *workers))) - start)
         gc.collect()
         assert torch.equal(out, first)
         assert {pid: handles(pid) for pid in files} == files
-        # One input or output kept per call would be 64 KB * CALLS, 64 MB in the short test.
+        # One input or output kept per call would be 64 KB * calls, 64 MB in the short test.
         grown = {pid: resident(pid) - size for pid, size in memory.items()}
         assert max(grown.values()) < 4e6, grown
         # Processor time of a call: noise of a busy machine (caches, other ranks' wake-ups) was up to 1.3.

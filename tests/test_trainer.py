@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
+from test_dropout_masks import Recorder
 from trainers import (
     arguments,
     assert_same_history,
     assert_same_weights,
     data,
+    examples,
     history,
     model,
     on_mesh,
@@ -37,7 +40,9 @@ EPOCH = {"max_steps": -1, "num_train_epochs": 1}  # 22 examples by 4: the last b
 TRAINER = {
     "create_accelerator_and_postprocess": [],
     "get_total_train_batch_size": ["args"],
+    "get_tp_size": [],
     "_move_model_to_device": ["model", "device"],
+    "training_step": ["model", "inputs", "num_items_in_batch"],
     "create_optimizer": ["model"],
     "save_model": ["output_dir", "_internal_call"],
     "_save": ["output_dir", "state_dict"],
@@ -92,6 +97,7 @@ def _on_mesh(ctx: tpcore.ParallelContext, where: Path, cut: Any, zero1: Any, opt
     return on_mesh(ctx, where, cut, zero1, **options)
 
 
+@pytest.mark.slow
 def test_bfloat16_stays_close(pool: RankPool, tmp_path: Path) -> None:
     whole = stock(tmp_path / "whole", bf16=True, max_steps=2)
     got, _ = pool.run(TP, _on_mesh, tmp_path / "cut", {}, True, {"bf16": True, "max_steps": 2})[0]
@@ -106,6 +112,24 @@ def test_bfloat16_stays_close(pool: RankPool, tmp_path: Path) -> None:
 
 def on_float32(where: Path) -> list[dict[str, float]]:
     return history(stock(where / "float32", max_steps=2))
+
+
+def _masks(ctx: tpcore.ParallelContext, where: Path) -> list[list[bool]]:
+    """Of two steps in which each attention drops half of its weights."""
+    cut = tpcore.parallelize(model(attention_dropout=0.5, attn_implementation="eager"))
+    options: Any = {**HALF, "max_steps": 2, "per_device_train_batch_size": 2}
+    trainer = Trainer(cut, arguments(where, **options), train_dataset=examples(8))
+    with Recorder() as recorder:
+        trainer.train()
+    return [kept.flatten().tolist() for _, _, kept in recorder.masks] + [torch.rand(4).tolist()]
+
+
+@pytest.mark.slow
+def test_no_two_ranks_and_no_two_steps_drop_the_same(pool: RankPool, tmp_path: Path) -> None:
+    ranks = pool.run(BOTH, _masks, tmp_path)
+    every = [tuple(mask) for *masks, _ in ranks for mask in masks]
+    assert len(set(every)) == len(every) == 4 * 2 * 2  # ranks, steps, layers
+    assert len({tuple(after) for *_, after in ranks}) == 1  # the ranks' common stream goes on alike
 
 
 SAVING = {"save_strategy": "steps", "save_steps": 2}
@@ -201,6 +225,15 @@ def _scaled(ctx: tpcore.ParallelContext, where: Path) -> None:
 
 def test_fp16_is_refused(pool: RankPool, tmp_path: Path) -> None:
     pool.run(TP, _scaled, tmp_path)
+
+
+def _mixing(ctx: tpcore.ParallelContext, where: Path) -> None:
+    with pytest.raises(ValueError, match=r"sharded over tp, and Adafactor mixes"):
+        on_mesh(ctx, where, {}, optim="adafactor")
+
+
+def test_adafactor_is_refused(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(TP, _mixing, tmp_path)
 
 
 def examples_of(trainer: Any) -> Any:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FrameType
 
 import torch
 
@@ -25,6 +25,10 @@ _SITE = 1000  # characters of a call site that are sent: the end of the path is 
 Site = tuple[CodeType, int]
 """A place in the code, as cheap to take as possible: it is formatted only for a message."""
 
+Caller = tuple[CodeType, int, int, int]
+"""A site, and the layer whose forward makes the call: its number among the layers on its group, and their
+count; 0 and 0 without one."""
+
 
 def call_site(*also: str) -> Site:
     """Innermost frame outside tpcore, torch and files whose path starts with one of ``also``."""
@@ -37,15 +41,33 @@ def call_site(*also: str) -> Site:
     return outermost.f_code, outermost.f_lineno
 
 
+def call_place(*also: str) -> Caller:
+    """``call_site`` with the innermost layer whose forward makes the call: so calls from one line, in a loop
+    over layers, have different places."""
+    code, line = call_site(*also)
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        inner = frame.f_code
+        if inner.co_name == "forward" and inner.co_varnames[:1] == ("self",):
+            layer = frame.f_locals.get("self")
+            if hasattr(type(layer), "numbered"):
+                return code, line, *layer.numbered  # type: ignore[union-attr]
+        if inner is code:
+            break
+        frame = frame.f_back
+    return code, line, 0, 0
+
+
 def word_of(key: object) -> int:
     """A 64-bit hash of ``key``, the same on all ranks."""
     return int.from_bytes(blake2b(repr(key).encode(), digest_size=8).digest(), "little")
 
 
-def place_of(op: str, site: Site) -> int:
-    """A 64-bit hash of the place that calls ``op``. The program's folder does not count."""
-    code, line = site
-    return word_of((op, os.path.basename(code.co_filename), line, code.co_name)) or 1
+def place_of(op: str, place: Caller) -> int:
+    """A 64-bit word: a hash of the line that calls ``op``, and the layer. Without the folder."""
+    code, line, number, count = place
+    at = word_of((op, os.path.basename(code.co_filename), line, code.co_name)) & 0xFFFFFFFF
+    return (at or 1) << 32 | (count & 0xFFFF) << 16 | number & 0xFFFF
 
 
 class Places:
@@ -53,7 +75,8 @@ class Places:
 
     Different places alone are no error: the two branches of ``if ctx.rank == 0`` may make one call. Each
     place then belongs to some of the ranks only. Calls are swapped if one rank calls from a place that
-    another rank has used before, while that other rank calls from elsewhere.
+    another rank has used before, while that other rank calls from elsewhere. They are swapped as well if two
+    ranks are in different layers, unless a rank has made more layers than another: its numbers are others.
     """
 
     def __init__(self) -> None:
@@ -63,17 +86,22 @@ class Places:
     def swapped(self, members: Sequence[int], places: Sequence[int]) -> bool:
         """``places``: one call's place on each of ``members``; 0 for a rank that did not look it up."""
         if places.count(places[0]) == len(places):
-            self._common.add(places[0])
+            self._common.add(places[0] >> 32)
             return False
         if 0 in places:
             return False
+        if len({place >> 16 & 0xFFFF for place in places}) == 1:
+            numbers = {place & 0xFFFF for place in places}
+            if len(numbers) > 1 and 0 not in numbers:
+                return True
+        lines = [place >> 32 for place in places]
         been = [self._of.setdefault(m, set()) for m in members]
         found = any(
             there != here and (there in self._common or there in before)
-            for there in places
-            for here, before in zip(places, been, strict=True)
+            for there in lines
+            for here, before in zip(lines, been, strict=True)
         )
-        for before, here in zip(been, places, strict=True):
+        for before, here in zip(been, lines, strict=True):
             before.add(here)
         return found
 
@@ -99,8 +127,10 @@ class Call:
     site: str = field(compare=False)
 
     @classmethod
-    def of(cls, seq: int, op: str, shape: Sequence[int], dtype: torch.dtype, site: Site | None) -> Call:
-        where = "" if site is None else f"{site[0].co_filename}:{site[1]} in {site[0].co_name}"
+    def of(cls, seq: int, op: str, shape: Sequence[int], dtype: torch.dtype, at: Caller | None) -> Call:
+        where = "" if at is None else f"{at[0].co_filename}:{at[1]} in {at[0].co_name}"
+        if at is not None and at[2]:
+            where += f", layer {at[2]} of {at[3]} on this group"
         return cls(seq, op, tuple(shape), str(dtype).removeprefix("torch."), where)
 
     def key(self, place: bool) -> tuple[object, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
@@ -76,6 +76,19 @@ def first_difference(ranks: Sequence[int], every: Sequence[Sequence[Note]]) -> s
                     "in the sampler (ctx.coord('dp')), and call tpcore.random.manual_seed alike on all"
                 )
     return None
+
+
+def compare_stages(tensors: Mapping[str, Tensor], pp: Comm) -> None:
+    """Raise ValueError on all stages if ``tensors``, which each stage needs alike, differ. Collective."""
+    notes = [(what, _digest(plain(t.detach()))) for what, t in tensors.items()]
+    every = [json.loads(text) for text in gather_bytes(json.dumps(notes).encode(), pp)]
+    for stage, theirs in enumerate(every):
+        for (what, here), (_, there) in zip(every[0], theirs, strict=False):
+            if not _alike(here, there):
+                raise ValueError(
+                    f"stages 0 and {stage} of a pipeline differ in {what}: every stage gets the whole batch, "
+                    "its inputs and its labels, and draws the same random numbers outside of the layers"
+                )
 
 
 def _digest(t: Tensor) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, final
@@ -9,6 +10,7 @@ from typing import Any, NoReturn, final
 import torch
 from torch import Tensor
 
+from .errors import refuse_forked
 from .operators import Operators, Place, define
 from .relay import Checked
 from .transport import Op, Pending, Transport
@@ -45,8 +47,11 @@ class Comm:
         self.group, self.size, self.position = transport.group, transport.size, transport.position
         self.eager = transport.eager
         self.device_type = transport.position.device.type  # asking the tensor takes 0.4 us, in each layer
+        self._pid, self._rank = os.getpid(), transport.members[transport.index]
         self.padded: set[int] = set()
         """Widths of the padded parts that layers on this group make: a loss must know their true size."""
+        self.layers = 0
+        """How many layers this process has made on the group."""
         self._sums = sums
         self.called("")
 
@@ -59,7 +64,10 @@ class Comm:
 
     @property
     def _active(self) -> Transport:
-        return self._compiled if torch.compiler.is_dynamo_compiling() else self.transport
+        if torch.compiler.is_dynamo_compiling():
+            return self._compiled
+        refuse_forked(self._pid, self._rank)
+        return self.transport
 
     def __deepcopy__(self, memo: object) -> Comm:
         return self  # a copied model talks over the same group

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -15,8 +16,8 @@ import torch
 
 from .backend.interface import Backend
 from .comm import Comm
-from .errors import BackendError
-from .mesh import Mesh
+from .errors import BackendError, refuse_forked
+from .mesh import Group, Mesh
 
 if TYPE_CHECKING:
     from .checks import Checks
@@ -30,11 +31,14 @@ class ParallelContext:
     mesh: Mesh
     rank: int  # host-side only: file names, logs. Graphs use comm.position
     checks: Checks | None = field(default=None, repr=False, compare=False)
+    part_of: ParallelContext | None = field(default=None, repr=False, compare=False)
+    """The context of the whole job, if this one's mesh is a group of its ranks."""
     ended: ExitStack = field(default_factory=ExitStack, init=False, repr=False, compare=False)
     """Closed by ``shutdown``."""
     _comms: dict[tuple[tuple[str, ...], int | None], Comm] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+    _pid: int = field(default_factory=os.getpid, init=False, repr=False, compare=False)
     _adopted: list[Comm] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __deepcopy__(self, memo: object) -> ParallelContext:
@@ -56,10 +60,15 @@ class ParallelContext:
         if within is not None and within == math.prod(self.mesh.axes.get(axis, 1) for axis in axes):
             within = None
         if (axes, within) not in self._comms:
+            self.refuse_forked()
             group = self.mesh.group(*axes, within=within)
             name = " x ".join(axes) + ("" if within is None else f" within {within}")
             self._comms[axes, within] = self.backend.comm(group, self.rank).called(name)
         return self._comms[axes, within]
+
+    def refuse_forked(self) -> None:
+        """Raise BackendError in a process that was forked from this rank."""
+        refuse_forked(self._pid, self.rank)
 
     @property
     def comms(self) -> list[Comm]:
@@ -82,6 +91,13 @@ class ParallelContext:
         """This rank's position on ``axis``; host-side only, like ``rank``."""
         return self.mesh.coords(self.rank)[axis]
 
+    @cached_property
+    def place(self) -> tuple[int, tuple[tuple[str, int], ...]]:
+        """This rank, and the mesh of the whole job without axes of one rank: equal for contexts in which a
+        sharded tensor has the same entries on the same ranks."""
+        job = self.part_of or self
+        return job.rank, tuple((axis, size) for axis, size in job.mesh.axes.items() if size > 1)
+
     def over(self, comm: Comm) -> tuple[ParallelContext, tuple[str, ...]]:
         """The context and the mesh axes of a tensor that is cut over ``comm``.
 
@@ -96,7 +112,9 @@ class ParallelContext:
             for names in permutations(self.mesh.axes, count):
                 if self.mesh.group(*names).members(self.rank) == mine:
                     return self, names
-        alone = ParallelContext(self.backend, Mesh({"group": comm.size}), mine.index(self.rank))
+        alone = ParallelContext(
+            self.backend, Mesh({"group": comm.size}), mine.index(self.rank), part_of=self.part_of or self
+        )
         alone._comms[("group",), None] = comm
         return alone, ("group",)
 
@@ -113,6 +131,15 @@ class ParallelContext:
         self._adopted.append(self.backend.comm_of(group).called(name))
         return self._adopted[-1]
 
+    def grouped(self, name: str, partition: tuple[tuple[int, ...], ...]) -> Comm:
+        """The Comm called ``name`` over ``partition``: groups that no axes make. The first call of a name is
+        collective over the world."""
+        known = next((comm for comm in self._adopted if comm.name == name), None)
+        if known is None:
+            known = self.backend.comm(Group((), partition), self.rank).called(name)
+            self._adopted.append(known)
+        return known
+
     @property
     def device(self) -> torch.device:
         return self.backend.device()
@@ -127,9 +154,13 @@ def is_initialized() -> bool:
     return _current.get() is not None or bool(_process)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _entered() -> bool:
     return _current.get() is not None
+
+
+# All that torch.compiler.assume_constant_result does, but for importing torch._dynamo, which costs every rank
+# and every command as much again as torch
+_entered._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def current() -> ParallelContext:

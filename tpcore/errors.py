@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class BackendError(RuntimeError):
     """A backend is missing, is broken, or cannot run on this machine."""
+
+
+def refuse_forked(pid: int, rank: int) -> None:
+    """Raise BackendError in a process that was forked from ``rank``, whose process is ``pid``."""
+    if os.getpid() != pid:
+        raise BackendError(
+            f"this process was forked from rank {rank} after tpcore.init, and would take that rank's place "
+            "in its job: start it before tpcore.init, or by the methods 'spawn' or 'forkserver'"
+        )
 
 
 class CollectiveMismatchError(BackendError):
@@ -21,3 +34,17 @@ class CollectiveTimeoutError(BackendError):
 
 class CheckpointError(RuntimeError):
     """A checkpoint is incomplete, damaged, or does not fit the model."""
+
+
+@contextmanager
+def extra(name: str, user: str) -> Iterator[None]:
+    """For imports that need the extra ``name``: a library that is missing is named, with the command that
+    installs it. ``user``: what needs it."""
+    try:
+        yield
+    except ModuleNotFoundError as e:
+        missing = (e.name or "").partition(".")[0]
+        if missing.startswith("tpcore"):
+            raise
+        text = f"{user} needs {missing}, which is not installed: pip install 'tpcore[{name}]'"
+        raise ModuleNotFoundError(text, name=e.name) from None

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import ops
 from .comm import Comm
 from .parts import plain
 
 Backward = Callable[[Any, Tensor], tuple[Tensor | None, ...]]
+Forward = Callable[[Tensor, Tensor, Tensor | None, "How"], Tensor]
 How = tuple[Comm, int | None, torch.dtype]
 """The Comm, the sequence dim (None without sequence parallelism), and the least precision to sum in."""
 
@@ -38,15 +38,43 @@ def _narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype is dtype else x.to(dtype)
 
 
-def _once(backward: Backward) -> Backward:
-    """torch's ``once_differentiable``, skipped unless the backward itself is differentiated (create_graph):
-    the check costs as much as a small layer's matmul."""
-    refusing: Backward = once_differentiable(backward)
+def _mapped_column(x: Tensor, weight: Tensor, bias: Tensor | None, how: How) -> Tensor:
+    comm, seq, dtype = how
+    x = ops.copy(x, comm, dtype=dtype) if seq is None else ops.all_gather(x, comm, seq, dtype=dtype)
+    return F.linear(x, weight, bias)
 
-    def chosen(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return refusing(ctx, grad) if torch.is_grad_enabled() else backward(ctx, grad)
 
-    return chosen
+def _mapped_row(x: Tensor, weight: Tensor, bias: Tensor | None, how: How) -> Tensor:
+    comm, seq, dtype = how
+    y = F.linear(x, weight)
+    if seq is None:
+        y = ops.reduce(y, comm, dtype=dtype)
+    else:
+        y = ops.reduce_scatter(y, comm, seq, dtype=dtype)
+        bias = None if bias is None else ops.copy(bias, comm, dtype=dtype)
+    return y if bias is None else y + bias
+
+
+def _differentiable(mapped: Forward) -> Callable[[Backward], Backward]:
+    """A backward that is itself differentiated (create_graph) runs ``mapped``, the same function as several
+    mappings, of which each is differentiable any number of times, and autograd's backward of it."""
+
+    def wrap(backward: Backward) -> Backward:
+        def chosen(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+            if not torch.is_grad_enabled():
+                return backward(ctx, grad)
+            x, weight = ctx.saved_tensors
+            # any bias has the same derivatives
+            bias = grad.new_zeros(len(weight), requires_grad=True) if ctx.needs_input_grad[2] else None
+            inputs = [t for t, needs in zip((x, weight, bias), ctx.needs_input_grad, strict=False) if needs]
+            found = iter(
+                torch.autograd.grad(mapped(x, weight, bias, ctx.how), inputs, grad, create_graph=True)
+            )
+            return tuple(next(found) if needs else None for needs in ctx.needs_input_grad)
+
+        return chosen
+
+    return wrap
 
 
 def _column(x: Tensor, weight: Tensor, bias: Tensor | None, how: How) -> Tensor:
@@ -65,7 +93,7 @@ class _Column(torch.autograd.Function):
         return _column(x, weight, bias, how)
 
     @staticmethod
-    @_once
+    @_differentiable(_mapped_column)
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         comm, seq, dtype = ctx.how
@@ -109,7 +137,7 @@ class _Row(torch.autograd.Function):
         return _row(x, weight, bias, how)
 
     @staticmethod
-    @_once
+    @_differentiable(_mapped_row)
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         comm, seq, dtype = ctx.how
@@ -139,7 +167,8 @@ def column_linear(
     x = plain(x)
     if not x.is_meta and torch.is_autocast_enabled(comm.device_type):  # ("meta") is an error
         x, weight, bias = _cast(x, weight, bias, torch.get_autocast_dtype(comm.device_type))
-    run = _Column.apply if torch.is_grad_enabled() else _column
+    apply = _Column.apply if torch.is_grad_enabled() else _column
+    run = _mapped_column if ops.transformed() else apply
     y: Tensor = run(x, weight, bias, (comm, sequence_dim, dtype))
     return y
 
@@ -152,6 +181,7 @@ def row_linear(
     x = plain(x)
     if not x.is_meta and torch.is_autocast_enabled(comm.device_type):  # ("meta") is an error
         x, weight, bias = _cast(x, weight, bias, torch.get_autocast_dtype(comm.device_type))
-    run = _Row.apply if torch.is_grad_enabled() else _row
+    apply = _Row.apply if torch.is_grad_enabled() else _row
+    run = _mapped_row if ops.transformed() else apply
     y: Tensor = run(x, weight, bias, (comm, sequence_dim, dtype))
     return y

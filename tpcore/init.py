@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from functools import partial
+from typing import NoReturn
 
 from . import settings
 from .backend.interface import Backend
@@ -13,6 +14,7 @@ from .calls import ALL, checked_calls
 from .checks import in_eager_mode, raising
 from .consensus import gather_bytes
 from .context import ParallelContext, current, enter_process, is_initialized, leave_process
+from .guards import whole_tensors_only
 from .log import inform
 from .mesh import Mesh
 
@@ -83,7 +85,12 @@ def _seconds(timeout: float | None) -> float:
 
 
 def init(
-    backend: str | Backend | None = None, tp: int = 1, pp: int = 1, *, timeout: float | None = None
+    backend: str | Backend | None = None,
+    tp: int = 1,
+    pp: int = 1,
+    *,
+    timeout: float | None = None,
+    **others: NoReturn,
 ) -> ParallelContext:
     """Join the job that ``torchrun`` started and divide it into tp groups; dp is the rest of the world.
 
@@ -95,6 +102,13 @@ def init(
     Raises ValueError if pp times tp does not divide the world, RuntimeError if called twice, BackendError if
     the backend is missing or cannot run here. No degree is clamped, and an error leaves nothing running.
     """
+    if others:
+        asked: dict[str, object] = dict(others)
+        wrong = ", ".join(f"{name}={value!r}" for name, value in asked.items())
+        raise TypeError(
+            f"tpcore.init() takes backend, tp, pp and timeout, not {wrong}. The axes of its mesh are pp, dp "
+            "and tp, where dp is what pp and tp leave of the world; there is no context or expert parallelism"
+        )
     if is_initialized():
         mesh = dict(current().mesh.axes)
         raise RuntimeError(
@@ -121,12 +135,15 @@ def init(
         raise
     if checks is not None:
         ctx.ended.enter_context(in_eager_mode())
+    ctx.ended.enter_context(whole_tensors_only())
     enter_process(ctx)
     return ctx
 
 
 def shutdown() -> None:
     """Leave the job; ``init`` may be called again. Raises RuntimeError if ``init`` was not called."""
+    if is_initialized():
+        current().refuse_forked()
     ctx = leave_process()
     if ctx is None:
         raise RuntimeError("tpcore.shutdown() without tpcore.init()")

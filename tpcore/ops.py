@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .comm import Comm
 from .parts import plain
@@ -30,14 +31,41 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         # again a mapping, so that gradients of gradients cross the ranks too
-        return _Linear.apply(grad, *ctx.maps), None, None
+        return _applied(grad, *ctx.maps), None, None
+
+
+class _Transformed(_Linear):
+    """Also for forward mode and torch.func. A class of its own: torch.compile takes none with a ``jvp``."""
+
+    @staticmethod
+    def forward(x: Tensor, forward: Map, transpose: Map) -> Tensor:  # type: ignore[override]
+        return forward(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.maps = inputs[2], inputs[1]
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
+        transpose, forward = ctx.maps
+        return _applied(tangent, forward, transpose)
+
+
+def transformed() -> bool:
+    """Whether forward-mode differentiation or a transform of torch.func is on: both know these mappings, and
+    neither knows a function with collectives of its own."""
+    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+
+
+def _applied(x: Tensor, forward: Map, transpose: Map) -> Tensor:
+    y: Tensor = (_Transformed if transformed() else _Linear).apply(x, forward, transpose)
+    return y
 
 
 def _linear(x: Tensor, comm: Comm, forward: Map, transpose: Map) -> Tensor:
     if comm.size == 1:
         return x  # not through autograd, which forbids in-place ops on a Function's unchanged output
-    y: Tensor = _Linear.apply(plain(x), forward, transpose)
-    return y
+    return _applied(plain(x), forward, transpose)
 
 
 def _same(x: Tensor) -> Tensor:

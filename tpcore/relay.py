@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .calls import ALL, Call, agree, agree_on_all, call_site, checked_calls
+from .calls import ALL, Call, agree, agree_on_all, call_place, checked_calls
 from .transport import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, TABLE, Op, Pending, Primitive, Transport
 
 
@@ -77,7 +77,7 @@ class Checked(Relay):
         if not self._checked:
             return
         self._seq += 1
-        call = Call.of(self._seq, primitive.describe(*arguments), x.shape, x.dtype, call_site())
+        call = Call.of(self._seq, primitive.describe(*arguments), x.shape, x.dtype, call_place())
         if self._seq <= self._checked:
             agree(call, self.members, self._exchange, self._checked == ALL)
             return

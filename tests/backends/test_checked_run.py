@@ -54,6 +54,7 @@ def found() -> dict[str, str]:
     return said
 
 
+@pytest.mark.slow
 def test_each_is_named_on_every_rank() -> None:
     said = tpcore.launch(found, 2, env={"TPCORE_CHECK": "1"})
     expected = {name: match for name, (_, _, match) in MISTAKES.items()}

@@ -112,6 +112,7 @@ def _other_layers(ctx: ParallelContext) -> None:
     torch.testing.assert_close(grads[0], grads[1])
 
 
+@pytest.mark.slow
 def test_other_layers_and_collectives_compile_whole(two: RankPool) -> None:
     two.run(TWO, _as_after_init, _other_layers, timeout=300)
 

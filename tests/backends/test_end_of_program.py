@@ -61,6 +61,7 @@ releasing.wait()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_job_that_simply_ends(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PROGRAM)

@@ -6,14 +6,16 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from ends import STOPPED, end, names, on_open
-from roads import OverRoad, each_road  # noqa: F401  a fixture
+from roads import GLOO, SHARED, OverRoad, each_road  # noqa: F401  a fixture
+from tiers import diagonal
 from torch import Tensor, nn
 
 from tpcore import parallel_layers
@@ -26,6 +28,14 @@ from tpcore.processes.pool import RankPool
 
 ALONE, TP2, TP4, SQUARE = Mesh({"tp": 1}), Mesh({"tp": 2}), Mesh({"tp": 4}), Mesh({"dp": 2, "tp": 2})
 HOW = ["killed", "fails", "leaves", "raises"]
+WHERE = ["forward", "backward", "save", "load"]
+
+
+def quick(test: str, params: Mapping[str, Any]) -> bool:
+    """Each end, place and road."""
+    if params.keys() == {"pool"}:  # a time-out
+        return bool(params["pool"] is (SHARED if "to_make" in test or "connect" in test else GLOO))
+    return not params or diagonal(params, how=HOW, where=WHERE, check=["1", "0"], pool=[SHARED, GLOO])
 
 
 class _Fault(nn.Module):
@@ -64,7 +74,7 @@ def _train(ctx: ParallelContext, how: str, where: str, folder: str) -> None:
     ctx.world.all_reduce(torch.ones(1))
 
 
-@pytest.mark.parametrize("where", ["forward", "backward", "save", "load"])
+@pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("how", HOW)
 def test_the_lost_rank_is_named(pool: OverRoad, tmp_path: Path, how: str, where: str) -> None:
     outcomes = pool.outcomes(TP2, _train, how, where, str(tmp_path))
@@ -291,9 +301,16 @@ def test_a_rank_that_does_not_come_to_make_a_group(pool: OverRoad, tmp_path: Pat
 
 def _stopped_before_it_connects(ctx: ParallelContext) -> None:
     pids = ctx.world.all_gather(torch.tensor([os.getpid()]), 0).tolist()
+    make = dist.new_group
     with pytest.MonkeyPatch.context() as patch:
+
+        def stop_once(*args: object, **options: object) -> object:
+            patch.setattr(dist, "new_group", make)
+            end(STOPPED)
+            return make(*args, **options)
+
         if ctx.rank == 3:
-            patch.setattr(dist, "new_group", lambda *_: end(STOPPED))
+            patch.setattr(dist, "new_group", stop_once)
         try:
             ctx.comm("tp")
         finally:

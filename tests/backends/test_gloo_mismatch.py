@@ -6,17 +6,19 @@ waiting until the timeout.
 
 from __future__ import annotations
 
+import copy
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
 import torch
-from roads import OverRoad, each_road  # noqa: F401  a fixture
+from roads import GLOO, OverRoad, each_road  # noqa: F401  a fixture
 from tpcore_cpu_gloo import GlooBackend
 
+import tpcore
 from tpcore import ops
 from tpcore.comm import Comm
 from tpcore.context import ParallelContext
@@ -183,6 +185,13 @@ def _message(ctx: ParallelContext, kind: str, odd: int, before: int = 0) -> str:
     return "no error"
 
 
+def quick(test: str, params: Mapping[str, Any]) -> bool:
+    """Each kind on one road."""
+    if "kind" not in params or test == "test_one_rank_of_four_disagrees":
+        return not params or params.get("pool") is GLOO
+    return [*KINDS].index(params["kind"]) % 2 == (params["pool"] is GLOO)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_rank_learns_who_disagrees_and_where(pool: OverRoad, kind: str) -> None:
     messages = pool.run(Mesh({"tp": 2}), _message, kind, 1)
@@ -291,6 +300,44 @@ def test_calls_that_are_swapped_in_each_step_are_found_on_every_road(pool: OverR
     for message in pool.run(Mesh({"tp": 2}), _swapped_in_each_step, env=WARMUP):
         assert "in accuracy" in message
         assert "in loss" in message
+
+
+def _swapped_layers(ctx: ParallelContext, how: str, before: int) -> str:
+    """Two layers of one shape in another order on rank 1, in a loop or in the branches of an ``if``."""
+    torch.manual_seed(0)
+    one, two = (tpcore.RowParallelLinear(4, 4) for _ in range(2))
+    copied = copy.deepcopy(two)
+    if how == "a layer more on rank 1" and ctx.rank:
+        tpcore.RowParallelLinear(4, 4)
+    _advance(ctx.comm("tp"), before)
+    x, odd = torch.ones(4), ctx.rank == 1
+    try:
+        for _ in range(1 if not before else 2 * 17):
+            if how == "branches":
+                y = one(x) if odd else two(x)
+            else:
+                for layer in {"loop": (one, two), "copies": (two, copied)}.get(how, ())[:: -1 if odd else 1]:
+                    y = layer(x)
+                for layer in (one, two) if how == "a layer more on rank 1" else ():
+                    y = layer(x)
+    except CollectiveMismatchError as e:
+        return str(e)
+    return f"no error {y.shape}"
+
+
+@pytest.mark.parametrize("before", [0, _CHECKED])
+@pytest.mark.parametrize("how", ["loop", "branches", "copies"])
+def test_swapped_layers_are_found(pool: OverRoad, how: str, before: int) -> None:
+    numbers = {"loop": (1, 2), "branches": (2, 1), "copies": (2, 3)}[how]
+    for message in pool.run(Mesh({"tp": 2}), _swapped_layers, how, before, env=WARMUP):
+        for rank, number in enumerate(numbers):
+            assert re.search(rf"rank {rank}: #\d+ all_reduce .* in _swapped_layers, layer {number} ", message)
+
+
+def test_layers_that_a_rank_has_made_alone_are_no_swapped_ones(pool: OverRoad) -> None:
+    """The numbers of its later layers are others than those of the same layers elsewhere."""
+    said = pool.run(Mesh({"tp": 2}), _swapped_layers, "a layer more on rank 1", 0, env=WARMUP)
+    assert all("no error" in text for text in said)
 
 
 def _turns(ctx: ParallelContext) -> float:

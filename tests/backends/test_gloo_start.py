@@ -190,6 +190,7 @@ for rank in [subprocess.Popen([sys.executable, sys.argv[1]], env=os.environ | v)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_rank_whose_launcher_leaves_no_wait_status_is_named(tmp_path: Path, port: int) -> None:
     (tmp_path / "train.py").write_text(BY_HAND.replace("ctx.rank == 0", "ctx.rank == 1"))

@@ -16,9 +16,13 @@ import forked
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
+from tiers import tiers
 
 import tpcore
 from tpcore import PeerLostError
+from tpcore.c10d.host_store import host_store
+from tpcore.c10d.supervision.host import open_sockets
 from tpcore.processes import launch as launching
 from tpcore.processes.transfer import RankTraceback, pack_call
 
@@ -72,6 +76,7 @@ def test_results_come_in_rank_order_and_errors_of_init_name_the_values() -> None
     assert first[2:] == (os.environ["OMP_NUM_THREADS"], "green")
 
 
+@pytest.mark.slow
 def test_the_root_cause_is_raised_and_not_what_follows_from_it(capfd: pytest.CaptureFixture[str]) -> None:
     def program() -> None:
         ctx = tpcore.init("cpu_gloo", tp=2)
@@ -123,7 +128,9 @@ tpcore.launch(program, 2)
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda s: s.name)
+@pytest.mark.parametrize(
+    "how", tiers([signal.SIGKILL], [signal.SIGINT, signal.SIGTERM]), ids=lambda s: s.name
+)
 def test_ranks_end_with_their_parent(tmp_path: Path, how: signal.Signals) -> None:
     folder, script = tmp_path / "pids", tmp_path / "script.py"
     folder.mkdir()
@@ -153,6 +160,7 @@ print(set(tpcore.launch(lambda: __import__("tpcore").__file__, nprocs=2)) == {tp
 """
 
 
+@pytest.mark.slow
 def test_ranks_import_what_their_parent_does(tmp_path: Path) -> None:
     """And not what lies in the directory at hand, where the script does not look either."""
     script = tmp_path / "script.py"
@@ -203,6 +211,7 @@ def test_under_torchrun_a_survivor_says_who_was_lost(tmp_path: Path) -> None:
     assert re.search(r"rank 1 \(pid \d+ on .*\) (was killed by SIGKILL|is gone)", run.stderr)
 
 
+@pytest.mark.slow
 def test_a_full_disk_at_the_temporary_directory_does_not_matter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,6 +225,7 @@ def test_a_rank_that_ends_without_a_result_is_an_error() -> None:
         tpcore.launch(os._exit, 1, args=(0,))
 
 
+@pytest.mark.slow
 def test_a_rank_that_ignores_sigterm_is_killed_when_another_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def program() -> None:
         if os.environ["RANK"] == "1":
@@ -228,3 +238,18 @@ def test_a_rank_that_ignores_sigterm_is_killed_when_another_fails(monkeypatch: p
     monkeypatch.setattr(launching, "_PATIENCE", 0.1)
     with pytest.raises(OSError, match="disk on fire"):
         tpcore.launch(program)
+
+
+def test_the_store_listens_on_loopback_alone() -> None:
+    store, job = host_store()
+    inodes = {inode for _, inode in open_sockets()}
+    listening = [
+        line.split()[1]
+        for file in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{file}").read_text().splitlines()[1:]
+        if line.split()[3] == "0A" and int(line.split()[9]) in inodes  # LISTEN
+    ]
+    assert f"0100007F:{int(job['MASTER_PORT']):04X}" in listening
+    assert not [at for at in listening if set(at.partition(":")[0]) == {"0"}]
+    store.set("key", "value")
+    assert dist.TCPStore("127.0.0.1", int(job["MASTER_PORT"]), is_master=False).get("key") == b"value"

@@ -6,12 +6,15 @@ import os
 import re
 import signal
 import threading
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from ends import STOPPED, end, names, on_open
-from roads import OverRoad, each_road  # noqa: F401  a fixture
+from roads import GLOO, SHARED, OverRoad, each_road  # noqa: F401  a fixture
+from tiers import diagonal
 
 from tpcore import checkpoint
 from tpcore.context import ParallelContext
@@ -21,6 +24,12 @@ from tpcore.mesh import Mesh
 
 TP2, SQUARE = Mesh({"tp": 2}), Mesh({"dp": 2, "tp": 2})
 WHERE = ["save", "load"]
+HOW = ["killed", "fails", "leaves"]
+
+
+def quick(test: str, params: Mapping[str, Any]) -> bool:
+    """Each end, place and road."""
+    return diagonal(params, how=HOW, where=WHERE, pool=[GLOO, SHARED])
 
 
 def _at_files(ctx: ParallelContext, how: str, where: str, folder: str) -> None:
@@ -38,7 +47,7 @@ def _at_files(ctx: ParallelContext, how: str, where: str, folder: str) -> None:
 
 
 @pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize("how", ["killed", "fails", "leaves"])
+@pytest.mark.parametrize("how", HOW)
 def test_all_of_four_learn_who_was_lost(pool: OverRoad, tmp_path: Path, how: str, where: str) -> None:
     outcomes = pool.outcomes(SQUARE, _at_files, how, where, str(tmp_path))
     for rank in (0, 1, 2):

@@ -1,7 +1,7 @@
 """The example of a backend from outside: its wheel, and tpcore's, in an environment of their own.
 
-The kit runs on 2 and on 4 ranks; ``TPCORE_MPI=all`` runs all of it, otherwise layers in one precision and
-primitives in five of eight dtypes.
+The kit runs on 2 and on 4 ranks, with layers in one precision and primitives in five of eight dtypes. The
+drill runs all of it.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from tiers import tiers
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples/third_party_backend"
-ALL = os.environ.get("TPCORE_MPI") == "all"
+PART = ("-k", "not float16 and not float64 and not fp16 and not bf16 and not fp64")
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun: apt install openmpi-bin"),
     pytest.mark.skipif(find_spec("mpi4py") is None, reason="no mpi4py: pip install mpi4py"),
     pytest.mark.xdist_group("launched"),
@@ -65,10 +67,9 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> str:
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_it_passes_the_kit(python: str, ranks: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ranks", "part"), tiers([(2, PART), (4, PART)], drill=[(2, ()), (4, ())]), ids=str)
+def test_it_passes_the_kit(python: str, ranks: int, part: tuple[str, ...], tmp_path: Path) -> None:
     shutil.copy(EXAMPLE / "tests/test_conformance.py", tmp_path)
-    part = () if ALL else ("-k", "not float16 and not float64 and not fp16 and not bf16 and not fp64")
     run(
         "mpirun",
         "-n",

@@ -7,15 +7,16 @@ import os
 import re
 import resource
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
-import drills
 import pytest
 import torch
 from ends import ENDS, STEPS, Tiny, ends_at, names
-from tpcore_cpu_gloo import GlooBackend, semaphores
+from tiers import diagonal
+from tpcore_cpu_gloo import GlooBackend, segment, semaphores
 from tpcore_cpu_gloo.exchange import Announced, Exchange
 
 from tpcore.c10d.supervision.waiting import Waiting
@@ -24,6 +25,7 @@ from tpcore.context import ParallelContext
 from tpcore.errors import CollectiveMismatchError
 from tpcore.mesh import Group, Mesh
 from tpcore.processes.pool import RankPool
+from tpcore.processes.shared_memory import nameless_file
 from tpcore.transport import Transport
 
 TP2, TP4 = Mesh({"tp": 2}), Mesh({"tp": 4})
@@ -84,6 +86,50 @@ def _target(fd: str) -> str:
         return ""
 
 
+def _without_memfd(ctx: ParallelContext) -> tuple[str, float]:
+    """As where Python was built without it."""
+    create = os.__dict__.pop("memfd_create")
+    try:
+        comm = ctx.backend.comm(ctx.mesh.group("tp"), ctx.rank)
+        return repr(comm.transport), float(comm.all_reduce(torch.ones(100_000)).sum())
+    finally:
+        os.memfd_create = create
+
+
+def test_a_python_without_memfd_create_shares_files_without_a_name(pool: RankPool) -> None:
+    assert pool.run(TP2, _without_memfd) == [("shared memory", 200_000.0)] * 2
+
+
+def _short(ctx: ParallelContext) -> list[str]:
+    """Rank 1's file is shorter than it says, which is a ValueError of ``mmap``."""
+    real = segment.Segment.open
+
+    def cut(self: Any, tickets: Any) -> None:
+        if ctx.rank == 1:
+            self._length *= 2
+        real(self, tickets)
+
+    segment.Segment.open = cut  # type: ignore[method-assign]
+    try:
+        return [repr(ctx.backend.comm(ctx.mesh.group("tp"), ctx.rank).transport)]
+    finally:
+        segment.Segment.open = real  # type: ignore[method-assign]
+
+
+def test_a_mapping_that_fails_keeps_the_group_on_gloo(pool: RankPool) -> None:
+    for roads in pool.run(TP2, _short):
+        assert re.fullmatch(r"gloo \(rank 1: mmap length is greater than file size\)", roads[0])
+
+
+def test_memory_is_of_this_user_alone_and_cannot_become_shorter() -> None:
+    fd = nameless_file()
+    os.ftruncate(fd, 8192)
+    assert os.fstat(fd).st_mode & 0o777 == 0o600
+    with pytest.raises(PermissionError):
+        os.ftruncate(fd, 4096)
+    os.close(fd)
+
+
 def test_one_rank_without_memory_keeps_all_of_its_group_on_gloo(pool: RankPool) -> None:
     for roads, total, files in pool.run(TP4, _one_has_no_memory):
         assert re.fullmatch(r"gloo \(rank 1: .*File too large.*\)", roads[0])
@@ -114,6 +160,15 @@ def test_buffers_grow_as_far_as_all_have_memory(pool: RankPool) -> None:
     with RankPool(2, backend=Tiny) as tiny, RankPool(2, backend=Lean) as lean:
         assert tiny.run(TP2, _grown) == [(4000.0, 256)] * 2
         assert lean.run(TP2, _grown) == [(4000.0, 64)] * 2
+
+
+def quick(test: str, params: Mapping[str, Any]) -> bool:
+    """Each end, step and world; the calls that differ in pieces and whole."""
+    if test == "test_calls_that_differ_are_named_and_the_group_goes_on":
+        return diagonal(params, world=[2, 4], large=[4, 1000], check=["1", "0"])
+    return not {"step"} & params.keys() or diagonal(
+        params, how=[*ENDS], step=[*STEPS["shared memory"]], world=[2, 4]
+    )
 
 
 # -- the ends -----------------------------------------------------------------------------------------------
@@ -181,8 +236,9 @@ def _many(ctx: ParallelContext, calls: int) -> tuple[int, int]:
 
 
 @pytest.mark.slow
-def test_many_collectives_leave_nothing(tiny: RankPool) -> None:
-    calls = 100_000 if drills.ALL else 20_000  # a tensor kept for each would be more than 4 MB
+@pytest.mark.parametrize("calls", [20_000, pytest.param(100_000, marks=pytest.mark.drill)])
+def test_many_collectives_leave_nothing(tiny: RankPool, calls: int) -> None:
+    """A tensor kept for each would be more than 4 MB."""
     for files, memory in tiny.run(TP2, _many, calls, env={"TPCORE_CHECK": "0"}, timeout=300.0):
         assert files <= 0
         assert memory < 1 << 20

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from tpcore.c10d.supervision import rendezvous, words
 from tpcore.c10d.supervision.flight_recorder import FlightRecorder, RankReport
 from tpcore.c10d.supervision.host import Identity
 from tpcore.c10d.supervision.peers import Peers
+from tpcore.c10d.supervision.rendezvous import Rendezvous
 from tpcore.c10d.supervision.status_store import StatusStore
 from tpcore.c10d.supervision.verdict import connection_broke
 from tpcore.calls import Call, unexplained
@@ -196,6 +198,16 @@ def test_a_launchers_store_is_used_by_one_start_after_another() -> None:
             started = [threads.submit(rendezvous._of_this_start, store, r, 3, 20.0) for r in range(3)]
         # one part for all three, which nobody has used before
         assert sorted(s.result().add("ranks", 1) for s in started) == [1, 2, 3]
+
+
+def test_ranks_that_met_have_met_whatever_becomes_of_one_of_them() -> None:
+    store = dist.HashStore()
+
+    def lost(missing: Sequence[int]) -> PeerLostError:
+        store.set("start/1", "here")  # between two looks at the store it came, met and failed
+        return PeerLostError("rank 1 raised ValueError")
+
+    assert Rendezvous(store, 0, 2, 60.0).meet("start", "here", lost) == ["here", "here"]
 
 
 @pytest.mark.parametrize(("rank", "who"), [(0, "1, 2"), (1, "0")])

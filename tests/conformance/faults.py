@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import inspect
-import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,7 +14,7 @@ from tpcore.backend.capabilities import Capabilities
 from tpcore.mesh import Group, Mesh
 from tpcore.testing import ThreadBackend, run_ranks
 from tpcore.testing.kit import edges
-from tpcore.testing.kit.conformance import Conformance
+from tpcore.testing.kit.contract import Contract
 from tpcore.testing.threads import ThreadTransport
 from tpcore.transport import Transport
 
@@ -62,7 +60,7 @@ class Registry(dict[str, tuple[str, type[Plain]]]):
         return register
 
 
-class Kit(Conformance):
+class Kit(Contract):
     worlds = (2, 4)
     starts = False  # threads of one process
     every = 100
@@ -88,29 +86,35 @@ def run_on(cls: type[Plain]) -> Made:
     return run
 
 
-ALL = tuple(name for name in vars(Conformance) if name.startswith("test_"))
+ALL = tuple(name for name in vars(Contract) if name.startswith("test_") and name != "test_lost_ranks")
+NAMED_BY = ("primitive", "method", "moving", "mapping", "linear", "layer", "summed")
 
 
-def first_failure(cls: type[Plain], kind: type[Kit] = Kit, only: tuple[str, ...] = ALL) -> str:
-    """Test and primitive, or mapping, of the first failure in the kit's order; "" if there is none."""
+def failures(cls: type[Plain], kind: type[Kit] = Kit, only: tuple[str, ...] = ALL) -> Iterator[str]:
+    """For each case of the tests ``only``: "test_values all_gather" if it fails, else ""."""
     kit = kind()
     kit.tested = cls  # type: ignore[misc]  # of this instance
-    choices = kit.choices() | {"run": [run_on(cls)]}
-    for name, test in vars(Conformance).items():
-        if name not in only:
-            continue
-        wanted = [a for a in inspect.signature(test).parameters if a != "self"]
-        # the first argument varies slowest, as in the file: one primitive at all dtypes and sizes
-        order = sorted(wanted, key=lambda a: a not in ("primitive", "moving", "mapping", "linear", "layer"))
-        for values in itertools.product(*(choices[a] for a in order)):
-            given = dict(zip(order, values, strict=True))
+    for name in only:
+        test, _, part = name.partition(" ")
+        for given in kit.cases(test, run_on(cls)):
+            what = " ".join(str(given[a]).removeprefix("torch.") for a in NAMED_BY if a in given)
+            if part not in ("", what):
+                continue
             try:
-                test(kit, **given)
-            except (AssertionError, pytest.fail.Exception, RuntimeError, ValueError):
-                what = [
-                    str(given[a]).removeprefix("torch.")
-                    for a in ("primitive", "moving", "mapping", "linear", "layer", "summed")
-                    if a in given
-                ]
-                return " ".join([name, *what])
-    return ""
+                getattr(kit, test)(**given)
+            except (AssertionError, RuntimeError, ValueError):
+                yield f"{test} {what}".strip()
+            else:
+                yield ""
+
+
+def found(caught_by: str, cls: type[Plain], kind: type[Kit] = Kit) -> bool:
+    """Whether the test that a fault is registered for fails. It stops at the first case that does."""
+    return any(failures(cls, kind, (caught_by,)))
+
+
+def first_of(registry: Registry, *tests: str) -> list[Any]:
+    """All names, for ``parametrize``. Slow are all but the first fault of each of these tests of the kit."""
+    first = {by.partition(" ")[0]: name for name, (by, _) in reversed(registry.items())}
+    quick = {first[test] for test in tests}
+    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in registry]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import time
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,10 +13,10 @@ from tpcore_cpu_gloo import GlooBackend
 from tpcore.errors import CollectiveMismatchError, PeerLostError
 from tpcore.mesh import Group, Mesh
 from tpcore.testing import run_ranks
-from tpcore.testing.kit.lost import TIMEOUT, lost
-from tpcore.transport import Transport
+from tpcore.testing.kit.lost import Losses, lost
+from tpcore.transport import Pending, Transport
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.slow]  # each starts jobs of three ranks
 
 
 class HasNoTimeout(GlooBackend):
@@ -71,47 +70,60 @@ class Dies(_Changed):
         raise SystemExit(7)
 
 
+class OnlyTheFirstRankHears(_Changed):
+    def instead(self, error: PeerLostError, x: torch.Tensor) -> torch.Tensor:
+        if self._rank == 0:
+            raise error
+        return torch.zeros_like(x)
+
+
+class StartsAlone(GlooBackend):
+    def connect(self, group: Group, rank: int) -> Transport:
+        made: Any = super().connect(group, rank)
+        inner = made.start_all_reduce
+
+        def start_all_reduce(x: torch.Tensor, op: Any, donate: bool) -> Pending:
+            def wait() -> torch.Tensor:
+                try:
+                    return pending()
+                except PeerLostError:
+                    return x
+
+            pending = inner(x, op, donate)
+            return wait
+
+        made.start_all_reduce = start_all_reduce
+        return made
+
+
 class NeedsItsLauncher(GlooBackend):
     def start(self, timeout: float) -> tuple[int, int]:
         raise RuntimeError("start me with mpirun")
 
 
+def findings(kind: type[GlooBackend], *ways: str, methods: Sequence[str] = ("all_reduce",)) -> list[str]:
+    plan = Losses(kind, 200.0, 5.0, ways, methods)
+    found, other = run_ranks(Mesh({"tp": 2}), lambda ctx: lost(ctx, plan))
+    assert other == []
+    return found
+
+
 @pytest.mark.parametrize(
     ("kind", "way", "says"),
     [
-        (HasNoTimeout, "late", "rank 1 is late, and rank 0 waits for ever: start(timeout=5) promises"),
-        (HangsWithTheLostRank, "killed", "rank 1 is killed, and rank 0 waits for ever"),
-        (GoesOnAlone, "gone", "rank 1 is gone, and rank 0 got [1.0, 1.0, 1.0, 1.0] from it"),
-        (RaisesItsLibrarysError, "killed", "rank 0 got BrokenPipeError: [Errno 32] Broken pipe"),
-        (BlamesTheProgram, "killed", "rank 0 got CollectiveMismatchError: the ranks disagree"),
+        (OnlyTheFirstRankHears, "gone", "rank 2 is gone in all_reduce, and rank 1 got [0.0, 0.0, "),
+        (StartsAlone, "gone", "is gone in start_all_reduce, and rank 0 got [1.0, 1.0, 1.0, 1.0, "),
+        (HasNoTimeout, "late", "rank 0 waits for ever: start(timeout=5) promises PeerLostError"),
+        (HangsWithTheLostRank, "killed", "rank 0 waits for ever: start(timeout=5) promises"),
+        (GoesOnAlone, "gone", "rank 2 is gone in all_reduce, and rank 0 got [1.0, 1.0, 1.0, "),
+        (RaisesItsLibrarysError, "killed", "rank 2 got BrokenPipeError: [Errno 32] Broken pipe"),
+        (BlamesTheProgram, "killed", "rank 2 got CollectiveMismatchError: the ranks disagree"),
         (NeedsItsLauncher, "gone", "set starts = False if a launcher has to start them"),
-        (Dies, "killed", "rank 0 ended with status 7: start(timeout=5) promises PeerLostError"),
+        (Dies, "killed", "rank 2 ended with status 7: start(timeout=5) promises PeerLostError"),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
 def test_it_is_found(kind: type[GlooBackend], way: str, says: str) -> None:
-    (found, other) = run_ranks(Mesh({"tp": 2}), lambda ctx: lost(ctx, kind, way, 200.0, slack=5.0))
-    assert len(found) == 1
-    assert says in found[0]
+    found = findings(kind, way, methods=("all_reduce", "start_all_reduce"))
+    assert says in "\n".join(found)
     assert ("RuntimeError: start me with mpirun" in found[0]) == (kind is NeedsItsLauncher)
-    assert other == []
-
-
-SLOW = """
-import os, time
-from tpcore_cpu_gloo import GlooBackend
-
-class Slow(GlooBackend):
-    pass
-
-if os.environ.get("RANK") == "1":
-    time.sleep({seconds})
-"""
-
-
-def test_a_rank_that_imports_longer_than_the_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time-out of these jobs is of their collectives, and not of their start."""
-    (tmp_path / "slow_to_import.py").write_text(SLOW.format(seconds=TIMEOUT + 3))
-    monkeypatch.syspath_prepend(tmp_path)
-    kind = importlib.import_module("slow_to_import").Slow
-    assert run_ranks(Mesh({"tp": 2}), lambda ctx: lost(ctx, kind, "gone", 200.0)) == [[], []]

@@ -1,7 +1,7 @@
 """The kit on processes: both roads of the cpu_gloo backend, and a backend of a few lines on its base.
 
-The first has every dtype. The others have samples, and all with the drills: a road moves bytes and sums, and
-tests/backends has every dtype on both.
+What the roads share, the kit on threads tests for all of them. `make test` runs here what a road does
+itself: it moves bytes and sums, in pieces and in groups.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any, ClassVar
 
-import drills
 import pytest
 import torch
+from tiers import tiers
 from tpcore_cpu_gloo import GlooBackend
 
 from tpcore.backend.interface import Backend
 from tpcore.c10d.backend import C10dBackend
+from tpcore.mesh import Mesh
 from tpcore.processes.pool import RankPool, Standing
 from tpcore.testing.kit.conformance import Conformance, Run
 
@@ -47,10 +48,16 @@ class TestShared(Conformance):
     patience = 200.0  # beside other work
     every = 35
 
+    @staticmethod
+    def quick(test: str, params: Mapping[str, Any]) -> bool:
+        """All on two ranks but the jobs with lost ranks; values on four."""
+        two = all(mesh.size == 2 for mesh in params.values() if isinstance(mesh, Mesh))
+        return test == "test_values" or (two and test != "test_lost_ranks")
+
     def choices(self) -> dict[str, list[Any]]:
         """Layers in one precision: tests/test_layers_matrix.py runs more of them, in all, on processes."""
         found = super().choices()
-        return found | {"precision": drills.sample(found["precision"], ["fp32"])}
+        return found | {"precision": tiers(["fp32"], drill=found["precision"])}
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -59,7 +66,7 @@ class TestShared(Conformance):
         with ExitStack() as stack:
             jobs: dict[int, Standing] = {}
             for size in cls.worlds:
-                ranks = stack.enter_context(RankPool(size, backend=cls.tested))
+                ranks = stack.enter_context(RankPool(size, grace=cls.patience, backend=cls.tested))
                 jobs[size] = ranks.standing(size, env=cls.env)
             yield lambda mesh, fn, *args: jobs[mesh.size].run(mesh, fn, *args)
 
@@ -70,20 +77,28 @@ class Sampled(TestShared):
         some = [torch.float64, torch.bfloat16, torch.bool]  # float32 is in all other tests
         assert set(some) <= set(found["dtype"])
         return found | {
-            "dtype": drills.sample(found["dtype"], some),
-            "moved": drills.sample(found["moved"], found["moved"][:1]),
+            "dtype": tiers(some, drill=found["dtype"]),
+            "moved": tiers(found["moved"][:1], drill=found["moved"]),
         }
 
 
 class TestGloo(Sampled):
     env: ClassVar[Mapping[str, str]] = {"TPCORE_SHM": "0"}
 
+    @staticmethod
+    def quick(test: str, params: Mapping[str, Any]) -> bool:
+        return test in ("test_values", "test_large", "test_groups", "test_odd_values", "test_started")
+
 
 class TestPieces(Sampled):
     tested = Tiny
     large = (1_027,)  # 17 pieces: 16 MB would be 65,536
-
+    most = 1_027
     starts = False  # as Shared
+
+    @staticmethod
+    def quick(test: str, params: Mapping[str, Any]) -> bool:
+        return test in ("test_values", "test_large")
 
     def test_freed(self) -> None:  # type: ignore[override]
         pytest.skip("256 KB in pieces of 256 bytes, a thousand times, take minutes")
@@ -93,6 +108,11 @@ class TestSimple(Sampled):
     tested = Simple
     worlds = (2,)
     every = 70
+
+    @staticmethod
+    def quick(test: str, params: Mapping[str, Any]) -> bool:
+        """That a backend of six lines works."""
+        return test in ("test_joined", "test_values", "test_layers")
 
     def backend_class(self) -> type[Backend]:
         return Simple

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import drills
 import pytest
+from tiers import tiers
 
 from tpcore.testing import ThreadBackend, run_ranks
 from tpcore.testing.kit.conformance import Conformance
@@ -22,7 +22,7 @@ class TestThreads(Conformance):
     def choices(self) -> dict[str, list[Any]]:
         """Layers in one precision: tests/test_layers_matrix.py runs all of these cases on threads."""
         found = super().choices()
-        return found | {"precision": drills.sample(found["precision"], ["fp32"])}
+        return found | {"precision": tiers(["fp32"], drill=found["precision"])}
 
     @pytest.fixture(scope="class")
     @classmethod

@@ -1,7 +1,5 @@
 """A job that is killed again and again, each time at some moment, and goes on with other ranks: the losses
 are those of a job that nobody killed.
-
-``TPCORE_KILLS=20`` sets how often.
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ from tpcore.checkpoint.offline.verify import verify
 from tpcore.mesh import Mesh
 from tpcore.testing import run_ranks
 
-KILLS = int(os.environ.get("TPCORE_KILLS", "3"))
 ENDLESS = 10**6
 MESHES = [{"tp": 2}, {"tp": 1}, {"tp": 1, "pp": 2}]  # of two ranks
 
@@ -56,14 +53,15 @@ def killed(home: Path, axes: dict[str, int], draw: random.Random) -> None:
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.xdist_group("hosts")
-@pytest.mark.timeout(60 + 60 * KILLS)
-def test_a_job_that_is_killed_again_and_again(tmp_path: Path) -> None:
+@pytest.mark.timeout(1300)
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.drill)])
+def test_a_job_that_is_killed_again_and_again(tmp_path: Path, kills: int) -> None:
     os.mkfifo(tmp_path / "told")
     draw = random.Random(0)
-    for i in range(KILLS):
+    for i in range(kills):
         killed(tmp_path, MESHES[i % len(MESHES)], draw)
     steps = reached(tmp_path) + 3
-    assert steps >= KILLS + 2
+    assert steps >= kills + 2
     alone = Mesh({"pp": 1, "dp": 1, "tp": 1})
     run_ranks(alone, lambda ctx: training.train(ctx, tmp_path, steps))
     (tmp_path / "whole").mkdir()

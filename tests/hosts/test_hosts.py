@@ -1,7 +1,7 @@
 """Hosts as network namespaces: what one loses, every rank that is left says with its name, and nobody hangs.
 
-Drills run beside one another, as they wait most of the time. ``TPCORE_DRILLS=all`` adds more, most of three
-hosts among them, and a launcher that goes on with fewer.
+All that are selected run beside one another, as they wait most of the time. Those marked ``drill`` have
+three hosts among them, and a launcher that goes on with fewer.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 import training
-from drills import ALL
 from machines import Machine, environment
 from network import Network, why_not
+from tiers import tiers
 
 from tpcore import checkpoint
 from tpcore.checkpoint.format.retention import newest
@@ -51,7 +51,7 @@ class Drill:
     axes: Mapping[str, int] = field(default_factory=lambda: {"tp": 2})
     env: Mapping[str, str] = field(default_factory=dict)
     stuck: int | None = None  # the rank whose part of the save after step TOLD never comes to be written
-    weekly: bool = False
+    drill: bool = False
 
 
 def _unreachable(host: str, first: int, *others: int) -> str:
@@ -80,33 +80,33 @@ DRILLS = {
     "slow": Drill(lambda net, m: net.slow(1, "4mbit"), {}, steps=TOLD + 4),
     "cut": Drill(lambda net, m: net.cut(1), {0: B, 1: A}, axes=STAGES),
     "half-open": Drill(lambda net, m: net.swallow(0, 1), {0: B, 1: A}),
-    "half-open, the other way": Drill(lambda net, m: net.swallow(1, 0), {0: B, 1: A}, weekly=True),
+    "half-open, the other way": Drill(lambda net, m: net.swallow(1, 0), {0: B, 1: A}, drill=True),
     "all ranks killed": Drill(lambda net, m: m[1].kill(), {0: _gone("hostb", "[23]")}),
-    "a rank killed": Drill(lambda net, m: m[1].kill(1), {0: _gone("hostb", "3")}, weekly=True),
-    "host off": Drill(lambda net, m: _off(net, m[1]), {0: B}, weekly=True),
+    "a rank killed": Drill(lambda net, m: m[1].kill(1), {0: _gone("hostb", "3")}, drill=True),
+    "host off": Drill(lambda net, m: _off(net, m[1]), {0: B}, drill=True),
     "the store's host off": Drill(lambda net, m: _off(net, m[0]), {1: A}),
     "stopped": Drill(lambda net, m: m[1].stop(1), {0: STOPPED}, env={"TPCORE_TIMEOUT": "6"}),
     "off in a save": Drill(lambda net, m: _off(net, m[1]), {0: B}, axes=STAGES, stuck=3),
     "the store's host off in a save": Drill(
-        lambda net, m: _off(net, m[0]), {1: A}, axes=STAGES, stuck=0, weekly=True
+        lambda net, m: _off(net, m[0]), {1: A}, axes=STAGES, stuck=0, drill=True
     ),
     # tp inside the hosts, dp and stages across, on hosts of different sizes
     "three hosts": Drill(lambda net, m: _off(net, m[2]), {0: LAST, 1: LAST}, ranks=(2, 4, 2), axes=STAGES),
     "three hosts, the store's off": Drill(
-        lambda net, m: _off(net, m[0]), {1: A, 2: A}, ranks=(2, 4, 2), axes=STAGES, weekly=True
+        lambda net, m: _off(net, m[0]), {1: A, 2: A}, ranks=(2, 4, 2), axes=STAGES, drill=True
     ),
     "three hosts, dp": Drill(
-        lambda net, m: net.cut(2), {0: C, 1: C, 2: f"{A}|{B}"}, ranks=(2, 2, 2), weekly=True
+        lambda net, m: net.cut(2), {0: C, 1: C, 2: f"{A}|{B}"}, ranks=(2, 2, 2), drill=True
     ),
     "three hosts, pp": Drill(
         lambda net, m: net.cut(2),
         {0: C, 1: C, 2: f"{A}|{B}"},
         ranks=(2, 2, 2),
         axes={"tp": 2, "pp": 3},
-        weekly=True,
+        drill=True,
     ),
 }
-NAMES = [name for name, drill in DRILLS.items() if ALL or not drill.weekly]
+NAMES = tiers([name for name, drill in DRILLS.items() if not drill.drill], drill=DRILLS)
 
 
 @dataclass(frozen=True)
@@ -139,10 +139,14 @@ def run(drill: Drill, home: Path) -> Outcome:
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Outcome]]]:
+def outcomes(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Future[Outcome]]]:
     home = tmp_path_factory.mktemp("drills")
+    params = [item.callspec.params for item in request.session.items if item.path == request.path]
+    names = [p["name"] for p in params if "name" in p]
     with ThreadPoolExecutor(AT_ONCE) as threads:
-        yield {name: threads.submit(run, DRILLS[name], home / str(i)) for i, name in enumerate(NAMES)}
+        yield {name: threads.submit(run, DRILLS[name], home / str(i)) for i, name in enumerate(names)}
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-import drills
 import psutil
 import pytest
 import training
@@ -79,7 +78,7 @@ def test_a_rank_is_lost_and_all_start_again(tmp_path: Path) -> None:
         finished(tmp_path, machines)
 
 
-@drills.only("torchrun takes a minute to give up a host")
+@pytest.mark.drill  # torchrun takes a minute to give up a host
 def test_a_host_is_lost_and_the_other_goes_on(tmp_path: Path) -> None:
     with Network(2) as network:
         machines = started(network, tmp_path)

@@ -59,6 +59,7 @@ print(json.dumps([(model(x)[0] - plain(x) - 3.0).abs().max().item(), model.tp_de
 """
 
 
+@pytest.mark.slow
 def test_a_script_without_a_main_guard(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     done = subprocess.run(
@@ -135,6 +136,7 @@ tpcore.trace.parallel_model_trace(slow, torch.ones(1), 2, backend="cpu_gloo")
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_it(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SLOW)
     (tmp_path / "tmp").mkdir()

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,11 @@ def gone(numbers: list[int]) -> bool:
         if not ready:
             return False
     return True
+
+
+def quick(test: str, params: Mapping[str, Any]) -> bool:
+    """Each way to end a program by itself starts three interpreters."""
+    return test != "test_a_plain_program_that_has_not_the_models_code"
 
 
 def test_calls_are_the_original_ones(served: TensorParallelModel) -> None:
@@ -145,6 +150,7 @@ def _save_at_4(folder: Path) -> None:
     run_ranks(Mesh({"tp": 4}), save)
 
 
+@pytest.mark.slow
 def test_weights_are_replaced(artifact: Path, tmp_path: Path) -> None:
     """From a checkpoint at another degree, a file, and a dict; a bad one changes nothing; saved with them."""
     _save_at_4(tmp_path / "sharded")
@@ -190,6 +196,7 @@ def test_a_killed_process_is_told_and_ends_the_others(artifact: Path, rank: int)
         model(*batch(1, 8))
 
 
+@pytest.mark.slow
 def test_killed_in_the_middle_of_a_call(artifact: Path) -> None:
     """One rank is stopped, so that the other waits in a collective; then it is killed."""
     with parallel_model_load(artifact, timeout=60) as model:
@@ -225,6 +232,7 @@ def test_a_call_that_is_interrupted(served: TensorParallelModel) -> None:
     assert pids(served) == numbers
 
 
+@pytest.mark.slow
 def test_interrupted_between_two_ranks(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One was asked and the other was not, which it would wait for: both are ended, and that is said."""
     asked: list[int] = []
@@ -248,6 +256,7 @@ def test_interrupted_between_two_ranks(artifact: Path, monkeypatch: pytest.Monke
         assert differences(model(*batch(1, 8)), plain()(*batch(1, 8))) < EXACT
 
 
+@pytest.mark.slow
 def test_nobody_holds_it_any_more(artifact: Path) -> None:
     model = parallel_model_load(artifact)
     numbers = pids(model)
@@ -359,6 +368,7 @@ refused()
 """
 
 
+@pytest.mark.slow
 def test_forks(artifact: Path, tmp_path: Path) -> None:
     """One that holds an output has its own, whether the parent holds that or not: neither sees what the other
     writes, nor what a rank writes later. One that calls the model is refused and changes nothing."""
@@ -518,6 +528,7 @@ def test_saving_is_whole_or_not_at_all(
         parallel_model_save(served, tmp_path / "mine")
 
 
+@pytest.mark.slow
 def test_calls_inside_and_outside_of_inference_mode(artifact: Path, served: TensorParallelModel) -> None:
     """Whichever comes first."""
     with torch.inference_mode(False):

@@ -1,6 +1,6 @@
 """The BERT example, unmodified, on replicas: its losses are those of plain torch, and of gloo's processes.
 
-The latter with the drills: tests/test_examples_pretrain.py compares the script over gloo with one process.
+Over gloo in a drill: tests/test_examples_pretrain.py compares the script over gloo with one process.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import drills
 import pytest
 import torch
 import torch.nn.functional as F
+from tiers import tiers
 from tpcore_neuron.testing import programs, run_replicas
 from transformers import BertForPreTraining
 
@@ -105,7 +105,8 @@ def losses_in(output_dir) -> list[float]:
     return [record["loss"] for record in read_metrics(output_dir)]
 
 
-def test_the_script_trains_as_on_gloo_and_as_plain_torch(text, tmp_path):
+@pytest.mark.parametrize("gloo", tiers([False], drill=[True]))
+def test_the_script_trains_as_on_gloo_and_as_plain_torch(text, tmp_path, gloo):
     first = run_replicas(script, 4, arguments(text, tmp_path / "xla", steps_this_run=FIRST))
     resumed = run_replicas(script, 4, arguments(text, tmp_path / "xla", "--resume_ckpt"))
     found = losses_in(tmp_path / "xla")
@@ -113,7 +114,7 @@ def test_the_script_trains_as_on_gloo_and_as_plain_torch(text, tmp_path):
     # float32 summed in another order, through 20 steps of AdamW
     torch.testing.assert_close(found, unsharded(text, tmp_path / "plain"), rtol=2e-4, atol=0)
     assert found[-1] < 0.8 * found[0]
-    if drills.ALL:
+    if gloo:
         tpcore.launch(script_on_gloo, 4, args=[arguments(text, tmp_path / "gloo", backend="cpu_gloo")])
         torch.testing.assert_close(found, losses_in(tmp_path / "gloo"), rtol=2e-4, atol=0)
 

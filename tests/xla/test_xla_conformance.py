@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import drills
 import pytest
 import torch
+from tiers import tiers
 from tpcore_neuron.testing import run_replicas
 
 from tpcore.backend.registry import load_backend
@@ -46,9 +46,9 @@ class TestNeuron(Conformance):
         grid = [Mesh({"dp": 2, "tp": 2}), Mesh({"pp": 2, "dp": 1, "tp": 2})]
         assert all(mesh in found["grid"] for mesh in grid)
         return found | {
-            "dtype": drills.sample(found["dtype"], [torch.float32, torch.bool]),
-            "grid": drills.sample(found["grid"], grid),
-            "precision": drills.sample(layers, ["fp16"]),
+            "dtype": tiers([torch.float32, torch.bool], drill=found["dtype"]),
+            "grid": tiers(grid, drill=found["grid"]),
+            "precision": tiers(["fp16"], drill=layers),
         }
 
     @pytest.fixture(autouse=True)
@@ -63,4 +63,4 @@ class TestNeuron(Conformance):
     def test_layers(self, run: Run, line: Mesh, layer: str, precision: str) -> None:
         """A seventh of the layers with few cases too, of which the kit takes all."""
         some = matrix.cases(layer, precision)
-        self._check(run(line, matrix.run, some[:: self.every if len(some) > 20 else 1 if drills.ALL else 7]))
+        self._check(run(line, matrix.run, some[:: self.every if len(some) > 20 else 7]))

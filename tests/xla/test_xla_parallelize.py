@@ -5,10 +5,10 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-import drills
 import pytest
 import torch
 from onreplicas import on_replicas
+from tiers import tiers
 from tpcore_neuron.testing import programs
 
 import tpcore
@@ -85,13 +85,7 @@ def cases() -> list[Any]:
     """With the drills all families: the others say nothing of XLA that these do not say."""
     quick = [("llama", True), ("bert", False), ("t5", True)]
     every = [(f, tokens) for f in ("llama", "qwen3", "bert", "gpt2", "t5") for tokens in (False, True)]
-    return [
-        pytest.param(
-            *case,
-            id=f"{case[0]}{'-tokens' if case[1] else ''}",
-        )
-        for case in drills.sample(every, quick)
-    ]
+    return tiers(quick, drill=every)
 
 
 @pytest.mark.parametrize(("family", "sequence_parallel"), cases())

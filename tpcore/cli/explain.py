@@ -8,12 +8,13 @@ from pathlib import Path
 
 import torch
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..errors import extra
 from ..explaining import Collective, Explanation, Program, StageCost, explain
 from ..explaining.summary import kinds, replicated, size, sizes
+from .console import wide_console
 
 
 def explain_step(
@@ -105,30 +106,26 @@ def _numbers(text: str) -> list[int]:
 
 
 def _draw(found: Explanation, path: Path) -> None:
-    try:
-        from ..explaining.picture import save_picture
+    from ..explaining.picture import save_picture
 
+    with extra("plot", "--plot"):
         save_picture(found, path)
-    except ModuleNotFoundError as e:
-        if (e.name or "").partition(".")[0] != "matplotlib":
-            raise
-        raise ValueError("--plot needs matplotlib, which is not installed: pip install 'tpcore[plot]'") from e
 
 
 def _show(found: Explanation) -> None:
-    console = Console(highlight=False)
+    console = wide_console()
     for ranks, program in found.programs:
         axes = ", ".join(f"{axis}={n}" for axis, n in found.mesh.axes.items())
         alike = f"ranks {', '.join(map(str, ranks))} alike" if len(ranks) > 1 else f"rank {ranks[0]}"
-        console.print(f"{program.model} on {axes}: {alike}\n", markup=False, soft_wrap=True)
+        console.print(f"{program.model} on {axes}: {alike}\n", soft_wrap=True)
         console.print(_memory(program, staged=found.mesh.axes["pp"] > 1))
         for line in replicated(program, found.mesh.axes["tp"]):
-            console.print(line, markup=False, soft_wrap=True)
+            console.print(line, soft_wrap=True)
         idle = [p.name for p in program.parameters if not p.gradient]
         if idle:
-            console.print(f"Without a gradient: {', '.join(idle[:8])}", markup=False, soft_wrap=True)
+            console.print(f"Without a gradient: {', '.join(idle[:8])}", soft_wrap=True)
         for cost in program.pipelines:
-            console.print(_stage(cost), markup=False, soft_wrap=True)
+            console.print(_stage(cost), soft_wrap=True)
         console.print()
         console.print(_traffic(program) if program.collectives else "No collectives.")
         console.print()

@@ -78,12 +78,18 @@ def _memory(axes: Any, program: Program) -> None:
 
 def _traffic(axes: Any, program: Program) -> None:
     calls = program.collectives
-    for group in dict.fromkeys(c.axes for c in calls):
-        at = [i for i, c in enumerate(calls) if c.axes == group]
+    for group, ranks in dict.fromkeys((c.axes, c.size) for c in calls):  # a group may be a part of its axes
+        at = [i for i, c in enumerate(calls) if (c.axes, c.size) == (group, ranks)]
         total = size(sum(calls[i].sent for i in at))
         name = " x ".join(group)
         axes.vlines(at, 0, [calls[i].nbytes for i in at], color=_COLOURS.get(name, "#616161"), linewidth=2)
-        axes.plot([], [], color=_COLOURS.get(name, "#616161"), linewidth=2, label=f"{name}: sends {total}")
+        axes.plot(
+            [],
+            [],
+            color=_COLOURS.get(name, "#616161"),
+            linewidth=2,
+            label=f"{name} of {ranks}: sends {total}",
+        )
     starts = [i for i, c in enumerate(calls) if i == 0 or calls[i - 1].phase != c.phase]
     for i in starts:
         axes.axvline(i - 0.5, color="#cfd8dc", linewidth=0.8)
@@ -92,6 +98,7 @@ def _traffic(axes: Any, program: Program) -> None:
         )
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter(lambda value, _: size(value))
+    axes.locator_params(axis="x", integer=True)
     axes.set_xlabel("collectives, in order")
     axes.set_ylabel("bytes given")
     if calls:

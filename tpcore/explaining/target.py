@@ -127,7 +127,7 @@ def _transformers(target: str) -> Any:
         return importlib.import_module("transformers")
     except ModuleNotFoundError as e:
         raise ValueError(
-            f"{target!r} would need transformers, which is not installed: pip install transformers; "
+            f"{target!r} would need transformers, which is not installed: pip install 'tpcore[hf]'; "
             f"or else {FORMS}"
         ) from e
 

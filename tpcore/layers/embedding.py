@@ -41,12 +41,15 @@ class ParallelEmbedding(EmbeddingAttributes):
     on every rank (with sequence parallelism: this rank's chunk along ``sequence_dimension``; None is dim 0).
 
     By default each rank holds some rows of the table and looks up the ids in its rows. The outputs are summed
-    over the ranks. ``pad`` allows a vocabulary that tp does not divide. With ``shard_across_embedding`` each
-    rank holds some columns of every row. ``collect_output=False`` returns this rank's partial sums or
-    columns, without a collective. ``sequence_parallel_group``: the part of the layer's ranks that the tokens
-    are spread over, such as tp for a table cut over pp and tp. ``padding_idx``, ``max_norm``, ``norm_type``,
-    ``scale_grad_by_freq`` and ``sparse`` are those of ``nn.Embedding``. A callable as third argument is
-    taken as ``init_method``.
+    over the ranks.
+
+    - ``pad``: allow a vocabulary that tp does not divide.
+    - ``shard_across_embedding``: each rank holds some columns of every row.
+    - ``collect_output=False``: return this rank's partial sums or columns, without a collective.
+    - ``sequence_parallel_group``: the part of the layer's ranks that the tokens are spread over, such as tp
+      for a table cut over pp and tp.
+    - ``padding_idx``, ``max_norm``, ``norm_type``, ``scale_grad_by_freq``, ``sparse``: as in
+      ``nn.Embedding``. A callable as third argument is taken as ``init_method``.
 
     IndexError on every rank for an id out of range, on backends that can read values. ValueError for
     ``sparse`` on backends without sparse tensors.
@@ -65,7 +68,7 @@ class ParallelEmbedding(EmbeddingAttributes):
         sparse: bool = False,
         init_method: Init | None = None,
         device: Device = None,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = torch.float32,
         shard_across_embedding: bool = False,
         pad: bool = False,
         sequence_parallel_enabled: bool = False,
@@ -212,8 +215,8 @@ class ParallelEmbedding(EmbeddingAttributes):
 
 
 def _first_order(
-    init_method: Init, third: Any, fourth: Any, dtype: torch.dtype, device: Device
-) -> tuple[None, Init, None, float, torch.dtype, Device]:
+    init_method: Init, third: Any, fourth: Any, dtype: torch.dtype | None, device: Device
+) -> tuple[None, Init, None, float, torch.dtype | None, Device]:
     """The arguments of a call in the first release's order, (num, dim, init_method, dtype, device)."""
     if isinstance(third, torch.dtype):
         dtype, third = third, None

@@ -139,7 +139,7 @@ def initial_part(init: Init, layout: Layout, rank: int, mesh: Mesh, dtype: torch
         return local
 
 
-def unsharded(init: Init, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def unsharded(init: Init, shape: tuple[int, ...], dtype: torch.dtype | None) -> Tensor:
     """The full initial values on the CPU. The random state is as before."""
     state = torch.get_rng_state()
     full = torch.empty(shape, dtype=dtype, device="cpu")

@@ -95,7 +95,7 @@ class ParallelLinear(LinearAttributes):
         cut_output: bool,
         bias: bool,
         init_method: Init | None,
-        dtype: torch.dtype,
+        dtype: torch.dtype | None,
         device: Device,
         keep_master_weight: bool,
     ) -> None:
@@ -131,16 +131,18 @@ class ColumnParallelLinear(ParallelLinear):
     rank's features. Weight and bias have the initial values of ``nn.Linear`` for the same seed, at any tp
     degree.
 
-    ``stride``: number of projections of equal size that are fused along the output and cut separately (q|k|v:
-    3). ``blocks``: the same for projections of several sizes, each a ``tpcore.Block``. The gradients of
-    replicated blocks are summed over the ranks that hold them. ``unit``: number of features that stay on one
-    rank (head_dim); ValueError if tp does not divide the number of units. ``input_is_copied``: the input
-    comes from ``ops.copy``, or from ``ops.all_gather`` of tokens. Its gradient is then summed there, once for
-    all layers that read the input (``tpcore.share_input``). ``sequence_parallel_group``: the part of the
-    layer's ranks that the tokens are spread over, such as tp for a head cut over pp and tp. ``pad``: allow an
-    output size that tp does not divide. ``skip_bias_add``: return ``(y, bias)`` without adding the bias.
-    ``reduce_dtype``: lowest precision for sums of input gradients. ``keep_master_weight``: keep the full
-    initial weight as ``master_weight`` on the CPU.
+    - ``stride``: number of equal projections that are fused along the output and cut separately (q|k|v: 3).
+    - ``blocks``: the same for projections of several sizes, each a ``tpcore.Block``. The gradients of
+      replicated blocks are summed over the ranks that hold them.
+    - ``unit``: features that stay on one rank (head_dim); ValueError if tp does not divide the units.
+    - ``pad``: allow an output size that tp does not divide.
+    - ``input_is_copied``: the input comes from ``ops.copy``, or from ``ops.all_gather`` of tokens. Its
+      gradient is then summed there, once for all layers that read the input (``tpcore.share_input``).
+    - ``sequence_parallel_group``: the part of the layer's ranks that the tokens are spread over, such as tp
+      for a head cut over pp and tp.
+    - ``skip_bias_add``: return ``(y, bias)`` without adding the bias.
+    - ``reduce_dtype``: lowest precision for sums of input gradients.
+    - ``keep_master_weight``: keep the full initial weight as ``master_weight`` on the CPU.
     """
 
     def __init__(
@@ -149,7 +151,7 @@ class ColumnParallelLinear(ParallelLinear):
         output_size: int,
         bias: bool = True,
         gather_output: bool = True,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = torch.float32,
         device: Device = None,
         *,
         stride: int = 1,
@@ -234,7 +236,7 @@ class RowParallelLinear(ParallelLinear):
         output_size: int,
         bias: bool = True,
         input_is_parallel: bool = False,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = torch.float32,
         device: Device = None,
         *,
         stride: int = 1,

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from .. import ops
 from ..checks import Checks
 from ..comm import Comm
 from ..context import current, is_initialized
@@ -75,11 +75,7 @@ class _CrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         width = logits.shape[-1]
         wide = torch.promote_types(logits.dtype, torch.float32)
-        place, kept = target - comm.position * width, target != ignore
-        local = place.clamp(0, width - 1)
-        mine = local == place
-        if 0 <= ignore < width * comm.size:
-            mine = mine & kept
+        local, mine, kept = _located(target, width, comm, ignore)
         padding = _padding(logits, comm, vocab)
 
         softmax, eager = None, _reads_values(comm)
@@ -113,10 +109,12 @@ class _CrossEntropy(torch.autograd.Function):
         return torch.where(kept, loss, 0.0)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         logits, part, local, mine, kept = ctx.saved_tensors
         comm, smoothing, vocab = ctx.args
+        if torch.is_grad_enabled():  # this backward is itself differentiated
+            loss = _mapped(logits, local, mine, kept, comm, smoothing, vocab)
+            return *torch.autograd.grad(loss, logits, grad, create_graph=True), *[None] * 6
         # becomes the gradient: a second backward through a retained graph computes the softmax again
         softmax, ctx.softmax = ctx.softmax, None
         padding = _padding(logits, comm, vocab)
@@ -139,6 +137,29 @@ class _CrossEntropy(torch.autograd.Function):
             if softmax is None:
                 out[at] = chunk
         return out, None, None, None, None, None, None
+
+
+def _located(target: Tensor, width: int, comm: Comm, ignore: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The column of each target among this rank's, whether it is there, and whether it counts."""
+    place, kept = target - comm.position * width, target != ignore
+    local = place.clamp(0, width - 1)
+    mine = local == place
+    return local, mine & kept if 0 <= ignore < width * comm.size else mine, kept
+
+
+def _mapped(
+    logits: Tensor, local: Tensor, mine: Tensor, kept: Tensor, comm: Comm, smoothing: float, vocab: int
+) -> Tensor:
+    """The loss in operations that can be differentiated any number of times, and in forward mode."""
+    wide, padding = logits.to(torch.promote_types(logits.dtype, torch.float32)), _padding(logits, comm, vocab)
+    words = _fill_padding(wide, padding, torch.finfo(wide.dtype).min)
+    largest = comm.all_reduce(words.detach().amax(-1), "max")
+    total = ops.reduce((words - largest.unsqueeze(-1)).exp().sum(-1), comm)
+    hit = torch.where(mine, wide.gather(-1, local.unsqueeze(-1)).squeeze(-1), 0.0)
+    loss = total.log() + largest - (1 - smoothing) * ops.reduce(hit, comm)
+    if smoothing:
+        loss = loss - smoothing / vocab * ops.reduce(_fill_padding(wide, padding, 0.0).sum(-1), comm)
+    return torch.where(kept, loss, 0.0)
 
 
 def _log_sum_exp(x: Tensor) -> Tensor:
@@ -233,6 +254,9 @@ def parallel_cross_entropy(
     if comm.eager and (checks := _checks()) is not None:
         checks.same("the targets of parallel_cross_entropy", target)
     flat = logits.reshape(-1, logits.shape[-1])
+    if ops.transformed():
+        placed = _located(target.reshape(-1), flat.shape[-1], comm, ignore_index)
+        return _mapped(flat, *placed, comm, label_smoothing, vocab).view(target.shape)
     loss: Tensor = _CrossEntropy.apply(
         flat, target.reshape(-1), comm, label_smoothing, ignore_index, vocab, vocab_size is not None
     )

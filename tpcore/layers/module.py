@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from ..shard import ShardSpec
 from .initial import Init, initial_part
 from .sharding import Sharding, stamp
 
+_QUANTIZERS = ("torchao.", "torch.ao.quantization.")
 Device = torch.device | str | bool | None
 """Where to allocate. False means None: it is the default of NxD's RowParallelLinear."""
 
@@ -41,16 +44,29 @@ class ParallelModule(nn.Module):
         self._dtypes = (*ctx.backend.capabilities.dtypes, *ctx.backend.capabilities.moved)
         members = self.tp.group.members(ctx.rank)
         self._tp_rank = members.index(ctx.rank)  # a Python number: for initial values only
+        self._count()
         self.shard_specs = {}
         self._inits: dict[str, Init] = {}
 
+    def _count(self) -> None:
+        """Number this layer among those on its group: ranks in different layers are told apart by it."""
+        self.tp.layers += 1
+        self._number = self.tp.layers
+
+    @property
+    def numbered(self) -> tuple[int, int]:
+        """This layer's number among the layers that this process has made on the group, and their count."""
+        return self._number, self.tp.layers
+
     def shard_parameter(
-        self, name: str, spec: ShardSpec, init: Init, dtype: torch.dtype, device: Device
+        self, name: str, spec: ShardSpec, init: Init, dtype: torch.dtype | None, device: Device
     ) -> None:
         """Register this rank's shard, with the values that ``init`` gives the unsharded tensor.
 
-        ValueError for a dtype that the backend does not declare, if the group has more than one rank.
+        ``dtype``: None is torch's default. ValueError for one that the backend does not declare, if the group
+        has more than one rank.
         """
+        dtype = torch.get_default_dtype() if dtype is None else dtype
         if self.tp.size > 1 and dtype not in self._dtypes:
             known = ", ".join(map(str, self._dtypes))
             raise ValueError(f"{type(self).__name__}.{name} of {dtype}: this backend computes on {known}")
@@ -131,6 +147,7 @@ class ParallelModule(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._count()
         self._stamp_all()
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -138,6 +155,29 @@ class ParallelModule(nn.Module):
         for name in self.shard_specs:
             if prefix + name in destination:
                 stamp(destination[prefix + name], self.sharding_of(name))
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        self._refuse_quantizers()
+        return super().named_children()
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        self._refuse_quantizers()
+        yield from super().named_modules(*args, **kwargs)
+
+    def _refuse_quantizers(self) -> None:
+        """ValueError where a quantizer walks over the model: it knows ``nn.Linear`` alone, would pass by this
+        layer, and the model would stay as it is without a word."""
+        if torch.compiler.is_compiling():
+            return
+        frame = sys._getframe(2)
+        while frame.f_globals.get("__name__") == nn.Module.__module__ and frame.f_back is not None:
+            frame = frame.f_back
+        caller = str(frame.f_globals.get("__name__"))
+        if caller.startswith(_QUANTIZERS):
+            raise ValueError(
+                f"{caller} quantizes modules that it knows, and no {type(self).__name__}: it would leave the "
+                "sharded layers as they are, so sharded models are not quantized"
+            )
 
     def _shapes(self) -> str:
         """Unsharded and local shape of the weight, for ``extra_repr``."""

@@ -13,7 +13,6 @@ from ..boxes import Share
 from ..context import ParallelContext
 from ..layout import Layout
 from ..shard import ShardSpec
-from .parameter import CutParameter
 
 
 @dataclass(frozen=True)
@@ -60,8 +59,6 @@ def stamp(tensor: Tensor, found: Sharding) -> None:
     }
     for name, value in marks.items():
         setattr(tensor, name, value)
-    if type(tensor) in (nn.Parameter, CutParameter):
-        tensor.__class__ = CutParameter if found.axes else nn.Parameter
 
 
 def layouts(model: nn.Module) -> dict[str, Layout]:

@@ -98,30 +98,20 @@ MEGATRON = {
     **_MEGATRON_PLAIN,
     # the package gives the names of its modules too
     **{f"megatron.core.tensor_parallel.{old.rpartition('.')[2]}": to for old, to in _MEGATRON_PLAIN.items()},
-    **{
-        f"megatron.core.parallel_state.{name}": Counterpart(f"{_S}.{name}")
-        for name in (
-            "destroy_model_parallel",
-            "model_parallel_is_initialized",
-            "get_tensor_model_parallel_rank",
-            "get_tensor_model_parallel_world_size",
-            "get_tensor_model_parallel_group",
-            "get_data_parallel_rank",
-            "get_data_parallel_world_size",
-            "get_data_parallel_group",
-            "get_pipeline_model_parallel_rank",
-        )
-    },
     "megatron.core.parallel_state.initialize_model_parallel": Counterpart(
         f"{_S}.initialize_model_parallel", "only tensor and pipeline sizes; the rest of the world is dp"
     ),
 }
+_STATE = "megatron.core.parallel_state"
+_MPU = ("megatron.core.mpu", "megatron.mpu")
+"""Other names of Megatron's parallel_state."""
 
 _NEURON = "tpcore.integrations.optimum_neuron"
 _PLUGIN, _CONSOLIDATE = (
     "ModelParallelismPlugin",
     "consolidate_model_parallel_checkpoints_to_unified_checkpoint",
 )
+_SEQ2SEQ = ("Seq2SeqNeuronTrainer", "Seq2SeqNeuronTrainingArguments")
 OPTIMUM = {
     f"optimum.neuron{inside}.{name}": Counterpart(f"{_NEURON}.{name}")
     for inside, names in {
@@ -131,10 +121,11 @@ OPTIMUM = {
             "NeuronHfArgumentParser",
             "NeuronAccelerator",
             _PLUGIN,
+            *_SEQ2SEQ,
         ),
         ".hf_argparser": ("NeuronHfArgumentParser",),
-        ".training_args": ("NeuronTrainingArguments",),
-        ".trainers": ("NeuronTrainer",),
+        ".training_args": ("NeuronTrainingArguments", _SEQ2SEQ[1]),
+        ".trainers": ("NeuronTrainer", _SEQ2SEQ[0]),
         ".trainers.trainers": ("NeuronTrainer",),
         ".trainers.training_args": ("NeuronTrainingArguments",),
         ".accelerate": ("NeuronAccelerator", _PLUGIN),
@@ -195,8 +186,15 @@ XLA = {
     ),
 }
 
-TABLES = {**FAIRSCALE, **MEGATRON, **OPTIMUM, **XLA}
-FAMILIES = (NXD, "fairscale.nn.model_parallel", "megatron.core", "optimum.neuron", "torch_xla")
+TRANSFORMERS = {
+    "transformers.is_torch_tpu_available": Counterpart("transformers.is_torch_xla_available"),
+    "transformers.utils.is_offline_mode": Counterpart("huggingface_hub.is_offline_mode"),
+    "transformers.utils.send_example_telemetry": Counterpart(f"{_NEURON}.send_example_telemetry"),
+}
+"""What scripts of optimum-neuron import of transformers 4, and 5 has not."""
+
+TABLES = {**FAIRSCALE, **MEGATRON, **OPTIMUM, **TRANSFORMERS, **XLA}
+FAMILIES = (NXD, "fairscale.nn.model_parallel", "megatron", "optimum.neuron", "torch_xla")
 
 _ABSENT = {
     "parallel_layers.layers.OutputChannelParallelConv2d": "convolutions are not cut",
@@ -229,14 +227,20 @@ _OF_OPTIMUM = {
 
 def counterpart(name: str) -> Counterpart | None:
     """The counterpart of a full name, ``package.module.name``; None for a name of an unknown library."""
+    for alias in _MPU:
+        if name == alias or name.startswith(f"{alias}."):
+            name = f"{_STATE}{name.removeprefix(alias)}"
     if name in TABLES:
         return TABLES[name]
     owner = next((known for known in TABLES if name.startswith(f"{known}.")), None)
     if owner is not None and not owner.startswith("torch_xla"):
         to = TABLES[owner]
         return Counterpart(to.new and f"{to.new}{name.removeprefix(owner)}", "", to.same_call)
+    if name == _STATE or name.startswith(f"{_STATE}."):
+        new = f"{_S}{name.removeprefix(_STATE)}"
+        return Counterpart(new) if _exists(new) else Counterpart(None, "no counterpart")
     if name != NXD and not name.startswith(f"{NXD}."):
-        return _gone(name)
+        return _module(name) or _gone(name)
     inside = name.removeprefix(NXD).lstrip(".")
     new = f"tpcore.{inside}" if inside else "tpcore"
     if _exists(new):
@@ -245,12 +249,28 @@ def counterpart(name: str) -> Counterpart | None:
     return Counterpart(None, _ABSENT[max(fits, key=len)] if fits else "no counterpart")
 
 
+def _module(name: str) -> Counterpart | None:
+    """The counterpart of a module with names in the tables: the module here that has all of them as they are,
+    or those from which the script has to import them itself."""
+    names = {old.removeprefix(f"{name}."): to for old, to in TABLES.items() if old.startswith(f"{name}.")}
+    if not names or name.startswith("torch_xla"):
+        return None
+    names = {old: to for old, to in names.items() if "." not in old} or names
+    homes = sorted({str(to.new).rpartition(".")[0] for to in names.values()})
+    if homes[1:] or any(to.new != f"{homes[0]}.{old}" or not to.same_call for old, to in names.items()):
+        return Counterpart(", ".join(homes), "names differ: import here what the lines below name", False)
+    return Counterpart(homes[0])
+
+
 def _gone(name: str) -> Counterpart | None:
-    """'No counterpart' for a name of a listed library; None for a module that has listed names."""
-    listed = any(name.startswith(f"{family}.") for family in FAMILIES if family != "torch_xla")
-    above = any(known.startswith(f"{name}.") for known in TABLES)
+    """'No counterpart' for a name of a listed library; None for torch_xla's and for what is of none."""
     note = next((note for kind, note in _OF_OPTIMUM.items() if kind in name.split(".")), "no counterpart")
-    return Counterpart(None, note) if listed and not above else None
+    return Counterpart(None, note) if old_library(name) and "torch_xla" not in name else None
+
+
+def old_library(name: str) -> bool:
+    """Whether ``name`` is, or is in, a library whose names are known here, or is one that has gone."""
+    return name in TRANSFORMERS or any(name == family or name.startswith(f"{family}.") for family in FAMILIES)
 
 
 def _exists(name: str) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .meanings import notes_on
-from .names import FAMILIES, NXD, TABLES, Counterpart, counterpart
+from .names import NXD, Counterpart, counterpart, old_library
 
 
 @dataclass(frozen=True)
@@ -32,17 +32,16 @@ class Edit:
     text: str
 
 
-def _known(name: str) -> bool:
-    return any(name == family or name.startswith(f"{family}.") for family in FAMILIES)
-
-
 class Script:
-    """``findings``: in order of lines. SyntaxError for text that is no Python."""
+    """``findings``: in order of lines. ``stays``: how many imports of an old library ``rewritten`` leaves.
+    SyntaxError for text that is no Python."""
 
     def __init__(self, text: str, path: str = "<script>") -> None:
         self.text = text
         self._tree = ast.parse(text, path)
         self._names: dict[str, str] = {}  # what a local name stands for
+        self._moved: dict[str, str] = {}  # the same after the rewriting
+        self.stays = 0
         self._edits: list[Edit] = []
         self.findings: list[Finding] = []
         for node in ast.walk(self._tree):
@@ -50,45 +49,52 @@ class Script:
                 self._import(node)
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 self._import_from(node, node.module)
-        if self._names:
-            self._uses()
+        self._uses()
         self.findings = sorted(dict.fromkeys(self.findings), key=lambda f: (f.line, f.old))
 
     # -- imports --------------------------------------------------------------------------------------------
     def _import(self, node: ast.Import) -> None:
         for alias in node.names:
-            if not _known(alias.name):
+            new = counterpart(alias.name) if old_library(alias.name) else None
+            if not old_library(alias.name):
                 continue
             first = alias.name.partition(".")[0]
-            self._names[alias.asname or first] = alias.name if alias.asname else first
-            new = counterpart(alias.name)
+            local = alias.asname or first
+            self._names[local] = alias.name if alias.asname else first
             if new is None:
                 continue
             self._found(alias.lineno, f"import {alias.name}", new, new.new and f"import {new.new}")
-            if new.new and new.same_call and alias.name.startswith(NXD):
+            # without a name of its own the script goes on by the old package's name, of which NxD's is kept
+            if new.new and new.same_call and (alias.asname or first == NXD):
+                self._moved[local] = new.new if alias.asname else "tpcore"
                 self._edit(alias, self._imported(alias, new.new))
+            else:
+                self.stays += 1
 
     @staticmethod
     def _imported(alias: ast.alias, new: str) -> str:
         if alias.asname:
             return f"{new} as {alias.asname}"
-        # the script goes on by the old name of the package, which its uses begin with
         whole = f"tpcore as {NXD}"
         return whole if new == "tpcore" else f"{whole}, {new}"
 
     def _import_from(self, node: ast.ImportFrom, module: str) -> None:
-        if not _known(module):
-            return
-        new = {alias.name: counterpart(f"{module}.{alias.name}") for alias in node.names}
-        for alias in node.names:
-            self._names[alias.asname or alias.name] = f"{module}.{alias.name}"
-            found = new[alias.name]
-            if found is not None and not found.same_call:
-                self._found(node.lineno, f"from {module} import {alias.name}", found, found.new)
-        moved = {name: to for name, to in new.items() if to and to.new and to.same_call}
-        for name, to in new.items():
-            if to is not None and to.new is None:
-                self._found(node.lineno, f"from {module} import {name}", to, None)
+        if module.startswith("transformers") and "optimum.neuron" not in self.text:
+            return  # a script for whichever version of transformers its author has
+        known = {a.name: a for a in node.names if old_library(f"{module}.{a.name}")}
+        moved = {}
+        for name, alias in known.items():
+            local, old = alias.asname or name, f"{module}.{name}"
+            self._names[local] = old
+            to = counterpart(old)
+            if to is None:
+                continue
+            if to.new and to.same_call:
+                moved[name] = to
+                self._moved[local] = to.new
+            else:
+                self.stays += 1
+                self._found(node.lineno, f"from {module} import {name}", to, to.new)
         if moved:
             self._move(node, module, moved)
 
@@ -122,26 +128,30 @@ class Script:
     # -- uses -----------------------------------------------------------------------------------------------
     def _uses(self) -> None:
         calls = {id(node.func): node for node in ast.walk(self._tree) if isinstance(node, ast.Call)}
-        for node, name, begin in self._chains(self._tree):
+        for node, name, reached in self._chains(self._tree):
             new = counterpart(name)
             call = calls.get(id(node))
             if new is None:
                 continue
-            # an import of a module of another library stays, and so do the names that the script has by it
-            by_module = begin not in TABLES and not begin.startswith(NXD)
             if new.new is None:
                 self._found(node.lineno, name, new, None)
-            elif new.note or not new.same_call or by_module:
+            elif new.note or not new.same_call or reached != new.new:
                 self._found(node.lineno, name, new, new.new)
             for note in notes_on(new.new or "", call) if call is not None else ():
                 self.findings.append(Finding(node.lineno, name, new.new, note))
         for call in calls.values():
+            dynamic = _imported_by_call(call)
+            if old_library(dynamic) and not dynamic.startswith("torch_xla"):
+                of = counterpart(dynamic) or Counterpart(None)
+                self._found(call.lineno, ast.unparse(call), of, of.new)
+                self.stays += 1
             if _starts_xla_group(call):
                 note = "tpcore joins the job by itself; a group that the script makes otherwise is used"
                 self.findings.append(Finding(call.lineno, ast.unparse(call), "nothing", note))
 
-    def _chains(self, tree: ast.AST) -> Iterator[tuple[ast.expr, str, str]]:
-        """Longest dotted names that begin with an imported one, what they stand for, and what that does."""
+    def _chains(self, tree: ast.AST) -> Iterator[tuple[ast.expr, str, str | None]]:
+        """Longest dotted names that begin with an imported one, what they stand for, and what they reach
+        after the rewriting."""
         inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute | ast.Name) and id(node) not in inner:
@@ -151,8 +161,8 @@ class Script:
                     parts.insert(0, at.attr)
                     at = at.value
                 if isinstance(at, ast.Name) and at.id in self._names:
-                    begin = self._names[at.id]
-                    yield node, ".".join([begin, *parts]), begin
+                    begin, now = self._names[at.id], self._moved.get(at.id)
+                    yield node, ".".join([begin, *parts]), now and ".".join([now, *parts])
 
     # -- what comes of it -----------------------------------------------------------------------------------
     def _found(self, line: int, old: str, of: Counterpart, new: str | None) -> None:
@@ -171,6 +181,17 @@ class Script:
             new = first[: edit.column] + edit.text.encode() + last[edit.end_column :]
             lines[edit.line - 1 : edit.end_line] = new.split(b"\n")
         return b"\n".join(lines).decode()
+
+
+def _imported_by_call(call: ast.Call) -> str:
+    """The module that ``importlib.import_module("...")`` or ``__import__("...")`` imports, up to the first
+    value that is put in; else empty."""
+    if not call.args or ast.unparse(call.func).rpartition(".")[2] not in ("import_module", "__import__"):
+        return ""
+    first = call.args[0]
+    if isinstance(first, ast.JoinedStr) and first.values:
+        first = first.values[0]
+    return str(first.value).rstrip(".") if isinstance(first, ast.Constant) else ""
 
 
 def _starts_xla_group(call: ast.Call) -> bool:

@@ -15,7 +15,9 @@ from .. import settings
 from ..context import current, is_initialized
 from ..errors import BackendError
 from ..init import init, shutdown
+from ..integrations.nxd.environment import get_rank_info_str
 from ..integrations.nxd.objects import gather_python_object
+from ..integrations.nxd.stages import create_pg_with_ranks, get_next_rank_group, get_prev_rank_group
 
 
 def initialize_model_parallel(
@@ -217,6 +219,10 @@ def get_expert_model_parallel_group(as_list: bool = False) -> Any:
     return _group("ep", as_list)
 
 
+def get_expert_model_parallel_replica_groups() -> list[list[int]]:
+    return _replica_groups("ep")
+
+
 def get_expert_model_parallel_size() -> int:
     return _size("ep")
 
@@ -246,6 +252,7 @@ def rmsg(msg: str) -> str:
 
 
 __all__ = [
+    "create_pg_with_ranks",
     "destroy_model_parallel",
     "gather_python_object",
     "get_context_model_parallel_group",
@@ -265,13 +272,17 @@ __all__ = [
     "get_expert_data_parallel_size",
     "get_expert_model_parallel_group",
     "get_expert_model_parallel_rank",
+    "get_expert_model_parallel_replica_groups",
     "get_expert_model_parallel_size",
+    "get_next_rank_group",
     "get_pipeline_model_parallel_group",
     "get_pipeline_model_parallel_next_rank",
     "get_pipeline_model_parallel_prev_rank",
     "get_pipeline_model_parallel_rank",
     "get_pipeline_model_parallel_replica_groups",
     "get_pipeline_model_parallel_size",
+    "get_prev_rank_group",
+    "get_rank_info_str",
     "get_tensor_model_parallel_group",
     "get_tensor_model_parallel_rank",
     "get_tensor_model_parallel_replica_groups",

@@ -12,17 +12,23 @@ from torch import nn
 from ..comm import Comm
 from ..context import ParallelContext, current, use
 from ..layers import ColumnParallelLinear
+from ..log import inform
 from . import plan as styles
+from .attentions import gather_attentions
 from .cuts import Cut, attentions, decide
+from .dropout import drop_by_rank
 from .fit import check_fit
-from .guards import guard
+from .generation import generate_alike
+from .guards import guard, is_guarded
 from .heads import HeadsArgument, head_size, localize
 from .inputs import share_inputs
-from .loading import FILES, read_parts
+from .inside import inside
+from .loading import read_parts, stored_weights
 from .loss import cut_loss
 from .plan import Rule, checked
 from .replace import replace
 from .sequence import cut_sequence
+from .share import summary
 from .stages import groups, into_stages, number_of_stages
 from .transformers import checked_model, rules_of
 from .whole import save_whole
@@ -63,40 +69,55 @@ def parallelize(
     context = ctx or current()
     comm = context.comm("tp")
     checked_model(model)
+    if is_guarded(model):
+        raise ValueError(
+            f"this {type(model).__name__} is sharded already: parallelize it once, from the whole"
+        )
     stages = number_of_stages(context, num_microbatches)
     rules = dict(plan or {})
     checked(rules, [name for name, _ in (*model.named_modules(), *model.named_parameters())])
-    cuts = decide(model, rules_of(model, rules))
+    rules = rules_of(model, rules)
+    cuts = decide(model, rules)
+    if comm.size > 1:
+        cuts += inside(model, cuts, rules)
     check_fit(type(model).__name__, [need for cut in cuts for need in cut.needs], comm.size)
-    files = getattr(model, FILES, None) if lazy_from is None else lazy_from
     with use(context):
+        weights = stored_weights(model, lazy_from, context)  # while the model has all names and shapes
         if comm.size * stages > 1:
             over = groups(model, context, stages)
             _replace(model, cuts, comm, over)
+            if context.rank == 0:
+                inform(summary(model))
         if num_microbatches is not None:
             cuts = into_stages(model, cuts, num_microbatches, stages)
         if comm.size * stages > 1:
-            _connect(model, cuts, comm, sequence_parallel)
-        if files is not None:
-            read_parts(model, os.fspath(files), context)
+            _connect(model, cuts, comm, rules, sequence_parallel)
+            generate_alike(model, context.comm("pp", "tp") if stages > 1 else comm)
+        if weights is not None:
+            read_parts(model, weights, context)
     return model
 
 
 def _replace(model: nn.Module, cuts: list[Cut], comm: Comm, over: Callable[[Cut], Comm]) -> None:
     """Put parallel layers in place, and give attention modules their local number of heads."""
     heads = list(attentions(model, cuts))
+    all_heads = {owner: width // (head_size(owner) or 1) for owner, width, _ in heads}
     replace(model, cuts, over)
     for owner, width, projections in heads:
         if any(cut.module is owner and cut.style == styles.HEADS_ARGUMENT for cut in cuts):
-            hook = HeadsArgument(comm, width // (head_size(owner) or 1))
+            hook = HeadsArgument(comm, all_heads[owner])
             owner.register_forward_pre_hook(hook, with_kwargs=True)
         localize(owner, comm.size, max(cut.copies(comm.size) for cut in projections), width)
+    gather_attentions(model, all_heads, comm)
 
 
-def _connect(model: nn.Module, cuts: list[Cut], comm: Comm, sequence_parallel: bool) -> None:
-    """Set up what passes between the layers: tokens, shared inputs, the loss."""
+def _connect(
+    model: nn.Module, cuts: list[Cut], comm: Comm, rules: Mapping[str, Rule], sequence_parallel: bool
+) -> None:
+    """Set up what passes between the layers: tokens, shared inputs, random numbers, the loss."""
+    draws = drop_by_rank(model, cuts, rules)
     if sequence_parallel:
-        cut_sequence(model, cuts, comm)
+        cut_sequence(model, cuts, comm, draws)
     else:
         share_inputs(model, cuts)
     _cut_loss(model, cuts)

@@ -11,7 +11,7 @@ from torch import nn
 from ..shard import Block
 from . import plan
 from .fit import Need
-from .heads import fused, grouped, head_size
+from .heads import check_order, fused, grouped, head_size
 from .plan import Rule, rule_of, unknown_style
 
 LINEAR = frozenset(
@@ -59,21 +59,25 @@ def features(module: nn.Module) -> tuple[int, int]:
 def decide(model: nn.Module, rules: Mapping[str, Rule]) -> list[Cut]:
     """All cuts that ``rules`` ask for. One ValueError names every rule that does not suit its module."""
     matched, wrong = [], []
+    refused = set()
     rules = _without_whole(rules)
     for name, module in model.named_modules():
         rule = rule_of(name, rules)
         if rule is None or rule in (plan.REPLICATE, plan.LOCAL_PARAMETERS):
             continue
+        _check_plain(name, module)
         why = _mismatch(name, module, rule)
         if why is None:
             matched.append((name, module, rule))
         else:
             wrong.append(why)
+            refused.add(name)
     modules = {name for name, _ in model.named_modules()}
     for name, p in model.named_parameters():
         rule = rule_of(name, rules)
-        if rule is not None and rule != plan.REPLICATE and name not in modules:
-            wrong.append(unknown_style(plan.wildcard(name), type(p).__name__, str(rule)))
+        said = name.rpartition(".")[0] in refused
+        if rule is not None and rule != plan.REPLICATE and name not in modules and not said:
+            wrong.append(unknown_style(plan.wildcard(name), type(p), str(rule), name.rpartition(".")[0]))
     if wrong:
         raise ValueError("; ".join(dict.fromkeys(wrong)))
     queries = _queries(matched)
@@ -86,6 +90,26 @@ def _without_whole(rules: Mapping[str, Rule]) -> dict[str, Rule]:
     return {k: v for k, v in rules.items() if not any(k.startswith(f"{name}.") for name in whole)}
 
 
+def _check_plain(name: str, module: nn.Module) -> None:
+    """ValueError for a weight of a tensor class of its own, of which no part can be made."""
+    for p in module.parameters(recurse=False):
+        if type(p) is not nn.Parameter:
+            raise ValueError(
+                f"{name} has a weight of {_path(p)}, and quantized weights cannot be sharded: give "
+                f"parallelize those that it was quantized from, or {_leave(name)}"
+            )
+
+
+def _path(thing: object) -> str:
+    return f"{type(thing).__module__}.{type(thing).__qualname__}"
+
+
+def _leave(name: str) -> str:
+    """The remedy for a module that cannot be sharded: its owner's other layers would not fit a whole one."""
+    owner = plan.wildcard(name.rpartition(".")[0] or name)
+    return f"plan={{{owner!r}: 'replicate'}} leaves all of that whole on every rank"
+
+
 def _mismatch(name: str, module: nn.Module, rule: Rule) -> str | None:
     kind = type(module).__name__
     if not isinstance(rule, str):
@@ -95,11 +119,16 @@ def _mismatch(name: str, module: nn.Module, rule: Rule) -> str | None:
             else f"{name} ({kind}) is no linear layer, which blocks={rule} would cut"
         )
     if rule not in plan.STYLES:
-        return unknown_style(plan.wildcard(name), kind, rule)
-    if (rule in LINEAR and not is_linear(module)) or (
-        rule in EMBEDDING and not isinstance(module, nn.Embedding)
+        return unknown_style(plan.wildcard(name), type(module), rule)
+    for styles, suits, what in (
+        (LINEAR, is_linear(module), "a linear layer"),
+        (EMBEDDING, isinstance(module, nn.Embedding), "an embedding"),
     ):
-        return unknown_style(plan.wildcard(name), kind, rule)
+        if rule in styles and not suits:
+            return (
+                f"{plan.wildcard(name)} is a {_path(module)}, and style {rule!r} shards {what} of torch or "
+                f"transformers alone: {_leave(name)}"
+            )
     return None
 
 
@@ -117,11 +146,16 @@ def _queries(matched: list[tuple[str, nn.Module, Rule]]) -> dict[str, int]:
 
 
 def _cut(model: nn.Module, name: str, module: nn.Module, rule: Rule, queries: Mapping[str, int]) -> Cut:
+    owner = model.get_submodule(name.rpartition(".")[0])
+    if rule in (plan.COLUMN, plan.QKV_COLUMN) or not isinstance(rule, str):
+        check_order(name, owner)
     if not isinstance(rule, str):
         blocks = tuple(Block(*block) for block in rule)
-        needs = [Need(name, b.size // b.unit, "units", b.replicate) for b in blocks]
+        size = head_size(owner)
+        # in an attention a unit of several heads is a key/value head with its queries
+        kinds = ["key/value heads" if size and b.unit > size else "units" for b in blocks]
+        needs = [Need(name, b.size // b.unit, k, b.replicate) for b, k in zip(blocks, kinds, strict=True)]
         return Cut(name, module, plan.COLUMN, blocks, tuple(needs))
-    owner = model.get_submodule(name.rpartition(".")[0])
     cut, needs = _blocks(name, module, rule, owner, queries.get(name.rpartition(".")[0], 0))
     return Cut(name, module, rule, cut, tuple(needs))
 

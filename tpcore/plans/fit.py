@@ -18,13 +18,16 @@ class Need:
     shared: bool = False
     """Whether several ranks may have the same unit if there are more ranks than units."""
 
+    def __str__(self) -> str:
+        return f"{wildcard(self.name)} has {self.count} {self.what.removesuffix('s' * (self.count == 1))}"
+
     def fits(self, n: int) -> bool:
         return self.count % n == 0 or (self.shared and n % self.count == 0)
 
 
 def check_fit(model: str, needs: Sequence[Need], tp: int) -> None:
     """Raise a ValueError that names every misfit at this degree and the degrees that fit."""
-    misfits = {f"{wildcard(need.name)} has {need.count} {need.what}" for need in needs if not need.fits(tp)}
+    misfits = {str(need) for need in needs if not need.fits(tp)}
     if not misfits:
         return
     largest = max(need.count for need in needs)

@@ -81,6 +81,11 @@ def guard(model: nn.Module) -> None:
     model.__dict__["resize_token_embeddings"] = MethodType(_resize, model)
 
 
+def is_guarded(model: nn.Module) -> bool:
+    """Whether ``model`` or a model inside is cut already."""
+    return any("resize_token_embeddings" in vars(module) for module in model.modules())
+
+
 def admit(model: nn.Module) -> None:
     """Let an accelerator have ``model`` that knows its mesh."""
     for module in model.modules():

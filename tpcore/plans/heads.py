@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from .. import ops
 from ..comm import Comm
 from ..shard import Block
 from .fit import Need
+from .plan import wildcard
 from .source import reads_config
 
 _HEAD_SIZE = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size", "attention_head_dim")
@@ -52,7 +54,10 @@ class LocalConfig:
 
 @dataclass(frozen=True)
 class HeadsArgument:
-    """A hook that keeps this rank's heads of arguments whose dim 0 is batch times all heads."""
+    """A hook that keeps this rank's heads of arguments with entries for all heads.
+
+    These are along dim 1 of four dims, else dim 0 is batch times heads.
+    """
 
     comm: Comm
     heads: int
@@ -61,11 +66,13 @@ class HeadsArgument:
         return args, {**kwargs, **{n: self._local(kwargs[n]) for n in _OF_HEADS if kwargs.get(n) is not None}}
 
     def _local(self, bias: Tensor) -> Tensor:
+        if bias.ndim == 4:  # a mask is often the same for all heads
+            return ops.scatter(bias, self.comm, 1) if bias.shape[1] == self.heads else bias
         by_head = bias.reshape(-1, self.heads, *bias.shape[1:])
         return ops.scatter(by_head, self.comm, 1).flatten(0, 1)
 
 
-_OF_HEADS = ("alibi", "position_bias")
+_OF_HEADS = ("alibi", "position_bias", "attention_mask")
 
 
 def grouped(name: str, owner: nn.Module, size: int, queries: int) -> tuple[Block, Need]:
@@ -81,7 +88,17 @@ def grouped(name: str, owner: nn.Module, size: int, queries: int) -> tuple[Block
     if size > queries and queries and size % queries == 0:
         unit *= size // queries
     shared = size < queries
-    return Block(size, unit, replicate=shared), Need(name, size // unit, "heads", shared)
+    what = "key/value heads" if shared else "heads"
+    return Block(size, unit, replicate=shared), Need(name, size // unit, what, shared)
+
+
+def check_order(name: str, owner: nn.Module) -> None:
+    """ValueError for CodeGen's q|v|k, in four groups of heads: forward reads four, whatever a rank has."""
+    if "mp_num" in inspect.unwrap(type(owner).forward).__code__.co_varnames:
+        raise ValueError(
+            f"{name} ({type(owner).__name__}) holds q|v|k of four groups of heads, and forward reads four "
+            f"of them on every rank: plan={{{wildcard(name)!r}: 'replicate'}} leaves it whole"
+        )
 
 
 def fused(name: str, owner: nn.Module, size: int, queries: int) -> tuple[tuple[Block, ...], list[Need]]:

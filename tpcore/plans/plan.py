@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
+from torch import nn
+
 from ..shard import Block
 
 Rule = str | Sequence[Block]
@@ -16,6 +18,7 @@ PACKED_COLUMN, PACKED_ROW, QKV_COLUMN = "packed_colwise", "packed_rowwise", "qkv
 EMBEDDING_ROW, EMBEDDING_COLUMN, EMBEDDING_HEADS = "embedding_rowwise", "embedding_colwise", "embedding_heads"
 HEADS_ARGUMENT = "heads_argument"
 SUMMED, REPLICATE, LOCAL_PARAMETERS = "replicated_with_grad_allreduce", "replicate", "local_params"
+PARAMETER_HEADS = "parameter_heads"  # not for plans: decided by the shapes
 
 STYLES = frozenset(
     {COLUMN, COLUMN_GATHERED, ROW, ROW_SPLIT, PACKED_COLUMN, PACKED_ROW, QKV_COLUMN}
@@ -59,8 +62,13 @@ def checked(user: Mapping[str, Rule], names: Iterable[str]) -> None:
         )
 
 
-def unknown_style(name: str, kind: str, style: str) -> str:
+def unknown_style(name: str, kind: type, style: str, owner: str = "") -> str:
+    """``owner``: the module of a parameter, which stays whole with it."""
+    ours = kind.__module__.partition(".")[0] in ("torch", "transformers")
+    shown = kind.__name__ if ours else f"{kind.__module__}.{kind.__name__}"
+    misspelt = style not in STYLES and kind is nn.Linear
+    known = f"; the styles are {', '.join(sorted(STYLES))}" if misspelt else ""
     return (
-        f"{name} ({kind}): style {style!r} is not supported for it; there are {', '.join(sorted(STYLES))}. "
-        f"plan={{{wildcard(name)!r}: 'replicate'}} leaves it whole on every rank"
+        f"{name} ({shown}): style {style!r} is not supported for it: plan={{{wildcard(owner or name)!r}: "
+        f"'replicate'}} leaves it whole on every rank{known}"
     )

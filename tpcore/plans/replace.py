@@ -19,7 +19,7 @@ from ..layers.module import ParallelModule
 from . import plan
 from .cuts import Cut
 from .source import calls_super
-from .summed import sum_gradients
+from .summed import select_heads, sum_gradients
 
 Places = dict[int, list[tuple[nn.Module, str]]]
 
@@ -38,6 +38,8 @@ def replace(model: nn.Module, cuts: Iterable[Cut], over: Callable[[Cut], Comm]) 
     for cut in cuts:
         if cut.style == plan.SUMMED:
             sum_gradients(cut.module, over(cut))
+        elif cut.style == plan.PARAMETER_HEADS:
+            select_heads(cut.module, over(cut), cut.copies(over(cut).size))
 
 
 def _children(model: nn.Module) -> Places:

@@ -22,6 +22,7 @@ from ..layers.shared_input import InputCopy
 from ..train.pipeline import PipelinedLayers
 from . import plan
 from .cuts import Cut
+from .dropout import Draws, draw_inside
 from .inputs import columns_by_owner, share_inputs
 from .summed import sum_gradients
 
@@ -115,7 +116,7 @@ class _Asked:
             stack.allowed = not wanted
 
 
-def cut_sequence(model: nn.Module, cuts: list[Cut], comm: Comm) -> None:
+def cut_sequence(model: nn.Module, cuts: list[Cut], comm: Comm, draws: Draws) -> None:
     """Cut the tokens between the blocks of every stack that has cut layers."""
     if getattr(model.config, "layerdrop", 0) or getattr(model.config, "decoder_layerdrop", 0):
         raise ValueError("sequence_parallel=True: with layerdrop the last block may not run; set it to 0")
@@ -128,6 +129,8 @@ def cut_sequence(model: nn.Module, cuts: list[Cut], comm: Comm) -> None:
         _sum_norms(model, name, owners, stack)
         blocks[0].register_forward_pre_hook(_Before(stack.enter), with_kwargs=True)
         blocks[-1].register_forward_hook(_After(stack.gather))
+        for block in blocks.children():
+            draw_inside(block, draws, stack)
         stacks.append(stack)
     model.register_forward_pre_hook(_Asked(stacks), with_kwargs=True)
 

@@ -80,9 +80,9 @@ def argument_of_calls(forward: Callable[..., Any], children: set[str]) -> str | 
     if tree is None:
         return None
     parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _own_call(node) in children]
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and own_call(node) in children]
     names = {getattr(call.args[0], "id", "") if len(call.args) == 1 else "" for call in calls}
-    if {_own_call(call) for call in calls} != children or len(names) != 1:
+    if {own_call(call) for call in calls} != children or len(names) != 1:
         return None
     (name,) = names
     if name not in inspect.signature(forward).parameters:
@@ -91,9 +91,9 @@ def argument_of_calls(forward: Callable[..., Any], children: set[str]) -> str | 
     return name if all(_of_call_or_shape(node, parents[node], children) for node in uses) else None
 
 
-def _own_call(node: ast.Call) -> str:
-    """The ``name`` in a call ``self.name(...)``, else ""."""
-    function = node.func
+def own_call(node: ast.Call) -> str:
+    """The ``name`` in a call ``self.name(...)`` or ``self.name[...](...)``, else ""."""
+    function = node.func.value if isinstance(node.func, ast.Subscript) else node.func
     own = isinstance(function, ast.Attribute) and getattr(function.value, "id", "") == "self"
     return function.attr if own and isinstance(function, ast.Attribute) else ""
 
@@ -101,4 +101,4 @@ def _own_call(node: ast.Call) -> str:
 def _of_call_or_shape(node: ast.Name, parent: ast.AST, children: set[str]) -> bool:
     if isinstance(parent, ast.Attribute):
         return parent.attr in {"shape", "size", "dtype", "device", "ndim"}
-    return isinstance(parent, ast.Call) and _own_call(parent) in children and isinstance(node.ctx, ast.Load)
+    return isinstance(parent, ast.Call) and own_call(parent) in children and isinstance(node.ctx, ast.Load)

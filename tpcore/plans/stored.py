@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, extra
 from ..storage.files import read_file
 from .loading import lazy
 from .names import names_in_files
@@ -19,8 +19,8 @@ def model_of(config: str | os.PathLike[str]) -> Any:
 
     CheckpointError for a file that is none, or that names no class of transformers.
     """
-    import transformers
-
+    with extra("hf", "a config.json"):
+        import transformers
     path = Path(config) / "config.json" if os.path.isdir(config) else Path(config)
     if not path.is_file():
         raise CheckpointError(f"there is no configuration {path}")

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from ..errors import extra
 from . import families, plan
 from .cuts import is_linear
 from .plan import Rule, normalized, rule_of, wildcard
@@ -14,14 +15,14 @@ from .plan import Rule, normalized, rule_of, wildcard
 
 def checked_model(model: Any) -> Any:
     """``model``, if it is one of transformers; TypeError otherwise."""
-    try:
+    with extra("hf", "tpcore.parallelize"):
         from transformers import PreTrainedModel
-    except ImportError as e:
-        raise ImportError("tpcore.parallelize needs transformers: pip install 'tpcore[hf]'") from e
     if not isinstance(model, PreTrainedModel):
+        modules = model.named_modules() if isinstance(model, nn.Module) else ()
+        inside = next((name for name, module in modules if isinstance(module, PreTrainedModel)), None)
         raise TypeError(
-            f"parallelize takes a model of transformers, not a {type(model).__name__}; build a model of your "
-            "own of tpcore's layers"
+            f"parallelize takes a model of transformers, not a {type(model).__name__}"
+            + (": build one of your own of tpcore's layers" if inside is None else f": pass model.{inside}")
         )
     return model
 
@@ -35,7 +36,7 @@ def rules_of(model: Any, user: dict[str, Rule]) -> dict[str, Rule]:
     if why is not None and not user:
         raise ValueError(
             f"{type(model).__name__} ({model.config.model_type}) cannot be cut by its plan: {why}; say how "
-            "to cut it, parallelize(model, plan={...})"
+            "to cut what else it has, parallelize(model, plan={...})"
         )
     rules = normalized(own_rules(model)) | normalized(user)
     ends = {wildcard(name) for name, module in model.named_modules() if module in vocabulary(model)}
@@ -44,10 +45,21 @@ def rules_of(model: Any, user: dict[str, Rule]) -> dict[str, Rule]:
     ):
         raise ValueError(
             f"{type(model).__name__} ({model.config.model_type}) has no plan of its own and its family is "
-            "not known: say how to cut it, parallelize(model, plan={'layers.*.fc1': 'colwise', "
-            "'layers.*.fc2': 'rowwise'})"
+            f"not known{_experts(model)}: parallelize(model, plan={{...}}) says how to shard its linear "
+            f"layers, 'colwise' or 'rowwise': {', '.join(_linear(model, ends)) or 'it has none'}"
         )
     return _vocabulary(model, rules)
+
+
+def _experts(model: nn.Module) -> str:
+    kinds = {type(m).__name__ for m in model.modules() if type(m).__name__.endswith("Experts")}
+    return f", and layers of experts ({', '.join(sorted(kinds))}) are not sharded yet" if kinds else ""
+
+
+def _linear(model: nn.Module, ends: set[str]) -> list[str]:
+    """The names of the linear layers inside of repeated blocks, with ``*`` for numbers."""
+    names = dict.fromkeys(wildcard(name) for name, module in model.named_modules() if is_linear(module))
+    return [repr(name) for name in names if "*" in name and name not in ends]
 
 
 def own_rules(model: Any) -> dict[str, Rule]:
@@ -55,13 +67,13 @@ def own_rules(model: Any) -> dict[str, Rule]:
     names = {wildcard(name) for name, _ in model.named_modules()}
     names |= {wildcard(name) for name, _ in model.named_parameters()}
     rules: dict[str, Rule] = {k: v for k, v in (getattr(model, "tp_plan", None) or {}).items() if k in names}
-    for prefix, part in _pretrained(model):
+    for prefix, part in pretrained(model):
         own = families.rules_of(part.config)
         rules |= {prefix + name: rule for name, rule in own.items() if wildcard(prefix) + name in names}
     return rules
 
 
-def _pretrained(model: Any) -> Iterator[tuple[str, Any]]:
+def pretrained(model: Any) -> Iterator[tuple[str, Any]]:
     """(prefix of names, module) of each transformers model inside, itself included."""
     kind = next(k for k in type(model).__mro__ if k.__name__ == "PreTrainedModel")
     for name, module in model.named_modules():

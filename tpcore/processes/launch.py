@@ -8,12 +8,14 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from .. import settings
 from .shared_memory import nameless_file, read_file, write_file
 from .spawn import Processes, rank_environment
 from .transfer import Outcome, death, pack_call, root_cause, unpack_outcome
+
+T = TypeVar("T")
 
 _GRACE = 2.0  # seconds for the other ranks to fail and report their errors, after the first failure
 _PATIENCE = 5.0  # seconds for the ranks' SIGTERM handlers
@@ -21,14 +23,14 @@ _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def launch(
-    fn: Callable[..., Any],
+    fn: Callable[..., T],
     nprocs: int = 2,
     *,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     timeout: float | None = None,
     env: Mapping[str, str] | None = None,
-) -> list[Any]:
+) -> list[T]:
     """Run ``fn(*args, **kwargs)`` in ``nprocs`` new processes on this machine. Returns results in rank order.
 
     ``fn`` calls ``tpcore.init(tp=...)`` itself. The processes are fresh interpreters. They inherit only the

@@ -84,8 +84,15 @@ class RankPool:
         timeout: float = 60.0,
         env: Mapping[str, str] | None = None,
     ) -> list[Outcome]:
-        """Like ``run``, but returns every rank's outcome. A killed rank's error is PeerLostError."""
-        return self._outcomes(self._job(mesh, timeout, self.meeting_point() | dict(env or {})), fn, args)
+        """Like ``run``, but returns every rank's outcome. A killed rank's error is PeerLostError.
+
+        Raises RankStuck if a rank gave no answer: nothing that the others say of it is an outcome.
+        """
+        outcomes = self._outcomes(self._job(mesh, timeout, self.meeting_point() | dict(env or {})), fn, args)
+        for outcome in outcomes:
+            if isinstance(outcome.error, RankStuck):
+                raise outcome.error
+        return outcomes
 
     def standing(self, size: int, *, timeout: float = 60.0, env: Mapping[str, str] | None = None) -> Standing:
         """One job for many runs on the first ``size`` processes. Each run's mesh has ``size`` ranks."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import tempfile
@@ -15,6 +16,7 @@ from ..storage.dtypes import dtype_name, dtype_of
 Place = tuple[int, str, tuple[int, ...]]
 """A tensor in a buffer: offset in bytes, dtype, shape."""
 _ALIGNED = 64
+_MEMORY = "/dev/shm"
 _INCOMPLETE, _COMPLETE = b"\0", b"\1"
 
 
@@ -84,8 +86,13 @@ def read_file(fd: int) -> bytes:
 
 
 def nameless_file() -> int:
-    """A file descriptor of anonymous memory, which is freed when the last descriptor is closed."""
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("tpcore")  # not in /dev/shm, which containers make small
-    with tempfile.TemporaryFile() as f:
-        return os.dup(f.fileno())
+    """A file descriptor of anonymous memory, which is freed when the last descriptor is closed. Other users
+    cannot open it, and nobody can make it shorter: to read behind the end would kill a process."""
+    if not hasattr(os, "memfd_create"):  # a Python for an older glibc
+        with tempfile.TemporaryFile(dir=_MEMORY if os.path.isdir(_MEMORY) else None) as f:
+            return os.dup(f.fileno())
+    # not in /dev/shm, which containers make small
+    fd = os.memfd_create("tpcore", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.fchmod(fd, 0o600)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    return fd

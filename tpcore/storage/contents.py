@@ -56,6 +56,19 @@ def _link(source: str, target: str) -> None:
             os.fsync(f.fileno())
 
 
+def refuse_inside(target: str) -> None:
+    """CheckpointError if ``target`` is in a directory that belongs to a checkpoint."""
+    here, parent = target, os.path.dirname(target)
+    while parent != here:
+        name = os.path.basename(here)
+        if name.startswith(PREFIX) and os.path.lexists(os.path.join(parent, MANIFEST)):
+            raise CheckpointError(
+                f"cannot save to {target}: it is inside of the checkpoint {parent}, in its {name}, which the "
+                "next save there replaces; give a directory outside of it"
+            )
+        here, parent = parent, os.path.dirname(parent)
+
+
 def refuse_other_files(target: str, format: str, also: Collection[str], others_stay: bool) -> None:
     """CheckpointError if saving would remove files of ``target`` that are not from a checkpoint."""
     if not os.path.lexists(target):

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from typing import IO
 
 from ..errors import CheckpointError
-from .contents import link_in, owned, refuse_other_files, remove_owned
+from .contents import link_in, owned, refuse_inside, refuse_other_files, remove_owned
 from .files import CANNOT, MANIFEST, make_dirs, naming, sync_dir
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # <fcntl.h> and <linux/fs.h>
@@ -106,6 +106,7 @@ class Staging:
         self.target, self._also, self._linking = target, also, False
         self.path = staging_path(target, save_id)
         self._old = _sibling(target, f"replaced-{save_id}")
+        refuse_inside(target)
         make_dirs(os.path.dirname(target))
         self._lock = _lock(target)
         try:

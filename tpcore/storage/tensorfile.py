@@ -101,7 +101,7 @@ class TensorFile:
             # safetensors' own reader first: it detects every kind of damaged header
             with safe_open(self.path, "pt"):
                 pass
-        except (SafetensorError, OSError) as e:
+        except (SafetensorError, OSError, RuntimeError) as e:  # RuntimeError: torch cannot map the file
             raise CheckpointError(f"{self.path} is not a whole safetensors file: {e}") from e
         head = bytearray(8)
         self.read_bytes(memoryview(head), 0)

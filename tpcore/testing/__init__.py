@@ -1,5 +1,6 @@
 """Ranks as threads, for tests of models and of backends."""
 
 from .threads import ThreadBackend, run_ranks
+from .twin import compare
 
-__all__ = ["ThreadBackend", "run_ranks"]
+__all__ = ["ThreadBackend", "compare", "run_ranks"]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
-from .kit.conformance import Conformance
+from ..errors import extra
+
+with extra("testing", __name__):
+    from .kit.conformance import Conformance
 
 __all__ = ["Conformance"]

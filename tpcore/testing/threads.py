@@ -18,9 +18,10 @@ from torch import Tensor
 
 from ..backend.capabilities import Capabilities
 from ..backend.interface import Backend
-from ..calls import Call, call_site, disagreement
+from ..calls import Call, call_place, disagreement
 from ..context import ParallelContext, use
 from ..errors import BackendError, CollectiveMismatchError, PeerLostError
+from ..guards import whole_tensors_only
 from ..mesh import Group, Mesh
 from ..relay import Relay
 from ..transport import Primitive
@@ -44,7 +45,7 @@ class ThreadWorld:
         """Every member's tensor, in group order, once all members have made the same call."""
         seq = self._seq[members, rank]
         self._seq[members, rank] += 1
-        call = Call.of(seq, op, x.shape, x.dtype, call_site())
+        call = Call.of(seq, op, x.shape, x.dtype, call_place())
         box = self._boxes.setdefault((members, seq), {})
         # a copy: this rank may go on and change x before the others wake up and read it
         box[rank] = (call, x.detach().clone(memory_format=torch.contiguous_format))
@@ -159,10 +160,11 @@ def run_ranks(
         threading.Thread(target=copy_context().run, args=(one, r), name=f"rank {r}", daemon=True)
         for r in range(mesh.size)
     ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with whole_tensors_only():
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     torch.set_rng_state(state)
     errors = [e for e in world.ended.values() if e is not None]  # in the order in which the ranks ended
     for e in sorted(errors, key=lambda e: isinstance(e, PeerLostError)):

@@ -30,7 +30,7 @@ def unique_parameters(parameters: Parameters) -> list[Tensor]:
 def check_parameters(parameters: Sequence[Tensor], names: Sequence[str]) -> None:
     """Raise ValueError for parameters that torch's own parallelism has cut or that are on another context's
     mesh: their norm and mean would be taken over the wrong ranks."""
-    backend = current().backend
+    ctx = current()
     for name, p in zip(names, parameters, strict=True):
         # by name: the core does not import torch's own parallelism
         if any(cls.__name__ == "DTensor" for cls in type(p).__mro__):
@@ -40,11 +40,12 @@ def check_parameters(parameters: Sequence[Tensor], names: Sequence[str]) -> None
                 "own functions; or cut it with tpcore's layers, and its optimizer's state with tpcore.Zero1"
             )
         found = sharding(p)
-        if found is not None and found.ctx.backend is not backend:
+        if found is not None and (found.ctx.backend is not ctx.backend or found.ctx.place != ctx.place):
             raise ValueError(
                 f"parameter {name} of shape {tuple(p.shape)} was built under another context, on mesh "
-                f"{dict(found.ctx.mesh.axes)} of rank {found.ctx.rank}: its collectives are not those of the "
-                "context in force. Build the model after tpcore.init, inside the tpcore.use that steps it"
+                f"{dict(found.ctx.mesh.axes)} of rank {found.ctx.rank}, and the context in force has mesh "
+                f"{dict(ctx.mesh.axes)} of rank {ctx.rank}: its collectives are others. Build the model "
+                "after tpcore.init, inside the tpcore.use that steps it"
             )
 
 

@@ -15,7 +15,7 @@ from ..consensus import gather_bytes
 from ..context import ParallelContext, current
 from ..layers.sharding import sharding
 
-BATCH, PARAMETER, GRADIENT, STATE = "batch", "parameter", "gradient", "state"
+BATCH, PARAMETER, GRADIENT, STATE, OPTION = "batch", "parameter", "gradient", "state", "option"
 _CAUSES = {
     BATCH: "a sampler that counts all ranks and not dp ranks, or augmentation with another seed on each rank",
     PARAMETER: "another seed while the model was built, weights that were loaded or changed on some ranks "
@@ -24,6 +24,7 @@ _CAUSES = {
     "parameter that sees a part of the sequence on each rank and sums its gradient over none (use "
     "tpcore.LayerNorm or tpcore.RMSNorm with sequence_parallel_enabled=True)",
     STATE: "a step that some ranks skipped, or a state that was loaded on some ranks only",
+    OPTION: "a scheduler that some ranks stepped, or that was loaded on some ranks only",
 }
 
 
@@ -48,10 +49,11 @@ def check_replicas(
 
     It compares hashes of parameters, over dp and over the tp ranks that have the same entries; of gradients,
     over these tp ranks (over dp they differ until the mean is taken); with ``optimizer``, plain or ``Zero1``,
-    of its state; with ``batch``, a tensor or nested tensors, of the inputs of one tp group's ranks. Gradients
-    alone may hide different batches, because layers sum over tp. The error names the first tensor that
-    differs, its ranks and usual causes. It also reports the opposite: different parts of one tensor with
-    equal values, which DistributedDataParallel over all ranks causes.
+    of its state and of its groups' options, ``lr`` among them; with ``batch``, a tensor or nested tensors, of
+    the inputs of one tp group's ranks. Gradients alone may hide different batches, because layers sum over
+    tp. The error names the first tensor that differs, its ranks and usual causes. It also reports the
+    opposite: different parts of one tensor with equal values, which DistributedDataParallel over all ranks
+    causes.
 
     It reads every value: call it after the first backward and occasionally, not in each step. Collective
     over the world.
@@ -61,6 +63,7 @@ def check_replicas(
         *_batch(batch, ctx),
         *_parameters(model, ctx),
         *(_states(model, optimizer, ctx) if optimizer is not None else ()),
+        *(_options(optimizer, ctx) if optimizer is not None else ()),
     ]
     data = json.dumps(mine).encode()
     every = [Held(*one) for text in gather_bytes(data, ctx.world) for one in json.loads(text)]
@@ -107,6 +110,15 @@ def _states(model: nn.Module, optimizer: torch.optim.Optimizer, ctx: ParallelCon
                 yield Held(
                     STATE, called, "", "", repr(float(value) if value is not None else None), True, ctx.rank
                 )
+
+
+def _options(optimizer: torch.optim.Optimizer, ctx: ParallelContext) -> Iterator[Held]:
+    stage = str(ctx.mesh.coords(ctx.rank).get("pp", 0))  # stages may have other groups
+    for i, group in enumerate(optimizer.param_groups):
+        for name, value in group.items():
+            shown = value.tolist() if isinstance(value, Tensor) else value
+            if name not in ("params", "param_names") and isinstance(shown, (str, float, int, tuple, list)):
+                yield Held(OPTION, f"{name} of group {i}", "", stage, repr(shown), True, ctx.rank)
 
 
 def _held(

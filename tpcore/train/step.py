@@ -13,7 +13,8 @@ from .clip import addend_of, check_max_norm, norm_of, scale_to
 from .data_parallel import reduce_gradients
 from .parameters import unique_parameters
 from .replaced import check_not_replaced
-from .zero import GRADIENT, Zero1
+from .zero import Zero1
+from .zero.elementwise import check_steps_parts
 
 
 class Stepping(ABC):
@@ -42,9 +43,9 @@ class WholeStepping(Stepping):
     """The steps of an optimizer of torch: each dp rank steps all parameters."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        _check_no_sums(optimizer)
         self.scaled = optimizer
         self._parameters = unique_parameters(p for group in optimizer.param_groups for p in group["params"])
+        check_steps_parts(optimizer, self._parameters)
 
     def reduce(self) -> None:
         reduce_gradients(self._parameters)
@@ -57,17 +58,6 @@ class WholeStepping(Stepping):
     def norm(self) -> Tensor:
         device = self._parameters[0].device if self._parameters else None
         return norm_of([addend_of(p) for p in self._parameters], 2.0, device)
-
-
-def _check_no_sums(optimizer: torch.optim.Optimizer) -> None:
-    """ValueError if the state is one of Zero1 between the backwards of one step, loaded by torch alone."""
-    loaded = sum(GRADIENT in values for values in optimizer.state.values())
-    if loaded:
-        raise ValueError(
-            f"the state of this {type(optimizer).__name__} is that of a Zero1 between the backwards of one "
-            f"step: it has gradients of {loaded} parameters, as {GRADIENT!r}, that would be lost. Load it by "
-            "tpcore.checkpoint.load, which puts them into .grad, or into a tpcore.Zero1"
-        )
 
 
 class CutStepping(Stepping):
@@ -170,7 +160,8 @@ def optimizer_step(
     Gradients are unscaled before clipping, and if one rank has an infinity all ranks skip the step, so that
     their scales stay equal; call ``scaler.update()`` afterwards. Both options read a value, which ends a
     program on a lazy backend. Collective over the world. Raises ValueError for parameters of another context,
-    for parameters that torch's own parallelism has cut, and for a plain optimizer with sums of a ``Zero1``.
+    for parameters that torch's own parallelism has cut, and for an optimizer that mixes a parameter's entries
+    (Adafactor, Muon, LAMB) where each rank has a part of them.
     """
     if max_norm is not None:
         check_max_norm(max_norm)

@@ -1,6 +1,6 @@
 """The memory that the ranks of one host share: its layout, and how ranks map each other's part.
 
-Each rank owns one file in memory (memfd), which only it fills and the others read. The file has no name, so
+Each rank owns one file in memory, which only it fills and the others read. The file has no name, so
 nothing remains however a job ends, and the size of /dev/shm does not matter. The others open it through
 /proc/<pid>/fd. Memory is reserved before use, so that a lack of memory raises an error and no SIGBUS.
 """
@@ -16,9 +16,12 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
+from tpcore.processes.shared_memory import nameless_file
+
 from . import semaphores
 
 _TEXT = 4096
+_FAILURES = (OSError, ValueError)  # mmap raises a ValueError for a file that is shorter than it should be
 # words of each buffer: the hashes of its call and of the call's place, and the bytes its owner could reserve
 CALL, PLACE, _ROOM = range(3)
 
@@ -39,7 +42,7 @@ class Segment:
         self._text = page * -(-(size + 2) * semaphores.STRIDE // page)
         self._head = self._text + _TEXT
         self._length = self._head + page * -(-2 * most // page)
-        self._own = os.memfd_create("tpcore")
+        self._own = nameless_file()
         self._maps: list[mmap.mmap] = []
         self._buffers: dict[torch.dtype, list[list[Tensor]]] = {}
         try:
@@ -136,13 +139,13 @@ def shared(
     if not refusal:
         try:
             segment = Segment(size, position, *limits)
-        except OSError as e:
+        except _FAILURES as e:
             reason = str(e)
     tickets = exchange("" if segment is None else segment.ticket)
     if segment is not None and all(tickets):
         try:
             segment.open(tickets)
-        except OSError as e:
+        except _FAILURES as e:
             reason = str(e)
     reasons = list(exchange(reason))
     if segment is not None and not any(reasons):

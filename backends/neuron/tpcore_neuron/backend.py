@@ -37,6 +37,7 @@ class NeuronBackend(Backend):
     # the sizes of groups depend on the host: see platform.check_tp
     capabilities = Capabilities(tracing=True, dynamic_shapes=False)
     _compiler = CompilerOptions()
+    _device = torch.device("xla")  # before the start too, for scripts that ask early: opens no runtime
 
     @classmethod
     def unavailable(cls) -> str | None:
@@ -93,7 +94,7 @@ class NeuronBackend(Backend):
                 f"torch.distributed is initialized with {dist.get_backend()!r}, and the neuron backend needs "
                 "'xla': call torch.distributed.init_process_group('xla'), or leave it to tpcore.init"
             )
-        self._device: torch.device = torch_xla.device()
+        self._device = torch_xla.device()
         rank, world = xr.global_ordinal(), xr.world_size()
         asked = settings.WORLD_SIZE.get() if settings.WORLD_SIZE.is_set else world
         if asked != world:

@@ -107,7 +107,8 @@ class XlaTransport(Transport):
         return self._unchained(out).to(x.dtype)
 
     def broadcast(self, x: Tensor, src: int) -> Tensor:
-        """A sum with zeros: it sends less than a gather. The sign of zero is lost, as everywhere here."""
+        """A sum with zeros: it sends less than a gather. The sign of zero is lost, as everywhere here: what
+        the contract lets a library lose that says so."""
         x = self._checked(x, BROADCAST.describe(src))
         # where, not a product: 0 * nan is nan
         mine = torch.where(self.position == src, x, torch.zeros_like(x)).reshape(x.shape)

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...calls import Call, Site
+from ...calls import Call, Caller
 
 if TYPE_CHECKING:
     from .waiting import Waiting
 
 _KEPT = 10
 
-Entry = tuple["Waiting", int, str, Sequence[int], torch.dtype, Site | None]
+Entry = tuple["Waiting", int, str, Sequence[int], torch.dtype, Caller | None]
 """Group, seq, op, shape, dtype, site. A plain tuple, because each collective makes one."""
 
 

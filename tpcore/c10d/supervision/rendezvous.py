@@ -52,7 +52,8 @@ class Rendezvous:
                 continue
             missing = [r for r, k in keys.items() if not self.store.check([k])]
             error = lost(missing)
-            if error is not None:
+            # the last may have come since, all have met, and one of them has gone on and failed
+            if error is not None and not self.store.check(list(keys.values())):
                 raise error
             if missing and time.monotonic() > deadline:
                 who = ", ".join(map(str, missing))

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from ...calls import ALL, checked_calls
 from ...errors import BackendError, CollectiveMismatchError
 from ...settings import CHECK
+from .claim import claim, job_ids, monitor_of, twice
 from .flight_recorder import FlightRecorder
 from .host import Identity, sockets
 from .links import SECONDS, Links
@@ -40,6 +41,10 @@ class Supervisor:
     def __init__(
         self, store: dist.Store, rank: int, world: int, timeout: float, library: Sequence[str], lazy: bool
     ) -> None:
+        self._token = uuid.uuid4().hex
+        self._twice = partial(twice, store)
+        if world > 1:
+            claim(store, rank, Identity.own(), self._token, timeout)
         # a program may start, stop and start again at one store, which keeps the old keys
         store = dist.PrefixStore(f"tpcore{store.add(f'tpcore/starts/{rank}', 1)}", store)
         self._rank, self._timeout, self._checked = rank, timeout, checked_calls()
@@ -54,9 +59,17 @@ class Supervisor:
     def _introduced(self, store: dist.Store) -> Peers:
         """Exchange the ranks' identities. ValueError if they are not to check the same calls, or if their
         versions differ."""
-        own = json.dumps([astuple(Identity.own()), self._checked, uuid.uuid4().hex, _version()])
-        found = [json.loads(text) for text in self._rendezvous.meet("start", own, _nobody)]
-        for rank, (_, checked, _, versions) in enumerate(found):
+        ids = job_ids(self._rendezvous.world)
+        own = json.dumps([astuple(Identity.own()), self._checked, self._token, _version(), ids])
+        texts = self._rendezvous.meet("start", own, lambda _: self._twice())
+        found = [json.loads(text) for text in texts]
+        for rank, (_, checked, _, versions, theirs) in enumerate(found):
+            for name in found[0][4].keys() & theirs.keys():
+                if theirs[name] != found[0][4][name]:
+                    raise ValueError(
+                        f"rank 0 has {name}={found[0][4][name]} and rank {rank} {theirs[name]}: two jobs "
+                        "were given one address. Give each a MASTER_PORT of its own"
+                    )
             if checked != found[0][1]:
                 given = f"rank 0: {found[0][1]}, rank {rank}: {checked}"
                 raise ValueError(f"{CHECK.name} must be the same on all ranks; calls to check are {given}")
@@ -64,7 +77,7 @@ class Supervisor:
                 raise ValueError(
                     f"rank 0 runs {found[0][3]} and rank {rank} {versions}: install the same on all"
                 )
-        connect = partial(own_client, store, f"tpcore monitor {found[0][2]}", self._timeout)
+        connect = partial(own_client, store, monitor_of(found[0][2]), self._timeout)
         identities = [Identity(*peer) for peer, *_ in found]
         self._address = address_towards(store, all(i.hostname == identities[0].hostname for i in identities))
         silent, place = min(SECONDS, self._timeout), place_of_server(store)

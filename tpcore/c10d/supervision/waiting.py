@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...calls import ALL, Call, call_site
+from ...calls import ALL, Call, call_place
 from ...errors import BackendError
 from .flight_recorder import Entry, FlightRecorder, timeout_report
 from .peers import Peers
@@ -59,7 +59,7 @@ class Waiting:
         self.seq += 1
         if self._closed:
             raise self._unusable()
-        entry = (self, self.seq, op, x.shape, x.dtype, call_site(*self._library))
+        entry = (self, self.seq, op, x.shape, x.dtype, call_place(*self._library))
         self._entries.append(entry)
         if self.words is not None:
             self.words.say(entry)
@@ -72,7 +72,7 @@ class Waiting:
         if self._closed:
             raise self._unusable()
         look = self.seq <= self._checked or (self._checked and self.seq % _LOOK == 0)
-        site = call_site(*self._library) if look else None
+        site = call_place(*self._library) if look else None
         entry = (self, self.seq, op, x.shape, x.dtype, site)
         self._entries.append(entry)
         return entry
@@ -81,11 +81,11 @@ class Waiting:
         """Add the call site to the last entry: its call has become slow."""
         entry = self._entries[-1]
         if entry[0] is self:
-            self._entries[-1] = (*entry[:-1], entry[-1] or call_site(*self._library))
+            self._entries[-1] = (*entry[:-1], entry[-1] or call_place(*self._library))
 
     def call(self, entry: Entry) -> Call:
         """The Call of ``entry``. Its site is the present one if the entry has none."""
-        return Call.of(*entry[1:-1], entry[-1] or call_site(*self._library))
+        return Call.of(*entry[1:-1], entry[-1] or call_place(*self._library))
 
     def neighbours(self) -> frozenset[int]:
         """The ranks of this host, this one among them."""

@@ -14,8 +14,8 @@ import struct
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -28,6 +28,7 @@ _FRAME = struct.Struct("<QQ")
 _TEXT_NEXT = b"\xff" * _FRAME.size  # a mark before a text; equals no frame
 _TEXT = 4096
 _KEPT = 4096  # cached frames
+_GREETING = 20  # bytes: a secret of 16, and the position
 
 Meet = Callable[[str], list[str]]
 """Gathers the members' texts, in the group's order; collective."""
@@ -147,8 +148,14 @@ class Words:
     # -- bytes --------------------------------------------------------------------------------------------
     def _frame(self, entry: Entry) -> bytes:
         _, _, op, shape, dtype, site = entry
-        code, line = site if site is not None else (None, 0)
-        key = op, shape, dtype, id(code), line  # the id: code is slow to hash, and lives as long as the entry
+        code, *rest = site if site is not None else (None,)
+        key = (
+            op,
+            shape,
+            dtype,
+            id(code),
+            *rest,
+        )  # the id: code is slow to hash, and lives as long as the entry
         found = self._frames.get(key)
         if found is None:
             if len(self._frames) >= _KEPT:
@@ -212,6 +219,48 @@ class WordsAwaited:
             raise dist.DistNetworkError("a connection over which calls are compared was closed")
 
 
+def _members(
+    server: socket.socket, secret: bytes, count: int, timeout: float
+) -> Iterator[tuple[int, socket.socket]]:
+    """Position and connection of ``count`` members as they greet. Other connections are not waited for, and
+    their errors do not matter: a port may be scanned."""
+    deadline, greetings = time.monotonic() + timeout, dict[socket.socket, bytes]()
+    server.setblocking(False)
+    try:
+        while count:
+            left = deadline - time.monotonic()
+            ready = _readable([server, *greetings], left) if left > 0 else []
+            if not ready:
+                raise TimeoutError("timed out")
+            for s in ready:
+                if s is server:
+                    with suppress(OSError):  # the connection is gone already
+                        greetings[server.accept()[0]] = b""
+                    continue
+                data = b""
+                with suppress(OSError):
+                    data = s.recv(_GREETING - len(greetings[s]))
+                greetings[s] += data
+                if data and len(greetings[s]) < _GREETING:
+                    continue
+                greeting = greetings.pop(s)
+                if data and greeting[:16] == secret:
+                    count -= 1
+                    yield int.from_bytes(greeting[16:], "little"), s
+                else:
+                    s.close()
+    finally:
+        for s in greetings:
+            s.close()
+
+
+def _readable(sockets: Iterable[socket.socket], seconds: float) -> list[socket.socket]:
+    poll, by_fd = select.poll(), {s.fileno(): s for s in sockets}
+    for fd in by_fd:
+        poll.register(fd, select.POLLIN)
+    return [by_fd[fd] for fd, _ in poll.poll(seconds * 1e3)]
+
+
 def connected(
     position: int, size: int, address: str, timeout: float, meet: Meet, remedy: str = ""
 ) -> dict[int, socket.socket]:
@@ -220,7 +269,6 @@ def connected(
     secret = uuid.uuid4().bytes
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with ExitStack() as undo, socket.create_server((address, 0), family=family, backlog=size) as server:
-        server.settimeout(timeout)
         found = meet(json.dumps([address, server.getsockname()[1], secret.hex()]))
         made: dict[int, socket.socket] = {}
         try:
@@ -228,12 +276,8 @@ def connected(
                 host, port, theirs = json.loads(found[peer])
                 made[peer] = undo.enter_context(socket.create_connection((host, port), timeout))
                 made[peer].sendall(bytes.fromhex(theirs) + position.to_bytes(4, "little"))
-            while len(made) < size - 1:
-                s = undo.enter_context(server.accept()[0])
-                s.settimeout(timeout)
-                hello = s.recv(20, socket.MSG_WAITALL)
-                if hello[:16] == secret:  # otherwise the connection is from no member
-                    made[int.from_bytes(hello[16:], "little")] = s
+            for peer, s in _members(server, secret, size - 1 - position, timeout):
+                made[peer] = undo.enter_context(s)
         except OSError as e:
             raise BackendError(
                 f"ranks cannot connect to each other (this one is at {address}): {e}; hosts have to take "

@@ -199,4 +199,7 @@ def model_tensors(state: Any) -> Iterator[tuple[Any, Tensor]]:
 def parameter_names(groups: list[Any]) -> Iterator[tuple[int, str]]:
     """Index and name of the parameters in an optimizer's ``param_groups``; none if it has no names."""
     for group in groups:
-        yield from zip(group["params"], group.get("param_names") or (), strict=False)
+        for index, name in zip(group["params"], group.get("param_names") or (), strict=False):
+            if not isinstance(index, int) or not isinstance(name, str):
+                raise CheckpointError(f"an optimizer's param_groups name parameter {index!r} {name!r}")
+            yield index, name

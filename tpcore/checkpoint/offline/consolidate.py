@@ -22,22 +22,11 @@ from ..read.source import CutRule, opened, tensors_of
 
 StrPath = str | os.PathLike[str]
 
-# files that from_pretrained reads in addition to the weights
-_COPIED = (
-    "config.json",
-    "generation_config.json",
-    "vocab.txt",
-    "vocab.json",
-    "merges.txt",
-    "spiece.model",
+_NOT_COPIED = tuple(
+    ".safetensors .bin .pt .pth .ckpt .h5 .msgpack .gguf .onnx .index.json trainer_state.json".split()  # noqa: SIM905
 )
-_COPIED_STEMS = (
-    "tokenizer",
-    "special_tokens_map",
-    "added_tokens",
-    "preprocessor_config",
-    "chat_template",
-)
+"""Ends of the names of weights and of a training's state: all else in a folder of transformers travels."""
+_TEMPLATES = "additional_chat_templates"
 
 
 def consolidate(
@@ -55,9 +44,9 @@ def consolidate(
     """Write the unsharded model in ``src`` to the directory ``out``. Returns the names of the files.
 
     Writes ``model.safetensors``, or ``pytorch_model.bin`` if ``pickled``. A larger model than
-    ``max_shard_size`` bytes becomes several files and an index. Configuration and tokenizer files are
-    copied, from ``beside`` if it is given. ``stored_names``: by names of tensors, those to write; what
-    it leaves out is tied to another.
+    ``max_shard_size`` bytes becomes several files and an index. What else is in the folder of a model,
+    its configuration, tokenizer and code, is copied, from ``beside`` if it is given. ``stored_names``: by
+    names of tensors, those to write; what it leaves out is tied to another.
     """
     with opened(src, how or Reading(), rules) as source:
         tensors, ties = once(tensors_of(source, rules), source.path)
@@ -134,25 +123,33 @@ def _write_weights(
 
 
 def _copy_model_files(src: str, stage: str, out: str) -> list[str]:
-    """Copy configuration and tokenizer files from ``src`` or its parent directory."""
+    """Copy what lies beside the weights in ``src`` or its parent: configurations, tokenizer, code."""
     names = []
-    for path in _model_files(src):
-        name = os.path.basename(path)
-        if not os.path.lexists(os.path.join(out, name)):
+    for folder, name in _model_files(src):
+        path = os.path.join(folder, name)
+        if not os.path.lexists(os.path.join(out, name.partition(os.sep)[0])):
             with naming("copy", path), open(path, "rb") as f:
+                os.makedirs(os.path.dirname(os.path.join(stage, name)), exist_ok=True)
                 write_file(os.path.join(stage, name), iter(partial(f.read, CHUNK), b""))
             names.append(name)
     return names
 
 
-def _model_files(src: str) -> Iterator[str]:
+def _model_files(src: str) -> Iterator[tuple[str, str]]:
+    """The folder with the configuration, and the name in it of each file that belongs to the model."""
     for folder in (src, os.path.dirname(os.path.realpath(src))):
-        if os.path.isfile(os.path.join(folder, "config.json")):
-            for name in sorted(os.listdir(folder)):
-                wanted = name in _COPIED or name.partition(".")[0] in _COPIED_STEMS
-                if wanted and os.path.isfile(os.path.join(folder, name)):
-                    yield os.path.join(folder, name)
-            return
+        if not os.path.isfile(os.path.join(folder, "config.json")):
+            continue
+        templates = os.path.join(folder, _TEMPLATES)
+        names = os.listdir(folder)
+        names += (
+            [os.path.join(_TEMPLATES, n) for n in os.listdir(templates)] if os.path.isdir(templates) else []
+        )
+        for name in sorted(names):
+            wanted = not name.startswith(".") and not name.endswith(_NOT_COPIED) and name != MANIFEST
+            if wanted and os.path.isfile(os.path.join(folder, name)):
+                yield folder, name
+        return
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from ...layers.sharding import Sharding, layouts, shard_specs, stamp
 from ...layout import Layout
 from ...shard import ShardSpec
 from ...storage.files import naming
-from ...train.zero import ReadRun, Zero1
+from ...train.zero import OF_SUMS, SUMS, ReadRun, Zero1
 from ..format.tree import dotted
 from ..forms.registry import open_source
 from ..forms.source import Cuts, OfParameter, Reading, Source, Stage
@@ -35,8 +35,11 @@ StrPath = str | os.PathLike[str]
 class Loading:
     """One load on one rank: compares the open checkpoint with the model, then reads it."""
 
-    def __init__(self, ctx: ParallelContext, source: Source, *, strict: bool, sharded: bool) -> None:
+    def __init__(
+        self, ctx: ParallelContext, source: Source, *, strict: bool, sharded: bool, quiet: bool = False
+    ) -> None:
         self._ctx, self._source, self._strict, self._sharded = ctx, source, strict, sharded
+        self._quiet = quiet
         at, axes = ctx.mesh.coords(ctx.rank), ctx.mesh.axes
         self._rank, self._n = at.get("tp", 0), axes.get("tp", 1)
         self._pp_rank, pp = (at.get("pp", 0), axes.get("pp", 1)) if sharded else (0, 1)
@@ -85,6 +88,7 @@ class Loading:
         names, if they have any. ``key``: the entry that the optimizer loads; other entries may be left out.
         ``later``: the entry of an optimizer that reads its tensors by itself, in ``run``.
         """
+        by_name = dict(zip(names, parameters, strict=True)) if names else {}
         if model is not None and names is None:
             names = [name for name, _ in model.named_parameters()]
         stage, whole = self.stage(_cuts_of(model), names), model is None
@@ -97,12 +101,17 @@ class Loading:
                     found = self._of_this_stage(found, wanted)
             self._fit = Fit(model, found, self._ctx, self._source.path, strict=self._strict)
         bound = dict(stage.bound(model=whole)) if self._sharded else {}
+        bound |= {of.key: OF_SUMS for of in stage.of_parameters() if of.stored.where.endswith(f".{SUMS}")}
         if model is not None:
             bound = self._follow_model(stage, model, found) | bound
         if parameters:
             self._follow(
                 stage.of_parameters(),
-                lambda of: parameters[of.number] if of.number < len(parameters) else None,
+                lambda of: (
+                    by_name.get(of.name)
+                    if by_name and of.name
+                    else dict(enumerate(parameters)).get(of.number)
+                ),
             )
         for why in dict.fromkeys(bound.values()):
             if self._strict and (key is None or bound.get(key) == why):
@@ -224,7 +233,7 @@ class Loading:
         with together(ctx):
             if self._fit is not None:
                 self._notes += self._fit.finish()
-            for note in self._notes if ctx.rank == 0 else ():
+            for note in self._notes if ctx.rank == 0 and not self._quiet else ():
                 warnings.warn(note, stacklevel=4)
         return self._rest
 
@@ -280,7 +289,7 @@ def read_checkpoint(
                 loading.compare(model)
             else:
                 later = OPTIMIZER if isinstance(optimizer, Zero1) else None
-                loading.compare(model, *parameters_of(optimizer, ctx), later=later)
+                loading.compare(model, *parameters_of(optimizer, ctx, model), later=later)
         if optimizer is None:
             return loading.run()
-        return loading.run(lambda rest, runs: give(optimizer, rest, runs, OPTIMIZER, path))
+        return loading.run(lambda rest, runs: give(optimizer, rest, runs, OPTIMIZER, path, model))

@@ -16,7 +16,7 @@ from ...context import ParallelContext, current
 from ...errors import CheckpointError
 from ...layout import Layout
 from ...storage.files import naming
-from ...train.zero import Zero1
+from ...train.zero import Zero1, renumbered
 from ..format.tree import is_optimizer
 from ..forms.pickles import in_own_memory, mapped
 from ..forms.rank_files import in_order
@@ -64,6 +64,7 @@ def cut_anew(states: Sequence[Saved], optimizer: Any, ctx: ParallelContext, wher
     for state in states:
         if not is_optimizer(state):
             raise CheckpointError(f"{where} has no optimizer's state there, but {list(state)[:8]}")
+    states = [renumbered(state, optimizer.param_groups, {}) for state in states]
     first = states[0]
     saved = [group["params"] for group in first["param_groups"]]
     here = [group["params"] for group in optimizer.param_groups]

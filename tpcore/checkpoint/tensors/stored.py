@@ -187,6 +187,12 @@ def layout_of(t: Tensor, ctx: ParallelContext, where: str) -> Layout | None:
         raise ValueError(
             f"{where} is cut over ranks {mine} of {axes}; a checkpoint holds what is cut over {held}"
         )
+    if layout.cuts and found.ctx.place != ctx.place:
+        raise ValueError(
+            f"{where} was built on mesh {dict(mesh.axes)} of rank {found.ctx.rank} and not on this one, "
+            f"{dict(ctx.mesh.axes)} of rank {ctx.rank}: save and load a model under the context that it was "
+            "built under"
+        )
     if tuple(t.shape) != layout.local_shape(mesh):
         raise ValueError(
             f"{where} has shape {tuple(t.shape)}, but its layer cuts {layout} to {layout.local_shape(mesh)}"

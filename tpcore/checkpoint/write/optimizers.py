@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,16 +30,9 @@ class Resolved:
     gather: dict[int, Callable[[], Tensor]] = field(default_factory=dict)
 
 
-def pending_of(state: Any) -> dict[int, list[bool]]:
-    """By the ``id`` of each Zero1 in ``state``, which parameters have gradients that no step has used yet.
-    Collective over dp."""
-    found = state.values() if isinstance(state, Mapping) else ()
-    return {id(value): value.pending() for value in found if isinstance(value, Zero1)}
-
-
-def resolve(state: Any, ctx: ParallelContext, pending: Mapping[int, list[bool]]) -> Resolved:
-    """Replace the optimizers in ``state``. ``pending``: the result of ``pending_of``. ValueError if one of a
-    pipeline stage has unnamed parameters. At pp=1 a warning says where such a state can be loaded."""
+def resolve(state: Any, ctx: ParallelContext) -> Resolved:
+    """Replace the optimizers in ``state``. ValueError if one of a pipeline stage has unnamed parameters, or a
+    Zero1 gradients that no step has used. At pp=1 a warning says where an unnamed state can be loaded."""
     optimizers = {
         key: value
         for key, value in (state.items() if isinstance(state, Mapping) else ())
@@ -48,7 +41,7 @@ def resolve(state: Any, ctx: ParallelContext, pending: Mapping[int, list[bool]])
     found = Resolved(dict(state) if optimizers else state)
     for key, value in optimizers.items():
         if isinstance(value, torch.optim.Optimizer):
-            found.state[key] = _resolved(value, found, ctx, pending.get(id(value), ()))
+            found.state[key] = _resolved(value, found, ctx)
             _name(value, found.state[key], state, ctx, key)
             _warn_of_no_names(key, found.state[key], ctx, "at another number of pipeline stages")
         else:
@@ -69,12 +62,10 @@ def _warn_of_no_names(key: Any, saved: Mapping[str, Any], ctx: ParallelContext, 
         )
 
 
-def _resolved(
-    optimizer: torch.optim.Optimizer, found: Resolved, ctx: ParallelContext, pending: Sequence[bool]
-) -> dict[str, Any]:
+def _resolved(optimizer: torch.optim.Optimizer, found: Resolved, ctx: ParallelContext) -> dict[str, Any]:
     saved: dict[str, Any]
     if isinstance(optimizer, Zero1):
-        outline = optimizer.outline(pending)
+        outline = optimizer.outline()
         saved = outline.state
         found.gather.update(outline.gather)
     else:

@@ -18,6 +18,9 @@ import torch
 from ...consensus import gather_bytes, together
 from ...context import current
 from ...errors import CheckpointError
+from ...layout import Layout
+from ...mesh import Mesh
+from ...shard import ShardSpec
 from ...storage.files import MANIFEST, FileRecord, dumps, naming, sync_dir, write_file
 from ...storage.progress import Progress, bar
 from ...storage.publish import Staging, staging_path
@@ -25,7 +28,7 @@ from ...storage.tensorfile import write_tensors
 from ..format.manifest import FORMAT, STATE, VERSION, Manifest, rank_dir
 from ..format.retention import keep_last
 from .agreement import check_agreement, described, marks_of, outline
-from .optimizers import pending_of, resolve
+from .optimizers import resolve
 from .snapshot import Entry, Part, Writer, cuts_of, on_host, total_of
 
 
@@ -92,6 +95,17 @@ def write_state(root: str, name: str, save_id: str, tensors: Any, tree: Any) -> 
     return {f"{name}/{STATE}": record}
 
 
+def check_shards(name: str, tensors: Mapping[str, Mapping[str, Any]], mesh: Mesh) -> None:
+    """CheckpointError if a tensor of the directory ``name`` is no shard on ``mesh`` of the cut on record."""
+    for key, record in ((k, r) for records in tensors.values() for k, r in records.items()):
+        if isinstance(record["spec"], dict):
+            cut = Layout.of(ShardSpec.from_json(record["spec"]), *record["axes"])
+            if cut.local_shape(mesh) != tuple(record["shape"]):
+                raise CheckpointError(
+                    f"{name}: {key!r} is {record['shape']} and not a shard of {cut} on {mesh}"
+                )
+
+
 def put_in_place(
     staging: Staging, save_id: str, mesh: Mapping[str, int], files: Mapping[str, FileRecord]
 ) -> None:
@@ -120,9 +134,8 @@ class Save:
         self._part: Part | None = None
         self._files: dict[str, dict[str, Writer]] = {}
         self.staging: Staging | None = None
-        pending = pending_of(state)
         with together(ctx):
-            self._prepare(state, pending)
+            self._prepare(state)
         if self._part is not None:
             self._part.gather(self._files)
         with together(ctx):
@@ -142,9 +155,9 @@ class Save:
             if ctx.rank == 0:
                 self.staging = Staging(self.target, self.save_id, FORMAT, others_stay=True)
 
-    def _prepare(self, state: dict[Any, Any], pending: Mapping[int, list[bool]]) -> None:
+    def _prepare(self, state: dict[Any, Any]) -> None:
         """Determine the cut of each tensor, and the tensors that this rank writes."""
-        resolved, options = resolve(state, self.ctx, pending), self.options
+        resolved, options = resolve(state, self.ctx), self.options
         self._shared = self._dp[1] > 1 and (options.all_dp or bool(resolved.gather))
         if not (self._first or self._shared):
             return
@@ -191,6 +204,7 @@ class Save:
                 trees[name] = trees.get(name) or tree
         with naming("save", self.target):
             for name, tree in trees.items():
+                check_shards(name, tensors[name], self.ctx.mesh)
                 files |= write_state(self.root, name, self.save_id, tensors[name], tree)
             put_in_place(self.staging, self.save_id, self.ctx.mesh.axes, files)
             if self.options.keep_last is not None:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from ... import checkpoint
-from ...train.zero import Zero1
+from ...train.zero import Zero1, fitted
 
 
 def name_parameters(optimizer: Any, model: nn.Module) -> None:
@@ -72,7 +72,7 @@ def load_loop(where: str, accelerator: Any, others: Sequence[Any]) -> None:
     rest = checkpoint.load(where, model)
     accelerator.step = rest["step"]
     for i, optimizer in enumerate(accelerator._optimizers):
-        optimizer.optimizer.load_state_dict(rest[f"optimizer_{i}"])
+        optimizer.optimizer.load_state_dict(fitted(optimizer.optimizer, rest[f"optimizer_{i}"]))
     for i, scheduler in enumerate(accelerator._schedulers):
         scheduler.load_state_dict(rest[f"scheduler_{i}"])
     for i, other in enumerate(others):

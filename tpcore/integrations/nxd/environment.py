@@ -9,22 +9,30 @@ from typing import Any
 import torch
 
 from ... import settings
+from ...backend.interface import Backend
+from ...backend.registry import load_backend
 from ...context import current, is_initialized
+from ...init import default_backend
+
+
+def _backend() -> Backend:
+    """The context's; without a context, for scripts ask at any time, the one that ``init`` would choose."""
+    return current().backend if is_initialized() else load_backend(default_backend()[0])
 
 
 def get_device() -> torch.device:
     """The device of this rank's tensors."""
-    return current().device
+    return _backend().device()
 
 
 def cpu_mode() -> bool:
     """Whether the device is the CPU."""
-    return current().device.type == "cpu"
+    return get_device().type == "cpu"
 
 
 def mark_step() -> None:
     """End of a training step, where ``tpcore.optimizer_step`` does not end it."""
-    current().backend.mark_step()
+    _backend().mark_step()
 
 
 def master_print(msg: Any) -> None:
@@ -36,6 +44,14 @@ def master_print(msg: Any) -> None:
 
 def _other_than_first() -> bool:
     return (current().rank if is_initialized() else settings.RANK.get()) != 0
+
+
+def get_rank_info_str() -> str:
+    """This rank's coordinates for names of logs: ``DP_0_TP_1_PP_0``."""
+    if not is_initialized():
+        return "model_parallel_uninitialized"
+    where = current().mesh.coords(current().rank)
+    return "_".join(f"{axis.upper()}_{where.get(axis, 0)}" for axis in ("dp", "tp", "pp"))
 
 
 class _FirstRankOnly(logging.Filter):

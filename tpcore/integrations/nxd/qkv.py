@@ -37,7 +37,7 @@ class GQAQKVColumnParallelLinear(PublishedAttributes):
         output_sizes: Sequence[int],
         bias: bool = True,
         gather_output: bool = True,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = torch.float32,
         device: Device = None,
         init_method: Init | None = None,
         sequence_parallel_enabled: bool = False,

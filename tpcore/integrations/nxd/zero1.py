@@ -27,7 +27,8 @@ class NeuronZero1Optimizer(Zero1):
     ``higher_cc_precision``: gradients are summed and sent in float32. ``sharding_groups`` and
     ``grad_norm_groups`` have to be the dp and the tp groups, which is what they are without. Arguments about
     XLA's own collectives need nothing here. ``tpcore.optimizer_step`` takes it as any ``Zero1``, and then it
-    is that call's ``max_norm`` that clips.
+    is that call's ``max_norm`` that clips. Gradients stay in ``.grad``, as backward left them, until
+    ``zero_grad``: scripts read them after the step.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class NeuronZero1Optimizer(Zero1):
         self._max_norm = (1.0 if max_norm is None else float(max_norm)) if grad_clipping else None
         if self._max_norm is not None:
             check_max_norm(self._max_norm)
+        self._used: dict[Tensor, tuple[Tensor, int]] = {}
         given = list(params)
         wide = use_grad_acc_hook or higher_cc_precision
         super().__init__(
@@ -62,6 +64,32 @@ class NeuronZero1Optimizer(Zero1):
             bucket_mb=max(bucket_cap_mb_reduce_scatter, bucket_cap_mb_all_gather or 0),
             **{name: value for name, value in options.items() if name not in _NEEDS_NOTHING},
         )
+
+    @property
+    def base_optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer of this rank's chunks, whose groups have one for each parameter, in order. A
+        chunk has its gradient between the mean and the step only; ``grad_norm`` is their norm."""
+        return self.base()
+
+    def reduce_gradients(self) -> None:
+        if self.reduced:
+            return
+        grads = {p: p.grad for p in self._parameters if p.grad is not None}
+        super().reduce_gradients()
+        for p, grad in grads.items():
+            p.grad = grad
+        self._used = {p: (grad, grad._version) for p, grad in grads.items()}
+
+    def _in_step(self) -> bool:
+        """Like ``Zero1._in_step``: a gradient that is left over from a step does not wait for one."""
+        left = {p: g for p, (g, version) in self._used.items() if p.grad is g and g._version == version}
+        for p in left:
+            p.grad = None
+        try:
+            return super()._in_step()
+        finally:
+            for p, grad in left.items():
+                p.grad = grad
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

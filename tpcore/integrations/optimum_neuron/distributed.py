@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import transformers
 from torch import nn
 
 from ...checkpoint.offline.consolidate import consolidate
 from ...context import current
 from ...optim import lazy as lazy_class
 from ...plans import lazy
-from ...plans.families import FILES
+from ...plans.families import FILES, REFUSED
 from ...plans.transformers import checked_model, rules_of
 from .options import ModelParallelismPlugin, join
 
@@ -92,6 +93,14 @@ def _sizes(tp: int | None, pp: int | None) -> tuple[int, int]:
     return axes.get("tp", 1) if tp is None else tp, axes.get("pp", 1) if pp is None else pp
 
 
+def _has_plan(model_type: str) -> bool:
+    """Whether transformers has a plan for a family, and it is right."""
+    known = transformers.CONFIG_MAPPING
+    if model_type in REFUSED or model_type not in known:
+        return False
+    return bool(getattr(known[model_type], "base_model_tp_plan", None))
+
+
 class ParallelizersManager:
     """Which models can be cut, and how."""
 
@@ -102,9 +111,9 @@ class ParallelizersManager:
 
     @classmethod
     def is_model_supported(cls, model_type_or_model: str | nn.Module) -> bool:
-        """Whether ``tpcore.parallelize`` finds a plan for it. A type alone is looked up among its own."""
+        """Whether ``tpcore.parallelize`` finds a plan for it: its own, or that of transformers."""
         if isinstance(model_type_or_model, str):
-            return model_type_or_model in cls.get_supported_model_types()
+            return _has_plan(model_type_or_model) or model_type_or_model in cls.get_supported_model_types()
         try:
             rules_of(checked_model(model_type_or_model), {})
         except (TypeError, ValueError):
@@ -116,7 +125,10 @@ class ParallelizersManager:
         """ValueError for a model that has no plan, with what to say instead."""
         if isinstance(model_type_or_model, str):
             if not cls.is_model_supported(model_type_or_model):
-                raise ValueError(f"{model_type_or_model} is not among {cls.get_supported_model_types()}")
+                raise ValueError(
+                    f"{model_type_or_model} has no plan in transformers and is not among "
+                    f"{cls.get_supported_model_types()}"
+                )
             return Parallelizer(model_type_or_model)
         rules_of(checked_model(model_type_or_model), {})
         return Parallelizer(model_type_or_model.config.model_type)

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+import transformers
+
 from ..transformers import Trainer
 from ..transformers.files import save_in_parts
-from .training_args import NeuronTrainingArguments
+from .training_args import NeuronTrainingArguments, Seq2SeqNeuronTrainingArguments
 
 
 class NeuronTrainer(Trainer):
@@ -16,15 +18,20 @@ class NeuronTrainer(Trainer):
 
     The model may come from ``lazy_load_for_parallelism``. A checkpoint holds a cut model in parts, in
     ``tensor_parallel_shards``: ``tpcore checkpoint consolidate`` makes one model of them, which
-    ``from_pretrained`` opens. Any mesh resumes from it.
+    ``from_pretrained`` opens. Any mesh resumes from it. ``tokenizer``: the ``processing_class``, by the name
+    that it had before transformers 5.
     """
 
     args: Any
+    arguments: type[NeuronTrainingArguments] = NeuronTrainingArguments
 
     def __init__(self, model: Any = None, args: Any = None, *rest: Any, **options: Any) -> None:
-        args = NeuronTrainingArguments(output_dir="tmp_trainer") if args is None else args
-        if not isinstance(args, NeuronTrainingArguments):
-            raise TypeError(f"NeuronTrainer takes NeuronTrainingArguments, not {type(args).__name__}")
+        args = self.arguments(output_dir="tmp_trainer") if args is None else args
+        if not isinstance(args, self.arguments):
+            kind, want = type(self).__name__, self.arguments.__name__
+            raise TypeError(f"{kind} takes {want}, not {type(args).__name__}")
+        if "tokenizer" in options:
+            options["processing_class"] = options.pop("tokenizer")
         plugin = args.mp_plugin
         model = None if model is None else plugin.parallelize_model(model)
         if options.get("model_init") is not None:
@@ -33,6 +40,12 @@ class NeuronTrainer(Trainer):
 
     def save_weights(self, where: str) -> None:
         save_in_parts(self.model, where, in_background=self.args.async_save)
+
+
+class Seq2SeqNeuronTrainer(NeuronTrainer, transformers.Seq2SeqTrainer):
+    """``transformers.Seq2SeqTrainer``, which can evaluate by generating, with what ``NeuronTrainer`` adds."""
+
+    arguments = Seq2SeqNeuronTrainingArguments
 
 
 def _cut_after(make: Callable[..., Any], cut: Callable[[Any], Any]) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import transformers
 
+from ...context import current
 from .notes import note
 from .options import ModelParallelismPlugin, TrainingNeuronConfig, defaults_of, join
 
@@ -38,6 +39,7 @@ class NeuronTrainingArguments(transformers.TrainingArguments):
     optimizer_use_master_weights: bool = _flag(False, "With zero_1: float32 copies of the weights.")
     optimizer_use_fp32_grad_acc: bool = _flag(False, "With zero_1: sum gradients in float32.")
     optimizer_save_master_weights_in_ckpt: bool = _flag(False, "They are always saved.")
+    overwrite_output_dir: bool = _flag(False, "For the script: start anew where output_dir has checkpoints.")
 
     def __post_init__(self) -> None:
         join(self.tensor_parallel_size, self.pipeline_parallel_size)
@@ -46,6 +48,7 @@ class NeuronTrainingArguments(transformers.TrainingArguments):
                 "optimizer_use_master_weights and optimizer_use_fp32_grad_acc are of the optimizer that "
                 "zero_1 makes: give --zero_1 as well"
             )
+        self.use_cpu = self.use_cpu or current().device.type == "cpu"  # a GPU that is there is not used
         super().__post_init__()
         own = {f.name for f in fields(NeuronTrainingArguments)} - {
             f.name for f in fields(transformers.TrainingArguments)
@@ -102,6 +105,11 @@ class NeuronTrainingArguments(transformers.TrainingArguments):
         if self.optimizer_use_fp32_grad_acc:
             options["grad_dtype"] = torch.float32
         return options
+
+
+@dataclass
+class Seq2SeqNeuronTrainingArguments(NeuronTrainingArguments, transformers.Seq2SeqTrainingArguments):
+    """``transformers.Seq2SeqTrainingArguments`` with the same flags."""
 
 
 class NeuronHfArgumentParser(transformers.HfArgumentParser):

@@ -1,5 +1,8 @@
 """The ``Trainer`` of transformers on tpcore's mesh; needs ``pip install 'tpcore[trainer]'``."""
 
-from .trainer import Trainer
+from ...errors import extra
+
+with extra("trainer", __name__):
+    from .trainer import Trainer
 
 __all__ = ["Trainer"]

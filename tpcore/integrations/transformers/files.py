@@ -16,9 +16,10 @@ from ...consensus import together
 from ...context import current
 from ...layers.sharding import sharding
 from ...log import inform
-from ...plans.loading import read_parts
+from ...plans.loading import open_weights, read_parts
 from ...plans.whole import drop_weights, full_state_dict, save_configuration
 from ...train.pipeline import PipelinedLayers
+from ...train.zero import fitted
 
 PARTS = "tensor_parallel_shards"
 """The directory of a model that is saved in parts."""
@@ -76,7 +77,9 @@ def load_model(model: nn.Module, where: str) -> None:
     if os.path.isdir(parts):
         checkpoint.load(parts, model)
     else:
-        read_parts(model, where, current())
+        with together(current()):
+            weights = open_weights(model, where)
+        read_parts(model, weights, current())
 
 
 def _plain(optimizer: Any) -> Any:
@@ -112,7 +115,7 @@ def load_state(where: str, optimizer: Any, scheduler: Any) -> None:
     elif os.path.isfile(whole):
         with together(current()):
             state = torch.load(whole, map_location="cpu", weights_only=True, mmap=True)
-            plain.load_state_dict(cut_anew([state], plain, current(), whole))
+            plain.load_state_dict(fitted(plain, cut_anew([state], plain, current(), whole)))
             steps = os.path.join(where, "scheduler.pt")
             scheduler.load_state_dict(torch.load(steps, map_location="cpu", weights_only=True))
     elif current().rank == 0:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ...context import current
 from ...layers.module import move_model_to_device
+from ...random import draw, mixed, seeded
 from ..accelerate import Accelerator
 from ..accelerate.state import name_parameters, over_dp
 from .checks import check_arguments, check_cut
@@ -52,8 +53,26 @@ class Trainer(transformers.Trainer):
         """Examples of one optimizer step: all ranks but those of dp share theirs."""
         return int(self._train_batch_size * args.gradient_accumulation_steps * current().comm("dp").size)
 
+    def get_tp_size(self) -> int:
+        """What divides the number of tokens of all ranks, and the factor of the loss.
+
+        The factor is the number of data-parallel ranks, right for a loss that is divided by the number of
+        tokens and wrong for a mean over the rank's own batch, such as T5's or BERT's. Divided by that number
+        the former is a rank's share of the tokens and the latter 1, which is right for both.
+        """
+        return self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
+
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         move_model_to_device(model, device)
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """A step in which dropout draws other numbers on each dp rank. All ranks begin with one seed; what
+        else draws, such as a sampler, goes on alike on all of them."""
+        ctx = current()
+        if ctx.comm("dp").size == 1:
+            return super().training_step(model, inputs, num_items_in_batch)
+        with seeded(mixed(draw(), ctx.coord("dp"))):
+            return super().training_step(model, inputs, num_items_in_batch)
 
     # -- the optimizer --------------------------------------------------------------------------------------
     def create_optimizer(self, model: Any = None) -> Any:

@@ -30,14 +30,18 @@ FILES = {
     "t5": "longt5 mt5 t5 umt5",
     "vit": "audio-spectrogram-transformer beit clip clip_text_model clip_vision_model data2vec-audio deit "
     "dinov2 dinov2_with_registers hubert ijepa siglip_vision_model siglip2_vision_model vit vit_mae vit_msn "
-    "vivit wav2vec2",
+    "vivit wav2vec2 siglip_text_model siglip2_text_model",
+    "qwen_vision": "qwen2_vl_vision qwen2_5_vl_vision",
 }
 """For each file, the ``model_type`` of its families."""
 
 _ONE = "it is several models in one, which were not compared with the whole after a cut"
 _ALONE = "a cut one was not compared with the whole"
 
+_NO_ATTENTION = "its layers carry a state along the sequence, and have no attention to shard"
+
 REFUSED = {
+    **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"), _NO_ATTENTION),
     **dict.fromkeys(("llama4", "muse_glimmer", "muse_spark", "phi4_multimodal"), _ONE),
     **dict.fromkeys(("gemma4_vision", "muse_glimmer_assistant", "muse_glimmer_vision"), _ALONE),
     "doge": "its own plan cuts the values that all its heads share",

@@ -16,4 +16,5 @@ def rules(config: Any) -> dict[str, Rule]:
         **{f"{a}.output.dense": "rowwise" for a in attentions},
         f"{layer}.intermediate.dense": "colwise",
         f"{layer}.output.dense": "rowwise",
+        f"{layer}.output.adapter_modules": "replicate",
     }

@@ -14,14 +14,10 @@ def rules(config: Any) -> dict[str, Rule]:
     return {
         **{f"{a}.query_key_value": _projection(config) for a in attentions},
         **{f"{a}.dense": "rowwise" for a in attentions},
-        **{f"{a}.{norm}": "replicated_with_grad_allreduce" for a in attentions for norm in _NORMS},
         "h.*.self_attention": "heads_argument",  # alibi
         **{f"{n}.dense_h_to_4h": "colwise" for n in networks},
         **{f"{n}.dense_4h_to_h": "rowwise" for n in networks},
     }
-
-
-_NORMS = ("q_layernorm", "k_layernorm")
 
 
 def _projection(config: Any) -> Rule:

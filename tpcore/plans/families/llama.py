@@ -8,10 +8,9 @@ from ..plan import Rule
 
 
 def rules(config: Any) -> dict[str, Rule]:
-    attention, norms = "layers.*.self_attn", ("query_layernorm", "key_layernorm")
+    attention = "layers.*.self_attn"
     return {
         **{f"{attention}.{name}_proj": "colwise" for name in "qkv"},
-        **{f"{attention}.{name}": "replicated_with_grad_allreduce" for name in norms},
         f"{attention}.o_proj": "rowwise",
         "layers.*.mlp.gate_proj": "colwise",
         "layers.*.mlp.up_proj": "colwise",

@@ -17,6 +17,7 @@ def rules(config: Any) -> dict[str, Rule]:
     return {
         **{f"{a}.{name}_proj": "colwise" for a in attentions for name in "qkv"},
         **{f"{a}.{name}": "rowwise" for a in attentions for name in ("out_proj", "o_proj")},
+        **({"layers.*.attention": "heads_argument"} if config.model_type == "beit" else {}),
         **{
             name: "colwise" if name.endswith(("fc1", "intermediate_dense")) else "rowwise"
             for name in networks + speech

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...comm import Comm, Op
+from ...comm import Comm
 from ...context import ParallelContext
 from ...errors import BackendError
 from ...transport import PRIMITIVES as PRIMITIVES_BY_NAME
@@ -69,6 +69,13 @@ MOVING = tuple(p.name for p in TABLE if not p.sums)
 _AFTER = list(PRIMITIVES_BY_NAME).index("all_reduce") + 1
 PRIMITIVES = (*list(PRIMITIVES_BY_NAME)[:_AFTER], *_VARIANTS, *list(PRIMITIVES_BY_NAME)[_AFTER:])
 """Primitives and variants, in the order in which the kit tests them."""
+METHODS = (*PRIMITIVES_BY_NAME, "start_all_reduce")
+"""The methods of a transport."""
+
+
+def divides(name: str) -> bool:
+    """Whether the group size must divide a dim of the input of ``name``, a primitive or a variant."""
+    return bool(PRIMITIVES_BY_NAME[_VARIANTS.get(name, (name, {}))[0]].divides)
 
 
 def _arguments(primitive: Primitive, shape: torch.Size, n: int) -> Iterator[dict[str, Any]]:
@@ -86,13 +93,13 @@ def _arguments(primitive: Primitive, shape: torch.Size, n: int) -> Iterator[dict
             yield given | {"concat_dim": concat}
 
 
-def calls(comm: Comm, name: str, every: list[Tensor]) -> Calls:
-    """(description, call, correct result) for each way to call ``name``, a primitive or a variant, on tensors
-    like ``every``."""
+def calls(comm: Comm, name: str, every: list[Tensor], count: int | None = None) -> Calls:
+    """(description, call, correct result) for the first ``count`` ways to call ``name``, a primitive or a
+    variant, on tensors like ``every``."""
     me, ndim = int(comm.position.cpu()), every[0].ndim
     of, fixed = _VARIANTS.get(name, (name, {}))
     primitive, out = PRIMITIVES_BY_NAME[of], []
-    for given in _arguments(primitive, every[0].shape, comm.size):
+    for given in itertools.islice(_arguments(primitive, every[0].shape, comm.size), count):
         chosen = given | fixed
         # in the transport's form: dims are not negative, and a member that sends nothing has target -1
         plain = [_plain(k, v, ndim) for k, v in chosen.items()]
@@ -119,10 +126,11 @@ def differs(got: Tensor, want: Tensor) -> str:
     if (got.dtype, got.shape) != (want.dtype, want.shape):
         return f"is {got.dtype} {tuple(got.shape)}, not {want.dtype} {tuple(want.shape)}"
     got, want = (t.detach().cpu().contiguous().view(-1) for t in (got, want))
-    unequal = got.view(torch.uint8) != want.view(torch.uint8)
-    if not unequal.any():
+    integers = {2: torch.int16, 4: torch.int32}.get(got.itemsize, torch.uint8)
+    a, b = got.view(integers), want.view(integers)
+    if torch.equal(a, b):
         return ""
-    i = int(unequal.nonzero()[0]) // got.itemsize
+    i = int((a != b).nonzero()[0]) * a.itemsize // got.itemsize
     where = f" from element {i} on" if i else ""
     return f"is {got[i : i + 8].tolist()}...{where}, not {want[i : i + 8].tolist()}..."
 
@@ -146,7 +154,7 @@ def only(
     """Check the first ``count`` calls of one primitive on the tensors that ``made`` returns by position."""
     me, out = int(comm.position.cpu()), Wrong()
     every = [made(p) for p in range(comm.size)]
-    for how, call, want in calls(comm, name, every)[:count]:
+    for how, call, want in calls(comm, name, every, count):
         problem = differs(call(made(me).to(ctx.device)), want.contiguous())
         if problem:
             out.append(f"{name} {how} of {note} on rank {ctx.rank} {problem}")
@@ -237,30 +245,29 @@ def groups(ctx: ParallelContext, primitive: str) -> Wrong:
     return out
 
 
-def many(ctx: ParallelContext, count: int) -> Wrong:
-    """A long run of collectives of changing kind and size: none affects another. ``count`` small ones."""
+def mixed(ctx: ParallelContext) -> Wrong:
+    """Collectives of changing kind and size do not affect each other."""
     comm, out = ctx.comm("tp"), Wrong()
     for i in range(24):
         every = [values((4, 4 + i % 5), p + i, torch.float32) for p in range(comm.size)]
         out += _each(ctx, comm, PRIMITIVES[i % len(PRIMITIVES)], every)
-    for i in range(count if comm.eager else 0):
-        problem = differs(comm.all_gather((comm.position + i).float(), 0), torch.arange(comm.size) + float(i))
-        if problem:
-            out.append(f"small all_gather {i} of {count} on rank {ctx.rank} {problem}")
-            break
     return out
 
 
-def replicated(ctx: ParallelContext) -> Wrong:
-    """A sum that rounds has the same bits on every rank: otherwise ranks would drift apart."""
+def many(ctx: ParallelContext, method: str, count: int) -> Wrong:
+    """``count`` small calls of one method: none returns the result of another, nor writes to it later."""
     comm, out = ctx.comm("tp"), Wrong()
-    ops: tuple[Op, ...] = ("sum", "max")
-    for n, op in itertools.product((257, 5_003) if comm.eager else (257,), ops):
-        x = torch.rand(n, generator=torch.Generator().manual_seed(ctx.rank)).to(ctx.device)
-        y = comm.all_reduce(x, op)
-        seen = comm.all_gather(y.unsqueeze(0), 0).cpu()
-        if not all(torch.equal(row, seen[0]) for row in seen):
-            out.append(f"all_reduce {op} of {n} elements differs between ranks in its last bits")
+    if not comm.eager:
+        return out
+    # seven inputs in turn: 7 divides no number that a counter is likely to wrap at
+    n = comm.size if divides(method) else 1
+    inputs = [[torch.full((n,), p + 100.0 * r) for p in range(comm.size)] for r in range(7)]
+    tried = [calls(comm, method, every, 1)[0] for every in inputs]
+    mine = [every[int(comm.position.cpu())].to(ctx.device) for every in inputs]
+    results = [tried[i % 7][1](mine[i % 7]) for i in range(count)]
+    wrong = {i: p for i, y in enumerate(results) if (p := differs(y, tried[i % 7][2]))}
+    for i in sorted(wrong)[:1]:
+        out.append(f"call {i + 1} of {count} {method} of {n} elements on rank {ctx.rank} {wrong[i]}")
     return out
 
 

@@ -28,7 +28,7 @@ def large(ctx: ParallelContext, primitive: str, sizes: Sequence[int]) -> Wrong:
     for n in [n for n in sizes if comm.size == 2 or n < LARGE[-1]]:
         n += -n % comm.size  # noqa: PLW2901  divisible by the number of ranks
         for note, every in _forms(comm, primitive, n, eager_dtypes(ctx)):
-            for how, call, want in calls(comm, primitive, every)[: 1 if every[0].ndim == 1 else None]:
+            for how, call, want in calls(comm, primitive, every, 1 if every[0].ndim == 1 else None):
                 x = every[me].to(ctx.device, copy=True)
                 if problem := differs(call(x), want):
                     out.append(f"{primitive} {how} of {note} on rank {ctx.rank} {problem}")
@@ -55,16 +55,26 @@ def _forms(
 
 
 def without_dims(ctx: ParallelContext, primitive: str) -> Wrong:
-    """Tensors without dims keep their shape, in primitives that take them."""
+    """Tensors without dims keep their shape and dtype, in primitives that take them."""
     known = PRIMITIVES.get(primitive)
     if known is not None and {"dim", "split_dim"} & known.arguments.keys():
         return Wrong()
-    return only(ctx, ctx.comm("tp"), primitive, lambda p: torch.tensor(p - 3.5), "a tensor of no dims")
+    out = Wrong()
+    for dtype in eager_dtypes(ctx):
+        made = partial(_scalar, dtype)
+        out += only(ctx, ctx.comm("tp"), primitive, made, f"a {dtype} tensor of no dims")
+    return out
+
+
+def _scalar(dtype: torch.dtype, position: int) -> Tensor:
+    x = values((1,), position, dtype)[0]
+    return x if dtype is torch.bool else x + 2  # torch_xla folds the scalars 0 and 1 into a program
 
 
 def odd_values(ctx: ParallelContext, primitive: str, loses: Sequence[str] = ()) -> Wrong:
-    """NaN and infinity arrive, a maximum with NaN is NaN, a sum out of range is infinite, and all numbers may
-    be negative. Moved values keep their bits, also of NaN and zero. Except what the backend ``loses``."""
+    """NaN and infinity arrive, a maximum with NaN is NaN, a sum out of range is infinite, sums of denormal
+    numbers are exact, and all numbers may be negative. Moved values keep their bits, also of NaN and zero.
+    Except what the backend ``loses``."""
     comm, out = ctx.comm("tp"), Wrong()
     for dtype in [d for d in eager_dtypes(ctx) if d.is_floating_point]:
         out += only(ctx, comm, primitive, partial(_negative, dtype), f"negative {dtype}")
@@ -73,6 +83,8 @@ def odd_values(ctx: ParallelContext, primitive: str, loses: Sequence[str] = ()) 
             out += only(ctx, comm, primitive, odd, f"{dtype} numbers that are not finite")
         elif primitive != "all_reduce max" or "NaN in a maximum" not in loses:
             out += _odd_sums(ctx, primitive, odd, f"NaN and infinity of {dtype}")
+        if "reduce" in primitive and comm.eager and "denormal numbers" not in loses:
+            out += only(ctx, comm, primitive, partial(_denormal, dtype), f"denormal {dtype}")
         if "reduce" in primitive:
             top = torch.finfo(dtype).max
             huge = torch.tensor([top, -top, top / 2, -top / 4], dtype=dtype).repeat(4, 1)
@@ -82,6 +94,10 @@ def odd_values(ctx: ParallelContext, primitive: str, loses: Sequence[str] = ()) 
 
 def _negative(dtype: torch.dtype, position: int) -> Tensor:
     return -1 - values((4, 4), position, dtype)
+
+
+def _denormal(dtype: torch.dtype, position: int) -> Tensor:
+    return values((4, 4), position, dtype) * torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
 
 
 def _alike(t: Tensor, position: int) -> Tensor:
@@ -107,13 +123,16 @@ def _odd_sums(ctx: ParallelContext, primitive: str, made: Made, note: str) -> Wr
 
 
 def precise(ctx: ParallelContext, dtype: torch.dtype) -> Wrong:
-    """A sum rounds at most once for each addend, in its own dtype. Maxima and sums of integers are exact. The
-    same call gives the same bits."""
+    """A sum rounds at most once for each addend, in its own dtype, and up as often as down. Maxima and sums
+    of integers are exact. The same call gives the same bits."""
     comm, out = ctx.comm("tp"), Wrong()
     for n in (8, 1024, 5_000) if comm.eager else (1024,):
         n += -n % comm.size  # noqa: PLW2901  divisible by the number of ranks
         every = [_some(n, p, dtype, comm.size) for p in range(comm.size)]
         out += _sums(ctx, every, f"{n} numbers of {dtype} on rank {ctx.rank}")
+        if dtype.is_floating_point and n > 1024:  # their sums lie half-way between two numbers, often
+            above = [(t % 1 + 1).to(dtype) for t in every]
+            out += _sums(ctx, above, f"{n} numbers from 1 to 2 of {dtype} on rank {ctx.rank}")
     return out
 
 
@@ -143,6 +162,12 @@ def _sums(ctx: ParallelContext, every: list[Tensor], note: str) -> Wrong:
             far = (first.double() - exact).abs() - size * (comm.size * torch.finfo(dtype).eps / 2)
             if not bool((far <= 0).all()):
                 out.append(f"{name} of {note} is off by {float(far.max()):.1e} more than its roundings allow")
+            bias = float(((first.double() - exact) / size).mean()) / torch.finfo(dtype).eps
+            # four standard deviations of the mean, and a margin. The reference is too coarse for float64
+            if dtype is not torch.float64 and abs(bias) > 0.03 + len(size) ** -0.5:
+                out.append(
+                    f"{name} of {note} is {bias:.2f} eps off on average, as if cut off and not rounded"
+                )
         elif problem := differs(first, stack.sum(0, dtype=dtype)[part]):
             out.append(f"{name} of {note} {problem}")
     if problem := differs(comm.all_reduce(x, "max").cpu(), stack.amax(0)):

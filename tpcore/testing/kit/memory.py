@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import sys
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import pairwise, product
 
 import torch
 from torch import Tensor
@@ -110,14 +111,14 @@ def again(ctx: ParallelContext, primitive: str) -> Wrong:
             if dtype not in ctx.backend.capabilities.dtypes:
                 continue
             every = [values(shape, p + 5 * turn, dtype) for p in range(comm.size)]
-            for how, call, want in calls(comm, primitive, every)[:2]:
+            for how, call, want in calls(comm, primitive, every, 2):
                 kept.append((f"{how} of {dtype} {shape}", call(every[me].to(ctx.device, copy=True)), want))
     if comm.eager and "donate" not in primitive:
         every = [values((4, 4), p, torch.float32) for p in range(comm.size)]
         x = every[me].to(ctx.device, copy=True)
         for turned in (False, True):
             seen = [t.t() if turned else t for t in every]
-            for how, call, want in calls(comm, primitive, seen)[:2]:
+            for how, call, want in calls(comm, primitive, seen, 2):
                 kept.append((f"{how} of memory with other strides", call(x.t() if turned else x), want))
     for what, got, want in kept:
         if problem := differs(got, want):
@@ -131,7 +132,7 @@ def any_mode(ctx: ParallelContext, primitive: str) -> Wrong:
     me = int(comm.position.cpu())
     for inside, width in ((True, 12), (False, 12), (True, 12), (False, 20), (True, 20)):
         every = [values((4, width), p, torch.float32) for p in range(comm.size)]
-        for how, call, want in calls(comm, primitive, every)[:2]:
+        for how, call, want in calls(comm, primitive, every, 2):
             with torch.inference_mode(inside):
                 got = call(every[me].to(ctx.device, copy=True))
             problem = differs(got, want)
@@ -143,16 +144,17 @@ def any_mode(ctx: ParallelContext, primitive: str) -> Wrong:
 
 
 def freed(ctx: ParallelContext) -> Wrong:
-    """Memory is free when the caller drops a result. Asked of the C library's allocator, glibc's."""
+    """Memory is free when the caller drops a result: of every large one, and all but half a kilobyte of a
+    small call. Asked of the C library's allocator, glibc's, and of Python's."""
     comm, out = ctx.comm("tp"), Wrong()
     if ctx.device.type != "cpu" or not comm.eager or _allocated() is None:
         return out
-    x, turns, rounds = torch.ones(1 << 16, device=ctx.device), 32, 3
-    most = turns * x.nbytes // 2
-    for primitive in PRIMITIVES:
-        _, call, _ = calls(comm, primitive, [x] * comm.size)[0]
+    for primitive, (n, turns) in product(PRIMITIVES, ((1 << 14, 32), (4 * comm.size, 100))):
+        x = torch.ones(n - n % comm.size, device=ctx.device)
+        most = max(x.nbytes // 2, turns * 512)  # of 32 large results half of one
+        _, call, _ = calls(comm, primitive, [x] * comm.size, 1)[0]
         seen: list[int] = []
-        for _ in range(rounds):
+        for _ in range(3):
             for _ in range(turns):
                 call(x.clone())
             if seen and (_allocated() or 0) - seen[-1] > most:
@@ -173,10 +175,11 @@ class _Mallinfo2(ctypes.Structure):
 
 
 def _allocated() -> int | None:
-    """Bytes that this process has allocated and not freed. None where the C library does not tell."""
+    """Bytes that this process has allocated and not freed, of Python's small objects at 64 each. None where
+    the C library does not tell."""
     found = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if found is None:
         return None
     found.restype = _Mallinfo2
     numbers = found().numbers
-    return int(numbers[4] + numbers[7])
+    return int(numbers[4] + numbers[7]) + 64 * sys.getallocatedblocks()

@@ -11,8 +11,9 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 def values(shape: tuple[int, ...], position: int, dtype: torch.dtype) -> Tensor:
     """Small whole numbers, which every dtype represents and sums exactly."""
     n = torch.Size(shape).numel()
-    whole = (torch.arange(n) * (position + 3) + position) % 7
-    out = (whole % 2 if dtype is torch.bool else whole).to(dtype).view(shape)
+    seven = (torch.arange(7) * (position + 3) + position) % 7
+    period = (seven % 2 if dtype is torch.bool else seven).to(dtype)
+    out = period.repeat(-(-n // 7))[:n].view(shape)
     return out * (1 + 2j) if dtype.is_complex else out
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...comm import Comm
 from ...context import ParallelContext
+from ...parts import plain
 from .cases import Case
 
 
@@ -92,7 +93,7 @@ class Findings:
 
 def _now(x: Tensor) -> Tensor:
     """A copy, because the tensor may be changed in place before it is compared."""
-    return x.detach().clone()
+    return plain(x.detach()).clone()
 
 
 def _far(what: str, want: Tensor, bound: Tensor, got: Tensor) -> str | None:

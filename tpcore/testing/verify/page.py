@@ -25,27 +25,48 @@ bit for bit.
 """
 
 
+SUMMARY = (
+    "| backend, mesh | cases | of them bit for bit | nearest to what is allowed | wrong |",
+    "|---|---:|---:|---|---:|",
+)
+
+
 def page(folder: Path) -> str:
     """The text of the page, from every file in ``folder``."""
     reports = [Report.from_json(path.read_text()) for path in sorted(folder.glob("*.json"))]
-    return "\n".join([ABOUT, *map(_section, reports)])
+    return "\n".join([ABOUT, *SUMMARY, *map(_total, reports), "", *map(_section, reports)])
+
+
+def _total(report: Report) -> str:
+    """One line for all cases of a report."""
+    cases = sum(row.cases for row in report.rows)
+    exact = sum(row.cases for row in report.rows if _exact(row))
+    near = max((row for row in report.rows if row.allowed), key=lambda row: row.error / row.allowed)
+    nearest = f"{near.what}, {near.dtype}: {near.error / near.allowed:.2f} of it"
+    return f"| {_title(report)} | {cases} | {exact} | {nearest} | {len(report.wrong)} |"
+
+
+def _title(report: Report) -> str:
+    return f"{report.backend}, " + " x ".join(f"{axis}{n}" for axis, n in report.mesh.items() if n > 1)
 
 
 def _section(report: Report) -> str:
-    axes = " x ".join(f"{axis}{n}" for axis, n in report.mesh.items() if n > 1)
     versions = ", ".join(f"{name} {number}" for name, number in report.versions.items())
     wrong = len(report.wrong)
     verdict = f"{wrong} results are wrong." if wrong else "Nothing is wrong."
     lines = [
-        f"## {report.backend}, {axes}",
+        f"## {_title(report)}",
         "",
         f"{report.date} UTC, {versions}, {report.machine}. {verdict}",
         "",
         *([report.note, ""] if report.note else []),
-        "| | dtype | cases | worst error | allowed | |",
+        "<details markdown>",
+        "<summary>Each measurement</summary>",
+        "",
+        "| measured | dtype | cases | worst error | allowed | |",
         "|---|---|---:|---:|---:|---|",
     ]
-    return "\n".join([*lines, *map(_line, _merged(report.rows)), ""])
+    return "\n".join([*lines, *map(_line, _merged(report.rows)), "", "</details>", ""])
 
 
 def _merged(rows: list[Row]) -> list[Row]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
-from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 
@@ -21,10 +21,12 @@ from ...backend.registry import backend_class, backends
 from ...consensus import gather_bytes
 from ...context import ParallelContext, use
 from ...init import init, shutdown
+from ...mesh import Mesh
 from .. import matrix
 from ..kit import collectives as bodies
-from ..kit import edges, memory, programs, stages
+from ..kit import programs, stages
 from ..kit.collectives import Wrong
+from ..kit.contract import Contract
 from . import bert
 
 
@@ -120,40 +122,49 @@ def _rows(ctx: ParallelContext) -> Iterator[Row]:
         yield _row(bert.title(), "float32", bert.STEPS, bert.training_steps(ctx))
 
 
-_EDGES: Mapping[str, Callable[[ParallelContext, str], Wrong]] = {
-    "memory of inputs and results": memory.memory,
-    "inputs with gaps": memory.strided,
-    "offsets, strides of 0": memory.odd_memory,
-    "no elements": bodies.empty,
-    "no dims": edges.without_dims,
-    "large tensors": partial(edges.large, sizes=edges.LARGE),
-    "NaN, infinity, negative": edges.odd_values,
-    "calls again": memory.again,
-    "inference_mode": memory.any_mode,
+_ELSEWHERE = {
+    *("test_declaration", "test_there_are_ranks", "test_values", "test_moved_dtypes", "test_layers"),
+    *("test_training", "test_pipeline", "test_random_streams", "test_checkpoint", "test_traces"),
+    *("test_groups", "test_interleaved"),  # of other meshes than this job's
+    "test_lost_ranks",  # in jobs of the kit's own
 }
-"""Checks that take a primitive."""
-_REDUCTIONS: Mapping[str, Callable[[ParallelContext], Wrong]] = {
-    "several under way": bodies.overlapped,
-    "input changed meanwhile": edges.started,
-    "same bits on all ranks": bodies.replicated,
-}
+"""Tests of the kit that are not among the edges: most have rows of their own above."""
 
 
-def edge_rows(ctx: ParallelContext) -> Iterator[Row]:
-    """The collectives at the edges. None on a lazy backend, which would compile a program for each call."""
+class _Edges(Contract):
+    """The kit's tests on the ranks of this job."""
+
+    def __init__(self, ctx: ParallelContext) -> None:
+        self._ctx, self.wrong = ctx, Wrong()
+
+    def backend_class(self) -> type[Backend]:
+        return type(self._ctx.backend)
+
+    def choices(self) -> dict[str, list[Any]]:
+        return super().choices() | {"first": [self._ctx.mesh], "line": [self._ctx.mesh]}
+
+    def run(self, mesh: Mesh, fn: Callable[..., Wrong], *args: Any) -> list[list[str]]:
+        return [fn(self._ctx, *args)]
+
+    def _check(self, results: list[list[str]]) -> None:
+        self.wrong += results[0]
+
+
+EDGES = tuple(name for name in vars(Contract) if name.startswith("test_") and name not in _ELSEWHERE)
+
+
+def edge_rows(ctx: ParallelContext, tests: Sequence[str] = EDGES) -> Iterator[Row]:
+    """The collectives at the edges, a row for each test of the kit. None on a lazy backend, which would
+    compile a program for each call."""
     comm = ctx.comm("tp")
     if comm.size == 1 or not comm.eager:
         return
-    for what, check in _EDGES.items():
-        wrong = Wrong()
-        for primitive in bodies.PRIMITIVES:
-            wrong += check(ctx, primitive)
-        yield _row(what, "float32", len(bodies.PRIMITIVES), wrong)
-    for what, reduces in _REDUCTIONS.items():
-        yield _row(what, "float32", 1, reduces(ctx))
-    for dtype in ctx.backend.capabilities.dtypes:
-        if dtype is not torch.bool:
-            yield _row("precision of sums", str(dtype).removeprefix("torch."), 3, edges.precise(ctx, dtype))
+    for test in tests:
+        edges = _Edges(ctx)
+        for cases, arguments in enumerate(edges.cases(test, edges.run), 1):  # noqa: B007  the number of them
+            getattr(edges, test)(**arguments)
+        what = test.removeprefix("test_").replace("_", " ")
+        yield _row(what, "all" if "summed" in arguments else "float32", cases, edges.wrong)
 
 
 def _row(what: str, dtype: str, cases: int, wrong: Wrong) -> Row:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ... import random
+from ...checks import compare_stages
 from ...context import current
 from ...layers.module import ParallelModule
 from ...layers.sharding import Sharding, sharding, stamp
@@ -69,6 +71,7 @@ class PipelinedLayers(nn.Module):
                 self.add_module(str(i), layer)
         self.stage = StageLayers(self._modules, ctx.coord("pp"))
         self._instead: Instead | None = None
+        self._compared: set[str] = set()
         self.register_load_state_dict_post_hook(_stamp_again)
         self.mark_places()
 
@@ -103,8 +106,22 @@ class PipelinedLayers(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         x, arguments = self._arguments(args, kwargs)
         run = self._run if self._instead is None else self._instead
+        if self._instead is None:  # an engine has compared its batch
+            self.compare({"the input of PipelinedLayers": x}, "input")
         y = run(x, arguments)
+        if self._instead is None and self.pp.size > 1 and y.requires_grad:
+            y.register_hook(partial(_compare_gradient, self))
         return (y,) if self.stage.tuples else y
+
+    def compare(self, tensors: Mapping[str, Tensor], kind: str) -> None:
+        """Compare what the stages need alike, and get from the program: once, in a checked run each time."""
+        if self.pp.size == 1 or not self.pp.eager or torch.compiler.is_compiling():
+            return
+        if any(t.is_meta for t in tensors.values()):
+            return  # a step is recorded
+        if kind not in self._compared or self.context.checks is not None:
+            self._compared.add(kind)
+            compare_stages(tensors, self.pp)
 
     def _run(self, x: Tensor, arguments: LayerArguments) -> Tensor:
         if self.pp.size == 1 and not (self.training or torch.is_grad_enabled()):
@@ -194,6 +211,11 @@ class PipelinedLayers(nn.Module):
         return (
             f"{held} of {self.num_layers} layers, pp={self.pp.size}, num_microbatches={self.num_microbatches}"
         )
+
+
+def _compare_gradient(layers: PipelinedLayers, gradient: Tensor) -> None:
+    # the stages' labels, of which the layers see no more than this
+    layers.compare({"the gradient of the output of PipelinedLayers": gradient}, "gradient")
 
 
 def _stamp_again(layers: nn.Module, keys: Any) -> None:

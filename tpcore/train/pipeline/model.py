@@ -67,6 +67,8 @@ class PipelineModel:
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool) -> Tensor:
         layers, count = self.layers, self.num_microbatches
+        given = {f"argument {i}": value for i, value in enumerate(args)} | kwargs
+        layers.compare({name: t for name, t in given.items() if isinstance(t, Tensor)}, "batch")
         batches = microbatches(args, kwargs, count, self.shared, copied=layers.cuts)
         end_tick = layers.end_program if layers.cuts else _nothing
         end_tick()  # ends the only program that depends on the number of microbatches

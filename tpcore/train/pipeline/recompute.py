@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ...context import current, use
 
@@ -28,14 +27,14 @@ class _Recomputed(torch.autograd.Function):
         return run(x)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        x = x.detach().requires_grad_(ctx.needs_input_grad[1])
+        again = torch.is_grad_enabled()  # this backward is itself differentiated
+        x = x if again else x.detach().requires_grad_(ctx.needs_input_grad[1])
         wanted = [t for t, needs in zip((x, *ctx.others), ctx.needs_input_grad[1:], strict=True) if needs]
         with use(ctx.context), torch.enable_grad(), ctx.autocast():
             y = ctx.run(x)
-        found = iter(torch.autograd.grad(y, wanted, grad, allow_unused=True))
+        found = iter(torch.autograd.grad(y, wanted, grad, allow_unused=True, create_graph=again))
         return None, *(next(found) if needs else None for needs in ctx.needs_input_grad[1:])
 
 
@@ -50,8 +49,6 @@ def _autocast(kind: str) -> Callable[[], torch.autocast]:
 def recomputed(run: Callable[[Tensor], Tensor], x: Tensor, others: Sequence[Tensor]) -> Tensor:
     """``run(x)``, which backward runs again. ``others``: other tensors that it uses and that may need
     gradients.
-
-    Second derivatives are not supported.
     """
     y: Tensor = _Recomputed.apply(run, x, *(t for t in others if t.requires_grad))
     return y

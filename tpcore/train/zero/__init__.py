@@ -2,6 +2,7 @@
 
 from .chunk import ReadRun
 from .optimizer import Zero1
-from .state import GRADIENT
+from .saved import fitted, renumbered
+from .state import OF_SUMS, SUMS
 
-__all__ = ["GRADIENT", "ReadRun", "Zero1"]
+__all__ = ["OF_SUMS", "SUMS", "ReadRun", "Zero1", "fitted", "renumbered"]

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from ...comm import Comm
 from ..data_parallel import present_anywhere
-from .state import Mean
 
 
 class Accumulation:
@@ -53,50 +51,10 @@ class Accumulation:
         self._sums.pop(p, None)
         p.grad = None
 
-    # -- in the middle of a step --------------------------------------------------------------------------
     def anywhere(self, parameters: Sequence[Tensor], dp: Comm) -> list[bool]:
         """For each parameter, whether a dp rank has a gradient of it. Collective over dp."""
-        has = [p.requires_grad and p.numel() > 0 and self.of(p) is not None for p in parameters]
+        has = [self.of(p) is not None for p in parameters]
         return present_anywhere(has, dp, parameters[0].device if parameters else torch.device("cpu"))
-
-    def means(self, parameters: Sequence[Tensor], anywhere: Sequence[bool], dp: Comm) -> dict[int, Mean]:
-        """The means over dp of the gradients that there are ``anywhere``, by number of the parameter. A step
-        takes the mean of all gradients, so ranks that go on from the mean of the first ones come to the
-        same."""
-        return {
-            i: Mean(self.dtype_of(p), partial(self._mean, p, dp))
-            for i, (p, somewhere) in enumerate(zip(parameters, anywhere, strict=True))
-            if somewhere
-        }
-
-    def _mean(self, p: Tensor, dp: Comm) -> Tensor:
-        own = self.of(p)
-        if own is None:  # only another dp rank has one
-            own = torch.zeros_like(p, dtype=self.dtype_of(p))
-        return dp.all_reduce(own.detach() / dp.size, donate=True)
-
-    def check_exact(self, saved: Mapping[Tensor, Tensor]) -> None:
-        """Raise ValueError for a saved mean that has bits which the sums here cannot represent."""
-        for p, mean in saved.items():
-            mine = self.dtype_of(p)
-            if torch.promote_types(mean.dtype, mine) != mine:
-                raise ValueError(
-                    f"the state was saved between the backwards of one step, with gradients in {mean.dtype}, "
-                    f"and this optimizer has them in {mine}, which would round them: make it with "
-                    f"grad_dtype={mean.dtype}, as the one that was saved"
-                )
-
-    def restore(self, parameters: Iterable[Tensor], saved: Mapping[Tensor, Tensor]) -> None:
-        """Go on from ``saved``, what ``means`` gave; without a mean a parameter has no sum."""
-        for p in parameters:
-            self._sums.pop(p, None)
-            if p not in saved:
-                continue
-            mean = saved[p].to(p.device, self.dtype_of(p), copy=True)  # later gradients are added in place
-            if self._dtype is None:
-                p.grad = mean
-            else:
-                self._sums[p] = mean
 
 
 def _adder(sums: Accumulation) -> AddHook:

@@ -1,12 +1,16 @@
-"""The check that an optimizer treats each entry of a parameter independently, as ``Zero1`` requires."""
+"""The check that an optimizer treats each entry of a parameter by itself, as parts of parameters require."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import inspect
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from ...layers.sharding import sharding
 
 _NORMS = "it scales a parameter's update by norms of all of it"
 _FACTORS = "it keeps statistics of whole rows and columns"
@@ -21,12 +25,32 @@ MIXING = {
     "SM3": _FACTORS,
     "SOAP": _FACTORS,
     "Shampoo": _FACTORS,
-    "SparseAdam": "it takes sparse gradients only, and a mean over dp is dense",
 }
 """Optimizers that mix entries, with the reason. The case of names does not count."""
 
+_STEPS_PARTS = "tpcore_steps_parts"
+"""Attribute of an optimizer that may step parts of parameters."""
 # options of the implementation that do not change the result; some of them need a device
 _WAYS = ("capturable", "differentiable", "foreach", "fused")
+
+
+class Trial(NamedTuple):
+    """``mixes``: why an optimizer is taken to mix entries. ``keys``: those of its state that have a value for
+    each entry."""
+
+    mixes: str | None
+    keys: frozenset[str]
+
+
+def tried(cls: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> Trial | None:
+    """What two small steps of an optimizer show. None for one that cannot be made on the CPU from those of
+    ``options`` that its constructor takes, or that takes no step without a closure."""
+    takes = inspect.signature(cls).parameters
+    try:
+        return _trial(cls, {key: value for key, value in options.items() if key in takes and key != "params"})
+    except (LookupError, TypeError, ValueError, RuntimeError, AttributeError, AssertionError, ImportError):
+        why = _known(cls)
+        return None if why is None else Trial(why, frozenset())
 
 
 def check_elementwise(cls: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> frozenset[str]:
@@ -34,19 +58,63 @@ def check_elementwise(cls: type[torch.optim.Optimizer], options: Mapping[str, An
 
     Returns the keys of its state that have a value for each entry.
     """
+    why = _known(cls)
+    trial = Trial(why, frozenset()) if why is not None else _trial(cls, options)
+    if trial.mixes is not None:
+        raise ValueError(
+            f"Zero1 gives an optimizer a part of each parameter, and {cls.__name__} mixes its entries: "
+            f"{trial.mixes}. Use it without Zero1, or one that treats each entry by itself, as AdamW does"
+        )
+    return trial.keys
+
+
+def check_steps_parts(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> None:
+    """Raise ValueError for an optimizer that mixes entries of a parameter of which this rank has a part.
+
+    Tried once for an optimizer. A warning tells of one that cannot be tried.
+    """
+    if _STEPS_PARTS in vars(optimizer):
+        return
+    marks = (sharding(p) for p in parameters)
+    mark = next((mark for mark in marks if mark is not None and mark.axes), None)
+    if mark is None:
+        return
+    cls, trial = type(optimizer), tried(type(optimizer), optimizer.defaults)
+    if trial is not None and trial.mixes is not None:
+        raise ValueError(
+            f"this rank has a part of each parameter that is sharded over {' and '.join(mark.axes)}, and "
+            f"{cls.__name__} mixes a parameter's entries: {trial.mixes}, so each rank would step by its part "
+            "alone. Use an optimizer that treats each entry by itself, such as AdamW or SGD"
+        )
+    if trial is None:
+        warnings.warn(
+            f"{cls.__name__} cannot be tried on a small tensor: whether it treats each entry by itself, as "
+            "sharded parameters require, is not known",
+            stacklevel=2,
+        )
+    vars(optimizer)[_STEPS_PARTS] = True
+
+
+def _known(cls: type) -> str | None:
     known = {name.lower(): why for name, why in MIXING.items()}
-    why = next((known[c.__name__.lower()] for c in cls.__mro__ if c.__name__.lower() in known), None)
-    if why is not None:
-        raise ValueError(_refusal(cls, why))
+    return next((known[c.__name__.lower()] for c in cls.__mro__ if c.__name__.lower() in known), None)
+
+
+def _trial(cls: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> Trial:
     like = {key: value for key, value in options.items() if key not in _WAYS}
+    if like.get("lr") is not None:
+        like["lr"] = 0.1  # a schedule may begin with 0, and a tensor may be on a device
     values = torch.linspace(-1, 2, 12, dtype=torch.float64, device="cpu").view(3, 4)
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.enable_grad():
         whole, states = _stepped(cls, like, [values])
-        rows, _ = _stepped(cls, like, [*values])
+        single, _ = _stepped(cls, like, [*values.view(12, 1)])
+    why = _known(cls)
     # 1e-9 in float64: kernels may round the last bits of a short tensor differently
-    if not torch.allclose(whole[0], torch.stack(rows), rtol=1e-9, atol=1e-9):
-        raise ValueError(_refusal(cls, "a step of a whole tensor is not that of its rows, each by itself"))
-    return frozenset(key for key, v in states[0].items() if isinstance(v, Tensor) and v.shape == (3, 4))
+    if why is None and not torch.allclose(whole[0].view(12, 1), torch.stack(single), rtol=1e-9, atol=1e-9):
+        why = "a step of a whole tensor is not that of its entries, each by itself"
+    return Trial(
+        why, frozenset(k for k, v in states[0].items() if isinstance(v, Tensor) and v.shape == (3, 4))
+    )
 
 
 def _stepped(
@@ -60,10 +128,3 @@ def _stepped(
             p.grad = p.detach() ** 3 + 0.5
         optimizer.step()
     return [p.detach() for p in params], [dict(optimizer.state[p]) for p in params]
-
-
-def _refusal(cls: type, why: str) -> str:
-    return (
-        f"Zero1 gives an optimizer a part of each parameter, and {cls.__name__} mixes its entries: {why}. "
-        "Use it without Zero1, or one that treats each entry by itself, such as AdamW or SGD"
-    )

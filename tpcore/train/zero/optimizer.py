@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,13 +12,15 @@ from torch import Tensor, nn
 from ...context import current
 from ..buckets import buckets
 from ..clip import norm_of
+from ..data_parallel import present_anywhere
 from ..parameters import check_parameters, check_same_over_dp, named_of, names_of
 from ..replaced import check_not_replaced
 from .accumulation import Accumulation
 from .chunk import ChunkSegment, ParameterChunk, ReadRun, kind_of
 from .elementwise import check_elementwise
+from .saved import check_kind, renumbered
 from .scaled import Scaled
-from .state import Outline, entries_of, outline_of
+from .state import IN_STEP, Outline, entries_of, outline_of
 
 _NOT_OPTIONS = ("params", "param_names")
 
@@ -253,36 +255,34 @@ class Zero1(torch.optim.Optimizer):
             if values:
                 self.state[p] = values
 
-    def pending(self) -> list[bool]:
-        """For each parameter, whether a dp rank has a gradient that no step has used. Collective over dp."""
-        return self._gradients.anywhere(self._parameters, self._dp)
+    def _in_step(self) -> bool:
+        """Whether this rank has gradients that no step has used."""
+        mine = (p for p in self._parameters if p.requires_grad and p.numel())
+        return self.reduced or any(self._gradients.of(p) is not None for p in mine)
 
-    def outline(self, pending: Sequence[bool]) -> Outline:
+    def outline(self) -> Outline:
         """The ``state_dict`` without the tensors that are cut over dp, which can be gathered one by one."""
         if self._base is not None:
             self.base()  # raises if parameters have changed
-        if self.reduced:
-            raise ValueError("no step has used the mean of the gradients yet: save before or after the step")
-        means = self._gradients.means(self._parameters, pending, self._dp)
-        return outline_of(super().state_dict(), self._parameters, self._chunks, means)
+        if self._in_step():
+            raise ValueError(IN_STEP)
+        return outline_of(super().state_dict(), self._parameters, self._chunks)
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """The state of ``optimizer_class`` for this tp rank's shards, with ``master`` values if any, and
-        between the backwards of one step with the mean over dp of what they have summed, as ``gradient``.
+        """The state of ``optimizer_class`` for this tp rank's shards, with ``master`` values if any.
 
-        Collective over dp. Every rank gets the whole state. To save it, pass the optimizer itself to
-        ``tpcore.checkpoint.save``, which gathers one tensor at a time.
+        Collective over dp. Every rank gets the whole state; ``tpcore.checkpoint.save`` takes the optimizer
+        itself and gathers one tensor at a time. ValueError if a dp rank has gradients that no step has used.
         """
-        return self.outline(self.pending()).gathered()
+        if any(present_anywhere([self._in_step()], self._dp, self._dp.position.device)):
+            raise ValueError(IN_STEP)  # on all dp ranks, which gather together
+        return self.outline().gathered()
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of ``optimizer_class`` or of ``Zero1`` over it, for this tp rank's shards.
-
-        If it has no ``master`` values, they start from the weights. If it was saved between the backwards of
-        one step, that step goes on. Raises ValueError if it does not fit the parameters.
-        """
+        """Load a state of ``optimizer_class`` or of ``Zero1`` over it, for this tp rank's shards. Without
+        ``master`` values in it they start from the weights. ValueError if it does not fit the parameters."""
         self.load_outline(state_dict, {})
 
     @torch.no_grad()
@@ -290,10 +290,10 @@ class Zero1(torch.optim.Optimizer):
         """Like ``load_state_dict``, but reads the values of tensors on meta now: each rank its entries, one
         tensor after the other. ``runs``: the reader of each, by ``id``."""
         base, index = self.base(), current().coord("dp")
-        found = entries_of(outline, self._parameters, self._chunks, self._entries, index, runs)
-        self._gradients.check_exact(found.gradients)
+        saved = renumbered(outline, self.param_groups, {})
+        check_kind(self._class, self.defaults, saved, self._parameters)
+        found = entries_of(saved, self._parameters, self._chunks, self._entries, index, runs)
         base.load_state_dict(found.state)
-        self._gradients.restore(self._parameters, found.gradients)
         for p, chunk in self._chunks.items():
             chunk.take_master(found.masters.get(p))
         self._take_options(base)

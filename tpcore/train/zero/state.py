@@ -14,16 +14,16 @@ from ...layers.sharding import sharding, stamp
 from .chunk import ParameterChunk, ReadRun
 
 MASTER = "master"
-GRADIENT = "gradient"
-"""Key of the mean over dp of the gradients that no step has used yet: of a save between the backwards of one
-step."""
-
-
-class Mean(NamedTuple):
-    """A mean over dp that is not taken yet. ``take`` is collective over dp."""
-
-    dtype: torch.dtype
-    take: Callable[[], Tensor]
+IN_STEP = (
+    "gradients of this step are summed and no step has used them: save after optimizer.step(), or drop them "
+    "by optimizer.zero_grad()"
+)
+SUMS = "gradient"
+"""Key of sums of gradients that no step had used, in states of earlier versions."""
+OF_SUMS = (
+    "the optimizer's state was saved between the backwards of one step, with the gradients summed so far, "
+    "which is not supported any more: load a checkpoint that was saved after optimizer.step()"
+)
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,8 @@ def outline_of(
     packed: dict[str, Any],
     parameters: Sequence[Tensor],
     chunks: Mapping[Tensor, ParameterChunk],
-    means: Mapping[int, Mean],
 ) -> Outline:
-    """The outline of ``packed``, an optimizer's ``state_dict()`` that has this rank's chunks. ``means``: of
-    gradients, by number of the parameter."""
+    """The outline of ``packed``, an optimizer's ``state_dict()`` that has this rank's chunks."""
     gather: dict[int, Callable[[], Tensor]] = {}
     states: dict[Any, Any] = {}
 
@@ -66,23 +64,20 @@ def outline_of(
         gather[id(leaf)] = how
         return leaf
 
-    for index in sorted({*packed["state"], *means}):
+    for index in sorted(packed["state"]):
         p, states[index] = parameters[index], {}
-        for key, value in packed["state"].get(index, {}).items():
+        for key, value in packed["state"][index].items():
             cut = isinstance(value, Tensor) and value.shape == (chunks[p].length,)
             states[index][key] = later(p, value.dtype, partial(chunks[p].whole, value)) if cut else value
-        if index in means:
-            states[index][GRADIENT] = later(p, *means[index])
     return Outline({**packed, "state": states}, gather)
 
 
 class Entries(NamedTuple):
     """What one rank takes of a saved state: the base optimizer's state over its chunks, and by parameter its
-    chunks of master values and the means of gradients that no step has used."""
+    chunks of master values."""
 
     state: dict[str, Any]
     masters: dict[Tensor, Tensor]
-    gradients: dict[Tensor, Tensor]
 
 
 def entries_of(
@@ -100,7 +95,6 @@ def entries_of(
     """
     states: dict[Any, Any] = {}
     masters: dict[Tensor, Tensor] = {}
-    gradients: dict[Tensor, Tensor] = {}
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     if len(numbers) != len(parameters):
         raise ValueError(
@@ -112,10 +106,7 @@ def entries_of(
         p, states[number] = by_number[number], {}
         for key, value in values.items():
             run, where = runs.get(id(value)), f"state[{number}].{key}"
-            if key == GRADIENT:
-                _check_shape(value, p, where)
-                gradients[p] = _read(value, run)
-            elif isinstance(value, Tensor) and (key in keys or key == MASTER or _like(value, p)):
+            if isinstance(value, Tensor) and (key in keys or key == MASTER or _like(value, p)):
                 part = _part(value, p, chunks[p], index, run, where)
                 if key == MASTER:
                     masters[p] = part
@@ -123,7 +114,13 @@ def entries_of(
                     states[number][key] = part
             else:
                 states[number][key] = _read(value, run)
-    return Entries({**saved, "state": states}, masters, gradients)
+    return Entries({**saved, "state": states}, masters)
+
+
+def refuse_sums(saved: Mapping[str, Any]) -> None:
+    """Raise ValueError for a state that an earlier version saved between the backwards of one step."""
+    if any(isinstance(values, Mapping) and SUMS in values for values in saved["state"].values()):
+        raise ValueError(OF_SUMS)
 
 
 def _read(value: Any, run: ReadRun | None) -> Any:
@@ -142,15 +139,15 @@ def _like(value: Tensor, p: Tensor) -> bool:
 def _part(
     value: Tensor, p: Tensor, chunk: ParameterChunk, index: int, run: ReadRun | None, where: str
 ) -> Tensor:
-    _check_shape(value, p, where)
+    check_shape(value, p, where)
     if run is not None:
         return chunk.read_on_host(run, value.dtype, index)
     return chunk.cut_on_host(value, index) if value.device.type == "cpu" else chunk.cut(value)
 
 
-def _check_shape(value: Tensor, p: Tensor, where: str) -> None:
+def check_shape(value: Tensor, p: Tensor, where: str) -> None:
     if value.shape != p.shape:
         raise ValueError(
             f"{where} has shape {tuple(value.shape)} and its parameter {tuple(p.shape)} on this rank: "
-            "load the checkpoint by tpcore.checkpoint.load, which cuts for this job's tp"
+            "the parameters were in another order or cut for another tp: tpcore.checkpoint.load cuts for this"
         )

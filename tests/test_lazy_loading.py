@@ -1,0 +1,224 @@
+"""``tpcore.lazy``: a rank reads its part of whatever files transformers' own ``from_pretrained`` takes."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import families
+import hf
+import pytest
+import torch
+import transformers
+from hf import GPT2, NO_DROPOUT, TINY
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import tpcore
+from tpcore import Mesh
+from tpcore.testing import run_ranks
+
+State = dict[str, Tensor]
+IDS = {"input_ids": hf.text()["input_ids"]}
+
+
+def outputs(model: Any) -> Tensor:
+    with torch.no_grad():
+        return model.eval()(**IDS, **({"decoder_input_ids": IDS["input_ids"]} if _two(model) else {}))[0]
+
+
+def _two(model: Any) -> bool:
+    return bool(model.config.is_encoder_decoder)
+
+
+def assert_read_alike(
+    kind: Any, path: Any, degrees: tuple[int, ...] = (1, 2, 4), plan: Any = None, **options: Any
+) -> None:
+    """A model read by parts has the tensors, the report and the outputs of one that transformers reads."""
+    torch.manual_seed(1)
+    whole, report = kind.from_pretrained(path, output_loading_info=True, **options)
+    want, expected = whole.state_dict(), outputs(whole)
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        torch.manual_seed(1)
+        with tpcore.lazy():
+            model, said = kind.from_pretrained(path, output_loading_info=True, **options)
+        assert said == report
+        unread = sum(p.numel() for p in model.parameters() if p.is_meta)
+        assert unread >= 0.9 * model.num_parameters(), "only what no file has is made before the cut"
+        tpcore.parallelize(model, plan=plan)
+        state = tpcore.full_state_dict(model)
+        assert {n: t.dtype for n, t in state.items()} == {n: t.dtype for n, t in want.items()}
+        assert all(torch.equal(t, want[n]) for n, t in state.items())
+        assert dict(whole.named_buffers()).keys() == dict(model.named_buffers()).keys()
+        torch.testing.assert_close(outputs(model), expected, rtol=1e-5, atol=1e-5)  # the order of sums
+
+    for degree in degrees:
+        run_ranks(Mesh({"tp": degree}), rank)
+
+
+def gpt2() -> Any:
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2))
+
+
+def bert(kind: str = "BertForMaskedLM") -> Any:
+    return getattr(transformers, kind)(transformers.BertConfig(**TINY, **NO_DROPOUT))
+
+
+def of_the_hub(state: State) -> State:
+    """GPT-2 as the hub has it: no prefix, and the masks of its attention as buffers."""
+    names = {name.removeprefix("transformer."): t for name, t in state.items() if name != "lm_head.weight"}
+    mask = torch.ones(64, 64).tril().view(1, 1, 64, 64)
+    return names | {f"h.{i}.attn.bias": mask for i in range(2)} | {"h.0.attn.masked_bias": torch.tensor(-1e4)}
+
+
+def with_position_ids(state: State) -> State:
+    old = {n.replace("LayerNorm.weight", "LayerNorm.gamma"): t for n, t in state.items()}
+    return old | {"bert.embeddings.position_ids": torch.arange(64)[None]}
+
+
+def with_frequencies(state: State) -> State:
+    return state | {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(4) for i in range(2)}
+
+
+def untied_names(state: State) -> State:
+    return state | {"lm_head.weight": state["model.embed_tokens.weight"].clone()}
+
+
+def untied_values(state: State) -> State:
+    return state | {"lm_head.weight": state["model.embed_tokens.weight"] + 1}
+
+
+LLAMA = lambda **options: hf.llama(num_key_value_heads=4, **options)  # noqa: E731
+FILES: dict[str, tuple[Callable[[], Any], Callable[[State], State], str]] = {
+    "gpt2 of the hub": (gpt2, of_the_hub, "GPT2LMHeadModel"),
+    "gpt2 of the hub, base": (gpt2, of_the_hub, "GPT2Model"),
+    "bert with position_ids": (bert, with_position_ids, "BertForMaskedLM"),
+    "bert, base": (bert, with_position_ids, "BertModel"),
+    "bert, new head": (bert, with_position_ids, "BertForSequenceClassification"),
+    "llama with inv_freq": (LLAMA, with_frequencies, "LlamaForCausalLM"),
+    "llama, base": (LLAMA, with_frequencies, "LlamaModel"),
+    "llama, new head": (LLAMA, dict, "LlamaForSequenceClassification"),
+    "tied, both in the file": (
+        lambda: LLAMA(tie_word_embeddings=True),
+        untied_names,
+        "LlamaForCausalLM",
+    ),
+    "said to be tied, different": (
+        lambda: LLAMA(tie_word_embeddings=True),
+        untied_values,
+        "LlamaForCausalLM",
+    ),
+}
+
+
+def write(path: Path, name: str, file: str = "model.safetensors") -> Any:
+    """The files of the model of that name. Returns the class to read them with."""
+    make, change, kind = FILES[name]
+    torch.manual_seed(0)
+    model = make()
+    model.config.save_pretrained(path)
+    state = {n: t.clone() for n, t in change(model.state_dict()).items()}
+    if file.endswith(".bin"):
+        torch.save(state, path / file)
+    else:
+        save_file(state, path / file, {"format": "pt"})
+    return getattr(transformers, kind)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_are_read_as_by_transformers(name: str, tmp_path: Path) -> None:
+    kind = write(tmp_path, name)
+    assert_read_alike(kind, tmp_path, pad_token_id=0, **({"num_labels": 3} if "new" in name else {}))
+
+
+def test_a_new_head_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    kind = write(tmp_path, "llama, new head")
+    transformers.logging.set_verbosity_warning()
+    transformers.logging.enable_propagation()
+    try:
+        with tpcore.lazy():
+            kind.from_pretrained(tmp_path, num_labels=3)
+    finally:
+        transformers.logging.disable_propagation()
+        transformers.logging.set_verbosity_error()
+    assert "score.weight   | MISSING" in caplog.text
+    assert "lm_head.weight | UNEXPECTED" in caplog.text
+
+
+def test_options_of_from_pretrained(tmp_path: Path) -> None:
+    kind = write(tmp_path / "sub", "gpt2 of the hub", "pytorch_model.bin")
+    old = {"from_tf": False, "low_cpu_mem_usage": True, "device_map": None, "revision": "main"}
+    assert_read_alike(kind, tmp_path, (2,), subfolder="sub", torch_dtype=torch.float64, **old)
+
+
+def test_a_variant_in_several_files(tmp_path: Path) -> None:
+    write(tmp_path, "bert with position_ids", "all.bin")
+    state = torch.load(tmp_path / "all.bin")
+    files = {n: f"pytorch_model.old-0000{1 + i % 2}-of-00002.bin" for i, n in enumerate(state)}
+    for file in set(files.values()):
+        torch.save({n: t for n, t in state.items() if files[n] == file}, tmp_path / file)
+    index = {"metadata": {}, "weight_map": files}
+    (tmp_path / "pytorch_model.bin.index.old.json").write_text(json.dumps(index))
+    assert_read_alike(transformers.BertForMaskedLM, tmp_path, (2,), variant="old")
+
+
+def test_sizes_that_differ_are_an_error_or_initialised(tmp_path: Path) -> None:
+    kind = transformers.BertForSequenceClassification
+    bert(kind.__name__).save_pretrained(tmp_path)
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"), tpcore.lazy():
+        kind.from_pretrained(tmp_path, num_labels=5)
+    assert_read_alike(kind, tmp_path, (2,), num_labels=5, ignore_mismatched_sizes=True)
+
+
+@pytest.mark.parametrize(
+    ("family", "plan"),
+    [("hrm_text", {}), ("mixtral", {"model.layers.*.mlp.experts": "replicate"})],
+)
+def test_tensors_that_are_split_or_merged(family: str, plan: dict[str, Any], tmp_path: Path) -> None:
+    """One tensor of gate and up for two layers, a tensor for each expert for one of all."""
+    kind: Any = families.class_of(family)
+    model = kind(families.config_of(family))
+    model.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert not any(name in stored for name in model.state_dict() if "mlp.experts" in name or "gate_" in name)
+    assert_read_alike(kind, tmp_path, (1, 2), plan=plan)
+
+
+def test_a_name_of_the_hub_in_the_cache(tmp_path: Path) -> None:
+    cache = tmp_path / "models--some--bert"
+    kind = write(cache / "blobs", "bert with position_ids")
+    snapshot = cache / "snapshots" / "0123"
+    for folder in (snapshot, cache / "refs"):
+        folder.mkdir(parents=True)
+    (cache / "refs" / "main").write_text("0123")
+    for name in os.listdir(cache / "blobs"):
+        (snapshot / name).symlink_to(f"../../blobs/{name}")
+    options = {"cache_dir": tmp_path, "local_files_only": True}
+    assert_read_alike(kind, "some/bert", (2,), **options)
+    with pytest.raises(OSError, match="couldn't find them in the cached files"), tpcore.lazy():
+        kind.from_pretrained("some/other", **options)
+
+
+@pytest.mark.parametrize("options", [{"device_map": "cpu"}])
+def test_options_that_distribute_are_refused(options: dict[str, Any], tmp_path: Path) -> None:
+    kind = write(tmp_path, "bert, base")
+    with pytest.raises(ValueError, match="leave out device_map"), tpcore.lazy():
+        kind.from_pretrained(tmp_path, **options)
+
+
+def test_a_copy_of_a_lazy_model_is_read_too(tmp_path: Path) -> None:
+    kind = write(tmp_path, "gpt2 of the hub")
+    whole = kind.from_pretrained(tmp_path)
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        with tpcore.lazy():
+            model = kind.from_pretrained(tmp_path)
+        for one in (copy.deepcopy(model), model):
+            torch.testing.assert_close(outputs(tpcore.parallelize(one)), outputs(whole), rtol=1e-5, atol=1e-5)
+
+    run_ranks(Mesh({"tp": 2}), rank)

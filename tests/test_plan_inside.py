@@ -1,0 +1,182 @@
+"""Whole modules inside sharded blocks: right without a rule, or refused by name; never in silence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hf
+import pytest
+import torch
+import torch.nn.functional as F
+from hf import llama
+from torch import Tensor, nn
+
+import tpcore
+from tpcore import Mesh
+from tpcore.testing import run_ranks
+
+HIDDEN, WIDE = 32, 64
+
+
+class Network(nn.Module):
+    """A feed-forward block in the place of Llama's, with something more in it."""
+
+    def __init__(self, **more: nn.Module | nn.Parameter) -> None:
+        super().__init__()
+        self.gate_proj, self.down_proj = nn.Linear(HIDDEN, WIDE), nn.Linear(WIDE, HIDDEN)
+        for name, part in more.items():
+            setattr(self, name, part)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)))
+
+
+class Before(Network):
+    def __init__(self) -> None:
+        super().__init__(squeeze=nn.Linear(HIDDEN, 4), norm=nn.LayerNorm(4), widen=nn.Linear(4, HIDDEN))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.norm is not None:
+            x = self.widen(self.norm(self.squeeze(x)))
+        return self.down_proj(F.silu(self.gate_proj(x)))
+
+
+class After(Network):
+    def __init__(self) -> None:
+        super().__init__(scale=nn.Parameter(torch.ones(1)), router=nn.Linear(HIDDEN, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.gate_proj(x)
+        h = self.down_proj(F.silu(h))
+        return self.scale * h * torch.sigmoid(self.router(x))
+
+
+class Scaled(Network):
+    def __init__(self) -> None:
+        super().__init__(scale=nn.Parameter(torch.ones(1)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.scale * self.gate_proj(x))
+
+
+class Gated(Network):
+    """The gate sees whole inputs, but its gradient is of this rank's features."""
+
+    def __init__(self) -> None:
+        super().__init__(router=nn.Linear(HIDDEN, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = torch.sigmoid(self.router(x))
+        hidden = self.gate_proj(x)
+        return self.down_proj(hidden.mul(gate))
+
+
+class Activated(Network):
+    def __init__(self) -> None:
+        super().__init__(act=nn.PReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(1):
+            x = self.gate_proj(x)
+            x = self.act(x)
+        return self.down_proj(x)
+
+
+def applied(module: nn.Module, x: Tensor) -> Tensor:
+    return module(x)
+
+
+class Normed(Network):
+    """A norm of the features of all ranks, which no rank has alone."""
+
+    def __init__(self) -> None:
+        super().__init__(norm=nn.LayerNorm(WIDE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.norm(self.gate_proj(x)))
+
+
+class Passed(Network):
+    def __init__(self) -> None:
+        super().__init__(act=nn.PReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(applied(self.act, self.gate_proj(x)))
+
+
+class Hidden(Network):
+    """Its projections are in other methods."""
+
+    def __init__(self) -> None:
+        super().__init__(act=nn.PReLU())
+
+    def up(self, x: Tensor) -> Tensor:
+        return self.gate_proj(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act(self.up(x)))
+
+
+class Stored(Network):
+    def __init__(self) -> None:
+        super().__init__(act=nn.PReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts: list[Tensor] = []
+        parts.append(self.gate_proj(x))
+        return self.down_proj(self.act(torch.cat(parts, -1)))
+
+
+class Twice(Network):
+    def __init__(self) -> None:
+        super().__init__(act=nn.PReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act(self.gate_proj(self.act(x))))
+
+
+def with_network(kind: type[Network]) -> Any:
+    model = llama()
+    for layer in model.model.layers:
+        layer.mlp = kind()
+    return model
+
+
+class Latent(Network):
+    """Its norm is as wide as a head would be, and its input came through torch after sharded features did."""
+
+    def __init__(self) -> None:
+        super().__init__(norm=nn.LayerNorm(4), squeeze=nn.Linear(HIDDEN, 6), up_proj=nn.Linear(4, WIDE))
+        self.head_dim = 4
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = torch.sigmoid(self.gate_proj(x))
+        latent, _ = torch.split(self.squeeze(x), [4, 2], dim=-1)
+        return self.down_proj(torch.mul(gate, self.up_proj(self.norm(torch.relu(latent)))))
+
+
+@pytest.mark.parametrize("kind", [Before, After, Latent])
+def test_a_module_that_sees_whole_values_needs_no_rule(kind: type[Network]) -> None:
+    hf.assert_equals_whole(lambda: with_network(kind), (2,))
+
+
+REACHED = {Scaled: "scale", Gated: "router", Activated: "act", Passed: "act"}
+REACHED |= {Normed: "norm", Hidden: "act", Stored: "act", Twice: "act"}
+
+
+@pytest.mark.parametrize("kind", REACHED)
+def test_a_module_that_sharded_features_may_reach_is_refused_by_name(kind: type[Network]) -> None:
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        model = with_network(kind)
+        before = {name: p.shape for name, p in model.named_parameters()}
+        with pytest.raises(ValueError, match=rf"model\.layers\.\*\.mlp\.{REACHED[kind]} \(.*is whole inside"):
+            tpcore.parallelize(model)
+        assert before == {name: p.shape for name, p in model.named_parameters()}
+
+    run_ranks(Mesh({"tp": 2}), rank)
+
+
+@pytest.mark.parametrize(("kind", "name"), [(Activated, "mlp.act"), (Scaled, "mlp")])
+def test_the_remedy_of_the_refusal_is_right(kind: type[Network], name: str) -> None:
+    plan = {f"model.layers.*.{name}": "replicated_with_grad_allreduce"}
+    hf.assert_equals_whole(lambda: with_network(kind), (2,), plan=plan)

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 import tpcore
-from tpcore.context import ParallelContext
-from tpcore.mesh import Mesh
+from tpcore.layout.mesh import Mesh
+from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
 
 _ROOT = str(Path(tpcore.__file__).parent)

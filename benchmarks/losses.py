@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
 
 import tpcore
-from tpcore.comm import Comm
+from tpcore.comm.comm import Comm
 
 from . import peers
 from .harness import part

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import tpcore
-from tpcore.comm import Comm
+from tpcore.comm.comm import Comm
 
 from . import peers
 from .harness import Contestant, check_equal, conditions, part, race, say, start, table

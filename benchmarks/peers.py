@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from tpcore.comm import Comm
-from tpcore.context import current
+from tpcore.comm.comm import Comm
+from tpcore.runtime.context import current
 from tpcore.settings import changed
 
 from .harness import say

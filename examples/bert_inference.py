@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertModel
 from transformers.utils.logging import disable_progress_bar
 
-from tpcore import parallel_layers
+from tpcore.nxd import parallel_layers
 from tpcore.trace import parallel_model_load, parallel_model_save, parallel_model_trace
 
 SENTENCES = [

@@ -17,8 +17,8 @@ import torch
 from hypothesis import HealthCheck, settings
 from selection import XLA, Selection
 
-from tpcore.processes.pool import RankPool
 from tpcore.testing import run_ranks
+from tpcore.testing.pool import RankPool
 
 torch.set_num_threads(1)
 # tests send it; jobs that a shell starts in the background ignore it, and so would all that they start

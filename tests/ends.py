@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from tpcore_cpu_gloo import GlooBackend
 
-from tpcore.context import ParallelContext
+from tpcore.comm.transport import Transport
 from tpcore.errors import BackendError
-from tpcore.transport import Transport
+from tpcore.runtime.context import ParallelContext
 
 
 def _raise() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import tpcore
 from tpcore import Mesh
 from tpcore.layers.sharding import sharding
-from tpcore.plans.families import FILES
+from tpcore.models.families import FILES
 from tpcore.testing import run_ranks
 
 with warnings.catch_warnings():

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from tpcore.checkpoint import save, wait
+from tpcore.checkpoint.storage import files
+from tpcore.checkpoint.storage import publish as staging
 from tpcore.checkpoint.write import background
-from tpcore.context import ParallelContext
-from tpcore.storage import files
-from tpcore.storage import publish as staging
+from tpcore.runtime.context import ParallelContext
 
 EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "fcntl.flock", "ctypes.dlsym")
 

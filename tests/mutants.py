@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from tpcore import layout, shard
+from tpcore.layout import layout, shard
 
 
 class Mutant(NamedTuple):

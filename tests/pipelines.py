@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tpcore
-from tpcore import ops
-from tpcore.comm import Comm
-from tpcore.context import ParallelContext
+from tpcore.comm import mappings as ops
+from tpcore.comm.comm import Comm
 from tpcore.layers.sharding import sharding
+from tpcore.runtime.context import ParallelContext
 
 VOCAB, WIDTH, SEQ = 24, 16, 4
 

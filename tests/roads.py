@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tpcore.processes.pool import RankPool
 from tpcore.processes.transfer import Outcome
+from tpcore.testing.pool import RankPool
 
 SHARED, GLOO = {"TPCORE_SHM": "1"}, {"TPCORE_SHM": "0"}
 

@@ -30,8 +30,8 @@ class Selection:
         if hasattr(self.config, "workeroutput"):
             self.config.workeroutput["left out"] = dict(self.left_out)
         elif any(s > 8 * SECONDS for s in self.long.values()) and self.config.getoption("limit"):
-            # a test of 3 s took 20 s on a machine whose neighbours were busy: what is above 5 s is named, and only
-            # what no such neighbour explains fails
+            # a test of 3 s took 20 s on a machine whose neighbours were busy: what is above 5 s is
+            # named, and only what no such neighbour explains fails
             session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
 
     @pytest.hookimpl(optionalhook=True)

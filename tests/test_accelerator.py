@@ -16,7 +16,7 @@ from trainers import examples, model
 import tpcore
 from tpcore import Mesh
 from tpcore.integrations.accelerate import Accelerator
-from tpcore.processes.pool import RankPool
+from tpcore.testing.pool import RankPool
 
 TP = Mesh({"pp": 1, "dp": 1, "tp": 2})
 BOTH = Mesh({"pp": 1, "dp": 2, "tp": 2})

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from tpcore.consensus import gather_bytes, together
-from tpcore.context import ParallelContext
 from tpcore.errors import BackendError, CheckpointError
-from tpcore.mesh import Mesh
+from tpcore.layout.mesh import Mesh
+from tpcore.runtime.consensus import gather_bytes, together
+from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
 
 Ranks = Callable[..., list[Any]]

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tpcore.boxes import narrowed, slabs
+from tpcore.layout.slices import narrowed, slabs
 
 
 @settings(max_examples=300)

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 import tpcore
 from tpcore.checkpoint import load, save
-from tpcore.context import ParallelContext
 from tpcore.errors import CheckpointError
-from tpcore.layout import Layout
-from tpcore.mesh import Mesh
-from tpcore.shard import Block, ShardSpec
+from tpcore.layout.layout import Layout
+from tpcore.layout.mesh import Mesh
+from tpcore.layout.shard import Block, ShardSpec
+from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
 
 DTYPES = [

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 import tpcore
 from tpcore.checkpoint import load, save, wait
 from tpcore.checkpoint.offline.reshard import reshard
-from tpcore.context import ParallelContext
 from tpcore.errors import CheckpointError
-from tpcore.mesh import Mesh
+from tpcore.layout.mesh import Mesh
+from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
 
 State = Mapping[str, Any]

@@ -22,11 +22,11 @@ import tpcore
 from tpcore.checkpoint import load, save, wait
 from tpcore.checkpoint.write import background
 from tpcore.checkpoint.write import save as writing
-from tpcore.context import ParallelContext
 from tpcore.errors import CheckpointError
-from tpcore.mesh import Mesh
-from tpcore.processes.pool import RankPool
+from tpcore.layout.mesh import Mesh
+from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
+from tpcore.testing.pool import RankPool
 
 MESH = Mesh({"dp": 2, "tp": 2})
 

@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 import tpcore
 from tpcore.checkpoint import load, save
 from tpcore.cli.app import app
-from tpcore.context import ParallelContext
-from tpcore.mesh import Mesh
+from tpcore.layout.mesh import Mesh
+from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is a pickle.*:UserWarning")

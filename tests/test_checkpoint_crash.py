@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from tpcore.checkpoint import load, save
+from tpcore.checkpoint.storage import files
+from tpcore.checkpoint.storage import publish as staging
 from tpcore.checkpoint.write import save as writing
-from tpcore.context import ParallelContext
 from tpcore.errors import CheckpointError
-from tpcore.mesh import Mesh
-from tpcore.storage import files
-from tpcore.storage import publish as staging
+from tpcore.layout.mesh import Mesh
+from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
 
 MESH = Mesh({"tp": 2})

@@ -20,10 +20,10 @@ from torch import nn
 
 import tpcore
 from tpcore.checkpoint import load, save
-from tpcore.context import ParallelContext, use
+from tpcore.checkpoint.storage.publish import Staging
 from tpcore.errors import CheckpointError
-from tpcore.mesh import Mesh
-from tpcore.storage.publish import Staging
+from tpcore.layout.mesh import Mesh
+from tpcore.runtime.context import ParallelContext, use
 from tpcore.testing import run_ranks
 from tpcore.trace.artifact import FORMAT as TRACED
 from tpcore.trace.artifact import PROGRAMS

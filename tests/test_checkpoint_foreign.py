@@ -28,10 +28,10 @@ from tpcore.checkpoint.offline.inspect import inspect
 from tpcore.checkpoint.offline.reshard import reshard
 from tpcore.checkpoint.read.source import CutRule, opened, part, tensors_of
 from tpcore.checkpoint.tensors.stored import Stored
-from tpcore.context import ParallelContext
 from tpcore.errors import CheckpointError
-from tpcore.mesh import Mesh
-from tpcore.shard import Block, ShardSpec
+from tpcore.layout.mesh import Mesh
+from tpcore.layout.shard import Block, ShardSpec
+from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
 
 TP = 2

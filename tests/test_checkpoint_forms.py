@@ -27,9 +27,9 @@ from tpcore.checkpoint.offline.reshard import reshard
 from tpcore.checkpoint.offline.verify import verify
 from tpcore.checkpoint.read.by_name import read_shards
 from tpcore.checkpoint.read.source import CutRule
-from tpcore.context import ParallelContext
 from tpcore.errors import CheckpointError
-from tpcore.mesh import Mesh
+from tpcore.layout.mesh import Mesh
+from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
 
 RULES = [CutRule("up.*", 0), CutRule("down.weight", 1)]

@@ -20,7 +20,7 @@ from tpcore.checkpoint.offline.consolidate import consolidate
 from tpcore.checkpoint.offline.verify import verify
 from tpcore.checkpoint.read.source import opened, part, tensors_of
 from tpcore.errors import CheckpointError
-from tpcore.mesh import Mesh
+from tpcore.layout.mesh import Mesh
 from tpcore.testing import run_ranks
 
 pytestmark = [

@@ -16,11 +16,11 @@ from killing import killed, state
 from tiers import tiers
 
 from tpcore.checkpoint import load, save
-from tpcore.context import ParallelContext
 from tpcore.errors import CheckpointError, PeerLostError
-from tpcore.mesh import Mesh
-from tpcore.processes.pool import RankPool
+from tpcore.layout.mesh import Mesh
+from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
+from tpcore.testing.pool import RankPool
 
 TP = 2
 WAYS = ["first", "exchange", "two renames", "async"]

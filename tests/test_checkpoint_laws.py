@@ -20,11 +20,11 @@ from tpcore.checkpoint.offline.consolidate import consolidate
 from tpcore.checkpoint.offline.reshard import reshard
 from tpcore.checkpoint.read import lazy
 from tpcore.checkpoint.read.source import cuts_by, opened, part, tensors_of
+from tpcore.checkpoint.storage.publish import Staging
 from tpcore.checkpoint.write.save import put_in_place, write_state, write_tensor_files
 from tpcore.checkpoint.write.snapshot import Part
-from tpcore.layout import Layout
-from tpcore.shard import Block, ShardSpec
-from tpcore.storage.publish import Staging
+from tpcore.layout.layout import Layout
+from tpcore.layout.shard import Block, ShardSpec
 
 DEGREES = st.integers(1, 8)
 

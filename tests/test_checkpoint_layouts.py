@@ -16,7 +16,7 @@ from tpcore import Block, Mesh, ParallelContext, ParallelModule, ShardSpec
 from tpcore.checkpoint import load, save
 from tpcore.errors import CheckpointError
 from tpcore.layers.sharding import sharding
-from tpcore.layout import Slot
+from tpcore.layout.layout import Slot
 from tpcore.testing import run_ranks
 
 

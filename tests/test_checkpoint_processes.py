@@ -13,10 +13,10 @@ import tpcore
 from tpcore.checkpoint import load, save
 from tpcore.checkpoint.tensors import stored
 from tpcore.checkpoint.write import save as writing
-from tpcore.context import ParallelContext
 from tpcore.errors import CheckpointError, PeerLostError
-from tpcore.mesh import Mesh
-from tpcore.processes.pool import RankPool
+from tpcore.layout.mesh import Mesh
+from tpcore.runtime.context import ParallelContext
+from tpcore.testing.pool import RankPool
 
 MESH = Mesh({"dp": 2, "tp": 2})
 

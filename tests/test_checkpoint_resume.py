@@ -11,8 +11,8 @@ from nets import Net, ids_of, loss_of
 
 import tpcore
 from tpcore.checkpoint import load, save
-from tpcore.context import ParallelContext
-from tpcore.mesh import Mesh
+from tpcore.layout.mesh import Mesh
+from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
 
 STEPS = 3

@@ -17,7 +17,7 @@ from tpcore.checkpoint.offline.reshard import reshard
 from tpcore.checkpoint.read.by_name import read_shards
 from tpcore.checkpoint.read.source import CutRule
 from tpcore.errors import CheckpointError
-from tpcore.shard import Block, ShardSpec
+from tpcore.layout.shard import Block, ShardSpec
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is a pickle.*:UserWarning")
 

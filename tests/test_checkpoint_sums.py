@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tpcore.storage import files
-from tpcore.storage.files import combined_crc32
+from tpcore.checkpoint.storage import files
+from tpcore.checkpoint.storage.files import combined_crc32
 
 
 @given(st.lists(st.binary(max_size=300), max_size=6), st.integers(0, 5000))

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 import tpcore
 from tpcore.checkpoint import load
 from tpcore.checkpoint.offline.consolidate import consolidate
-from tpcore.context import ParallelContext
+from tpcore.checkpoint.storage import tensorfile
+from tpcore.checkpoint.storage.tensorfile import TensorFile
 from tpcore.errors import CheckpointError
-from tpcore.mesh import Mesh
-from tpcore.processes.pool import RankPool
-from tpcore.storage import tensorfile
-from tpcore.storage.tensorfile import TensorFile
+from tpcore.layout.mesh import Mesh
+from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
+from tpcore.testing.pool import RankPool
 
 
 class Parallel(nn.Module):

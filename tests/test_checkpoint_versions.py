@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import tpcore
 from tpcore.checkpoint import load
-from tpcore.context import ParallelContext
-from tpcore.mesh import Mesh
+from tpcore.layout.mesh import Mesh
+from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
 
 # another processor computed them: of AdamW's operations some are fused here and not there, a rounding each

@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 import tpcore
-from tpcore.context import ParallelContext
+from tpcore.comm.transport import Primitive, Transport
+from tpcore.comm.wrapper import Relay
 from tpcore.layers.module import ParallelModule
 from tpcore.layers.sharding import sharding
-from tpcore.layout import Slot
-from tpcore.mesh import Mesh
-from tpcore.relay import Relay
-from tpcore.shard import Block, ShardSpec
+from tpcore.layout.layout import Slot
+from tpcore.layout.mesh import Mesh
+from tpcore.layout.shard import Block, ShardSpec
+from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
-from tpcore.transport import Primitive, Transport
 
 Ranks = Callable[..., list[Any]]
 INF = float("inf")

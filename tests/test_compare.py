@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import tpcore
 from tpcore import Mesh
-from tpcore.context import ParallelContext
+from tpcore.runtime.context import ParallelContext
 from tpcore.testing import compare, run_ranks
 
 pytest_plugins = ["pytester"]

@@ -10,9 +10,9 @@ import torch
 from worlds import Alike
 
 import tpcore
-from tpcore.context import ParallelContext
 from tpcore.errors import BackendError
-from tpcore.mesh import Mesh
+from tpcore.layout.mesh import Mesh
+from tpcore.runtime.context import ParallelContext
 from tpcore.testing import ThreadBackend, run_ranks
 from tpcore.testing.threads import ThreadWorld
 

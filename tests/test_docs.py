@@ -324,7 +324,7 @@ def test_environment_table_is_that_of_the_code() -> None:
 
 def test_the_page_on_backends_names_all_that_a_plugin_may_write() -> None:
     import tpcore  # here: a page's process is spared it
-    from tpcore.transport import PRIMITIVES
+    from tpcore.comm.transport import PRIMITIVES
 
     page = (ROOT / "docs/writing-a-backend.md").read_text()
     own = {name for name in vars(tpcore.Backend) if not name.startswith("_")} - {"comm", "comm_of"}  # final

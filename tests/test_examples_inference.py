@@ -13,7 +13,8 @@ import torch
 from tokenizers import Tokenizer
 from transformers import BertForPreTraining
 
-from tpcore import Mesh, parallel_layers
+from tpcore import Mesh
+from tpcore.nxd import parallel_layers
 from tpcore.testing import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))

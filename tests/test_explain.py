@@ -19,9 +19,10 @@ from torch.utils.checkpoint import checkpoint
 from typer.testing import CliRunner
 
 import tpcore
-from tpcore import ColumnParallelLinear, Mesh, ParallelEmbedding, RowParallelLinear, ops
+from tpcore import ColumnParallelLinear, Mesh, ParallelEmbedding, RowParallelLinear
 from tpcore.cli.app import app
-from tpcore.explaining.summary import kinds, pattern, size
+from tpcore.comm import mappings as ops
+from tpcore.diagnose.explain.summary import kinds, pattern, size
 from tpcore.testing import ThreadBackend, run_ranks
 from tpcore.testing.threads import ThreadTransport
 
@@ -591,7 +592,7 @@ class Model(nn.Module):
     def forward(self, x):
         y = self.proj(x)
         if tpcore.current().rank == 0:
-            tpcore.ops.reduce(y.mean().reshape(1), self.proj.tp)  # a log line
+            tpcore.comm.mappings.reduce(y.mean().reshape(1), self.proj.tp)  # a log line
         return y
 
 def build():

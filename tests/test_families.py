@@ -11,7 +11,7 @@ import transformers
 from composed import CASES, composed
 from families import FEATURES, PARTS, families, row, short, verdict
 
-from tpcore.plans.families import FILES
+from tpcore.models.families import FILES
 
 PAGE = Path(__file__).parents[1] / "docs" / "families.md"
 MADE_WITH = re.search(r"transformers (\d+\.\d+\.\d+)", PAGE.read_text())[1]  # type: ignore[index]

@@ -16,7 +16,7 @@ from torch import nn
 
 import tpcore
 from tpcore import Mesh
-from tpcore.plans.cached import CachedModel
+from tpcore.models.cached import CachedModel
 from tpcore.testing import run_ranks
 from tpcore.trace import TensorParallelModel, generate, parallel_model_load, parallel_model_save
 

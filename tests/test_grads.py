@@ -11,8 +11,8 @@ from nets import assert_same_parameters, cut_net, ids_of, loss_of, plain_net
 from torch import Tensor, nn
 
 import tpcore
-from tpcore.context import ParallelContext
-from tpcore.mesh import Mesh
+from tpcore.layout.mesh import Mesh
+from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
 from tpcore.train import data_parallel
 

@@ -15,12 +15,12 @@ from tiers import tiers
 from torch import Tensor, nn
 
 import tpcore
-from tpcore.context import ParallelContext
 from tpcore.layers import initial
 from tpcore.layers.initial import initial_part
-from tpcore.layout import Layout
-from tpcore.mesh import Mesh
-from tpcore.shard import Block, ShardSpec
+from tpcore.layout.layout import Layout
+from tpcore.layout.mesh import Mesh
+from tpcore.layout.shard import Block, ShardSpec
+from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -247,8 +247,8 @@ import sys
 import torch
 import tpcore
 from tpcore.layers import initial
-from tpcore.context import ParallelContext, use
-from tpcore.mesh import Mesh
+from tpcore.runtime.context import ParallelContext, use
+from tpcore.layout.mesh import Mesh
 from tpcore.testing.threads import ThreadBackend, ThreadWorld
 
 def peak():

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tpcore
-from tpcore import ops
-from tpcore.context import ParallelContext
-from tpcore.mesh import Mesh
+from tpcore.comm import mappings as ops
+from tpcore.layout.mesh import Mesh
+from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
 
 Ranks = Callable[..., list[Any]]

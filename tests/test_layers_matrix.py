@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from tiers import tiers
 
-from tpcore.mesh import Mesh
-from tpcore.processes.pool import RankPool
+from tpcore.layout.mesh import Mesh
 from tpcore.testing import matrix, run_ranks
+from tpcore.testing.pool import RankPool
 
 FULL = [(*point, 1) for point in matrix.points()]
 

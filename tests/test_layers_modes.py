@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tpcore
-from tpcore import Block, ops
-from tpcore.context import ParallelContext
-from tpcore.mesh import Mesh
+from tpcore import Block
+from tpcore.comm import mappings as ops
+from tpcore.layout.mesh import Mesh
+from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
 
 TWO = Mesh({"dp": 1, "tp": 2})

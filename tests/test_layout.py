@@ -13,8 +13,9 @@ from test_shard import specs
 from torch import Tensor, nn
 
 import tpcore
-from tpcore import Block, Layout, Mesh, ParallelContext, ShardSpec, current, ops
-from tpcore.layout import AxisCut, Slot
+from tpcore import Block, Layout, Mesh, ParallelContext, ShardSpec, current
+from tpcore.comm import mappings as ops
+from tpcore.layout.layout import AxisCut, Slot
 from tpcore.testing import run_ranks
 
 AXES = ["pp", "dp", "tp"]

@@ -16,11 +16,11 @@ import tpcore
 from tpcore.checkpoint import load, save
 from tpcore.checkpoint.offline.consolidate import consolidate
 from tpcore.checkpoint.offline.convert import convert
-from tpcore.context import ParallelContext
+from tpcore.checkpoint.storage.publish import new_beside
+from tpcore.checkpoint.storage.temporary import OwnedDirectory
 from tpcore.errors import CheckpointError
-from tpcore.mesh import Mesh
-from tpcore.storage.publish import new_beside
-from tpcore.storage.temporary import OwnedDirectory
+from tpcore.layout.mesh import Mesh
+from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
 
 KILLED = """
@@ -46,7 +46,7 @@ os.fsync = killed
 convert(sys.argv[1], sys.argv[2])
 """
 OWNS = """
-from tpcore.storage.temporary import OwnedDirectory
+from tpcore.checkpoint.storage.temporary import OwnedDirectory
 tempfile.tempdir = sys.argv[1]
 folder = OwnedDirectory("tpcore-test-")
 open(os.path.join(folder.name, "weights"), "wb").write(b"x")

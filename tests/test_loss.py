@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tpcore
-from tpcore.context import ParallelContext
 from tpcore.layers import loss
-from tpcore.mesh import Mesh
+from tpcore.layout.mesh import Mesh
+from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
 
 Ranks = Callable[..., list[Any]]
@@ -236,8 +236,8 @@ def test_bad_arguments_are_an_error_on_every_rank(name: str) -> None:
 
 MEASURE = """
 import sys, torch, tpcore
-from tpcore.context import ParallelContext, use
-from tpcore.mesh import Mesh
+from tpcore.runtime.context import ParallelContext, use
+from tpcore.layout.mesh import Mesh
 from tpcore.testing.threads import ThreadBackend, ThreadWorld
 
 def peak():

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tpcore.mesh import Mesh
+from tpcore.layout.mesh import Mesh
 
 AXES = st.dictionaries(st.sampled_from(["pp", "dp", "cp", "ep", "tp"]), st.integers(1, 4), min_size=1)
 

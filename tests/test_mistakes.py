@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import tpcore
 from tpcore import Mesh
-from tpcore.checks import raising
-from tpcore.context import ParallelContext, use
+from tpcore.runtime.checks import raising
+from tpcore.runtime.context import ParallelContext, use
 from tpcore.testing import run_ranks
 
 

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 import tpcore
-from tpcore.context import ParallelContext
 from tpcore.layers.sharding import sharding
-from tpcore.mesh import Mesh
-from tpcore.shard import ShardSpec
+from tpcore.layout.mesh import Mesh
+from tpcore.layout.shard import ShardSpec
+from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
 
 TWO = Mesh({"dp": 1, "tp": 2})

@@ -12,10 +12,11 @@ from mutants import Mutant, alive
 from torch import Tensor, nn
 
 import tpcore
-from tpcore import Mesh, ops
-from tpcore.context import ParallelContext
-from tpcore.layout import AxisCut, Layout, _boxes, _local_shape, _once, _shares, _steps, _within
-from tpcore.shard import Block, ShardSpec, _gathered_index, _source_index
+from tpcore import Mesh
+from tpcore.comm import mappings as ops
+from tpcore.layout.layout import AxisCut, Layout, _boxes, _local_shape, _once, _shares, _steps, _within
+from tpcore.layout.shard import Block, ShardSpec, _gathered_index, _source_index
+from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
 from tpcore.train import clip
 

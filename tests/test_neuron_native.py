@@ -8,7 +8,7 @@ import tpcore_neuron
 from tpcore_neuron import NativeBackend, platform
 
 import tpcore
-from tpcore.context import ParallelContext
+from tpcore.runtime.context import ParallelContext
 from tpcore.testing import matrix
 
 pytestmark = pytest.mark.xdist_group("native")

@@ -13,7 +13,7 @@ from tpcore_neuron import platform
 import tpcore
 from tpcore.backend.capabilities import Capabilities
 from tpcore.backend.registry import backend_class
-from tpcore.mesh import Mesh
+from tpcore.layout.mesh import Mesh
 
 PIP_LINE = "pip install 'tpcore[neuron]' --extra-index-url https://pip.repos.neuron.amazonaws.com"
 GOOD = {"torch": "2.9.1", "torch-xla": "2.9.0", "torch-neuronx": "2.9.0.2.11"}

@@ -42,7 +42,7 @@ from tpcore_cpu_gloo import programs
 
 import tpcore
 from tpcore.backend.programs import comm_named, program_comms
-from tpcore.mesh import Mesh
+from tpcore.layout.mesh import Mesh
 from tpcore.testing import ThreadBackend, run_ranks
 from tpcore.testing.kit import collectives, mappings, memory
 
@@ -101,9 +101,9 @@ def edited(path: Path, before: str, after: str) -> None:
 def test_two_files_make_a_primitive(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "tpcore", tmp_path / "tpcore")
     shutil.copytree(ROOT / "backends/cpu_gloo/tpcore_cpu_gloo", tmp_path / "tpcore_cpu_gloo")
-    edited(tmp_path / "tpcore/transport.py", "\nTABLE = (ALL_GATHER,", ENTRY)
-    edited(tmp_path / "tpcore/transport.py", "\n    def broadcast(", DEFAULT)
-    edited(tmp_path / "tpcore/comm.py", "\n    def broadcast(", METHOD)
+    edited(tmp_path / "tpcore/comm/transport.py", "\nTABLE = (ALL_GATHER,", ENTRY)
+    edited(tmp_path / "tpcore/comm/transport.py", "\n    def broadcast(", DEFAULT)
+    edited(tmp_path / "tpcore/comm/comm.py", "\n    def broadcast(", METHOD)
     (tmp_path / "program.py").write_text(PROGRAM)
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {
         "PYTHONPATH": str(tmp_path)

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tpcore.context import ParallelContext
-from tpcore.kernels.flash_attn import nki_flash_attn_func
-from tpcore.kernels.ring_attention_kernel import nki_ring_attn_func
-from tpcore.mesh import Mesh
-from tpcore.overrides.transformer_overrides import apply_rotary_pos_emb
-from tpcore.parallel_layers import parallel_state
+from tpcore.layout.mesh import Mesh
+from tpcore.nxd.kernels.flash_attn import nki_flash_attn_func
+from tpcore.nxd.kernels.ring_attention_kernel import nki_ring_attn_func
+from tpcore.nxd.overrides.transformer_overrides import apply_rotary_pos_emb
+from tpcore.nxd.parallel_layers import parallel_state
+from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
 
 B, H, KV, S, D = 2, 4, 2, 6, 8

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import tpcore
-from tpcore.context import ParallelContext
-from tpcore.mesh import Mesh
-from tpcore.parallel_layers import layers, mappings
+from tpcore.layout.mesh import Mesh
+from tpcore.nxd.parallel_layers import layers, mappings
+from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
 
 MESH = Mesh({"dp": 1, "tp": 2})
@@ -125,7 +125,7 @@ def test_attributes_that_scripts_read() -> None:
         assert (row.sequence_parallel_enabled, row.sequence_dimension) == (False, None)
         assert (column.dtype, row.dtype) == (torch.bfloat16, torch.float32)
         assert (column.arg_init_method, row.arg_init_method) == (init, None)
-        assert column.tensor_parallel_group is tpcore.parallel_state.get_tensor_model_parallel_group()
+        assert column.tensor_parallel_group is tpcore.nxd.parallel_state.get_tensor_model_parallel_group()
         turned = tpcore.ColumnParallelConv1D(6, 12)
         assert (turned.output_size_per_partition, turned.input_size_per_partition) == (6, 6)
         table = layers.ParallelEmbedding(10, 6)

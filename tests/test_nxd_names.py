@@ -27,13 +27,13 @@ from torch.nn import init
 from torch.utils.data import DataLoader, DistributedSampler
 
 import tpcore
-from tpcore import parallel_layers as pl
-from tpcore.context import ParallelContext
-from tpcore.mesh import Mesh
-from tpcore.modules.qkv_linear import GQAQKVColumnParallelLinear
-from tpcore.parallel_layers import mappings, parallel_state, utils
-from tpcore.processes.pool import RankPool
+from tpcore.layout.mesh import Mesh
+from tpcore.nxd import parallel_layers as pl
+from tpcore.nxd.modules.qkv_linear import GQAQKVColumnParallelLinear
+from tpcore.nxd.parallel_layers import mappings, parallel_state, utils
+from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
+from tpcore.testing.pool import RankPool
 
 SCRIPT = Path(__file__).parent / "scripts" / "nxd_training.py"
 EMPTY = inspect.Parameter.empty
@@ -46,76 +46,77 @@ def _mesh(tp: int, dp: int = 1) -> Mesh:
 # -- paths --------------------------------------------------------------------------------------------
 FORMS = """
     import sys
-    import tpcore as neuronx_distributed
+    import tpcore.nxd as neuronx_distributed
 
-    assert "tpcore.parallel_layers" not in sys.modules, "loaded unasked"
+    assert "tpcore.nxd.parallel_layers" not in sys.modules, "loaded unasked"
     from_chain = neuronx_distributed.parallel_layers.layers.ColumnParallelLinear
     assert from_chain is neuronx_distributed.ColumnParallelLinear
     assert not neuronx_distributed.parallel_state.model_parallel_is_initialized()
     assert not neuronx_distributed.parallel_layers.parallel_state.model_parallel_is_initialized()
 
-    import tpcore.parallel_state
-    import tpcore.parallel_layers.parallel_state as ps
-    import tpcore.parallel_layers.utils as neuronx_dist_utils
-    from tpcore import parallel_layers, parallel_state
-    from tpcore.parallel_layers import ColumnParallelLinear, RowParallelLinear, ParallelEmbedding
-    from tpcore.parallel_layers import save, load, clip_grad_norm, move_model_to_device
-    from tpcore.parallel_layers import parallel_cross_entropy
-    from tpcore.parallel_layers import checkpointing, grads, layers, loss_functions, mappings, random, utils
-    from tpcore.parallel_layers import parallel_state as ps2
-    from tpcore.parallel_layers.checkpointing import load, save
-    from tpcore.parallel_layers.grads import clip_grad_norm
-    from tpcore.parallel_layers.layer_norm import LayerNorm
-    from tpcore.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
-    from tpcore.parallel_layers.loss_functions import parallel_cross_entropy
-    from tpcore.parallel_layers.mappings import gather_from_sequence_parallel_region
-    from tpcore.parallel_layers.parallel_state import get_tensor_model_parallel_size, rmsg
-    from tpcore.parallel_layers.random import get_xla_rng_tracker, model_parallel_xla_manual_seed
-    from tpcore.parallel_layers.utils import divide, move_model_to_device
+    import tpcore.nxd.parallel_state
+    import tpcore.nxd.parallel_layers.parallel_state as ps
+    import tpcore.nxd.parallel_layers.utils as neuronx_dist_utils
+    from tpcore.nxd import parallel_layers, parallel_state
+    from tpcore.nxd.parallel_layers import ColumnParallelLinear, RowParallelLinear, ParallelEmbedding
+    from tpcore.nxd.parallel_layers import save, load, clip_grad_norm, move_model_to_device
+    from tpcore.nxd.parallel_layers import parallel_cross_entropy
+    from tpcore.nxd.parallel_layers import checkpointing, grads, layers, loss_functions, mappings
+    from tpcore.nxd.parallel_layers import random, utils
+    from tpcore.nxd.parallel_layers import parallel_state as ps2
+    from tpcore.nxd.parallel_layers.checkpointing import load, save
+    from tpcore.nxd.parallel_layers.grads import clip_grad_norm
+    from tpcore.nxd.parallel_layers.layer_norm import LayerNorm
+    from tpcore.nxd.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
+    from tpcore.nxd.parallel_layers.loss_functions import parallel_cross_entropy
+    from tpcore.nxd.parallel_layers.mappings import gather_from_sequence_parallel_region
+    from tpcore.nxd.parallel_layers.parallel_state import get_tensor_model_parallel_size, rmsg
+    from tpcore.nxd.parallel_layers.random import get_xla_rng_tracker, model_parallel_xla_manual_seed
+    from tpcore.nxd.parallel_layers.utils import divide, move_model_to_device
     assert ps is ps2
 
     # of later releases, by the paths that training scripts and optimum-neuron import
-    from tpcore.modules.qkv_linear import GQAQKVColumnParallelLinear
-    from tpcore.modules.rms_norm import RMSNorm
-    from tpcore.optimizer import NeuronZero1Optimizer
-    from tpcore.parallel_layers.grads import (
+    from tpcore.nxd.modules.qkv_linear import GQAQKVColumnParallelLinear
+    from tpcore.nxd.modules.rms_norm import RMSNorm
+    from tpcore.nxd.optimizer import NeuronZero1Optimizer
+    from tpcore.nxd.parallel_layers.grads import (
         allreduce_sequence_parallel_gradients, bucket_allreduce_gradients, clip_grads_with_norm,
         get_grad_norm,
     )
-    from tpcore.parallel_layers.layers import (
+    from tpcore.nxd.parallel_layers.layers import (
         BaseParallelLinear, copy_tensor_model_parallel_attributes, create_local_weight,
         param_is_not_tensor_parallel_duplicate,
     )
-    from tpcore.parallel_layers.loss_functions import from_parallel_logits_to_logprobs
-    from tpcore.parallel_layers.mappings import (
+    from tpcore.nxd.parallel_layers.loss_functions import from_parallel_logits_to_logprobs
+    from tpcore.nxd.parallel_layers.mappings import (
         _gather_along_dim, _gather_along_first_dim, _reduce_scatter_along_dim, _split_along_first_dim,
         gather_from_tensor_model_parallel_region_with_dim,
         reduce_scatter_to_tensor_model_parallel_region_with_dim,
     )
-    from tpcore.parallel_layers.pad import get_number_of_extra_heads
-    from tpcore.parallel_layers.parallel_state import (
+    from tpcore.nxd.parallel_layers.pad import get_number_of_extra_heads
+    from tpcore.nxd.parallel_layers.parallel_state import (
         gather_python_object, get_context_model_parallel_src_tgt_pairs, get_expert_data_parallel_group,
         get_expert_data_parallel_rank, get_expert_data_parallel_size, get_expert_model_parallel_group,
         get_expert_model_parallel_rank, get_expert_model_parallel_size,
         get_pipeline_model_parallel_next_rank, get_pipeline_model_parallel_prev_rank,
         get_zero1_sharding_groups,
     )
-    from tpcore.parallel_layers.random import _MODEL_PARALLEL_RNG_TRACKER_NAME, XLARNGStatesTracker
-    from tpcore.parallel_layers.utils import (
+    from tpcore.nxd.parallel_layers.random import _MODEL_PARALLEL_RNG_TRACKER_NAME, XLARNGStatesTracker
+    from tpcore.nxd.parallel_layers.utils import (
         EmbeddingUtility, get_local_world_size, get_padding_length, is_pjrt_device, move_all_tensor_to_cpu,
         param_is_not_tensor_parallel_duplicate, requires_init_pg_override,
     )
-    from tpcore.pipeline import NxDPPModel
-    from tpcore.pipeline.model import NxDPPModel
-    from tpcore.trainer import (
+    from tpcore.nxd.pipeline import NxDPPModel
+    from tpcore.nxd.pipeline.model import NxDPPModel
+    from tpcore.nxd.trainer import (
         finalize_checkpoint, has_checkpoint, initialize_parallel_model, initialize_parallel_optimizer,
         load_checkpoint, neuronx_distributed_config, save_checkpoint,
     )
-    from tpcore.utils import cpu_mode, get_device, mark_step, master_print
-    from tpcore.utils.adamw_fp32_optim_params import AdamW_FP32OptimParams
-    from tpcore.utils.batch_utils import get_batch_on_this_context_parallel_rank
-    from tpcore.utils.logger import get_logger
-    from tpcore.utils.model_utils import move_model_to_device
+    from tpcore.nxd.utils import cpu_mode, get_device, mark_step, master_print
+    from tpcore.nxd.utils.adamw_fp32_optim_params import AdamW_FP32OptimParams
+    from tpcore.nxd.utils.batch_utils import get_batch_on_this_context_parallel_rank
+    from tpcore.nxd.utils.logger import get_logger
+    from tpcore.nxd.utils.model_utils import move_model_to_device
     for name in ("neuronx_distributed_config", "initialize_parallel_model", "initialize_parallel_optimizer",
                  "save_checkpoint", "load_checkpoint", "has_checkpoint", "finalize_checkpoint"):
         assert hasattr(neuronx_distributed, name), name
@@ -142,15 +143,15 @@ def test_every_import_form_in_a_fresh_process() -> None:
 )
 def test_same_object_under_every_path(module: str, name: str, origin: str) -> None:
     original = getattr(importlib.import_module(origin), name)
-    assert getattr(importlib.import_module(f"tpcore.parallel_layers.{module}"), name) is original
+    assert getattr(importlib.import_module(f"tpcore.nxd.parallel_layers.{module}"), name) is original
     if module != "layer_norm":
         assert getattr(pl, name) is original
 
 
 def test_parallel_state_is_one_thing_under_two_paths() -> None:
-    assert pl.parallel_state.__all__ == tpcore.parallel_state.__all__
-    for name in tpcore.parallel_state.__all__:
-        assert getattr(pl.parallel_state, name) is getattr(tpcore.parallel_state, name)
+    assert pl.parallel_state.__all__ == tpcore.nxd.parallel_state.__all__
+    for name in tpcore.nxd.parallel_state.__all__:
+        assert getattr(pl.parallel_state, name) is getattr(tpcore.nxd.parallel_state, name)
 
 
 # -- signatures ---------------------------------------------------------------------------------------
@@ -211,7 +212,7 @@ PUBLISHED: list[tuple[Callable[..., Any], dict[str, Any]]] = [
         {"tensor": EMPTY, "num_partitions": EMPTY, "contiguous_split_chunks": False},
     ),
     (
-        tpcore.neuronx_distributed_config,
+        tpcore.nxd.neuronx_distributed_config,
         {
             **dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size"), 1),
             **dict.fromkeys(("expert_parallel_size", "context_parallel_size"), 1),
@@ -223,15 +224,15 @@ PUBLISHED: list[tuple[Callable[..., Any], dict[str, Any]]] = [
         },
     ),
     (
-        tpcore.initialize_parallel_model,
+        tpcore.nxd.initialize_parallel_model,
         {"nxd_config": EMPTY, "model_fn": EMPTY, "include_buffers": False},
     ),
     (
-        tpcore.initialize_parallel_optimizer,
+        tpcore.nxd.initialize_parallel_optimizer,
         {"nxd_config": EMPTY, "optimizer_class": EMPTY, "parameters": EMPTY},
     ),
     (
-        tpcore.save_checkpoint,
+        tpcore.nxd.save_checkpoint,
         {
             **dict.fromkeys(("checkpoint_dir_str", "tag"), EMPTY),
             **dict.fromkeys(("model", "optimizer", "scheduler", "user_content")),
@@ -242,7 +243,7 @@ PUBLISHED: list[tuple[Callable[..., Any], dict[str, Any]]] = [
         },
     ),
     (
-        tpcore.load_checkpoint,
+        tpcore.nxd.load_checkpoint,
         {
             "path": EMPTY,
             **dict.fromkeys(("tag", "model", "optimizer", "scheduler")),

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from tpcore.context import ParallelContext
-from tpcore.mesh import Mesh
-from tpcore.processes.pool import RankPool
+from tpcore.layout.mesh import Mesh
+from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
+from tpcore.testing.pool import RankPool
 
 SCRIPTS = str(Path(__file__).parent / "scripts")
 

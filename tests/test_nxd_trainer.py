@@ -11,17 +11,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import tpcore as nxd
-from tpcore.context import ParallelContext
+import tpcore.nxd as nxd
 from tpcore.errors import CheckpointError
-from tpcore.mesh import Mesh
-from tpcore.modules.qkv_linear import GQAQKVColumnParallelLinear
-from tpcore.optimizer import NeuronZero1Optimizer
-from tpcore.parallel_layers import grads, layers, loss_functions, pad, parallel_state, random, utils
-from tpcore.pipeline import NxDPPModel
+from tpcore.layout.mesh import Mesh
+from tpcore.nxd.modules.qkv_linear import GQAQKVColumnParallelLinear
+from tpcore.nxd.optimizer import NeuronZero1Optimizer
+from tpcore.nxd.parallel_layers import grads, layers, loss_functions, pad, parallel_state, random, utils
+from tpcore.nxd.pipeline import NxDPPModel
+from tpcore.nxd.trainer import NxDModel, NxDOptimizer
+from tpcore.nxd.utils import adamw_fp32_optim_params, batch_utils, logger, model_utils
+from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
-from tpcore.trainer import NxDModel, NxDOptimizer
-from tpcore.utils import adamw_fp32_optim_params, batch_utils, logger, model_utils
 
 
 def mesh(tp: int = 1, dp: int = 1, pp: int = 1) -> Mesh:

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tpcore import ops
-from tpcore.comm import Comm
-from tpcore.context import ParallelContext
-from tpcore.mesh import Mesh
+from tpcore.comm import mappings as ops
+from tpcore.comm.comm import Comm
+from tpcore.layout.mesh import Mesh
+from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
 
 SHAPE = (4, 8, 12)

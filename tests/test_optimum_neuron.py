@@ -18,7 +18,7 @@ import tpcore
 from tpcore import Mesh
 from tpcore.cli.app import app
 from tpcore.integrations import optimum_neuron as neuron
-from tpcore.processes.pool import RankPool
+from tpcore.testing.pool import RankPool
 
 TP = Mesh({"pp": 1, "dp": 1, "tp": 2})
 BOTH = Mesh({"pp": 1, "dp": 2, "tp": 2})
@@ -124,6 +124,12 @@ def _loop(ctx: tpcore.ParallelContext) -> list[float]:
     made = model()
     make = neuron.make_optimizer_constructor_lazy(torch.optim.AdamW)
     return loop(accelerator, made, make(made.parameters(), lr=1e-2), None)
+
+
+def test_a_lazy_optimizer_is_the_class_itself() -> None:
+    assert neuron.make_optimizer_constructor_lazy(torch.optim.AdamW) is torch.optim.AdamW
+    with pytest.raises(ValueError, match=r"Adagrad makes its state at once.*tpcore\.Zero1"):
+        neuron.make_optimizer_constructor_lazy(torch.optim.Adagrad)
 
 
 def test_an_accelerator_cuts_what_it_prepares(pool: RankPool) -> None:

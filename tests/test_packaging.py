@@ -138,9 +138,9 @@ def imported(*paths: Path) -> set[str]:
     ("extra", "folder"),
     [
         ("", "tpcore"),
-        ("progress", "tpcore/storage"),
+        ("progress", "tpcore/checkpoint/storage"),
         ("cli", "tpcore/cli"),
-        ("plot", "tpcore/explaining"),
+        ("plot", "tpcore/diagnose/explain"),
         ("trainer", "tpcore/integrations"),
         ("testing", "tpcore/testing"),
         ("examples", "examples"),
@@ -163,12 +163,12 @@ def test_what_a_part_imports_its_extra_brings(metadata, extra, folder):
     ]
     declared = requirements(metadata) | requirements(metadata, extra)
     assert files
-    optional = {"tqdm"} if not extra else set()  # what `progress` brings is asked for in tpcore/storage
+    optional = {"tqdm"} if not extra else set()  # for what `progress` brings is asked
     assert imported(*files) - optional <= {name.replace("-", "_") for name in declared}
 
 
 def test_importing_the_library_imports_no_backend_no_extra_and_no_compiler():
-    steps = ["tpcore", "tpcore.processes.child", "tpcore.processes.pool", "tpcore.testing", "tpcore.cli.app"]
+    steps = ["tpcore", "tpcore.processes.child", "tpcore.testing.pool", "tpcore.testing", "tpcore.cli.app"]
     code = "import sys\nfor name in sys.argv[1:]:\n __import__(name)\n print(*sys.modules)"
     printed = subprocess.check_output([sys.executable, "-c", code, *steps], text=True).splitlines()
     loaded = {step: set(modules.split()) for step, modules in zip(steps, printed, strict=True)}
@@ -191,7 +191,7 @@ def test_each_import_that_needs_an_extra_names_it():
         "import tpcore.integrations.optimum_neuron": ("accelerate", "trainer"),
         "import tpcore.testing.conformance": ("pytest", "testing"),
         "with tpcore.lazy(): pass": ("transformers", "hf"),
-        "from tpcore.plans.stored import model_of; model_of('config.json')": ("transformers", "hf"),
+        "from tpcore.models.stored import model_of; model_of('config.json')": ("transformers", "hf"),
     }
     code = (
         "import sys, tpcore\n"

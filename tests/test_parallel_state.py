@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 import tpcore
 from tpcore.backend.interface import Backend
-from tpcore.context import ParallelContext
-from tpcore.mesh import Group, Mesh
-from tpcore.parallel_layers import parallel_state as ps
-from tpcore.processes.pool import RankPool
+from tpcore.comm.transport import Transport
+from tpcore.layout.mesh import Group, Mesh
+from tpcore.nxd.parallel_layers import parallel_state as ps
+from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
-from tpcore.transport import Transport
+from tpcore.testing.pool import RankPool
 
 GETTERS = [n for n in ps.__all__ if n.startswith(("get_", "is_global")) and n != "get_rank_info_str"]
 

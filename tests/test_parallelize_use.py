@@ -16,8 +16,8 @@ from hf import TINY, llama, text
 
 import tpcore
 from tpcore import Mesh
-from tpcore.processes.pool import RankPool
 from tpcore.testing import run_ranks
+from tpcore.testing.pool import RankPool
 
 TWO = Mesh({"tp": 2})
 

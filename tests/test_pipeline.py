@@ -33,15 +33,15 @@ from torch import Tensor, nn
 import tpcore
 from tpcore import Mesh, checkpoint
 from tpcore.checkpoint.offline.consolidate import consolidate
-from tpcore.checks import raising
-from tpcore.context import ParallelContext, use
+from tpcore.comm.transport import Transport
 from tpcore.layers.sharding import sharding
-from tpcore.layout import Slot
+from tpcore.layout.layout import Slot
+from tpcore.runtime.checks import raising
+from tpcore.runtime.context import ParallelContext, use
 from tpcore.testing import run_ranks
 from tpcore.testing.threads import ThreadBackend, ThreadTransport
 from tpcore.train.pipeline.lockstep import Lockstep
 from tpcore.train.pipeline.schedule import Schedule
-from tpcore.transport import Transport
 
 Ranks = Callable[..., list[Any]]
 EXACT = {"rtol": 1e-12, "atol": 1e-12}  # float64 through a few layers

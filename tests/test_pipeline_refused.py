@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import tpcore
 from tpcore import Mesh
-from tpcore.context import ParallelContext
 from tpcore.errors import PeerLostError
+from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
 
 

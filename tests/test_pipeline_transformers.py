@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import tpcore
 from tpcore import Mesh
-from tpcore.context import ParallelContext
+from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
 
 transformers = pytest.importorskip("transformers")

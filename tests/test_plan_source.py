@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tpcore.plans.source import argument_of_calls, asks_loss_function, calls_super
+from tpcore.models.source import argument_of_calls, asks_loss_function, calls_super
 
 
 class Plain:

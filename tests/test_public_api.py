@@ -70,11 +70,8 @@ PUBLIC = {
         "launch",
         "lazy",
         "move_model_to_device",
-        "optim",
         "optimizer_step",
         "parallel_cross_entropy",
-        "parallel_layers",
-        "parallel_state",
         "parallelize",
         "random",
         "reduce_gradients",
@@ -84,7 +81,7 @@ PUBLIC = {
         "trace_causal_lm",
         "use",
     ],
-    "tpcore.ops": [
+    "tpcore.comm.mappings": [
         "all_gather",
         "all_to_all",
         "copy",
@@ -96,9 +93,8 @@ PUBLIC = {
         "sum_dtype",
         "transformed",
     ],
-    "tpcore.optim": ["Zero1", "lazy"],
-    "tpcore.random": ["draw", "get_state", "manual_seed", "mixed", "seeded", "set_state", "sharded"],
-    "tpcore.explaining": ["Collective", "Explanation", "Parameter", "Program", "StageCost", "explain"],
+    "tpcore.runtime.random": ["draw", "get_state", "manual_seed", "mixed", "seeded", "set_state", "sharded"],
+    "tpcore.diagnose.explain": ["Collective", "Explanation", "Parameter", "Program", "StageCost", "explain"],
     "tpcore.checkpoint": ["latest", "load", "save", "wait"],
     "tpcore.integrations.accelerate": ["Accelerator"],
     "tpcore.integrations.optimum_neuron": [
@@ -128,7 +124,7 @@ PUBLIC = {
         "parallel_model_trace",
     ],
     "tpcore.testing": ["ThreadBackend", "compare", "run_ranks"],
-    "tpcore.parallel_state": [
+    "tpcore.nxd.parallel_state": [
         "create_pg_with_ranks",
         "destroy_model_parallel",
         "gather_python_object",
@@ -174,7 +170,7 @@ PUBLIC = {
         "model_parallel_is_initialized",
         "rmsg",
     ],
-    "tpcore.parallel_layers": [
+    "tpcore.nxd.parallel_layers": [
         *LAYERS,
         *REGIONS,
         "checkpointing",
@@ -197,25 +193,28 @@ PUBLIC = {
         "split_tensor_along_last_dim",
         "utils",
     ],
-    "tpcore.parallel_layers.checkpointing": ["load", "save"],
-    "tpcore.parallel_layers.grads": [
+    "tpcore.nxd.parallel_layers.checkpointing": ["load", "save"],
+    "tpcore.nxd.parallel_layers.grads": [
         "allreduce_sequence_parallel_gradients",
         "bucket_allreduce_gradients",
         "clip_grad_norm",
         "clip_grads_with_norm",
         "get_grad_norm",
     ],
-    "tpcore.parallel_layers.layer_norm": ["LayerNorm"],
-    "tpcore.parallel_layers.layers": [
+    "tpcore.nxd.parallel_layers.layer_norm": ["LayerNorm"],
+    "tpcore.nxd.parallel_layers.layers": [
         *LAYERS,
         "BaseParallelLinear",
         "copy_tensor_model_parallel_attributes",
         "create_local_weight",
         "param_is_not_tensor_parallel_duplicate",
     ],
-    "tpcore.parallel_layers.pad": ["get_number_of_extra_heads"],
-    "tpcore.parallel_layers.loss_functions": ["from_parallel_logits_to_logprobs", "parallel_cross_entropy"],
-    "tpcore.parallel_layers.mappings": [
+    "tpcore.nxd.parallel_layers.pad": ["get_number_of_extra_heads"],
+    "tpcore.nxd.parallel_layers.loss_functions": [
+        "from_parallel_logits_to_logprobs",
+        "parallel_cross_entropy",
+    ],
+    "tpcore.nxd.parallel_layers.mappings": [
         *REGIONS,
         "gather_from_sequence_parallel_region",
         "gather_from_tensor_model_parallel_region_with_dim",
@@ -223,31 +222,31 @@ PUBLIC = {
         "reduce_scatter_to_tensor_model_parallel_region_with_dim",
         "scatter_to_sequence_parallel_region",
     ],
-    "tpcore.parallel_layers.random": [
+    "tpcore.nxd.parallel_layers.random": [
         "XLARNGStatesTracker",
         "get_xla_rng_tracker",
         "model_parallel_xla_manual_seed",
     ],
-    "tpcore.kernels.flash_attn": ["nki_flash_attn_func"],
-    "tpcore.kernels.ring_attention_kernel": ["nki_ring_attn_func"],
-    "tpcore.overrides.transformer_overrides": ["apply_rotary_pos_emb"],
-    "tpcore.modules.qkv_linear": ["GQAQKVColumnParallelLinear"],
-    "tpcore.modules.rms_norm": ["RMSNorm"],
-    "tpcore.optimizer": ["NeuronZero1Optimizer"],
-    "tpcore.optimizer.zero_redundancy_optimizer": ["NeuronZero1Optimizer"],
-    "tpcore.pipeline": ["NxDPPModel"],
-    "tpcore.pipeline.model": ["NxDPPModel"],
-    "tpcore.trainer": [*TRAINER, "NxDModel", "NxDOptimizer"],
-    "tpcore.trainer.checkpoint": [name for name in TRAINER if "checkpoint" in name],
-    "tpcore.trainer.model": ["NxDModel"],
-    "tpcore.trainer.optimizer": ["NxDOptimizer"],
-    "tpcore.trainer.trainer": [name for name in TRAINER if "checkpoint" not in name],
-    "tpcore.utils": ["cpu_mode", "get_device", "mark_step", "master_print"],
-    "tpcore.utils.adamw_fp32_optim_params": ["AdamW_FP32OptimParams"],
-    "tpcore.utils.batch_utils": ["get_batch_on_this_context_parallel_rank"],
-    "tpcore.utils.logger": ["get_logger"],
-    "tpcore.utils.model_utils": ["move_model_to_device"],
-    "tpcore.parallel_layers.utils": [
+    "tpcore.nxd.kernels.flash_attn": ["nki_flash_attn_func"],
+    "tpcore.nxd.kernels.ring_attention_kernel": ["nki_ring_attn_func"],
+    "tpcore.nxd.overrides.transformer_overrides": ["apply_rotary_pos_emb"],
+    "tpcore.nxd.modules.qkv_linear": ["GQAQKVColumnParallelLinear"],
+    "tpcore.nxd.modules.rms_norm": ["RMSNorm"],
+    "tpcore.nxd.optimizer": ["NeuronZero1Optimizer"],
+    "tpcore.nxd.optimizer.zero_redundancy_optimizer": ["NeuronZero1Optimizer"],
+    "tpcore.nxd.pipeline": ["NxDPPModel"],
+    "tpcore.nxd.pipeline.model": ["NxDPPModel"],
+    "tpcore.nxd.trainer": [*TRAINER, "NxDModel", "NxDOptimizer"],
+    "tpcore.nxd.trainer.checkpoint": [name for name in TRAINER if "checkpoint" in name],
+    "tpcore.nxd.trainer.model": ["NxDModel", "initialize_parallel_model"],
+    "tpcore.nxd.trainer.optimizer": ["NxDOptimizer", "initialize_parallel_optimizer"],
+    "tpcore.nxd.trainer.trainer": [name for name in TRAINER if "checkpoint" not in name],
+    "tpcore.nxd.utils": ["cpu_mode", "get_device", "mark_step", "master_print"],
+    "tpcore.nxd.utils.adamw_fp32_optim_params": ["AdamW_FP32OptimParams"],
+    "tpcore.nxd.utils.batch_utils": ["get_batch_on_this_context_parallel_rank"],
+    "tpcore.nxd.utils.logger": ["get_logger"],
+    "tpcore.nxd.utils.model_utils": ["move_model_to_device"],
+    "tpcore.nxd.parallel_layers.utils": [
         "EmbeddingUtility",
         "copy_tensor_model_parallel_attributes",
         "divide",
@@ -289,9 +288,14 @@ def test_every_name_is_there(name: str) -> None:
 
 def test_the_trainer_answers_to_the_name_of_the_package() -> None:
     for name in TRAINER:
-        assert getattr(tpcore, name) is getattr(tpcore.trainer, name)
+        assert getattr(tpcore.nxd, name) is getattr(tpcore.nxd.trainer, name)
     for package in ("kernels", "modules", "optimizer", "overrides", "pipeline", "utils"):
-        assert getattr(tpcore, package) is importlib.import_module(f"tpcore.{package}")
+        assert getattr(tpcore.nxd, package) is importlib.import_module(f"tpcore.nxd.{package}")
+
+
+def test_an_import_of_the_former_path_says_where_it_is() -> None:
+    with pytest.raises(ImportError, match=r"is tpcore\.nxd\.parallel_layers now"):
+        importlib.import_module("tpcore.parallel_layers.layers")
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

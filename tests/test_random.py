@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import tpcore
-from tpcore import ops
-from tpcore.context import ParallelContext
-from tpcore.mesh import Mesh
+from tpcore.comm import mappings as ops
+from tpcore.layout.mesh import Mesh
+from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
 
 Ranks = Callable[..., list[Any]]

@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tpcore.shard import Block, ShardSpec
+from tpcore.layout.shard import Block, ShardSpec
 
 DEGREES = st.integers(1, 8)
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import tpcore
-from tpcore.comm import Comm
-from tpcore.context import ParallelContext
+from tpcore.comm.comm import Comm
 from tpcore.errors import BackendError, CollectiveMismatchError, PeerLostError
-from tpcore.mesh import Mesh
+from tpcore.layout.mesh import Mesh
+from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
 
 TWO = Mesh({"tp": 2})
@@ -183,7 +183,7 @@ def test_failure_in_backward_reaches_the_ranks_that_wait_in_theirs() -> None:
 
     def rank(ctx: ParallelContext) -> None:
         x = torch.ones(2, requires_grad=True)
-        y = tpcore.ops.copy(x, ctx.comm("tp"))
+        y = tpcore.comm.mappings.copy(x, ctx.comm("tp"))
         (Fails.apply(y) if ctx.rank else y).sum().backward()
 
     with pytest.raises(ZeroDivisionError, match="in backward"):

@@ -29,7 +29,7 @@ import tpcore
 from tpcore import Mesh
 from tpcore.integrations.transformers import Trainer
 from tpcore.integrations.transformers.checks import check_arguments
-from tpcore.processes.pool import RankPool
+from tpcore.testing.pool import RankPool
 
 TP = Mesh({"pp": 1, "dp": 1, "tp": 2})
 BOTH = Mesh({"pp": 1, "dp": 2, "tp": 2})

@@ -10,17 +10,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tpcore import fused, ops
 from tpcore.backend.capabilities import Capabilities
-from tpcore.comm import Comm
-from tpcore.context import ParallelContext
+from tpcore.comm import mappings as ops
+from tpcore.comm.comm import Comm
+from tpcore.comm.transport import Op, Transport
+from tpcore.comm.wrapper import Checked
 from tpcore.errors import CollectiveMismatchError
-from tpcore.mesh import Group, Mesh
-from tpcore.relay import Checked
+from tpcore.layers import fused
+from tpcore.layout.mesh import Group, Mesh
+from tpcore.runtime.context import ParallelContext
 from tpcore.testing import ThreadBackend, run_ranks
 from tpcore.testing.kit import collectives, memory
 from tpcore.testing.threads import ThreadWorld
-from tpcore.transport import Op, Transport
 
 
 class Meeting:
@@ -105,7 +106,7 @@ def test_different_calls_are_an_error_on_every_rank(call: Callable[[Comm, int], 
 
 def test_calls_after_the_first_ones_are_compared_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TPCORE_CHECK", "warmup")
-    monkeypatch.setattr("tpcore.calls._WARMUP", 2)
+    monkeypatch.setattr("tpcore.comm.signature._WARMUP", 2)
 
     done = [0, 0]
 

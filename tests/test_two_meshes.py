@@ -12,10 +12,10 @@ from torch import nn
 import tpcore
 from tpcore.checkpoint.offline.verify import verify
 from tpcore.checkpoint.write.save import check_shards
-from tpcore.context import ParallelContext
 from tpcore.errors import CheckpointError
-from tpcore.mesh import Mesh
-from tpcore.shard import ShardSpec
+from tpcore.layout.mesh import Mesh
+from tpcore.layout.shard import ShardSpec
+from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
 
 Model = nn.Sequential

@@ -592,12 +592,6 @@ def test_a_rank_that_is_lost_in_the_step_leaves_the_checkpoint_before_it(tmp_pat
 
 
 # -- optimizers made before the model is moved -------------------------------------------------------------
-def test_a_lazy_optimizer_is_the_class_itself() -> None:
-    assert tpcore.optim.lazy(torch.optim.AdamW) is torch.optim.AdamW
-    with pytest.raises(ValueError, match=r"Adagrad makes its state at once.*tpcore\.Zero1"):
-        tpcore.optim.lazy(torch.optim.Adagrad)
-
-
 def test_moving_keeps_parameters_the_objects_that_they_are() -> None:
     """To meta, as to every device whose tensors cannot take the place of the CPU's, torch makes new ones."""
 

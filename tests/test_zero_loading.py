@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tpcore import CheckpointError, Mesh, ParallelContext, Zero1
 from tpcore.checkpoint import load, save
-from tpcore.storage.tensorfile import FileTensor
+from tpcore.checkpoint.storage.tensorfile import FileTensor
 from tpcore.testing import run_ranks
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import tpcore
 from tpcore import Mesh, ParallelContext, Zero1
 from tpcore.layers.sharding import sharding
-from tpcore.layout import Slot
+from tpcore.layout.layout import Slot
 from tpcore.testing import run_ranks
 
 MESHES = [{"pp": 2, "dp": dp, "tp": tp} for dp in (2, 3, 4) for tp in (1, 2)]

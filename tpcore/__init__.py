@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from . import layers, optim, random
+from . import layers
 from .backend.capabilities import Capabilities
 from .backend.interface import Backend, hookimpl
 from .backend.registry import backends
-from .comm import Comm
-from .context import ParallelContext, current, is_initialized, use
+from .comm.comm import Comm
+from .comm.transport import Transport
+from .diagnose.replicas import check_replicas
 from .errors import (
     BackendError,
     CheckpointError,
@@ -17,61 +18,35 @@ from .errors import (
     CollectiveTimeoutError,
     PeerLostError,
 )
-from .init import init, shutdown
 from .layers import *  # noqa: F403  a layer is exported in one place, there
 from .layers.loss import parallel_cross_entropy
 from .layers.module import ParallelModule, move_model_to_device
 from .layers.sharding import shard_specs
-from .layout import Layout
-from .memory import keep_freed_memory
-from .mesh import Group, Mesh
-from .shard import Block, ShardSpec, divide
+from .layout.layout import Layout
+from .layout.mesh import Group, Mesh
+from .layout.shard import Block, ShardSpec, divide
+from .runtime import random
+from .runtime.context import ParallelContext, current, is_initialized, use
+from .runtime.init import init, shutdown
+from .runtime.memory import keep_freed_memory
 from .train.clip import clip_grad_norm
 from .train.data_parallel import reduce_gradients
 from .train.pipeline import PipelinedLayers, PipelineModel
-from .train.replicas import check_replicas
 from .train.step import optimizer_step
 from .train.zero import Zero1
-from .transport import Transport
 
 if TYPE_CHECKING:
-    from . import checkpoint, parallel_layers, trace
+    from . import checkpoint, trace
     from .c10d.dtensor import dtensor_state_dict
-    from .explaining import explain
-    from .parallel_layers import parallel_state
-    from .plans import full_state_dict, lazy, parallelize
-    from .plans.cached import trace_causal_lm
+    from .diagnose.explain import explain
+    from .models import full_state_dict, lazy, parallelize
+    from .models.cached import trace_causal_lm
     from .processes.launch import launch
 
 __version__ = "0.1.0"
 
-_PACKAGES = frozenset(
-    [
-        "checkpoint",
-        "kernels",
-        "modules",
-        "optimizer",
-        "overrides",
-        "parallel_layers",
-        "parallel_state",
-        "pipeline",
-        "trace",
-        "trainer",
-        "utils",
-    ]
-)
-_TRAINER = frozenset(
-    [
-        "finalize_checkpoint",
-        "has_checkpoint",
-        "initialize_parallel_model",
-        "initialize_parallel_optimizer",
-        "load_checkpoint",
-        "neuronx_distributed_config",
-        "save_checkpoint",
-    ]
-)
-"""What scripts of NeuronX Distributed's trainer call by the package's own name."""
+# where an import of a path that scripts of older releases have is told the new one
+__path__.append(f"{__path__[0]}/nxd/moved")  # noqa: F405  each package has it
 
 
 def __getattr__(name: str) -> Any:
@@ -85,25 +60,21 @@ def __getattr__(name: str) -> Any:
 
         return dtensor_state_dict
     if name == "explain":
-        from .explaining import explain
+        from .diagnose.explain import explain
 
         return explain
     if name in ("full_state_dict", "lazy", "parallelize"):
-        from . import plans
+        from . import models as plans
 
         return getattr(plans, name)
     if name == "trace_causal_lm":
-        from .plans.cached import trace_causal_lm
+        from .models.cached import trace_causal_lm
 
         return trace_causal_lm
-    if name in _PACKAGES:
+    if name in ("checkpoint", "trace"):
         from importlib import import_module
 
         return import_module(f"{__name__}.{name}")
-    if name in _TRAINER:
-        from . import trainer
-
-        return getattr(trainer, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -143,11 +114,8 @@ __all__ = [
     "launch",
     "lazy",
     "move_model_to_device",
-    "optim",
     "optimizer_step",
     "parallel_cross_entropy",
-    "parallel_layers",
-    "parallel_state",
     "parallelize",
     "random",
     "reduce_gradients",

@@ -11,10 +11,10 @@ from worlds import Alike
 import tpcore
 from tpcore.backend.capabilities import Capabilities
 from tpcore.c10d.backend import C10dBackend
-from tpcore.context import ParallelContext
-from tpcore.mesh import Mesh
-from tpcore.processes.pool import RankPool
+from tpcore.layout.mesh import Mesh
+from tpcore.runtime.context import ParallelContext
 from tpcore.testing import ThreadBackend
+from tpcore.testing.pool import RankPool
 
 
 class Simple(C10dBackend):

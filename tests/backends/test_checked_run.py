@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import tpcore
-from tpcore.context import ParallelContext
+from tpcore.runtime.context import ParallelContext
 
 pytestmark = pytest.mark.processes
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import tpcore
-from tpcore.context import ParallelContext, enter_process, leave_process
-from tpcore.mesh import Mesh
-from tpcore.processes.pool import RankPool
+from tpcore.layout.mesh import Mesh
+from tpcore.runtime.context import ParallelContext, enter_process, leave_process
+from tpcore.testing.pool import RankPool
 
 pytestmark = pytest.mark.processes
 HIDDEN, HEADS, VOCAB = 16, 4, 9  # a vocabulary that 2 ranks pad
@@ -103,8 +103,8 @@ def _other_layers(ctx: ParallelContext) -> None:
         torch.testing.assert_close(torch.compile(layer, fullgraph=True, backend="eager")(x), layer(x))
 
     def moved(t: Tensor) -> Tensor:
-        t = tpcore.ops.all_to_all(t, comm, 0, 1)
-        return tpcore.ops.shift(t, comm) * comm.position + comm.broadcast(t.detach(), 1)
+        t = tpcore.comm.mappings.all_to_all(t, comm, 0, 1)
+        return tpcore.comm.mappings.shift(t, comm) * comm.position + comm.broadcast(t.detach(), 1)
 
     compiled = torch.compile(moved, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), moved(x))

@@ -11,10 +11,10 @@ from roads import each_road  # noqa: F401  the fixture ``pool``
 from torch.utils.data import DataLoader, Dataset
 
 import tpcore
-from tpcore.context import ParallelContext, enter_process
-from tpcore.mesh import Mesh
-from tpcore.processes.pool import RankPool
+from tpcore.layout.mesh import Mesh
+from tpcore.runtime.context import ParallelContext, enter_process
 from tpcore.testing import ThreadBackend, run_ranks
+from tpcore.testing.pool import RankPool
 from tpcore.testing.threads import ThreadWorld
 
 

@@ -11,9 +11,9 @@ from roads import OverRoad, each_road  # noqa: F401  a fixture
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tpcore.comm import Comm
-from tpcore.context import ParallelContext
-from tpcore.mesh import Mesh
+from tpcore.comm.comm import Comm
+from tpcore.layout.mesh import Mesh
+from tpcore.runtime.context import ParallelContext
 
 MESHES = {"tp2": {"tp": 2}, "tp4": {"tp": 4}, "dp2xtp2": {"dp": 2, "tp": 2}}
 SUMMED = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")

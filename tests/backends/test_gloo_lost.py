@@ -18,13 +18,13 @@ from roads import GLOO, SHARED, OverRoad, each_road  # noqa: F401  a fixture
 from tiers import diagonal
 from torch import Tensor, nn
 
-from tpcore import parallel_layers
-from tpcore.comm import Comm
-from tpcore.context import ParallelContext
+from tpcore.comm.comm import Comm
 from tpcore.errors import CollectiveTimeoutError, PeerLostError
 from tpcore.layers import ColumnParallelLinear, RowParallelLinear
-from tpcore.mesh import Mesh
-from tpcore.processes.pool import RankPool
+from tpcore.layout.mesh import Mesh
+from tpcore.nxd import parallel_layers
+from tpcore.runtime.context import ParallelContext
+from tpcore.testing.pool import RankPool
 
 ALONE, TP2, TP4, SQUARE = Mesh({"tp": 1}), Mesh({"tp": 2}), Mesh({"tp": 4}), Mesh({"dp": 2, "tp": 2})
 HOW = ["killed", "fails", "leaves", "raises"]

@@ -19,12 +19,12 @@ from roads import GLOO, OverRoad, each_road  # noqa: F401  a fixture
 from tpcore_cpu_gloo import GlooBackend
 
 import tpcore
-from tpcore import ops
-from tpcore.comm import Comm
-from tpcore.context import ParallelContext
+from tpcore.comm import mappings as ops
+from tpcore.comm.comm import Comm
 from tpcore.errors import CollectiveMismatchError
 from tpcore.layers import ColumnParallelLinear
-from tpcore.mesh import Mesh
+from tpcore.layout.mesh import Mesh
+from tpcore.runtime.context import ParallelContext
 
 Program = Callable[[Comm, bool], object]
 

@@ -19,10 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 from tpcore_cpu_gloo import GlooBackend
 
 import tpcore
-from tpcore.context import ParallelContext
 from tpcore.errors import BackendError, CollectiveTimeoutError
-from tpcore.mesh import Mesh
-from tpcore.processes.pool import RankPool
+from tpcore.layout.mesh import Mesh
+from tpcore.runtime.context import ParallelContext
+from tpcore.testing.pool import RankPool
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

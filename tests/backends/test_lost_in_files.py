@@ -17,10 +17,10 @@ from roads import GLOO, SHARED, OverRoad, each_road  # noqa: F401  a fixture
 from tiers import diagonal
 
 from tpcore import checkpoint
-from tpcore.context import ParallelContext
 from tpcore.errors import CheckpointError, CollectiveTimeoutError, PeerLostError
 from tpcore.layers import ColumnParallelLinear
-from tpcore.mesh import Mesh
+from tpcore.layout.mesh import Mesh
+from tpcore.runtime.context import ParallelContext
 
 TP2, SQUARE = Mesh({"tp": 2}), Mesh({"dp": 2, "tp": 2})
 WHERE = ["save", "load"]

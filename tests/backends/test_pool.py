@@ -10,11 +10,11 @@ from typing import NoReturn
 import pytest
 import torch
 
-from tpcore.context import ParallelContext, current
 from tpcore.errors import PeerLostError
-from tpcore.mesh import Mesh
-from tpcore.processes.pool import RankPool, RankStuck
+from tpcore.layout.mesh import Mesh
 from tpcore.processes.transfer import RankTraceback
+from tpcore.runtime.context import ParallelContext, current
+from tpcore.testing.pool import RankPool, RankStuck
 
 
 def _where(ctx: ParallelContext) -> tuple[int, int, bool, int, str | None]:

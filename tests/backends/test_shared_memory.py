@@ -20,13 +20,13 @@ from tpcore_cpu_gloo import GlooBackend, segment, semaphores
 from tpcore_cpu_gloo.exchange import Announced, Exchange
 
 from tpcore.c10d.supervision.waiting import Waiting
-from tpcore.comm import Comm
-from tpcore.context import ParallelContext
+from tpcore.comm.comm import Comm
+from tpcore.comm.transport import Transport
 from tpcore.errors import CollectiveMismatchError
-from tpcore.mesh import Group, Mesh
-from tpcore.processes.pool import RankPool
+from tpcore.layout.mesh import Group, Mesh
 from tpcore.processes.shared_memory import nameless_file
-from tpcore.transport import Transport
+from tpcore.runtime.context import ParallelContext
+from tpcore.testing.pool import RankPool
 
 TP2, TP4 = Mesh({"tp": 2}), Mesh({"tp": 4})
 

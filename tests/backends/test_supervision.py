@@ -23,11 +23,11 @@ from tpcore.c10d.supervision.peers import Peers
 from tpcore.c10d.supervision.rendezvous import Rendezvous
 from tpcore.c10d.supervision.status_store import StatusStore
 from tpcore.c10d.supervision.verdict import connection_broke
-from tpcore.calls import Call, unexplained
-from tpcore.context import ParallelContext
+from tpcore.comm.signature import Call, unexplained
 from tpcore.errors import CollectiveMismatchError, CollectiveTimeoutError, PeerLostError
-from tpcore.mesh import Mesh
-from tpcore.processes.pool import RankPool
+from tpcore.layout.mesh import Mesh
+from tpcore.runtime.context import ParallelContext
+from tpcore.testing.pool import RankPool
 
 TP2 = Mesh({"tp": 2})
 

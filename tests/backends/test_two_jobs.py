@@ -19,8 +19,8 @@ import tpcore
 from tpcore import BackendError
 from tpcore.c10d.supervision.claim import claim, job_ids, twice
 from tpcore.c10d.supervision.host import Identity
-from tpcore.mesh import Mesh
-from tpcore.processes.pool import RankPool
+from tpcore.layout.mesh import Mesh
+from tpcore.testing.pool import RankPool
 
 OWN = Identity.own()
 DEAD = Identity(OWN.hostname, OWN.host, OWN.pid, OWN.started - 1)

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from tpcore.backend.capabilities import Capabilities
-from tpcore.mesh import Group, Mesh
+from tpcore.comm.transport import Transport
+from tpcore.layout.mesh import Group, Mesh
 from tpcore.testing import ThreadBackend, run_ranks
 from tpcore.testing.kit import edges
 from tpcore.testing.kit.contract import Contract
 from tpcore.testing.threads import ThreadTransport
-from tpcore.transport import Transport
 
 
 def summed(parts: list[Tensor]) -> Tensor:

@@ -10,11 +10,11 @@ import pytest
 import torch
 from tpcore_cpu_gloo import GlooBackend
 
+from tpcore.comm.transport import Pending, Transport
 from tpcore.errors import CollectiveMismatchError, PeerLostError
-from tpcore.mesh import Group, Mesh
+from tpcore.layout.mesh import Group, Mesh
 from tpcore.testing import run_ranks
 from tpcore.testing.kit.lost import Losses, lost
-from tpcore.transport import Pending, Transport
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]  # each starts jobs of three ranks
 

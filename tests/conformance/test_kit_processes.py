@@ -17,9 +17,9 @@ from tpcore_cpu_gloo import GlooBackend
 
 from tpcore.backend.interface import Backend
 from tpcore.c10d.backend import C10dBackend
-from tpcore.mesh import Mesh
-from tpcore.processes.pool import RankPool, Standing
+from tpcore.layout.mesh import Mesh
 from tpcore.testing.kit.conformance import Conformance, Run
+from tpcore.testing.pool import RankPool, Standing
 
 pytestmark = [pytest.mark.xdist_group("kit"), pytest.mark.processes]
 

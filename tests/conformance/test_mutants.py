@@ -17,15 +17,15 @@ from test_mutants_rare import RARE
 from torch import Tensor
 from tpcore_cpu_gloo import programs
 
-from tpcore.comm import Comm
-from tpcore.context import ParallelContext, current
+from tpcore.comm.comm import Comm
+from tpcore.comm.transport import Op, Pending, Transport, inverse
 from tpcore.errors import BackendError
-from tpcore.mesh import Group, Mesh
+from tpcore.layout.mesh import Group, Mesh
+from tpcore.runtime.context import ParallelContext, current
 from tpcore.testing import run_ranks
 from tpcore.testing.kit.contract import Contract
 from tpcore.testing.threads import ThreadTransport, ThreadWorld
 from tpcore.testing.verify.report import EDGES, edge_rows
-from tpcore.transport import Op, Pending, Transport, inverse
 
 
 def in_backward() -> bool:

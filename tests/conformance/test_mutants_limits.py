@@ -12,8 +12,8 @@ from faults import Plain, Registry, first_of, found, summed
 from test_mutants_rare import OfAll
 from torch import Tensor
 
+from tpcore.comm.transport import Op, Pending
 from tpcore.testing.threads import ThreadTransport
-from tpcore.transport import Op, Pending
 
 LIMITS = Registry()
 mutant = LIMITS.mutant

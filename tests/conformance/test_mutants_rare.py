@@ -11,9 +11,9 @@ import torch
 from faults import Plain, Registry, Sampled, failures, first_of, found, summed
 from torch import Tensor
 
-from tpcore.mesh import Group
+from tpcore.comm.transport import Op, Pending, Transport
+from tpcore.layout.mesh import Group
 from tpcore.testing.threads import ThreadTransport
-from tpcore.transport import Op, Pending, Transport
 
 RARE = Registry()
 mutant = RARE.mutant

@@ -15,7 +15,7 @@ from machines import Machine, environment
 
 from tpcore.checkpoint.format.retention import newest
 from tpcore.checkpoint.offline.verify import verify
-from tpcore.mesh import Mesh
+from tpcore.layout.mesh import Mesh
 from tpcore.testing import run_ranks
 
 ENDLESS = 10**6

@@ -23,8 +23,8 @@ from tiers import tiers
 from tpcore import checkpoint
 from tpcore.checkpoint.format.retention import newest
 from tpcore.checkpoint.offline.verify import verify
-from tpcore.context import ParallelContext
-from tpcore.mesh import Mesh
+from tpcore.layout.mesh import Mesh
+from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
 
 pytestmark = [

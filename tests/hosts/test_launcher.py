@@ -15,7 +15,7 @@ import training
 from machines import Machine
 from network import Network, address, why_not
 
-from tpcore.mesh import Mesh
+from tpcore.layout.mesh import Mesh
 from tpcore.testing import run_ranks
 
 pytestmark = [

@@ -15,7 +15,7 @@ from pipelines import batch_of, cut, share_of
 import tpcore
 from tpcore import checkpoint
 from tpcore.checkpoint.write import save as writing
-from tpcore.context import ParallelContext
+from tpcore.runtime.context import ParallelContext
 
 LAYERS, BATCH = 6, 12  # for 1, 2 and 3 stages; for dp up to 3, in two microbatches
 

@@ -1,4 +1,4 @@
-"""``import neuronx_distributed.a.b`` gives ``tpcore.a.b``, the same module: what changing one import does."""
+"""``import neuronx_distributed.a.b`` gives ``tpcore.nxd.a.b``, the same module, as after a changed import."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-OLD, NEW = "neuronx_distributed", "tpcore"
+OLD, NEW = "neuronx_distributed", "tpcore.nxd"
 
 
 class Renamed(importlib.abc.MetaPathFinder, importlib.abc.Loader):

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch.nn import init
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-import tpcore as neuronx_distributed
+import tpcore.nxd as neuronx_distributed
 
 parallel_state = neuronx_distributed.parallel_state
 checkpointing = neuronx_distributed.parallel_layers.checkpointing

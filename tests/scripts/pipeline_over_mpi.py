@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tpcore
-from tpcore.transport import Transport
+from tpcore.comm.transport import Transport
 
 STEPS = 4
 

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tpcore
-from tpcore.context import ParallelContext
-from tpcore.mesh import Mesh
-from tpcore.processes.pool import RankPool
+from tpcore.layout.mesh import Mesh
+from tpcore.runtime.context import ParallelContext
+from tpcore.testing.pool import RankPool
 from tpcore.trace import TensorParallelModel
 from tpcore.trace.api import _call, _size
 from tpcore.trace.artifact import TraceManifest

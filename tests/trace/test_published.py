@@ -18,7 +18,7 @@ import torch
 from models import Encoder, batch
 from torch import nn
 
-import tpcore as neuronx_distributed
+import tpcore.nxd as neuronx_distributed
 from tpcore.backend.registry import backend_class
 from tpcore.errors import BackendError, PeerLostError
 from tpcore.processes.transfer import RankTraceback

@@ -24,7 +24,7 @@ from models import VOCABULARY, Encoder, batch, differences
 
 import tpcore
 from tpcore.errors import BackendError, CheckpointError, PeerLostError
-from tpcore.mesh import Mesh
+from tpcore.layout.mesh import Mesh
 from tpcore.testing import run_ranks
 from tpcore.trace import TensorParallelModel, parallel_model_load, parallel_model_save
 from tpcore.trace.artifact import opened
@@ -145,7 +145,7 @@ def test_what_a_caller_does_wrong_changes_nothing(
 
 def _save_at_4(folder: Path) -> None:
     def save(ctx: Any) -> None:
-        tpcore.parallel_layers.save(Encoder(True, seed=3).state_dict(), folder)
+        tpcore.nxd.parallel_layers.save(Encoder(True, seed=3).state_dict(), folder)
 
     run_ranks(Mesh({"tp": 4}), save)
 

@@ -13,7 +13,8 @@ from pipelines import CutModel, batch_of, cut, ends_of
 from torch import Tensor, nn
 
 import tpcore
-from tpcore import Mesh, ParallelContext, Zero1, ops
+from tpcore import Mesh, ParallelContext, Zero1
+from tpcore.comm import mappings as ops
 from tpcore.testing import run_ranks
 
 IDS = batch_of(4, 9)["ids"]

@@ -13,7 +13,7 @@ from onreplicas import on_replicas
 from tpcore_neuron.testing import Program, lower, programs, run_replicas
 
 import tpcore
-from tpcore.context import ParallelContext
+from tpcore.runtime.context import ParallelContext
 
 
 def who_am_i() -> tuple[object, ...]:
@@ -61,7 +61,7 @@ def test_random_state_and_environment_are_each_ranks_own():
 
 
 def reads_alone(ctx: ParallelContext) -> float:
-    loss = tpcore.ops.reduce(torch.tensor([1.0]).to(ctx.device), ctx.comm("tp"))
+    loss = tpcore.comm.mappings.reduce(torch.tensor([1.0]).to(ctx.device), ctx.comm("tp"))
     ctx.backend.mark_step()
     return (loss * 3).item() + 1 if ctx.rank == 0 else loss.item()
 

@@ -15,7 +15,7 @@ from tpcore_neuron.replicas import api as replicas
 
 import tpcore
 from tpcore.checkpoint import load, save
-from tpcore.context import ParallelContext
+from tpcore.runtime.context import ParallelContext
 
 
 def saved(ctx: ParallelContext, folder: Path) -> None:

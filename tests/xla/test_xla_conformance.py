@@ -11,8 +11,8 @@ from tiers import tiers
 from tpcore_neuron.testing import run_replicas
 
 from tpcore.backend.registry import load_backend
-from tpcore.context import ParallelContext, use
-from tpcore.mesh import Mesh
+from tpcore.layout.mesh import Mesh
+from tpcore.runtime.context import ParallelContext, use
 from tpcore.testing import matrix
 from tpcore.testing.kit.conformance import Conformance, Run
 

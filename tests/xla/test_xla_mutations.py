@@ -7,7 +7,7 @@ import torch
 from onreplicas import on_replicas
 from test_xla_primitives import primitives
 
-from tpcore.context import ParallelContext
+from tpcore.runtime.context import ParallelContext
 
 
 def _mine(comm, x, dim):

@@ -12,7 +12,7 @@ from tiers import tiers
 from tpcore_neuron.testing import programs
 
 import tpcore
-from tpcore.context import ParallelContext
+from tpcore.runtime.context import ParallelContext
 
 transformers = pytest.importorskip("transformers")
 

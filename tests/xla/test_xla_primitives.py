@@ -10,8 +10,8 @@ from onreplicas import on_replicas
 from tpcore_neuron.testing import programs
 
 import tpcore
-from tpcore.consensus import gather_bytes
-from tpcore.context import ParallelContext
+from tpcore.runtime.consensus import gather_bytes
+from tpcore.runtime.context import ParallelContext
 
 MESHES = [pytest.param(2, 2, id="n2-tp2"), pytest.param(2, 1, id="n2-dp2"), pytest.param(4, 4, id="n4-tp4")]
 MESHES += [pytest.param(4, 2, id="n4-dp2xtp2"), pytest.param(4, 1, id="n4-dp4")]
@@ -85,7 +85,7 @@ def library_groups(ctx: ParallelContext) -> dict[str, torch.Tensor]:
     import torch.distributed as dist
     import torch_xla.core.xla_model as xm
 
-    ps = tpcore.parallel_state
+    ps = tpcore.nxd.parallel_state
     out = {}
     for axis, group in (("tp", ps.get_tensor_model_parallel_group), ("dp", ps.get_data_parallel_group)):
         x = torch.tensor([2.0**ctx.rank]).to(ctx.device)
@@ -94,7 +94,7 @@ def library_groups(ctx: ParallelContext) -> dict[str, torch.Tensor]:
         y = torch.tensor([2.0**ctx.rank]).to(ctx.device)
         out[f"xm {axis}"] = xm.all_reduce("sum", y, groups=group(as_list=True), pin_layout=False)
         z = torch.tensor([2.0**ctx.rank]).to(ctx.device)
-        out[f"comm {axis}"] = tpcore.ops.reduce(z, ctx.comm_for(group()))
+        out[f"comm {axis}"] = tpcore.comm.mappings.reduce(z, ctx.comm_for(group()))
         gathered = torch.empty(ctx.comm(axis).size, device=ctx.device)
         dist.all_gather_into_tensor(gathered, torch.tensor([2.0**ctx.rank]).to(ctx.device), group=group())
         out[f"dist gather {axis}"] = gathered.sum().reshape(1)
@@ -123,7 +123,7 @@ def optimizer_steps(ctx: ParallelContext) -> dict[str, float]:
         if name == "tpcore":
             tpcore.optimizer_step(optimizer)
         else:
-            groups = tpcore.parallel_state.get_data_parallel_group(as_list=True)
+            groups = tpcore.nxd.parallel_state.get_data_parallel_group(as_list=True)
             xm.reduce_gradients(optimizer, groups=groups, pin_layout=False)
             optimizer.step()
         ctx.backend.mark_step()

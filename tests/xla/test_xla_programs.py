@@ -12,7 +12,7 @@ from onreplicas import on_replicas
 from tpcore_neuron.testing import Program, lower, programs
 
 import tpcore
-from tpcore.context import ParallelContext
+from tpcore.runtime.context import ParallelContext
 
 TP4, DP2 = ((0, 1, 2, 3), (4, 5, 6, 7)), ((0, 4), (1, 5), (2, 6), (3, 7))
 BATCH, LENGTH = 2, 8
@@ -53,7 +53,7 @@ def test_a_whole_step_is_one_program_on_8_ranks(process, sequence_parallel, dtyp
 
 
 def local_block(sequence_parallel: bool, dtype: torch.dtype) -> torch.nn.Module:
-    from tpcore.mesh import Mesh
+    from tpcore.layout.mesh import Mesh
     from tpcore.testing import run_ranks
 
     return run_ranks(Mesh({"dp": 1, "tp": 4}), lambda ctx: Block(sequence_parallel, 4, dtype))[0]

@@ -13,8 +13,8 @@ from onreplicas import on_replicas
 from tpcore_neuron.testing import programs, run_replicas
 
 import tpcore
-from tpcore.consensus import gather_bytes
-from tpcore.context import ParallelContext
+from tpcore.runtime.consensus import gather_bytes
+from tpcore.runtime.context import ParallelContext
 
 GUIDE = Path(__file__).parents[2] / "docs/neuron.md"
 

@@ -9,7 +9,7 @@ from nets import assert_same_parameters, cut_net, ids_of, loss_of, plain_net
 from onreplicas import on_replicas
 
 import tpcore
-from tpcore.context import ParallelContext
+from tpcore.runtime.context import ParallelContext
 
 MESHES = [
     pytest.param(2, 2, id="n2-tp2"),

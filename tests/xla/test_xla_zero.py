@@ -12,7 +12,7 @@ from tpcore_neuron.testing import programs
 
 import tpcore
 from tpcore import Zero1
-from tpcore.context import ParallelContext
+from tpcore.runtime.context import ParallelContext
 
 STEPS, BATCH = 5, 8
 

@@ -12,10 +12,10 @@ import pluggy
 import torch
 from torch import Tensor
 
-from ..comm import Comm
+from ..comm.comm import Comm
+from ..comm.transport import Transport
 from ..errors import BackendError
-from ..mesh import Group
-from ..transport import Transport
+from ..layout.mesh import Group
 from .capabilities import Capabilities
 from .programs import CompilerOptions, Dims, Function, LoadedProgram
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ..comm import Comm
-from ..mesh import Group
-from ..transport import Transport
+from ..comm.comm import Comm
+from ..comm.transport import Transport
+from ..layout.mesh import Group
 
 if TYPE_CHECKING:
-    from ..context import ParallelContext
+    from ..runtime.context import ParallelContext
 
 Function = Callable[[Mapping[str, Tensor], Sequence[Tensor]], list[Tensor]]
 """A function to trace: it computes outputs from weights by name and from inputs, and from nothing else."""

@@ -10,7 +10,7 @@ from typing import Any
 import pluggy
 
 from ..errors import BackendError
-from ..mesh import Mesh
+from ..layout.mesh import Mesh
 from .interface import INTERFACE, PROJECT, Backend, hookspec
 
 

@@ -23,9 +23,9 @@ from torch.utils.hooks import RemovableHandle
 from .. import settings
 from ..backend.capabilities import Capabilities
 from ..backend.interface import Backend
+from ..comm.transport import Transport
 from ..errors import BackendError
-from ..mesh import Group
-from ..transport import Transport
+from ..layout.mesh import Group
 from .replicas import refuse_shards_as_replicas
 from .supervision.rendezvous import store_of_environment
 from .supervision.supervisor import Members, Supervisor

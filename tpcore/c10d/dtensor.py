@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from ..context import ParallelContext, current
 from ..errors import BackendError
 from ..layers.sharding import sharding
-from ..layout import Layout
-from ..shard import ShardSpec
+from ..layout.layout import Layout
+from ..layout.shard import ShardSpec
+from ..runtime.context import ParallelContext, current
 from .backend import C10dBackend
 
 

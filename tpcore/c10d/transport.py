@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..mesh import Group
-from ..transport import (
+from ..comm.transport import (
     ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALL,
@@ -23,6 +22,7 @@ from ..transport import (
     Transport,
     inverse,
 )
+from ..layout.mesh import Group
 
 
 def _options(made: Any, **fields: Any) -> Any:

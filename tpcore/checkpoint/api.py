@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..consensus import gather_bytes, together
-from ..context import current
+from ..runtime.consensus import gather_bytes, together
+from ..runtime.context import current
 from .format.retention import newest
 from .forms.source import Reading
 from .read.model import StrPath, read_checkpoint

@@ -25,8 +25,8 @@ from rich.progress import (
 from rich.progress import Progress as Bar
 from rich.table import Table
 
+from ..checkpoint.storage.progress import Progress
 from ..errors import CheckpointError
-from ..storage.progress import Progress
 from .console import finite, shape_text, wide_console
 
 checkpoint = typer.Typer(
@@ -280,7 +280,7 @@ def _rules(cuts: list[str]) -> list[Any]:
 
 def _named_by(config: str) -> dict[str, Any]:
     """For ``consolidate``: names as transformers stores the model of a configuration, which is copied too."""
-    from ..plans.stored import stored_names
+    from ..models.stored import stored_names
 
     folder = config if Path(config).is_dir() else str(Path(config).parent)
     return {"stored_names": partial(stored_names, config), "beside": folder}

@@ -6,7 +6,7 @@ import json
 
 import typer
 
-from .. import environment_report
+from ..diagnose import doctor as environment_report
 
 
 def doctor(

@@ -11,9 +11,9 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from ..diagnose.explain import Collective, Explanation, Program, StageCost, explain
+from ..diagnose.explain.summary import kinds, replicated, size, sizes
 from ..errors import extra
-from ..explaining import Collective, Explanation, Program, StageCost, explain
-from ..explaining.summary import kinds, replicated, size, sizes
 from .console import wide_console
 
 
@@ -106,7 +106,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _draw(found: Explanation, path: Path) -> None:
-    from ..explaining.picture import save_picture
+    from ..diagnose.explain.picture import save_picture
 
     with extra("plot", "--plot"):
         save_picture(found, path)

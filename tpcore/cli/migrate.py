@@ -9,7 +9,7 @@ from pathlib import Path
 
 import typer
 
-from ..migrate.script import Script
+from ..nxd.migrate.script import Script
 
 
 def migrate(

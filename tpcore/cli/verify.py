@@ -12,8 +12,8 @@ from rich.table import Table
 from .. import settings
 from ..backend.registry import load_backend
 from ..errors import BackendError
-from ..init import choose_backend
 from ..processes.launch import launch
+from ..runtime.init import choose_backend
 
 if TYPE_CHECKING:
     from ..testing.verify.report import Report

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..context import current
-from ..shard import Block
+from ..layout.shard import Block
+from ..runtime.context import current
 from .initial import Init
 from .linear import ColumnParallelLinear
 from .module import Device

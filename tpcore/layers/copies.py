@@ -8,9 +8,9 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from .. import ops
-from ..comm import Comm
-from ..shard import ShardSpec
+from ..comm import mappings as ops
+from ..comm.comm import Comm
+from ..layout.shard import ShardSpec
 from .module import ParallelModule
 
 

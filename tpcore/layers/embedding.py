@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import ops
-from ..shard import ShardSpec
+from ..comm import mappings as ops
+from ..layout.shard import ShardSpec
 from .attributes import EmbeddingAttributes
 from .features import Features, note_padding
 from .ids import check_ids

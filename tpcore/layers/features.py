@@ -9,9 +9,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .. import ops
-from ..comm import Comm
-from ..shard import ShardSpec
+from ..comm import mappings as ops
+from ..comm.comm import Comm
+from ..layout.shard import ShardSpec
 
 Index = NDArray[np.int64]
 _MARK = "tpcore_unpadded"

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..boxes import Box, narrowed
-from ..layout import Layout
-from ..mesh import Mesh
+from ..layout.layout import Layout
+from ..layout.mesh import Mesh
+from ..layout.slices import Box, narrowed
 
 Init = Callable[[Tensor], object]
 _Step = tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]

@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import ops
-from ..fused import column_linear, row_linear
-from ..shard import Block, ShardSpec
+from ..comm import mappings as ops
+from ..layout.shard import Block, ShardSpec
 from .attributes import LinearAttributes
 from .copies import Copies
 from .features import Features, mark_unpadded, marked_like
+from .fused import column_linear, row_linear
 from .initial import Init, unsharded
 from .module import Device
 from .options import cut_features, sequence_dim, tokens_over

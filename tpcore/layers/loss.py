@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import ops
-from ..checks import Checks
-from ..comm import Comm
-from ..context import current, is_initialized
-from ..parts import plain
+from ..comm import mappings as ops
+from ..comm.comm import Comm
+from ..comm.parts import plain
+from ..runtime.checks import Checks
+from ..runtime.context import current, is_initialized
 from .features import unpadded
 from .ids import check_ids
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..comm import Comm
-from ..context import current
-from ..layout import Layout, Slot
-from ..shard import ShardSpec
+from ..comm.comm import Comm
+from ..layout.layout import Layout, Slot
+from ..layout.shard import ShardSpec
+from ..runtime.context import current
 from .initial import Init, initial_part
 from .sharding import Sharding, stamp
 

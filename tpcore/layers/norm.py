@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import ops
-from ..shard import ShardSpec
+from ..comm import mappings as ops
+from ..layout.shard import ShardSpec
 from .module import ParallelModule
 from .plain import checked_plain, filled
 

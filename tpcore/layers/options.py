@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import ops
-from ..comm import Comm
-from ..context import current
-from ..shard import Block, ShardSpec
+from ..comm import mappings as ops
+from ..comm.comm import Comm
+from ..layout.shard import Block, ShardSpec
+from ..runtime.context import current
 from .features import note_padding
 from .module import ParallelModule
 

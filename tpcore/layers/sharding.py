@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..boxes import Share
-from ..context import ParallelContext
-from ..layout import Layout
-from ..shard import ShardSpec
+from ..layout.layout import Layout
+from ..layout.shard import ShardSpec
+from ..layout.slices import Share
+from ..runtime.context import ParallelContext
 
 
 @dataclass(frozen=True)

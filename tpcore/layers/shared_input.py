@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import ops
-from ..comm import Comm
+from ..comm import mappings as ops
+from ..comm.comm import Comm
 from .linear import ColumnParallelLinear
 
 

@@ -18,8 +18,8 @@ def refuse_width(
         remedy = "; these are the features of all ranks: leave out input_is_parallel=True, which takes a part"
     elif not parallel and has * tp == input_size:
         remedy = f"; {has} is the part of one of tp={tp} ranks: " + (
-            "gather it first (gather_output=True in the layer before, or tpcore.ops.gather), or use a "
-            "RowParallelLinear with input_is_parallel=True"
+            "gather it first (gather_output=True in the layer before, or tpcore.comm.mappings.gather), or "
+            "use a RowParallelLinear with input_is_parallel=True"
             if parallel is None
             else "pass input_is_parallel=True"
         )

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Any
 
 from ..log import log
-from ..memory import keep_freed_memory
+from ..runtime.memory import keep_freed_memory
 from ..settings import RANK
 from .lifeline import follow
 from .shared_memory import read_file, write_file

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from ..backend.capabilities import Capabilities
 from ..backend.interface import Backend
-from ..calls import Call, call_place, disagreement
-from ..context import ParallelContext, use
+from ..comm.signature import Call, call_place, disagreement
+from ..comm.transport import Primitive
+from ..comm.wrapper import Relay
 from ..errors import BackendError, CollectiveMismatchError, PeerLostError
-from ..guards import whole_tensors_only
-from ..mesh import Group, Mesh
-from ..relay import Relay
-from ..transport import Primitive
+from ..layout.mesh import Group, Mesh
+from ..runtime.context import ParallelContext, use
+from ..runtime.guards import whole_tensors_only
 
 T = TypeVar("T")
 _Entry = tuple[Call, Tensor]

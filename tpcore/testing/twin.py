@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..boxes import narrowed
-from ..consensus import together
-from ..context import current
 from ..layers.sharding import sharding
-from ..layout import Layout
+from ..layout.layout import Layout
+from ..layout.slices import narrowed
+from ..runtime.consensus import together
+from ..runtime.context import current
 
 _NOISE = 1e-2  # of the largest gradient: smaller ones, as of a key's bias, may be rounding alone
 

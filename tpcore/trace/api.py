@@ -14,13 +14,13 @@ from torch import Tensor
 
 from ..backend.programs import CompilerOptions
 from ..backend.registry import backend_class
+from ..checkpoint.storage.files import MANIFEST, make_dirs, naming, sync_dir, write_file
+from ..checkpoint.storage.publish import Staging
+from ..checkpoint.storage.temporary import OwnedDirectory
 from ..errors import BackendError, CheckpointError
-from ..init import choose_backend
 from ..log import inform
 from ..processes.launch import launch
-from ..storage.files import MANIFEST, make_dirs, naming, sync_dir, write_file
-from ..storage.publish import Staging
-from ..storage.temporary import OwnedDirectory
+from ..runtime.init import choose_backend
 from .artifact import FORMAT, PROGRAMS, opened
 from .make.tracing import Call, Order, assembled, trace_rank
 from .serve.model import TensorParallelModel

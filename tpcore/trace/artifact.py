@@ -15,12 +15,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ..checkpoint.format.manifest import rank_dir, typed
+from ..checkpoint.storage.dtypes import dtype_name, dtype_of
+from ..checkpoint.storage.files import CHUNK, LARGEST, MANIFEST, crc32_of, dumps, loads, read_file
+from ..checkpoint.storage.tensorfile import TensorFile, write_tensors
 from ..checkpoint.write.snapshot import StateTensor
 from ..errors import CheckpointError
-from ..shard import ShardSpec
-from ..storage.dtypes import dtype_name, dtype_of
-from ..storage.files import CHUNK, LARGEST, MANIFEST, crc32_of, dumps, loads, read_file
-from ..storage.tensorfile import TensorFile, write_tensors
+from ..layout.shard import ShardSpec
 from .inputs import Inputs, Shape
 from .structure import Form
 

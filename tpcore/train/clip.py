@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..boxes import narrowed
-from ..comm import Comm
+from ..comm.comm import Comm
 from ..layers.sharding import Sharding, sharding
+from ..layout.slices import narrowed
 from .parameters import Parameters, unique_parameters
 
 Parts = list[tuple[Tensor, int]]

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..comm import Comm
-from ..context import current
+from ..comm.comm import Comm
+from ..runtime.context import current
 from .buckets import buckets
 from .parameters import Parameters, unique_parameters
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..context import current
 from ..layers.sharding import sharding
+from ..runtime.context import current
 
 Parameters = nn.Module | Tensor | Iterable[Tensor]
 

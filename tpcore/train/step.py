@@ -8,7 +8,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from ..context import current
+from ..runtime.context import current
 from .clip import addend_of, check_max_norm, norm_of, scale_to
 from .data_parallel import reduce_gradients
 from .parameters import unique_parameters

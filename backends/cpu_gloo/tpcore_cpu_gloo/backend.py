@@ -20,11 +20,11 @@ from tpcore.backend.programs import Dims, Function, LoadedProgram, comm_named, p
 from tpcore.c10d.backend import C10dBackend
 from tpcore.c10d.supervision.host import RANK_MEMORY, available_memory, let_threads_finish, sockets
 from tpcore.c10d.supervision.waiting import Waiting
-from tpcore.context import current
+from tpcore.comm.transport import Transport
+from tpcore.layout.mesh import Group
 from tpcore.log import inform
-from tpcore.mesh import Group
+from tpcore.runtime.context import current
 from tpcore.settings import changed
-from tpcore.transport import Transport
 
 from .exchange import Exchange
 from .gloo import GlooTransport, exchanged

@@ -15,7 +15,7 @@ from typing import Any
 
 from tpcore.c10d.supervision.flight_recorder import Entry
 from tpcore.c10d.supervision.waiting import Waiting
-from tpcore.calls import Call, Places, disagreement, word_of
+from tpcore.comm.signature import Call, Places, disagreement, word_of
 from tpcore.errors import CollectiveMismatchError
 
 from . import semaphores

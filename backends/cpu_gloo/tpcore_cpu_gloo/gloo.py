@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tpcore.c10d.supervision.waiting import Waiting
 from tpcore.c10d.transport import REDUCE, C10dTransport, copied
-from tpcore.transport import ALL_REDUCE, CPU, REDUCE_SCATTER, Op
+from tpcore.comm.transport import ALL_REDUCE, CPU, REDUCE_SCATTER, Op
 
 
 class GlooTransport(C10dTransport):

@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor
 
 from tpcore.backend.programs import comm_named, group_name
-from tpcore.comm import Comm
-from tpcore.context import current
-from tpcore.operators import Operators, Place, define
-from tpcore.transport import TABLE, Primitive
+from tpcore.comm.comm import Comm
+from tpcore.comm.operators import Operators, Place, define
+from tpcore.comm.transport import TABLE, Primitive
+from tpcore.runtime.context import current
 
 NAMESPACE = "tpcore_cpu_gloo"
 LIBRARY = define(NAMESPACE, lambda name: comm_named(current(), name))

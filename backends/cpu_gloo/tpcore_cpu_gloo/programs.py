@@ -20,10 +20,10 @@ from tpcore.backend.programs import (
     group_name,
     traced,
 )
-from tpcore.comm import Comm
-from tpcore.consensus import check_one_program
+from tpcore.checkpoint.storage.files import write_file
+from tpcore.comm.comm import Comm
 from tpcore.errors import BackendError
-from tpcore.storage.files import write_file
+from tpcore.runtime.consensus import check_one_program
 
 from .graphs import Target, from_json, to_json
 from .operators import fast, operators

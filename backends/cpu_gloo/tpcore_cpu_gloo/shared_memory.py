@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from tpcore.c10d.transport import copied
-from tpcore.calls import Call, place_of, word_of
-from tpcore.mesh import Group
-from tpcore.transport import (
+from tpcore.comm.signature import Call, place_of, word_of
+from tpcore.comm.transport import (
     ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALL,
@@ -32,6 +31,7 @@ from tpcore.transport import (
     Transport,
     inverse,
 )
+from tpcore.layout.mesh import Group
 
 from .exchange import Announced, Exchange
 from .pieces import Chunk, Fold, folded, tiles

@@ -17,10 +17,10 @@ from tpcore import settings
 from tpcore.backend.capabilities import Capabilities
 from tpcore.backend.interface import Backend, ProgramInfo
 from tpcore.backend.programs import CompilerOptions, Dims, Function, LoadedProgram, comm_named
-from tpcore.context import current
+from tpcore.comm.transport import Transport
 from tpcore.errors import BackendError
-from tpcore.mesh import Group
-from tpcore.transport import Transport
+from tpcore.layout.mesh import Group
+from tpcore.runtime.context import current
 
 from . import neuronx, platform
 from .settings import DEVICE

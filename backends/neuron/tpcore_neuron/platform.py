@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from tpcore.errors import BackendError
-from tpcore.mesh import Group
+from tpcore.layout.mesh import Group
 from tpcore.settings import LOCAL_RANK
 
 from .settings import CORES

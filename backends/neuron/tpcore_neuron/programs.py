@@ -27,11 +27,11 @@ from tpcore.backend.programs import (
     program_comms,
     traced,
 )
-from tpcore.comm import Comm
-from tpcore.consensus import check_one_program, together
-from tpcore.context import ParallelContext
+from tpcore.checkpoint.storage.files import write_file
+from tpcore.comm.comm import Comm
 from tpcore.errors import BackendError
-from tpcore.storage.files import write_file
+from tpcore.runtime.consensus import check_one_program, together
+from tpcore.runtime.context import ParallelContext
 
 from . import neuronx, reads
 

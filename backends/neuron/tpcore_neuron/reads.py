@@ -16,7 +16,7 @@ import torch_xla
 from torch import Tensor
 
 import tpcore
-from tpcore.calls import call_site
+from tpcore.comm.signature import call_site
 from tpcore.errors import BackendError
 
 _HERE = str(Path(__file__).parent) + os.sep

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpcore.mesh import Group
-from tpcore.transport import (
+from tpcore.comm.transport import (
     ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALL,
@@ -19,6 +18,7 @@ from tpcore.transport import (
     Op,
     Transport,
 )
+from tpcore.layout.mesh import Group
 
 from .settings import PAIRS
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tpcore import Backend, Capabilities, Group, Transport
-from tpcore.transport import Op
+from tpcore.comm.transport import Op
 
 
 class MPITransport(Transport):

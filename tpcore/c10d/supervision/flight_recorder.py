@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...calls import Call, Caller
+from ...comm.signature import Call, Caller
 
 if TYPE_CHECKING:
     from .waiting import Waiting

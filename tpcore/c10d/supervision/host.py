@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...wait_status import described
+from .wait_status import described
 
 _PROC = Path("/proc")
 CLEAN = described(0)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ...calls import ALL, checked_calls
+from ...comm.signature import ALL, checked_calls
 from ...errors import BackendError, CollectiveMismatchError
 from ...settings import CHECK
 from .claim import claim, job_ids, monitor_of, twice

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...calls import ALL, Call, call_place
+from ...comm.signature import ALL, Call, call_place
 from ...errors import BackendError
 from .flight_recorder import Entry, FlightRecorder, timeout_report
 from .peers import Peers

@@ -20,7 +20,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from ...calls import Call, Places, disagreement, place_of, unexplained, word_of
+from ...comm.signature import Call, Places, disagreement, place_of, unexplained, word_of
 from ...errors import BackendError, CollectiveMismatchError
 from .flight_recorder import Entry
 

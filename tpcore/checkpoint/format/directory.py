@@ -8,12 +8,12 @@ from contextlib import ExitStack
 from typing import Any
 
 from ...errors import CheckpointError
-from ...layout import Layout
-from ...mesh import Mesh
-from ...shard import ShardSpec
-from ...storage.dtypes import dtype_of
-from ...storage.files import MANIFEST, PREFIX, crc32_text, loads, naming, read_file
-from ...storage.tensorfile import FileTensor, TensorFile
+from ...layout.layout import Layout
+from ...layout.mesh import Mesh
+from ...layout.shard import ShardSpec
+from ..storage.dtypes import dtype_of
+from ..storage.files import MANIFEST, PREFIX, crc32_text, loads, naming, read_file
+from ..storage.tensorfile import FileTensor, TensorFile
 from ..tensors.stored import Cut
 from .manifest import STATE, Manifest, check_format, rank_dir
 from .tree import decode, entries

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...errors import CheckpointError
-from ...storage.files import PREFIX, FileRecord, dumps, loads
+from ..storage.files import PREFIX, FileRecord, dumps, loads
 
 FORMAT = "tpcore.checkpoint"
 VERSION = 2

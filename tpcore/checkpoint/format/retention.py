@@ -7,8 +7,8 @@ import re
 import shutil
 
 from ...errors import CheckpointError
-from ...storage.files import MANIFEST, loads, naming, read_file, sync_dir
-from ...storage.publish import replaced_names, resolve
+from ..storage.files import MANIFEST, loads, naming, read_file, sync_dir
+from ..storage.publish import replaced_names, resolve
 from .manifest import FORMAT
 
 _REMOVING = ".removing"

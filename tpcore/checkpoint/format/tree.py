@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
-from ...storage.dtypes import dtype_name, dtype_of
+from ..storage.dtypes import dtype_name, dtype_of
 
 TAG = "$"
 _DICTS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from ...errors import CheckpointError
-from ...storage.files import loads, read_file
+from ..storage.files import loads, read_file
 from ..tensors.stored import Stored
 from .inside import inside
 from .source import Form, Reading, Source, State

@@ -12,10 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from ...errors import CheckpointError
-from ...layout import Layout
-from ...storage.files import MANIFEST
-from ...storage.publish import resolve
-from ...storage.tensorfile import FileTensor
+from ...layout.layout import Layout
 from ..format.directory import Checkpoint
 from ..format.tree import (
     decode,
@@ -28,6 +25,9 @@ from ..format.tree import (
     only,
     parameter_names,
 )
+from ..storage.files import MANIFEST
+from ..storage.publish import resolve
+from ..storage.tensorfile import FileTensor
 from ..tensors.stored import Stored
 from .source import Cuts, Fill, Form, OfParameter, Reading, Source, Stage, State
 from .stages import STAGE, is_encoded_optimizer, merged

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
-from ...shard import ShardSpec
+from ...layout.shard import ShardSpec
 from ..tensors.stored import Stored
 from .pickled import PickledShards, find
 from .pickles import mapped

@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from ...errors import CheckpointError
-from ...storage.files import naming
 from ..format.manifest import STATE
+from ..storage.files import naming
 from .inside import inside
 from .pickles import parted, top_of, unpickled
 from .rank_files import RankFiles

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
-from ...storage.files import open_regular
 from ..format.tree import is_nested
+from ..storage.files import open_regular
 from ..tensors.shards import MemoryShard
 from .source import Reading
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
-from ...shard import Block, ShardSpec
+from ...layout.shard import Block, ShardSpec
 from ..tensors.shards import MemoryShard
 from ..tensors.stored import Stored
 from .other_entries import split, why_bound

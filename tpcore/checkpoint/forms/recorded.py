@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ...errors import CheckpointError
-from ...storage.files import loads, read_file
+from ..storage.files import loads, read_file
 from .inside import inside
 from .pickles import top_of
 from .source import Reading

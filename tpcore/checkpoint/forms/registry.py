@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from importlib import import_module
 
 from ...errors import CheckpointError
-from ...storage.files import MANIFEST, PREFIX
+from ..storage.files import MANIFEST, PREFIX
 from .source import Form, Reading, Source
 
 FORMS: tuple[Form, ...] = tuple(

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ...shard import ShardSpec
+from ...layout.shard import ShardSpec
 from ..tensors.stored import Stored
 
 State = dict[str, Any]

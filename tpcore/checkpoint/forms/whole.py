@@ -11,9 +11,9 @@ from typing import Any
 from torch import Tensor
 
 from ...errors import CheckpointError
-from ...shard import ShardSpec
-from ...storage.files import naming
-from ...storage.tensorfile import TensorFile
+from ...layout.shard import ShardSpec
+from ..storage.files import naming
+from ..storage.tensorfile import TensorFile
 from ..tensors.shards import Shard
 from ..tensors.stored import Stored
 from .other_entries import split, why_bound

@@ -11,14 +11,14 @@ import torch
 from safetensors.torch import load_file
 
 from ...errors import CheckpointError
-from ...storage.files import CHUNK, MANIFEST, dumps, naming, sync_dir, write_file
-from ...storage.progress import Progress
-from ...storage.publish import new_beside
-from ...storage.tensorfile import nbytes_of, write_tensors
 from ..forms.huggingface import INDEX
 from ..forms.source import Reading, Source
 from ..read.lazy import Lazy, once
 from ..read.source import CutRule, opened, tensors_of
+from ..storage.files import CHUNK, MANIFEST, dumps, naming, sync_dir, write_file
+from ..storage.progress import Progress
+from ..storage.publish import new_beside
+from ..storage.tensorfile import nbytes_of, write_tensors
 
 StrPath = str | os.PathLike[str]
 

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ...errors import CheckpointError
-from ...storage.files import FileRecord
-from ...storage.progress import Progress
 from ..format.manifest import rank_dir
 from ..forms.native import Native
 from ..forms.source import Reading, Source, Stage
 from ..read.source import CutRule, cuts_by, opened
+from ..storage.files import FileRecord
+from ..storage.progress import Progress
 from ..tensors.shards import MemoryShard
 from ..tensors.stored import Stored
 from ..write.save import put_in_place

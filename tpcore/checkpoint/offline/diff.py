@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 import torch
 
-from ...storage.dtypes import dtype_name
-from ...storage.files import CHUNK
-from ...storage.progress import Progress
 from ..forms.registry import open_source
 from ..forms.source import Reading
 from ..read.source import CutRule, part, tensors_of
+from ..storage.dtypes import dtype_name
+from ..storage.files import CHUNK
+from ..storage.progress import Progress
 from ..tensors.stored import Stored
 from .consolidate import StrPath
 from .inspect import bytes_of_logical

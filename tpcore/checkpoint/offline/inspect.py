@@ -7,11 +7,11 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ...layout import Layout
-from ...storage.dtypes import dtype_name
+from ...layout.layout import Layout
 from ..forms.native import Native
 from ..forms.source import Reading, Source
 from ..read.source import CutRule, cuts_by, opened, tensors_of
+from ..storage.dtypes import dtype_name
 from ..tensors.stored import Stored
 
 StrPath = str | os.PathLike[str]

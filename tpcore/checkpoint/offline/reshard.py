@@ -10,16 +10,16 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from ...errors import CheckpointError
-from ...mesh import Mesh
-from ...storage.files import FileRecord
-from ...storage.progress import Progress
-from ...storage.publish import Staging
+from ...layout.mesh import Mesh
 from ..format.manifest import FORMAT, rank_dir
 from ..format.tree import dotted, is_tensor, leaves, with_entry
 from ..forms.native import Native, NativeStage
 from ..forms.source import Reading, Stage, State
 from ..read.lazy import Lazy, once
 from ..read.source import CutRule, cuts_by, model_of, opened, part
+from ..storage.files import FileRecord
+from ..storage.progress import Progress
+from ..storage.publish import Staging
 from ..tensors.stored import Stored
 from ..write.save import put_in_place, write_state, write_tensor_files
 from ..write.snapshot import Entry, Part, total_of

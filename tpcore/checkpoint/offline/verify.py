@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 
 from ...errors import CheckpointError
-from ...storage.files import MANIFEST, crc32_of, naming
-from ...storage.progress import Progress
 from ..format.tree import dotted, is_tensor, leaves
 from ..forms.native import Native, NativeStage
 from ..forms.pickles import unsound
 from ..forms.source import Reading
 from ..read.source import CutRule, cuts_by, opened, tensors_of
+from ..storage.files import MANIFEST, crc32_of, naming
+from ..storage.progress import Progress
 from .consolidate import StrPath
 
 

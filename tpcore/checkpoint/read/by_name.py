@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
-from ...layout import Layout
-from ...mesh import Mesh
-from ...shard import ShardSpec
-from ...storage.files import naming
+from ...layout.layout import Layout
+from ...layout.mesh import Mesh
+from ...layout.shard import ShardSpec
 from ..forms.pickles import parted
 from ..forms.registry import open_source
 from ..forms.source import Reading
 from ..forms.whole import in_memory
+from ..storage.files import naming
 from ..tensors.stored import Stored
 from .fit import aligned, listed, misfits
 from .source import model_of

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...context import ParallelContext
 from ...errors import CheckpointError
-from ...layout import Layout
-from ...mesh import Mesh
+from ...layout.layout import Layout
+from ...layout.mesh import Mesh
+from ...runtime.context import ParallelContext
 from ..tensors.stored import Job, Stored, layout_of
 from .unfilled import refuse_while_on_meta
 

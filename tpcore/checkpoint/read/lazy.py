@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
-from ...mesh import Mesh
-from ...storage.files import CHUNK
+from ...layout.mesh import Mesh
+from ..storage.files import CHUNK
 from ..tensors.stored import Cut, Job, Stored, within
 
 ONE = Mesh({"tp": 1})

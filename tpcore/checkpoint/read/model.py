@@ -13,17 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...consensus import gather_bytes, together
-from ...context import ParallelContext, current
 from ...errors import CheckpointError
 from ...layers.sharding import Sharding, layouts, shard_specs, stamp
-from ...layout import Layout
-from ...shard import ShardSpec
-from ...storage.files import naming
+from ...layout.layout import Layout
+from ...layout.shard import ShardSpec
+from ...runtime.consensus import gather_bytes, together
+from ...runtime.context import ParallelContext, current
 from ...train.zero import OF_SUMS, SUMS, ReadRun, Zero1
 from ..format.tree import dotted
 from ..forms.registry import open_source
 from ..forms.source import Cuts, OfParameter, Reading, Source, Stage
+from ..storage.files import naming
 from ..tensors.stored import Job, Stored
 from .fit import Fit, aligned, listed
 from .source import model_of

@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...consensus import together
-from ...context import ParallelContext, current
 from ...errors import CheckpointError
-from ...layout import Layout
-from ...storage.files import naming
+from ...layout.layout import Layout
+from ...runtime.consensus import together
+from ...runtime.context import ParallelContext, current
 from ...train.zero import Zero1, renumbered
 from ..format.tree import is_optimizer
 from ..forms.pickles import in_own_memory, mapped
 from ..forms.rank_files import in_order
 from ..forms.registry import open_source
 from ..forms.source import Reading
+from ..storage.files import naming
 from ..tensors.stored import Stored, layout_of
 from .model import Loading, StrPath
 from .target import give, parameters_of

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
-from ...mesh import Mesh
-from ...shard import ShardSpec
+from ...layout.mesh import Mesh
+from ...layout.shard import ShardSpec
 from ..forms.native import Native
 from ..forms.rank_files import even_cut
 from ..forms.registry import open_source

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...context import ParallelContext
-from ...layout import Layout
+from ...layout.layout import Layout
+from ...runtime.context import ParallelContext
 from ...train.zero import ReadRun, Zero1, fitted
 from ..format.tree import is_optimizer
 from ..tensors.stored import layout_of

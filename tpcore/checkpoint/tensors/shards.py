@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ...boxes import narrowed
+from ...layout.slices import narrowed
 
 
 class Shard(Protocol):

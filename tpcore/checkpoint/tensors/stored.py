@@ -10,14 +10,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ...boxes import Region, narrowed, slabs
-from ...context import ParallelContext
 from ...errors import CheckpointError
 from ...layers.sharding import sharding
-from ...layout import Layout
-from ...mesh import Mesh
-from ...shard import ShardSpec
-from ...storage.tensorfile import FileTensor
+from ...layout.layout import Layout
+from ...layout.mesh import Mesh
+from ...layout.shard import ShardSpec
+from ...layout.slices import Region, narrowed, slabs
+from ...runtime.context import ParallelContext
+from ..storage.tensorfile import FileTensor
 from .shards import MemoryShard, Shard
 
 Cut = Layout | Literal["unknown"] | None

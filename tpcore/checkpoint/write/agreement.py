@@ -11,11 +11,11 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ...comm import Comm
-from ...consensus import gather_bytes
+from ...comm.comm import Comm
 from ...errors import CheckpointError
-from ...layout import Layout
-from ...storage.dtypes import dtype_name
+from ...layout.layout import Layout
+from ...runtime.consensus import gather_bytes
+from ..storage.dtypes import dtype_name
 from ..tensors.stored import Cut
 from .snapshot import Entry, Part
 

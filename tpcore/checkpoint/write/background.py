@@ -12,11 +12,11 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from ...consensus import together
-from ...context import ParallelContext, current
 from ...errors import CheckpointError
 from ...log import log
-from ...storage.files import read_file
+from ...runtime.consensus import together
+from ...runtime.context import ParallelContext, current
+from ..storage.files import read_file
 from .save import Options, Save
 
 _log = log.getChild("checkpoint")

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...context import ParallelContext
-from ...layout import Layout
+from ...layout.layout import Layout
+from ...runtime.context import ParallelContext
 from ...train.zero import Zero1
 from ..format.tree import is_optimizer, model_tensors
 from ..tensors.stored import layout_of

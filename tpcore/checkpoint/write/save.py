@@ -15,18 +15,18 @@ from typing import Any
 import safetensors
 import torch
 
-from ...consensus import gather_bytes, together
-from ...context import current
 from ...errors import CheckpointError
-from ...layout import Layout
-from ...mesh import Mesh
-from ...shard import ShardSpec
-from ...storage.files import MANIFEST, FileRecord, dumps, naming, sync_dir, write_file
-from ...storage.progress import Progress, bar
-from ...storage.publish import Staging, staging_path
-from ...storage.tensorfile import write_tensors
+from ...layout.layout import Layout
+from ...layout.mesh import Mesh
+from ...layout.shard import ShardSpec
+from ...runtime.consensus import gather_bytes, together
+from ...runtime.context import current
 from ..format.manifest import FORMAT, STATE, VERSION, Manifest, rank_dir
 from ..format.retention import keep_last
+from ..storage.files import MANIFEST, FileRecord, dumps, naming, sync_dir, write_file
+from ..storage.progress import Progress, bar
+from ..storage.publish import Staging, staging_path
+from ..storage.tensorfile import write_tensors
 from .agreement import check_agreement, described, marks_of, outline
 from .optimizers import resolve
 from .snapshot import Entry, Part, Writer, cuts_of, on_host, total_of

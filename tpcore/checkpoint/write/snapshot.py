@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from ...backend.interface import Backend
-from ...context import ParallelContext
 from ...layers.sharding import sharding
-from ...layout import Layout
-from ...mesh import Mesh
-from ...storage.tensorfile import Writable, nbytes_of
+from ...layout.layout import Layout
+from ...layout.mesh import Mesh
+from ...runtime.context import ParallelContext
 from ..format.tree import TAG, Path, dotted, encode, is_optimizer, model_tensors, parameter_names
+from ..storage.tensorfile import Writable, nbytes_of
 from ..tensors.stored import Cut, layout_of
 
 _FILE_STEM = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}")

@@ -10,10 +10,10 @@ import torch
 from accelerate.utils import DistributedType, recursively_apply
 from torch import Tensor, nn
 
-from ...context import current
 from ...layers.module import move_model_to_device
-from ...plans.guards import admit
-from ...plans.whole import full_state_dict
+from ...models.guards import admit
+from ...models.whole import full_state_dict
+from ...runtime.context import current
 from ...train.clip import check_max_norm, clip_grad_norm, scale_to
 from ...train.zero import Zero1
 from .prepared import MeshOptimizer, MeshScheduler

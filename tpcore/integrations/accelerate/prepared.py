@@ -7,7 +7,7 @@ from typing import Any
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 
-from ...context import current
+from ...runtime.context import current
 from ...train.step import Stepping, stepping_of
 
 

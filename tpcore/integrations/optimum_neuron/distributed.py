@@ -13,11 +13,10 @@ import transformers
 from torch import nn
 
 from ...checkpoint.offline.consolidate import consolidate
-from ...context import current
-from ...optim import lazy as lazy_class
-from ...plans import lazy
-from ...plans.families import FILES, REFUSED
-from ...plans.transformers import checked_model, rules_of
+from ...models import lazy
+from ...models.families import FILES, REFUSED
+from ...models.transformers import checked_model, rules_of
+from ...runtime.context import current
 from .options import ModelParallelismPlugin, join
 
 
@@ -37,8 +36,18 @@ def lazy_load_for_parallelism(
 def make_optimizer_constructor_lazy(
     optimizer_cls: type[torch.optim.Optimizer],
 ) -> type[torch.optim.Optimizer]:
-    """``optimizer_cls`` itself: parameters stay the same objects when a model is cut."""
-    return lazy_class(optimizer_cls)
+    """``optimizer_cls`` itself: parameters stay the same objects when a model is cut, and most optimizers of
+    torch make their state at the first step.
+
+    ValueError for a class that makes its state at once, as Adagrad does.
+    """
+    probe = torch.nn.Parameter(torch.zeros(1, device="cpu"))
+    if optimizer_cls([probe], lr=1e-3).state:  # type: ignore[call-arg]
+        raise ValueError(
+            f"{optimizer_cls.__name__} makes its state at once, of the shapes that parameters have then: "
+            "make it once the model is cut and moved, or use tpcore.Zero1, which waits for the first step"
+        )
+    return optimizer_cls
 
 
 def consolidate_model_parallel_checkpoints_to_unified_checkpoint(

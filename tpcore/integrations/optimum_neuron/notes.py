@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...context import current
 from ...log import inform
+from ...runtime.context import current
 
 NOTES = {
     "kv_size_multiplier": "consecutive ranks hold the same key and value head where tp is above their number",

@@ -7,10 +7,10 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from ...context import ParallelContext, current, is_initialized
-from ...init import init
-from ...plans import parallelize
-from ...plans.transformers import vocabulary
+from ...models import parallelize
+from ...models.transformers import vocabulary
+from ...runtime.context import ParallelContext, current, is_initialized
+from ...runtime.init import init
 from ..transformers.files import is_cut
 from .notes import note
 

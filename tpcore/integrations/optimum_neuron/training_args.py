@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers
 
-from ...context import current
+from ...runtime.context import current
 from .notes import note
 from .options import ModelParallelismPlugin, TrainingNeuronConfig, defaults_of, join
 

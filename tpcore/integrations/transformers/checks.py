@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from ...context import current
+from ...runtime.context import current
 from .files import is_cut
 
 _REFUSED = {

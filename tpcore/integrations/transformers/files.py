@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from ... import checkpoint
 from ...checkpoint.read.optimizer import cut_anew
-from ...consensus import together
-from ...context import current
 from ...layers.sharding import sharding
 from ...log import inform
-from ...plans.loading import open_weights, read_parts
-from ...plans.whole import drop_weights, full_state_dict, save_configuration
+from ...models.loading import open_weights, read_parts
+from ...models.whole import drop_weights, full_state_dict, save_configuration
+from ...runtime.consensus import together
+from ...runtime.context import current
 from ...train.pipeline import PipelinedLayers
 from ...train.zero import fitted
 

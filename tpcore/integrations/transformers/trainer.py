@@ -8,9 +8,9 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from ...context import current
 from ...layers.module import move_model_to_device
-from ...random import draw, mixed, seeded
+from ...runtime.context import current
+from ...runtime.random import draw, mixed, seeded
 from ..accelerate import Accelerator
 from ..accelerate.state import name_parameters, over_dp
 from .checks import check_arguments, check_cut

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...comm import Comm
-from ...context import ParallelContext
+from ...comm.comm import Comm
+from ...comm.transport import PRIMITIVES as PRIMITIVES_BY_NAME
+from ...comm.transport import TABLE, Primitive
 from ...errors import BackendError
-from ...transport import PRIMITIVES as PRIMITIVES_BY_NAME
-from ...transport import TABLE, Primitive
+from ...runtime.context import ParallelContext
 from .samples import bits, values, wide
 
 SHAPES = ((4,), (4, 8), (8, 4, 4), (4, 1, 8, 4), (1, 4, 2, 1, 4))

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from ...mesh import Mesh
+from ...layout.mesh import Mesh
 from .contract import Contract, Run
 from .launched import Launched
 

@@ -12,8 +12,8 @@ import torch
 
 from ...backend.interface import Backend
 from ...backend.registry import backend_class, unfit
-from ...mesh import Mesh
-from ...transport import PRIMITIVES
+from ...comm.transport import PRIMITIVES
+from ...layout.mesh import Mesh
 from .. import matrix
 from . import collectives as bodies
 from . import edges, lost, memory, programs, sizes, stages

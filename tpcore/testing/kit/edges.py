@@ -9,9 +9,9 @@ from itertools import pairwise, product
 import torch
 from torch import Tensor
 
-from ...comm import Comm
-from ...context import ParallelContext
-from ...transport import PRIMITIVES
+from ...comm.comm import Comm
+from ...comm.transport import PRIMITIVES
+from ...runtime.context import ParallelContext
 from .collectives import Made, Wrong, calls, differs, eager_dtypes, only, spread
 from .samples import values, wide
 

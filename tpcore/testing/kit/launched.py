@@ -11,10 +11,10 @@ from typing import Any, NoReturn
 
 from ... import settings
 from ...backend.registry import load_backend
-from ...consensus import gather_bytes
-from ...context import ParallelContext, use
 from ...errors import BackendError
-from ...mesh import Mesh
+from ...layout.mesh import Mesh
+from ...runtime.consensus import gather_bytes
+from ...runtime.context import ParallelContext, use
 
 
 class Launched:

@@ -25,12 +25,12 @@ from torch import Tensor
 
 from ... import settings
 from ...backend.interface import Backend
-from ...comm import Comm
-from ...context import ParallelContext
+from ...comm.comm import Comm
 from ...errors import CollectiveTimeoutError, PeerLostError
-from ...init import init
 from ...processes.lifeline import follow
 from ...processes.spawn import Processes
+from ...runtime.context import ParallelContext
+from ...runtime.init import init
 from .collectives import METHODS, Wrong, calls, differs
 
 TIMEOUT = 5.0

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ... import ops
-from ...comm import Comm
-from ...context import ParallelContext
-from ...transport import PRIMITIVES
+from ...comm import mappings as ops
+from ...comm.comm import Comm
+from ...comm.transport import PRIMITIVES
+from ...runtime.context import ParallelContext
 from .collectives import Wrong
 
 MAPPINGS: dict[str, tuple[Callable[[Tensor, Comm], Tensor], str, str]] = {

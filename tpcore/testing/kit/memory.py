@@ -11,8 +11,8 @@ from itertools import pairwise, product
 import torch
 from torch import Tensor
 
-from ...comm import Comm
-from ...context import ParallelContext
+from ...comm.comm import Comm
+from ...runtime.context import ParallelContext
 from .collectives import PRIMITIVES, Made, Wrong, calls, differs, only
 from .samples import values
 

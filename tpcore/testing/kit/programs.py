@@ -17,9 +17,9 @@ from torch import Tensor, nn
 import tpcore
 
 from ...backend.programs import DynamicDim, Function
-from ...consensus import gather_bytes
-from ...context import ParallelContext
-from ...shard import ShardSpec
+from ...layout.shard import ShardSpec
+from ...runtime.consensus import gather_bytes
+from ...runtime.context import ParallelContext
 from .collectives import Wrong, not_refused
 
 

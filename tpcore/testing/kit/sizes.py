@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ...comm import Comm
-from ...context import ParallelContext
+from ...comm.comm import Comm
+from ...runtime.context import ParallelContext
 from .collectives import Wrong, calls, differs, divides, eager_dtypes
 from .samples import values
 

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 import tpcore
 
-from ...context import ParallelContext
+from ...comm.transport import Primitive, Transport
+from ...comm.wrapper import Relay
 from ...layers.sharding import sharding
-from ...mesh import Mesh
-from ...relay import Relay
-from ...transport import Primitive, Transport
+from ...layout.mesh import Mesh
+from ...runtime.context import ParallelContext
 from .collectives import Wrong
 from .programs import NEAR
 

@@ -19,7 +19,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from ...context import ParallelContext
+from ...runtime.context import ParallelContext
 from .attention import QKV
 from .cases import DTYPES, Case, MatrixRow
 from .compare import Findings

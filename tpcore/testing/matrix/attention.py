@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import tpcore
 
-from ...context import ParallelContext
+from ...runtime.context import ParallelContext
 from .cases import LEADS, Case, MatrixRow
 from .compare import Findings
 from .cutting import (

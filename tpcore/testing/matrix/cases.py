@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...context import ParallelContext
+from ...runtime.context import ParallelContext
 
 if TYPE_CHECKING:
     from .compare import Findings

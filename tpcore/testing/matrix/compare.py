@@ -8,9 +8,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...comm import Comm
-from ...context import ParallelContext
-from ...parts import plain
+from ...comm.comm import Comm
+from ...comm.parts import plain
+from ...runtime.context import ParallelContext
 from .cases import Case
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...context import ParallelContext
-from ...shard import ShardSpec
+from ...layout.shard import ShardSpec
+from ...runtime.context import ParallelContext
 from .cases import Case
 from .compare import Findings
 

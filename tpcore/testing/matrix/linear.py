@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import tpcore
 
-from ... import ops
-from ...context import ParallelContext
-from ...shard import Block, ShardSpec
+from ...comm import mappings as ops
+from ...layout.shard import Block, ShardSpec
+from ...runtime.context import ParallelContext
 from .cases import LEADS, Case, MatrixRow
 from .compare import Findings
 from .cutting import (

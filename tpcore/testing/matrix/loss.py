@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 import tpcore
 
-from ...context import ParallelContext
+from ...runtime.context import ParallelContext
 from .cases import LEADS, Case, MatrixRow
 from .compare import Findings, accumulator, unit
 from .cutting import GARBAGE, cut_features, features, grad_of, leaf, scrambled

@@ -9,7 +9,7 @@ from torch import nn
 
 import tpcore
 
-from ...context import ParallelContext
+from ...runtime.context import ParallelContext
 from .cases import LEADS, Case, MatrixRow
 from .compare import Findings
 from .cutting import chunk, grad_of, leaf, scrambled

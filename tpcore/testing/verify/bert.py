@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import tpcore
 
-from ...context import ParallelContext
 from ...layers.module import ParallelModule
+from ...runtime.context import ParallelContext
 from ..kit.collectives import Wrong
 
 VOCAB, WIDTH, HEADS, LAYERS, LENGTH, BATCH = 101, 32, 4, 2, 16, 4

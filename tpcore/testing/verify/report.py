@@ -18,10 +18,10 @@ import tpcore
 
 from ...backend.interface import Backend
 from ...backend.registry import backend_class, backends
-from ...consensus import gather_bytes
-from ...context import ParallelContext, use
-from ...init import init, shutdown
-from ...mesh import Mesh
+from ...layout.mesh import Mesh
+from ...runtime.consensus import gather_bytes
+from ...runtime.context import ParallelContext, use
+from ...runtime.init import init, shutdown
 from .. import matrix
 from ..kit import collectives as bodies
 from ..kit import programs, stages

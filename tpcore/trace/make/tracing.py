@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from ...backend.programs import CompilerOptions
-from ...consensus import gather_bytes
-from ...context import ParallelContext
+from ...checkpoint.storage.dtypes import bytes_of
+from ...checkpoint.storage.files import MANIFEST, write_file
 from ...errors import BackendError
-from ...init import init, shutdown
 from ...layers.sharding import sharding
+from ...layout.shard import ShardSpec
 from ...log import inform
-from ...shard import ShardSpec
-from ...storage.dtypes import bytes_of
-from ...storage.files import MANIFEST, write_file
+from ...runtime.consensus import gather_bytes
+from ...runtime.context import ParallelContext
+from ...runtime.init import init, shutdown
 from ..artifact import (
     PROGRAMS,
     OutputSpec,

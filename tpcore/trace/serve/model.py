@@ -13,9 +13,9 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
+from ...checkpoint.storage.temporary import OwnedDirectory
+from ...checkpoint.storage.tensorfile import write_tensors
 from ...checkpoint.write.snapshot import StateTensor
-from ...storage.temporary import OwnedDirectory
-from ...storage.tensorfile import write_tensors
 from ..artifact import TracedFile, TraceManifest, weights_file
 from ..inputs import Plan
 from ..structure import put_together

@@ -11,8 +11,8 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
+from ...checkpoint.storage.dtypes import dtype_of
 from ...processes.shared_memory import SharedBuffer
-from ...storage.dtypes import dtype_of
 from ..inputs import Layout
 from .messages import encoded, value_of
 

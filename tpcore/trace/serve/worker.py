@@ -16,12 +16,12 @@ from torch import Tensor
 
 from ... import settings
 from ...backend.programs import LoadedProgram
-from ...context import ParallelContext
-from ...init import init
-from ...memory import keep_freed_memory
 from ...processes.lifeline import follow
 from ...processes.shared_memory import SharedBuffer
 from ...processes.transfer import Outcome, pack_outcome
+from ...runtime.context import ParallelContext
+from ...runtime.init import init
+from ...runtime.memory import keep_freed_memory
 from ..artifact import TracedFile, TraceManifest, opened, program_dir, read_weights, write_weights
 from .messages import answer, encoded, read_request, send, value_of
 from .outputs import RankBuffer

@@ -15,12 +15,12 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from ...backend.registry import backend_class
+from ...checkpoint.storage.temporary import OwnedDirectory
 from ...errors import BackendError, PeerLostError
 from ...processes.shared_memory import SharedBuffer, fill
 from ...processes.spawn import Processes, rank_environment
 from ...processes.transfer import Outcome, death, root_cause, unpack_outcome
 from ...settings import THREADS
-from ...storage.temporary import OwnedDirectory
 from ..artifact import TraceManifest
 from ..inputs import Plan
 from .messages import read_answer, request, send, value_of

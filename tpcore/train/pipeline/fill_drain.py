@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import ops
-from ...comm import Comm
+from ...comm import mappings as ops
+from ...comm.comm import Comm
 from .arguments import LayerArguments
 from .recompute import recomputed
 from .schedule import Schedule

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ... import random
-from ...checks import compare_stages
-from ...context import current
 from ...layers.module import ParallelModule
 from ...layers.sharding import Sharding, sharding, stamp
-from ...layout import Layout, Slot
+from ...layout.layout import Layout, Slot
+from ...runtime import random
+from ...runtime.checks import compare_stages
+from ...runtime.context import current
 from .alike import check_layers, one_call_for_all
 from .arguments import LayerArguments, check_told_apart
 from .fill_drain import FillDrain, FillDrainOptions

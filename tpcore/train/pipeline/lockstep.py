@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ...comm import Comm
+from ...comm.comm import Comm
 from .arguments import LayerArguments, chosen
 from .fill_drain import tick, where
 from .recompute import Backward

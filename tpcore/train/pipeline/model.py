@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ... import random
+from ...runtime import random
 from .alike import find_layers
 from .arguments import LayerArguments
 from .layers import PipelinedLayers

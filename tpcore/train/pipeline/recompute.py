@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...context import current, use
+from ...runtime.context import current, use
 
 
 class _Recomputed(torch.autograd.Function):

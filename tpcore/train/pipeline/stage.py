@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ... import random
+from ...runtime import random
 from .arguments import LayerArguments
 
 Kept = dict[str, tuple[Tensor, int]]

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from ...comm import Comm
+from ...comm.comm import Comm
 from ..data_parallel import present_anywhere
 
 

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...boxes import narrowed
-from ...comm import Comm
+from ...comm.comm import Comm
 from ...layers.sharding import sharding
+from ...layout.slices import narrowed
 from ..clip import Addend, Parts
 
 ReadRun = Callable[[int, Tensor], None]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...context import current
+from ...runtime.context import current
 from ..buckets import buckets
 from ..clip import norm_of
 from ..data_parallel import present_anywhere

@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import Tensor
 
+from tpcore.c10d.supervision.wait_status import described
 from tpcore.errors import BackendError, PeerLostError
 from tpcore.processes.spawn import Processes
 from tpcore.processes.transfer import Outcome, pack_call, root_cause, unpack_outcome
 from tpcore.settings import environment
-from tpcore.wait_status import described
 
 from .stablehlo import HloProgram
 

@@ -21,7 +21,7 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 from torch import Tensor
 
-from tpcore.calls import call_site
+from tpcore.comm.signature import call_site
 from tpcore.errors import CollectiveMismatchError
 
 from .scheduler import Arrival, Scheduler

@@ -21,9 +21,9 @@ import numpy as np
 import torch
 
 from tpcore import settings
-from tpcore.context import swap_process
 from tpcore.errors import BackendError, CollectiveMismatchError, CollectiveTimeoutError, PeerLostError
 from tpcore.processes.transfer import Outcome, outcome_of
+from tpcore.runtime.context import swap_process
 
 GRACE = 5.0
 """Seconds for ranks to unwind once one has failed."""

@@ -1,0 +1,1 @@
+"""Collectives of one group: the table of primitives, checks, graph operators, differentiable mappings."""

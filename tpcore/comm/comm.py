@@ -1,0 +1,191 @@
+"""Collectives over one group, as layers call them. Arguments are checked; a group of one sends nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn, final
+
+import torch
+from torch import Tensor
+
+from ..errors import refuse_forked
+from .operators import Operators, Place, define
+from .transport import Op, Pending, Transport
+from .wrapper import Checked
+
+__all__ = ["Comm", "Op", "Pending"]
+
+
+def _current_comm(name: str) -> Comm:
+    from ..runtime.context import current  # here, because context imports this module
+
+    return current().named(name)
+
+
+_NAMESPACE = "tpcore"
+_LIBRARY = define(_NAMESPACE, _current_comm)
+
+
+@final
+class Comm:
+    """Out-of-place collectives bound to one group. No autograd, no policy, no globals.
+
+    They take any dim, negative ones too, any strides, and zero-size tensors. Inputs stay unchanged (unless
+    ``donate``) and outputs are contiguous. A group of one returns its input.
+
+    ``position`` is this rank's place in the group, as a one-element int64 tensor on the backend's device.
+    Python control flow must never depend on it, so that a compiling backend builds one graph for all ranks.
+    """
+
+    def __init__(self, transport: Transport, sums: Mapping[str, frozenset[torch.dtype]]) -> None:
+        """``sums``: the dtypes that each reduction ("sum", "max") takes."""
+        alone = transport.size == 1
+        unchecked = alone or transport.compares or not transport.eager
+        self.transport = transport if unchecked else Checked(transport)
+        self.group, self.size, self.position = transport.group, transport.size, transport.position
+        self.eager = transport.eager
+        self.device_type = transport.position.device.type  # asking the tensor takes 0.4 us, in each layer
+        self._pid, self._rank = os.getpid(), transport.members[transport.index]
+        self.padded: set[int] = set()
+        """Widths of the padded parts that layers on this group make: a loss must know their true size."""
+        self.layers = 0
+        """How many layers this process has made on the group."""
+        self._sums = sums
+        self.called("")
+
+    def called(self, name: str) -> Comm:
+        """Set the name by which ``ParallelContext.named`` finds this Comm; return it."""
+        self.name = name
+        # used under torch.compile, which cannot follow a collective into its library
+        self._compiled = Operators(_NAMESPACE, name, Place(self.group, self.size, self.position))
+        return self
+
+    @property
+    def _active(self) -> Transport:
+        if torch.compiler.is_dynamo_compiling():
+            return self._compiled
+        refuse_forked(self._pid, self._rank)
+        return self.transport
+
+    def __deepcopy__(self, memo: object) -> Comm:
+        return self  # a copied model talks over the same group
+
+    def __reduce__(self) -> str:
+        raise TypeError(
+            f"{type(self).__name__} over {self.group.axes} is a live connection and cannot be pickled: "
+            "save model.state_dict() (tpcore.nxd.parallel_layers.save) instead of the model"
+        )
+
+    def all_reduce(self, x: Tensor, op: Op = "sum", *, donate: bool = False) -> Tensor:
+        """Sum or maximum over the group. With ``donate`` the result may use the memory of ``x``, and the
+        caller must not use ``x`` again: this saves a copy of a fresh temporary."""
+        if self.size == 1:
+            return x
+        self._check_sums(x, op)
+        return self._active.all_reduce(x, op, donate)
+
+    def start_all_reduce(self, x: Tensor, op: Op = "sum", *, donate: bool = False) -> Pending:
+        """Begin an all-reduce so that local work can overlap with it; call the result to wait."""
+        if self.size == 1:
+            return lambda: x
+        self._check_sums(x, op)
+        return self._active.start_all_reduce(x, op, donate)
+
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        """The members' chunks, concatenated along ``dim`` in rank order. All have the same shape."""
+        dim = _positive(x, dim)
+        return x if self.size == 1 else self._active.all_gather(x, dim)
+
+    def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's chunk along ``dim`` of the sum over the group."""
+        dim = _positive(x, dim)
+        self.chunk(x, dim)
+        if self.size == 1:
+            return x
+        self._check_sums(x, "sum")
+        return self._active.reduce_scatter(x, dim)
+
+    def broadcast(self, x: Tensor, src: int) -> Tensor:
+        """The ``x`` of the member at position ``src`` of the group."""
+        if not 0 <= src < self.size:
+            raise ValueError(f"no member {src} in a group {self.group.axes} of size {self.size}")
+        return x if self.size == 1 else self._active.broadcast(x, src)
+
+    def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Tensor:
+        """Send chunk ``i`` of ``x`` along ``split_dim`` to member ``i``, and concatenate the received chunks
+        along ``concat_dim`` in rank order."""
+        split_dim, concat_dim = _positive(x, split_dim), _positive(x, concat_dim)
+        self.chunk(x, split_dim)
+        return x if self.size == 1 else self._active.all_to_all(x, split_dim, concat_dim)
+
+    def permute(self, x: Tensor, to: Sequence[int | None]) -> Tensor:
+        """Send ``x`` of member ``i`` to member ``to[i]``, or nowhere if that is None or -1. A member that
+        receives nothing gets zeros."""
+        targets = tuple(-1 if t is None else int(t) for t in to)
+        used = [t for t in targets if t != -1]
+        if len(targets) != self.size or len(set(used)) != len(used) or not set(used) <= {*range(self.size)}:
+            raise ValueError(
+                f"to={tuple(to)} does not send from each of the {self.size} members of {self.group.axes} to "
+                f"another: give {self.size} different positions, or None for who sends nothing"
+            )
+        if self.size == 1:
+            return x if used else torch.zeros_like(x)
+        return self._active.permute(x, targets)
+
+    def split(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's chunk of ``x``, selected with the tensor ``position``."""
+        dim = _positive(x, dim)
+        n = self.chunk(x, dim)
+        if self.size == 1:
+            return x
+        return x.index_select(dim, self.position * n + torch.arange(n, device=x.device))
+
+    def chunk(self, x: Tensor, dim: int) -> int:
+        """Length of one rank's chunk of ``x`` along ``dim``."""
+        if x.shape[dim] % self.size:
+            raise ValueError(
+                f"cannot split dim {dim} of shape {tuple(x.shape)} over "
+                f"{self.group.axes} of size {self.size}: not divisible; "
+                f"pad it (a sequence, for instance) to a multiple of {self.size}"
+            )
+        return x.shape[dim] // self.size
+
+    @contextmanager
+    def traced(self, position: Tensor, transport: Transport | None = None) -> Iterator[None]:
+        """While a graph is traced: ``position``, an input of the graph, replaces this rank's position, and
+        ``transport`` makes the collectives; None: the present transport does, at ``position``."""
+        saved = self.position, self.transport
+        self.position, self.transport = position, transport or self.transport.at(position)
+        try:
+            yield
+        finally:
+            self.position, self.transport = saved
+
+    @property
+    def process_group(self) -> Any:
+        """The backend's own handle of this group; for c10d backends a ``torch.distributed.ProcessGroup``."""
+        return self.transport.process_group
+
+    @property
+    def rank(self) -> NoReturn:
+        """Refused: ``if comm.rank == 0`` would cut a lazy backend's graph, or give each rank its own."""
+        raise AttributeError(
+            "a Comm has no rank: comm.position, its place in the group, is a tensor, as graphs need it; "
+            "for file names and logs use ctx.rank, an int"
+        )
+
+    def _check_sums(self, x: Tensor, op: Op) -> None:
+        if x.dtype not in self._sums.get(op, ()):
+            raise ValueError(
+                f"cannot take the {op} of {x.dtype} over ranks: convert it to a wider dtype first"
+                if op in self._sums
+                else f"no reduction {op!r}; there are {', '.join(self._sums)}"
+            )
+
+
+def _positive(x: Tensor, dim: int) -> int:
+    if not -x.ndim <= dim < x.ndim:
+        raise ValueError(f"no dim {dim} in a tensor of shape {tuple(x.shape)}")
+    return dim % x.ndim

@@ -1,0 +1,246 @@
+"""A part of an activation, in runs with checks: each operation that takes it for the whole is found."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def _words(*texts: str) -> frozenset[str]:
+    return frozenset(word for text in texts for word in text.split())
+
+
+_CONTRACTIONS = _words(
+    "linear matmul rmatmul mm bmm mv dot addmm baddbmm einsum tensordot scaled_dot_product_attention sum "
+    "mean",
+)
+_CONVOLUTIONS = {"conv1d": 1, "conv2d": 2, "conv3d": 3}
+_REARRANGEMENTS = _words(
+    "view reshape flatten unflatten transpose swapaxes swapdims permute movedim moveaxis t squeeze "
+    "unsqueeze expand",
+)
+_SPLITTING = frozenset(("view", "reshape", "unflatten"))
+_OVER_LAST = frozenset(("layer_norm", "rms_norm"))
+_OVER_DIM: dict[str, tuple[int, int | None]] = {
+    **dict.fromkeys(
+        _words(
+            "softmax log_softmax softmin logsumexp argmax argmin max min amax amin var std var_mean "
+            "std_mean prod nansum nanmean median nanmedian any all count_nonzero cumsum cumprod cummax "
+            "cummin logcumsumexp flip",
+        ),
+        (1, None),
+    ),
+    **dict.fromkeys(("sort", "argsort", "glu", "mode"), (1, -1)),
+    **dict.fromkeys(("topk", "kthvalue", "diff"), (2, -1)),
+    **dict.fromkeys(("norm", "linalg_vector_norm", "roll"), (2, None)),
+    **dict.fromkeys(("normalize", "cosine_similarity"), (2, 1)),
+    "gumbel_softmax": (4, -1),
+}
+"""Operations over one dim: the position of the argument ``dim``, and its default; None: all dims."""
+_OVER_CLASSES = frozenset(("cross_entropy", "nll_loss"))
+_BY_ENTRY = _words(
+    # entry by entry
+    "abs absolute acos acosh add addcdiv addcmul alpha_dropout and angle arccos arccosh arcsin arcsinh "
+    "arctan arctan2 arctanh asin asinh atan atan2 atanh bernoulli bitwise_and bitwise_not bitwise_or "
+    "bitwise_xor ceil celu clamp clamp_max clamp_min clip conj conj_physical copysign cos cosh deg2rad "
+    "digamma div divide dropout dropout1d dropout2d dropout3d elu eq erf erfc erfinv exp exp2 expm1 "
+    "feature_alpha_dropout fix float_power floor floor_divide floordiv fmax fmin fmod frac ge gelu greater "
+    "greater_equal gt hardshrink hardsigmoid hardswish hardtanh heaviside hypot iadd iand ifloordiv imod "
+    "imul invert ior ipow isclose isfinite isinf isnan isneginf isposinf isreal isub itruediv ixor ldexp le "
+    "leaky_relu lerp less less_equal lgamma log log10 log1p log2 logaddexp logaddexp2 logical_and "
+    "logical_not logical_or logical_xor logit logsigmoid lt masked_fill maximum minimum mish mod mul "
+    "multiply nan_to_num ne neg negative nextafter not_equal or pos positive pow prelu rad2deg radd rand "
+    "rdiv reciprocal relu relu6 remainder rfloordiv rmod rmul ror round rpow rrelu rsqrt rsub rtruediv rxor "
+    "selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink softsign sqrt square sub subtract "
+    "tan tanh tanhshrink threshold true_divide truediv trunc where xlogy xor",
+    # copies, and values that are filled in
+    "bfloat16 bool clone contiguous copy cpu cuda deepcopy detach double empty_like fill float full_like "
+    "half int long new_empty new_full new_ones new_tensor new_zeros normal ones_like rand_like randn_like "
+    "short tensor to type type_as uniform zero zeros_like",
+    # choices of entries
+    "broadcast_tensors broadcast_to cat chunk concat concatenate diagonal expand_as gather getitem "
+    "index_add index_copy index_fill index_put index_select iter masked_scatter masked_select narrow pad "
+    "ravel repeat repeat_interleave reshape_as resolve_conj resolve_neg scatter scatter_add select setitem "
+    "split split_with_sizes stack take_along_dim tensor_split tile tril triu unbind unsafe_chunk "
+    "unsafe_split view_as view_as_complex view_as_real",
+    # what is asked of the tensor itself, and autograd
+    "allclose array backward data_ptr delete dim element_size equal format get get_device grad hash "
+    "is_complex is_conj is_contiguous is_floating_point is_inference is_neg is_nonzero is_pinned "
+    "is_same_size is_set_to is_shared item len ndimension nelement numel numpy pin_memory record_stream "
+    "reduce_ex register_hook register_post_accumulate_grad_hook repr requires_grad result_type retain_grad "
+    "set share_memory size storage_offset stride tolist untyped_storage",
+)
+"""Operations whose result for a part is the part of the result, or that use no values. Names without the
+underscores of operators and of operations in place."""
+
+
+def understood(name: str) -> bool:
+    """Whether a checked run can tell what the function ``name`` makes of a part."""
+    known = (_BY_ENTRY, _CONTRACTIONS, _CONVOLUTIONS, _REARRANGEMENTS, _OVER_LAST, _OVER_DIM, _OVER_CLASSES)
+    return any(name.strip("_") in names for names in known)
+
+
+@dataclass(frozen=True)
+class Mark:
+    """The ``width`` entries along ``dim`` are this rank's part of the features or of the tokens."""
+
+    kind: str
+    dim: int
+    width: int
+    ranks: int
+    report: Callable[[str], None]
+
+
+class PartOf(Tensor):
+    """This rank's part of an activation, in a run with checks: every operation on it is inspected.
+
+    The result of an operation is a part too, if the cut dim can be found in the result: exactly for views and
+    operations that keep the shape, for others if one dim alone has its size.
+    """
+
+    mark: Mark
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        given = list(_tensors((*args, *kwargs.values())))
+        mark = next(t.mark for t in given if isinstance(t, PartOf))
+        name = getattr(func, "__name__", "").strip("_")
+        problem = None if _is_inner(func) else _problem(name, mark, given, args, kwargs)
+        if problem:
+            mark.report(problem)
+        with torch._C.DisableTorchFunctionSubclass():
+            out = func(*args, **kwargs)
+            if name in _CONTRACTIONS or (name in _CONVOLUTIONS and _groups(args, kwargs) == 1):
+                return out
+            if name in _REARRANGEMENTS and args and isinstance(args[0], PartOf):
+                return _rearranged(out, args[0], name, lambda x: func(x, *args[1:], **kwargs))
+            return _propagated(out, mark, next(t.shape for t in given if isinstance(t, PartOf)))
+
+
+def _is_inner(func: Any) -> bool:
+    """Whether ``func`` is what an operation is made of, which on meta calls these by themselves."""
+    return isinstance(func, torch._ops.OpOverload) and func.namespace in ("aten", "prims")
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def _rearranged(out: Tensor, x: PartOf, name: str, how: Callable[[Tensor], Tensor]) -> Tensor:
+    """``out``, marked where ``how`` puts the cut dim of ``x``: it follows from the strides of a view."""
+    mark = x.mark
+    if mark.width == 1:  # any dim of one entry has any stride
+        found: Tensor = _propagated(out, mark, x.shape)
+        return found
+    like = how(torch.empty(x.shape, device="meta"))
+    # the dim whose steps lead from this rank's part to the next rank's
+    edge = math.prod(x.shape[mark.dim :])
+    sizes = enumerate(zip(like.shape, like.stride(), strict=True))
+    dim = next((i for i, (n, step) in sizes if n > 1 and step < edge <= step * n), None)
+    if dim is None:
+        return out
+    split = name in _SPLITTING and out.ndim > x.ndim and dim > 0
+    if split and out.shape[dim - 1] == 1 and out.shape[dim] == mark.width:
+        return out  # view(..., 1, head_dim): heads are cut, of which each rank has one, and head_dim is whole
+    return marked(out, replace(mark, dim=dim, width=out.shape[dim]))
+
+
+def _propagated(out: Any, mark: Mark, shape: Sequence[int]) -> Any:
+    """``out`` with the mark of an operand of this ``shape``, if the cut dim can be found in it."""
+    if type(out) in (list, tuple) or type(out).__module__ == "torch.return_types":
+        return type(out)([_propagated(one, mark, shape) for one in out])
+    if not isinstance(out, Tensor) or isinstance(out, PartOf) or not out.is_floating_point():
+        return out
+    places = [dim for dim, size in enumerate(out.shape) if size == mark.width]
+    dim = mark.dim + max(0, out.ndim - len(shape))  # broadcasting adds dims in front
+    if dim not in places and len(places) != 1:
+        return out
+    return marked(out, replace(mark, dim=dim if dim in places else places[0]))
+
+
+def marked(t: Tensor, mark: Mark) -> PartOf:
+    part = t.as_subclass(PartOf)
+    part.mark = mark
+    return part
+
+
+def _problem(
+    name: str, mark: Mark, given: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> str | None:
+    """What is wrong with a call of the function ``name`` on a part; None if nothing is."""
+    have = f"{mark.width} of {mark.width * mark.ranks} {mark.kind}"
+    if not understood(name):
+        return (
+            f"{name or 'an operation without a name'} sees only {have}, and a checked run does not know what "
+            "it makes of a part: gather them first (gather_output=True, or tpcore.comm.mappings.gather), or, "
+            "where the result is right, pass it x.as_subclass(torch.Tensor)"
+        )
+    if mark.kind == "tokens":
+        whole = [t for t in given if isinstance(t, nn.Parameter) and t.requires_grad]
+        if whole and torch.is_grad_enabled() and not getattr(whole[0], "sequence_parallel_enabled", False):
+            return (
+                f"{name} with a parameter of shape {tuple(whole[0].shape)} sees {have}, and so would its "
+                "gradient: in a sequence-parallel region use tpcore.RMSNorm or tpcore.LayerNorm with "
+                "sequence_parallel_enabled=True, or tpcore.comm.mappings.copy(parameter, comm) in a layer of "
+                "your own"
+            )
+    if mark.dim not in _reduced(name, args, kwargs):
+        return None
+    remedy = (
+        "use tpcore.parallel_cross_entropy"
+        if name in _OVER_CLASSES or name == "log_softmax"
+        else "gather them first (gather_output=True, or tpcore.comm.mappings.gather)"
+    )
+    return f"{name} sees only {have}, different ones on each rank: {remedy}"
+
+
+def _reduced(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> range | tuple[int, ...]:
+    """The dims that the function ``name`` reduces or normalizes over."""
+    x = args[0] if args else kwargs.get("input")
+    if not isinstance(x, Tensor):
+        return ()
+    if name in _OVER_CLASSES:
+        return (min(1, x.ndim - 1),)
+    if name in _OVER_LAST:
+        shape = args[1] if len(args) > 1 else kwargs.get("normalized_shape", ())
+        return range(x.ndim - len(shape), x.ndim)
+    if name in _CONVOLUTIONS:
+        return range(x.ndim - _CONVOLUTIONS[name], x.ndim)  # windows; channels are contracted or kept
+    if name in ("tril", "triu"):
+        return range(x.ndim - 2, x.ndim)
+    if name == "pad":
+        widths = list(args[1] if len(args) > 1 else kwargs["pad"])
+        return tuple(x.ndim - 1 - i // 2 for i, width in enumerate(widths) if width)
+    if name in ("max", "min") and len(args) > 1 and isinstance(args[1], Tensor):
+        return ()
+    if name in _OVER_DIM:
+        position, default = _OVER_DIM[name]
+        dim = kwargs.get("dim", kwargs.get("dims", args[position] if len(args) > position else default))
+        if name == "flip" and len(args) > 2:
+            dim = args[1:]
+        dims = [dim] if isinstance(dim, int) and not isinstance(dim, bool) else dim
+        return tuple(d % x.ndim for d in dims) if isinstance(dims, (list, tuple)) else range(x.ndim)
+    return ()
+
+
+def _groups(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    groups: int = kwargs.get("groups", args[6] if len(args) > 6 else 1)
+    return groups
+
+
+def plain(t: Tensor) -> Tensor:
+    """``t`` without its mark, for layers that handle parts correctly."""
+    # by type: isinstance asks the metaclass, which takes five times as long
+    return t.as_subclass(Tensor) if type(t) is PartOf else t

@@ -1,0 +1,199 @@
+"""Descriptions of collective calls, and the check that all ranks of a group make the same call."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from types import CodeType, FrameType
+
+import torch
+
+from .. import settings
+from ..errors import CollectiveMismatchError
+
+_LIBRARY = (*(str(Path(f).parent) + os.sep for f in (__file__, torch.__file__)), "<frozen", "<eval")
+ALL = sys.maxsize
+_WARMUP = 512
+_TEXT = 4096  # bytes of a packed Call
+_SITE = 1000  # characters of a call site that are sent: the end of the path is the useful part
+
+Site = tuple[CodeType, int]
+"""A place in the code, as cheap to take as possible: it is formatted only for a message."""
+
+Caller = tuple[CodeType, int, int, int]
+"""A site, and the layer whose forward makes the call: its number among the layers on its group, and their
+count; 0 and 0 without one."""
+
+
+def call_site(*also: str) -> Site:
+    """Innermost frame outside tpcore, torch and files whose path starts with one of ``also``."""
+    skip = (*_LIBRARY, *also) if also else _LIBRARY
+    frame = outermost = sys._getframe(1)
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(skip):
+            return frame.f_code, frame.f_lineno
+        outermost, frame = frame, frame.f_back  # type: ignore[assignment]
+    return outermost.f_code, outermost.f_lineno
+
+
+def call_place(*also: str) -> Caller:
+    """``call_site`` with the innermost layer whose forward makes the call: so calls from one line, in a loop
+    over layers, have different places."""
+    code, line = call_site(*also)
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        inner = frame.f_code
+        if inner.co_name == "forward" and inner.co_varnames[:1] == ("self",):
+            layer = frame.f_locals.get("self")
+            if hasattr(type(layer), "numbered"):
+                return code, line, *layer.numbered  # type: ignore[union-attr]
+        if inner is code:
+            break
+        frame = frame.f_back
+    return code, line, 0, 0
+
+
+def word_of(key: object) -> int:
+    """A 64-bit hash of ``key``, the same on all ranks."""
+    return int.from_bytes(blake2b(repr(key).encode(), digest_size=8).digest(), "little")
+
+
+def place_of(op: str, place: Caller) -> int:
+    """A 64-bit word: a hash of the line that calls ``op``, and the layer. Without the folder."""
+    code, line, number, count = place
+    at = word_of((op, os.path.basename(code.co_filename), line, code.co_name)) & 0xFFFFFFFF
+    return (at or 1) << 32 | (count & 0xFFFF) << 16 | number & 0xFFFF
+
+
+class Places:
+    """Finds swapped calls: calls that are equal on all ranks, but are made from different places.
+
+    Different places alone are no error: the two branches of ``if ctx.rank == 0`` may make one call. Each
+    place then belongs to some of the ranks only. Calls are swapped if one rank calls from a place that
+    another rank has used before, while that other rank calls from elsewhere. They are swapped as well if two
+    ranks are in different layers, unless a rank has made more layers than another: its numbers are others.
+    """
+
+    def __init__(self) -> None:
+        self._common: set[int] = set()
+        self._of: dict[int, set[int]] = {}
+
+    def swapped(self, members: Sequence[int], places: Sequence[int]) -> bool:
+        """``places``: one call's place on each of ``members``; 0 for a rank that did not look it up."""
+        if places.count(places[0]) == len(places):
+            self._common.add(places[0] >> 32)
+            return False
+        if 0 in places:
+            return False
+        if len({place >> 16 & 0xFFFF for place in places}) == 1:
+            numbers = {place & 0xFFFF for place in places}
+            if len(numbers) > 1 and 0 not in numbers:
+                return True
+        lines = [place >> 32 for place in places]
+        been = [self._of.setdefault(m, set()) for m in members]
+        found = any(
+            there != here and (there in self._common or there in before)
+            for there in lines
+            for here, before in zip(lines, been, strict=True)
+        )
+        for before, here in zip(been, lines, strict=True):
+            before.add(here)
+        return found
+
+
+def checked_calls() -> int:
+    """How many collectives of each group to check before they run, from ``TPCORE_CHECK``.
+
+    ``always``: ALL, and the same call from two places of the program counts as a difference too. ``off``:
+    none. ``warmup``, the default: the first 512; later calls are compared without a wait. It is a count and
+    not a time, so that all ranks of a group stop at the same call.
+    """
+    return {"always": ALL, "warmup": _WARMUP, "off": 0}[settings.CHECK.get()]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective that one rank is about to make. Equal calls may run; the site is for messages only."""
+
+    seq: int
+    op: str  # with its reduction and dim: "all_reduce sum", "all_gather dim 0"
+    shape: tuple[int, ...]
+    dtype: str
+    site: str = field(compare=False)
+
+    @classmethod
+    def of(cls, seq: int, op: str, shape: Sequence[int], dtype: torch.dtype, at: Caller | None) -> Call:
+        where = "" if at is None else f"{at[0].co_filename}:{at[1]} in {at[0].co_name}"
+        if at is not None and at[2]:
+            where += f", layer {at[2]} of {at[3]} on this group"
+        return cls(seq, op, tuple(shape), str(dtype).removeprefix("torch."), where)
+
+    def key(self, place: bool) -> tuple[object, ...]:
+        """What ranks must agree on. With ``place`` also the call site: file name, line and function."""
+        return (self.seq, self.op, self.shape, self.dtype, os.path.basename(self.site) if place else "")
+
+    def digest(self, place: bool) -> bytes:
+        """A 32-byte hash of the key."""
+        return blake2b(repr(self.key(place)).encode(), digest_size=32).digest()
+
+    def pack(self) -> bytes:
+        """The call as JSON to send: at most 4096 bytes, because no tensor has more than 64 dims."""
+        site = self.site.encode()[-_SITE:].decode(errors="replace")
+        return json.dumps([self.seq, self.op, self.shape, self.dtype, site], ensure_ascii=False).encode()
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Call:
+        seq, op, shape, dtype, site = json.loads(data)
+        return cls(seq, op, tuple(shape), dtype, site)
+
+    def __str__(self) -> str:
+        where = f" at {self.site}" if self.site else ""
+        return f"#{self.seq} {self.op} of {self.dtype} {list(self.shape)}{where}"
+
+
+def unexplained(calls: Sequence[Call]) -> str:
+    """The message for ranks whose hashes differ although their calls are equal."""
+    return (
+        f"the ranks' hashes of their next collective differ, but the calls are equal: {calls[0]}\n"
+        "Do all ranks run the same versions of tpcore and Python?"
+    )
+
+
+def disagreement(calls: Sequence[Call], ranks: Sequence[int], place: bool = False) -> str | None:
+    """None if all ranks make the same call, else a message that names the first rank that differs."""
+    for rank, call in zip(ranks[1:], calls[1:], strict=True):
+        if call.key(place) != calls[0].key(place):
+            return (
+                f"ranks {ranks[0]} and {rank} of group {tuple(ranks)} disagree on their next collective:\n"
+                f"  rank {ranks[0]}: {calls[0]}\n  rank {rank}: {call}\n"
+                "Every rank of a group must make the same collectives in the same order."
+            )
+    return None
+
+
+def agree(call: Call, ranks: Sequence[int], exchange: Callable[[bytes], bytes], place: bool) -> None:
+    """Raise CollectiveMismatchError on all ``ranks`` unless all are about to make the same call.
+
+    ``exchange`` gathers the ranks' bytes, all of one length, and concatenates them; it is collective.
+    """
+    mine = call.digest(place)
+    if exchange(mine) == mine * len(ranks):
+        return
+    texts = exchange(call.pack().ljust(_TEXT))
+    calls = [Call.unpack(texts[i : i + _TEXT]) for i in range(0, len(texts), _TEXT)]
+    raise CollectiveMismatchError(disagreement(calls, ranks, place) or unexplained(calls))
+
+
+def agree_on_all(run: Sequence[Call], ranks: Sequence[int], exchange: Callable[[bytes], bytes]) -> None:
+    """``agree`` for calls that have run already. The error describes the first call that differs."""
+    mine = blake2b(b"".join(call.digest(False) for call in run), digest_size=32).digest()
+    if exchange(mine) == mine * len(ranks):
+        return
+    for call in run:
+        agree(call, ranks, exchange, False)
+    raise CollectiveMismatchError(unexplained(run))

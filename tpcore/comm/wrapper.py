@@ -1,0 +1,91 @@
+"""Transports that wrap another transport: all primitives of the table go through one method."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from .signature import ALL, Call, agree, agree_on_all, call_place, checked_calls
+from .transport import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, TABLE, Op, Pending, Primitive, Transport
+
+
+class Relay(Transport):
+    """A transport whose primitives all call ``relay``, which subclasses write."""
+
+    @abstractmethod
+    def relay(self, primitive: Primitive, x: Tensor, *arguments: Any) -> Tensor:
+        """Make the collective ``primitive`` of ``x`` and ``arguments``."""
+
+    def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
+        return self.relay(ALL_REDUCE, x, op, donate)
+
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        return self.relay(ALL_GATHER, x, dim)
+
+    def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
+        return self.relay(REDUCE_SCATTER, x, dim)
+
+
+def _relayed(primitive: Primitive) -> Any:
+    def method(self: Relay, x: Tensor, *arguments: Any) -> Tensor:
+        return self.relay(primitive, x, *arguments)
+
+    return method
+
+
+for _primitive in TABLE:
+    if _primitive.name not in vars(Relay):  # the others would inherit Transport's defaults
+        setattr(Relay, _primitive.name, _relayed(_primitive))
+
+
+class Checked(Relay):
+    """Compares the calls of a group's ranks over the group itself. If they differ, all ranks raise an error.
+
+    The first calls are compared before they run, which prevents hangs and wrong numbers; ``TPCORE_CHECK``
+    sets how many. Later calls are compared in runs of ``RUN``: one exchange for each call would cost as much
+    as a small call.
+    """
+
+    RUN: ClassVar[int] = 32
+
+    def __init__(self, inner: Transport) -> None:
+        self._inner, self._seq, self._checked = inner, 0, checked_calls()
+        self._run: list[Call] = []
+        self.group, self.size, self.members = inner.group, inner.size, inner.members
+        self.index, self.position = inner.index, inner.position
+
+    def __repr__(self) -> str:
+        return repr(self._inner)
+
+    @property
+    def process_group(self) -> Any:
+        return self._inner.process_group
+
+    def relay(self, primitive: Primitive, x: Tensor, *arguments: Any) -> Tensor:
+        self._enter(primitive, x, arguments)
+        out: Tensor = getattr(self._inner, primitive.name)(x, *arguments)
+        return out
+
+    def start_all_reduce(self, x: Tensor, op: Op, donate: bool) -> Pending:
+        self._enter(ALL_REDUCE, x, (op, donate))
+        return self._inner.start_all_reduce(x, op, donate)
+
+    def _enter(self, primitive: Primitive, x: Tensor, arguments: tuple[Any, ...]) -> None:
+        if not self._checked:
+            return
+        self._seq += 1
+        call = Call.of(self._seq, primitive.describe(*arguments), x.shape, x.dtype, call_place())
+        if self._seq <= self._checked:
+            agree(call, self.members, self._exchange, self._checked == ALL)
+            return
+        self._run.append(call)
+        if len(self._run) == self.RUN:
+            run, self._run = self._run, []
+            agree_on_all(run, self.members, self._exchange)
+
+    def _exchange(self, mine: bytes) -> bytes:
+        sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(self.position.device)
+        return self._inner.all_gather(sent, 0).cpu().numpy().tobytes()

@@ -1,0 +1,194 @@
+"""Records one training step of one rank: forward, backward, reduction over dp, clipping, the optimizer."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ...backend.registry import check_fits
+from ...layers.module import move_model_to_device
+from ...layers.sharding import sharding
+from ...layout.mesh import Mesh
+from ...runtime.checks import Checks, Note, in_eager_mode
+from ...runtime.context import ParallelContext, use
+from ...train.clip import scale_to
+from ...train.step import stepping_of
+from .recording import LIBRARY, Collective, Recorder, RecordingBackend, tensors
+from .stages import StageCost, StageWatch
+from .target import Inputs
+
+Build = Callable[[], tuple[nn.Module, Inputs]]
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One rank's part of a parameter, with the bytes of it, of its gradient and of its optimizer state."""
+
+    name: str
+    layer: str  # the class of the module that owns it
+    shape: tuple[int, ...]  # of this rank's part, padding included
+    full: tuple[int, ...]
+    dtype: str
+    cut: bool
+    nbytes: int
+    gradient: int  # 0 if the step computes none
+    optimizer: int
+
+
+@dataclass(frozen=True)
+class Program:
+    """The parameters and collectives of one rank in a step. Equal for ranks that do the same."""
+
+    model: str  # the class name
+    parameters: tuple[Parameter, ...]
+    collectives: tuple[Collective, ...]
+    pipelines: tuple[StageCost, ...] = ()
+    mistakes: tuple[str, ...] = ()
+    """Places where the step computes something else than the whole model would."""
+
+
+class RecordedStep(NamedTuple):
+    """``notes``: of what all ranks of a tp group should have alike."""
+
+    program: Program
+    notes: tuple[Note, ...]
+
+
+@contextmanager
+def _recording(rank: int, recorder: Recorder) -> Iterator[None]:
+    """On meta tensors, uncompiled, with the random state restored."""
+    meta = torch.device("meta")
+    with in_eager_mode(), torch.random.fork_rng(devices=[]), _explain_errors(rank, recorder), meta:
+        yield
+
+
+def record(
+    build: Build,
+    mesh: Mesh,
+    rank: int,
+    *,
+    dtype: torch.dtype | None,
+    optimizer: MakeOptimizer,
+    max_norm: float | None,
+) -> RecordedStep:
+    """Build this rank's model on meta tensors and record a step. ``dtype``: of parameters and inputs."""
+    recorder = Recorder()
+    backend = RecordingBackend(rank, mesh.size, recorder)
+    check_fits(backend, mesh)
+    checks = Checks(recorder.mistake, running=False)
+    ctx = ParallelContext(backend, mesh, rank, checks)
+    with use(ctx), _recording(rank, recorder):
+        recorder.phase = "building"
+        model, inputs = build()
+        for i, t in enumerate(tensors(inputs)):
+            checks.same(f"input {i}", t, f"of {type(model).__name__}")
+        move_model_to_device(model, "meta")
+        if dtype is not None:
+            model.to(dtype)
+        recorder.phase = "forward"
+        watch = StageWatch()
+        with recorder.watch(model), watch.on(model):
+            loss = _loss(model, inputs, dtype)
+            recorder.phase = "backward"
+            loss.backward()
+        recorder.phase = "reduction"
+        made = optimizer([p for p in model.parameters() if p.requires_grad])
+        gradients = {id(p): _nbytes(p.grad) for p in model.parameters() if p.grad is not None}
+        stepping = stepping_of(made)
+        stepping.reduce()
+        if max_norm is not None:
+            recorder.phase = "clipping"
+            scale_to(stepping.gradients(), stepping.norm(), max_norm)
+        recorder.phase = "optimizer"
+        with torch.device("cpu"):  # torch's optimizers keep their step count there
+            made.step()
+    owners = {id(p): type(m).__name__ for m in model.modules() for p in m.parameters(recurse=False)}
+    parameters = tuple(
+        _info(n, p, owners[id(p)], gradients.get(id(p), 0), made.state) for n, p in model.named_parameters()
+    )
+    calls, mistakes = tuple(recorder.calls), tuple(recorder.mistakes)
+    program = Program(type(model).__name__, parameters, calls, watch.costs(model), mistakes)
+    return RecordedStep(program, tuple(checks.notes))
+
+
+def _loss(model: nn.Module, inputs: Inputs, dtype: torch.dtype | None) -> Tensor:
+    """The result of ``inputs`` if it is a function, else the model's own loss, else the sum of outputs."""
+    if callable(inputs) and not isinstance(inputs, Tensor):
+        found = inputs(model)
+        if not isinstance(found, Tensor) or found.numel() != 1:
+            raise ValueError(f"the loss function returned {_kind(found)}, not a tensor of one element")
+        return found
+    moved = _on_meta(inputs, dtype)
+    if isinstance(moved, Mapping):
+        out = model(**moved)
+    else:
+        out = model(*moved) if isinstance(moved, (tuple, list)) else model(moved)
+    loss = getattr(out, "loss", None)
+    if isinstance(loss, Tensor):
+        return loss
+    parts = [t.sum() for t in tensors(out) if t.requires_grad]
+    if not parts:
+        raise ValueError(f"{type(model).__name__} returned {_kind(out)}, none of it with a gradient")
+    return torch.stack([p.float() for p in parts]).sum()
+
+
+def _on_meta(value: Any, dtype: torch.dtype | None) -> Any:
+    if isinstance(value, Tensor):
+        return value.to("meta", dtype if value.is_floating_point() else None)
+    if isinstance(value, Mapping):
+        return {k: _on_meta(v, dtype) for k, v in value.items()}
+    if isinstance(value, (tuple, list)):
+        return tuple(_on_meta(v, dtype) for v in value)
+    return value
+
+
+def _kind(value: Any) -> str:
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def _info(name: str, p: nn.Parameter, layer: str, gradient: int, state: Mapping[Any, Any]) -> Parameter:
+    found = sharding(p)
+    full = tuple(p.shape) if found is None else found.layout.shape
+    cut = found is not None and bool(found.axes)
+    dtype = str(p.dtype).removeprefix("torch.")
+    kept = sum(_nbytes(t) for t in tensors(list(state.get(p, {}).values())))
+    return Parameter(name, layer, tuple(p.shape), full, dtype, cut, _nbytes(p), gradient, kept)
+
+
+def _nbytes(t: Tensor) -> int:
+    return t.numel() * t.element_size()
+
+
+@contextmanager
+def _explain_errors(rank: int, recorder: Recorder) -> Iterator[None]:
+    """Turn torch's errors about missing values into a ValueError that explains them. Other errors get a note
+    with the phase, the module and the line."""
+    try:
+        yield
+    except Exception as e:
+        frames = [f for f in traceback.extract_tb(e.__traceback__) if not f.filename.startswith(LIBRARY)]
+        at = f" at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
+        if "process group has not been initialized" in str(e):
+            raise ValueError(
+                f"rank {rank} needs torch.distributed's default group{at}, and a recorded step has none. "
+                "DistributedDataParallel over all ranks would take the parts of tp ranks for copies: explain "
+                "the model without it. In the job pass process_group=ctx.comm('dp').process_group, or leave "
+                "DistributedDataParallel out and call tpcore.optimizer_step"
+            ) from e
+        if not isinstance(e, RuntimeError | NotImplementedError) or "meta" not in str(e).lower():
+            module = f", module {recorder.failed.module}" if recorder.failed else ""
+            notes = getattr(e, "__notes__", [])  # Python 3.10 has no add_note
+            vars(e)["__notes__"] = [*notes, f"rank {rank}, {recorder.phase}{module}{at}"]
+            raise
+        raise ValueError(
+            f"rank {rank} reads a value{at}, and a recorded step has none: it runs on meta tensors, which "
+            "have shapes only. Compute values that the model needs while it is built with device='cpu', and "
+            f"read no values in forward: a lazy backend would stop there as well. torch says: {e}"
+        ) from e

@@ -1,0 +1,202 @@
+"""For debugging: compares hashes of tensors that should be equal on several ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..layers.sharding import sharding
+from ..layout.slices import narrowed
+from ..runtime.consensus import gather_bytes
+from ..runtime.context import ParallelContext, current
+
+BATCH, PARAMETER, GRADIENT, STATE, OPTION = "batch", "parameter", "gradient", "state", "option"
+_CAUSES = {
+    BATCH: "a sampler that counts all ranks and not dp ranks, or augmentation with another seed on each rank",
+    PARAMETER: "another seed while the model was built, weights that were loaded or changed on some ranks "
+    "only, or a step that some ranks skipped",
+    GRADIENT: "tp ranks with different batches or different dropout where activations are replicated, or a "
+    "parameter that sees a part of the sequence on each rank and sums its gradient over none (use "
+    "tpcore.LayerNorm or tpcore.RMSNorm with sequence_parallel_enabled=True)",
+    STATE: "a step that some ranks skipped, or a state that was loaded on some ranks only",
+    OPTION: "a scheduler that some ranks stepped, or that was loaded on some ranks only",
+}
+
+
+class Held(NamedTuple):
+    """One rank's values of one box of a tensor. Ranks with equal ``kind``, ``name``, ``box`` and ``of``
+    should have equal digests."""
+
+    kind: str
+    name: str
+    box: str
+    of: str  # the dp rank, for tensors that differ over dp
+    digest: str
+    constant: bool  # all entries are equal
+    rank: int
+
+
+@torch.no_grad()
+def check_replicas(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, batch: Any = None
+) -> None:
+    """Raise ValueError on every rank if tensors that should be equal on several ranks are not.
+
+    It compares hashes of parameters, over dp and over the tp ranks that have the same entries; of gradients,
+    over these tp ranks (over dp they differ until the mean is taken); with ``optimizer``, plain or ``Zero1``,
+    of its state and of its groups' options, ``lr`` among them; with ``batch``, a tensor or nested tensors, of
+    the inputs of one tp group's ranks. Gradients alone may hide different batches, because layers sum over
+    tp. The error names the first tensor that differs, its ranks and usual causes. It also reports the
+    opposite: different parts of one tensor with equal values, which DistributedDataParallel over all ranks
+    causes.
+
+    It reads every value: call it after the first backward and occasionally, not in each step. Collective
+    over the world.
+    """
+    ctx = current()
+    mine = [
+        *_batch(batch, ctx),
+        *_parameters(model, ctx),
+        *(_states(model, optimizer, ctx) if optimizer is not None else ()),
+        *(_options(optimizer, ctx) if optimizer is not None else ()),
+    ]
+    data = json.dumps(mine).encode()
+    every = [Held(*one) for text in gather_bytes(data, ctx.world) for one in json.loads(text)]
+    problem = _difference(every, ctx) or _equality(every, ctx)
+    if problem is not None:
+        raise ValueError(problem)
+
+
+# -- this rank's tensors -----------------------------------------------------------------------------------
+def _batch(batch: Any, ctx: ParallelContext) -> Iterator[Held]:
+    for i, value in enumerate(_tensors(batch)):
+        digest, constant = _digest(value)
+        what = f"{tuple(value.shape)} {value.dtype} {digest}"
+        yield Held(BATCH, f"tensor {i}", "", _dp(ctx), what, constant, ctx.rank)
+
+
+def _tensors(nest: Any) -> Iterator[Tensor]:
+    if isinstance(nest, Tensor):
+        yield nest
+    elif isinstance(nest, Mapping | list | tuple):
+        for item in nest.values() if isinstance(nest, Mapping) else nest:
+            yield from _tensors(item)
+
+
+def _parameters(model: nn.Module, ctx: ParallelContext) -> Iterator[Held]:
+    for name, p in model.named_parameters():
+        yield from _held(PARAMETER, name, p.detach(), p, "", ctx)
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            grad = p.grad if p.grad is None or not p.grad.is_sparse else p.grad.to_dense()
+            yield from _held(GRADIENT, name, grad, p, _dp(ctx), ctx)
+
+
+def _states(model: nn.Module, optimizer: torch.optim.Optimizer, ctx: ParallelContext) -> Iterator[Held]:
+    for name, p in model.named_parameters():
+        for key, value in optimizer.state.get(p, {}).items():
+            called = f"{key} of {name}"
+            if isinstance(value, Tensor) and value.ndim and value.shape == p.shape:
+                yield from _held(STATE, called, value, p, "", ctx)
+            elif isinstance(value, Tensor) and value.ndim:  # a chunk of Zero1: each dp rank has its own
+                box = "; ".join(box for box, _ in _boxes(p, p, ctx))
+                yield Held(STATE, called, box, _dp(ctx), *_digest(value), ctx.rank)
+            else:
+                yield Held(
+                    STATE, called, "", "", repr(float(value) if value is not None else None), True, ctx.rank
+                )
+
+
+def _options(optimizer: torch.optim.Optimizer, ctx: ParallelContext) -> Iterator[Held]:
+    stage = str(ctx.mesh.coords(ctx.rank).get("pp", 0))  # stages may have other groups
+    for i, group in enumerate(optimizer.param_groups):
+        for name, value in group.items():
+            shown = value.tolist() if isinstance(value, Tensor) else value
+            if name not in ("params", "param_names") and isinstance(shown, (str, float, int, tuple, list)):
+                yield Held(OPTION, f"{name} of group {i}", "", stage, repr(shown), True, ctx.rank)
+
+
+def _held(
+    kind: str, name: str, value: Tensor | None, p: Tensor, of: str, ctx: ParallelContext
+) -> Iterator[Held]:
+    for box, part in _boxes(p if value is None else value, p, ctx):
+        digest = ("none", True) if value is None else _digest(part)
+        yield Held(kind, name, box, of, *digest, ctx.rank)
+
+
+def _boxes(value: Tensor, p: Tensor, ctx: ParallelContext) -> Iterator[tuple[str, Tensor]]:
+    """The boxes of the full tensor that ``value`` covers, each with its values."""
+    found = sharding(p)
+    if found is None:
+        yield "", value
+        return
+    for box in found.layout.boxes(found.ctx.rank, found.ctx.mesh):
+        yield f"{list(box.full)}+{list(box.size)}", narrowed(value, box.local, box.size)
+
+
+def _digest(value: Tensor) -> tuple[str, bool]:
+    flat = value.detach().cpu().contiguous().reshape(-1)
+    data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    return hashlib.blake2b(data, digest_size=8).hexdigest(), bool((flat == flat[:1]).all())
+
+
+def _dp(ctx: ParallelContext) -> str:
+    return str(ctx.mesh.coords(ctx.rank).get("dp", 0))
+
+
+# -- all ranks' tensors ------------------------------------------------------------------------------------
+def _difference(every: Sequence[Held], ctx: ParallelContext) -> str | None:
+    """A message about the first tensor, in model order, whose values of one box differ between two ranks."""
+    first: dict[tuple[str, ...], Held] = {}
+    wrong: dict[tuple[str, str], tuple[Held, Held]] = {}
+    for held in every:
+        other = first.setdefault((held.kind, held.name, held.box, held.of), held)
+        if other.digest != held.digest:
+            wrong.setdefault((held.kind, held.name), (other, held))
+    for held in every:
+        if (held.kind, held.name) in wrong:
+            a, b = wrong[held.kind, held.name]
+            missing = " (one has none)" if "none" in (a.digest, b.digest) else ""
+            return (
+                f"{_called(a)} differs between {_where(a.rank, ctx)} and {_where(b.rank, ctx)}, which should "
+                f"hold the same{missing}. Usual causes: {_CAUSES[a.kind]}"
+            )
+    return None
+
+
+def _equality(every: Sequence[Held], ctx: ParallelContext) -> str | None:
+    """A message about the first tensor of which two ranks have equal values of different boxes."""
+    values = {(h.name, h.rank, h.box): h.digest for h in every if h.kind == PARAMETER}
+    first: dict[tuple[str, ...], Held] = {}
+    for held in every:
+        if held.kind not in (PARAMETER, GRADIENT) or held.constant:
+            continue
+        other = first.setdefault((held.kind, held.name, held.of, held.digest), held)
+        # equal weights may have equal gradients
+        alike = values[held.name, held.rank, held.box] == values[other.name, other.rank, other.box]
+        if other.box != held.box and (held.kind == PARAMETER or not alike):
+            a, b = _where(other.rank, ctx), _where(held.rank, ctx)
+            return (
+                f"{_called(held)} has the same values on {a} and {b}, which hold different parts of it, "
+                f"{other.box} and {held.box} (start + size). Usual cause: it was broadcast or averaged over "
+                "tp, as DistributedDataParallel over all ranks does: give it "
+                'process_group=ctx.comm("dp").process_group'
+            )
+    return None
+
+
+def _called(held: Held) -> str:
+    if held.kind == BATCH:
+        return f"the batch ({held.name})"
+    return f"{held.kind} {held.name!r}" if held.kind != GRADIENT else f"the gradient of {held.name!r}"
+
+
+def _where(rank: int, ctx: ParallelContext) -> str:
+    at: Mapping[str, Any] = ctx.mesh.coords(rank)
+    shown = ", ".join(f"{axis} {i}" for axis, i in at.items() if ctx.mesh.axes[axis] > 1)
+    return f"rank {rank} ({shown})" if shown else f"rank {rank}"

@@ -1,0 +1,187 @@
+"""A matmul and its collective in one autograd function, so that the two can overlap and share memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..comm import mappings as ops
+from ..comm.comm import Comm
+from ..comm.parts import plain
+
+Backward = Callable[[Any, Tensor], tuple[Tensor | None, ...]]
+Forward = Callable[[Tensor, Tensor, Tensor | None, "How"], Tensor]
+How = tuple[Comm, int | None, torch.dtype]
+"""The Comm, the sequence dim (None without sequence parallelism), and the least precision to sum in."""
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _widen(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x`` in the dtype to sum it in."""
+    # compared first: even a ``to`` that changes nothing takes a microsecond
+    return x if x.dtype is dtype else x.to(ops.sum_dtype(x, dtype))
+
+
+def _sum_of_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
+    # XLA sums float16 in float16 (32 rows on a CPU: off by 1.2 times two roundings); torch's kernels do not
+    return x.sum(0) if x.dtype is dtype else x.sum(0, dtype=ops.sum_dtype(x, dtype)).to(x.dtype)
+
+
+def _narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x if x.dtype is dtype else x.to(dtype)
+
+
+def _mapped_column(x: Tensor, weight: Tensor, bias: Tensor | None, how: How) -> Tensor:
+    comm, seq, dtype = how
+    x = ops.copy(x, comm, dtype=dtype) if seq is None else ops.all_gather(x, comm, seq, dtype=dtype)
+    return F.linear(x, weight, bias)
+
+
+def _mapped_row(x: Tensor, weight: Tensor, bias: Tensor | None, how: How) -> Tensor:
+    comm, seq, dtype = how
+    y = F.linear(x, weight)
+    if seq is None:
+        y = ops.reduce(y, comm, dtype=dtype)
+    else:
+        y = ops.reduce_scatter(y, comm, seq, dtype=dtype)
+        bias = None if bias is None else ops.copy(bias, comm, dtype=dtype)
+    return y if bias is None else y + bias
+
+
+def _differentiable(mapped: Forward) -> Callable[[Backward], Backward]:
+    """A backward that is itself differentiated (create_graph) runs ``mapped``, the same function as several
+    mappings, of which each is differentiable any number of times, and autograd's backward of it."""
+
+    def wrap(backward: Backward) -> Backward:
+        def chosen(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+            if not torch.is_grad_enabled():
+                return backward(ctx, grad)
+            x, weight = ctx.saved_tensors
+            # any bias has the same derivatives
+            bias = grad.new_zeros(len(weight), requires_grad=True) if ctx.needs_input_grad[2] else None
+            inputs = [t for t, needs in zip((x, weight, bias), ctx.needs_input_grad, strict=False) if needs]
+            found = iter(
+                torch.autograd.grad(mapped(x, weight, bias, ctx.how), inputs, grad, create_graph=True)
+            )
+            return tuple(next(found) if needs else None for needs in ctx.needs_input_grad)
+
+        return chosen
+
+    return wrap
+
+
+def _column(x: Tensor, weight: Tensor, bias: Tensor | None, how: How) -> Tensor:
+    comm, seq, _ = how
+    return F.linear(x if seq is None else comm.all_gather(x, seq), weight, bias)
+
+
+class _Column(torch.autograd.Function):
+    """Forward sends nothing (sequence parallel: it gathers the input). Backward overlaps the
+    all-reduce of the input gradient with the matmul of the weight gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: How) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.how = how
+        return _column(x, weight, bias, how)
+
+    @staticmethod
+    @_differentiable(_mapped_column)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        comm, seq, dtype = ctx.how
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        rows = _rows(grad)
+        grad_x = grad_weight = grad_bias = None
+        wait: Callable[[], Tensor] | None = None
+        if needs_x:
+            partial = _widen(rows.mm(weight), dtype)
+            if seq is None:
+                wait = comm.start_all_reduce(partial, donate=True)
+            else:
+                partial = partial.view(*grad.shape[:-1], weight.shape[1])
+                grad_x = _narrow(comm.reduce_scatter(partial, seq), x.dtype)
+        if needs_weight:
+            # gathered again, not kept from forward: sequence parallelism exists to save that memory
+            grad_weight = rows.t().mm(_rows(x if seq is None else comm.all_gather(x, seq)))
+        if needs_bias:
+            grad_bias = _sum_of_rows(rows, dtype)
+        if wait is not None:
+            grad_x = _narrow(wait(), x.dtype).view(x.shape)
+        return grad_x, grad_weight, grad_bias, None
+
+
+def _row(x: Tensor, weight: Tensor, bias: Tensor | None, how: How) -> Tensor:
+    comm, seq, dtype = how
+    y = F.linear(x, weight)
+    wide = _widen(y, dtype)
+    out = comm.all_reduce(wide, donate=True) if seq is None else comm.reduce_scatter(wide, seq)
+    out = _narrow(out, y.dtype)
+    return out if bias is None else out.add_(bias)
+
+
+class _Row(torch.autograd.Function):
+    """Forward sums over the ranks. Backward sends nothing (sequence parallel: it gathers the gradient)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: How) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.how = how
+        return _row(x, weight, bias, how)
+
+    @staticmethod
+    @_differentiable(_mapped_row)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        comm, seq, dtype = ctx.how
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        rows = _rows(grad if seq is None else comm.all_gather(grad, seq))
+        grad_x = rows.mm(weight).view(x.shape) if needs_x else None
+        grad_weight = rows.t().mm(_rows(x)) if needs_weight else None
+        # from the gathered gradient: the bias is replicated, so every rank needs the sum over all tokens
+        grad_bias = _sum_of_rows(rows, dtype) if needs_bias else None
+        return grad_x, grad_weight, grad_bias, None
+
+
+def _cast(
+    x: Tensor, weight: Tensor, bias: Tensor | None, to: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    return x.to(to), weight.to(to), None if bias is None else bias.to(to)
+
+
+# Without gradients the functions below skip the autograd Function, which saves its overhead.
+
+
+def column_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, comm: Comm, sequence_dim: int | None, dtype: torch.dtype
+) -> Tensor:
+    """``x @ weight.T + bias`` with a weight cut by output features. ``dtype``: the least precision in which
+    the input gradient is summed."""
+    x = plain(x)
+    if not x.is_meta and torch.is_autocast_enabled(comm.device_type):  # ("meta") is an error
+        x, weight, bias = _cast(x, weight, bias, torch.get_autocast_dtype(comm.device_type))
+    apply = _Column.apply if torch.is_grad_enabled() else _column
+    run = _mapped_column if ops.transformed() else apply
+    y: Tensor = run(x, weight, bias, (comm, sequence_dim, dtype))
+    return y
+
+
+def row_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, comm: Comm, sequence_dim: int | None, dtype: torch.dtype
+) -> Tensor:
+    """``(sum over ranks of x @ weight.T) + bias`` with a weight cut by input features. ``dtype``: the least
+    precision of the sum."""
+    x = plain(x)
+    if not x.is_meta and torch.is_autocast_enabled(comm.device_type):  # ("meta") is an error
+        x, weight, bias = _cast(x, weight, bias, torch.get_autocast_dtype(comm.device_type))
+    apply = _Row.apply if torch.is_grad_enabled() else _row
+    run = _mapped_row if ops.transformed() else apply
+    y: Tensor = run(x, weight, bias, (comm, sequence_dim, dtype))
+    return y

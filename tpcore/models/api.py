@@ -1,0 +1,132 @@
+"""``parallelize``: decide the cuts, check the degree, replace modules, then connect loss and tokens."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from types import MethodType
+from typing import TypeVar
+
+from torch import nn
+
+from ..comm.comm import Comm
+from ..layers import ColumnParallelLinear
+from ..log import inform
+from ..runtime.context import ParallelContext, current, use
+from . import plan as styles
+from .attentions import gather_attentions
+from .cuts import Cut, attentions, decide
+from .dropout import drop_by_rank
+from .fit import check_fit
+from .generation import generate_alike
+from .guards import guard, is_guarded
+from .heads import HeadsArgument, head_size, localize
+from .inputs import share_inputs
+from .inside import inside
+from .loading import read_parts, stored_weights
+from .loss import cut_loss
+from .plan import Rule, checked
+from .replace import replace
+from .sequence import cut_sequence
+from .share import summary
+from .stages import groups, into_stages, number_of_stages
+from .transformers import checked_model, rules_of
+from .whole import save_whole
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def parallelize(
+    model: Model,
+    *,
+    plan: Mapping[str, Rule] | None = None,
+    sequence_parallel: bool = False,
+    num_microbatches: int | None = None,
+    lazy_from: str | os.PathLike[str] | None = None,
+    ctx: ParallelContext | None = None,
+) -> Model:
+    """Cut a transformers model over the tp group, in place, by its own plan; returns the model.
+
+    Names of parameters and modules stay, tied tensors stay tied, and each Parameter stays the same object,
+    so that an optimizer made before keeps working. ``model.config`` is not changed.
+
+    ``plan``: rules that override the model's own. A rule is a style for a name of ``model.named_modules()``,
+    with ``*`` for the number of a layer; ``"replicate"`` leaves a module whole. Instead of a style it may be
+    the blocks (``tpcore.Block``) in which a linear layer's output features are cut.
+    ``sequence_parallel``: between attention and MLP each rank keeps some of the tokens, in every forward
+    whose number of tokens tp divides. ``lazy_from``: a directory of safetensors or ``.bin`` files from which
+    each rank reads its part; default: the directory of ``from_pretrained`` in ``tpcore.lazy()``. ``ctx``: the
+    parallel context; default: the current one.
+
+    ``num_microbatches``: the model's layers become ``tpcore.PipelinedLayers``, each stage keeps its own, and
+    the vocabulary is cut over stages and tp together. Required at ``pp`` above 1, where the optimizer has to
+    be made afterwards. ``tpcore.PipelineModel(model, ...)`` then runs one forward, one backward.
+
+    Raises ValueError before any change: for a model without a plan, a rule that matches nothing, a style that
+    is not supported, and sizes that tp does not divide (one error for all, with the degrees that fit).
+    Collective: every rank of the tp group calls it with the same model and arguments.
+    """
+    context = ctx or current()
+    comm = context.comm("tp")
+    checked_model(model)
+    if is_guarded(model):
+        raise ValueError(
+            f"this {type(model).__name__} is sharded already: parallelize it once, from the whole"
+        )
+    stages = number_of_stages(context, num_microbatches)
+    rules = dict(plan or {})
+    checked(rules, [name for name, _ in (*model.named_modules(), *model.named_parameters())])
+    rules = rules_of(model, rules)
+    cuts = decide(model, rules)
+    if comm.size > 1:
+        cuts += inside(model, cuts, rules)
+    check_fit(type(model).__name__, [need for cut in cuts for need in cut.needs], comm.size)
+    with use(context):
+        weights = stored_weights(model, lazy_from, context)  # while the model has all names and shapes
+        if comm.size * stages > 1:
+            over = groups(model, context, stages)
+            _replace(model, cuts, comm, over)
+            if context.rank == 0:
+                inform(summary(model))
+        if num_microbatches is not None:
+            cuts = into_stages(model, cuts, num_microbatches, stages)
+        if comm.size * stages > 1:
+            _connect(model, cuts, comm, rules, sequence_parallel)
+            generate_alike(model, context.comm("pp", "tp") if stages > 1 else comm)
+        if weights is not None:
+            read_parts(model, weights, context)
+    return model
+
+
+def _replace(model: nn.Module, cuts: list[Cut], comm: Comm, over: Callable[[Cut], Comm]) -> None:
+    """Put parallel layers in place, and give attention modules their local number of heads."""
+    heads = list(attentions(model, cuts))
+    all_heads = {owner: width // (head_size(owner) or 1) for owner, width, _ in heads}
+    replace(model, cuts, over)
+    for owner, width, projections in heads:
+        if any(cut.module is owner and cut.style == styles.HEADS_ARGUMENT for cut in cuts):
+            hook = HeadsArgument(comm, all_heads[owner])
+            owner.register_forward_pre_hook(hook, with_kwargs=True)
+        localize(owner, comm.size, max(cut.copies(comm.size) for cut in projections), width)
+    gather_attentions(model, all_heads, comm)
+
+
+def _connect(
+    model: nn.Module, cuts: list[Cut], comm: Comm, rules: Mapping[str, Rule], sequence_parallel: bool
+) -> None:
+    """Set up what passes between the layers: tokens, shared inputs, random numbers, the loss."""
+    draws = drop_by_rank(model, cuts, rules)
+    if sequence_parallel:
+        cut_sequence(model, cuts, comm, draws)
+    else:
+        share_inputs(model, cuts)
+    _cut_loss(model, cuts)
+    guard(model)
+    model.__dict__.setdefault("save_pretrained", MethodType(save_whole, model))
+
+
+def _cut_loss(model: nn.Module, cuts: list[Cut]) -> None:
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    gathered = {cut.name for cut in cuts if cut.style == styles.COLUMN_GATHERED}
+    if gathered and isinstance(head, ColumnParallelLinear):
+        cut_loss(model, head)

@@ -1,0 +1,197 @@
+"""The cuts of a model: rules become one decision for each module, before any change."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from ..layout.shard import Block
+from . import plan
+from .fit import Need
+from .heads import check_order, fused, grouped, head_size
+from .plan import Rule, rule_of, unknown_style
+
+LINEAR = frozenset(
+    {plan.COLUMN, plan.COLUMN_GATHERED, plan.ROW, plan.ROW_SPLIT}
+    | {plan.PACKED_COLUMN, plan.PACKED_ROW, plan.QKV_COLUMN}
+)
+EMBEDDING = frozenset({plan.EMBEDDING_ROW, plan.EMBEDDING_COLUMN, plan.EMBEDDING_HEADS})
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One module and the style in which it is cut."""
+
+    name: str
+    module: nn.Module
+    style: str
+    blocks: tuple[Block, ...] | None = None
+    needs: tuple[Need, ...] = ()
+
+    @property
+    def owner(self) -> str:
+        return self.name.rpartition(".")[0]
+
+    def copies(self, n: int) -> int:
+        """How many of ``n`` ranks have each unit of the last block."""
+        if not self.blocks:
+            return 1
+        block = self.blocks[-1]
+        return max(1, n // (block.size // block.unit)) if block.replicate else 1
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether it is a linear map with a weight of its own, transformers' Conv1D included."""
+    return isinstance(module, nn.Linear) or hasattr(module, "nf")
+
+
+def features(module: nn.Module) -> tuple[int, int]:
+    """(inputs, outputs) of a linear map."""
+    if isinstance(module, nn.Linear):
+        return module.in_features, module.out_features
+    weight = module.get_parameter("weight")
+    return weight.shape[0], weight.shape[1]
+
+
+def decide(model: nn.Module, rules: Mapping[str, Rule]) -> list[Cut]:
+    """All cuts that ``rules`` ask for. One ValueError names every rule that does not suit its module."""
+    matched, wrong = [], []
+    refused = set()
+    rules = _without_whole(rules)
+    for name, module in model.named_modules():
+        rule = rule_of(name, rules)
+        if rule is None or rule in (plan.REPLICATE, plan.LOCAL_PARAMETERS):
+            continue
+        _check_plain(name, module)
+        why = _mismatch(name, module, rule)
+        if why is None:
+            matched.append((name, module, rule))
+        else:
+            wrong.append(why)
+            refused.add(name)
+    modules = {name for name, _ in model.named_modules()}
+    for name, p in model.named_parameters():
+        rule = rule_of(name, rules)
+        said = name.rpartition(".")[0] in refused
+        if rule is not None and rule != plan.REPLICATE and name not in modules and not said:
+            wrong.append(unknown_style(plan.wildcard(name), type(p), str(rule), name.rpartition(".")[0]))
+    if wrong:
+        raise ValueError("; ".join(dict.fromkeys(wrong)))
+    queries = _queries(matched)
+    return [_cut(model, name, module, rule, queries) for name, module, rule in matched]
+
+
+def _without_whole(rules: Mapping[str, Rule]) -> dict[str, Rule]:
+    """``rules`` without those for modules inside a module that stays whole."""
+    whole = [name for name, rule in rules.items() if rule == plan.REPLICATE]
+    return {k: v for k, v in rules.items() if not any(k.startswith(f"{name}.") for name in whole)}
+
+
+def _check_plain(name: str, module: nn.Module) -> None:
+    """ValueError for a weight of a tensor class of its own, of which no part can be made."""
+    for p in module.parameters(recurse=False):
+        if type(p) is not nn.Parameter:
+            raise ValueError(
+                f"{name} has a weight of {_path(p)}, and quantized weights cannot be sharded: give "
+                f"parallelize those that it was quantized from, or {_leave(name)}"
+            )
+
+
+def _path(thing: object) -> str:
+    return f"{type(thing).__module__}.{type(thing).__qualname__}"
+
+
+def _leave(name: str) -> str:
+    """The remedy for a module that cannot be sharded: its owner's other layers would not fit a whole one."""
+    owner = plan.wildcard(name.rpartition(".")[0] or name)
+    return f"plan={{{owner!r}: 'replicate'}} leaves all of that whole on every rank"
+
+
+def _mismatch(name: str, module: nn.Module, rule: Rule) -> str | None:
+    kind = type(module).__name__
+    if not isinstance(rule, str):
+        return (
+            None
+            if is_linear(module)
+            else f"{name} ({kind}) is no linear layer, which blocks={rule} would cut"
+        )
+    if rule not in plan.STYLES:
+        return unknown_style(plan.wildcard(name), type(module), rule)
+    for styles, suits, what in (
+        (LINEAR, is_linear(module), "a linear layer"),
+        (EMBEDDING, isinstance(module, nn.Embedding), "an embedding"),
+    ):
+        if rule in styles and not suits:
+            return (
+                f"{plan.wildcard(name)} is a {_path(module)}, and style {rule!r} shards {what} of torch or "
+                f"transformers alone: {_leave(name)}"
+            )
+    return None
+
+
+def _queries(matched: list[tuple[str, nn.Module, Rule]]) -> dict[str, int]:
+    """For each owner, the features of all query heads, which its output projection reads."""
+    rows: dict[str, int] = {}
+    columns: dict[str, int] = defaultdict(int)
+    for name, module, rule in matched:
+        owner = name.rpartition(".")[0]
+        if rule == plan.ROW:
+            rows[owner] = features(module)[0]
+        elif rule == plan.COLUMN:
+            columns[owner] = max(columns[owner], features(module)[1])
+    return {**columns, **rows}
+
+
+def _cut(model: nn.Module, name: str, module: nn.Module, rule: Rule, queries: Mapping[str, int]) -> Cut:
+    owner = model.get_submodule(name.rpartition(".")[0])
+    if rule in (plan.COLUMN, plan.QKV_COLUMN) or not isinstance(rule, str):
+        check_order(name, owner)
+    if not isinstance(rule, str):
+        blocks = tuple(Block(*block) for block in rule)
+        size = head_size(owner)
+        # in an attention a unit of several heads is a key/value head with its queries
+        kinds = ["key/value heads" if size and b.unit > size else "units" for b in blocks]
+        needs = [Need(name, b.size // b.unit, k, b.replicate) for b, k in zip(blocks, kinds, strict=True)]
+        return Cut(name, module, plan.COLUMN, blocks, tuple(needs))
+    cut, needs = _blocks(name, module, rule, owner, queries.get(name.rpartition(".")[0], 0))
+    return Cut(name, module, rule, cut, tuple(needs))
+
+
+def _blocks(
+    name: str, module: nn.Module, style: str, owner: nn.Module, queries: int
+) -> tuple[tuple[Block, ...] | None, list[Need]]:
+    if style == plan.EMBEDDING_HEADS and isinstance(module, nn.Embedding):
+        return None, [Need(name, module.embedding_dim, "heads")]
+    if style not in LINEAR:
+        return None, []
+    inputs, outputs = features(module)
+    if style == plan.COLUMN:
+        block, need = grouped(name, owner, outputs, queries)
+        return (block,), [need]
+    if style == plan.QKV_COLUMN:
+        return fused(name, owner, outputs, queries)
+    if style in (plan.ROW, plan.ROW_SPLIT):
+        return None, [Need(name, inputs, "input features")] if style == plan.ROW else []
+    if style in (plan.PACKED_COLUMN, plan.PACKED_ROW):
+        size = outputs if style == plan.PACKED_COLUMN else inputs
+        if size % 2:
+            raise ValueError(f"{name}: {size} features are not two of equal size, as {style} cuts them")
+        return (Block(size // 2),) * 2, [Need(name, size // 2, "features in each half")]
+    return None, []
+
+
+def attentions(model: nn.Module, cuts: list[Cut]) -> Iterator[tuple[nn.Module, int, list[Cut]]]:
+    """(module, features of its queries, its cut projections) for each attention module."""
+    of_owner: dict[str, list[Cut]] = defaultdict(list)
+    for cut in cuts:
+        of_owner[cut.owner].append(cut)
+    for name, those in of_owner.items():
+        owner = model.get_submodule(name)
+        columns = [cut for cut in those if cut.style in (plan.COLUMN, plan.QKV_COLUMN, plan.EMBEDDING_HEADS)]
+        if columns and head_size(owner) is not None:
+            rows = [features(cut.module)[0] for cut in those if cut.style == plan.ROW]
+            widths = [features(c.module)[1] for c in columns if is_linear(c.module)]
+            yield owner, max(rows or widths or [0]), columns

@@ -1,0 +1,135 @@
+"""Attention heads: how a projection's features form heads, and the local sizes that forward reads."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..comm import mappings as ops
+from ..comm.comm import Comm
+from ..layout.shard import Block
+from .fit import Need
+from .plan import wildcard
+from .source import reads_config
+
+_HEAD_SIZE = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size", "attention_head_dim")
+_HEAD_COUNT = ("num_heads", "num_attention_heads", "num_attn_heads", "n_heads", "n_head", "nhead")
+_LOCAL = (*_HEAD_COUNT, "all_head_size", "split_size")
+_LOCAL_KV = ("num_key_value_heads", "num_kv_heads")
+_LOCAL_WIDTH = ("inner_dim", "embed_dim", "hidden_size", "attn_dim", "projection_dim", "kv_dim")
+
+
+def head_size(owner: nn.Module) -> int | None:
+    """Features of one head; None if ``owner`` is no attention module."""
+    for name in _HEAD_SIZE:
+        size = getattr(owner, name, None)
+        if isinstance(size, int) and size > 0:
+            return size
+    if isinstance(getattr(owner, "split_size", None), int) and isinstance(
+        getattr(owner, "n_head", None), int
+    ):
+        return int(owner.split_size // owner.n_head)  # type: ignore[operator]
+    return None
+
+
+@dataclass(frozen=True)
+class LocalConfig:
+    """The configuration as one attention module reads it: the number of heads of one of ``ranks`` ranks.
+
+    All else is the model's own, so that what is set there later holds here too.
+    """
+
+    whole: Any
+    ranks: int
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in ("whole", "ranks"):  # a copy is asked before it has its fields
+            raise AttributeError(name)
+        value = getattr(self.whole, name)
+        return value // self.ranks if name in _HEAD_COUNT else value
+
+
+@dataclass(frozen=True)
+class HeadsArgument:
+    """A hook that keeps this rank's heads of arguments with entries for all heads.
+
+    These are along dim 1 of four dims, else dim 0 is batch times heads.
+    """
+
+    comm: Comm
+    heads: int
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return args, {**kwargs, **{n: self._local(kwargs[n]) for n in _OF_HEADS if kwargs.get(n) is not None}}
+
+    def _local(self, bias: Tensor) -> Tensor:
+        if bias.ndim == 4:  # a mask is often the same for all heads
+            return ops.scatter(bias, self.comm, 1) if bias.shape[1] == self.heads else bias
+        by_head = bias.reshape(-1, self.heads, *bias.shape[1:])
+        return ops.scatter(by_head, self.comm, 1).flatten(0, 1)
+
+
+_OF_HEADS = ("alibi", "position_bias", "attention_mask")
+
+
+def grouped(name: str, owner: nn.Module, size: int, queries: int) -> tuple[Block, Need]:
+    """How ``size`` output features are cut in whole heads, in an attention with ``queries`` query features.
+
+    If ``size`` is smaller, they are key or value heads that several queries share; if tp is above their
+    number, several ranks have the same head. If it is larger, each head has several parts side by side (q|k|v
+    of GPT-NeoX).
+    """
+    unit = head_size(owner)
+    if unit is None or size % unit:
+        return Block(size), Need(name, size, "features")
+    if size > queries and queries and size % queries == 0:
+        unit *= size // queries
+    shared = size < queries
+    what = "key/value heads" if shared else "heads"
+    return Block(size, unit, replicate=shared), Need(name, size // unit, what, shared)
+
+
+def check_order(name: str, owner: nn.Module) -> None:
+    """ValueError for CodeGen's q|v|k, in four groups of heads: forward reads four, whatever a rank has."""
+    if "mp_num" in inspect.unwrap(type(owner).forward).__code__.co_varnames:
+        raise ValueError(
+            f"{name} ({type(owner).__name__}) holds q|v|k of four groups of heads, and forward reads four "
+            f"of them on every rank: plan={{{wildcard(name)!r}: 'replicate'}} leaves it whole"
+        )
+
+
+def fused(name: str, owner: nn.Module, size: int, queries: int) -> tuple[tuple[Block, ...], list[Need]]:
+    """The blocks of q|k|v in one layer of ``size`` output features; ``queries`` of them are query heads."""
+    kv, odd = divmod(size - queries, 2)
+    if odd or kv < 1 or head_size(owner) is None:
+        raise ValueError(
+            f"{name} ({type(owner).__name__}): {size} features are not q|k|v with {queries} of the queries"
+        )
+    parts = [grouped(name, owner, part, queries) for part in (queries, kv, kv)]
+    return tuple(block for block, _ in parts), [need for _, need in parts]
+
+
+def localize(owner: nn.Module, n: int, copies: int, width: int) -> None:
+    """Set the numbers of heads and features that ``owner``'s forward reads to those of one rank.
+
+    ``copies``: how many ranks have each key and value head. ``width``: the features of all query heads.
+    """
+    for name in _LOCAL:
+        count = getattr(owner, name, None)
+        if isinstance(count, int) and count % n == 0 and name in vars(owner):
+            setattr(owner, name, count // n)
+    for name in _LOCAL_KV:
+        count = getattr(owner, name, None)
+        if isinstance(count, int) and name in vars(owner):
+            setattr(owner, name, max(1, count * copies // n))
+    for name in _LOCAL_WIDTH:
+        if getattr(owner, name, None) == width and name in vars(owner):
+            setattr(owner, name, width // n)
+    if "config" in vars(owner) and reads_config(type(owner).forward, _HEAD_COUNT):
+        setattr(owner, "config", LocalConfig(owner.config, n))  # noqa: B010  typed as a module otherwise
+    groups = getattr(owner, "num_key_value_groups", None)
+    if isinstance(groups, int) and copies > 1:
+        setattr(owner, "num_key_value_groups", groups // copies)  # noqa: B010  as above

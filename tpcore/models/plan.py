@@ -1,0 +1,74 @@
+"""The rules of a plan: a style for each module. The only module that knows the names of the styles."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import nn
+
+from ..layout.shard import Block
+
+Rule = str | Sequence[Block]
+"""The name of a style, or the blocks in which a linear layer's output features are cut."""
+
+COLUMN, COLUMN_GATHERED = "colwise", "colwise_gather_output"
+ROW, ROW_SPLIT = "rowwise", "rowwise_split_input"
+PACKED_COLUMN, PACKED_ROW, QKV_COLUMN = "packed_colwise", "packed_rowwise", "qkv_colwise"
+EMBEDDING_ROW, EMBEDDING_COLUMN, EMBEDDING_HEADS = "embedding_rowwise", "embedding_colwise", "embedding_heads"
+HEADS_ARGUMENT = "heads_argument"
+SUMMED, REPLICATE, LOCAL_PARAMETERS = "replicated_with_grad_allreduce", "replicate", "local_params"
+PARAMETER_HEADS = "parameter_heads"  # not for plans: decided by the shapes
+
+STYLES = frozenset(
+    {COLUMN, COLUMN_GATHERED, ROW, ROW_SPLIT, PACKED_COLUMN, PACKED_ROW, QKV_COLUMN}
+    | {EMBEDDING_ROW, EMBEDDING_COLUMN, EMBEDDING_HEADS, HEADS_ARGUMENT, SUMMED, REPLICATE, LOCAL_PARAMETERS}
+)
+ALIASES = {
+    # before transformers 5.1 (huggingface/transformers#42809)
+    "colwise_rep": COLUMN_GATHERED,
+    "rowwise_rep": ROW_SPLIT,
+    "local_colwise": COLUMN,
+    "local_rowwise": ROW,
+    "local_packed_colwise": PACKED_COLUMN,
+    "local_packed_rowwise": PACKED_ROW,
+}
+
+
+def wildcard(name: str) -> str:
+    """``name`` with ``*`` for each number between dots."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", re.sub(r"^\d+(?=\.|$)", "*", name))
+
+
+def normalized(rules: Mapping[str, Rule]) -> dict[str, Rule]:
+    """``rules`` with the present names of the styles."""
+    return {name: ALIASES.get(rule, rule) if isinstance(rule, str) else rule for name, rule in rules.items()}
+
+
+def rule_of(name: str, rules: Mapping[str, Rule]) -> Rule | None:
+    """The rule for a module or parameter: first for its own name, then for its name with ``*``."""
+    return rules[name] if name in rules else rules.get(wildcard(name))
+
+
+def checked(user: Mapping[str, Rule], names: Iterable[str]) -> None:
+    """Raise ValueError for rules that match no name: a misspelt rule would silently leave a layer whole."""
+    known = set(names)
+    known |= {wildcard(name) for name in known}
+    unused = [name for name in user if name not in known]
+    if unused:
+        raise ValueError(
+            f"rules of the plan match no module and no parameter: {', '.join(map(repr, unused))}. Names are "
+            "those of model.named_modules(), with * for the number of a layer"
+        )
+
+
+def unknown_style(name: str, kind: type, style: str, owner: str = "") -> str:
+    """``owner``: the module of a parameter, which stays whole with it."""
+    ours = kind.__module__.partition(".")[0] in ("torch", "transformers")
+    shown = kind.__name__ if ours else f"{kind.__module__}.{kind.__name__}"
+    misspelt = style not in STYLES and kind is nn.Linear
+    known = f"; the styles are {', '.join(sorted(STYLES))}" if misspelt else ""
+    return (
+        f"{name} ({shown}): style {style!r} is not supported for it: plan={{{wildcard(owner or name)!r}: "
+        f"'replicate'}} leaves it whole on every rank{known}"
+    )

@@ -1,0 +1,193 @@
+"""Replaces modules by parallel layers. Parameters stay the same objects and get this rank's part."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+
+from torch import Tensor, nn
+
+from ..comm.comm import Comm
+from ..layers import (
+    ColumnParallelConv1D,
+    ColumnParallelLinear,
+    ParallelEmbedding,
+    RowParallelConv1D,
+    RowParallelLinear,
+)
+from ..layers.module import ParallelModule
+from . import plan
+from .cuts import Cut
+from .source import calls_super
+from .summed import select_heads, sum_gradients
+
+Places = dict[int, list[tuple[nn.Module, str]]]
+
+
+def replace(model: nn.Module, cuts: Iterable[Cut], over: Callable[[Cut], Comm]) -> None:
+    """Put a parallel layer in the place of each cut module, under each of its names. ``over``: the ranks that
+    have its parts."""
+    cuts = list(cuts)
+    children, owners = _children(model), _owners(model)
+    for group in _tied(cuts, owners):
+        made = [(cut, _made(cut, over(cut))) for cut in group]
+        _adopt(made, owners)
+        for cut, layer in made:
+            for parent, leaf in children[id(cut.module)] if layer is not None else ():
+                setattr(parent, leaf, layer)
+    for cut in cuts:
+        if cut.style == plan.SUMMED:
+            sum_gradients(cut.module, over(cut))
+        elif cut.style == plan.PARAMETER_HEADS:
+            select_heads(cut.module, over(cut), cut.copies(over(cut).size))
+
+
+def _children(model: nn.Module) -> Places:
+    """The places (parent, name) of each module by id; a shared module has several."""
+    found: Places = defaultdict(list)
+    for parent in model.modules():
+        for leaf, child in parent._modules.items():
+            if child is not None:
+                found[id(child)].append((parent, leaf))
+    return found
+
+
+def _owners(model: nn.Module) -> Places:
+    """The places (module, name) of each Parameter by id; a tied Parameter has several."""
+    found: Places = defaultdict(list)
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is not None:
+                found[id(p)].append((module, name))
+    return found
+
+
+def _tied(cuts: list[Cut], owners: Places) -> list[list[Cut]]:
+    """The cuts, grouped by shared Parameters: each has to read the whole Parameter before it is cut."""
+    of_module = {id(cut.module): cut for cut in cuts}
+    seen: set[int] = set()
+    groups = []
+    for cut in cuts:
+        group, todo = [], [cut]
+        while todo:
+            one = todo.pop()
+            if id(one.module) in seen:
+                continue
+            seen.add(id(one.module))
+            group.append(one)
+            for p in one.module.parameters(recurse=False):
+                todo += [of_module[id(m)] for m, _ in owners[id(p)] if id(m) in of_module]
+        if group:
+            groups.append(group)
+    return groups
+
+
+_SAME_AS_LINEAR = ("FalconLinear",)
+"""Subclasses of ``nn.Linear`` whose forward is equivalent to its."""
+
+
+def _plain(old: nn.Module) -> nn.Module:
+    if type(old).__name__ not in _SAME_AS_LINEAR or not isinstance(old, nn.Linear):
+        return old
+    plain = nn.Linear(old.in_features, old.out_features, old.bias is not None, device="meta")
+    plain.weight, plain.bias = old.weight, old.bias
+    return plain.train(old.training)
+
+
+def _made(cut: Cut, comm: Comm) -> ParallelModule | None:
+    """The parallel layer, still with new parameters of its own; None if the style replaces nothing."""
+    old, style, options = _plain(cut.module), cut.style, {"tensor_model_parallel_group": comm}
+    conv = hasattr(old, "nf") and not isinstance(old, nn.Linear)
+    column: type[ColumnParallelLinear] = ColumnParallelConv1D if conv else ColumnParallelLinear
+    row: type[RowParallelLinear] = RowParallelConv1D if conv else RowParallelLinear
+    make: dict[str, Callable[[], ParallelModule]] = {
+        plan.COLUMN: lambda: column.from_plain(old, gather_output=False, blocks=cut.blocks, **options),
+        plan.COLUMN_GATHERED: lambda: column.from_plain(old, gather_output=True, pad=True, **options),
+        plan.ROW: lambda: row.from_plain(old, input_is_parallel=True, **options),
+        plan.ROW_SPLIT: lambda: row.from_plain(old, input_is_parallel=False, pad=True, **options),
+        plan.PACKED_ROW: lambda: row.from_plain(old, input_is_parallel=True, blocks=cut.blocks, **options),
+        plan.EMBEDDING_ROW: lambda: _embedding(old, pad=True, **options),
+        plan.EMBEDDING_COLUMN: lambda: _embedding(old, shard_across_embedding=True, pad=True, **options),
+        plan.EMBEDDING_HEADS: lambda: _embedding(
+            old, shard_across_embedding=True, collect_output=False, **options
+        ),
+    }
+    make[plan.PACKED_COLUMN] = make[plan.QKV_COLUMN] = make[plan.COLUMN]
+    return make[style]() if style in make else None
+
+
+class _Table(ParallelEmbedding, nn.Embedding):
+    """A parallel embedding that is also an ``nn.Embedding``, for subclasses that call ``super().forward``."""
+
+
+def _embedding(old: nn.Module, **options: object) -> ParallelModule:
+    """The parallel embedding for an ``nn.Embedding`` or for a subclass whose forward extends it."""
+    kind = type(old)
+    if not isinstance(old, nn.Embedding) or kind.forward is nn.Embedding.forward:
+        return ParallelEmbedding.from_plain(old, **options)
+    if not calls_super(kind.forward):
+        raise ValueError(
+            f"{kind.__name__} has a forward of its own that does not ask nn.Embedding's: it cannot be cut; "
+            "give its name the style 'replicate'"
+        )
+    names = ("num_embeddings", "embedding_dim", "padding_idx", "max_norm", "norm_type")
+    plain = nn.Embedding(**{name: getattr(old, name) for name in names}, device="meta")
+    plain.weight = old.weight
+    layer = ParallelEmbedding.from_plain(plain, **options).train(old.training)
+    for name, value in vars(old).items():
+        if name not in vars(layer):
+            setattr(layer, name, value)
+    for name, buffer in old.named_buffers(recurse=False):
+        layer.register_buffer(name, buffer, name not in old._non_persistent_buffers_set)
+    for name, child in old.named_children():
+        layer.add_module(name, child)
+    layer.__class__ = type(kind.__name__, (kind, _Table), {"__module__": kind.__module__})
+    return layer
+
+
+def _adopt(made: list[tuple[Cut, ParallelModule | None]], owners: Places) -> None:
+    """Give the old Parameters the new parts, and the new layers the old Parameters.
+
+    So an optimizer that was made before keeps its Parameters, and tied Parameters stay tied.
+    """
+    layers = {id(cut.module): (cut, layer) for cut, layer in made if layer is not None}
+    parts: dict[int, tuple[nn.Parameter, Tensor]] = {}
+    for cut, layer in layers.values():
+        for name in layer.shard_specs:
+            p, part = cut.module.get_parameter(name), layer.get_parameter(name).data
+            _check_tied(cut, name, p, part, owners[id(p)], layers)
+            parts[id(p)] = p, part
+    for p, part in parts.values():
+        if p.grad is not None and p.shape != part.shape:
+            raise ValueError(
+                "a parameter has a gradient of its whole: call model.zero_grad() before parallelize"
+            )
+        p.data = part
+    for cut, layer in layers.values():
+        for name in layer.shard_specs:
+            layer.register_parameter(name, cut.module.get_parameter(name))
+
+
+def _check_tied(
+    cut: Cut,
+    name: str,
+    p: nn.Parameter,
+    part: Tensor,
+    places: list[tuple[nn.Module, str]],
+    layers: dict[int, tuple[Cut, ParallelModule]],
+) -> None:
+    """Raise ValueError if the places of a tied Parameter are cut differently, or one of them is not cut."""
+    for module, other in places:
+        if id(module) in layers:
+            its_cut, layer = layers[id(module)]
+            same = layer.shard_specs[other] == layers[id(cut.module)][1].shard_specs[name]
+            if not same:
+                raise ValueError(
+                    f"{cut.name}.{name} and {its_cut.name}.{other} are one tied parameter, "
+                    f"cut as {cut.style} and as {its_cut.style}: give both names one style"
+                )
+        elif part.shape != p.shape and next(module.children(), None) is None:
+            raise ValueError(
+                f"{cut.name}.{name} is tied to {other!r} of a {type(module).__name__}, which the plan leaves "
+                "whole: cut both, or neither with the style 'replicate'"
+            )

@@ -1,0 +1,185 @@
+"""Sequence parallelism: between the cut regions of a block each rank keeps some of the tokens.
+
+Activations are ``[batch, tokens, features]``, cut along dim 1. The modules that call column layers, attention
+and MLP, get all tokens, not only the layers inside: an attention's views read the number of tokens.
+Korthikanti et al. 2022, arXiv:2205.05198.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..comm import mappings as ops
+from ..comm.comm import Comm
+from ..layers import RowParallelLinear
+from ..layers.module import ParallelModule
+from ..layers.shared_input import InputCopy
+from ..train.pipeline import PipelinedLayers
+from . import plan
+from .cuts import Cut
+from .dropout import Draws, draw_inside
+from .inputs import columns_by_owner, share_inputs
+from .summed import sum_gradients
+
+Map = Callable[[Tensor], Tensor]
+
+
+@dataclass(eq=False)
+class Stack:
+    """A list of blocks, and whether tokens are cut in the current forward.
+
+    They are cut if tp divides their number, which is the same on every rank. So they stay whole when single
+    tokens are generated.
+    """
+
+    comm: Comm
+    rows: list[RowParallelLinear]
+    blocks: nn.ModuleList | PipelinedLayers
+    active: bool = False
+    allowed: bool = True
+    """False if the caller wants the hidden states between the blocks: this rank would have only a part."""
+
+    def enter(self, tokens: Tensor) -> Tensor:
+        n = self.comm.size
+        self.active = self.allowed and tokens.ndim == 3 and tokens.shape[1] % n == 0
+        recomputed = any(getattr(block, "gradient_checkpointing", False) for block in self.blocks.children())
+        if not self.active and recomputed and self.blocks.training and torch.is_grad_enabled():
+            # the recomputation in backward could not know whether its forward cut the tokens
+            raise ValueError(
+                f"sequence parallelism with activation checkpointing needs a number of tokens that tp={n} "
+                f"divides, and no hidden states as output, not tokens of {tuple(tokens.shape)}: pad the "
+                f"batch to a multiple of {n}"
+            )
+        for row in self.rows:
+            row.sequence_dim = 1 if self.active else None
+        return ops.scatter(tokens, self.comm, 1) if self.active else tokens
+
+    def gather(self, tokens: Tensor) -> Tensor:
+        """Chunks -> replicated, for work that is the same on each rank."""
+        return ops.gather(tokens, self.comm, 1) if self.active else tokens
+
+    def scatter(self, tokens: Tensor) -> Tensor:
+        return ops.scatter(tokens, self.comm, 1) if self.active else tokens
+
+
+@dataclass(frozen=True)
+class TokenCopy(InputCopy):
+    """The input copy for column layers: gathers the tokens from the ranks if they are cut."""
+
+    stack: Stack | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.stack is not None and self.stack.active:
+            return ops.all_gather(x, self.comm, 1, dtype=self.dtype)
+        return ops.copy(x, self.comm, dtype=self.dtype)
+
+
+@dataclass(frozen=True)
+class _Before:
+    """A hook that changes a module's hidden states, its first argument."""
+
+    change: Map
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            return (self.change(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": self.change(kwargs["hidden_states"])}
+
+
+@dataclass(frozen=True)
+class _After:
+    """A hook that changes a module's hidden states, its first output."""
+
+    change: Map
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return (self.change(output[0]), *output[1:])
+        return self.change(output)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A hook that notes whether the caller wants outputs from between the blocks."""
+
+    stacks: list[Stack] = field(default_factory=list)
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        names = ("output_hidden_states", "output_attentions")
+        wanted = any(kwargs.get(n, getattr(model.config, n, False)) for n in names)
+        for stack in self.stacks:
+            stack.allowed = not wanted
+
+
+def cut_sequence(model: nn.Module, cuts: list[Cut], comm: Comm, draws: Draws) -> None:
+    """Cut the tokens between the blocks of every stack that has cut layers."""
+    if getattr(model.config, "layerdrop", 0) or getattr(model.config, "decoder_layerdrop", 0):
+        raise ValueError("sequence_parallel=True: with layerdrop the last block may not run; set it to 0")
+    stacks = []
+    for name, blocks in _stacks(model, cuts):
+        inside = [cut for cut in cuts if cut.name.startswith(name + ".")]
+        rows = [m for m in blocks.modules() if isinstance(m, RowParallelLinear) and m.input_is_parallel]
+        stack = Stack(comm, rows, blocks)
+        owners = _enter_owners(model, inside, stack)
+        _sum_norms(model, name, owners, stack)
+        blocks[0].register_forward_pre_hook(_Before(stack.enter), with_kwargs=True)
+        blocks[-1].register_forward_hook(_After(stack.gather))
+        for block in blocks.children():
+            draw_inside(block, draws, stack)
+        stacks.append(stack)
+    model.register_forward_pre_hook(_Asked(stacks), with_kwargs=True)
+
+
+def _stacks(model: nn.Module, cuts: list[Cut]) -> Iterator[tuple[str, nn.ModuleList | PipelinedLayers]]:
+    """The outermost lists of blocks with cut layers inside."""
+    found: list[str] = []
+    for name, module in model.named_modules():
+        inner = any(name.startswith(other + ".") for other in found)
+        blocks = any(cut.name.startswith(name + ".") for cut in cuts)
+        if blocks and not inner and isinstance(module, nn.ModuleList | PipelinedLayers):
+            found.append(name)
+            yield name, module
+    if not found:
+        raise ValueError(
+            f"sequence_parallel=True: {type(model).__name__} has no list of blocks with cut layers"
+        )
+
+
+def _enter_owners(model: nn.Module, cuts: list[Cut], stack: Stack) -> set[str]:
+    """Gather the tokens at the modules that call column layers; return the names of those modules."""
+    comm = stack.comm
+    columns = columns_by_owner(model, cuts)
+    shared = share_inputs(model, cuts, TokenCopy(comm, None, torch.float32, stack))
+    gathered = {cut.owner for cut in cuts if cut.style == plan.COLUMN_GATHERED}
+    for name in (columns.keys() | gathered) - shared:
+        owner = model.get_submodule(name)
+        if any(owner is block for block in stack.blocks.children()):
+            raise ValueError(
+                f"sequence_parallel=True: {type(owner).__name__} calls {', '.join(columns[name])} itself, so "
+                "that its tokens cannot enter whole there and stay cut elsewhere: this family works without"
+            )
+        owner.register_forward_pre_hook(_Before(stack.gather), with_kwargs=True)
+    for name in gathered:  # the output of these is whole on every rank
+        model.get_submodule(name).register_forward_hook(_After(stack.scatter))
+    return columns.keys() | gathered
+
+
+def _sum_norms(model: nn.Module, stack_name: str, owners: set[str], stack: Stack) -> None:
+    """Sum the gradients of norms, which see this rank's tokens only. Other modules might mix tokens: an
+    error."""
+    for name, module in model.named_modules():
+        outside = not name.startswith(stack_name + ".") or any(f"{name}.".startswith(o + ".") for o in owners)
+        whole = list(module.parameters(recurse=False))
+        if outside or isinstance(module, ParallelModule) or not whole:
+            continue
+        if not any(word in type(module).__name__ for word in ("Norm", "Scale")):
+            raise ValueError(
+                f"sequence_parallel=True: {name} ({type(module).__name__}) is whole and no norm, so that it "
+                "may mix tokens of which each rank would have some: cut it, or leave sequence_parallel out"
+            )
+        sum_gradients(module, stack.comm, stack)

@@ -1,0 +1,59 @@
+"""The names under which a model of transformers is stored, of a configuration alone."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint.storage.files import read_file
+from ..errors import CheckpointError, extra
+from .loading import lazy
+from .names import names_in_files
+
+
+def model_of(config: str | os.PathLike[str]) -> Any:
+    """The model of a ``config.json``, or of the directory that has one, without values.
+
+    CheckpointError for a file that is none, or that names no class of transformers.
+    """
+    with extra("hf", "a config.json"):
+        import transformers
+    path = Path(config) / "config.json" if os.path.isdir(config) else Path(config)
+    if not path.is_file():
+        raise CheckpointError(f"there is no configuration {path}")
+    try:
+        entries = json.loads(read_file(str(path)))
+        kind = getattr(transformers, entries["architectures"][0])
+        made = kind.config_class.from_dict(entries)
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as e:
+        raise CheckpointError(
+            f"{path} names no model class of transformers {transformers.__version__} in 'architectures': {e}"
+        ) from e
+    with lazy():
+        return kind._from_config(made)
+
+
+def stored_names(config: str | os.PathLike[str], names: Iterable[str]) -> dict[str, str]:
+    """The name in files of each name in memory, except names that are tied to another of ``names``.
+
+    CheckpointError for names that the model of ``config`` does not have, and for tensors that are missing.
+    """
+    model, given = model_of(config), list(names)
+    own = model.state_dict(keep_vars=True)
+    targets = {name: source for name, source in model.all_tied_weights_keys.items() if source in given}
+    unknown = sorted(set(given) - own.keys())
+    missing = sorted(own.keys() - set(given) - targets.keys() - _sources(model, given))
+    if unknown or missing:
+        what = f"has no {', '.join(unknown[:5])}" if unknown else f"also has {', '.join(missing[:5])}"
+        raise CheckpointError(
+            f"{config}: a {type(model).__name__} {what}: this is a checkpoint of another model"
+        )
+    return names_in_files(model, [name for name in given if name not in targets])
+
+
+def _sources(model: Any, given: list[str]) -> set[str]:
+    """The tensors to which tensors among ``given`` are tied."""
+    return {source for name, source in model.all_tied_weights_keys.items() if name in given}

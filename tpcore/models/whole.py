@@ -1,0 +1,195 @@
+"""Gathers a cut model: in memory, or into files that transformers can open."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..checkpoint.storage.files import dumps, make_dirs, naming, sync_dir, write_file
+from ..checkpoint.storage.tensorfile import order_of, write_tensors
+from ..layers.sharding import sharding
+from ..runtime.consensus import together
+from ..runtime.context import current
+from .names import names_in_files
+
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_STALE = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
+
+
+def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """All tensors of ``model.state_dict()``, whole, on the CPU of every rank; tied names share one tensor.
+
+    It needs memory for the whole model; ``model.save_pretrained`` writes tensor by tensor instead. Collective
+    over the ranks that have the parts.
+    """
+    made: dict[int, Tensor] = {}
+    full = {}
+    for name, t in model.state_dict(keep_vars=True).items():
+        if id(t) not in made:
+            made[id(t)] = whole(t)
+        full[name] = made[id(t)]
+    return full
+
+
+@torch.no_grad()
+def whole(tensor: Tensor) -> Tensor:
+    """One parameter or buffer, whole, on the CPU. Collective over the ranks that have its parts."""
+    found, part = sharding(tensor), tensor.detach()
+    if found is None or not found.axes:
+        return part.cpu().clone()
+    comm = found.ctx.comm(*found.layout.axes)
+    parts = comm.all_gather(part.unsqueeze(0), 0).cpu()
+    return found.layout.spec.unshard(list(parts))
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """A tensor that is gathered when it is written; then its id is added to ``done``."""
+
+    tensor: Tensor
+    done: set[int]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        found = sharding(self.tensor)
+        return tuple(self.tensor.shape) if found is None else found.layout.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+    def pieces(self) -> Iterator[Tensor]:
+        self.done.add(id(self.tensor))
+        yield whole(self.tensor)
+
+
+def save_whole(
+    model: Any,
+    save_directory: str | os.PathLike[str],
+    is_main_process: bool = True,
+    state_dict: dict[str, Tensor] | None = None,
+    max_shard_size: int | str = "50GB",
+    **options: Any,
+) -> None:
+    """``model.save_pretrained`` of a cut model: the whole model, in transformers' own names and layout.
+
+    Tensors are gathered one by one. Rank 0 writes them, in files of at most ``max_shard_size``, with an index
+    if there are several. A ``state_dict`` must be whole already; transformers writes it. Collective over the
+    world. Raises CheckpointError on every rank if a file cannot be written.
+    """
+    ctx = current()
+    if state_dict is not None:
+        if ctx.rank == 0:
+            type(model).save_pretrained(model, save_directory, state_dict=state_dict, **options)
+        return
+    if options:
+        raise ValueError(f"save_pretrained of a cut model does not take {', '.join(sorted(options))}")
+    out, done = os.path.realpath(save_directory), set[int]()
+    with together(ctx):
+        groups = _groups(_stored(model, done), bytes_of(max_shard_size))
+    error: Exception | None = None
+    if ctx.rank == 0:
+        try:
+            _write(model, out, groups)
+        except Exception as e:  # noqa: BLE001  raised below, when no rank waits for this one's parts
+            error = e
+    for group in groups:
+        for name in order_of(group):
+            if id(group[name].tensor) not in done:
+                whole(group[name].tensor)
+    with together(ctx):
+        if error is not None:
+            raise error
+
+
+def _stored(model: Any, done: set[int]) -> dict[str, Gathered]:
+    """The tensors to write, by name in files: each once, under the name that its tied names refer to."""
+    targets, ignored = set(getattr(model, "all_tied_weights_keys", {})), model._keys_to_ignore_on_save or ()
+    state = model.state_dict(keep_vars=True)
+    sources = {id(t) for name, t in state.items() if name not in targets}
+    kept: dict[str, Tensor] = {}
+    for name, t in state.items():
+        tied = name in targets and id(t) in sources
+        if not tied and name not in ignored and not any(t is other for other in kept.values()):
+            kept[name] = t
+    names = names_in_files(model, kept)
+    return {names[name]: Gathered(t, done) for name, t in kept.items()}
+
+
+def bytes_of(size: int | str) -> int:
+    """A number of bytes, or of KB, MB, GB or TB."""
+    if isinstance(size, int):
+        return size
+    found = re.fullmatch(r"(\d+)\s*([KMGT]B)", size.upper())
+    if found is None:
+        raise ValueError(f"max_shard_size={size!r}: give bytes, or a size like '5GB'")
+    return int(found[1]) * _UNITS[found[2]]
+
+
+def _groups(tensors: dict[str, Gathered], limit: int) -> list[dict[str, Gathered]]:
+    """``tensors`` in order, in groups of at most ``limit`` bytes or of one tensor."""
+    groups: list[dict[str, Gathered]] = [{}]
+    size = 0
+    for name, item in tensors.items():
+        if groups[-1] and size + item.nbytes > limit:
+            groups.append({})
+            size = 0
+        groups[-1][name] = item
+        size += item.nbytes
+    return groups
+
+
+def _write(model: Any, out: str, groups: list[dict[str, Gathered]]) -> None:
+    make_dirs(out)
+    n = len(groups)
+    names = (
+        [f"model-{i:05d}-of-{n:05d}.safetensors" for i in range(1, n + 1)] if n > 1 else ["model.safetensors"]
+    )
+    for name, group in zip(names, groups, strict=True):
+        path = os.path.join(out, name)
+        write_tensors(f"{path}.writing", group, {"format": "pt"}, None, summed=False)
+    if n > 1:
+        total = {"total_size": sum(item.nbytes for group in groups for item in group.values())}
+        where = {t: name for name, group in zip(names, groups, strict=True) for t in group}
+        names.append("model.safetensors.index.json")
+        text = dumps({"metadata": total, "weight_map": where}, indent=2)
+        write_file(os.path.join(out, f"{names[-1]}.writing"), [text])
+    with naming("put in place", out):
+        _put_in_place(out, names)
+        save_configuration(model, out)
+    sync_dir(out)
+
+
+def _put_in_place(out: str, names: Iterable[str]) -> None:
+    """Rename the new files to their names, and delete the weights of an older model in the same folder."""
+    kept = set(names)
+    for name in kept:
+        os.replace(os.path.join(out, f"{name}.writing"), os.path.join(out, name))
+    drop_weights(out, kept)
+
+
+def drop_weights(out: str, kept: Collection[str] = ()) -> None:
+    """Remove the files of a model in the directory ``out``, but for those ``kept``."""
+    for name in os.listdir(out):
+        if name not in kept and _STALE.fullmatch(name):
+            os.unlink(os.path.join(out, name))
+
+
+def save_configuration(model: Any, out: str) -> None:
+    """Write the configuration files, which ``from_pretrained`` reads with the weights."""
+    config = copy.deepcopy(model.config)
+    config.architectures, config.dtype = [type(model).__name__], model.dtype
+    config.save_pretrained(out)
+    if model.can_generate():
+        model.generation_config.save_pretrained(out)

@@ -1,0 +1,101 @@
+"""Functions for loops that handle gradients themselves: sums and means in place, norms, clipping."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...comm.comm import Comm
+from ...runtime.context import current
+from ...train import clip
+from ...train.buckets import buckets
+from ...train.data_parallel import BUCKET
+from ...train.parameters import Parameters, unique_parameters
+from ...train.zero import Zero1
+
+
+@torch.no_grad()
+def _sum_in_place(grads: Iterable[Tensor], comm: Comm, divide_by: int = 1) -> None:
+    """Replace each gradient by the sum over the group, several in one message. Collective over it."""
+    if comm.size == 1:
+        return
+    for bucket in buckets(grads, lambda g: g.dtype, lambda g: g.nbytes, BUCKET):
+        flat = torch.cat([g.reshape(-1) for g in bucket]).div_(divide_by)
+        total = comm.all_reduce(flat, donate=True)
+        for grad, part in zip(bucket, total.split([g.numel() for g in bucket]), strict=True):
+            grad.copy_(part.view_as(grad))
+
+
+def bucket_allreduce_gradients(grads_list: Iterable[Tensor], reduce_over_ep_group: bool = False) -> None:
+    """Replace each of these gradients by its mean over dp, in place.
+
+    The same ones on every dp rank. ``reduce_over_ep_group=True`` asks for the mean over expert-parallel
+    ranks, of which there is one: nothing is left to do.
+    """
+    if not reduce_over_ep_group:
+        dp = current().comm("dp")
+        _sum_in_place(list(grads_list), dp, dp.size)
+
+
+def allreduce_sequence_parallel_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Sum over tp, in place, the gradients of parameters that carry ``sequence_parallel_enabled``.
+
+    Such are the parameters of a script's own norms, marked by it. Those of tpcore's layers carry no such
+    mark: backward has summed theirs.
+    """
+    optimizer = getattr(optimizer, "optimizer", optimizer)
+    found = [
+        optimizer.gradient_of(p) if isinstance(optimizer, Zero1) else p.grad
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if getattr(p, "sequence_parallel_enabled", False)
+    ]
+    _sum_in_place([grad for grad in found if grad is not None], current().comm("tp"))
+
+
+def _check_not_zero1(zero1_optimizer: bool, zero1_optimizer_groups: Any) -> None:
+    if zero1_optimizer or zero1_optimizer_groups is not None:
+        raise ValueError(
+            "zero1_optimizer and zero1_optimizer_groups: each dp rank has a part of the gradient, which "
+            "tpcore.Zero1 knows itself: use its norm(), or tpcore.optimizer_step(optimizer, max_norm=)"
+        )
+
+
+def get_grad_norm(
+    parameters: Parameters,
+    norm_type: float | str = 2.0,
+    zero1_optimizer: bool = False,
+    zero1_optimizer_groups: Any = None,
+    force_spmd: bool = True,
+) -> Tensor:
+    """The norm of the full gradient, as ``clip_grad_norm`` returns it, without clipping. Collective.
+
+    ``force_spmd``: about programs, which are the same on all ranks in any case.
+    """
+    _check_not_zero1(zero1_optimizer, zero1_optimizer_groups)
+    unique = unique_parameters(parameters)
+    device = unique[0].device if unique else None
+    return clip.norm_of([clip.addend_of(p) for p in unique], float(norm_type), device)
+
+
+def clip_grads_with_norm(parameters: Parameters, total_norm: Tensor, max_norm: float) -> None:
+    """Scale gradients in place so that a norm of ``total_norm`` becomes at most ``max_norm``."""
+    clip.check_max_norm(max_norm)
+    grads = (p.grad for p in unique_parameters(parameters) if p.grad is not None)
+    clip.scale_to(grads, total_norm, max_norm)
+
+
+def clip_grad_norm(
+    parameters: Parameters,
+    max_norm: float,
+    norm_type: float | str = 2.0,
+    zero1_optimizer: bool = False,
+    zero1_optimizer_groups: Any = None,
+    force_spmd: bool = True,
+) -> Tensor:
+    """``tpcore.clip_grad_norm``, with the arguments that were published for other optimizers."""
+    _check_not_zero1(zero1_optimizer, zero1_optimizer_groups)
+    return clip.clip_grad_norm(parameters, max_norm, norm_type)

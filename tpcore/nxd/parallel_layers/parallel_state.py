@@ -1,0 +1,299 @@
+"""NeuronX Distributed's getters for ranks, sizes and groups, answered from the current context.
+
+There is no state here. ``tpcore.Mesh`` orders the ranks: those of a tp group are contiguous, those of a dp
+group ``tp`` apart. Before ``initialize_model_parallel`` (or ``tpcore.init``) every getter raises the
+RuntimeError of ``tpcore.current``, which names the remedy. An axis that the mesh lacks has size 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ... import settings
+from ...errors import BackendError
+from ...runtime.context import current, is_initialized
+from ...runtime.init import init, shutdown
+from ..pipeline.stages import create_pg_with_ranks, get_next_rank_group, get_prev_rank_group
+from ..utils.environment import get_rank_info_str
+from .objects import gather_python_object
+
+
+def initialize_model_parallel(
+    tensor_model_parallel_size: int = 1,
+    pipeline_model_parallel_size: int = 1,
+    context_parallel_size: int = 1,
+    expert_model_parallel_size: int = 1,
+    skip_collective_init: bool = False,
+    lnc_size: int = 1,
+) -> None:
+    """``tpcore.init`` with these sizes for tp and pp, then one collective unless ``skip_collective_init``.
+
+    ``TPCORE_BACKEND`` chooses the backend. A process group that the script has made already is used. The
+    collective over the world reveals an unreachable rank here, and lets devices open all connections at once.
+
+    Raises ValueError if pp times tp does not divide the world (neither is ever lowered) or another size is
+    not 1, RuntimeError if initialized already.
+    """
+    others = {
+        "context_parallel_size": context_parallel_size,
+        "expert_model_parallel_size": expert_model_parallel_size,
+        "lnc_size": lnc_size,
+    }
+    for name, size in others.items():
+        if size != 1:
+            raise ValueError(
+                f"initialize_model_parallel: {name}={size!r} is not supported, only 1: "
+                "tpcore has tensor, pipeline and data parallelism, with contiguous tp ranks on every device"
+            )
+    ctx = init(tp=tensor_model_parallel_size, pp=pipeline_model_parallel_size)
+    if not skip_collective_init:
+        counted = int(ctx.world.all_reduce(torch.ones((1,), dtype=torch.int64).to(ctx.device)))
+        if counted != ctx.mesh.size:
+            shutdown()
+            raise BackendError(
+                f"the first all-reduce over {ctx.mesh.size} ranks counted {counted}: "
+                f"{type(ctx.backend).__name__} does not reach every rank"
+            )
+
+
+def model_parallel_is_initialized() -> bool:
+    return is_initialized()
+
+
+def destroy_model_parallel() -> None:
+    """``tpcore.shutdown()``; does nothing before initialization. The script's own process group stays."""
+    if is_initialized():
+        shutdown()
+
+
+def _size(axis: str) -> int:
+    return current().mesh.axes.get(axis, 1)
+
+
+def _rank(axis: str) -> int:
+    ctx = current()
+    return ctx.mesh.coords(ctx.rank).get(axis, 0)
+
+
+def _axes(axis: str) -> tuple[str, ...]:
+    return tuple(a for a in current().mesh.axes if a == axis)  # without axes: every rank is a group
+
+
+def _replica_groups(axis: str) -> list[list[int]]:
+    return current().mesh.group(*_axes(axis)).as_list()
+
+
+def _group(axis: str, as_list: bool) -> Any:
+    return _replica_groups(axis) if as_list else current().comm(*_axes(axis)).process_group
+
+
+def _src_rank(axis: str) -> int:
+    ctx = current()
+    return ctx.mesh.group(*_axes(axis)).members(ctx.rank)[0]
+
+
+# -- the world ----------------------------------------------------------------------------------------
+def get_world_group(as_list: bool = False) -> Any:
+    """The group of all ranks as the backend's own object; ``as_list``: ``[[0, 1, ...]]``."""
+    ctx = current()
+    return ctx.mesh.world().as_list() if as_list else ctx.world.process_group
+
+
+def is_global_rank_zero() -> bool:
+    return current().rank == 0
+
+
+# -- tensor parallel ----------------------------------------------------------------------------------
+def get_tensor_model_parallel_group(as_list: bool = False) -> Any:
+    """This rank's tp group as the backend's own object (on cpu_gloo a ``torch.distributed`` group);
+    ``as_list``: the ranks of *all* tp groups, ``[[0, 1], [2, 3]]``."""
+    return _group("tp", as_list)
+
+
+def get_tensor_model_parallel_replica_groups() -> list[list[int]]:
+    return _replica_groups("tp")
+
+
+def get_tensor_model_parallel_size() -> int:
+    return _size("tp")
+
+
+def get_tensor_model_parallel_rank() -> int:
+    return _rank("tp")
+
+
+def get_tensor_model_parallel_src_rank() -> int:
+    """Global rank of the first member of this rank's tp group: the ``src`` of broadcasts over it."""
+    return _src_rank("tp")
+
+
+# names that published samples use for the same getters
+get_tensor_parallel_size = get_tensor_model_parallel_size
+get_tensor_model_parallel_world_size = get_tensor_model_parallel_size
+
+
+# -- data parallel ------------------------------------------------------------------------------------
+def get_data_parallel_group(as_list: bool = False) -> Any:
+    """This rank's dp group as the backend's own object (on cpu_gloo a ``torch.distributed`` group, as
+    DistributedDataParallel needs it); ``as_list``: the ranks of *all* dp groups, ``[[0, 2], [1, 3]]``."""
+    return _group("dp", as_list)
+
+
+def get_data_parallel_replica_groups() -> list[list[int]]:
+    return _replica_groups("dp")
+
+
+def get_data_parallel_size() -> int:
+    return _size("dp")
+
+
+def get_data_parallel_rank() -> int:
+    return _rank("dp")
+
+
+def get_data_parallel_src_rank() -> int:
+    """Global rank of the first member of this rank's dp group."""
+    return _src_rank("dp")
+
+
+get_data_parallel_world_size = get_data_parallel_size
+
+
+# -- pipeline parallel --------------------------------------------------------------------------------
+def get_pipeline_model_parallel_group(as_list: bool = False) -> Any:
+    return _group("pp", as_list)
+
+
+def get_pipeline_model_parallel_replica_groups() -> list[list[int]]:
+    return _replica_groups("pp")
+
+
+def get_pipeline_model_parallel_size() -> int:
+    return _size("pp")
+
+
+def get_pipeline_model_parallel_rank() -> int:
+    return _rank("pp")
+
+
+def _stage(step: int) -> int:
+    ctx = current()
+    stages = ctx.mesh.group(*_axes("pp")).members(ctx.rank)
+    return stages[(stages.index(ctx.rank) + step) % len(stages)]
+
+
+def get_pipeline_model_parallel_next_rank() -> int:
+    """Global rank of the next stage; of the first after the last."""
+    return _stage(1)
+
+
+def get_pipeline_model_parallel_prev_rank() -> int:
+    return _stage(-1)
+
+
+# -- context and expert parallel: scripts query the axes even if they do not use them; their size is 1 -
+def get_context_model_parallel_group(as_list: bool = False) -> Any:
+    return _group("cp", as_list)
+
+
+def get_context_model_parallel_replica_groups() -> list[list[int]]:
+    return _replica_groups("cp")
+
+
+def get_context_model_parallel_size() -> int:
+    return _size("cp")
+
+
+def get_context_model_parallel_rank() -> int:
+    return _rank("cp")
+
+
+def get_context_model_parallel_src_tgt_pairs() -> list[list[int]]:
+    """From whom to whom a ring over context parallelism sends: from each rank to itself."""
+    return [[rank, rank] for rank in range(current().mesh.size)]
+
+
+def get_expert_model_parallel_group(as_list: bool = False) -> Any:
+    return _group("ep", as_list)
+
+
+def get_expert_model_parallel_replica_groups() -> list[list[int]]:
+    return _replica_groups("ep")
+
+
+def get_expert_model_parallel_size() -> int:
+    return _size("ep")
+
+
+def get_expert_model_parallel_rank() -> int:
+    return _rank("ep")
+
+
+# experts are spread over none, so these are the dp ranks
+get_expert_data_parallel_group = get_data_parallel_group
+get_expert_data_parallel_replica_groups = get_data_parallel_replica_groups
+get_expert_data_parallel_size = get_data_parallel_size
+get_expert_data_parallel_rank = get_data_parallel_rank
+get_zero1_sharding_groups = get_data_parallel_replica_groups
+
+
+# -- messages -----------------------------------------------------------------------------------------
+def rmsg(msg: str) -> str:
+    """``msg`` with this rank's coordinates in front, for logs; before initialization each of them is -1."""
+    if is_initialized():
+        rank = current().rank
+        where = {axis: _rank(axis) for axis in ("pp", "tp", "dp", "cp")}
+    else:
+        rank = settings.RANK.get()
+        where = dict.fromkeys(("pp", "tp", "dp", "cp"), -1)
+    return f"[{'_'.join([f'rank_{rank}', *(f'{axis}{at}' for axis, at in where.items())])}] {msg}"
+
+
+__all__ = [
+    "create_pg_with_ranks",
+    "destroy_model_parallel",
+    "gather_python_object",
+    "get_context_model_parallel_group",
+    "get_context_model_parallel_rank",
+    "get_context_model_parallel_replica_groups",
+    "get_context_model_parallel_size",
+    "get_context_model_parallel_src_tgt_pairs",
+    "get_data_parallel_group",
+    "get_data_parallel_rank",
+    "get_data_parallel_replica_groups",
+    "get_data_parallel_size",
+    "get_data_parallel_src_rank",
+    "get_data_parallel_world_size",
+    "get_expert_data_parallel_group",
+    "get_expert_data_parallel_rank",
+    "get_expert_data_parallel_replica_groups",
+    "get_expert_data_parallel_size",
+    "get_expert_model_parallel_group",
+    "get_expert_model_parallel_rank",
+    "get_expert_model_parallel_replica_groups",
+    "get_expert_model_parallel_size",
+    "get_next_rank_group",
+    "get_pipeline_model_parallel_group",
+    "get_pipeline_model_parallel_next_rank",
+    "get_pipeline_model_parallel_prev_rank",
+    "get_pipeline_model_parallel_rank",
+    "get_pipeline_model_parallel_replica_groups",
+    "get_pipeline_model_parallel_size",
+    "get_prev_rank_group",
+    "get_rank_info_str",
+    "get_tensor_model_parallel_group",
+    "get_tensor_model_parallel_rank",
+    "get_tensor_model_parallel_replica_groups",
+    "get_tensor_model_parallel_size",
+    "get_tensor_model_parallel_src_rank",
+    "get_tensor_model_parallel_world_size",
+    "get_tensor_parallel_size",
+    "get_world_group",
+    "get_zero1_sharding_groups",
+    "initialize_model_parallel",
+    "is_global_rank_zero",
+    "model_parallel_is_initialized",
+    "rmsg",
+]

@@ -1,0 +1,159 @@
+"""The published pipeline engine: ``tpcore.PipelineModel`` behind its name and arguments."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...log import inform
+from ...runtime.context import current
+from ...train.pipeline import PipelineModel, find_layers
+
+_NEEDS_NOTHING = {
+    "auto_partition": True,
+    "broadcast_and_average_loss": True,
+    "use_zero1_optimizer": True,
+    "use_model_wrapper": True,
+    "use_optimizer_wrapper": True,
+    "input_names": None,
+    "leaf_module_cls": None,
+    "autowrap_functions": None,
+    "autowrap_modules": None,
+    "autowrap_obj_methods": None,
+    "tracer_cls": None,
+    "param_init_fn": None,
+    "return_loss_on_cpu": True,
+    "deallocate_pipeline_outputs": True,
+    "fuse_microbatches": True,
+}
+"""Arguments that ask for what is so here anyhow, or for a step that is not taken; a value of None or this."""
+
+_BY_HAND = "layers are divided evenly, and the loss is the module's own; leave it out"
+_REFUSED = {
+    "return_mb_loss": "run_train returns the loss of the batch",
+    "trace_file_path": "no file with a timeline is written; torch.profiler makes one around run_train",
+    "manual_pp_partition": _BY_HAND,
+    "manual_pp_stage_partition_fn": _BY_HAND,
+    "manual_pp_loss_fn": _BY_HAND,
+}
+"""Arguments that scripts pass as None or False, which is what is done; other values are errors."""
+
+
+class NxDPPModel(nn.Module):
+    """A model in pipeline stages, trained by ``run_train(**batch)``: see ``tpcore.PipelineModel``.
+
+    The model's one list of layers becomes the stages, as many layers on each. Its forward returns the loss,
+    alone, as ``.loss`` or first in a tuple. ``transformer_layer_cls``: of these layers, checked.
+    ``pipeline_cuts``: the last layer of each stage but the last, checked to be these. Names of parameters and
+    state are those of ``module``.
+
+    The module's own forward runs, without tracing: arguments about tracing and about memory need nothing
+    here, and one line names those that are given. ValueError for what would change the result:
+    ``virtual_pipeline_size`` above 1, ``return_mb_loss``, stages of unlike sizes, a loss elsewhere in the
+    outputs, a partition by hand, and a file with a timeline.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        transformer_layer_cls: type[nn.Module] | None = None,
+        num_microbatches: int = 1,
+        virtual_pipeline_size: int = 1,
+        output_loss_value_spec: Any = None,
+        pipeline_cuts: Sequence[str] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        if virtual_pipeline_size != 1:
+            raise ValueError(
+                f"NxDPPModel(virtual_pipeline_size={virtual_pipeline_size}): interleaved stages are not "
+                "here; leave it out"
+            )
+        _check_options(options)
+        _check_loss(output_loss_value_spec)
+        owner, name = find_layers(module)
+        layers = list(owner.get_submodule(name).children())
+        _check_class(layers, transformer_layer_cls)
+        if pipeline_cuts:
+            _check_cuts(pipeline_cuts, len(layers), current().mesh.axes.get("pp", 1))
+        self.transformer_layer_cls = (
+            type(layers[0]) if transformer_layer_cls is None else transformer_layer_cls
+        )
+        self.original_torch_module = module
+        self._engine = PipelineModel(module, num_microbatches)
+
+    def run_train(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Forward and backward of a batch; its loss, the same on every stage."""
+        return self._engine.run_train(*args, **kwargs)
+
+    def run_eval(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The loss of a batch, without backward."""
+        return self._engine.run_eval(*args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.original_torch_module(*args, **kwargs)
+
+    # what is local is all that a stage has
+    def local_parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        return self.original_torch_module.parameters(recurse)
+
+    def local_named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.original_torch_module.named_parameters(*args, **kwargs)
+
+    def local_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.original_torch_module.state_dict(*args, **kwargs)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.original_torch_module.named_parameters(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.original_torch_module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        return self.original_torch_module.load_state_dict(state_dict, strict=strict, assign=assign)
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    """ValueError for a value that asks for something else than what is done; TypeError for unknown names."""
+    for name, why in _REFUSED.items():
+        if options.get(name):
+            raise ValueError(f"NxDPPModel({name}={options[name]!r}): {why}")
+    known = {name: value for name, value in options.items() if name in _NEEDS_NOTHING or name.startswith("_")}
+    if unknown := sorted(set(options) - set(known) - set(_REFUSED)):
+        raise TypeError(f"NxDPPModel: no arguments {unknown}; {sorted(_NEEDS_NOTHING)} are accepted")
+    given = [name for name, value in known.items() if value not in (None, False)]
+    if given and current().rank == 0:
+        inform(f"NxDPPModel: {', '.join(given)} need nothing here")
+
+
+def _check_loss(spec: Any) -> None:
+    first = spec[0] if isinstance(spec, tuple | list) and spec else None
+    rest = spec[1:] if isinstance(spec, tuple | list) else ()
+    named = isinstance(spec, Mapping) and {k for k, v in spec.items() if v} == {"loss"}
+    if spec in (None, True) or (first is True and not any(rest)) or named:
+        return
+    raise ValueError(
+        f"NxDPPModel(output_loss_value_spec={spec!r}): the loss is what forward returns, its .loss, or the "
+        "first of a tuple: return it so"
+    )
+
+
+def _check_class(layers: Sequence[nn.Module], asked: type[nn.Module] | None) -> None:
+    if asked is not None and not all(isinstance(layer, asked) for layer in layers):
+        found = sorted({type(layer).__name__ for layer in layers})
+        raise ValueError(
+            f"NxDPPModel(transformer_layer_cls={asked.__name__}): the model's one list of layers has {found}"
+        )
+
+
+def _check_cuts(cuts: Sequence[str], layers: int, stages: int) -> None:
+    numbers = [int(match[1]) if (match := re.search(r"(\d+)$", cut)) else -1 for cut in cuts]
+    want = [layers // stages * stage - 1 for stage in range(1, stages)]
+    if sorted(numbers) != want:
+        raise ValueError(
+            f"NxDPPModel(pipeline_cuts={list(cuts)}): {layers} layers on {stages} stages are cut after "
+            f"{want}, as many on each"
+        )

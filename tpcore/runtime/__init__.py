@@ -1,0 +1,1 @@
+"""The job that this process is in: mesh, groups, random streams, and what its ranks agree on."""

@@ -1,0 +1,143 @@
+"""Checks of checked runs and recorded steps: no part is used as a whole, and tp ranks have equal data."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ..comm.comm import Comm
+from ..comm.parts import Mark, marked, plain
+from ..comm.signature import call_site
+from .consensus import gather_bytes
+
+_MOST = 10_000  # notes kept between two comparisons; evaluation never compares
+_CHUNKS = 16
+_TOLERANCE = 1e-3  # relative, for a chunk's sum: ranks may round differently; other data differs by far more
+_SAMPLE = 64
+_OTHER = 0.1  # relative, in the 2-norm of a sample: independent data differ by 1.4, a flipped sign by 2
+_GOLDEN = (math.sqrt(5) - 1) / 2
+
+Note = tuple[str, list[float]]
+"""What should be equal on all ranks of a tp group and where, and a digest of it."""
+
+
+class Checks:
+    """The checks of one rank. ``report`` receives each problem and may raise. ``running``: whether ranks run,
+    so that ``compare`` can be called; if not, they are recorded, on tensors mostly without values."""
+
+    def __init__(self, report: Callable[[str], None], *, running: bool) -> None:
+        self._report, self.running = report, running
+        self.notes: list[Note] = []
+
+    def __deepcopy__(self, memo: object) -> Checks:
+        return self
+
+    def part(self, y: Tensor, comm: Comm, dim: int, kind: str) -> Tensor:
+        """Mark ``y`` as this rank's chunk along ``dim``. ``kind``: "features" or "tokens"."""
+        if comm.size == 1 or torch.compiler.is_compiling():
+            return y
+        dim %= y.ndim
+        return marked(plain(y), Mark(kind, dim, y.shape[dim], comm.size, self._report))
+
+    def same(self, what: str, t: Tensor, at: str = "") -> None:
+        """Note a digest of ``t``, which should be equal on all tp ranks. ``at``: where; by default the line
+        outside of tpcore."""
+        if not t.is_meta and len(self.notes) < _MOST and not torch.compiler.is_compiling():
+            code, line = call_site()
+            where = at or f"at {code.co_filename}:{line} in {code.co_name}"
+            self.notes.append((f"{what} {where}", _digest(plain(t.detach()))))
+
+    def compare(self, comm: Comm) -> None:
+        """Report, on all ranks of ``comm``, the first note in which they differ. Collective."""
+        mine, self.notes = self.notes, []
+        if not self.running or comm.size == 1 or not comm.eager:
+            return
+        every = [json.loads(text) for text in gather_bytes(json.dumps(mine).encode(), comm)]
+        found = first_difference(comm.transport.members, every)
+        if found is not None:
+            self._report(found)
+
+
+def first_difference(ranks: Sequence[int], every: Sequence[Sequence[Note]]) -> str | None:
+    """A message about the first note in which ranks of one tp group differ; None if there is none."""
+    for other, notes in zip(ranks[1:], every[1:], strict=True):
+        for (what, here), (also, there) in zip(every[0], notes, strict=False):
+            if what != also or not _alike(here, there):
+                return (
+                    f"ranks {ranks[0]} and {other} of one tp group differ in {what}"
+                    + (f" (rank {other}: {also})" if what != also else "")
+                    + ". The ranks of a tp group need the same batch and the same seed: count dp ranks "
+                    "in the sampler (ctx.coord('dp')), and call tpcore.random.manual_seed alike on all"
+                )
+    return None
+
+
+def compare_stages(tensors: Mapping[str, Tensor], pp: Comm) -> None:
+    """Raise ValueError on all stages if ``tensors``, which each stage needs alike, differ. Collective."""
+    notes = [(what, _digest(plain(t.detach()))) for what, t in tensors.items()]
+    every = [json.loads(text) for text in gather_bytes(json.dumps(notes).encode(), pp)]
+    for stage, theirs in enumerate(every):
+        for (what, here), (_, there) in zip(every[0], theirs, strict=False):
+            if not _alike(here, there):
+                raise ValueError(
+                    f"stages 0 and {stage} of a pipeline differ in {what}: every stage gets the whole batch, "
+                    "its inputs and its labels, and draws the same random numbers outside of the layers"
+                )
+
+
+def _digest(t: Tensor) -> list[float]:
+    flat = t.reshape(-1)
+    if not flat.is_floating_point():
+        if flat.is_complex() or not flat.numel():
+            return [float(flat.numel())]
+        places = torch.arange(flat.numel(), device=flat.device) % 1009 + 1
+        return [float(flat.numel()), float(int((flat.to(torch.int64) * places).sum()) % (1 << 52))]
+    sums = [float(chunk.abs().sum(dtype=torch.float64)) for chunk in flat.chunk(_CHUNKS)]
+    return [float(flat.numel()), *(s if math.isfinite(s) else -1.0 for s in sums), *_sample(flat)]
+
+
+def _sample(flat: Tensor) -> list[float]:
+    """Entries at places that depend on the size alone: all, or ``_SAMPLE`` without a period, so that no
+    width of a row divides their distances. Four digits, which are short in JSON."""
+    n = flat.numel()
+    places = range(n) if n <= _SAMPLE else [int(i * _GOLDEN % 1 * n) for i in range(_SAMPLE)]
+    entries = flat[torch.tensor(places, dtype=torch.int64, device=flat.device)].double().tolist()
+    return [float(f"{x:.4g}") if math.isfinite(x) else 0.0 for x in entries]
+
+
+def _alike(a: list[float], b: list[float]) -> bool:
+    if len(a) != len(b) or a[0] != b[0]:
+        return False
+    if len(a) == 2 or not a[0]:  # integers, or nothing
+        return a == b
+    size = min(_SAMPLE, int(a[0]))
+    sums, others = a[1:-size], b[1:-size]
+    # of n entries that are rounded to bfloat16 by themselves the sum changes by 1/sqrt(n) of one's rounding
+    most = _TOLERANCE + 2.0**-7 / math.sqrt(max(1.0, a[0] / _CHUNKS))
+    if any(abs(x - y) > most * max(abs(x), abs(y)) for x, y in zip(sums, others, strict=True)):
+        return False
+    # of an entry that is rounding alone, as where equal values were subtracted, all digits may differ
+    noise = _TOLERANCE * max(0.0, sum(sums)) / a[0] * math.sqrt(size)
+    return math.dist(a[-size:], b[-size:]) <= _OTHER * math.hypot(*a[-size:]) + noise
+
+
+def in_eager_mode() -> AbstractContextManager[Any]:
+    """In the block, or from the call on, torch.compile runs functions as they are: compiled code has no
+    operations that a check could see. No effect before torch 2.6."""
+    stance = getattr(torch.compiler, "set_stance", None)
+    return nullcontext() if stance is None else cast(AbstractContextManager[Any], stance("force_eager"))
+
+
+def raising() -> Checks:
+    """Checks for a run: each problem is raised as a ValueError."""
+
+    def report(problem: str) -> None:
+        raise ValueError(problem)
+
+    return Checks(report, running=True)

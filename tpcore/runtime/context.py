@@ -1,0 +1,208 @@
+"""The parallel context: the only ambient state. Layer constructors read it; forward and backward do not."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import permutations
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..backend.interface import Backend
+from ..comm.comm import Comm
+from ..errors import BackendError, refuse_forked
+from ..layout.mesh import Group, Mesh
+
+if TYPE_CHECKING:
+    from .checks import Checks
+
+
+@dataclass(frozen=True)
+class ParallelContext:
+    """A backend, the mesh it runs on, and this process's (or thread's) rank in it."""
+
+    backend: Backend
+    mesh: Mesh
+    rank: int  # host-side only: file names, logs. Graphs use comm.position
+    checks: Checks | None = field(default=None, repr=False, compare=False)
+    part_of: ParallelContext | None = field(default=None, repr=False, compare=False)
+    """The context of the whole job, if this one's mesh is a group of its ranks."""
+    ended: ExitStack = field(default_factory=ExitStack, init=False, repr=False, compare=False)
+    """Closed by ``shutdown``."""
+    _comms: dict[tuple[tuple[str, ...], int | None], Comm] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _pid: int = field(default_factory=os.getpid, init=False, repr=False, compare=False)
+    _adopted: list[Comm] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    def __deepcopy__(self, memo: object) -> ParallelContext:
+        return self  # a copied model is on the same mesh
+
+    def __repr__(self) -> str:
+        """Includes the groups made so far, and the transport of each."""
+        what = [f"{type(self.backend).__name__}, {self.mesh}, rank {self.rank}"]
+        what += [f"{' x '.join(c.group.axes)}: {c.transport!r}" for c in self._comms.values() if c.size > 1]
+        return f"ParallelContext({'; '.join(what)})"
+
+    def comm(self, *axes: str, within: int | None = None) -> Comm:
+        """Collectives over ``axes``, or over runs of ``within`` consecutive ranks of such a group.
+
+        The first call for a group is itself collective over the world: all ranks must make their groups in
+        the same order. ``init`` makes the groups of single axes, layer constructors make their own; later
+        calls return the same Comm.
+        """
+        if within is not None and within == math.prod(self.mesh.axes.get(axis, 1) for axis in axes):
+            within = None
+        if (axes, within) not in self._comms:
+            self.refuse_forked()
+            group = self.mesh.group(*axes, within=within)
+            name = " x ".join(axes) + ("" if within is None else f" within {within}")
+            self._comms[axes, within] = self.backend.comm(group, self.rank).called(name)
+        return self._comms[axes, within]
+
+    def refuse_forked(self) -> None:
+        """Raise BackendError in a process that was forked from this rank."""
+        refuse_forked(self._pid, self.rank)
+
+    @property
+    def comms(self) -> list[Comm]:
+        """The Comms over mesh axes, and over runs within them, that are made so far, in the order in which
+        all ranks made them."""
+        return list(self._comms.values())
+
+    def named(self, name: str) -> Comm:
+        """The Comm called ``name``, made or adopted by this context. BackendError if there is none."""
+        for comm in (*self._comms.values(), *self._adopted):
+            if comm.name == name:
+                return comm
+        raise BackendError(f"a compiled graph needs the group {name!r}, and {self} has none of that name")
+
+    @cached_property
+    def world(self) -> Comm:
+        return self.comm(*self.mesh.axes)
+
+    def coord(self, axis: str) -> int:
+        """This rank's position on ``axis``; host-side only, like ``rank``."""
+        return self.mesh.coords(self.rank)[axis]
+
+    @cached_property
+    def place(self) -> tuple[int, tuple[tuple[str, int], ...]]:
+        """This rank, and the mesh of the whole job without axes of one rank: equal for contexts in which a
+        sharded tensor has the same entries on the same ranks."""
+        job = self.part_of or self
+        return job.rank, tuple((axis, size) for axis, size in job.mesh.axes.items() if size > 1)
+
+    def over(self, comm: Comm) -> tuple[ParallelContext, tuple[str, ...]]:
+        """The context and the mesh axes of a tensor that is cut over ``comm``.
+
+        This context, if some of its axes form a group of the same ranks, whoever made ``comm``. Otherwise a
+        context whose mesh has the one axis ``group``: gradients are summed over it, but a checkpoint refuses
+        the tensor, because checkpoints know cuts over mesh axes only.
+        """
+        mine, axes = comm.group.members(self.rank), comm.group.axes
+        if axes and set(axes) <= set(self.mesh.axes) and self.mesh.group(*axes).members(self.rank) == mine:
+            return self, axes
+        for count in range(1, len(self.mesh.axes) + 1):
+            for names in permutations(self.mesh.axes, count):
+                if self.mesh.group(*names).members(self.rank) == mine:
+                    return self, names
+        alone = ParallelContext(
+            self.backend, Mesh({"group": comm.size}), mine.index(self.rank), part_of=self.part_of or self
+        )
+        alone._comms[("group",), None] = comm
+        return alone, ("group",)
+
+    def comm_for(self, group: Any) -> Comm:
+        """The Comm for ``group``: None (the tp group), a Comm, or the backend's own group object."""
+        if group is None:
+            return self.comm("tp")
+        if isinstance(group, Comm):
+            return group
+        for comm in (*self._comms.values(), *self._adopted):
+            if comm.process_group is group:
+                return comm
+        name = f"group {len(self._adopted)} of the program"
+        self._adopted.append(self.backend.comm_of(group).called(name))
+        return self._adopted[-1]
+
+    def grouped(self, name: str, partition: tuple[tuple[int, ...], ...]) -> Comm:
+        """The Comm called ``name`` over ``partition``: groups that no axes make. The first call of a name is
+        collective over the world."""
+        known = next((comm for comm in self._adopted if comm.name == name), None)
+        if known is None:
+            known = self.backend.comm(Group((), partition), self.rank).called(name)
+            self._adopted.append(known)
+        return known
+
+    @property
+    def device(self) -> torch.device:
+        return self.backend.device()
+
+
+_current: ContextVar[ParallelContext | None] = ContextVar("tpcore", default=None)
+# The context of init(). Not in the ContextVar, because a user's own threads do not inherit its value.
+_process: list[ParallelContext] = []
+
+
+def is_initialized() -> bool:
+    return _current.get() is not None or bool(_process)
+
+
+def _entered() -> bool:
+    return _current.get() is not None
+
+
+# All that torch.compiler.assume_constant_result does, but for importing torch._dynamo, which costs every rank
+# and every command as much again as torch
+_entered._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def current() -> ParallelContext:
+    """The current context: that of the innermost ``use``, else that of ``init``."""
+    if torch.compiler.is_dynamo_compiling():  # dynamo cannot read a ContextVar
+        if _entered():
+            raise RuntimeError(
+                "torch.compile does not see the context of tpcore.use: pass "
+                "tensor_model_parallel_group=ctx.comm('tp'), or let tpcore.init make the context"
+            )
+    elif (ctx := _current.get()) is not None:
+        return ctx
+    if _process:
+        return _process[-1]
+    raise RuntimeError(
+        "no parallel context: call tpcore.init(backend=..., tp=...) first, or enter tpcore.use(ctx)"
+    )
+
+
+def enter_process(ctx: ParallelContext) -> None:
+    """Make ``ctx`` the context of this process: of all threads that are not inside ``use``."""
+    _process.append(ctx)
+
+
+def leave_process() -> ParallelContext | None:
+    """Undo the last ``enter_process`` and return its context; None if there was none."""
+    return _process.pop() if _process else None
+
+
+def swap_process(contexts: list[ParallelContext]) -> list[ParallelContext]:
+    """Replace the contexts that ``enter_process`` set by ``contexts``, and return the old ones: for several
+    ranks that take turns in one process."""
+    before = list(_process)
+    _process[:] = contexts
+    return before
+
+
+@contextmanager
+def use(ctx: ParallelContext) -> Iterator[ParallelContext]:
+    """Make ``ctx`` the current context of this thread inside a with block."""
+    token = _current.set(ctx)
+    try:
+        yield ctx
+    finally:
+        _current.reset(token)

@@ -1,0 +1,151 @@
+"""Joining a job and leaving it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import partial
+from typing import NoReturn
+
+from .. import settings
+from ..backend.interface import Backend
+from ..backend.registry import backend_class, check_connects, check_fits, load_backend
+from ..comm.signature import ALL, checked_calls
+from ..layout.mesh import Mesh
+from ..log import inform
+from .checks import in_eager_mode, raising
+from .consensus import gather_bytes
+from .context import ParallelContext, current, enter_process, is_initialized, leave_process
+from .guards import whole_tensors_only
+
+
+def default_backend() -> tuple[str, str]:
+    """The first of TPCORE_BACKEND, neuron if it can run here, cpu_gloo; and the reason for it."""
+    chosen, why = settings.BACKEND.get(), f"{settings.BACKEND.name} is set"
+    if not chosen:
+        usable = backend_class("neuron").unavailable() is None
+        chosen = "neuron" if usable else "cpu_gloo"
+        why = "it can run here" if usable else "no Neuron device is present"
+    return chosen, why
+
+
+def choose_backend(name: str | None) -> str:
+    """``name``, or ``default_backend``, which rank 0 logs."""
+    if name is not None:
+        return name
+    chosen, why = default_backend()
+    if settings.RANK.get() == 0:
+        inform(f"backend {chosen} ({why})")
+    return chosen
+
+
+def _mesh(tp: int, pp: int, world: int) -> Mesh:
+    need = pp * tp
+    degrees = f"tp={tp}" if pp == 1 else f"pp={pp} times tp={tp}"
+    if need > world == 1 and not settings.WORLD_SIZE.is_set:
+        script = " ".join(sys.argv) if sys.argv and sys.argv[0].endswith(".py") else "your_script.py"
+        raise ValueError(
+            f"{degrees} needs {need} processes and this is one process alone. Start them with\n"
+            f"    torchrun --nproc_per_node={need} {script}\n"
+            f"or from Python with tpcore.launch(fn, nprocs={need})"
+        )
+    if need > world:
+        lower = "tp" if pp == 1 else "pp or tp"
+        raise ValueError(
+            f"{degrees} is larger than the world of {world} processes: start {need} or lower {lower}"
+        )
+    if world % need:
+        raise ValueError(
+            f"{degrees} does not divide the world of {world} processes: dp would be {world / need:g}"
+        )
+    return Mesh({"pp": pp, "dp": world // need, "tp": tp})
+
+
+def _check_mesh(ctx: ParallelContext) -> None:
+    """Raise ValueError on all ranks if their meshes differ: their groups would not match."""
+    if not ctx.world.eager:
+        return  # each gather would compile a program; there the first group that differs ends the job
+    mine = json.dumps(dict(ctx.mesh.axes)).encode()
+    first, *others = (json.loads(text) for text in gather_bytes(mine, ctx.world))
+    for rank, axes in enumerate(others, 1):
+        if axes != first:
+            raise ValueError(
+                f"rank 0 has the mesh {first} and rank {rank} has {axes}: "
+                "call tpcore.init with the same tp and pp on every rank"
+            )
+
+
+def _seconds(timeout: float | None) -> float:
+    if timeout is None:
+        return settings.TIMEOUT.get()
+    try:
+        return settings.seconds(str(timeout))
+    except ValueError as e:
+        raise ValueError(f"timeout must be {e}, not {timeout!r}") from None
+
+
+def init(
+    backend: str | Backend | None = None,
+    tp: int = 1,
+    pp: int = 1,
+    *,
+    timeout: float | None = None,
+    **others: NoReturn,
+) -> ParallelContext:
+    """Join the job that ``torchrun`` started and divide it into tp groups; dp is the rest of the world.
+
+    ``pp``: pipeline stages, the outermost axis of the mesh; ``ctx.comm("pp", "tp")`` spans stages and tp.
+    ``backend``: a plugin's name, an instance, or None to choose one (``TPCORE_BACKEND``, else neuron if a
+    Neuron device is present, else cpu_gloo). ``timeout``: seconds that a collective waits for a rank before
+    every rank gets an error; default ``TPCORE_TIMEOUT`` or 120.
+
+    Raises ValueError if pp times tp does not divide the world, RuntimeError if called twice, BackendError if
+    the backend is missing or cannot run here. No degree is clamped, and an error leaves nothing running.
+    """
+    if others:
+        asked: dict[str, object] = dict(others)
+        wrong = ", ".join(f"{name}={value!r}" for name, value in asked.items())
+        raise TypeError(
+            f"tpcore.init() takes backend, tp, pp and timeout, not {wrong}. The axes of its mesh are pp, dp "
+            "and tp, where dp is what pp and tp leave of the world; there is no context or expert parallelism"
+        )
+    if is_initialized():
+        mesh = dict(current().mesh.axes)
+        raise RuntimeError(
+            f"tpcore is already initialized with mesh {mesh}: call tpcore.shutdown() before init("
+            f"tp={tp}{'' if pp == 1 else f', pp={pp}'})"
+        )
+    for name, size in (("tp", tp), ("pp", pp)):
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"{name} must be a whole number of ranks, 1 or more, not {size!r}")
+    seconds = _seconds(timeout)
+    chosen = backend if isinstance(backend, Backend) else load_backend(choose_backend(backend))
+    rank, world = chosen.start(seconds)
+    try:
+        checks = raising() if checked_calls() == ALL else None
+        ctx = ParallelContext(chosen, _mesh(tp, pp, world), rank, checks)
+        check_fits(chosen, ctx.mesh)
+        # here, on all ranks in the same order: making a group is itself collective
+        check_connects(chosen, lambda: ctx.world)
+        _check_mesh(ctx)
+        for axis in ctx.mesh.axes:
+            check_connects(chosen, partial(ctx.comm, axis))
+    except BaseException:
+        chosen.stop()
+        raise
+    if checks is not None:
+        ctx.ended.enter_context(in_eager_mode())
+    ctx.ended.enter_context(whole_tensors_only())
+    enter_process(ctx)
+    return ctx
+
+
+def shutdown() -> None:
+    """Leave the job; ``init`` may be called again. Raises RuntimeError if ``init`` was not called."""
+    if is_initialized():
+        current().refuse_forked()
+    ctx = leave_process()
+    if ctx is None:
+        raise RuntimeError("tpcore.shutdown() without tpcore.init()")
+    ctx.ended.close()
+    ctx.backend.stop()

@@ -1,5 +1,0 @@
-"""The trainer's optimizer by its full path."""
-
-from ..integrations.nxd.optimizer import NxDOptimizer
-
-__all__ = ["NxDOptimizer"]

@@ -114,6 +114,7 @@ def _race(pp: int, count: int, rounds: int) -> dict[str, float]:
     """The best of ``rounds`` steps of each, in seconds; the slowest rank counts."""
     torch.set_num_threads(1)
     ctx = tpcore.init(backend="cpu_gloo", pp=pp)
+    torch.manual_seed(0)  # every stage gets the same batch
     best: dict[str, float] = {}
     for name, step in _steps(ctx, count).items():
         step()
@@ -142,6 +143,7 @@ def _memory(pp: int, counts: tuple[int, ...]) -> dict[str, list[float]]:
     """By contestant and number of microbatches: the peak of rank 0, in inputs of one microbatch."""
     torch.set_num_threads(1)
     tpcore.init(backend="cpu_gloo", pp=pp)
+    torch.manual_seed(0)
     found: dict[str, list[float]] = {}
     for count in counts:
         for name, step in _real_steps(count).items():

@@ -55,7 +55,7 @@ def test_gloo_is_right(tmp_path: Path) -> None:
     rows = report["rows"]
     names = {row["what"] for row in rows}
     assert {"all_gather", "column, sequence parallel", "training step", "checkpoint round trip"} <= names
-    assert {"trace", "BERT step", "large tensors", "no dims", "precision of sums"} <= names
+    assert {"trace", "BERT step", "large", "no dims", "precision"} <= names
     measured = {row["what"] for row in rows if row["error"] > 0}
     assert {"training step", "trace", "BERT step"} <= measured
     assert all(row["error"] <= row["allowed"] for row in rows)

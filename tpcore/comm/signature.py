@@ -16,7 +16,8 @@ import torch
 from .. import settings
 from ..errors import CollectiveMismatchError
 
-_LIBRARY = (*(str(Path(f).parent) + os.sep for f in (__file__, torch.__file__)), "<frozen", "<eval")
+_FOLDERS = Path(__file__).parents[1], Path(torch.__file__).parent
+_LIBRARY = (*(str(folder) + os.sep for folder in _FOLDERS), "<frozen", "<eval")
 ALL = sys.maxsize
 _WARMUP = 512
 _TEXT = 4096  # bytes of a packed Call

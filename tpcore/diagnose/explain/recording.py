@@ -21,7 +21,7 @@ from ...comm.wrapper import Relay
 from ...layout.mesh import Group
 
 _HERE = str(Path(__file__).parent)
-LIBRARY = (str(Path(__file__).parents[1]) + os.sep, str(Path(torch.__file__).parent) + os.sep, "<")
+LIBRARY = (str(Path(__file__).parents[2]) + os.sep, str(Path(torch.__file__).parent) + os.sep, "<")
 
 
 class Where(NamedTuple):

@@ -30,6 +30,7 @@ from tpcore.trace import TensorParallelModel, parallel_model_load, parallel_mode
 from tpcore.trace.artifact import opened
 from tpcore.trace.serve.messages import send
 
+NESTED = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
 EXACT = 1e-12  # float64: another order of summation and nothing else
 
 
@@ -127,8 +128,11 @@ def test_threads_are_served_in_their_order(served: TensorParallelModel) -> None:
         (
             lambda m: m(batch(1, 8)[0] + VOCABULARY, batch(1, 8)[1]),
             IndexError,
-            "id does not fit a vocabulary",
+            r"id does not fit a vocabulary of \d+: ids has 3\d to \d+; an embedding of n rows",
         ),
+        (lambda m: m(batch(1, 8)[0].to("meta"), batch(1, 8)[1]), TypeError, "ids is on meta, without values"),
+        (lambda m: m(batch(1, 8)[0], batch(1, 8)[1].to_sparse()), TypeError, r"mask is torch\.sparse_coo"),
+        (lambda m: m(NESTED, batch(1, 8)[1]), TypeError, "ids is a nested tensor: pad it to one size"),
         (lambda m: m.train(), RuntimeError, "computes outputs only"),
         (copy.deepcopy, TypeError, "cannot be copied"),
         (pickle.dumps, TypeError, "parallel_model_save writes it"),

@@ -103,7 +103,25 @@ class Arguments:
         return cls(tuple((str(n), int(k), d) for n, k, d in data["parameters"]), data["form"])
 
 
-Layout = list[tuple[torch.dtype, torch.Size]]
+Layout = list[tuple[torch.dtype, torch.Size, torch.layout, bool]]
+
+
+def layout_of(leaves: Sequence[Tensor], names: Sequence[str]) -> Layout:
+    """What a plan depends on. TypeError for nested tensors, whose shape is no list of sizes."""
+    for name, t in zip(names, leaves, strict=True):
+        if t.is_nested:
+            raise TypeError(f"{name} is a nested tensor: pad it to one size, with a mask")
+    return [(t.dtype, t.shape, t.layout, t.is_meta) for t in leaves]
+
+
+def ranges(leaves: Sequence[Tensor], names: Sequence[str]) -> str:
+    """The smallest and largest value of each tensor of ids, for the error of an index that no table has."""
+    ids = [
+        f"{name} has {int(t.min())} to {int(t.max())}"
+        for name, t in zip(names, leaves, strict=True)
+        if t.numel() and t.dtype in (torch.int64, torch.int32)
+    ]
+    return f"{', '.join(ids) or 'no input has ids'}; an embedding of n rows takes 0 to n - 1"
 
 
 class Plan(NamedTuple):
@@ -131,6 +149,9 @@ class Inputs:
         for name, t, dtype in zip(self.arguments.names, leaves, self.dtypes, strict=True):
             if t.dtype != dtype:
                 raise TypeError(f"{name} is of {t.dtype}, and the model was traced with {dtype}: convert it")
+            if t.is_meta or t.layout != torch.strided:
+                what = "on meta, without values" if t.is_meta else f"{t.layout}, and to_dense() is taken"
+                raise TypeError(f"{name} is {what}")
         sizes: dict[str, int] = {}
         for t, shape in zip(leaves, self.shapes, strict=True):
             if len(t.shape) != len(shape) or not all(

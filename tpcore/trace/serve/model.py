@@ -17,7 +17,7 @@ from ...checkpoint.storage.temporary import OwnedDirectory
 from ...checkpoint.storage.tensorfile import write_tensors
 from ...checkpoint.write.snapshot import StateTensor
 from ..artifact import TracedFile, TraceManifest, weights_file
-from ..inputs import Plan
+from ..inputs import Plan, layout_of, ranges
 from ..structure import put_together
 from .fair_lock import FairLock
 from .messages import request
@@ -85,7 +85,7 @@ class TensorParallelModel(nn.Module):
     def call_with_state(self, use: int | None, /, *args: Any, **kwargs: Any) -> Any:
         """A call in the use of that number; RuntimeError if the state is no longer what that use left."""
         leaves = self.manifest.inputs.arguments.bind(args, kwargs)
-        layout = [(t.dtype, t.shape) for t in leaves]
+        layout = layout_of(leaves, self.manifest.inputs.arguments.names)
         plan = self._plan
         if plan.layout != layout:  # otherwise the previous call's plan is valid for this call too
             plan = self._plan = self.manifest.inputs.plan(layout, leaves)
@@ -98,7 +98,10 @@ class TensorParallelModel(nn.Module):
                     "the state that the ranks keep is not that of this use: another has begun, the weights "
                     "were replaced, or lost processes were started again. Load the model twice for two"
                 )
-            found = running.call(plan, leaves, self.timeout)
+            try:
+                found = running.call(plan, leaves, self.timeout)
+            except IndexError as e:
+                raise IndexError(f"{e}: {ranges(leaves, self.manifest.inputs.arguments.names)}") from None
         if plan.sizes:
             found = [self._cut(i, t, plan.sizes) for i, t in enumerate(found)]
         return put_together(self.manifest.outputs.form, found)

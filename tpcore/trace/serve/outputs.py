@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ...checkpoint.storage.dtypes import dtype_of
 from ...processes.shared_memory import SharedBuffer
-from ..inputs import Layout
 from .messages import encoded, value_of
 
 _POPULATE_READ = 22  # MADV_POPULATE_READ of Linux 5.14, which the mmap module does not name
@@ -26,7 +25,7 @@ class RankBuffer:
 
     def __init__(self, fd: int) -> None:
         self._buffer = SharedBuffer(fd)
-        self._layout: Layout | None = None
+        self._layout: list[tuple[torch.dtype, torch.Size]] | None = None
 
     def put(self, tensors: Sequence[Tensor]) -> bytes:
         """Copy tensors to the buffer. Returns their places, ``encoded``."""

@@ -128,7 +128,7 @@ def test_threads_are_served_in_their_order(served: TensorParallelModel) -> None:
         (
             lambda m: m(batch(1, 8)[0] + VOCABULARY, batch(1, 8)[1]),
             IndexError,
-            r"id does not fit a vocabulary of \d+: ids has 3\d to \d+; an embedding of n rows",
+            r"id does not fit a vocabulary of \d+: ids has 3\d to .*; an embedding of n rows",
         ),
         (lambda m: m(batch(1, 8)[0].to("meta"), batch(1, 8)[1]), TypeError, "ids is on meta, without values"),
         (lambda m: m(batch(1, 8)[0], batch(1, 8)[1].to_sparse()), TypeError, r"mask is torch\.sparse_coo"),

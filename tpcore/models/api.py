@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from types import MethodType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -67,6 +67,16 @@ def parallelize(
     Collective: every rank of the tp group calls it with the same model and arguments.
     """
     context = ctx or current()
+    if _has_adapters(model):
+        _with_adapters(
+            model,
+            context,
+            num_microbatches,
+            plan=plan,
+            sequence_parallel=sequence_parallel,
+            lazy_from=lazy_from,
+        )
+        return model
     comm = context.comm("tp")
     checked_model(model)
     if is_guarded(model):
@@ -96,6 +106,28 @@ def parallelize(
         if weights is not None:
             read_parts(model, weights, context)
     return model
+
+
+def _with_adapters(
+    model: nn.Module, context: ParallelContext, num_microbatches: int | None, **options: Any
+) -> None:
+    """``parallelize`` a model with adapters of peft, which step aside meanwhile."""
+    from . import adapters
+
+    if num_microbatches is not None:
+        raise ValueError(
+            "num_microbatches= with adapters: add them after parallelize, by "
+            "tpcore.integrations.peft.get_peft_model"
+        )
+    base = adapters.base_of(model)
+    with adapters.aside(base):
+        parallelize(base, ctx=context, **options)
+    if model is not base:
+        adapters.bound(model)
+
+
+def _has_adapters(model: nn.Module) -> bool:
+    return any(type(module).__module__.partition(".")[0] == "peft" for module in model.modules())
 
 
 def _replace(model: nn.Module, cuts: list[Cut], comm: Comm, over: Callable[[Cut], Comm]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, NoReturn
@@ -59,8 +60,9 @@ class RefusedAdapters:
 
     def update(self, *_: Any, **__: Any) -> NoReturn:
         raise ValueError(
-            f"an adapter of this cut {self.model} would see one rank's part of its parameters: add it before "
-            "tpcore.parallelize, with a plan that leaves the adapted modules whole ('replicate')"
+            f"an adapter that peft adds to this sharded {self.model} would see one rank's part of its "
+            "parameters: add it by tpcore.integrations.peft.get_peft_model (or from_pretrained), or before "
+            "tpcore.parallelize"
         )
 
     __setitem__ = __getitem__ = __iter__ = __contains__ = update
@@ -79,6 +81,19 @@ def guard(model: nn.Module) -> None:
     model.__dict__[_PREPARED] = RefusedByBool(type(model).__name__)
     model.__dict__.setdefault("peft_config", RefusedAdapters(type(model).__name__))
     model.__dict__["resize_token_embeddings"] = MethodType(_resize, model)
+
+
+@contextmanager
+def permit_adapters(model: nn.Module) -> Iterator[None]:
+    """Inside, peft may add the first adapters; if it fails, the refusal is back."""
+    refusal = model.__dict__.get("peft_config")
+    if isinstance(refusal, RefusedAdapters):
+        del model.__dict__["peft_config"]
+    try:
+        yield
+    except BaseException:
+        model.__dict__.setdefault("peft_config", refusal)
+        raise
 
 
 def is_guarded(model: nn.Module) -> bool:

@@ -1,0 +1,348 @@
+"""LoRA adapters of peft on sharded models, against peft on the whole: loss, gradients, files, merging."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hf import double, llama, text
+from tiers import tiers
+from torch import Tensor, nn
+
+import tpcore
+from tpcore.layers.sharding import sharding
+from tpcore.layout.mesh import Mesh
+from tpcore.testing import run_ranks
+
+peft = pytest.importorskip("peft")
+
+from tpcore.integrations.peft import from_pretrained, get_peft_model  # noqa: E402  after the skip
+
+pytestmark = [
+    # peft asks transformers by a name that it has given up
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning"),  # GPT-2, without harm
+]
+TWO = Mesh({"tp": 2})
+EXACT = 1e-12  # float64: another order of summation
+SMALL: dict[str, Any] = {
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+DECODER = {**SMALL, "intermediate_size": 64, "num_key_value_heads": 2, "max_position_embeddings": 32}
+
+
+def mistral() -> nn.Module:
+    return transformers.MistralForCausalLM(transformers.MistralConfig(**DECODER))
+
+
+def qwen2() -> nn.Module:
+    return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**DECODER))
+
+
+def gpt2() -> nn.Module:
+    config = transformers.GPT2Config(
+        vocab_size=99,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        n_positions=32,
+        resid_pdrop=0,
+        embd_pdrop=0,
+        attn_pdrop=0,
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def bert() -> nn.Module:
+    plain = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return transformers.BertForMaskedLM(transformers.BertConfig(**SMALL, intermediate_size=64, **plain))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
+    "llama": (llama, "all-linear"),
+    "mistral": (mistral, ["q_proj", "v_proj", "down_proj"]),
+    "qwen2": (qwen2, "all-linear"),
+    "gpt2": (gpt2, ["c_attn", "c_proj", "c_fc"]),
+    "bert": (bert, ["query", "key", "value", "dense"]),
+}
+
+
+def config(targets: Any = "all-linear", **options: Any) -> Any:
+    return peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, **options)
+
+
+def made(make: Callable[[], nn.Module]) -> Any:
+    torch.manual_seed(0)
+    return double(make).train()
+
+
+@torch.no_grad()
+def warm(model: nn.Module) -> None:
+    """Other values than the zeros of peft's B, without which A's gradient is zero too."""
+    numbers = torch.Generator().manual_seed(3)
+    for name, p in model.named_parameters():
+        if "lora_" in name and not name.endswith("lora_A.default.weight"):
+            found = sharding(p)
+            shape = p.shape if found is None else found.layout.shape
+            value = torch.randn(shape, generator=numbers, dtype=p.dtype) / 10
+            p.copy_(value if found is None else found.layout.shard(value, found.ctx.rank, found.ctx.mesh))
+
+
+def step(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss, and whole gradients by name."""
+    batch = text()
+    loss = model(**batch).loss
+    loss.backward()
+    return loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def part(value: Tensor, p: nn.Parameter) -> Tensor:
+    found = sharding(p)
+    return value if found is None else found.layout.shard(value, found.ctx.rank, found.ctx.mesh)
+
+
+def adapted(make: Callable[[], nn.Module], how: str, options: dict[str, Any], **cuts: Any) -> Any:
+    """With adapters added before ``parallelize``, after it, or without it."""
+    torch.manual_seed(7)
+    model = made(make)
+    torch.manual_seed(8)
+    if how == "before":
+        return tpcore.parallelize(peft.get_peft_model(model, config(**options)), **cuts)
+    if how == "after":
+        return get_peft_model(tpcore.parallelize(model, **cuts), config(**options))
+    return peft.get_peft_model(model, config(**options))
+
+
+def assert_equal(
+    make: Callable[[], nn.Module], how: str, mesh: Mesh, options: dict[str, Any], **cuts: Any
+) -> None:
+    whole = adapted(make, "", options)
+    initial = {n: p.detach().clone() for n, p in whole.named_parameters()}
+    warm(whole)
+    loss, gradients = step(whole)
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        model = adapted(make, how, options, **cuts)
+        trained = {n for n, p in model.named_parameters() if p.requires_grad}
+        assert trained == gradients.keys()
+        for name, p in model.named_parameters():
+            assert torch.equal(p, part(initial[name], p)), name
+        warm(model)
+        got, grads = step(model)
+        assert abs(got - loss) < EXACT
+        for name, p in model.named_parameters():
+            if name in gradients:
+                torch.testing.assert_close(grads[name], part(gradients[name], p), rtol=0, atol=EXACT)
+
+    run_ranks(mesh, rank)
+
+
+@pytest.mark.parametrize("how", ["before", "after"])
+@pytest.mark.parametrize("tp", tiers([2], slow=[4]))
+@pytest.mark.parametrize("name", tiers(["llama", "gpt2"], slow=list(MODELS)))
+def test_losses_and_gradients(name: str, tp: int, how: str) -> None:
+    make, targets = MODELS[name]
+    assert_equal(make, how, Mesh({"tp": tp}), {"targets": targets, "init_lora_weights": "gaussian"})
+
+
+@pytest.mark.parametrize("how", ["before", "after"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"use_rslora": True},
+        {"bias": "all"},
+        {"lora_bias": True},
+        {"targets": ["q_proj", "o_proj", "embed_tokens"]},
+        {"targets": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+        {"targets": ["q_proj"], "modules_to_save": ["norm"]},
+    ],
+    ids=str,
+)
+def test_options(options: dict[str, Any], how: str) -> None:
+    make = qwen2 if {"bias", "lora_bias"} & options.keys() else llama
+    if "lora_bias" in options:
+        options = {**options, "targets": ["q_proj", "k_proj", "v_proj"]}
+    assert_equal(make, how, TWO, options)
+
+
+@pytest.mark.parametrize("how", ["before", "after"])
+@pytest.mark.parametrize("tp", tiers([2], slow=[4]))
+def test_sequence_parallelism(tp: int, how: str) -> None:
+    assert_equal(llama, how, Mesh({"tp": tp}), {}, sequence_parallel=True)
+
+
+def test_files_open_on_one_process_and_on_any_mesh(tmp_path: Path) -> None:
+    whole = adapted(llama, "", {})
+    warm(whole)
+    whole.eval()
+    with torch.no_grad():
+        want = whole(**text()).logits
+
+    def save(ctx: tpcore.ParallelContext) -> None:
+        model = adapted(llama, "after" if ctx.mesh.size == 2 else "before", {})
+        warm(model)
+        model.save_pretrained(tmp_path / str(ctx.mesh.size))
+
+    def opened(ctx: tpcore.ParallelContext, folder: Path) -> None:
+        late = from_pretrained(tpcore.parallelize(made(llama)), folder)
+        early = tpcore.parallelize(peft.PeftModel.from_pretrained(made(llama), folder))
+        for model in (late, early):
+            assert not any(p.requires_grad for p in model.parameters())
+            with torch.no_grad():
+                assert (model.eval()(**text()).logits - want).abs().max() < EXACT
+
+    for size in (2, 4):
+        run_ranks(Mesh({"tp": size}), save)
+        folder = tmp_path / str(size)
+        assert {"adapter_config.json", "adapter_model.safetensors"} <= {f.name for f in folder.iterdir()}
+        one = peft.PeftModel.from_pretrained(made(llama), folder).eval()
+        for name, p in one.named_parameters():
+            assert torch.equal(p, whole.get_parameter(name)), name
+        run_ranks(Mesh({"tp": 6 - size}), partial(opened, folder=folder))
+
+
+@pytest.mark.parametrize("how", ["before", "after"])
+@pytest.mark.parametrize("name", tiers(["gpt2"], slow=["llama", "bert"]))
+def test_merged_weights(name: str, how: str) -> None:
+    make, targets = MODELS[name]
+    options = {
+        "targets": targets
+        if name == "gpt2"
+        else [*targets, EMBEDDINGS[name]]
+        if targets != "all-linear"
+        else targets
+    }
+    whole = adapted(make, "", options)
+    warm(whole)
+    whole.eval()
+    with torch.no_grad():
+        want, plain = whole(**text()).logits, whole.get_base_model()
+        with whole.disable_adapter():
+            without = whole(**text()).logits
+        whole.merge_adapter()  # of a tied embedding this changes the head too
+        merged_in = whole(**text()).logits
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        model = adapted(make, how, options)
+        warm(model)
+        model.eval()
+        with torch.no_grad():
+            with model.disable_adapter():
+                assert (model(**text()).logits - without).abs().max() < EXACT
+            model.merge_adapter()
+            assert (model(**text()).logits - merged_in).abs().max() < EXACT
+            model.unmerge_adapter()
+            assert (model(**text()).logits - want).abs().max() < EXACT
+            merged = model.merge_and_unload()
+            assert type(merged) is type(plain)
+            assert (merged(**text()).logits - merged_in).abs().max() < EXACT
+
+    run_ranks(TWO, rank)
+
+
+EMBEDDINGS = {"bert": "word_embeddings"}
+
+
+def test_several_adapters() -> None:
+    def both(model: Any, add: Callable[..., None]) -> Any:
+        torch.manual_seed(9)
+        add("other", config(["q_proj", "down_proj"], init_lora_weights=False))
+        model.set_adapter("other")
+        return model.double()
+
+    whole = adapted(llama, "", {})
+    both(whole, whole.add_adapter)
+    loss, gradients = step(whole)
+
+    def rank(ctx: tpcore.ParallelContext, how: str) -> None:
+        model = adapted(llama, how, {})
+        both(model, model.add_adapter)
+        got, grads = step(model)
+        assert abs(got - loss) < EXACT
+        assert grads.keys() == gradients.keys()
+        for name, p in model.named_parameters():
+            if name in gradients:
+                torch.testing.assert_close(grads[name], part(gradients[name], p), rtol=0, atol=EXACT)
+        model.delete_adapter("default")
+        model.set_adapter("other")
+
+    for how in ("before", "after"):
+        run_ranks(TWO, partial(rank, how=how))
+
+
+@pytest.mark.parametrize("how", ["before", "after"])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_dropout_of_adapters(how: str, sequence_parallel: bool) -> None:
+    """Where the input is whole, ranks drop the same elements as one process; where it is sharded, others."""
+    options = {"lora_dropout": 0.5, "init_lora_weights": False}
+    targets = ["q_proj", "gate_proj"]
+    whole = adapted(llama, "", {**options, "targets": targets})
+    torch.manual_seed(5)
+    loss, gradients = step(whole)
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        model = adapted(llama, how, {**options, "targets": targets}, sequence_parallel=sequence_parallel)
+        torch.manual_seed(5)
+        got, grads = step(model)
+        assert abs(got - loss) < EXACT
+        for name, p in model.named_parameters():
+            if name in gradients:
+                torch.testing.assert_close(grads[name], part(gradients[name], p), rtol=0, atol=EXACT)
+
+    run_ranks(TWO, rank)
+
+    def masks(ctx: tpcore.ParallelContext) -> Tensor:
+        model = adapted(
+            llama, how, {**options, "targets": ["down_proj"]}, sequence_parallel=sequence_parallel
+        )
+        torch.manual_seed(5)
+        seen: list[Tensor] = []
+        for module in model.modules():
+            if isinstance(module, nn.Dropout) and module.p:
+                module.register_forward_hook(lambda m, args, y: seen.append(y == 0))
+        model(**text())
+        return torch.stack(seen)
+
+    one, other = run_ranks(TWO, masks)
+    assert 0.3 < (one != other).double().mean() < 0.7
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"use_dora": True}, r"LoraConfig\(use_dora=True\) is not there for a sharded model"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"),
+        ({"targets": ["q_proj", "lm_head"]}, "leave it out of target_modules"),
+    ],
+)
+@pytest.mark.parametrize("how", ["before", "after"])
+def test_what_is_refused(how: str, options: dict[str, Any], message: str) -> None:
+    if how == "before" and "init_lora_weights" in options:
+        return  # made of the whole weight, and then sharded with it
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        with pytest.raises(ValueError, match=message):
+            adapted(llama, how, options)
+
+    run_ranks(TWO, rank)
+
+
+def test_pefts_own_function_names_ours() -> None:
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        model = tpcore.parallelize(made(llama))
+        with (
+            pytest.warns(UserWarning, match="Already found"),
+            pytest.raises(ValueError, match=r"peft\.get_peft_model"),
+        ):
+            peft.get_peft_model(model, config())
+        assert get_peft_model(model, config()) is not None
+
+    run_ranks(TWO, rank)

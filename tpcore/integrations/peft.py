@@ -1,0 +1,55 @@
+"""peft's functions for models that ``tpcore.parallelize`` has sharded; those of peft itself know whole
+models."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from ..errors import extra
+from ..models.guards import is_guarded, permit_adapters
+
+with extra("peft", "adapters"):
+    import peft
+
+from ..models import adapters
+
+__all__ = ["from_pretrained", "get_peft_model"]
+
+
+def get_peft_model(model: nn.Module, peft_config: peft.PeftConfig, *args: Any, **options: Any) -> Any:
+    """``peft.get_peft_model``, for a model that is sharded or whole: a ``PeftModel``, whose adapters are
+    sharded as the layers are that they stand beside, and have the values that one process draws from the same
+    seed.
+
+    ``save_pretrained`` of it is collective, and writes peft's files of the whole adapters. ValueError for
+    kinds of adapters and options that are not there for a sharded layer, such as DoRA.
+    """
+    with _open(model):
+        adapters.named_targets(model, adapters.prepared(peft_config))
+        return adapters.bound(peft.get_peft_model(model, peft_config, *args, **options))
+
+
+def from_pretrained(model: nn.Module, model_id: str | os.PathLike[str], *args: Any, **options: Any) -> Any:
+    """``peft.PeftModel.from_pretrained``, for a model that is sharded or whole: the files' adapters on
+    ``model``."""
+    with _open(model):
+        config = options.pop("config", None) or peft.PeftConfig.from_pretrained(os.fspath(model_id))
+        config.inference_mode = not options.get("is_trainable", False)
+        adapters.prepared(config)
+        made = peft.PeftModel.from_pretrained(model, os.fspath(model_id), *args, config=config, **options)
+        return adapters.bound(made)
+
+
+@contextmanager
+def _open(model: nn.Module) -> Iterator[None]:
+    """Let peft have a sharded model; if it fails, the model refuses peft's own functions as before."""
+    if not is_guarded(model):
+        yield
+        return
+    with permit_adapters(model):
+        yield

@@ -36,7 +36,7 @@ from .train.step import optimizer_step
 from .train.zero import Zero1
 
 if TYPE_CHECKING:
-    from . import checkpoint, trace
+    from . import checkpoint, nxd, trace
     from .c10d.dtensor import dtensor_state_dict
     from .diagnose.explain import explain
     from .models import full_state_dict, lazy, parallelize
@@ -71,7 +71,7 @@ def __getattr__(name: str) -> Any:
         from .models.cached import trace_causal_lm
 
         return trace_causal_lm
-    if name in ("checkpoint", "trace"):
+    if name in ("checkpoint", "nxd", "trace"):
         from importlib import import_module
 
         return import_module(f"{__name__}.{name}")

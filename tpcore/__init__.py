@@ -36,7 +36,7 @@ from .train.step import optimizer_step
 from .train.zero import Zero1
 
 if TYPE_CHECKING:
-    from . import checkpoint, nxd, trace
+    from . import checkpoint, trace
     from .c10d.dtensor import dtensor_state_dict
     from .diagnose.explain import explain
     from .models import full_state_dict, lazy, parallelize

@@ -41,8 +41,8 @@ def from_pretrained(model: nn.Module, model_id: str | os.PathLike[str], *args: A
         config = options.pop("config", None) or peft.PeftConfig.from_pretrained(os.fspath(model_id))
         config.inference_mode = not options.get("is_trainable", False)
         adapters.prepared(config)
-        made = peft.PeftModel.from_pretrained(model, os.fspath(model_id), *args, config=config, **options)
-        return adapters.bound(made)
+        open_files: Any = peft.PeftModel.from_pretrained
+        return adapters.bound(open_files(model, os.fspath(model_id), *args, config=config, **options))
 
 
 @contextmanager

@@ -19,7 +19,8 @@ ATTRIBUTE = "_tpcore_summed"
 class Switch(Protocol):
     """Whether gradients are in parts in the current forward."""
 
-    active: bool
+    @property
+    def active(self) -> bool: ...
 
 
 @dataclass

@@ -33,7 +33,9 @@ def over_dp(optimizer: Any, **options: Any) -> Zero1:
     for group in optimizer.param_groups:
         names = group.get("param_names")
         params = group["params"] if names is None else list(zip(names, group["params"], strict=True))
-        groups.append({**own(group), "params": params})
+        # torch takes a group without parameters for one without names
+        named: dict[str, Any] = {} if names is None or params else {"param_names": []}
+        groups.append({**own(group), "params": params, **named})
     made = Zero1(kind, groups, **options, **own(optimizer.defaults))
     for mine, group in zip(made.param_groups, optimizer.param_groups, strict=True):
         mine.update({key: value for key, value in group.items() if key not in ("params", "param_names")})

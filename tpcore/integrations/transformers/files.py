@@ -76,6 +76,11 @@ def load_model(model: nn.Module, where: str) -> None:
     parts = os.path.join(where, PARTS)
     if os.path.isdir(parts):
         checkpoint.load(parts, model)
+    elif hasattr(model, "peft_config") and os.path.isfile(os.path.join(where, "adapter_config.json")):
+        from ...models.adapters import load_adapters
+
+        with together(current()):
+            load_adapters(model, where)
     else:
         with together(current()):
             weights = open_weights(model, where)

@@ -205,7 +205,7 @@ _ABSENT = {
     "call shard_parameter",
     "kernels": "torch.nn.functional.scaled_dot_product_attention",
     "modules.moe": "there is no expert parallelism",
-    "modules.lora": "there are no adapters",
+    "modules.lora": "tpcore.integrations.peft.get_peft_model, with peft's LoraConfig",
     "quantization": "there is no quantization",
     "trace.trace": "the same functions are in tpcore.trace",
     "trace.model_builder": "tpcore.trace.parallel_model_trace",
@@ -220,7 +220,7 @@ _OF_OPTIMUM = {
     "NeuronModelForCausalLM": "transformers' AutoModelForCausalLM, inside lazy_load_for_parallelism",
     "NeuronSFTTrainer": "NeuronTrainer, with tokens in the data set",
     "NeuronSFTConfig": "NeuronTrainingArguments",
-    "NeuronPeftModelForCausalLM": "peft's own model, adapted before it is cut, its plan leaving that whole",
+    "NeuronPeftModelForCausalLM": "tpcore.integrations.peft.get_peft_model",
 }
 """What to do where optimum-neuron has a class that is not here, under any of its modules."""
 

@@ -246,7 +246,7 @@ class _DeafBackend(Backend):
 
 
 def test_first_collective_and_its_switch(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["tpcore.init"], "load_backend", lambda name: _DeafBackend())
+    monkeypatch.setattr(sys.modules["tpcore.runtime.init"], "load_backend", lambda name: _DeafBackend())
     with pytest.raises(tpcore.BackendError, match="over 2 ranks counted 1: _DeafBackend"):
         ps.initialize_model_parallel(2)
     assert not ps.model_parallel_is_initialized()

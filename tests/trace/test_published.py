@@ -18,6 +18,7 @@ import torch
 from models import Encoder, batch
 from torch import nn
 
+import tpcore
 import tpcore.nxd as neuronx_distributed
 from tpcore.backend.registry import backend_class
 from tpcore.errors import BackendError, PeerLostError
@@ -26,7 +27,7 @@ from tpcore.processes.transfer import RankTraceback
 trace = neuronx_distributed.trace
 
 SCRIPT = """
-import json, torch, tpcore as neuronx_distributed
+import json, torch, tpcore.nxd as neuronx_distributed
 from torch import nn
 
 size = 8
@@ -90,13 +91,13 @@ def left(folder: Path) -> list[str]:
 
 
 def _fails() -> nn.Module:
-    if neuronx_distributed.current().rank == 1:
+    if tpcore.current().rank == 1:
         raise LookupError("no such weights")
     return Encoder(True)
 
 
 def _dies() -> nn.Module:
-    if neuronx_distributed.current().rank == 1:
+    if tpcore.current().rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     return Encoder(True)
 

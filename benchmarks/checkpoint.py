@@ -80,8 +80,7 @@ class Run:
         self.params: dict[str, Tensor] = dict(self.model.named_parameters())
         mesh = init_device_mesh("cpu", (TP,))
         self.dtensors: dict[str, Any] = {
-            name: DTensor.from_local(p.detach(), mesh, [Shard(dim_of(name))])
-            for name, p in self.params.items()
+            name: DTensor.from_local(p.detach(), mesh, [Shard(dim_of(name))]) for name, p in self.params.items()
         }
         self.kept: Any = None
         self.background = dist.new_group(backend="gloo")
@@ -181,9 +180,7 @@ class Run:
         checkpoint.save({"model": self.model.state_dict()}, self.home / "out", async_save=True)
 
     def dcp_async_save(self) -> None:
-        self.kept = dcp.async_save(
-            self.dtensors, checkpoint_id=self.home / "out", process_group=self.background
-        )
+        self.kept = dcp.async_save(self.dtensors, checkpoint_id=self.home / "out", process_group=self.background)
 
     # -- rewrite, on one rank --------------------------------------------------------------------------------
     def copy_files(self) -> None:

@@ -44,10 +44,7 @@ class Size:
     rounds: int
 
     def __str__(self) -> str:
-        return (
-            f"{self.layers} layers, hidden {self.hidden}, {self.new} tokens after a prompt of {self.prompt}, "
-            "float32"
-        )
+        return f"{self.layers} layers, hidden {self.hidden}, {self.new} tokens after a prompt of {self.prompt}, float32"
 
     def config(self) -> transformers.LlamaConfig:
         return transformers.LlamaConfig(

@@ -271,9 +271,7 @@ def forked() -> Any:
     return context
 
 
-def _rank(
-    rank: int, main: Callable[[int, Namespace], None], options: Namespace, store: str, world: int
-) -> None:
+def _rank(rank: int, main: Callable[[int, Namespace], None], options: Namespace, store: str, world: int) -> None:
     torch.set_num_threads(1)
     if getattr(options, "keep", False):
         keep_freed_memory()

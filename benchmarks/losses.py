@@ -190,9 +190,7 @@ def _megatron(case: Case) -> Entry:
     options = peers.megatron_options()
     from megatron.core.tensor_parallel import ColumnParallelLinear, vocab_parallel_cross_entropy
 
-    head = ColumnParallelLinear(
-        case.size.hidden, case.size.columns, bias=False, gather_output=False, **options
-    )
+    head = ColumnParallelLinear(case.size.hidden, case.size.columns, bias=False, gather_output=False, **options)
     loss = partial(vocab_parallel_cross_entropy, target=case.target)
     return _of("Megatron-core", loss, peers.FirstOfPair(head))
 

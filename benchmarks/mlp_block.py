@@ -142,14 +142,10 @@ def _floors(full: nn.Module, size: Size, rank: int) -> Iterator[Entry]:
 
 
 def _block(size: Size, group: Comm | None = None) -> Block:
-    up = tpcore.ColumnParallelLinear(
-        size.hidden, size.ffn, gather_output=False, tensor_model_parallel_group=group
-    )
+    up = tpcore.ColumnParallelLinear(size.hidden, size.ffn, gather_output=False, tensor_model_parallel_group=group)
     return Block(
         up,
-        tpcore.RowParallelLinear(
-            size.ffn, size.hidden, input_is_parallel=True, tensor_model_parallel_group=group
-        ),
+        tpcore.RowParallelLinear(size.ffn, size.hidden, input_is_parallel=True, tensor_model_parallel_group=group),
     )
 
 
@@ -191,9 +187,7 @@ def _megatron(size: Size) -> Entry:
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
     up = ColumnParallelLinear(size.hidden, size.ffn, bias=True, gather_output=False, **options)
-    down = RowParallelLinear(
-        size.ffn, size.hidden, bias=True, input_is_parallel=True, skip_bias_add=False, **options
-    )
+    down = RowParallelLinear(size.ffn, size.hidden, bias=True, input_is_parallel=True, skip_bias_add=False, **options)
     return _of("Megatron-core", Block(peers.FirstOfPair(up), peers.FirstOfPair(down)))
 
 

@@ -101,9 +101,7 @@ def _steps(ctx: tpcore.ParallelContext, count: int) -> dict[str, Callable[[], ob
 
 def _torch(ctx: tpcore.ParallelContext, count: int, x: Tensor, *, again: bool) -> Callable[[], object]:
     pp, place = ctx.comm("pp"), ctx.coord("pp")
-    stage = pipelining.PipelineStage(
-        Sleeper(again=again), place, pp.size, torch.device("cpu"), group=pp.process_group
-    )
+    stage = pipelining.PipelineStage(Sleeper(again=again), place, pp.size, torch.device("cpu"), group=pp.process_group)
     schedule = pipelining.Schedule1F1B(stage, count, loss_fn=lambda y, target: y.square().mean())
     first, last = place == 0, place == pp.size - 1
     given: dict[str, Any] = {"target": x} if last else {}
@@ -172,9 +170,7 @@ def _real_steps(count: int) -> dict[str, Callable[[], object]]:
 
 def _peak(step: Callable[[], object]) -> int:
     """Bytes allocated and not yet freed, at the most, while ``step`` runs."""
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as seen:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as seen:
         step()
     events = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
     now = most = 0
@@ -184,18 +180,14 @@ def _peak(step: Callable[[], object]) -> int:
     return most
 
 
-def _all(
-    pp: int, counts: tuple[int, ...], rounds: int
-) -> tuple[list[dict[str, float]], dict[str, list[float]]]:
+def _all(pp: int, counts: tuple[int, ...], rounds: int) -> tuple[list[dict[str, float]], dict[str, list[float]]]:
     """The races of the first two counts, and the memory of each, in one job."""
     return [_race(pp, count, rounds) for count in counts[:2]], _memory(pp, counts)
 
 
 def _times(pp: int, count: int, best: dict[str, float], rounds: int) -> None:
     ticks = Schedule(pp, count).ticks
-    print(
-        f"\n**pp={pp}, {count} microbatches** (bubble {Schedule(pp, count).bubble:.0%}, best of {rounds})\n"
-    )
+    print(f"\n**pp={pp}, {count} microbatches** (bubble {Schedule(pp, count).bubble:.0%}, best of {rounds})\n")
     print("| | step | of theory | of torch's |\n|---|---:|---:|---:|")
     for name, seconds in best.items():
         again = name in ("PipelinedLayers", "PipelineModel") or "recomputing" in name

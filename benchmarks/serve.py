@@ -176,9 +176,7 @@ def main() -> None:
     parser.add_argument("--calls", type=int, help="in a row; default: 1000")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    os.environ.setdefault(
-        "TPCORE_CHECK", "0"
-    )  # the floor's layers; a traced model has no checks to leave out
+    os.environ.setdefault("TPCORE_CHECK", "0")  # the floor's layers; a traced model has no checks to leave out
     torch.set_num_threads(1)
     print(conditions() + "\n")
     for name in options.size:

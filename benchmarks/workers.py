@@ -63,8 +63,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = (
-            part.unflatten(-1, (-1, self.head)).transpose(1, 2)
-            for part in (self.query(x), self.key(x), self.value(x))
+            part.unflatten(-1, (-1, self.head)).transpose(1, 2) for part in (self.query(x), self.key(x), self.value(x))
         )
         heads = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
         x = self.first(x + self.attended(heads))

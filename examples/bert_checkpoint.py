@@ -52,8 +52,7 @@ def start(output_dir: Path, state: State, *, resume: bool) -> int:
     if not resume:
         if folders:
             raise ValueError(
-                f"{output_dir} holds {folders[-1].name}: give --resume_ckpt to go on from it,"
-                " or another --output_dir"
+                f"{output_dir} holds {folders[-1].name}: give --resume_ckpt to go on from it, or another --output_dir"
             )
         return 0
     if not folders:

@@ -19,9 +19,7 @@ MIN_SENTENCE_WORDS = 4
 MIN_DOCUMENT_SENTENCES = 5
 
 _SENTENCE_END = re.compile(r"(?<=[.!?])[\"\u201d\u2019')\]]*\s+(?=[\"\u201c\u2018'(\[]?[A-Z0-9])")
-_NOT_AN_END = re.compile(
-    r"(?:\b(?:e\.g|i\.e|etc|vs|cf|Mr|Mrs|Ms|Dr|St|No|Fig)|\b[A-Z])\.[\"\u201d\u2019')\]]*$"
-)
+_NOT_AN_END = re.compile(r"(?:\b(?:e\.g|i\.e|etc|vs|cf|Mr|Mrs|Ms|Dr|St|No|Fig)|\b[A-Z])\.[\"\u201d\u2019')\]]*$")
 _BULLET = re.compile(r"^(?:[*\u2022-]|\d+\.)\s+")
 _MARKUP = re.compile(r"\*\*|(?<!\w)\*(?=\w)|(?<=\w)\*(?!\w)|``|\[\d+\]")
 _CODE = re.compile(r"::=|>>>|\+--|==[=|]|^\s*(?:def|class|import|return|for|if|while) .*:$", re.MULTILINE)
@@ -47,10 +45,7 @@ class Corpus:
         return sum(len(document) for document in self.documents)
 
     def describe(self) -> str:
-        return (
-            f"{self.name}: {len(self.documents)} documents, {self.sentences} sentences,"
-            f" sha256 {self.sha256[:16]}"
-        )
+        return f"{self.name}: {len(self.documents)} documents, {self.sentences} sentences, sha256 {self.sha256[:16]}"
 
 
 def load_corpus(path: Path | None = None) -> Corpus:

@@ -55,9 +55,7 @@ class Puzzle:
 def newest_checkpoint(run: Path) -> Path:
     folders = sorted(run.glob(f"{PREFIX}*"))
     if not folders:
-        raise SystemExit(
-            f"there is no checkpoint in {run}: give the --output_dir of a run of bert_pretrain.py"
-        )
+        raise SystemExit(f"there is no checkpoint in {run}: give the --output_dir of a run of bert_pretrain.py")
     return folders[-1]
 
 

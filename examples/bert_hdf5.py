@@ -41,9 +41,7 @@ def write_shard(path: Path, examples: Iterable[Example], *, max_predictions: int
     path.parent.mkdir(parents=True, exist_ok=True)
     with h5py.File(path, "w") as file:
         for name, dtype in COLUMNS.items():
-            file.create_dataset(
-                name, data=np.stack([row[name] for row in rows]), dtype=dtype, compression="gzip"
-            )
+            file.create_dataset(name, data=np.stack([row[name] for row in rows]), dtype=dtype, compression="gzip")
     return len(rows)
 
 
@@ -94,9 +92,7 @@ def _to_row(example: Example, max_predictions: int) -> Columns:
     labels = example["labels"].numpy()
     positions = np.flatnonzero(labels != IGNORED)
     if len(positions) > max_predictions:
-        raise ValueError(
-            f"{len(positions)} masked tokens in an example, but max_predictions={max_predictions}"
-        )
+        raise ValueError(f"{len(positions)} masked tokens in an example, but max_predictions={max_predictions}")
     padding = (0, max_predictions - len(positions))
     return {
         "input_ids": example["input_ids"].numpy(),

@@ -100,9 +100,7 @@ def compare(sentences: Sequence[str], one: Tensor, other: Tensor, tp: int) -> fl
         table.add_column(title, justify="right")
     pairs = itertools.combinations(range(len(sentences)), 2)
     for i, j in sorted(pairs, key=lambda pair: -float(similar[pair])):
-        table.add_row(
-            sentences[i], sentences[j], f"{float(similar[i, j]):.6f}", f"{float(similar_too[i, j]):.6f}"
-        )
+        table.add_row(sentences[i], sentences[j], f"{float(similar[i, j]):.6f}", f"{float(similar_too[i, j]):.6f}")
     console.print(table)
     return max(float((one - other).abs().max()), float((similar - similar_too).abs().max()))
 
@@ -120,9 +118,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     start = time.perf_counter()
     model = parallel_model_trace(lambda: parallel_model(folder), inputs, tp_degree=tp)
     parallel_model_save(model, arguments.output_dir)
-    console.print(
-        f"traced at tp={tp} and saved in {arguments.output_dir}: {time.perf_counter() - start:.1f} s"
-    )
+    console.print(f"traced at tp={tp} and saved in {arguments.output_dir}: {time.perf_counter() - start:.1f} s")
 
     start = time.perf_counter()
     with parallel_model_load(arguments.output_dir) as model:

@@ -71,9 +71,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         if getattr(arguments, name) is not None and getattr(arguments, name) < 1:
             parser.error(f"--{name} must be 1 or more, not {getattr(arguments, name)}")
     if not 0 <= arguments.warmup_steps < arguments.max_steps:
-        parser.error(
-            f"--warmup_steps {arguments.warmup_steps} must be below --max_steps {arguments.max_steps}"
-        )
+        parser.error(f"--warmup_steps {arguments.warmup_steps} must be below --max_steps {arguments.max_steps}")
     return arguments
 
 

@@ -45,9 +45,7 @@ class Report:
         for record in old[:done]:
             self._write(record)
         # Redrawn on a terminal only: in a log file every redrawing would be a line.
-        self._bar = tqdm(
-            total=last, initial=done, unit="step", dynamic_ncols=True, disable=not sys.stderr.isatty()
-        )
+        self._bar = tqdm(total=last, initial=done, unit="step", dynamic_ncols=True, disable=not sys.stderr.isatty())
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -86,9 +84,7 @@ class Report:
             self._show(records)
         for record in records:
             if not math.isfinite(record["loss"]):
-                raise FloatingPointError(
-                    f"the loss is {record['loss']} at step {record['step']}: try a lower --lr"
-                )
+                raise FloatingPointError(f"the loss is {record['loss']} at step {record['step']}: try a lower --lr")
         self._clock = time.perf_counter()
 
     def close(self) -> None:

@@ -116,9 +116,7 @@ def plot(runs: list[Run], differences: list[float], path: Path) -> None:
     floor = 1e-8
     bottom.plot(steps, [max(d, floor) for d in differences], color="#1d3557", linewidth=1.0)
     bottom.axhline(TOLERANCE, color="#c1121f", linewidth=1.0, linestyle="--")
-    bottom.annotate(
-        "limit", (steps[-1], TOLERANCE), (0, -4), textcoords="offset points", ha="right", va="top"
-    )
+    bottom.annotate("limit", (steps[-1], TOLERANCE), (0, -4), textcoords="offset points", ha="right", va="top")
     bottom.set_yscale("log")
     bottom.set_ylim(floor / 2, TOLERANCE * 10)
     bottom.set_ylabel("|difference|")

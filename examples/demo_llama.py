@@ -63,9 +63,7 @@ def run_program(what: str, command: list[str], shown: list[str]) -> str:
 def train(name: str, out: Path, steps: int, ranks: int = 1, flags: tuple[str, ...] = (), dp: int = 1) -> Run:
     """One run in processes of its own, one thread each."""
     shutil.rmtree(out, ignore_errors=True)
-    launcher = (
-        ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
-    )
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
     sizes = ",".join(f"{name}={size}" for name, size in SIZES.items())
     options = [
         *("--do_train", "--use_cpu", "--disable_tqdm=True", "--report_to=none", "--save_strategy=no"),

@@ -36,9 +36,7 @@ class ParallelSelfAttention(BertSelfAttention):
     def __init__(self, config: BertConfig) -> None:
         super().__init__(config)
         for name in ("query", "key", "value"):
-            projection = layers.ColumnParallelLinear(
-                config.hidden_size, self.all_head_size, gather_output=False
-            )
+            projection = layers.ColumnParallelLinear(config.hidden_size, self.all_head_size, gather_output=False)
             self.add_module(name, projection)
         tp = parallel_state.get_tensor_model_parallel_size()
         self.num_attention_heads = self.num_attention_heads // tp
@@ -54,12 +52,8 @@ class ParallelSelfOutput(BertSelfOutput):
         self.add_module("dense", projection)
 
 
-def encode(
-    tokenizer: BertTokenizer, first: str, second: str, max_length: int = 128
-) -> tuple[Tensor, Tensor, Tensor]:
-    tokens = tokenizer(
-        first, second, max_length=max_length, padding="max_length", truncation=True, return_tensors="pt"
-    )
+def encode(tokenizer: BertTokenizer, first: str, second: str, max_length: int = 128) -> tuple[Tensor, Tensor, Tensor]:
+    tokens = tokenizer(first, second, max_length=max_length, padding="max_length", truncation=True, return_tensors="pt")
     return tokens["input_ids"], tokens["attention_mask"], tokens["token_type_ids"]
 
 

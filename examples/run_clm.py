@@ -59,9 +59,7 @@ def tokenizer_of(arguments: ModelArguments, corpus: Corpus, folder: Path) -> Any
         return AutoTokenizer.from_pretrained(source)
     folder.mkdir(parents=True, exist_ok=True)
     trained = cached_tokenizer(corpus, arguments.vocab_size, folder)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=trained, pad_token="[PAD]", unk_token="[UNK]", eos_token="[SEP]"
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=trained, pad_token="[PAD]", unk_token="[UNK]", eos_token="[SEP]")
 
 
 def ids_of(tokenizer: Any, corpus: Corpus) -> list[int]:

@@ -91,9 +91,7 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[], dict[str, Tensor]]]] = {
     "SiglipModel": (lambda: two_towers(t.SiglipConfig), lambda: {"input_ids": ids(), **pixels()}),
     "LlavaForConditionalGeneration": (llava, lambda: {**causal(16), **pixels()}),
     "Gemma3ForConditionalGeneration": (
-        lambda: t.Gemma3Config(
-            text_config=TEXT, vision_config=VISION, mm_tokens_per_image=4, image_token_index=IMAGE
-        ),
+        lambda: t.Gemma3Config(text_config=TEXT, vision_config=VISION, mm_tokens_per_image=4, image_token_index=IMAGE),
         lambda: {**causal(4), **pixels(), "token_type_ids": (ids(10, 4) == IMAGE).long()},
     ),
     "Qwen2VLForConditionalGeneration": (

@@ -25,26 +25,20 @@ torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # no assertion on time, and the same examples on every run
-settings.register_profile(
-    "tpcore", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
-)
+settings.register_profile("tpcore", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tpcore")
 
 collect_ignore = [] if XLA else ["xla"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--limit", action="store_true", help="fail where a test takes long and is not marked slow"
-    )
+    parser.addoption("--limit", action="store_true", help="fail where a test takes long and is not marked slow")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Selection(config))
     if not config.pluginmanager.hasplugin("xdist"):
-        config.addinivalue_line(
-            "markers", "xdist_group(name): tests that share one worker under pytest-xdist"
-        )
+        config.addinivalue_line("markers", "xdist_group(name): tests that share one worker under pytest-xdist")
 
 
 @pytest.hookimpl(tryfirst=True)  # xdist and -m read the marks in their own

@@ -39,14 +39,10 @@ SIZES: dict[str, Any] = {
     **_named("ffn_hidden_size shared_intermediate_size", 64),
     **_named("num_hidden_layers num_layers n_layer n_layers encoder_layers decoder_layers", 2),
     **_named("num_decoder_layers num_encoder_layers", 2),
-    **_named(
-        "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads", 4
-    ),
+    **_named("num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads", 4),
     **_named("num_key_value_heads num_kv_heads multi_query_group_num", 2),
     **_named("head_dim d_kv", 8),
-    **_named(
-        "max_position_embeddings n_positions max_seq_len max_source_positions max_target_positions n_ctx", 64
-    ),
+    **_named("max_position_embeddings n_positions max_seq_len max_source_positions max_target_positions n_ctx", 64),
     **_named("pad_token_id", 0),
     **_named("image_size", 32),
     **_named("patch_size num_mel_bins hidden_size_per_layer_input", 8),
@@ -76,12 +72,8 @@ SIZES |= {
 OPTIONAL = {"num_key_value_heads", "head_dim", "pad_token_id", "n_inner", "num_kv_heads"}
 SPECIAL: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
-    "qwen2_vl_text": {
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
-    },
-    "qwen2_5_vl_text": {
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
-    },
+    "qwen2_vl_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}},
+    "qwen2_5_vl_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}},
     **{
         name: {
             "rope_parameters": {
@@ -274,11 +266,7 @@ def batch_of(model: Any) -> dict[str, Tensor]:
         return {"pixel_values": noise(2, *frames, config.num_channels, size, size)}
     if model.main_input_name == "input_values":
         spectrogram = config.model_type.startswith("audio-")
-        return {
-            "input_values": noise(3, config.max_length, config.num_mel_bins)
-            if spectrogram
-            else noise(3, 1600)
-        }
+        return {"input_values": noise(3, config.max_length, config.num_mel_bins) if spectrogram else noise(3, 1600)}
     vocab = getattr(config, "vocab_size", None) or config.get_text_config().vocab_size
     ids = torch.randint(3, vocab, (3, 8), generator=made)
     if model.main_input_name == "input_features":
@@ -391,9 +379,7 @@ def row(model_type: str) -> Verdict:
     return found
 
 
-def verdict(
-    model_type: str, degree: int = 2, features: dict[str, Any] | None = None, **options: Any
-) -> Verdict:
+def verdict(model_type: str, degree: int = 2, features: dict[str, Any] | None = None, **options: Any) -> Verdict:
     """What comes of a family. Raises where a model is cut and differs: that neither works nor is refused."""
     kind, config = class_of(model_type), config_of(model_type, **features or {})
     if kind is None:
@@ -453,9 +439,7 @@ def short(text: str) -> str:
 
 def page(rows: list[Verdict], classes: list[Verdict]) -> str:
     works = sum(row.works for row in rows)
-    head = PAGE.format(
-        version=transformers.__version__, works=works, refused=len(rows) - works, unknown=len(PARTS)
-    )
+    head = PAGE.format(version=transformers.__version__, works=works, refused=len(rows) - works, unknown=len(PARTS))
     lines = [f"| `{r.family}` | {r.model} | {_comes(r)} |" for r in rows]
     lines += [f"| `{name}` | - | part of a model: {why} | |" for name, why in sorted(PARTS.items())]
     of_classes = [f"| {r.model} | `{r.family}` | {_comes(r)} |" for r in classes]

@@ -57,9 +57,7 @@ def table(pool: RankPool, times: int, problems: list[str]) -> int:
     for road, steps in STEPS.items():
         for world in WORLDS:
             for step in steps:
-                cells = [
-                    max(named(pool, road, step, how, world, problems) for _ in range(times)) for how in hows
-                ]
+                cells = [max(named(pool, road, step, how, world, problems) for _ in range(times)) for how in hows]
                 losses += times * len(hows)
                 say(road, str(world), step, *(f"{c:.2f}" for c in cells))
     return losses

@@ -36,9 +36,7 @@ def alive(mutant: Mutant) -> Iterator[None]:
     function = inspect.unwrap(mutant.function)
     source = textwrap.dedent(inspect.getsource(function))
     source = source[source.index("def ") :]  # without decorators
-    assert source.count(mutant.old) == 1, (
-        f"{mutant.old!r} stands {source.count(mutant.old)} times in {source}"
-    )
+    assert source.count(mutant.old) == 1, f"{mutant.old!r} stands {source.count(mutant.old)} times in {source}"
     made: dict[str, Any] = {}
     flags = __future__.annotations.compiler_flag
     code = compile(source.replace(mutant.old, mutant.new), inspect.getfile(function), "exec", flags)

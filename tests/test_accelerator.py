@@ -134,7 +134,5 @@ def test_worker_seeds_are_those_of_the_data_parallel_rank(pool: RankPool) -> Non
 def _seeds(ctx: tpcore.ParallelContext) -> int:
     reset()
     accelerator = Accelerator(cpu=True)
-    loader = torch.utils.data.DataLoader(
-        [0, 1], worker_init_fn=partial(print, rank=accelerator.state.process_index)
-    )
+    loader = torch.utils.data.DataLoader([0, 1], worker_init_fn=partial(print, rank=accelerator.state.process_index))
     return int(accelerator.prepare(loader).worker_init_fn.keywords["rank"])

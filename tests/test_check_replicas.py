@@ -145,9 +145,7 @@ def test_a_state_that_differs(zero: bool) -> None:
         state: dict[str, Tensor] = optimizer.state[net.norm.weight]
         if ctx.rank == 3:
             state["exp_avg"].add_(1)
-        with pytest.raises(
-            ValueError, match=r"state 'exp_avg of norm\.weight' differs between rank . .*rank 3"
-        ):
+        with pytest.raises(ValueError, match=r"state 'exp_avg of norm\.weight' differs between rank . .*rank 3"):
             tpcore.check_replicas(net, optimizer)
         if ctx.rank == 3:
             state["exp_avg"].sub_(1)
@@ -186,9 +184,7 @@ def test_an_option_that_differs(zero: bool) -> None:
         tpcore.check_replicas(net, optimizer)
         if ctx.rank == 0:
             optimizer.param_groups[1]["lr"] = torch.tensor(1e-5)
-        with pytest.raises(
-            ValueError, match=r"option 'lr of group 1' differs .* a scheduler that some ranks"
-        ):
+        with pytest.raises(ValueError, match=r"option 'lr of group 1' differs .* a scheduler that some ranks"):
             tpcore.check_replicas(net, optimizer)
 
     run_ranks(MESH, rank)

@@ -184,9 +184,7 @@ def test_tensors_of_every_kind(tmp_path: Path) -> None:
 def test_dtypes_that_safetensors_names_are_plain(tmp_path: Path) -> None:
     state = {str(d): torch.arange(6).reshape(2, 3).to(d) for d in DTYPES[:6] + DTYPES[7:12]}
     round_trip({"a": state}, tmp_path / "c")
-    assert same(
-        dict(sorted(load_file(tmp_path / "c/tp_rank_0/a.safetensors").items())), dict(sorted(state.items()))
-    )
+    assert same(dict(sorted(load_file(tmp_path / "c/tp_rank_0/a.safetensors").items())), dict(sorted(state.items())))
 
 
 def test_ties_are_written_once(tmp_path: Path) -> None:
@@ -418,9 +416,7 @@ def test_optimizer_without_names(a: int, b: int, tmp_path: Path) -> None:
     def read(ctx: ParallelContext) -> None:
         model = net(seed=1)
         before = [p.clone() for p in model.parameters()]
-        with pytest.raises(
-            CheckpointError, match=rf"optimizer\.state\[0\]\.exp_avg .* tp={a}.*named_parameters"
-        ):
+        with pytest.raises(CheckpointError, match=rf"optimizer\.state\[0\]\.exp_avg .* tp={a}.*named_parameters"):
             load(tmp_path / "c", model)
         assert all(map(torch.equal, before, model.parameters()))
         if ctx.rank == 0:
@@ -539,9 +535,7 @@ def test_any_spec_from_any_degree_to_any(
 def test_replicated_heads(tmp_path: Path) -> None:
     """Two kv heads over four ranks, each held twice, back to two ranks and to eight."""
     spec = ShardSpec((16, 2), 0, (Block(8, 2), Block(4, 2, True), Block(4, 2, True)))
-    run_ranks(
-        Mesh({"tp": 4}), lambda ctx: save(_Any([spec], torch.float32, None).state_dict(), tmp_path / "c")
-    )
+    run_ranks(Mesh({"tp": 4}), lambda ctx: save(_Any([spec], torch.float32, None).state_dict(), tmp_path / "c"))
 
     def read(ctx: ParallelContext) -> None:
         model = _Any([spec], torch.float32, "meta")

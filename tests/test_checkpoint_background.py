@@ -67,9 +67,7 @@ def test_values_are_those_of_the_call(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_an_error_comes_at_the_next_call(
-    failing: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_comes_at_the_next_call(failing: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = writing.write_tensors
 
     def full(file: str, *args: Any) -> Any:
@@ -222,9 +220,7 @@ def test_keep_last(tmp_path: Path) -> None:
     assert set(os.listdir(tmp_path)) == kept
 
 
-@pytest.mark.parametrize(
-    "manifest", ['{"my": "web app"}', '{"format": "tpcore.trace", "version": 1}', "{", "[]"]
-)
+@pytest.mark.parametrize("manifest", ['{"my": "web app"}', '{"format": "tpcore.trace", "version": 1}', "{", "[]"])
 def test_keep_last_removes_no_directory_of_another_program(tmp_path: Path, manifest: str) -> None:
     """Nor a traced model, nor a checkpoint whose manifest is damaged."""
     (tmp_path / "step_1").mkdir()

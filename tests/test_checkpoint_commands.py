@@ -124,9 +124,7 @@ def test_all_that_lies_beside_weights_in_a_folder_of_transformers_travels(tmp_pa
 
 def test_several_files_and_pickles(tmp_path: Path) -> None:
     want = write(tmp_path / "c", 2)
-    said = json.loads(
-        run("consolidate", tmp_path / "c", tmp_path / "o", "--max-shard-size", "128B", "--json")
-    )
+    said = json.loads(run("consolidate", tmp_path / "c", tmp_path / "o", "--max-shard-size", "128B", "--json"))
     assert said["files"][-1] == "model.safetensors.index.json"
     assert sorted(said["files"]) == sorted(os.listdir(tmp_path / "o"))
     index = json.loads((tmp_path / "o" / "model.safetensors.index.json").read_text())
@@ -224,9 +222,7 @@ def test_names_stay_whole_in_a_pipe_and_copies_are_told(tmp_path: Path) -> None:
 def test_resharding_warns_of_sizes_that_no_plain_layer_fits(tmp_path: Path) -> None:
     write(tmp_path / "c", 2)
     said = run("reshard", tmp_path / "c", tmp_path / "three", "--tp", 3)
-    assert re.search(
-        r"warning: tp=3 does not divide model\.gate_up\.\w+, .*: only layers with pad=True", said
-    )
+    assert re.search(r"warning: tp=3 does not divide model\.gate_up\.\w+, .*: only layers with pad=True", said)
     assert "embed" not in said  # padded at tp=2 already
     assert "warning" not in run("reshard", tmp_path / "c", tmp_path / "four", "--tp", 4)
 
@@ -358,9 +354,7 @@ def test_json_and_progress(
     assert (set(said) if isinstance(said, dict) else set()) == keys
     told: list[tuple[int, int]] = []
     monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal, as rich sees it
-    monkeypatch.setattr(
-        Progress, "update", lambda self, task, completed, total: told.append((completed, total))
-    )
+    monkeypatch.setattr(Progress, "update", lambda self, task, completed, total: told.append((completed, total)))
     run(*words[:1], *(f"{w}2" if w == "out" else w for w in words[1:]))
     if words[0] == "inspect":
         assert not told  # reads no tensors

@@ -65,9 +65,7 @@ class Steps:
         for module in (files, staging):
             patch.setattr(module, "open", self.step(open), raising=False)
         patch.setattr(staging, "_exchange", self.step(staging._exchange))
-        patch.setattr(
-            staging, "shutil", SimpleNamespace(rmtree=self.step(shutil.rmtree), copyfile=shutil.copyfile)
-        )
+        patch.setattr(staging, "shutil", SimpleNamespace(rmtree=self.step(shutil.rmtree), copyfile=shutil.copyfile))
 
     def step(self, real: Any) -> Any:
         def stopping(*args: Any, **kwargs: Any) -> Any:
@@ -90,9 +88,7 @@ def _no_power_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("error", [OSError, Killed])
 @pytest.mark.parametrize("case", ["first", "exchange", "two renames", "first beside logs", "beside logs"])
-def test_every_step(
-    error: type[BaseException], case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_step(error: type[BaseException], case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a first save, and of later ones where two names can be swapped in one step and where they cannot,
     and into a directory that holds other files, which stay."""
     previous = not case.startswith("first")

@@ -146,9 +146,7 @@ def test_dtypes(tmp_path: Path) -> None:
         if ctx.rank:
             load(path, narrow)
         else:
-            with pytest.warns(
-                UserWarning, match="'a.weight': from torch.float32 to the model's torch.bfloat16"
-            ):
+            with pytest.warns(UserWarning, match="'a.weight': from torch.float32 to the model's torch.bfloat16"):
                 load(path, narrow)
         assert narrow.a.weight.dtype == torch.bfloat16
         assert torch.equal(narrow.a.weight, state["a.weight"].bfloat16())
@@ -161,8 +159,7 @@ def test_dtypes(tmp_path: Path) -> None:
         return model
 
     assert all(
-        "'count': the checkpoint has dtype torch.int64, the model torch.float32" in m
-        for m in refuses(path, floating)
+        "'count': the checkpoint has dtype torch.int64, the model torch.float32" in m for m in refuses(path, floating)
     )
 
 
@@ -441,9 +438,7 @@ def test_what_looks_like_a_rank_of_another_format_is_left_alone(tmp_path: Path) 
 
 def test_a_file_is_in_the_way(tmp_path: Path) -> None:
     (tmp_path / "c").write_text("mine")
-    assert all(
-        str(tmp_path / "c") in m for m in errors_on_all_ranks(lambda ctx: save({"x": 1}, tmp_path / "c"))
-    )
+    assert all(str(tmp_path / "c") in m for m in errors_on_all_ranks(lambda ctx: save({"x": 1}, tmp_path / "c")))
     below = tmp_path / "c" / "d"
     assert all(str(below.parent) in m for m in errors_on_all_ranks(lambda ctx: save({"x": 1}, below)))
     assert (tmp_path / "c").read_text() == "mine"

@@ -147,9 +147,7 @@ def test_into_a_model(layout: str, tmp_path: Path, reference: type) -> None:
         n = ctx.mesh.axes["tp"]
         rest = load(tmp_path / "c", model)
         for name, spec in tpcore.shard_specs(model).items():
-            torch.testing.assert_close(
-                model.state_dict()[name], spec.shard(values[name], ctx.rank, n), rtol=0, atol=0
-            )
+            torch.testing.assert_close(model.state_dict()[name], spec.shard(values[name], ctx.rank, n), rtol=0, atol=0)
         assert rest == {"epoch": 3}
 
     for tp in (TP, 1):
@@ -217,9 +215,7 @@ def optimum(path: Path, fuse: bool) -> dict[str, Tensor]:
             if fuse:
                 shard[f"a.qkv_proj.{end}_qkv"] = torch.cat([*q, *k, *v])
             else:
-                shard |= {
-                    f"a.qkv_proj.{end}_{n}": torch.cat(t) for n, t in zip("qkv", (q, k, v), strict=True)
-                }
+                shard |= {f"a.qkv_proj.{end}_{n}": torch.cat(t) for n, t in zip("qkv", (q, k, v), strict=True)}
         o = whole["a.o_proj.weight"].split(SIZE, 1)
         shard["a.o_proj.weight"] = torch.cat([o[head] for head in mine], 1)
         gate_up = [whole[f"mlp.{n}.weight"].chunk(4)[rank] for n in ("gate", "up")]
@@ -274,15 +270,11 @@ def test_what_optimum_neuron_says_of_adapters_is_refused(tmp_path: Path) -> None
     optimum(tmp_path / "c", False)
     path = tmp_path / "c" / "shards" / "mp_metadata_pp_rank_0.json"
     path.write_text(path.read_text().replace('"peft_type": null', '"peft_type": "lora"'))
-    with pytest.raises(
-        CheckpointError, match=r"mp_metadata_pp_rank_0\.json is of adapters of the kind 'lora'"
-    ):
+    with pytest.raises(CheckpointError, match=r"mp_metadata_pp_rank_0\.json is of adapters of the kind 'lora'"):
         inspect(tmp_path / "c")
 
 
-@pytest.mark.parametrize(
-    "wrong", [('"num_key_value_heads": 2', '"num_key_value_heads": 0'), ("[8, 8]", "[8, 9000]")]
-)
+@pytest.mark.parametrize("wrong", [('"num_key_value_heads": 2', '"num_key_value_heads": 0'), ("[8, 8]", "[8, 9000]")])
 def test_metadata_that_lie(wrong: tuple[str, str], tmp_path: Path) -> None:
     optimum(tmp_path / "c", False)
     path = tmp_path / "c" / "shards" / "mp_metadata_pp_rank_0.json"
@@ -327,14 +319,10 @@ class Bomb:
 
 
 @pytest.mark.parametrize("layout", ["directory", "file", "xser"])
-def test_code_is_not_run(
-    layout: str, tmp_path: Path, reference: type, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_is_not_run(layout: str, tmp_path: Path, reference: type, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "c", layout, reference)
-    file = {"directory": "tp_rank_1/checkpoint.pt", "file": "tp_rank_01", "xser": "tp_rank_01_pp_rank_00"}[
-        layout
-    ]
+    file = {"directory": "tp_rank_1/checkpoint.pt", "file": "tp_rank_01", "xser": "tp_rank_01_pp_rank_00"}[layout]
     torch.save({"model": {"x": Bomb()}}, tmp_path / "c" / file, pickle_module=pickle)
     with pytest.raises(CheckpointError, match="could run code"):
         consolidate(tmp_path / "c", tmp_path / "out", rules=RULES)
@@ -448,9 +436,7 @@ def test_what_lies_beside_a_model_goes_with_it(tmp_path: Path) -> None:
 def huggingface(path: Path, prefix: str = "", files: int = 2) -> None:
     path.mkdir()
     named = {prefix + name: t for name, t in full().items()}
-    weight_map = {
-        name: f"model-{i % files + 1:05d}-of-{files:05d}.safetensors" for i, name in enumerate(named)
-    }
+    weight_map = {name: f"model-{i % files + 1:05d}-of-{files:05d}.safetensors" for i, name in enumerate(named)}
     for file in set(weight_map.values()):
         save_file({n: t for n, t in named.items() if weight_map[n] == file}, path / file)
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))

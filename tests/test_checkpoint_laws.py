@@ -43,9 +43,7 @@ def specs(draw: st.DrawFn) -> ShardSpec:
     else:
         blocks = tuple(
             Block(units * unit, unit)
-            for units, unit in draw(
-                st.lists(st.tuples(st.integers(1, 9), st.integers(1, 3)), min_size=1, max_size=3)
-            )
+            for units, unit in draw(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 3)), min_size=1, max_size=3))
         )
     shape[dim] = sum(b.size for b in blocks)
     return ShardSpec(tuple(shape), dim, blocks)
@@ -78,9 +76,7 @@ def states(path: Path) -> list[dict[str, Tensor]]:
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
-@given(
-    st.lists(specs(), min_size=1, max_size=4), DEGREES, DEGREES, DEGREES, st.sampled_from([1, 24, 8 << 20])
-)
+@given(st.lists(specs(), min_size=1, max_size=4), DEGREES, DEGREES, DEGREES, st.sampled_from([1, 24, 8 << 20]))
 def test_any_degree_into_any(drawn: list[ShardSpec], a: int, b: int, c: int, chunk: int) -> None:
     """``chunk``: bytes that are made and written at once."""
     cuts = {str(i): spec for i, spec in enumerate(drawn)}

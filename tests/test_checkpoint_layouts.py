@@ -96,9 +96,7 @@ def test_state_without_names_is_refused_where_the_layouts_differ(tmp_path: Path)
         same = Heads(*LAYOUTS["whole"])
         _same_state(load(tmp_path / "c", same)["optimizer"], trained(Heads(*LAYOUTS["whole"]), ctx))
         other = Heads(*LAYOUTS["strided"])
-        with pytest.raises(
-            CheckpointError, match=r"made from model\.named_parameters\(\)(.|\n)*strict=False"
-        ):
+        with pytest.raises(CheckpointError, match=r"made from model\.named_parameters\(\)(.|\n)*strict=False"):
             load(tmp_path / "c", other)
         with pytest.warns(UserWarning, match="left out") if ctx.rank == 0 else nullcontext():
             assert "optimizer" not in load(tmp_path / "c", other, strict=False)

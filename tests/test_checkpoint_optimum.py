@@ -41,9 +41,7 @@ def whole() -> dict[str, Tensor]:
     return made | {"norm.weight": torch.randn(WIDTH, generator=g), "head.weight": made["embed.weight"]}
 
 
-def of_layer(
-    full: dict[str, Tensor], i: int, rank: int, *, fuse_qkv: bool, fuse_mlp: bool
-) -> dict[str, Tensor]:
+def of_layer(full: dict[str, Tensor], i: int, rank: int, *, fuse_qkv: bool, fuse_mlp: bool) -> dict[str, Tensor]:
     """Rank ``rank``'s shards of a layer: q and o with the heads in optimum's order, k and v copied."""
     a, mlp = f"layers.{i}.a", f"layers.{i}.mlp"
     mine, shard = ORDER[2 * rank : 2 * rank + 2], {}
@@ -128,8 +126,7 @@ def new_metadata(names: list[str], layers: range, fuse_qkv: bool) -> dict[str, A
 
 def old_metadata(names: list[str], fuse_qkv: bool) -> dict[str, Any]:
     sharded = {
-        name: {"kind": "tied" if (dim := dim_of(name)) is None else "sharded", "partition_dim": dim}
-        for name in names
+        name: {"kind": "tied" if (dim := dim_of(name)) is None else "sharded", "partition_dim": dim} for name in names
     }
     stored = {
         f"layers.{i}.a.{n}_proj.{end}": f"layers.{i}.a.qkv_proj.{end}_{'qkv' if fuse_qkv else n}"

@@ -94,9 +94,7 @@ def test_other_names(tmp_path: Path) -> None:
     """A prefix that one side lacks, and a tied weight that is stored under another of its names."""
     save_file({f"bert.{name}": t for name, t in full().items()}, tmp_path / "w.safetensors")
     wanted = {name: (spec, torch.float32) for name, spec in SPECS.items()}
-    assert torch.equal(
-        read_shards(tmp_path / "w.safetensors", wanted, 0, 1)["up.weight"], full()["up.weight"]
-    )
+    assert torch.equal(read_shards(tmp_path / "w.safetensors", wanted, 0, 1)["up.weight"], full()["up.weight"])
     values = full()
     values["head.weight"] = values.pop("up.weight")
     found = read_shards(values, wanted, 1, 2, ties={"head.weight": "up.weight"})
@@ -104,9 +102,7 @@ def test_other_names(tmp_path: Path) -> None:
     both = {**full(), "head.weight": full()["up.weight"]}
     assert read_shards(both, wanted, 1, 2, ties={"head.weight": "up.weight"}).keys() == wanted.keys()
     with pytest.raises(CheckpointError, match=r"'up.weight' and 'head.weight' are one tensor in the model"):
-        read_shards(
-            {**full(), "head.weight": torch.ones(6, 4)}, wanted, 1, 2, ties={"head.weight": "up.weight"}
-        )
+        read_shards({**full(), "head.weight": torch.ones(6, 4)}, wanted, 1, 2, ties={"head.weight": "up.weight"})
 
 
 def test_what_does_not_fit(tmp_path: Path) -> None:

@@ -63,9 +63,7 @@ def _check(ctx: ParallelContext, path: Path, full: dict[str, Tensor], rest: Any,
 
 @pytest.mark.parametrize("device", [None, "meta"])
 @pytest.mark.parametrize("form", ["nested.pt", "flat.pt", "flat.bin", "flat.safetensors"])
-def test_into_a_sharded_model(
-    form: str, device: str | None, plain: dict[str, Tensor], tmp_path: Path
-) -> None:
+def test_into_a_sharded_model(form: str, device: str | None, plain: dict[str, Tensor], tmp_path: Path) -> None:
     path, rest = tmp_path / form, {}
     if form == "flat.safetensors":
         save_file(plain, path)
@@ -224,9 +222,7 @@ def _load_measured(ctx: ParallelContext, path: str, device: str | None) -> tuple
             p.detach().fill_(1)  # present before we count
 
     def status(name: str, file: str) -> int:
-        line = next(
-            line for line in Path(f"/proc/self/{file}").read_text().splitlines() if line.startswith(name)
-        )
+        line = next(line for line in Path(f"/proc/self/{file}").read_text().splitlines() if line.startswith(name))
         return int(line.split()[1])
 
     Path("/proc/self/clear_refs").write_text("5")  # the peak is from now on
@@ -240,9 +236,7 @@ def _load_measured(ctx: ParallelContext, path: str, device: str | None) -> tuple
 
 @pytest.mark.parametrize("device", [None, "meta"])
 @pytest.mark.parametrize("form", ["c.safetensors", "c.pt"])
-def test_a_large_file_is_not_read_whole(
-    form: str, device: str | None, pool: RankPool, tmp_path: Path
-) -> None:
+def test_a_large_file_is_not_read_whole(form: str, device: str | None, pool: RankPool, tmp_path: Path) -> None:
     """At tp=4 a rank takes 32 of 128 MiB: its memory grows by that if it had none, and hardly if it had."""
     a = torch.arange(ROWS, dtype=torch.float32)[:, None].expand(ROWS, COLUMNS).contiguous()
     b = torch.arange(COLUMNS * 8, dtype=torch.float32)[None].expand(ROWS // 8, COLUMNS * 8).contiguous()

@@ -48,9 +48,7 @@ BROKEN = {
         "Talk lacks all_gather, all_reduce, reduce_scatter",
     ),
     "undeclared_dtype": (
-        GOOD.replace(
-            "    def start", "    capabilities = tpcore.Capabilities(dtypes=(torch.float32,))\n    def start"
-        ),
+        GOOD.replace("    def start", "    capabilities = tpcore.Capabilities(dtypes=(torch.float32,))\n    def start"),
         "it does not sum int64, uint8",
     ),
     "misspelt_hook": (GOOD.replace("def tpcore_backend", "def tpcore_backends"), "tpcore_backends"),
@@ -91,9 +89,7 @@ def listed() -> dict[str, dict[str, object]]:
 
 
 def run(*command: str, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command, check=False, capture_output=True, text=True, env={**os.environ, **env}, timeout=60
-    )
+    return subprocess.run(command, check=False, capture_output=True, text=True, env={**os.environ, **env}, timeout=60)
 
 
 def test_help_names_every_command():
@@ -188,9 +184,7 @@ def test_without_its_extra_the_command_says_how_to_get_it(missing):
     done = run(sys.executable, "-c", code)
     assert done.returncode == 1
     assert done.stdout == ""
-    assert done.stderr == (
-        f"the tpcore command needs {missing}, which is not installed: pip install 'tpcore[cli]'\n"
-    )
+    assert done.stderr == (f"the tpcore command needs {missing}, which is not installed: pip install 'tpcore[cli]'\n")
 
 
 RAISING = """
@@ -228,9 +222,7 @@ def test_a_file_without_a_function_is_told_how_to_name_one(tmp_path: Path) -> No
 
 def test_a_part_taken_for_the_whole_is_a_finding(tmp_path: Path) -> None:
     column = "tpcore.ColumnParallelLinear(4, 8, gather_output=False)"
-    cut = RAISING.replace("nn.Linear(4, 8)", column).replace(
-        "self.down(self.up(x))", "self.up(x).softmax(-1)"
-    )
+    cut = RAISING.replace("nn.Linear(4, 8)", column).replace("self.down(self.up(x))", "self.up(x).softmax(-1)")
     (tmp_path / "cut.py").write_text(cut)
     found = CliRunner().invoke(app, ["explain", f"{tmp_path / 'cut.py'}:make", "--tp", "2"])
     assert found.exit_code == 1

@@ -195,9 +195,7 @@ def _replaced(net: nn.Module) -> nn.Module:
     return net
 
 
-def _with(
-    future: Callable[[bool], None], change: Callable[[nn.Module], nn.Module]
-) -> Callable[..., nn.Module]:
+def _with(future: Callable[[bool], None], change: Callable[[nn.Module], nn.Module]) -> Callable[..., nn.Module]:
     """``change`` as torch makes it with one of its settings for conversions turned on."""
 
     def changed(net: nn.Module) -> nn.Module:
@@ -239,9 +237,7 @@ def test_sharding_survives(change: str) -> None:
     """Each of these drops attributes of a parameter, or all of them, somewhere."""
 
     def rank(ctx: ParallelContext) -> None:
-        net = CHANGES[change](
-            nn.Sequential(tpcore.ColumnParallelLinear(4, 8), tpcore.RowParallelLinear(8, 4))
-        )
+        net = CHANGES[change](nn.Sequential(tpcore.ColumnParallelLinear(4, 8), tpcore.RowParallelLinear(8, 4)))
         for p in net.parameters():
             p.grad = torch.ones_like(p)
         # 32 and 8 of the column layer and 32 of the row layer are cut; its bias of 4 is whole
@@ -412,9 +408,7 @@ def test_a_parametrization_of_a_part_is_refused_and_changes_nothing(parametrize:
     def rank(ctx: tpcore.ParallelContext) -> None:
         layer, whole = tpcore.RowParallelLinear(4, 4), nn.Linear(4, 4)
         want = layer(torch.ones(4))
-        with pytest.raises(
-            ValueError, match=r"RowParallelLinear.weight is this rank's part, of shape \(4, 2\)"
-        ):
+        with pytest.raises(ValueError, match=r"RowParallelLinear.weight is this rank's part, of shape \(4, 2\)"):
             parametrize(layer)
         assert torch.equal(layer(torch.ones(4)), want)
         parametrize(whole)

@@ -147,9 +147,7 @@ def tpcore_size(ranks):
 
 def test_the_plugin(pytester):
     pytester.makepyfile(TESTS)
-    result = pytester.runpytest_inprocess(
-        "-p", "tpcore_pytest", "-p", "no:cacheprovider", "--strict-markers", "-v"
-    )
+    result = pytester.runpytest_inprocess("-p", "tpcore_pytest", "-p", "no:cacheprovider", "--strict-markers", "-v")
     printed = result.stdout.str()
     for text in (
         "[tp1-dp2] PASSED",

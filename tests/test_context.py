@@ -107,9 +107,7 @@ def test_a_world_of_one() -> None:
         (4, "2", "not '2'"),
     ],
 )
-def test_a_tp_that_does_not_fit_is_an_error_and_leaves_nothing_running(
-    world: int, tp: object, said: str
-) -> None:
+def test_a_tp_that_does_not_fit_is_an_error_and_leaves_nothing_running(world: int, tp: object, said: str) -> None:
     backend = Recorded(world)
     tp, pp = tp if isinstance(tp, tuple) else (tp, 1)
     with pytest.raises(ValueError, match=said):
@@ -126,9 +124,7 @@ def test_under_a_launcher_the_error_is_about_its_world(monkeypatch: pytest.Monke
 
 def test_init_twice() -> None:
     tpcore.init(Recorded(4), tp=2)
-    with pytest.raises(
-        RuntimeError, match=r"already initialized with mesh \{'pp': 1, 'dp': 2, 'tp': 2\}.*shutdown"
-    ):
+    with pytest.raises(RuntimeError, match=r"already initialized with mesh \{'pp': 1, 'dp': 2, 'tp': 2\}.*shutdown"):
         tpcore.init(Recorded(4), tp=4)
     assert tpcore.current().mesh.axes["tp"] == 2
     tpcore.shutdown()
@@ -140,9 +136,7 @@ BEFORE_INIT: dict[str, Callable[[], object]] = {
     "row": lambda: tpcore.RowParallelLinear(4, 4),
     "embedding": lambda: tpcore.ParallelEmbedding(4, 4),
     "layer norm": lambda: tpcore.LayerNorm(4),
-    "cross entropy": lambda: tpcore.parallel_cross_entropy(
-        torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64)
-    ),
+    "cross entropy": lambda: tpcore.parallel_cross_entropy(torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64)),
     "reduce_gradients": lambda: tpcore.reduce_gradients([]),
     "manual_seed": lambda: tpcore.random.manual_seed(0),
 }

@@ -22,9 +22,7 @@ def test_the_page_is_generated() -> None:
 @pytest.mark.parametrize("path", STORED, ids=lambda p: p.stem)
 def test_it_says_when_and_with_what(path: Path) -> None:
     report = Report.from_json(path.read_text())
-    section = (
-        (DOCS / "correctness.md").read_text().partition(f"## {report.backend}, tp{report.mesh['tp']}\n")[2]
-    )
+    section = (DOCS / "correctness.md").read_text().partition(f"## {report.backend}, tp{report.mesh['tp']}\n")[2]
     line = section.splitlines()[1]
     assert re.match(r"20\d\d-\d\d-\d\d \d\d:\d\d UTC, tpcore \S+, torch \S+, python \S+, ", line)
     assert line.endswith("cores. Nothing is wrong.")

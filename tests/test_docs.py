@@ -194,9 +194,7 @@ def play(page: Path, directory: Path) -> str | None:
                 return f"{page.name}:{snippet.line} shows\n{snippet.code}but the snippet printed\n{last}"
         elif snippet.language in ("python", "bash"):
             last = outputs.get(snippet.line, "")
-            mixed = snippet.language == "bash" and any(
-                program(w) == "torchrun" for w in commands(snippet.code)
-            )
+            mixed = snippet.language == "bash" and any(program(w) == "torchrun" for w in commands(snippet.code))
     return None
 
 

@@ -29,9 +29,7 @@ class Recorder(TorchFunctionMode):
         super().__init__()
         self.masks: list[Dropped] = []
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         if name == "scaled_dot_product_attention" and kwargs.get("dropout_p"):
             state, (query, key) = torch.get_rng_state(), args[:2]

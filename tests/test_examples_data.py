@@ -64,9 +64,7 @@ class TestCorpus:
 
     def test_sentences(self):
         split = bert_corpus.split_sentences
-        assert split(
-            "It is e.g. an example of this. The next one\nfollows here! (So does this one.) No."
-        ) == [
+        assert split("It is e.g. an example of this. The next one\nfollows here! (So does this one.) No.") == [
             "It is e.g. an example of this.",
             "The next one follows here!",
             "(So does this one.)",
@@ -81,9 +79,7 @@ class TestCorpus:
         second = "\n".join(f"Here is line number {i} of two." for i in range(5))
         (tmp_path / "deep").mkdir()
         (tmp_path / "a.txt").write_text(f"{first}\n\n{second}\n")
-        (tmp_path / "deep" / "b.txt").write_text(
-            "One small paragraph is here.\n\nAnd another one follows it.\n"
-        )
+        (tmp_path / "deep" / "b.txt").write_text("One small paragraph is here.\n\nAnd another one follows it.\n")
         (tmp_path / "ignored.md").write_text(first)
         corpus = load_corpus(tmp_path)
         assert [len(document) for document in corpus.documents] == [6, 5, 2]
@@ -134,9 +130,7 @@ class TestVocabulary:
 class TestPairs:
     def test_same_seed_same_pairs(self):
         one, other = (make_pairs(documents(), max_seq_length=48, seed=3) for _ in range(2))
-        assert all(
-            np.array_equal(x.a, y.a) and np.array_equal(x.b, y.b) for x, y in zip(one, other, strict=True)
-        )
+        assert all(np.array_equal(x.a, y.a) and np.array_equal(x.b, y.b) for x, y in zip(one, other, strict=True))
         different = make_pairs(documents(), max_seq_length=48, seed=4)
         assert [len(x.a) for x in one] != [len(x.a) for x in different]
 
@@ -179,9 +173,7 @@ class TestMasking:
             assert true.tolist() == expected
             assert example["attention_mask"].tolist() == [1] * length + [0] * (48 - length)
             first = len(pair.a) + 2
-            assert example["token_type_ids"].tolist() == [0] * first + [1] * (length - first) + [0] * (
-                48 - length
-            )
+            assert example["token_type_ids"].tolist() == [0] * first + [1] * (length - first) + [0] * (48 - length)
             assert example["next_sentence_label"].item() == int(pair.is_random)
 
     def test_15_percent_in_the_shares_80_10_10(self):
@@ -204,9 +196,7 @@ class TestMasking:
         assert kept / total == pytest.approx(0.1, abs=0.0064)
 
     def test_max_predictions_is_a_limit(self):
-        counts = [
-            int((example["labels"] != IGNORED).sum()) for example in map(dataset(2).__getitem__, range(50))
-        ]
+        counts = [int((example["labels"] != IGNORED).sum()) for example in map(dataset(2).__getitem__, range(50))]
         assert max(counts) == 2
 
     def test_masks_depend_on_seed_epoch_and_index_alone(self):
@@ -220,9 +210,7 @@ class TestMasking:
 
 class TestHdf5:
     def write(self, path, data, max_predictions=20):
-        return bert_hdf5.write_shard(
-            path, (data[i] for i in range(len(data))), max_predictions=max_predictions
-        )
+        return bert_hdf5.write_shard(path, (data[i] for i in range(len(data))), max_predictions=max_predictions)
 
     def test_round_trip(self, tmp_path):
         data = dataset()
@@ -309,9 +297,7 @@ class TestBatches:
     def test_data_parallel_ranks_share_out_the_data(self):
         one = self.take(5, dp_size=2, dp_rank=0)
         other = self.take(5, dp_size=2, dp_rank=1)
-        mine, theirs = (
-            {tuple(row.tolist()) for b in batches for row in b["labels"]} for batches in (one, other)
-        )
+        mine, theirs = ({tuple(row.tolist()) for b in batches for row in b["labels"]} for batches in (one, other))
         assert not mine & theirs
 
     def test_iterating_draws_nothing_from_the_default_generator(self):

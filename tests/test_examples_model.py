@@ -102,9 +102,7 @@ def test_initial_values_are_exactly_those_of_the_unsharded_model(tp):
         model = build_bert(cfg, SEED)
         specs = shard_specs(model)
         for name, parameter in by_name(model).items():
-            assert torch.equal(parameter, specs[name].shard(expected[name].detach(), ctx.coord("tp"), tp)), (
-                name
-            )
+            assert torch.equal(parameter, specs[name].shard(expected[name].detach(), ctx.coord("tp"), tp)), name
 
     run_ranks(Mesh({"dp": 1, "tp": tp}), check)
     assert torch.equal(before, torch.random.get_rng_state())

@@ -82,9 +82,7 @@ def test_steps_after_the_checkpoint_are_trained_and_reported_again(text, tmp_pat
     train(mesh, arguments(text, tmp_path / "whole"))
     train(mesh, arguments(text, tmp_path / "killed", steps_this_run=4))
     with (tmp_path / "killed" / "metrics.jsonl").open("a") as file:  # as if a step 5 had been interrupted
-        file.write(
-            '{"step": 5, "loss": 1.0, "mlm_loss": 1.0, "nsp_loss": 0.0, "grad_norm": 1.0, "lr": 1.0}\n'
-        )
+        file.write('{"step": 5, "loss": 1.0, "mlm_loss": 1.0, "nsp_loss": 0.0, "grad_norm": 1.0, "lr": 1.0}\n')
     train(mesh, arguments(text, tmp_path / "killed", "--resume_ckpt"))
     assert curve(tmp_path / "killed") == curve(tmp_path / "whole")
 
@@ -100,9 +98,7 @@ def test_the_curve_does_not_depend_on_the_degree(text, tmp_path):
     )
 
 
-@pytest.mark.skipif(
-    torch.__version__ < (2, 6), reason="optimizers do not know parameter names before torch 2.6"
-)
+@pytest.mark.skipif(torch.__version__ < (2, 6), reason="optimizers do not know parameter names before torch 2.6")
 def test_a_run_may_be_resumed_at_another_degree(text, tmp_path):
     train(Mesh({"dp": 1, "tp": 1}), arguments(text, tmp_path / "whole", dropout=0))
     train(Mesh({"dp": 1, "tp": 1}), arguments(text, tmp_path / "parts", dropout=0, steps_this_run=3))
@@ -116,13 +112,9 @@ def test_reported_losses_are_means_over_micro_batches_and_data_parallel_ranks(te
     argv = arguments(text, tmp_path, dropout=0, grad_accum_usteps=2, steps_this_run=1)
     train(Mesh({"dp": 2, "tp": 1}), argv)
     options = bert_pretrain.parse(argv)
-    data = load_data(
-        text, vocab_size=67, max_seq_length=32, max_predictions=20, seed=options.seed, cache=tmp_path
-    )
+    data = load_data(text, vocab_size=67, max_seq_length=32, max_predictions=20, seed=options.seed, cache=tmp_path)
     torch.manual_seed(options.seed)
-    model = BertForPreTraining(
-        bert_config("tiny", vocab_size=data.vocab_size, max_seq_length=32, dropout=0.0)
-    )
+    model = BertForPreTraining(bert_config("tiny", vocab_size=data.vocab_size, max_seq_length=32, dropout=0.0))
     losses = []
     for rank in range(2):
         stream = batches(data.dataset, batch_size=4, seed=options.seed, dp_size=2, dp_rank=rank)
@@ -157,9 +149,7 @@ class TestErrors:
 
     def test_other_settings(self, text, tmp_path):
         train(self.mesh, arguments(text, tmp_path, steps_this_run=1))
-        with pytest.raises(
-            ValueError, match=r"other settings: dropout was 0\.1, is 0\.3; batch_size was 4, is 2"
-        ):
+        with pytest.raises(ValueError, match=r"other settings: dropout was 0\.1, is 0\.3; batch_size was 4, is 2"):
             train(self.mesh, arguments(text, tmp_path, "--resume_ckpt", dropout=0.3, batch_size=2))
 
     def test_a_loss_of_nan_stops_every_rank(self, tmp_path):

@@ -76,9 +76,7 @@ class Net(nn.Module):
 class Columns(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.table = ParallelEmbedding(
-            9, 8, shard_across_embedding=True, max_norm=1.0, scale_grad_by_freq=True
-        )
+        self.table = ParallelEmbedding(9, 8, shard_across_embedding=True, max_norm=1.0, scale_grad_by_freq=True)
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.table(ids).double().square().mean()
@@ -117,9 +115,7 @@ def seen_in_threads(
 
     class Spy(ThreadTransport):
         def exchange(self, op: str, x: Tensor) -> list[Tensor]:
-            logs[self._rank].append(
-                (self.group.axes, op, tuple(x.shape), str(x.dtype).removeprefix("torch."))
-            )
+            logs[self._rank].append((self.group.axes, op, tuple(x.shape), str(x.dtype).removeprefix("torch.")))
             return super().exchange(op, x)
 
     class Spied(ThreadBackend):
@@ -468,9 +464,7 @@ def test_a_hugging_face_config_with_a_function_that_cuts_it(bert: Path, file: st
     assert found.disagreement is None
 
 
-@pytest.mark.parametrize(
-    "name", ["GPT2LMHeadModel", "T5ForConditionalGeneration", "ViTForImageClassification"]
-)
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "T5ForConditionalGeneration", "ViTForImageClassification"])
 def test_a_model_class_that_nobody_has_cut(name: str) -> None:
     program = tpcore.explain(name, tp=2, seq_len=8).program(0)
     assert not any(p.cut for p in program.parameters)
@@ -497,9 +491,7 @@ def test_a_model_of_transformers_by_its_own_plan(name: str, tmp_path: Path) -> N
     assert found.disagreement is None
     assert found.mistakes == ()
     program = found.program(1)
-    assert sum(p.nbytes for p in program.parameters if p.cut) > sum(
-        p.nbytes for p in program.parameters if not p.cut
-    )
+    assert sum(p.nbytes for p in program.parameters if p.cut) > sum(p.nbytes for p in program.parameters if not p.cut)
     if name == "llama":
         # the embedding, then two in each layer; the loss of a cut vocabulary: three numbers of each token
         forward = [c for c in program.collectives if c.phase == "forward"]
@@ -508,9 +500,7 @@ def test_a_model_of_transformers_by_its_own_plan(name: str, tmp_path: Path) -> N
             *["o_proj", "down_proj"] * 2,
         ]
         assert all(c.nbytes < 100 for c in forward[5:])
-        spread = tpcore.explain(str(tmp_path), tp=2, seq_len=8, plan="auto", sequence_parallel=True).program(
-            0
-        )
+        spread = tpcore.explain(str(tmp_path), tp=2, seq_len=8, plan="auto", sequence_parallel=True).program(0)
         assert "reduce_scatter" in " ".join(c.op for c in spread.collectives)
 
 

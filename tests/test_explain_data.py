@@ -42,7 +42,5 @@ def test_a_recording_tells_nothing_of_inputs_that_differ_at_each_call() -> None:
 
 
 def test_a_recording_says_what_to_do_about_torchs_data_parallelism() -> None:
-    with pytest.raises(
-        ValueError, match=r"rank 0 needs .* at .*test_explain_data.*take the parts of tp ranks"
-    ):
+    with pytest.raises(ValueError, match=r"rank 0 needs .* at .*test_explain_data.*take the parts of tp ranks"):
         tpcore.explain(lambda: (DistributedDataParallel(Model()), GIVEN), tp=2)

@@ -17,9 +17,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "families.md"
 MADE_WITH = re.search(r"transformers (\d+\.\d+\.\d+)", PAGE.read_text())[1]  # type: ignore[index]
 ROWS = dict(re.findall(r"^\| `(\S+)` \| \S+ \| (.+) \| \S*%? ?\|$", PAGE.read_text(), re.M))
 LIST = "bert roberta distilbert electra albert gpt2 gpt_neo gptj opt bloom falcon t5 bart vit whisper"
-OTHERS = (
-    "clip_text_model mpt modernbert deberta-v2 mpnet openai-gpt gpt_bigcode apertus glm4 phi3 olmo2 cohere2"
-)
+OTHERS = "clip_text_model mpt modernbert deberta-v2 mpnet openai-gpt gpt_bigcode apertus glm4 phi3 olmo2 cohere2"
 
 # what transformers and torch say while tiny models of odd sizes are made
 pytestmark = pytest.mark.filterwarnings("ignore")

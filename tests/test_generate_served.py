@@ -212,9 +212,7 @@ def refused(make: Callable[[], Any], max_length: int, match: str) -> None:
 
 def test_a_model_that_counts_positions_by_itself_is_refused() -> None:
     class Counting(T.LlamaForCausalLM):
-        def forward(
-            self, input_ids: Any, past_key_values: Any = None, position_ids: Any = None, **kw: Any
-        ) -> Any:
+        def forward(self, input_ids: Any, past_key_values: Any = None, position_ids: Any = None, **kw: Any) -> Any:
             own = torch.arange(input_ids.shape[1])[None]
             return super().forward(input_ids, past_key_values=past_key_values, position_ids=own, **kw)
 

@@ -48,9 +48,7 @@ def test_gradients_of_different_kinds_travel_together() -> None:
 
     def rank(ctx: ParallelContext) -> None:
         params: list[nn.Parameter] = []
-        for i, dtype in enumerate(
-            [torch.float32, torch.bfloat16, torch.float64, torch.float32, torch.float16]
-        ):
+        for i, dtype in enumerate([torch.float32, torch.bfloat16, torch.float64, torch.float32, torch.float16]):
             p = nn.Parameter(torch.zeros(3, 4, dtype=dtype))
             p.grad = torch.full((4, 3), float(2 * i + 4 * ctx.rank), dtype=dtype).t()
             params.append(p)
@@ -130,9 +128,7 @@ def _train(ctx: ParallelContext, full: dict[str, Tensor], optimizer: str, max_no
         loss_of(net, ids.chunk(dp)[ctx.coord("dp")]).backward()
         norms.append(tpcore.optimizer_step(opt, max_norm=max_norm))
     tp, specs = ctx.comm("tp"), tpcore.shard_specs(net)
-    weights = {
-        k: specs[k].unshard(list(tp.all_gather(p.detach()[None], 0))) for k, p in net.named_parameters()
-    }
+    weights = {k: specs[k].unshard(list(tp.all_gather(p.detach()[None], 0))) for k, p in net.named_parameters()}
     return weights, norms
 
 

@@ -138,9 +138,7 @@ def test_the_core_imports_no_backend_and_the_product_no_tests() -> None:
 
 
 def test_the_core_names_no_backend_in_an_import_string() -> None:
-    names = [
-        m for m, tree in TREES.items() if m.startswith("tpcore.") and "tpcore_cpu_gloo" in ast.dump(tree)
-    ]
+    names = [m for m, tree in TREES.items() if m.startswith("tpcore.") and "tpcore_cpu_gloo" in ast.dump(tree)]
     assert names == []
 
 

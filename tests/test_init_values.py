@@ -60,9 +60,7 @@ def slab(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int
     return int(request.param)
 
 
-def expected(
-    fill: Callable[[Tensor], object], shape: tuple[int, ...], dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def expected(fill: Callable[[Tensor], object], shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     torch.manual_seed(11)
     full = torch.empty(shape, dtype=dtype)
     with torch.no_grad():

@@ -34,9 +34,7 @@ def load(layer: nn.Module, full: dict[str, Tensor], ctx: ParallelContext) -> Non
     layer.load_state_dict({k: s.shard(full[k], r, n) for k, s in tpcore.shard_specs(layer).items()})
 
 
-def gathered(
-    layer: nn.Module, name: str, ctx: ParallelContext, of: Callable[[Tensor], Tensor | None]
-) -> Tensor:
+def gathered(layer: nn.Module, name: str, ctx: ParallelContext, of: Callable[[Tensor], Tensor | None]) -> Tensor:
     """The full parameter, or its full gradient, from all ranks."""
     p, comm = layer.get_parameter(name), ctx.comm("tp")
     value = of(p)
@@ -49,9 +47,7 @@ def gathered(
 
 
 def _column_input_grad(ctx: ParallelContext, reduce_dtype: torch.dtype, full: dict[str, Tensor]) -> Tensor:
-    layer = tpcore.ColumnParallelLinear(
-        8, 16, gather_output=False, dtype=torch.bfloat16, reduce_dtype=reduce_dtype
-    )
+    layer = tpcore.ColumnParallelLinear(8, 16, gather_output=False, dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
     load(layer, full, ctx)
     x = small_integers(4, 8, dtype=torch.bfloat16).requires_grad_()
     grad = small_integers(4, 16, seed=1, dtype=torch.bfloat16)
@@ -85,9 +81,7 @@ def _sums_of_256_and_ones(ctx: ParallelContext) -> list[list[float]]:
     ones = torch.ones(4, 1, dtype=torch.bfloat16)
     out: list[Tensor | None] = []
     for seq in ({}, {"sequence_parallel_enabled": True}):
-        column = tpcore.ColumnParallelLinear(
-            1, 4, bias=False, gather_output=False, dtype=torch.bfloat16, **seq
-        )
+        column = tpcore.ColumnParallelLinear(1, 4, bias=False, gather_output=False, dtype=torch.bfloat16, **seq)
         row = tpcore.RowParallelLinear(4, 1, bias=False, input_is_parallel=True, dtype=torch.bfloat16, **seq)
         for layer in (column, row):
             layer.load_state_dict({"weight": mine})
@@ -112,9 +106,7 @@ def _sums_of_256_and_ones(ctx: ParallelContext) -> list[list[float]]:
 
 def test_1_and_takes_such_sums_in_fp32(ranks: Ranks) -> None:
     """256 + 1 + 1 + 1 = 259, which rounds to 260; in bfloat16, which has no 257, one by one it is 256."""
-    for column, row, column_seq, row_seq, norm, bias in ranks(
-        Mesh({"dp": 1, "tp": 4}), _sums_of_256_and_ones
-    ):
+    for column, row, column_seq, row_seq, norm, bias in ranks(Mesh({"dp": 1, "tp": 4}), _sums_of_256_and_ones):
         assert column == row == [260.0] * 4
         assert column_seq == row_seq == bias == [260.0]
         assert norm == [260.0] * 4
@@ -123,9 +115,7 @@ def test_1_and_takes_such_sums_in_fp32(ranks: Ranks) -> None:
 # -- 2 -----------------------------------------------------------------------------------------------------
 
 
-def _smoothed(
-    ctx: ParallelContext, logits: Tensor, target: Tensor, smoothing: float
-) -> tuple[Tensor, Tensor]:
+def _smoothed(ctx: ParallelContext, logits: Tensor, target: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
     mine = logits.chunk(ctx.comm("tp").size, -1)[ctx.coord("tp")].clone().requires_grad_()
     loss = tpcore.parallel_cross_entropy(mine, target, smoothing)
     loss.mean().backward()
@@ -260,9 +250,7 @@ def test_5_sequence_parallel_along_any_dim(ranks: Ranks, tp: int, dim: int) -> N
         # float64, sums of at most 32 terms near 1
         torch.testing.assert_close(out, want.detach(), rtol=0, atol=1e-13)
         for name, p in plain.named_parameters():
-            torch.testing.assert_close(
-                grads[name], p.grad, rtol=0, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}"
-            )
+            torch.testing.assert_close(grads[name], p.grad, rtol=0, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
 
 
 # -- 6 -----------------------------------------------------------------------------------------------------
@@ -271,9 +259,7 @@ def test_5_sequence_parallel_along_any_dim(ranks: Ranks, tp: int, dim: int) -> N
 @at_every_tp
 @pytest.mark.parametrize("lead", [(5,), (2, 3), (2, 3, 4), (2, 1, 3, 2), ()])
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "expanded"])
-def test_6_any_number_of_leading_dims_and_any_memory_order(
-    tp: int, lead: tuple[int, ...], layout: str
-) -> None:
+def test_6_any_number_of_leading_dims_and_any_memory_order(tp: int, lead: tuple[int, ...], layout: str) -> None:
     plain = {"column": nn.Linear(8, 16), "row": nn.Linear(8, 16)}
     for seed, layer in enumerate(plain.values()):
         nn.init._no_grad_uniform_(layer.bias, 0, 0)
@@ -328,9 +314,7 @@ def test_7_clip_grad_norm_takes_a_generator_and_infinity(tp: int, norm_type: flo
         norm = tpcore.clip_grad_norm((p for p in block.parameters()), 0.5, norm_type)
         torch.testing.assert_close(norm, want, rtol=1e-12, atol=0)
         for name, p in reference.named_parameters():
-            torch.testing.assert_close(
-                gathered(block, name, ctx, lambda p: p.grad), p.grad, rtol=1e-9, atol=1e-12
-            )
+            torch.testing.assert_close(gathered(block, name, ctx, lambda p: p.grad), p.grad, rtol=1e-9, atol=1e-12)
 
     run_ranks(Mesh({"dp": 1, "tp": tp}), rank)
 
@@ -354,9 +338,7 @@ def test_8_initial_bias_is_that_of_linear_and_differs_between_shards(tp: int, ga
             for name, p in plain.named_parameters():
                 assert torch.equal(gathered(layer, name, ctx, lambda p: p), p)
         bias: list[float] = ours[0].bias.tolist()
-        assert (
-            len(bias) == 16 // tp
-        )  # cut whatever gather_output says, so that checkpoints do not depend on it
+        assert len(bias) == 16 // tp  # cut whatever gather_output says, so that checkpoints do not depend on it
         return bias
 
     values = [v for shard in run_ranks(Mesh({"dp": 1, "tp": tp}), rank) for v in shard]

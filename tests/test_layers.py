@@ -76,9 +76,7 @@ def test_embedding(tp: int) -> None:
 
 
 @at_tp_1_2_4
-@pytest.mark.parametrize(
-    ("plain", "layer"), [(nn.LayerNorm(8), tpcore.LayerNorm), (nn.RMSNorm(8), tpcore.RMSNorm)]
-)
+@pytest.mark.parametrize(("plain", "layer"), [(nn.LayerNorm(8), tpcore.LayerNorm), (nn.RMSNorm(8), tpcore.RMSNorm)])
 def test_norm(tp: int, plain: nn.Module, layer: Any) -> None:
     equal(tp, plain, lambda: layer.from_plain(plain), torch.randn(5, 8))
     plain.zero_grad()
@@ -170,9 +168,7 @@ def test_a_key_head_goes_to_consecutive_ranks() -> None:
     run_ranks(Mesh({"tp": 4}), rank)
 
 
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "fit"), [(6, 2, "1, 2, 6"), (12, 3, "1, 3, 6, 12"), (2, 1, "1, 2")]
-)
+@pytest.mark.parametrize(("heads", "kv_heads", "fit"), [(6, 2, "1, 2, 6"), (12, 3, "1, 3, 6, 12"), (2, 1, "1, 2")])
 def test_heads_that_do_not_fit(heads: int, kv_heads: int, fit: str) -> None:
     def rank(ctx: ParallelContext) -> None:
         message = f"tp=4 .* {heads} heads and {kv_heads} key and value heads fit tp={fit}$"
@@ -188,9 +184,7 @@ class Reader(nn.Module):
 
     def __init__(self, shared: bool) -> None:
         super().__init__()
-        self.one, self.two = (
-            tpcore.ColumnParallelLinear(WIDTH, WIDTH, gather_output=False) for _ in range(2)
-        )
+        self.one, self.two = (tpcore.ColumnParallelLinear(WIDTH, WIDTH, gather_output=False) for _ in range(2))
         self.down = tpcore.RowParallelLinear(WIDTH, WIDTH, input_is_parallel=True)
         if shared:
             tpcore.share_input(self, self.one, self.two)
@@ -289,9 +283,7 @@ def test_a_shared_input_in_other_modes(how: str) -> None:
 def test_what_cannot_be_shared() -> None:
     def rank(ctx: ParallelContext) -> None:
         reader = Reader(True)
-        with pytest.raises(
-            ValueError, match=r"share_input: .* Reader .* no copies yet: .*input_is_copied=True"
-        ):
+        with pytest.raises(ValueError, match=r"share_input: .* Reader .* no copies yet: .*input_is_copied=True"):
             tpcore.share_input(reader, reader.one, reader.two)
         reader = Reader(False)
         with pytest.raises(ValueError, match=r"Reader.forward has no argument 'x' but \['hidden_states'\]"):

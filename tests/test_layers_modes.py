@@ -37,9 +37,7 @@ CALLS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
     ),
     "column, padded and gathered": lambda: (tpcore.ColumnParallelLinear(8, 7, pad=True), torch.randn(4, 8)),
     "column, replicated blocks": lambda: (
-        tpcore.ColumnParallelLinear(
-            8, 6, gather_output=False, blocks=[Block(4), Block(2, 2, replicate=True)]
-        ),
+        tpcore.ColumnParallelLinear(8, 6, gather_output=False, blocks=[Block(4), Block(2, 2, replicate=True)]),
         torch.randn(4, 8),
     ),
     "column, conv1d": lambda: (tpcore.ColumnParallelConv1D(8, 8), torch.randn(4, 8)),

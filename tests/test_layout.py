@@ -244,9 +244,7 @@ def test_text() -> None:
     assert str(Layout((3, 2))) == "3x2 replicated"
     cut = AxisCut(("pp", "tp"), ShardSpec.strided((6, 2), 0, 3))
     again = AxisCut(("dp",), ShardSpec((6, 2), 1))
-    assert str(Layout((6, 2), (cut, again))) == (
-        "6x2 cut on dim 0 in 3 blocks over ppxtp, then cut on dim 1 over dp"
-    )
+    assert str(Layout((6, 2), (cut, again))) == ("6x2 cut on dim 0 in 3 blocks over ppxtp, then cut on dim 1 over dp")
     assert str(Layout((2,), slot=Slot("pp", 4, 8))) == "2 replicated, place 4 of 8 on pp"
 
 

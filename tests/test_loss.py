@@ -51,9 +51,7 @@ def test_logits_of_a_padded_layer_need_only_the_vocabulary_size() -> None:
 
 @pytest.mark.parametrize("chunk", [1, 30, 1 << 18])  # of 6 logits: 21 runs of a token, 4 of 5 and a rest, 1
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_working_in_chunks_changes_no_bit(
-    chunk: int, smoothing: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_working_in_chunks_changes_no_bit(chunk: int, smoothing: float, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     logits, target = torch.randn(3, 7, 12), torch.randint(11, (3, 7))
     target[0, :2] = -100
@@ -162,9 +160,7 @@ def test_backward_again_through_a_retained_graph(smoothing: float, dtype: torch.
 def test_the_loss_is_the_same_bits_on_every_rank(where: int) -> None:
     torch.manual_seed(0)
     logits, target = torch.randn(16, 8, dtype=torch.bfloat16), torch.full((16,), where)
-    first, *others = on_ranks(
-        4, lambda ctx: tpcore.parallel_cross_entropy(mine(logits, ctx), target, 0.1).detach()
-    )
+    first, *others = on_ranks(4, lambda ctx: tpcore.parallel_cross_entropy(mine(logits, ctx), target, 0.1).detach())
     assert all(torch.equal(first, other) for other in others)
 
 

@@ -80,9 +80,7 @@ def test_what_is_not_there_is_named() -> None:
     with pytest.raises(ValueError, match=r"no mesh axis \['pp'\]; this mesh has \['dp', 'tp'\]"):
         mesh.group("pp")
     for rank in (-1, 4):
-        with pytest.raises(
-            ValueError, match=rf"rank {rank} is outside a mesh of 4 ranks \{{'dp': 2, 'tp': 2\}}"
-        ):
+        with pytest.raises(ValueError, match=rf"rank {rank} is outside a mesh of 4 ranks \{{'dp': 2, 'tp': 2\}}"):
             mesh.coords(rank)
     with pytest.raises(ValueError, match="rank 7 is in no"):
         mesh.group("tp").members(7)

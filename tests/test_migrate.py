@@ -133,10 +133,7 @@ def test_a_script_of_the_last_release() -> None:
     ast.parse(text)
     assert text.startswith("import tpcore.nxd as nxd\nfrom tpcore.nxd.modules.qkv_linear import GQAQKV")
     # what has no counterpart stays where it was, and the rest of the line moves
-    assert (
-        "from tpcore.nxd.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding as Embedding"
-        in text
-    )
+    assert "from tpcore.nxd.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding as Embedding" in text
     assert "from neuronx_distributed.parallel_layers.layers import SPMDRank" in text
     assert "from tpcore.nxd.kernels.flash_attn import nki_flash_attn_func" in text
     assert "from neuronx_distributed.kernels.flash_attn import NKIAttnFunc" in text
@@ -171,9 +168,7 @@ def test_scripts_for_other_libraries() -> None:
     assert "from megatron.core.tensor_parallel import RowParallelLinear" in text  # called otherwise
     notes = {f.old: f.note for f in script.findings}
     assert "takes no config" in notes["megatron.core.tensor_parallel.RowParallelLinear"]
-    assert (
-        "init_method= and stride= by name" in notes["fairscale.nn.model_parallel.layers.ColumnParallelLinear"]
-    )
+    assert "init_method= and stride= by name" in notes["fairscale.nn.model_parallel.layers.ColumnParallelLinear"]
     assert "shard_across_embedding=True" in " ".join(notes.values())
     gone = {f.old for f in script.findings if f.new is None}
     assert gone == {"from optimum.neuron.models.inference import Something"}
@@ -304,9 +299,7 @@ def test_the_rewritten_imports_of_optimum_neuron_work(script: str) -> None:
 
 
 def test_formatting_stays() -> None:
-    odd = (
-        "# ä\r\nif 1:\r\n\tfrom   neuronx_distributed.utils  import  ( logger ,\r\n\t\tbatch_utils )  # b\r\n"
-    )
+    odd = "# ä\r\nif 1:\r\n\tfrom   neuronx_distributed.utils  import  ( logger ,\r\n\t\tbatch_utils )  # b\r\n"
     assert Script(odd).rewritten() == odd.replace("neuronx_distributed", "tpcore.nxd")
     plain = "x = 'neuronx_distributed'  # neuronx_distributed\nimport os\n"
     assert Script(plain).rewritten() == plain

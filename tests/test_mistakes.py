@@ -140,9 +140,7 @@ def test_padding_that_no_value_shows_is_refused_too(how: str, tied: bool) -> Non
             table = tpcore.ParallelEmbedding(10, 4, pad=True, dtype=torch.float64)
             table.load_state_dict(head.state_dict())
         logits = HIDING[how](F.linear(x, table.weight) if tied else head(x))
-        with pytest.raises(
-            ValueError, match=r"layer with pad=True makes 3 features on each of 4 .* vocab_size="
-        ):
+        with pytest.raises(ValueError, match=r"layer with pad=True makes 3 features on each of 4 .* vocab_size="):
             tpcore.parallel_cross_entropy(logits, target)
         want = F.cross_entropy(HIDING[how](plain(x)), target) if how in ("cast", "put together") else None
         loss = tpcore.parallel_cross_entropy(logits, target, vocab_size=10).mean()

@@ -61,8 +61,7 @@ def keys_are(layer: nn.Module, keys: list[str]) -> None:
 def test_repr_says_the_logical_and_the_local_shape() -> None:
     def rank(ctx: ParallelContext) -> None:
         assert repr(tpcore.ColumnParallelLinear(4, 8)) == (
-            "ColumnParallelLinear(in_features=4, out_features=8, bias=True, "
-            "weight=(8, 4), local=(4, 4), tp=2)"
+            "ColumnParallelLinear(in_features=4, out_features=8, bias=True, weight=(8, 4), local=(4, 4), tp=2)"
         )
         assert repr(tpcore.RowParallelLinear(5, 8, bias=False, pad=True)) == (
             "RowParallelLinear(in_features=5, out_features=8, bias=False, weight=(8, 5), local=(8, 3), tp=2)"
@@ -234,9 +233,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "ids from 7 to 7 do not fit a vocabulary of 7",
     ),
     "tokens that tp does not divide": (
-        lambda: tpcore.ParallelEmbedding(8, 4, sequence_parallel_enabled=True)(
-            torch.zeros(3, dtype=torch.int64)
-        ),
+        lambda: tpcore.ParallelEmbedding(8, 4, sequence_parallel_enabled=True)(torch.zeros(3, dtype=torch.int64)),
         ValueError,
         r"cannot split dim 0 of shape \(3, 4\) over \('tp',\) of size 2: not divisible; "
         r"pad it \(a sequence, for instance\) to a multiple of 2",

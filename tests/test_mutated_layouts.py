@@ -66,8 +66,7 @@ def layouts() -> None:
             parts = [layout.shard(full, r, mesh) for r in range(mesh.size)]
             assert torch.equal(layout.unshard(parts, mesh), full)
             counted = sum(
-                float(parts[r][tuple(slice(a, a + b) for a, b in zip(s.start, s.size, strict=True))].sum())
-                / s.copies
+                float(parts[r][tuple(slice(a, a + b) for a, b in zip(s.start, s.size, strict=True))].sum()) / s.copies
                 for r in range(mesh.size)
                 for s in layout.shares(mesh)
             )

@@ -19,9 +19,7 @@ def on_gloo() -> list[str]:
     ctx = tpcore.init(backend=NativeBackend("cpu", "gloo"), tp=2)
     found = matrix.run(ctx, SOME)
     for axis in ("tp", "dp"):
-        found += [
-            f"{axis}: {name}" for name, got, want in primitives(ctx, axis) if not torch.equal(got, want)
-        ]
+        found += [f"{axis}: {name}" for name, got, want in primitives(ctx, axis) if not torch.equal(got, want)]
     tpcore.shutdown()
     return found
 

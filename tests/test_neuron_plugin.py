@@ -101,9 +101,7 @@ def test_trn1_refuses_others_with_the_rule(cores):
 
 
 def test_more_processes_than_cores_are_refused():
-    with pytest.raises(
-        tpcore.BackendError, match=r"8 processes .* shows 2 NeuronCores.*NEURON_RT_VISIBLE_CORES"
-    ):
+    with pytest.raises(tpcore.BackendError, match=r"8 processes .* shows 2 NeuronCores.*NEURON_RT_VISIBLE_CORES"):
         platform.check_cores("inf2", 8, 2)
 
 

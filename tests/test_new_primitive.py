@@ -105,9 +105,7 @@ def test_two_files_make_a_primitive(tmp_path: Path) -> None:
     edited(tmp_path / "tpcore/comm/transport.py", "\n    def broadcast(", DEFAULT)
     edited(tmp_path / "tpcore/comm/comm.py", "\n    def broadcast(", METHOD)
     (tmp_path / "program.py").write_text(PROGRAM)
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {
-        "PYTHONPATH": str(tmp_path)
-    }
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {"PYTHONPATH": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "program.py"], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
     )

@@ -329,13 +329,9 @@ def _embeddings(_: ParallelContext) -> None:
         partial(pl.ParallelEmbedding, 10, 4, init.normal_),
         partial(pl.ParallelEmbedding, 10, 4, init.normal_, torch.float32, None),
         partial(pl.ParallelEmbedding, 10, 4, init.normal_, torch.float32, device=False),
-        partial(
-            pl.ParallelEmbedding, num_embeddings=10, embedding_dim=4, init_method=init.normal_, device="cpu"
-        ),
+        partial(pl.ParallelEmbedding, num_embeddings=10, embedding_dim=4, init_method=init.normal_, device="cpu"),
         # the later order
-        partial(
-            pl.ParallelEmbedding, 10, 4, None, None, 2.0, False, False, init.normal_, None, torch.float32
-        ),
+        partial(pl.ParallelEmbedding, 10, 4, None, None, 2.0, False, False, init.normal_, None, torch.float32),
     ):
         torch.manual_seed(5)
         tables.append(make()(ids))
@@ -375,9 +371,7 @@ def _clipping(_: ParallelContext) -> None:
         torch.testing.assert_close(cut.weight.grad, whole.weight.grad.chunk(2)[rank], rtol=1e-12, atol=0)
     cut, whole = models()
     positional = pl.grads.clip_grad_norm(cut.parameters(), 0.5)  # as the published training loop calls it
-    torch.testing.assert_close(
-        positional, nn.utils.clip_grad_norm_(whole.parameters(), 0.5), rtol=1e-12, atol=0
-    )
+    torch.testing.assert_close(positional, nn.utils.clip_grad_norm_(whole.parameters(), 0.5), rtol=1e-12, atol=0)
 
 
 def _loss(_: ParallelContext) -> None:
@@ -559,8 +553,7 @@ def test_by_position_and_with_a_wider_sum() -> None:
         assert mappings.gather_from_sequence_parallel_region(x, 1, False, ctx.comm("tp")).shape == (2, 16)
         assert mappings.scatter_to_sequence_parallel_region(x, 1, ctx.comm("tp")).shape == (2, 1)
         sums = [
-            mappings.reduce_scatter_to_sequence_parallel_region(x, 1, None, dtype)
-            for dtype in (torch.float32, None)
+            mappings.reduce_scatter_to_sequence_parallel_region(x, 1, None, dtype) for dtype in (torch.float32, None)
         ]
         assert all(y.shape == (2, 1) for y in sums)
         return [float(y[0]) for y in sums]

@@ -229,9 +229,7 @@ def test_what_a_configuration_cannot_have(given: dict[str, Any], said: str) -> N
 
 def test_modules_are_filled_by_param_init_fn() -> None:
     def fill(module: nn.Module, device: torch.device) -> None:
-        if isinstance(
-            module, layers.BaseParallelLinear | GQAQKVColumnParallelLinear | layers.ParallelEmbedding
-        ):
+        if isinstance(module, layers.BaseParallelLinear | GQAQKVColumnParallelLinear | layers.ParallelEmbedding):
             module.init_weight_cpu()
         elif isinstance(module, Norm):
             module.weight.fill_(2.0)
@@ -362,9 +360,7 @@ def test_gradients_stay_after_a_step_and_are_not_saved_as_waiting(tmp_path: Path
 
 def test_bfloat16_keeps_masters_and_sums_in_float32() -> None:
     def check(ctx: ParallelContext) -> None:
-        config = nxd.neuronx_distributed_config(
-            sequence_parallel=True, optimizer_config={"zero_one_enabled": True}
-        )
+        config = nxd.neuronx_distributed_config(sequence_parallel=True, optimizer_config={"zero_one_enabled": True})
         weight = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
         weight.sequence_parallel_enabled = True  # type: ignore[attr-defined]
         optimizer = nxd.initialize_parallel_optimizer(config, torch.optim.SGD, [weight], lr=1e-3)
@@ -408,9 +404,7 @@ def test_what_a_pipeline_cannot_have() -> None:
             manual_pp_partition=False,
         )
         ids = batches(1)[0]
-        assert float(model.run_eval(ids, labels=ids)) == pytest.approx(
-            float(model.run_train(ids, labels=ids))
-        )
+        assert float(model.run_eval(ids, labels=ids)) == pytest.approx(float(model.run_train(ids, labels=ids)))
         mine = {name for name, _ in model.local_named_parameters()}
         assert f"layers.{ctx.coord('pp')}.norm.weight" in mine
         assert mine == set(model.local_state_dict())
@@ -586,9 +580,7 @@ def test_adamw_in_float32_is_torchs_where_it_can_be_compared() -> None:
     ours = adamw_fp32_optim_params.AdamW_FP32OptimParams([mine], lr=0.1, eps=1e-8)
     plain = torch.optim.AdamW([theirs], lr=0.1, weight_decay=0.0)
     half = nn.Parameter(mine.detach().bfloat16())
-    other = adamw_fp32_optim_params.AdamW_FP32OptimParams(
-        [half], lr=0.1, weight_decay=0.1, correct_bias=False
-    )
+    other = adamw_fp32_optim_params.AdamW_FP32OptimParams([half], lr=0.1, weight_decay=0.1, correct_bias=False)
     for optimizer in (ours, plain, other):
         for step in range(3):
             for p in (mine, theirs, half):

@@ -199,9 +199,7 @@ def test_what_cannot_be_cut_is_refused_before_anything_is_sent(name: str) -> Non
     def rank(ctx: ParallelContext) -> None:
         comm = ctx.comm("tp")
         if not m.cut_source:
-            with pytest.raises(
-                ValueError, match=r"cannot split dim 1 of shape \(4, 3\) over \('tp',\) of size 2"
-            ):
+            with pytest.raises(ValueError, match=r"cannot split dim 1 of shape \(4, 3\) over \('tp',\) of size 2"):
                 m.fn(torch.zeros(4, 3), comm, 1)
         for dim in (2, -3):
             with pytest.raises(ValueError, match=rf"no dim {dim} in a tensor of shape \(4, 2\)"):

@@ -56,9 +56,7 @@ def saved(ctx: ParallelContext, path: Path, make: Make) -> dict[str, float]:
 @pytest.mark.parametrize("tp", [1, 2])
 def test_state_goes_by_name(tmp_path: Path, make: str, how: str, tp: int) -> None:
     """Into a model whose layers are in another order; on the mesh of the save and on another."""
-    want = run_ranks(
-        Mesh({"dp": 2 // tp, "tp": tp}), lambda ctx: saved(ctx, tmp_path / "c", OPTIMIZERS[make])
-    )
+    want = run_ranks(Mesh({"dp": 2 // tp, "tp": tp}), lambda ctx: saved(ctx, tmp_path / "c", OPTIMIZERS[make]))
     named = make != "AdamW without names"
     if (how != "with the model" and not named) or (how == "load_state_dict" and make != "Zero1"):
         pytest.skip("nothing names the parameters: torch's own load_state_dict goes by their order")

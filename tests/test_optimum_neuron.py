@@ -118,9 +118,7 @@ def test_resumes_on_another_mesh(pool: RankPool, files: Path, want: Any, tmp_pat
 def _loop(ctx: tpcore.ParallelContext) -> list[float]:
     reset()
     plugin = neuron.ModelParallelismPlugin(2, sequence_parallel_enabled=True)
-    accelerator = neuron.NeuronAccelerator(
-        mp_plugin=plugin, zero_1=True, cpu=True, gradient_accumulation_steps=2
-    )
+    accelerator = neuron.NeuronAccelerator(mp_plugin=plugin, zero_1=True, cpu=True, gradient_accumulation_steps=2)
     made = model()
     make = neuron.make_optimizer_constructor_lazy(torch.optim.AdamW)
     return loop(accelerator, made, make(made.parameters(), lr=1e-2), None)
@@ -163,9 +161,7 @@ def _seq2seq() -> Any:
 
 def _translate(kind: Any, args: Any) -> list[dict[str, float]]:
     def right(found: transformers.EvalPrediction) -> dict[str, float]:
-        return {
-            "right": float((found.predictions == found.label_ids[:, : found.predictions.shape[1]]).mean())
-        }
+        return {"right": float((found.predictions == found.label_ids[:, : found.predictions.shape[1]]).mean())}
 
     trainer = kind(model=_seq2seq(), args=args, **{**data(), "compute_metrics": right})
     trainer.train()
@@ -204,9 +200,7 @@ def _in_bfloat16(ctx: tpcore.ParallelContext, out: Path) -> None:
     assert args.use_cpu
     with pytest.raises(TypeError, match="Seq2SeqNeuronTrainer takes Seq2SeqNeuronTrainingArguments"):
         neuron.Seq2SeqNeuronTrainer(_seq2seq(), args)
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizers.Tokenizer(tokenizers.models.BPE())
-    )
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(tokenizers.models.BPE()))
     assert neuron.NeuronTrainer(model=model(), args=args, tokenizer=tokenizer).processing_class is tokenizer
     neuron.send_example_telemetry("run_clm", args, framework="pytorch")
 

@@ -57,9 +57,7 @@ def test_every_module_of_the_checkout_is_in_the_wheel(wheel):
         "tpcore_neuron": ROOT / "backends/neuron",
     }
     here = {
-        path.relative_to(home).as_posix()
-        for package, home in homes.items()
-        for path in (home / package).rglob("*.py")
+        path.relative_to(home).as_posix() for package, home in homes.items() for path in (home / package).rglob("*.py")
     }
     assert here | {"tpcore_pytest.py"} == {name for name in wheel.namelist() if name.endswith(".py")}
 
@@ -81,9 +79,7 @@ def test_the_wheel_works_without_the_checkout(wheel, tmp_path):
         "print(tpcore.backend.backend_class('cpu_gloo').unavailable())"
     )
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    out = subprocess.check_output(
-        [sys.executable, "-c", code, *sorted(PACKAGES)], env=env, text=True, cwd=tmp_path
-    )
+    out = subprocess.check_output([sys.executable, "-c", code, *sorted(PACKAGES)], env=env, text=True, cwd=tmp_path)
     files, unavailable = out.splitlines()
     assert json.loads(files) == [str(tmp_path / name / "__init__.py") for name in sorted(PACKAGES)]
     assert unavailable == "None"
@@ -156,11 +152,7 @@ def test_what_a_part_imports_its_extra_brings(metadata, extra, folder):
         "testing": (),
         "examples": ("third_party_backend",),
     }[extra]
-    files = [
-        path
-        for path in (ROOT / folder).rglob("*.py")
-        if path.relative_to(ROOT / folder).parts[0] not in separate
-    ]
+    files = [path for path in (ROOT / folder).rglob("*.py") if path.relative_to(ROOT / folder).parts[0] not in separate]
     declared = requirements(metadata) | requirements(metadata, extra)
     assert files
     # what `progress` brings is asked for; adapters of peft are on a model that peft has made
@@ -203,6 +195,4 @@ def test_each_import_that_needs_an_extra_names_it():
     )
     out = subprocess.check_output([sys.executable, "-c", code, *wanted], text=True)
     for said, (statement, (library, extra)) in zip(out.splitlines(), wanted.items(), strict=True):
-        assert said.endswith(f" needs {library}, which is not installed: pip install 'tpcore[{extra}]'"), (
-            statement
-        )
+        assert said.endswith(f" needs {library}, which is not installed: pip install 'tpcore[{extra}]'"), statement

@@ -56,9 +56,7 @@ def test_golden_tables(world: int, tp: int, tp_groups: list[list[int]], dp_group
     assert (rule["tp"], rule["dp"]) == (tp_groups, dp_groups)
 
 
-@pytest.mark.parametrize(
-    ("world", "tp"), [(1, 1), (2, 2), (4, 1), (4, 2), (6, 3), (8, 2), (8, 4), (32, 8), (64, 32)]
-)
+@pytest.mark.parametrize(("world", "tp"), [(1, 1), (2, 2), (4, 1), (4, 2), (6, 3), (8, 2), (8, 4), (32, 8), (64, 32)])
 def test_every_rank_knows_its_place(world: int, tp: int) -> None:
     rule = _rule(world, tp)
 
@@ -131,9 +129,7 @@ def test_groups_of_some_stages() -> None:
         for group, other in reversed(pairs) if stage % 2 else pairs:  # even stages begin with their next one
             assert total(ctx, group) == 10**ctx.rank + 10**other
         odd = [[2, 4], [6, 0], [3, 5], [7, 1]]
-        assert ps.get_next_rank_group(as_list=True) == (
-            odd if stage % 2 else [[0, 2], [4, 6], [1, 3], [5, 7]]
-        )
+        assert ps.get_next_rank_group(as_list=True) == (odd if stage % 2 else [[0, 2], [4, 6], [1, 3], [5, 7]])
 
     run_ranks(Mesh({"pp": 4, "dp": 1, "tp": 2}), ask)
     with pytest.raises(ValueError, match="1 pipeline stages make no pairs"):
@@ -340,9 +336,7 @@ def _adopt(ctx: ParallelContext) -> dict[str, Any]:
     return Context().run(script)
 
 
-def test_initialize_in_a_job_the_script_joined_itself(
-    pool: RankPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_initialize_in_a_job_the_script_joined_itself(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
     for rank, said in enumerate(pool.run(_mesh(4, 2), _adopt)):
         assert "does not divide the world of 4" in said["tp=3"]
         assert "larger than the world of 4" in said["tp=8"]

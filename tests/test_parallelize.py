@@ -38,9 +38,7 @@ MODELS = {
     "gemma3, scaled table": lambda: transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**QWEN3)),
     "gpt_neox, q|k|v by heads": gpt_neox,
     "phi3, q|k|v and gate|up": phi3,
-    "bert, no plan of its own": lambda: transformers.BertForMaskedLM(
-        transformers.BertConfig(**{**TINY, **NO_DROPOUT})
-    ),
+    "bert, no plan of its own": lambda: transformers.BertForMaskedLM(transformers.BertConfig(**{**TINY, **NO_DROPOUT})),
     "gpt2, q|k|v in Conv1D": lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2)),
 }
 
@@ -218,17 +216,14 @@ def test_an_unknown_style_is_refused_by_name() -> None:
 
 def test_all_misfits_are_named_with_the_degrees_that_fit() -> None:
     refused(
-        "tp=4 does not fit LlamaForCausalLM: .*gate_proj has 62 features.*q_proj has 6 heads.*"
-        "Degrees that fit: 1, 2$",
+        "tp=4 does not fit LlamaForCausalLM: .*gate_proj has 62 features.*q_proj has 6 heads.*Degrees that fit: 1, 2$",
         degree=4,
         make=lambda: llama(intermediate_size=62, hidden_size=48, num_attention_heads=6),
     )
 
 
 def mamba() -> Any:
-    return transformers.MambaForCausalLM(
-        transformers.MambaConfig(vocab_size=99, hidden_size=32, num_hidden_layers=2)
-    )
+    return transformers.MambaForCausalLM(transformers.MambaConfig(vocab_size=99, hidden_size=32, num_hidden_layers=2))
 
 
 def gpt_oss() -> Any:

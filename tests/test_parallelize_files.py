@@ -79,9 +79,7 @@ def test_read_by_parts_and_written_whole(name: str, tmp_path: Path) -> None:
     assert len(set(index["weight_map"].values())) > 1
     with safe_open(tmp_path / "whole" / "model.safetensors", "pt") as file:
         assert index["weight_map"].keys() == set(file.keys()), "the names that transformers writes"
-    assert (
-        again.config.to_diff_dict() == type(whole).from_pretrained(tmp_path / "whole").config.to_diff_dict()
-    )
+    assert again.config.to_diff_dict() == type(whole).from_pretrained(tmp_path / "whole").config.to_diff_dict()
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -122,15 +122,11 @@ def test_each_stage_reads_its_own_of_the_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("pp", [1, 2])
 @pytest.mark.parametrize("sharded", [False, True])
-def test_a_name_that_no_stage_has_is_refused_at_any_number_of_stages(
-    tmp_path: Path, pp: int, sharded: bool
-) -> None:
+def test_a_name_that_no_stage_has_is_refused_at_any_number_of_stages(tmp_path: Path, pp: int, sharded: bool) -> None:
     def rank(ctx: tpcore.ParallelContext) -> None:
         model = tpcore.parallelize(hf.llama(num_hidden_layers=2), num_microbatches=1)
         before = {k: v.clone() for k, v in model.state_dict().items()}
-        with pytest.raises(
-            CheckpointError, match=r"does not fit the model:\n  'of.nobody': the checkpoint has"
-        ):
+        with pytest.raises(CheckpointError, match=r"does not fit the model:\n  'of.nobody': the checkpoint has"):
             tpcore.checkpoint.load(where, model, sharded=sharded)
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
@@ -139,7 +135,5 @@ def test_a_name_that_no_stage_has_is_refused_at_any_number_of_stages(
     torch.save(state, where)
     if sharded:
         where = tmp_path / "c"
-        run_ranks(
-            Mesh({"pp": 1, "dp": 1, "tp": 1}), lambda ctx: tpcore.checkpoint.save({"model": state}, where)
-        )
+        run_ranks(Mesh({"pp": 1, "dp": 1, "tp": 1}), lambda ctx: tpcore.checkpoint.save({"model": state}, where))
     run_ranks(Mesh({"pp": pp, "dp": 1, "tp": 1}), rank)

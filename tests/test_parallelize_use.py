@@ -189,9 +189,7 @@ def test_adapters_on_modules_that_are_cut_afterwards_are_refused() -> None:
         model = llama()
         for layer in model.model.layers:
             layer.self_attn.q_proj = Adapted(layer.self_attn.q_proj)
-        with pytest.raises(
-            ValueError, match=r"is a test_.*\.Adapted, and .* plan={'model\.layers\.\*\.self_attn'"
-        ):
+        with pytest.raises(ValueError, match=r"is a test_.*\.Adapted, and .* plan={'model\.layers\.\*\.self_attn'"):
             tpcore.parallelize(model)
         tpcore.parallelize(model, plan={"model.layers.*.self_attn": "replicate"})
 
@@ -245,9 +243,7 @@ def test_quantized_weights_are_refused_by_name() -> None:
         model = llama()
         proj = model.model.layers[0].self_attn.q_proj
         proj.weight = Int8Tensor(proj.weight.detach())
-        with pytest.raises(
-            ValueError, match=r"self_attn\.q_proj has a weight of .*Int8Tensor, and quantized"
-        ):
+        with pytest.raises(ValueError, match=r"self_attn\.q_proj has a weight of .*Int8Tensor, and quantized"):
             tpcore.parallelize(model)
 
     run_ranks(TWO, rank)

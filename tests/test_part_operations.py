@@ -38,9 +38,7 @@ METHODS = (
 
 def test_of_functional_these_alone_are_not_understood() -> None:
     overridable = {f.__name__ for f in get_overridable_functions()[F]}
-    names = {
-        n for n in dir(F) if n in overridable and not n.startswith("_") and not n.endswith("_with_indices")
-    }
+    names = {n for n in dir(F) if n in overridable and not n.startswith("_") and not n.endswith("_with_indices")}
     assert {name for name in names if not understood(name)} == {*UNKNOWN.split()} & names
 
 

@@ -122,9 +122,7 @@ def adapted(make: Callable[[], nn.Module], how: str, options: dict[str, Any], **
     return peft.get_peft_model(model, config(**options))
 
 
-def assert_equal(
-    make: Callable[[], nn.Module], how: str, mesh: Mesh, options: dict[str, Any], **cuts: Any
-) -> None:
+def assert_equal(make: Callable[[], nn.Module], how: str, mesh: Mesh, options: dict[str, Any], **cuts: Any) -> None:
     whole = adapted(make, "", options)
     initial = {n: p.detach().clone() for n, p in whole.named_parameters()}
     warm(whole)
@@ -215,11 +213,7 @@ def test_files_open_on_one_process_and_on_any_mesh(tmp_path: Path) -> None:
 def test_merged_weights(name: str, how: str) -> None:
     make, targets = MODELS[name]
     options = {
-        "targets": targets
-        if name == "gpt2"
-        else [*targets, EMBEDDINGS[name]]
-        if targets != "all-linear"
-        else targets
+        "targets": targets if name == "gpt2" else [*targets, EMBEDDINGS[name]] if targets != "all-linear" else targets
     }
     whole = adapted(make, "", options)
     warm(whole)
@@ -301,9 +295,7 @@ def test_dropout_of_adapters(how: str, sequence_parallel: bool) -> None:
     run_ranks(TWO, rank)
 
     def masks(ctx: tpcore.ParallelContext) -> Tensor:
-        model = adapted(
-            llama, how, {**options, "targets": ["down_proj"]}, sequence_parallel=sequence_parallel
-        )
+        model = adapted(llama, how, {**options, "targets": ["down_proj"]}, sequence_parallel=sequence_parallel)
         torch.manual_seed(5)
         seen: list[Tensor] = []
         for module in model.modules():

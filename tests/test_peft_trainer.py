@@ -50,9 +50,7 @@ def stock(where: Path) -> list[dict[str, float]]:
     return history(trainer)
 
 
-def _on_mesh(
-    ctx: tpcore.ParallelContext, where: Path, how: str, resume: str | None = None
-) -> list[dict[str, float]]:
+def _on_mesh(ctx: tpcore.ParallelContext, where: Path, how: str, resume: str | None = None) -> list[dict[str, float]]:
     from tpcore.integrations.transformers import Trainer
 
     dp = ctx.comm("dp").size

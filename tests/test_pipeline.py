@@ -443,9 +443,7 @@ def test_arguments_that_take_a_gradient_nested_and_split() -> None:
     for recompute in (True, False):
         for got in run_ranks(
             mesh(2),
-            lambda ctx, r=recompute: run(
-                tpcore.PipelinedLayers([Biased() for _ in range(4)], 3, recompute=r)
-            ),
+            lambda ctx, r=recompute: run(tpcore.PipelinedLayers([Biased() for _ in range(4)], 3, recompute=r)),
         ):
             torch.testing.assert_close(got, want, **EXACT)
 
@@ -539,9 +537,7 @@ def test_a_scaled_step_is_the_unscaled_one(cut_state: bool) -> None:
         return losses, model.state_dict(), scales
 
     shape = mesh(2, 2, 2 if cut_state else 1)
-    every = zip(
-        run_ranks(shape, lambda c: run(c, False)), run_ranks(shape, lambda c: run(c, True)), strict=True
-    )
+    every = zip(run_ranks(shape, lambda c: run(c, False)), run_ranks(shape, lambda c: run(c, True)), strict=True)
     for (losses, state, _), (scaled_losses, scaled_state, scales) in every:
         assert scaled_losses == losses
         assert losses[2::3].index(float("inf")) == 2
@@ -607,9 +603,7 @@ def test_stages_of_different_batches_are_told(other: str, at: int, checked: bool
             if other == "none":
                 steps(inner)
                 return
-            with pytest.raises(
-                ValueError, match=r"^stages 0 and 1 .* differ in .*: every stage gets the whole"
-            ):
+            with pytest.raises(ValueError, match=r"^stages 0 and 1 .* differ in .*: every stage gets the whole"):
                 steps(inner)
 
     run_ranks(Mesh({"pp": 2, "dp": 1, "tp": 1}), check)

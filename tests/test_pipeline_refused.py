@@ -146,9 +146,7 @@ def test_tokens_over_ranks_that_a_layer_is_not_cut_over() -> None:
         with pytest.raises(ValueError, match=r"over \('tp',\), and its tokens over \('pp',\)"):
             tpcore.ColumnParallelLinear(4, 4, sequence_parallel_group=ctx.comm("pp"), **tokens)
         with pytest.raises(ValueError, match="without sequence_parallel_enabled has no meaning"):
-            tpcore.ParallelEmbedding(
-                4, 4, sequence_parallel_group=ctx.comm("tp"), tensor_model_parallel_group=both
-            )
+            tpcore.ParallelEmbedding(4, 4, sequence_parallel_group=ctx.comm("tp"), tensor_model_parallel_group=both)
         whole = tpcore.ColumnParallelLinear(4, 4, sequence_parallel_group=ctx.comm("tp"), **tokens)
         assert (whole.tokens, whole.sequence_dim) == (None, 0)  # over all its ranks: as without
 

@@ -20,9 +20,7 @@ SIZES = {"vocab_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2, "hi
 
 
 def llama(**options: Any) -> nn.Module:
-    config = transformers.LlamaConfig(
-        **SIZES, intermediate_size=24, num_key_value_heads=1, use_cache=False, **options
-    )
+    config = transformers.LlamaConfig(**SIZES, intermediate_size=24, num_key_value_heads=1, use_cache=False, **options)
     return transformers.LlamaForCausalLM(config)
 
 

@@ -175,9 +175,7 @@ def test_a_probe_that_fails_is_a_reason(install: Install) -> None:
         ("None", r"Mine.connect\(\) returned None, not a tpcore Transport"),
     ],
 )
-def test_a_transport_that_is_none_or_unfinished_is_told_at_init(
-    comm: str, said: str, install: Install
-) -> None:
+def test_a_transport_that_is_none_or_unfinished_is_told_at_init(comm: str, said: str, install: Install) -> None:
     """Also of a plugin that does not say beforehand which class its Transport is of."""
     code = f"""
     import torch, tpcore

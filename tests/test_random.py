@@ -42,9 +42,7 @@ def test_the_same_where_replicated_and_different_where_sharded(ranks: Ranks) -> 
         assert all(one[where] == got[0][where] for one in got)
     sharded = [tuple(one[where]) for one in got for where in (1, 3, 4)]
     assert len(set(sharded)) == len(sharded)
-    assert len({v for draw in sharded for v in draw}) == 4 * len(
-        sharded
-    )  # nor one stream shifted against another
+    assert len({v for draw in sharded for v in draw}) == 4 * len(sharded)  # nor one stream shifted against another
     assert got == ranks(Mesh({"dp": 1, "tp": 4}), _draws, 7)
     assert got != ranks(Mesh({"dp": 1, "tp": 4}), _draws, 8)
 
@@ -171,9 +169,7 @@ def test_activation_checkpointing_gives_the_same_bits(ranks: Ranks, recompute: s
 
 
 def test_and_other_bits_where_the_numbers_are_not_replayed() -> None:
-    plain, other = (
-        run_ranks(MESH, lambda ctx, r=r: _gradients(ctx, r)) for r in ("none", "with new numbers")
-    )
+    plain, other = (run_ranks(MESH, lambda ctx, r=r: _gradients(ctx, r)) for r in ("none", "with new numbers"))
     assert torch.equal(plain[0][0][1], other[0][0][1])  # the output is from before
     assert not torch.equal(plain[0][0][0], other[0][0][0])
 
@@ -201,7 +197,5 @@ def _sequence_parallel(ctx: ParallelContext, recompute: bool) -> list[Tensor]:
 
 def test_and_so_in_a_sequence_parallel_region(ranks: Ranks) -> None:
     mesh = Mesh({"dp": 1, "tp": 2})
-    for want, got in zip(
-        ranks(mesh, _sequence_parallel, False), ranks(mesh, _sequence_parallel, True), strict=True
-    ):
+    for want, got in zip(ranks(mesh, _sequence_parallel, False), ranks(mesh, _sequence_parallel, True), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))

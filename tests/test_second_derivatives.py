@@ -98,9 +98,7 @@ class Table(nn.Module):
         return (self.table(torch.tensor([3, 0, 9, 3])) * x.tanh()).tanh().sum()
 
     def shard(self) -> None:
-        self.table = tpcore.ParallelEmbedding.from_plain(
-            self.table, pad=True, shard_across_embedding=self.columns
-        )
+        self.table = tpcore.ParallelEmbedding.from_plain(self.table, pad=True, shard_across_embedding=self.columns)
 
 
 class Columns(Table):

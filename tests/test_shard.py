@@ -60,9 +60,7 @@ def test_moves_bring_each_entry_once(spec: ShardSpec, m: int, n: int, data: st.D
     """However many ranks hold it: a checkpoint is read by these moves."""
     assume(fits(spec, n) and fits(spec, m) and spec.dim is not None)
     rank = data.draw(st.integers(0, n - 1))
-    brought = [
-        i for move in spec.moves(m, rank, n) for i in range(move.dst_start, move.dst_start + move.length)
-    ]
+    brought = [i for move in spec.moves(m, rank, n) for i in range(move.dst_start, move.dst_start + move.length)]
     assert sorted(brought) == (spec.source_index(n)[rank] >= 0).nonzero().flatten().tolist()
 
 

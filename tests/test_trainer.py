@@ -61,9 +61,7 @@ def test_what_is_overridden_is_there(name: str) -> None:
 
 
 def test_all_that_is_overridden_is_listed() -> None:
-    own = {
-        name for name in vars(Trainer) if hasattr(transformers.Trainer, name) and not name.startswith("__")
-    }
+    own = {name for name in vars(Trainer) if hasattr(transformers.Trainer, name) and not name.startswith("__")}
     assert own == set(TRAINER)
 
 

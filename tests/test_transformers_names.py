@@ -70,9 +70,7 @@ def test_names_of_explain_and_of_loading() -> None:
     import transformers
 
     assert callable(transformers.AttentionInterface.register)
-    assert callable(
-        importlib.import_module("transformers.integrations.sdpa_attention").sdpa_attention_forward
-    )
+    assert callable(importlib.import_module("transformers.integrations.sdpa_attention").sdpa_attention_forward)
     assert isinstance(transformers.PreTrainedModel.__dict__["from_pretrained"], classmethod)
     assert callable(transformers.AutoConfig.for_model)
     assert callable(hf.llama().set_attn_implementation)

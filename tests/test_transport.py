@@ -167,9 +167,7 @@ def test_a_comm_has_a_position_and_no_rank() -> None:
     def rank(ctx: ParallelContext) -> None:
         comm = ctx.comm("tp")
         assert (comm.position.tolist(), comm.position.dtype) == ([ctx.rank], torch.int64)
-        with pytest.raises(
-            AttributeError, match=r"a Comm has no rank: comm\.position.* use ctx\.rank, an int"
-        ):
+        with pytest.raises(AttributeError, match=r"a Comm has no rank: comm\.position.* use ctx\.rank, an int"):
             comm.rank  # noqa: B018  the access is the test
 
     run_ranks(Mesh({"tp": 2}), rank)

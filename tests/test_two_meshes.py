@@ -70,9 +70,7 @@ def test_axes_of_one_rank_make_no_other_mesh() -> None:
 
 
 @pytest.mark.parametrize("what", ["model", "optimizer"])
-@pytest.mark.parametrize(
-    ("mesh", "other"), [({"tp": 2}, {"dp": 2, "tp": 1}), ({"dp": 2, "tp": 1}, {"dp": 1, "tp": 2})]
-)
+@pytest.mark.parametrize(("mesh", "other"), [({"tp": 2}, {"dp": 2, "tp": 1}), ({"dp": 2, "tp": 1}, {"dp": 1, "tp": 2})])
 def test_a_model_of_another_mesh_does_not_replace_a_checkpoint(
     what: str, mesh: dict[str, int], other: dict[str, int], tmp_path: Path
 ) -> None:
@@ -100,7 +98,5 @@ def test_a_model_of_another_mesh_does_not_replace_a_checkpoint(
 def test_a_record_that_is_no_shard_is_not_committed() -> None:
     record = {"dtype": "float32", "shape": [8, 4], "spec": ShardSpec((8, 4), 0).to_json(), "axes": ["tp"]}
     check_shards("tp_rank_0", {"model.safetensors": {"weight": record}}, Mesh({"tp": 1}))
-    with pytest.raises(
-        CheckpointError, match=r"tp_rank_0: 'weight' is \[8, 4\] and not a shard of 8x4 .* tp"
-    ):
+    with pytest.raises(CheckpointError, match=r"tp_rank_0: 'weight' is \[8, 4\] and not a shard of 8x4 .* tp"):
         check_shards("tp_rank_0", {"model.safetensors": {"weight": record}}, Mesh({"tp": 2}))

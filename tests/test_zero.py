@@ -91,9 +91,7 @@ def assert_equals(net: nn.Module, plain: nn.Module, ctx: ParallelContext, tolera
     want = dict(plain.named_parameters())
     for name, p in net.named_parameters():
         shard = specs[name].shard(want[name].detach(), r, n)
-        torch.testing.assert_close(
-            p.detach(), shard, rtol=tolerance, atol=tolerance, msg=lambda m, k=name: f"{k}: {m}"
-        )
+        torch.testing.assert_close(p.detach(), shard, rtol=tolerance, atol=tolerance, msg=lambda m, k=name: f"{k}: {m}")
 
 
 @pytest.mark.parametrize("kind", tiers(["adamw", "sgd", "nadam"], OPTIMIZERS))
@@ -514,9 +512,7 @@ def test_a_state_of_another_shape_is_refused() -> None:
         plain = torch.optim.AdamW(whole.named_parameters())
         plain.step()
         cut_layer = tpcore.ColumnParallelLinear(4, 4)
-        with pytest.raises(
-            ValueError, match=r"state\[0\]\.exp_avg has shape \(4, 4\) .* \(2, 4\) .* cuts for this"
-        ):
+        with pytest.raises(ValueError, match=r"state\[0\]\.exp_avg has shape \(4, 4\) .* \(2, 4\) .* cuts for this"):
             Zero1(torch.optim.AdamW, cut_layer.named_parameters()).load_state_dict(plain.state_dict())
         with pytest.raises(ValueError, match="of 2 parameters, and this optimizer has 1"):
             Zero1(torch.optim.AdamW, [cut_layer.weight]).load_state_dict(plain.state_dict())

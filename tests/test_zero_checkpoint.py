@@ -68,9 +68,7 @@ def test_a_run_goes_on_at_another_mesh(
 
     first_mesh = Mesh({"dp": here[0], "tp": here[1]})
     run_ranks(first_mesh, first)
-    run_ranks(
-        Mesh({"dp": 1, "tp": 1}), lambda ctx: later.load_state_dict(load(tmp_path / "c", plain)["optimizer"])
-    )
+    run_ranks(Mesh({"dp": 1, "tp": 1}), lambda ctx: later.load_state_dict(load(tmp_path / "c", plain)["optimizer"]))
     run_ranks(Mesh({"dp": there[0], "tp": there[1]}), second)
 
     after = {k: v.clone() for k, v in plain.state_dict().items()}
@@ -102,9 +100,7 @@ def staged(ctx: ParallelContext, zero: bool, *, named: bool = True) -> tuple[Sta
 
 
 @pytest.mark.parametrize(("here", "zero"), [((1, 2), False), ((2, 1), True), ((2, 2), True), ((4, 1), False)])
-def test_the_state_of_stages_opens_at_any_number_of_them(
-    tmp_path: Path, here: tuple[int, int], zero: bool
-) -> None:
+def test_the_state_of_stages_opens_at_any_number_of_them(tmp_path: Path, here: tuple[int, int], zero: bool) -> None:
     def write(ctx: ParallelContext) -> None:
         model, optimizer = staged(ctx, zero)
         save({"model": model.state_dict(), "optimizer": optimizer}, tmp_path / "c")

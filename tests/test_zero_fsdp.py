@@ -74,9 +74,7 @@ def refused_later(ctx: ParallelContext) -> list[str]:
 def test_fully_shard_after_the_optimizer_is_refused_at_the_first_step(pool: Any) -> None:
     for told in pool.run(Mesh({"dp": 2, "tp": 2}), refused_later):
         assert len(told) == 5
-        assert told[0].startswith(
-            "parameters '0.weight', '0.bias', '1.weight' of this optimizer are in no module"
-        )
+        assert told[0].startswith("parameters '0.weight', '0.bias', '1.weight' of this optimizer are in no module")
         assert told[2].startswith("parameters 2 of this optimizer are in no module")
         assert told[4].startswith("parameters 'weight', 'bias' of this optimizer are in no module")
         for text in told:

@@ -29,9 +29,7 @@ def backward(net: nn.Module, step: int, ctx: ParallelContext) -> None:
 
 @pytest.mark.parametrize("grad_dtype", [None, torch.float64])
 @pytest.mark.parametrize("how", ["save", "state_dict"])
-def test_no_state_is_saved_in_the_middle_of_a_step(
-    tmp_path: Path, how: str, grad_dtype: torch.dtype | None
-) -> None:
+def test_no_state_is_saved_in_the_middle_of_a_step(tmp_path: Path, how: str, grad_dtype: torch.dtype | None) -> None:
     """One dp rank alone has a gradient, and all get the error."""
 
     def rank(ctx: ParallelContext) -> None:

@@ -86,9 +86,7 @@ def on_mesh(
     return history(trainer), tpcore.full_state_dict(made) if ctx.comm("pp").size == 1 else {}
 
 
-def assert_same_history(
-    got: list[dict[str, float]], want: list[dict[str, float]], **tolerance: float
-) -> None:
+def assert_same_history(got: list[dict[str, float]], want: list[dict[str, float]], **tolerance: float) -> None:
     assert [entry.keys() for entry in got] == [entry.keys() for entry in want]
     for one, other in zip(got, want, strict=True):
         for name in one:

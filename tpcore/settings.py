@@ -132,13 +132,9 @@ OPENMPI_SIZE = Variable(
 )
 MPICH_SIZE = Variable("PMI_SIZE", whole, 1, "a number", "The same.", "launcher")
 SLURM_SIZE = Variable("SLURM_NTASKS", whole, 1, "a number", "The same.", "launcher")
-RUN_ID = Variable(
-    "TORCHELASTIC_RUN_ID", str, "", "an id", "Names the job: ranks of two jobs do not meet.", "launcher"
-)
+RUN_ID = Variable("TORCHELASTIC_RUN_ID", str, "", "an id", "Names the job: ranks of two jobs do not meet.", "launcher")
 SLURM_JOB = Variable("SLURM_JOB_ID", str, "", "an id", "The same.", "launcher")
-SLURM_HET = Variable(
-    "SLURM_HET_SIZE", str, "", "a number", "Set: the job's parts have ids of their own.", "launcher"
-)
+SLURM_HET = Variable("SLURM_HET_SIZE", str, "", "a number", "Set: the job's parts have ids of their own.", "launcher")
 TEST = Variable(
     "PYTEST_CURRENT_TEST", str, "", "a test's name", "Names the test that ends a job of the kit.", "launcher"
 )

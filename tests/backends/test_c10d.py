@@ -70,9 +70,7 @@ def test_a_program_may_destroy_the_groups_before_shutdown(which: str) -> None:
 
 
 class Limited(ThreadBackend):
-    capabilities = Capabilities(
-        dtypes=(torch.float32, torch.bfloat16, torch.int64, torch.uint8), group_sizes=(2, 8)
-    )
+    capabilities = Capabilities(dtypes=(torch.float32, torch.bfloat16, torch.int64, torch.uint8), group_sizes=(2, 8))
 
     def __init__(self, world: int) -> None:
         super().__init__(0, Alike(world))

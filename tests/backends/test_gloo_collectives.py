@@ -49,9 +49,7 @@ def _inputs(comm: Comm, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Ten
     return every[int(comm.position)].clone(), every
 
 
-def _each(
-    ctx: ParallelContext, check: Callable[[ParallelContext, torch.dtype], None], dtypes: Sequence[str]
-) -> None:
+def _each(ctx: ParallelContext, check: Callable[[ParallelContext, torch.dtype], None], dtypes: Sequence[str]) -> None:
     """All dtypes in one job: to start one costs more than to check a dtype."""
     for name in dtypes:
         try:

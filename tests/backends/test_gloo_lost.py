@@ -124,9 +124,7 @@ def _chain_with_release(ctx: ParallelContext, how: str) -> str:
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_a_rank_that_waits_for_a_waiting_rank_gets_the_right_name(
-    pool: OverRoad, tmp_path: Path, how: str
-) -> None:
+def test_a_rank_that_waits_for_a_waiting_rank_gets_the_right_name(pool: OverRoad, tmp_path: Path, how: str) -> None:
     release = {"TPCORE_TEST_RELEASE": str(tmp_path / "release")}
     outcomes = pool.outcomes(SQUARE, _chain_with_release, how, env=release)
     for rank in (0, 1, 2):
@@ -229,19 +227,13 @@ def test_a_stopped_rank_is_reported_at_the_timeout(pool: OverRoad, tmp_path: Pat
         assert isinstance(error, CollectiveTimeoutError)
         report = str(error)
         assert re.search(r"rank [012] waited 5 s in a collective", report)
-        assert re.search(
-            r"waits for rank 3, which did not come \(pid \d+ on .* is stopped, by SIGSTOP", report
-        )
+        assert re.search(r"waits for rank 3, which did not come \(pid \d+ on .* is stopped, by SIGSTOP", report)
         for r in range(4):
-            assert re.search(
-                rf"\n  rank {r}\b.*:\n(    .*\n)*    tp .* all_reduce sum of float32 \[4\] at ", report
-            )
+            assert re.search(rf"\n  rank {r}\b.*:\n(    .*\n)*    tp .* all_reduce sum of float32 \[4\] at ", report)
         assert re.search(r"\n    tp \[2, 3\] #\d+ all_reduce sum of float32 \[5\] at ", report)
 
 
-def _absent(
-    ctx: ParallelContext, call: Callable[[Comm], object] = lambda comm: comm.all_reduce(torch.ones(7))
-) -> None:
+def _absent(ctx: ParallelContext, call: Callable[[Comm], object] = lambda comm: comm.all_reduce(torch.ones(7))) -> None:
     release = Path(os.environ["TPCORE_TEST_RELEASE"])
     if ctx.rank == 1:
         while not release.exists():
@@ -254,9 +246,7 @@ def _absent(
 
 
 @pytest.mark.parametrize("check", ["1", "0"])
-def test_a_rank_that_does_not_come_is_reported_at_the_timeout(
-    pool: OverRoad, tmp_path: Path, check: str
-) -> None:
+def test_a_rank_that_does_not_come_is_reported_at_the_timeout(pool: OverRoad, tmp_path: Path, check: str) -> None:
     env = {"TPCORE_TEST_RELEASE": str(tmp_path / "release"), "TPCORE_CHECK": check}
     error = pool.outcomes(TP2, _made_then_absent, timeout=5.0, env=env)[0].error
     assert isinstance(error, CollectiveTimeoutError)

@@ -280,9 +280,7 @@ def test_swapped_calls_of_one_shape_are_found_at_the_second(pool: OverRoad, befo
         Mesh({"tp": 2}), _message, "swapped_calls_of_one_shape", 1, before, env={"TPCORE_CHECK": "warmup"}
     )
     assert messages[0] == messages[1]
-    assert re.search(
-        r"rank 0: #\d+ all_reduce .* in accuracy\n  rank 1: #\d+ all_reduce .* in loss", messages[0]
-    )
+    assert re.search(r"rank 0: #\d+ all_reduce .* in accuracy\n  rank 1: #\d+ all_reduce .* in loss", messages[0])
 
 
 def _swapped_in_each_step(ctx: ParallelContext) -> str:

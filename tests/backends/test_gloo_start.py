@@ -84,9 +84,7 @@ def test_tp_larger_than_the_world_that_was_launched(monkeypatch: pytest.MonkeyPa
         (("one", 2, "127.0.0.1", 1), r"RANK must be a whole number, not 'one'"),
     ],
 )
-def test_half_an_environment(
-    monkeypatch: pytest.MonkeyPatch, port: int, values: tuple[object, ...], said: str
-) -> None:
+def test_half_an_environment(monkeypatch: pytest.MonkeyPatch, port: int, values: tuple[object, ...], said: str) -> None:
     _environment(monkeypatch, *values)
     with pytest.raises(BackendError, match=said):
         GlooBackend().start(1.0)

@@ -128,9 +128,7 @@ tpcore.launch(program, 2)
 """
 
 
-@pytest.mark.parametrize(
-    "how", tiers([signal.SIGKILL], [signal.SIGINT, signal.SIGTERM]), ids=lambda s: s.name
-)
+@pytest.mark.parametrize("how", tiers([signal.SIGKILL], [signal.SIGINT, signal.SIGTERM]), ids=lambda s: s.name)
 def test_ranks_end_with_their_parent(tmp_path: Path, how: signal.Signals) -> None:
     folder, script = tmp_path / "pids", tmp_path / "script.py"
     folder.mkdir()

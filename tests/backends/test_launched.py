@@ -56,9 +56,7 @@ def launched(tmp_path: Path, how: str) -> str:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tpcore-plain\nVersion: 1\n")
     (info / "entry_points.txt").write_text("[tpcore]\nplain = tpcore_plain\n")
     (tmp_path / "test_plain.py").write_text(KIT)
-    env = {
-        k: v for k, v in os.environ.items() if not k.startswith("PYTEST") and k not in ("RANK", "WORLD_SIZE")
-    }
+    env = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST") and k not in ("RANK", "WORLD_SIZE")}
     env |= {"PYTHONPATH": f"{tmp_path}:{env.get('PYTHONPATH', '')}", "OMP_NUM_THREADS": "1", "HOW": how}
     words = ["torchrun", "--nproc_per_node=2", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     done = forked.run([*words, "test_plain.py", "-k", "once or then"], tmp_path, env)

@@ -161,9 +161,7 @@ MUTANTS = [
     Mutant(flight_recorder.timeout_report, "{why}{state(m)}", "{why}"),
     Mutant(flight_recorder.timeout_report, "if m != waiter and state(m)", "if m == waiter and state(m)"),
     Mutant(RankReport.pack, "self.stopped", "[]"),
-    Mutant(
-        StatusStore._first, 'store.compare_set(key, "", value)', "(store.set(key, value), value.encode())[1]"
-    ),
+    Mutant(StatusStore._first, 'store.compare_set(key, "", value)', "(store.set(key, value), value.encode())[1]"),
     Mutant(StatusStore.reports, "if data", "if not data"),
     Mutant(Verdict.error, '"timeout"', '"lost"'),
     Mutant(connection_broke, '"transport/"', '"x"'),
@@ -173,9 +171,7 @@ MUTANTS = [
     Mutant(Links.end, "return True", "return False"),
     Mutant(Links.end, "errno.ECONNRESET, errno.EPIPE", "errno.ETIMEDOUT"),
     Mutant(Links.lose, "for rank in ranks:", "for rank in ranks[:1]:"),
-    Mutant(
-        rendezvous._answer, 'store.set(f"tpcore start/{asked}", name)', "store.set('tpcore start/0', name)"
-    ),
+    Mutant(rendezvous._answer, 'store.set(f"tpcore start/{asked}", name)', "store.set('tpcore start/0', name)"),
     Mutant(
         rendezvous._of_this_start,
         "name, deadline, pause = uuid.uuid4().hex",

@@ -53,10 +53,7 @@ def _context(ctx: ParallelContext) -> str:
 
 
 def test_the_context_says_how_its_groups_talk(pool: RankPool) -> None:
-    assert (
-        pool.run(TP2, _context)[0]
-        == "ParallelContext(GlooBackend, Mesh({'tp': 2}), rank 0; tp: shared memory)"
-    )
+    assert pool.run(TP2, _context)[0] == "ParallelContext(GlooBackend, Mesh({'tp': 2}), rank 0; tp: shared memory)"
 
 
 def test_it_can_be_turned_off(pool: RankPool) -> None:
@@ -166,18 +163,14 @@ def quick(test: str, params: Mapping[str, Any]) -> bool:
     """Each end, step and world; the calls that differ in pieces and whole."""
     if test == "test_calls_that_differ_are_named_and_the_group_goes_on":
         return diagonal(params, world=[2, 4], large=[4, 1000], check=["1", "0"])
-    return not {"step"} & params.keys() or diagonal(
-        params, how=[*ENDS], step=[*STEPS["shared memory"]], world=[2, 4]
-    )
+    return not {"step"} & params.keys() or diagonal(params, how=[*ENDS], step=[*STEPS["shared memory"]], world=[2, 4])
 
 
 # -- the ends -----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("step", STEPS["shared memory"])
 @pytest.mark.parametrize("how", ENDS)
-def test_a_rank_that_ends_at_any_step_is_named(
-    tiny: RankPool, tmp_path: Path, how: str, step: str, world: int
-) -> None:
+def test_a_rank_that_ends_at_any_step_is_named(tiny: RankPool, tmp_path: Path, how: str, step: str, world: int) -> None:
     outcomes = tiny.outcomes(Mesh({"tp": world}), ends_at, how, step, str(tmp_path))
     for outcome in outcomes[:-1]:
         assert outcome.error is None
@@ -289,9 +282,7 @@ def _two(comm: Comm, n: int) -> object:
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("check", ["0", "1"])
 @pytest.mark.parametrize("large", [4, 1000])
-def test_calls_that_differ_are_named_and_the_group_goes_on(
-    tiny: RankPool, large: int, check: str, world: int
-) -> None:
+def test_calls_that_differ_are_named_and_the_group_goes_on(tiny: RankPool, large: int, check: str, world: int) -> None:
     every = tiny.run(Mesh({"tp": world}), _differ, large, env={"TPCORE_CHECK": check})
     for said in every:
         assert said == every[0]

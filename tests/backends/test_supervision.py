@@ -173,9 +173,7 @@ dist.all_reduce(torch.ones(2))  # past tpcore: torch's excepthook prints the err
 def test_a_line_that_names_the_lost_rank_has_no_prefix_of_torchs(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(UNHANDLED)
     patient = "--monitor-interval=3"  # torchrun ends the others so long after the first: long enough to print
-    printed = forked.run(
-        ["torchrun", "--standalone", patient, "--nproc_per_node=2", "train.py"], tmp_path
-    ).stderr
+    printed = forked.run(["torchrun", "--standalone", patient, "--nproc_per_node=2", "train.py"], tmp_path).stderr
     lines = [line for line in printed.splitlines() if "tpcore: rank 1 (pid" in line]
     assert lines, printed
     assert all(line.startswith("tpcore: ") for line in lines), printed
@@ -212,7 +210,5 @@ def test_ranks_that_met_have_met_whatever_becomes_of_one_of_them() -> None:
 
 @pytest.mark.parametrize(("rank", "who"), [(0, "1, 2"), (1, "0")])
 def test_ranks_that_are_not_started_again_are_named(rank: int, who: str) -> None:
-    with pytest.raises(
-        CollectiveTimeoutError, match=f"{rank} waited 0.1 s to start: rank {who} of 3 did not"
-    ):
+    with pytest.raises(CollectiveTimeoutError, match=f"{rank} waited 0.1 s to start: rank {who} of 3 did not"):
         rendezvous._of_this_start(dist.HashStore(), rank, 3, 0.1)

@@ -85,9 +85,7 @@ def _load(ctx: ParallelContext, path: str) -> None:
         torch.testing.assert_close(model.state_dict()[name], value, rtol=0, atol=0, msg=name)
 
 
-def test_a_model_saved_by_torch_at_one_degree_is_loaded_by_torch_at_another(
-    pool: RankPool, tmp_path: Path
-) -> None:
+def test_a_model_saved_by_torch_at_one_degree_is_loaded_by_torch_at_another(pool: RankPool, tmp_path: Path) -> None:
     pool.run(Mesh({"dp": 2, "tp": 2}), _save, str(tmp_path / "dcp"))
     pool.run(Mesh({"dp": 1, "tp": 4}), _load, str(tmp_path / "dcp"))
 

@@ -99,9 +99,7 @@ def test_a_rank_that_comes_late_to_its_job_ends_both() -> None:
     ranks.append(_started(port, 1))
     for process, answers in ranks:
         said = answers.recv()
-        assert re.search(
-            r"rank 1 has come twice to 127\.0\.0\.1:\d+, as pid \d+ .* MASTER_PORT of its own", said
-        )
+        assert re.search(r"rank 1 has come twice to 127\.0\.0\.1:\d+, as pid \d+ .* MASTER_PORT of its own", said)
         process.join()
 
 
@@ -110,9 +108,7 @@ def test_jobs_that_their_launchers_name_do_not_meet() -> None:
     port = _port()
     ranks = [_started(port, rank, SLURM_JOB_ID=str(7 + rank)) for rank in (0, 1)]
     for process, answers in ranks:
-        assert answers.recv().startswith(
-            "rank 0 has SLURM_JOB_ID=7 and rank 1 8: two jobs were given one address"
-        )
+        assert answers.recv().startswith("rank 0 has SLURM_JOB_ID=7 and rank 1 8: two jobs were given one address")
         process.join()
 
 

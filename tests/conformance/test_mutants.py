@@ -341,11 +341,7 @@ class BroadcastsByMultiplyingWithZero(ThreadTransport):
 @mutant("test_odd_values all_reduce max")
 class MaxLeavesOutNaN(ThreadTransport):
     def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
-        return (
-            summed(self.exchange(op, x))
-            if op == "sum"
-            else functools.reduce(torch.fmax, self.exchange(op, x))
-        )
+        return summed(self.exchange(op, x)) if op == "sum" else functools.reduce(torch.fmax, self.exchange(op, x))
 
 
 @mutant("test_started")

@@ -22,9 +22,7 @@ mutant = LIMITS.mutant
 class Full(Plain):
     """With all dtypes that these need."""
 
-    capabilities = replace(
-        Plain.capabilities, dtypes=(*Plain.capabilities.dtypes, torch.float16, torch.int32)
-    )
+    capabilities = replace(Plain.capabilities, dtypes=(*Plain.capabilities.dtypes, torch.float16, torch.int32))
 
 
 # -- sizes -------------------------------------------------------------------------------------------------
@@ -176,9 +174,7 @@ class Long(OfAll):
     calls = 70_000
 
 
-@pytest.mark.parametrize(
-    "name", first_of(LIMITS, "test_sizes", "test_same_bits", "test_odd_values", "test_many")
-)
+@pytest.mark.parametrize("name", first_of(LIMITS, "test_sizes", "test_same_bits", "test_odd_values", "test_many"))
 def test_the_kit_names_the_fault(name: str) -> None:
     caught_by, cls = LIMITS[name]
     assert found(caught_by, cls, Long if name == "CountsCallsIn16Bits" else OfAll)

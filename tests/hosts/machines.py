@@ -33,9 +33,7 @@ class Machine:
         for rank in self.ranks:
             (self.home / f"ended{rank}").unlink(missing_ok=True)
         where = (self._network, self.host, self.home, self.ranks)
-        self._process = get_context("forkserver").Process(
-            target=_machine, args=(*where, dict(env), program, args)
-        )
+        self._process = get_context("forkserver").Process(target=_machine, args=(*where, dict(env), program, args))
         self._process.start()
 
     # -- faults -------------------------------------------------------------------------------------------
@@ -68,9 +66,7 @@ class Machine:
         left = self._process.exitcode is None
         self._process.kill()
         self._process.join()
-        assert not left, (
-            f"ranks of host {self.host} did not end: {[self.printed(r)[-2000:] for r in self.ranks]}"
-        )
+        assert not left, f"ranks of host {self.host} did not end: {[self.printed(r)[-2000:] for r in self.ranks]}"
 
     def ended(self, rank: int) -> tuple[int, float]:
         """Exit code, minus the signal if one killed it, and the time of its end."""
@@ -83,9 +79,7 @@ class Machine:
 
     def error(self, rank: int) -> str:
         """The last error that the rank ended with."""
-        found = re.findall(
-            r"^(?:\[rank\d+\]: )?(tpcore\.errors\..*(?:\n.*)*)", self.printed(rank), re.MULTILINE
-        )
+        found = re.findall(r"^(?:\[rank\d+\]: )?(tpcore\.errors\..*(?:\n.*)*)", self.printed(rank), re.MULTILINE)
         return found[-1] if found else ""
 
 
@@ -110,9 +104,7 @@ def _machine(
         os._exit(status)
 
 
-def _ranks(
-    home: Path, ranks: range, env: dict[str, str], program: Callable[..., None], args: tuple[Any, ...]
-) -> int:
+def _ranks(home: Path, ranks: range, env: dict[str, str], program: Callable[..., None], args: tuple[Any, ...]) -> int:
     alive = {}
     for local, rank in enumerate(ranks):
         pid = os.fork()

@@ -87,17 +87,13 @@ DRILLS = {
     "the store's host off": Drill(lambda net, m: _off(net, m[0]), {1: A}),
     "stopped": Drill(lambda net, m: m[1].stop(1), {0: STOPPED}, env={"TPCORE_TIMEOUT": "6"}),
     "off in a save": Drill(lambda net, m: _off(net, m[1]), {0: B}, axes=STAGES, stuck=3),
-    "the store's host off in a save": Drill(
-        lambda net, m: _off(net, m[0]), {1: A}, axes=STAGES, stuck=0, drill=True
-    ),
+    "the store's host off in a save": Drill(lambda net, m: _off(net, m[0]), {1: A}, axes=STAGES, stuck=0, drill=True),
     # tp inside the hosts, dp and stages across, on hosts of different sizes
     "three hosts": Drill(lambda net, m: _off(net, m[2]), {0: LAST, 1: LAST}, ranks=(2, 4, 2), axes=STAGES),
     "three hosts, the store's off": Drill(
         lambda net, m: _off(net, m[0]), {1: A, 2: A}, ranks=(2, 4, 2), axes=STAGES, drill=True
     ),
-    "three hosts, dp": Drill(
-        lambda net, m: net.cut(2), {0: C, 1: C, 2: f"{A}|{B}"}, ranks=(2, 2, 2), drill=True
-    ),
+    "three hosts, dp": Drill(lambda net, m: net.cut(2), {0: C, 1: C, 2: f"{A}|{B}"}, ranks=(2, 2, 2), drill=True),
     "three hosts, pp": Drill(
         lambda net, m: net.cut(2),
         {0: C, 1: C, 2: f"{A}|{B}"},
@@ -121,8 +117,7 @@ def run(drill: Drill, home: Path) -> Outcome:
     os.mkfifo(home / "told")
     with Network(len(drill.ranks)) as network:
         machines = [
-            Machine(network, host, home, sum(drill.ranks[:host]), count)
-            for host, count in enumerate(drill.ranks)
+            Machine(network, host, home, sum(drill.ranks[:host]), count) for host, count in enumerate(drill.ranks)
         ]
         env = environment(sum(drill.ranks), **drill.env)
         for machine in machines:

@@ -31,8 +31,7 @@ class SelfAttention(nn.Module):
 
     def forward(self, x):
         q, k, v = (
-            proj(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for proj in (self.query, self.key, self.value)
+            proj(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for proj in (self.query, self.key, self.value)
         )
         scores = torch.softmax(q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1]), -1)
         return self.norm(x + self.dense((scores @ v).transpose(1, 2).flatten(-2)))
@@ -92,9 +91,7 @@ def train(flags):
         scheduler.load_state_dict(saved["scheduler"])
         start = saved["step"]
     dp = parallel_state.get_data_parallel_size()
-    sampler = DistributedSampler(
-        data(), num_replicas=dp, rank=parallel_state.get_data_parallel_rank(), shuffle=False
-    )
+    sampler = DistributedSampler(data(), num_replicas=dp, rank=parallel_state.get_data_parallel_rank(), shuffle=False)
     losses = []
     for step, (ids, labels) in enumerate(DataLoader(data(), batch_size=8 // dp, sampler=sampler)):
         if not start <= step < start + flags.steps:
@@ -107,9 +104,7 @@ def train(flags):
         scheduler.step()
         optimizer.zero_grad()
         mean = loss.detach() / dp
-        mappings.reduce_from_tensor_model_parallel_region(
-            mean, process_group=parallel_state.get_data_parallel_group()
-        )
+        mappings.reduce_from_tensor_model_parallel_region(mean, process_group=parallel_state.get_data_parallel_group())
         losses.append(mean.item())
     checkpointing.save(
         {

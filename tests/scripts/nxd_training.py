@@ -35,8 +35,7 @@ class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.query, self.key, self.value = (
-            layers.ColumnParallelLinear(HIDDEN, HIDDEN, gather_output=False, dtype=torch.float64)
-            for _ in range(3)
+            layers.ColumnParallelLinear(HIDDEN, HIDDEN, gather_output=False, dtype=torch.float64) for _ in range(3)
         )
         self.dense = layers.RowParallelLinear(
             HIDDEN, HIDDEN, bias=True, input_is_parallel=True, dtype=torch.float64, device=False
@@ -44,9 +43,7 @@ class Attention(nn.Module):
         self.heads = HEADS // parallel_state.get_tensor_model_parallel_size()
 
     def forward(self, x):
-        q, k, v = (
-            f(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for f in (self.query, self.key, self.value)
-        )
+        q, k, v = (f(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for f in (self.query, self.key, self.value))
         y = F.scaled_dot_product_attention(q, k, v)
         return self.dense(y.transpose(1, 2).flatten(2))
 

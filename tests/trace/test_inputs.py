@@ -107,13 +107,9 @@ def test_dynamic_dimensions(said: Any) -> None:
 def test_what_is_static_stays_so() -> None:
     inputs = make()
     assert inputs.sizes([X, Y]) == {}
-    with pytest.raises(
-        ValueError, match=r"ids \[2, 6\], mask \[2, 5\]; the model was traced for ids \[2, 5\]"
-    ):
+    with pytest.raises(ValueError, match=r"ids \[2, 6\], mask \[2, 5\]; the model was traced for ids \[2, 5\]"):
         inputs.sizes([torch.zeros(2, 6), Y])
-    with pytest.raises(
-        TypeError, match=r"mask is of torch.int64, and the model was traced with torch.float32"
-    ):
+    with pytest.raises(TypeError, match=r"mask is of torch.int64, and the model was traced with torch.float32"):
         inputs.sizes([X, Y.long()])
 
 
@@ -146,9 +142,7 @@ def test_buckets() -> None:
     assert torch.equal(padded[:2, :3], torch.ones(2, 3))
     assert float(padded.sum()) == 6 + 7 * (24 - 6)
     for shape in ((4, 4), (1, 9), (0, 3)):
-        with pytest.raises(
-            ValueError, match="sizes up to those of one of: ids dim 0 1, ids dim 1 4; ids dim"
-        ):
+        with pytest.raises(ValueError, match="sizes up to those of one of: ids dim 0 1, ids dim 1 4; ids dim"):
             choose(*shape)
     with pytest.raises(ValueError, match="no program takes"):
         inputs.sizes([torch.ones(1, 3), torch.ones(1, 4)])  # which the model would not take either

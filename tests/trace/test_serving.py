@@ -311,9 +311,7 @@ def test_a_plain_program_that_has_not_the_models_code(artifact: Path, tmp_path: 
     total, numbers = json.loads(done.stdout)
     want = plain()(ids, torch.ones_like(ids))["logits"].sum()
     assert total == pytest.approx(float(want), abs=1e-9)
-    if (
-        end == "kill in a call"
-    ):  # the first waits for the second in a collective, for two minutes if left alone
+    if end == "kill in a call":  # the first waits for the second in a collective, for two minutes if left alone
         stopped = numbers.pop()
         assert gone(numbers)
         os.kill(stopped, signal.SIGKILL)

@@ -60,9 +60,7 @@ def _loaded(folder: Path, piped: bool) -> nn.Module:
 
 
 @pytest.mark.parametrize("piped", [False, True])
-def test_a_checkpoint_of_stages_is_traced_and_served_at_any_tp(
-    pool: Any, tmp_path: Path, piped: bool
-) -> None:
+def test_a_checkpoint_of_stages_is_traced_and_served_at_any_tp(pool: Any, tmp_path: Path, piped: bool) -> None:
     """The vocabulary is cut over pp x tp, as in training, and batches are of any size."""
     want, *_ = run_ranks(Mesh({"pp": 2, "dp": 1, "tp": 2}), lambda ctx: _trained(ctx, tmp_path / "c"))
     sizes = ({0: torch.export.Dim("rows", min=1, max=8)},)

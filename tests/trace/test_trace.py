@@ -22,9 +22,7 @@ EXACT = 1e-12
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_equals_the_unsharded_model(pool: RankPool, tmp_path: Path, tp: int) -> None:
-    model = traced_in(
-        pool, tmp_path, lambda: Encoder(True), batch(1, 8), tp, dynamic_shapes=(DYNAMIC, DYNAMIC)
-    )
+    model = traced_in(pool, tmp_path, lambda: Encoder(True), batch(1, 8), tp, dynamic_shapes=(DYNAMIC, DYNAMIC))
     plain = Encoder(False).eval()
     for rows, length in ((1, 8), (3, 20), (8, 64)):
         ids, mask = batch(rows, length)
@@ -228,9 +226,7 @@ def _seeded_by_rank() -> nn.Module:
         (nn.CosineSimilarity, TypeError, "missing a required argument: 'x2'"),
     ],
 )
-def test_what_cannot_be_traced(
-    pool: RankPool, tmp_path: Path, func: Any, error: type[Exception], message: str
-) -> None:
+def test_what_cannot_be_traced(pool: RankPool, tmp_path: Path, func: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         traced_in(pool, tmp_path, func, torch.ones(1, 4), 2)
 
@@ -265,9 +261,7 @@ class Spread(nn.Module):
 
 def test_sequence_parallelism_with_every_length_says_what_to_do(pool: RankPool, tmp_path: Path) -> None:
     length = {1: torch.export.Dim("length", min=2, max=64)}
-    with pytest.raises(
-        ValueError, match=r"every size of length .*sequence_parallel_enabled=False .* bucket_"
-    ):
+    with pytest.raises(ValueError, match=r"every size of length .*sequence_parallel_enabled=False .* bucket_"):
         traced_in(pool, tmp_path, Spread, torch.zeros(1, 8, dtype=torch.int64), 2, dynamic_shapes=(length,))
 
 

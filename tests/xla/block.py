@@ -21,16 +21,12 @@ class Block(nn.Module):
         self.heads = HEADS // tp
         self.embed = tpcore.ParallelEmbedding(VOCAB, HIDDEN, dtype=dtype, **on)
         self.norm1 = tpcore.LayerNorm(HIDDEN, dtype=dtype, **norm)
-        self.qkv = tpcore.ColumnParallelLinear(
-            HIDDEN, 3 * HIDDEN, gather_output=False, stride=3, dtype=dtype, **on
-        )
+        self.qkv = tpcore.ColumnParallelLinear(HIDDEN, 3 * HIDDEN, gather_output=False, stride=3, dtype=dtype, **on)
         self.out = tpcore.RowParallelLinear(HIDDEN, HIDDEN, input_is_parallel=True, dtype=dtype, **on)
         self.norm2 = tpcore.RMSNorm(HIDDEN, dtype=dtype, **norm)
         self.up = tpcore.ColumnParallelLinear(HIDDEN, 4 * HIDDEN, gather_output=False, dtype=dtype, **on)
         self.down = tpcore.RowParallelLinear(4 * HIDDEN, HIDDEN, input_is_parallel=True, dtype=dtype, **on)
-        self.head = tpcore.ColumnParallelLinear(
-            HIDDEN, VOCAB, bias=False, gather_output=False, dtype=dtype, **on
-        )
+        self.head = tpcore.ColumnParallelLinear(HIDDEN, VOCAB, bias=False, gather_output=False, dtype=dtype, **on)
 
     def attention(self, x: Tensor) -> Tensor:
         q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))

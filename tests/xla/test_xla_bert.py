@@ -74,12 +74,8 @@ def unsharded(text, output_dir) -> list[float]:
     torch.manual_seed(options.seed)
     model = BertForPreTraining(config)
     optimizer = bert_pretrain._optimizer(model, options.lr)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda done: bert_pretrain._share_of_lr(done, options)
-    )
-    streams = [
-        batches(data.dataset, batch_size=4, seed=options.seed, dp_size=DP, dp_rank=rank) for rank in range(DP)
-    ]
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: bert_pretrain._share_of_lr(done, options))
+    streams = [batches(data.dataset, batch_size=4, seed=options.seed, dp_size=DP, dp_rank=rank) for rank in range(DP)]
     losses = []
     for _ in range(STEPS):
         total = 0.0
@@ -87,9 +83,7 @@ def unsharded(text, output_dir) -> list[float]:
             batch = next(stream)
             labels, following = batch.pop("labels"), batch.pop("next_sentence_label")
             out = model(**batch)
-            loss = F.cross_entropy(
-                out.prediction_logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED
-            )
+            loss = F.cross_entropy(out.prediction_logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
             loss = loss + F.cross_entropy(out.seq_relationship_logits, following)
             (loss / (DP * MICRO)).backward()
             total += loss.item() / (DP * MICRO)

@@ -39,9 +39,7 @@ def starts(tp: int, kind: str | None) -> dict[str, int]:
 
 
 def test_more_ranks_than_cores_are_refused():
-    with pytest.raises(
-        tpcore.BackendError, match=r"4 processes .* shows 2 NeuronCores.*start 2, or make more"
-    ):
+    with pytest.raises(tpcore.BackendError, match=r"4 processes .* shows 2 NeuronCores.*start 2, or make more"):
         run_replicas(starts, 4, 2, None, env={"NEURON_RT_VISIBLE_CORES": "4-5"})
     assert run_replicas(starts, 4, 2, None, env={"NEURON_RT_VISIBLE_CORES": "4-7"})[0]["tp"] == 2
 

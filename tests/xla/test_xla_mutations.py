@@ -83,9 +83,7 @@ def mutated(ctx: ParallelContext, mutate, axis: str) -> list[str]:
     comm = ctx.comm(axis)
     mutate(comm.transport, ctx.comm("dp" if axis == "tp" else "tp").transport)
     found = primitives(ctx, axis, torch.float32)
-    return [
-        name for name, (got, want) in found.items() if got.shape != want.shape or not torch.equal(got, want)
-    ]
+    return [name for name, (got, want) in found.items() if got.shape != want.shape or not torch.equal(got, want)]
 
 
 @pytest.mark.parametrize("axis", ["tp", "dp"])

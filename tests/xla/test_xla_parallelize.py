@@ -33,9 +33,7 @@ def make(family: str) -> Any:
         config = transformers.LlamaConfig(**SIZES, num_key_value_heads=1, tie_word_embeddings=True)
         return transformers.LlamaForCausalLM(config)
     if family == "qwen3":
-        return transformers.Qwen3ForCausalLM(
-            transformers.Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=8)
-        )
+        return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=8))
     if family == "bert":
         dropouts = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
         return transformers.BertForMaskedLM(transformers.BertConfig(**SIZES, **dropouts))

@@ -105,9 +105,7 @@ def library_groups(ctx: ParallelContext) -> dict[str, torch.Tensor]:
 def test_groups_work_with_the_libraries_own_calls():
     for rank, found in enumerate(on_replicas(4, 2, library_groups)):
         for name, got in found.items():
-            members = {"tp": (rank // 2 * 2, rank // 2 * 2 + 1), "dp": (rank % 2, rank % 2 + 2)}[
-                name.split()[-1]
-            ]
+            members = {"tp": (rank // 2 * 2, rank // 2 * 2 + 1), "dp": (rank % 2, rank % 2 + 2)}[name.split()[-1]]
             assert got.tolist() == [sum(2.0**r for r in members)], name
 
 
@@ -143,9 +141,7 @@ def wrong_device(ctx: ParallelContext) -> None:
 
 
 def test_a_tensor_on_the_wrong_device_is_refused():
-    message = (
-        r"all_reduce sum over \('tp',\): a tensor of shape \(2, 3\) is on cpu, and this rank's device is xla:"
-    )
+    message = r"all_reduce sum over \('tp',\): a tensor of shape \(2, 3\) is on cpu, and this rank's device is xla:"
     with pytest.raises(ValueError, match=message):
         on_replicas(4, 2, wrong_device)
 

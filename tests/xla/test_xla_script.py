@@ -68,9 +68,7 @@ def two_jobs() -> str:
 
 
 def test_a_process_group_of_another_backend_is_refused():
-    with pytest.raises(
-        tpcore.BackendError, match="is initialized with 'gloo', and the neuron backend needs 'xla'"
-    ):
+    with pytest.raises(tpcore.BackendError, match="is initialized with 'gloo', and the neuron backend needs 'xla'"):
         run_replicas(two_jobs, 2)
 
 

@@ -64,9 +64,7 @@ def traced(
     **more: Any,
 ) -> TensorParallelModel:
     calls = sorted((_call(e) for e in (inputs, *bucket_inputs)), key=_size)
-    order = Order(
-        func, calls, more.get("dynamic_shapes"), "neuron", tp, folder, "traced", more.get("compiler")
-    )
+    order = Order(func, calls, more.get("dynamic_shapes"), "neuron", tp, folder, "traced", more.get("compiler"))
     manifest = assembled(order, run_replicas(trace_rank, tp, order), 0)
     return TensorParallelModel(folder, manifest, workers=OnReplicas(folder, manifest))
 
@@ -100,9 +98,7 @@ def test_the_program_holds_no_weights_and_one_serves_all_ranks(tmp_path):
     assert all(t.numel() == 1 for t in constants.values())
     hlo = (tmp_path / "programs/0/program.hlo").read_bytes()
     weights = load_file(tmp_path / "tp_rank_0/model.safetensors")
-    assert all(
-        bytes(t.reshape(-1)[:4].view(torch.uint8).tolist()) not in hlo for t in weights.values() if t.any()
-    )
+    assert all(bytes(t.reshape(-1)[:4].view(torch.uint8).tolist()) not in hlo for t in weights.values() if t.any())
     program = Program((tmp_path / "programs/0/program.mlir").read_text())
     # embedding, attention's and the MLP's row layers; the gathered head
     assert Counter(c.kind for c in program.collectives) == {"all_reduce add": 3, "all_gather": 1}
@@ -236,9 +232,7 @@ def neuronx(monkeypatch):
 
 @pytest.mark.parametrize("process", ["n2"])
 def test_where_the_neuron_tools_are_the_program_is_compiled_and_that_runs(process, neuronx, tmp_path):
-    with pytest.raises(
-        tpcore.BackendError, match="2 processes were started on this host, which shows 1 Neuron"
-    ):
+    with pytest.raises(tpcore.BackendError, match="2 processes were started on this host, which shows 1 Neuron"):
         run_replicas(lambda: tpcore.init("neuron", 2), 2, env={"NEURON_RT_VISIBLE_CORES": "0-0"})
     options = CompilerOptions(("--model-type=transformer", "-O1"), str(tmp_path / "work"))
     model = traced(tmp_path / "encoder", make, batch(2, 8), 2, compiler=options)

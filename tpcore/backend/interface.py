@@ -77,9 +77,7 @@ class Backend(ABC):
 
     def adopt(self, process_group: Any) -> Transport:
         """The transport for a group object that the user made with the backend's own library."""
-        raise BackendError(
-            f"{type(self).__name__} cannot use the group {process_group!r}: pass a tpcore Comm"
-        )
+        raise BackendError(f"{type(self).__name__} cannot use the group {process_group!r}: pass a tpcore Comm")
 
     @final
     def comm(self, group: Group, rank: int) -> Comm:

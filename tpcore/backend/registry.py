@@ -90,9 +90,7 @@ def backend_class(name: str) -> type[Backend]:
         raise BackendError(f"no backend {name!r} is installed; there are {installed}")
     if len(found) > 1:
         owners = sorted(" ".join(_origin(ep)) for ep in found)
-        raise BackendError(
-            f"backend {name!r} is provided by several distributions: {owners}; uninstall all but one"
-        )
+        raise BackendError(f"backend {name!r} is provided by several distributions: {owners}; uninstall all but one")
     return _load(found[0])
 
 

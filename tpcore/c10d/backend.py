@@ -109,9 +109,7 @@ class C10dBackend(Backend):
         if not adopted:
             with self._connecting(range(world)):
                 self._owns = True  # set before the call: an error inside may leave the group half made
-                dist.init_process_group(
-                    self.transport, timeout=self._seconds, store=store, rank=rank, world_size=world
-                )
+                dist.init_process_group(self.transport, timeout=self._seconds, store=store, rank=rank, world_size=world)
                 if world > 1:
                     self._settle(dist.group.WORLD)
         if self._supervisor is not None:

@@ -52,9 +52,7 @@ def _entries(ctx: ParallelContext, name: str, value: Tensor) -> Iterator[tuple[s
     mark, local = sharding(value), value.detach()
     layout = Layout(tuple(value.shape)) if mark is None else mark.layout
     if mark is not None and mark.ctx.mesh != ctx.mesh:
-        raise ValueError(
-            f"{name!r} is cut over a group that no axes of {ctx.mesh} make: no DTensor says that"
-        )
+        raise ValueError(f"{name!r} is cut over a group that no axes of {ctx.mesh} make: no DTensor says that")
     if layout.slot is not None or len(layout.cuts) > 1 or any(len(cut.axes) > 1 for cut in layout.cuts):
         raise ValueError(f"{name!r} is {layout}, which no DTensor says: use tpcore.checkpoint")
     if not layout.cuts:
@@ -104,9 +102,7 @@ def _over(
     placements = [cuts.get(a, Replicate()) for a in axes]
     size = torch.Size(shape)
     stride = torch.empty(size, device="meta").stride()
-    return DTensor.from_local(
-        local, _device_mesh(ctx, axes), placements, run_check=False, shape=size, stride=stride
-    )
+    return DTensor.from_local(local, _device_mesh(ctx, axes), placements, run_check=False, shape=size, stride=stride)
 
 
 def _divided(name: str, size: int, axis: str, copies: int) -> dict[str, int]:

@@ -17,9 +17,7 @@ def host_store() -> tuple[Any, dict[str, str]]:
     # a listening socket of our own: TCPStore would listen on all interfaces, whatever its host is
     listener = socket.create_server((_HOST, 0))
     port = listener.getsockname()[1]
-    store = dist.TCPStore(
-        _HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
+    store = dist.TCPStore(_HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     return store, {
         settings.MASTER_ADDR.name: _HOST,
         settings.MASTER_PORT.name: str(store.port),

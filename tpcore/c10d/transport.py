@@ -180,9 +180,7 @@ class C10dTransport(Transport):
         taken = [got.numel() if r == source else 0 for r in range(self.size)]
         if source < 0:
             out.zero_()
-        self._finish(
-            self._calls.alltoall_base(got[: sum(taken)], sent[: sum(given)], taken, given, _ALL_TO_ALL)
-        )
+        self._finish(self._calls.alltoall_base(got[: sum(taken)], sent[: sum(given)], taken, given, _ALL_TO_ALL))
         return out
 
     def _exchanged(self, sent: Tensor) -> Tensor:

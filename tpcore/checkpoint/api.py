@@ -60,9 +60,7 @@ def save(
     state = _given("state_dict", state_dict, "checkpoint", checkpoint)
     where = _given("save_dir", save_dir, "output_dir", output_dir)
     if save_xser:
-        raise ValueError(
-            "save_xser=True is for a format of torch_xla: leave it out, tensors are streamed in any case"
-        )
+        raise ValueError("save_xser=True is for a format of torch_xla: leave it out, tensors are streamed in any case")
     if keep_last is not None and keep_last < 1:
         raise ValueError(f"keep_last={keep_last}: at least the checkpoint that is being saved is kept")
     if async_save and save_serially:

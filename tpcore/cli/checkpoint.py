@@ -50,9 +50,7 @@ class Given:
 
 
 def _given(
-    model_key: Annotated[
-        str, typer.Option("--model-key", help="The entry that holds the model's state.")
-    ] = "model",
+    model_key: Annotated[str, typer.Option("--model-key", help="The entry that holds the model's state.")] = "model",
     cut: Annotated[
         list[str],
         typer.Option(
@@ -61,9 +59,7 @@ def _given(
             help="How tensors are cut where no record says so; STRIDE blocks if fused. Repeatable.",
         ),
     ] = [],  # noqa: B006  typer reads it
-    trust: Annotated[
-        bool, typer.Option("--trust/--no-trust", help="Whether to read pickles (.pt, .bin).")
-    ] = True,
+    trust: Annotated[bool, typer.Option("--trust/--no-trust", help="Whether to read pickles (.pt, .bin).")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> Given:
     from ..checkpoint.forms.source import Reading
@@ -93,9 +89,7 @@ def _reads(command: Callable[..., None]) -> Callable[..., None]:
 def consolidate(
     src: Src,
     out: Out,
-    output_format: Annotated[
-        str, typer.Option("--format", "-f", help="safetensors or pytorch.")
-    ] = "safetensors",
+    output_format: Annotated[str, typer.Option("--format", "-f", help="safetensors or pytorch.")] = "safetensors",
     max_shard_size: Annotated[
         str, typer.Option("--max-shard-size", help="Several files of at most this size, such as 5GB.")
     ] = "",
@@ -151,8 +145,7 @@ def reshard(
     if padded and not given.as_json:
         more = f" and {len(padded) - 3} more" if len(padded) > 3 else ""
         typer.echo(
-            f"warning: tp={tp} does not divide {', '.join(padded[:3])}{more}: "
-            "only layers with pad=True fit that",
+            f"warning: tp={tp} does not divide {', '.join(padded[:3])}{more}: only layers with pad=True fit that",
             err=True,
         )
 

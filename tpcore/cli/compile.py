@@ -31,13 +31,9 @@ def compile_ahead(
         return
     table = Table(box=None, pad_edge=False)
     for title in ("program", "runs", "operations", "parameters", "collectives", "at"):
-        table.add_column(
-            title, overflow="fold", justify="right" if title in ("runs", "operations") else "left"
-        )
+        table.add_column(title, overflow="fold", justify="right" if title in ("runs", "operations") else "left")
     for info in found:
         site = os.path.relpath(info.site.partition(" in ")[0])
         size = f"{info.parameter_bytes / 1e6:.3g} MB"
-        table.add_row(
-            info.digest, str(info.runs), str(info.operations), size, info.collectives or "none", site
-        )
+        table.add_row(info.digest, str(info.runs), str(info.operations), size, info.collectives or "none", site)
     Console(highlight=False).print(table)

@@ -16,13 +16,11 @@ def _words(*texts: str) -> frozenset[str]:
 
 
 _CONTRACTIONS = _words(
-    "linear matmul rmatmul mm bmm mv dot addmm baddbmm einsum tensordot scaled_dot_product_attention sum "
-    "mean",
+    "linear matmul rmatmul mm bmm mv dot addmm baddbmm einsum tensordot scaled_dot_product_attention sum mean",
 )
 _CONVOLUTIONS = {"conv1d": 1, "conv2d": 2, "conv3d": 3}
 _REARRANGEMENTS = _words(
-    "view reshape flatten unflatten transpose swapaxes swapdims permute movedim moveaxis t squeeze "
-    "unsqueeze expand",
+    "view reshape flatten unflatten transpose swapaxes swapdims permute movedim moveaxis t squeeze unsqueeze expand",
 )
 _SPLITTING = frozenset(("view", "reshape", "unflatten"))
 _OVER_LAST = frozenset(("layer_norm", "rms_norm"))
@@ -176,9 +174,7 @@ def marked(t: Tensor, mark: Mark) -> PartOf:
     return part
 
 
-def _problem(
-    name: str, mark: Mark, given: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> str | None:
+def _problem(name: str, mark: Mark, given: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     """What is wrong with a call of the function ``name`` on a part; None if nothing is."""
     have = f"{mark.width} of {mark.width * mark.ranks} {mark.kind}"
     if not understood(name):

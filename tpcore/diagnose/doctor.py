@@ -98,10 +98,7 @@ def _devices() -> Section:
 
 
 def _network() -> Section:
-    return {
-        name: _read(f"/sys/class/net/{name}/operstate") or "state unknown"
-        for _, name in socket.if_nameindex()
-    }
+    return {name: _read(f"/sys/class/net/{name}/operstate") or "state unknown" for _, name in socket.if_nameindex()}
 
 
 def _environment() -> Section:

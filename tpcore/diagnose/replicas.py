@@ -42,9 +42,7 @@ class Held(NamedTuple):
 
 
 @torch.no_grad()
-def check_replicas(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, batch: Any = None
-) -> None:
+def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, batch: Any = None) -> None:
     """Raise ValueError on every rank if tensors that should be equal on several ranks are not.
 
     It compares hashes of parameters, over dp and over the tp ranks that have the same entries; of gradients,
@@ -107,9 +105,7 @@ def _states(model: nn.Module, optimizer: torch.optim.Optimizer, ctx: ParallelCon
                 box = "; ".join(box for box, _ in _boxes(p, p, ctx))
                 yield Held(STATE, called, box, _dp(ctx), *_digest(value), ctx.rank)
             else:
-                yield Held(
-                    STATE, called, "", "", repr(float(value) if value is not None else None), True, ctx.rank
-                )
+                yield Held(STATE, called, "", "", repr(float(value) if value is not None else None), True, ctx.rank)
 
 
 def _options(optimizer: torch.optim.Optimizer, ctx: ParallelContext) -> Iterator[Held]:
@@ -121,9 +117,7 @@ def _options(optimizer: torch.optim.Optimizer, ctx: ParallelContext) -> Iterator
                 yield Held(OPTION, f"{name} of group {i}", "", stage, repr(shown), True, ctx.rank)
 
 
-def _held(
-    kind: str, name: str, value: Tensor | None, p: Tensor, of: str, ctx: ParallelContext
-) -> Iterator[Held]:
+def _held(kind: str, name: str, value: Tensor | None, p: Tensor, of: str, ctx: ParallelContext) -> Iterator[Held]:
     for box, part in _boxes(p if value is None else value, p, ctx):
         digest = ("none", True) if value is None else _digest(part)
         yield Held(kind, name, box, of, *digest, ctx.rank)

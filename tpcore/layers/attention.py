@@ -60,9 +60,7 @@ class ParallelQKV(nn.Module):
         self.copy = InputCopy(comm, tokens, reduce_dtype)
         kv = Block(num_kv_heads * self.head_dim, self.head_dim, replicate=True)
         blocks = (Block(num_heads * self.head_dim, self.head_dim), kv, kv)
-        parts = (
-            {"qkv_proj": blocks} if fused else {f"{n}_proj": (b,) for n, b in zip("qkv", blocks, strict=True)}
-        )
+        parts = {"qkv_proj": blocks} if fused else {f"{n}_proj": (b,) for n, b in zip("qkv", blocks, strict=True)}
         for name, cut in parts.items():
             size = sum(block.size for block in cut)
             projection = ColumnParallelLinear(
@@ -95,9 +93,7 @@ class ParallelQKV(nn.Module):
         """
         linears = [plain] if isinstance(plain, nn.Module) else list(plain)
         if len(linears) not in (1, 3):
-            raise ValueError(
-                f"{cls.__name__}.from_plain takes one module, q|k|v, or three, not {len(linears)}"
-            )
+            raise ValueError(f"{cls.__name__}.from_plain takes one module, q|k|v, or three, not {len(linears)}")
         checked = [checked_plain(linear, nn.Linear, cls) for linear in linears]
         first = checked[0]
         heads = num_heads if len(checked) == 3 else num_heads + 2 * (num_kv_heads or num_heads)
@@ -127,9 +123,7 @@ class ParallelQKV(nn.Module):
         return q, k, v
 
     def extra_repr(self) -> str:
-        return (
-            f"local_heads={self.local_heads}, local_kv_heads={self.local_kv_heads}, head_dim={self.head_dim}"
-        )
+        return f"local_heads={self.local_heads}, local_kv_heads={self.local_kv_heads}, head_dim={self.head_dim}"
 
 
 def _head_dim(size: int, heads: int) -> int:

@@ -103,9 +103,7 @@ class ParallelEmbedding(EmbeddingAttributes):
         spec = ShardSpec((num_embeddings, embedding_dim), 1 if shard_across_embedding else 0)
         if spec.padded(self.tp.size) and not pad:
             name, size = ("embedding_dim", embedding_dim) if spec.dim else ("num_embeddings", num_embeddings)
-            raise ValueError(
-                f"ParallelEmbedding: {name}={size} is not divisible by tp={self.tp.size}; pass pad=True"
-            )
+            raise ValueError(f"ParallelEmbedding: {name}={size} is not divisible by tp={self.tp.size}; pass pad=True")
         self.features = Features.of(ShardSpec((embedding_dim,), 0 if spec.dim else None), self.tp.size)
         self.arg_init_method = init_method
         self.shard_parameter("weight", spec, init_method or nn.init.normal_, dtype, device)
@@ -203,9 +201,7 @@ class ParallelEmbedding(EmbeddingAttributes):
             local, mine = ids, torch.ones_like(ids, dtype=torch.bool)
         else:
             local, mine = self._own(ids)
-        looked = torch.zeros_like(norms).scatter_reduce(
-            0, local.flatten(), mine.flatten().to(norms.dtype), "amax"
-        )
+        looked = torch.zeros_like(norms).scatter_reduce(0, local.flatten(), mine.flatten().to(norms.dtype), "amax")
         scale = torch.where((norms > self.max_norm) & (looked > 0), self.max_norm / (norms + 1e-7), 1.0)
         self.weight.mul_(scale.unsqueeze(1))
 

@@ -67,9 +67,7 @@ def _differentiable(mapped: Forward) -> Callable[[Backward], Backward]:
             # any bias has the same derivatives
             bias = grad.new_zeros(len(weight), requires_grad=True) if ctx.needs_input_grad[2] else None
             inputs = [t for t, needs in zip((x, weight, bias), ctx.needs_input_grad, strict=False) if needs]
-            found = iter(
-                torch.autograd.grad(mapped(x, weight, bias, ctx.how), inputs, grad, create_graph=True)
-            )
+            found = iter(torch.autograd.grad(mapped(x, weight, bias, ctx.how), inputs, grad, create_graph=True))
             return tuple(next(found) if needs else None for needs in ctx.needs_input_grad)
 
         return chosen
@@ -150,9 +148,7 @@ class _Row(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None
 
 
-def _cast(
-    x: Tensor, weight: Tensor, bias: Tensor | None, to: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def _cast(x: Tensor, weight: Tensor, bias: Tensor | None, to: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
     return x.to(to), weight.to(to), None if bias is None else bias.to(to)
 
 

@@ -38,9 +38,7 @@ def _chunks(logits: Tensor, comm: Comm) -> Iterator[slice]:
         yield slice(start, min(start + step, tokens))
 
 
-def _local_softmax(
-    logits: Tensor, padding: Tensor | None, eager: bool, out: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _local_softmax(logits: Tensor, padding: Tensor | None, eager: bool, out: Tensor | None) -> tuple[Tensor, Tensor]:
     """Softmax over this rank's columns, in ``out`` if given, and the log-sum-exp of these columns.
 
     One fused kernel gives both: the largest softmax of a row is 1 / sum(exp(row - max(row))).
@@ -246,9 +244,7 @@ def parallel_cross_entropy(
         )
     vocab = columns if vocab_size is None else vocab_size
     if not 0 < vocab <= columns:
-        raise ValueError(
-            f"vocab_size={vocab} does not fit {logits.shape[-1]} logits on each of {comm.size} ranks"
-        )
+        raise ValueError(f"vocab_size={vocab} does not fit {logits.shape[-1]} logits on each of {comm.size} ranks")
     if comm.eager:
         check_ids(target, vocab, "parallel_cross_entropy", ignore_index)
     if comm.eager and (checks := _checks()) is not None:

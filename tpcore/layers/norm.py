@@ -19,9 +19,7 @@ RMS = TypeVar("RMS", bound="RMSNorm")
 
 
 class _Norm(ParallelModule):
-    def __init__(
-        self, shape: int | Sequence[int], eps: float | None, sequence_parallel: bool, group: Any
-    ) -> None:
+    def __init__(self, shape: int | Sequence[int], eps: float | None, sequence_parallel: bool, group: Any) -> None:
         super().__init__(group)
         self.normalized_shape = (shape,) if isinstance(shape, int) else tuple(shape)
         self.eps, self.sequence_parallel_enabled = eps, sequence_parallel
@@ -106,9 +104,7 @@ class RMSNorm(_Norm):
         """The same norm as an ``nn.RMSNorm``. Works like ``ColumnParallelLinear.from_plain``."""
         norm = checked_plain(plain, nn.RMSNorm, cls)
         if norm.weight is None:
-            raise ValueError(
-                f"{cls.__name__}.from_plain: {norm} has no weight, and this layer always has one"
-            )
+            raise ValueError(f"{cls.__name__}.from_plain: {norm} has no weight, and this layer always has one")
         layer = cls(norm.normalized_shape, norm.eps, dtype=norm.weight.dtype, device="meta", **options)
         return filled(layer, plain)
 

@@ -71,15 +71,11 @@ def cut_features(
         if unit > 1:
             spec = ShardSpec((size,), 0, (Block(part, unit),) * stride)
     elif unit != 1:
-        raise ValueError(
-            f"{what}: unit={unit} and blocks={tuple(blocks)} both say what stays whole: pass one"
-        )
+        raise ValueError(f"{what}: unit={unit} and blocks={tuple(blocks)} both say what stays whole: pass one")
     else:
         parts = tuple(Block(*block) for block in blocks)
         if stride != 1:
-            raise ValueError(
-                f"{what}: stride={stride} and blocks={parts} both say how {name} is cut: pass one"
-            )
+            raise ValueError(f"{what}: stride={stride} and blocks={parts} both say how {name} is cut: pass one")
         if sum(part.size for part in parts) != size:
             sizes = " + ".join(str(part.size) for part in parts) or "0"
             raise ValueError(f"{what}: blocks of {sizes} features are not {name}={size}")
@@ -88,8 +84,7 @@ def cut_features(
         parts_of = _parts(stride) if blocks is None else f" in {blocks}"
         units = f", {size // stride // unit} units of {unit}," if unit > 1 else ""
         raise ValueError(
-            f"{what}: {name}={size}{parts_of}{units} is not divisible by tp={n}; "
-            "pass pad=True to pad it with zeros"
+            f"{what}: {name}={size}{parts_of}{units} is not divisible by tp={n}; pass pad=True to pad it with zeros"
         )
     note_padding(spec, layer.tp)
     return spec

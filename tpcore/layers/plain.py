@@ -16,9 +16,7 @@ def checked_plain(plain: nn.Module, kind: type[nn.Module], layer: type[nn.Module
     """``plain``, if it computes what ``kind`` does. ValueError for another module, and for a subclass with
     its own forward (an embedding that scales its output), which a replacement would silently lose."""
     if not isinstance(plain, kind):
-        raise ValueError(
-            f"{layer.__name__}.from_plain takes a torch.nn.{kind.__name__}, not {type(plain).__name__}"
-        )
+        raise ValueError(f"{layer.__name__}.from_plain takes a torch.nn.{kind.__name__}, not {type(plain).__name__}")
     if type(plain).forward is not kind.forward:
         raise ValueError(
             f"{layer.__name__}.from_plain: {type(plain).__name__} has a forward of its own, which would be "

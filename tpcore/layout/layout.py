@@ -176,8 +176,7 @@ class Layout:
     # -- JSON ---------------------------------------------------------------------------------------------
     def to_json(self) -> dict[str, Any]:
         cuts = [
-            {"axes": list(c.axes), "dim": c.spec.dim, "blocks": [list(b) for b in c.spec.blocks]}
-            for c in self.cuts
+            {"axes": list(c.axes), "dim": c.spec.dim, "blocks": [list(b) for b in c.spec.blocks]} for c in self.cuts
         ]
         slot = {} if self.slot is None else {"slot": astuple(self.slot)}
         return {"shape": list(self.shape), "cuts": cuts, **slot}
@@ -186,8 +185,7 @@ class Layout:
     def from_json(cls, data: dict[str, Any]) -> Layout:
         shape = tuple(int(s) for s in data["shape"])
         cuts = tuple(
-            AxisCut(tuple(map(str, c["axes"])), ShardSpec.from_json({**c, "shape": shape}))
-            for c in data["cuts"]
+            AxisCut(tuple(map(str, c["axes"])), ShardSpec.from_json({**c, "shape": shape})) for c in data["cuts"]
         )
         slot = data.get("slot")
         return cls(shape, cuts, None if slot is None else Slot(str(slot[0]), int(slot[1]), int(slot[2])))
@@ -259,9 +257,7 @@ def _within(runs: list[_Run], spec: ShardSpec, rank: int, n: int) -> Iterator[_R
             lo = max(piece.full, run.local)
             length = min(piece.full + piece.length, run.local + run.length) - lo
             if length > 0:
-                yield _Run(
-                    run.full + lo - run.local, piece.local + lo - piece.full, length, run.copies * copies
-                )
+                yield _Run(run.full + lo - run.local, piece.local + lo - piece.full, length, run.copies * copies)
 
 
 @lru_cache(maxsize=1 << 12)

@@ -126,9 +126,7 @@ class ShardSpec:
             return n
         copies = {c for c, b in zip(self.block_copies(n), self.blocks, strict=True) if b.size} or {1}
         if len(copies) > 1:
-            raise ValueError(
-                f"blocks {self.blocks} are held by {sorted(copies)} of {n} ranks each, not alike"
-            )
+            raise ValueError(f"blocks {self.blocks} are held by {sorted(copies)} of {n} ranks each, not alike")
         return copies.pop()
 
     def _width(self, n: int) -> int:
@@ -165,9 +163,7 @@ class ShardSpec:
         m = len(sources)
         for source in sources:
             if tuple(source.shape) != self.local_shape(m):
-                raise ValueError(
-                    f"a shard of {m} of {self} has shape {tuple(source.shape)}, not {self.local_shape(m)}"
-                )
+                raise ValueError(f"a shard of {m} of {self} has shape {tuple(source.shape)}, not {self.local_shape(m)}")
         if self.dim is None:
             return sources[0].clone()
         out = sources[0].new_zeros(self.local_shape(n))

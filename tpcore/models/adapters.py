@@ -167,9 +167,7 @@ def _part_of(whole: nn.Module, like: ParallelModule) -> nn.Module:
     part = copy.deepcopy(like).train(whole.training)
     for name, p in whole.named_parameters():
         found = sharding(like.get_parameter(name))
-        value = (
-            p.detach() if found is None else found.layout.shard(p.detach(), found.ctx.rank, found.ctx.mesh)
-        )
+        value = p.detach() if found is None else found.layout.shard(p.detach(), found.ctx.rank, found.ctx.mesh)
         part.get_parameter(name).data = value.clone()
         part.get_parameter(name).requires_grad_(p.requires_grad)
     part.register_load_state_dict_pre_hook(take_part)

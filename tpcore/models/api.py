@@ -80,9 +80,7 @@ def parallelize(
     comm = context.comm("tp")
     checked_model(model)
     if is_guarded(model):
-        raise ValueError(
-            f"this {type(model).__name__} is sharded already: parallelize it once, from the whole"
-        )
+        raise ValueError(f"this {type(model).__name__} is sharded already: parallelize it once, from the whole")
     stages = number_of_stages(context, num_microbatches)
     rules = dict(plan or {})
     checked(rules, [name for name, _ in (*model.named_modules(), *model.named_parameters())])
@@ -108,16 +106,13 @@ def parallelize(
     return model
 
 
-def _with_adapters(
-    model: nn.Module, context: ParallelContext, num_microbatches: int | None, **options: Any
-) -> None:
+def _with_adapters(model: nn.Module, context: ParallelContext, num_microbatches: int | None, **options: Any) -> None:
     """``parallelize`` a model with adapters of peft, which step aside meanwhile."""
     from . import adapters
 
     if num_microbatches is not None:
         raise ValueError(
-            "num_microbatches= with adapters: add them after parallelize, by "
-            "tpcore.integrations.peft.get_peft_model"
+            "num_microbatches= with adapters: add them after parallelize, by tpcore.integrations.peft.get_peft_model"
         )
     base = adapters.base_of(model)
     with adapters.aside(base):
@@ -143,9 +138,7 @@ def _replace(model: nn.Module, cuts: list[Cut], comm: Comm, over: Callable[[Cut]
     gather_attentions(model, all_heads, comm)
 
 
-def _connect(
-    model: nn.Module, cuts: list[Cut], comm: Comm, rules: Mapping[str, Rule], sequence_parallel: bool
-) -> None:
+def _connect(model: nn.Module, cuts: list[Cut], comm: Comm, rules: Mapping[str, Rule], sequence_parallel: bool) -> None:
     """Set up what passes between the layers: tokens, shared inputs, random numbers, the loss."""
     draws = drop_by_rank(model, cuts, rules)
     if sequence_parallel:

@@ -24,9 +24,7 @@ class _Buffers:
     def __init__(self, states: Mapping[int, tuple[Tensor, Tensor]], positions: Tensor) -> None:
         self.states, self._positions = states, positions[:, None, :, None]
 
-    def update(
-        self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         for buffer, new in zip(self.states[layer_idx], (keys, values), strict=True):
             buffer.scatter_(2, self._positions.expand_as(new), new)
         return self.states[layer_idx]
@@ -119,9 +117,7 @@ class CachedModel(nn.Module):
         except BackendError:
             raise
         except Exception as e:  # whatever a model does with a cache that is not what it expects
-            raise ValueError(
-                f"{kind} takes no cache of keys and values alone: {type(e).__name__}: {e}"
-            ) from e
+            raise ValueError(f"{kind} takes no cache of keys and values alone: {type(e).__name__}: {e}") from e
         for buffer in self.buffers(recurse=False):
             buffer.zero_()
         limit = 1e-3 if whole.dtype == torch.float32 else 0.1  # of the largest: bfloat16 has 8 bits

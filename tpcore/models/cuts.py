@@ -113,11 +113,7 @@ def _leave(name: str) -> str:
 def _mismatch(name: str, module: nn.Module, rule: Rule) -> str | None:
     kind = type(module).__name__
     if not isinstance(rule, str):
-        return (
-            None
-            if is_linear(module)
-            else f"{name} ({kind}) is no linear layer, which blocks={rule} would cut"
-        )
+        return None if is_linear(module) else f"{name} ({kind}) is no linear layer, which blocks={rule} would cut"
     if rule not in plan.STYLES:
         return unknown_style(plan.wildcard(name), type(module), rule)
     for styles, suits, what in (

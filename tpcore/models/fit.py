@@ -33,6 +33,5 @@ def check_fit(model: str, needs: Sequence[Need], tp: int) -> None:
     largest = max(need.count for need in needs)
     fitting = [n for n in range(1, min(largest, 1024) + 1) if all(need.fits(n) for need in needs)]
     raise ValueError(
-        f"tp={tp} does not fit {model}: {'; '.join(sorted(misfits))}. "
-        f"Degrees that fit: {', '.join(map(str, fitting))}"
+        f"tp={tp} does not fit {model}: {'; '.join(sorted(misfits))}. Degrees that fit: {', '.join(map(str, fitting))}"
     )

@@ -26,9 +26,7 @@ class Flow:
     reached.
     """
 
-    def __init__(
-        self, block: nn.Module, columns: set[str], closed: set[str], others: Collection[str]
-    ) -> None:
+    def __init__(self, block: nn.Module, columns: set[str], closed: set[str], others: Collection[str]) -> None:
         self.block, self.columns, self.closed, self.others = block, columns, closed, set(others)
         self._inputs: dict[str, set[bool]] = defaultdict(set)
         """For each child that is called: whether its input is computed from sharded features."""

@@ -28,9 +28,7 @@ def head_size(owner: nn.Module) -> int | None:
         size = getattr(owner, name, None)
         if isinstance(size, int) and size > 0:
             return size
-    if isinstance(getattr(owner, "split_size", None), int) and isinstance(
-        getattr(owner, "n_head", None), int
-    ):
+    if isinstance(getattr(owner, "split_size", None), int) and isinstance(getattr(owner, "n_head", None), int):
         return int(owner.split_size // owner.n_head)  # type: ignore[operator]
     return None
 

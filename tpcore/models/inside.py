@@ -50,9 +50,7 @@ def inside(model: nn.Module, cuts: list[Cut], rules: Mapping[str, Rule]) -> list
     return more
 
 
-def _whole(
-    name: str, block: nn.Module, rules: Mapping[str, Rule]
-) -> Iterator[tuple[str, nn.Module | nn.Parameter]]:
+def _whole(name: str, block: nn.Module, rules: Mapping[str, Rule]) -> Iterator[tuple[str, nn.Module | nn.Parameter]]:
     """The children and the parameters of ``block`` that have parameters and no rule."""
     for child, module in block.named_children():
         if next(module.parameters(), None) is not None and rule_of(f"{name}.{child}", rules) is None:

@@ -57,9 +57,7 @@ def lazy() -> Iterator[None]:
         from transformers import PreTrainedModel
 
     shapes = _Shapes()
-    originals = {
-        name: PreTrainedModel.__dict__[name] for name in ("from_pretrained", "_load_pretrained_model")
-    }
+    originals = {name: PreTrainedModel.__dict__[name] for name in ("from_pretrained", "_load_pretrained_model")}
 
     def from_pretrained(cls: Any, *args: Any, **options: Any) -> Any:
         before, shapes.on = shapes.on, False  # transformers makes the model on meta by itself
@@ -199,9 +197,7 @@ def _materialize(model: nn.Module, device: torch.device) -> None:
     """Give parameters on meta memory, and keep the objects: an optimizer may have them already."""
     for p in list(model.parameters()):
         if p.is_meta:
-            torch.utils.swap_tensors(
-                p, nn.Parameter(torch.empty_like(p, device=device), requires_grad=p.requires_grad)
-            )
+            torch.utils.swap_tensors(p, nn.Parameter(torch.empty_like(p, device=device), requires_grad=p.requires_grad))
     for module in model.modules():
         if isinstance(module, PipelinedLayers):
             module.mark_places()

@@ -50,9 +50,7 @@ class ShardedLora(lora.Linear):  # type: ignore[misc, unused-ignore]
         if isinstance(base, ColumnParallelLinear):
             if base.gather_output:
                 raise ValueError(HEAD.format(f"of {base.output_size} features"))
-            self.lora_B[name] = part = ColumnParallelLinear.from_plain(
-                b, gather_output=False, blocks=blocks, **own
-            )
+            self.lora_B[name] = part = ColumnParallelLinear.from_plain(b, gather_output=False, blocks=blocks, **own)
             if base.input_is_copied:
                 # one copy of the input, for all layers that read it, sums its gradient: what A adds to it has
                 # to be this rank's part too, and A's own gradient is summed
@@ -69,9 +67,7 @@ class ShardedLora(lora.Linear):  # type: ignore[misc, unused-ignore]
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         base = self.get_base_layer()
         layers: dict[str, tuple[Any, Any]] = {
-            name: (self.lora_A[name], self.lora_B[name])
-            for name in self.active_adapters
-            if name in self.lora_A
+            name: (self.lora_A[name], self.lora_B[name]) for name in self.active_adapters if name in self.lora_A
         }
         if isinstance(base, RowParallelLinear):
             for a, _ in layers.values():

@@ -34,9 +34,7 @@ class VocabularyLoss:
         if self._head.gather_output:
             vocab = self._head.output_size if vocab_size is None else vocab_size
             extra = {} if shift_labels is None else {"shift_labels": shift_labels}
-            return self._whole(
-                logits, labels, vocab, num_items_in_batch, ignore_index=ignore_index, **extra, **options
-            )
+            return self._whole(logits, labels, vocab, num_items_in_batch, ignore_index=ignore_index, **extra, **options)
         if shift_labels is not None:
             labels = shift_labels
         elif labels is not None and self._shift:

@@ -24,9 +24,7 @@ def names_in_files(model: Any, names: Iterable[str]) -> dict[str, str]:
     try:
         answer = revert_weight_conversion(model, dict(meta))
     except Exception as e:
-        raise CheckpointError(
-            f"{type(model).__name__} is stored merged or split, not by renaming: {e}"
-        ) from e
+        raise CheckpointError(f"{type(model).__name__} is stored merged or split, not by renaming: {e}") from e
     found = {order[t.shape[0] - 1]: name for name, t in answer.items() if t.ndim == 1}
     if found.keys() != set(order) or len(answer) != len(order):
         raise CheckpointError(

@@ -108,9 +108,7 @@ def _made(cut: Cut, comm: Comm) -> ParallelModule | None:
         plan.PACKED_ROW: lambda: row.from_plain(old, input_is_parallel=True, blocks=cut.blocks, **options),
         plan.EMBEDDING_ROW: lambda: _embedding(old, pad=True, **options),
         plan.EMBEDDING_COLUMN: lambda: _embedding(old, shard_across_embedding=True, pad=True, **options),
-        plan.EMBEDDING_HEADS: lambda: _embedding(
-            old, shard_across_embedding=True, collect_output=False, **options
-        ),
+        plan.EMBEDDING_HEADS: lambda: _embedding(old, shard_across_embedding=True, collect_output=False, **options),
     }
     make[plan.PACKED_COLUMN] = make[plan.QKV_COLUMN] = make[plan.COLUMN]
     return make[style]() if style in make else None
@@ -159,9 +157,7 @@ def _adopt(made: list[tuple[Cut, ParallelModule | None]], owners: Places) -> Non
             parts[id(p)] = p, part
     for p, part in parts.values():
         if p.grad is not None and p.shape != part.shape:
-            raise ValueError(
-                "a parameter has a gradient of its whole: call model.zero_grad() before parallelize"
-            )
+            raise ValueError("a parameter has a gradient of its whole: call model.zero_grad() before parallelize")
         p.data = part
     for cut, layer in layers.values():
         for name in layer.shard_specs:

@@ -145,9 +145,7 @@ def _stacks(model: nn.Module, cuts: list[Cut]) -> Iterator[tuple[str, nn.ModuleL
             found.append(name)
             yield name, module
     if not found:
-        raise ValueError(
-            f"sequence_parallel=True: {type(model).__name__} has no list of blocks with cut layers"
-        )
+        raise ValueError(f"sequence_parallel=True: {type(model).__name__} has no list of blocks with cut layers")
 
 
 def _enter_owners(model: nn.Module, cuts: list[Cut], stack: Stack) -> set[str]:

@@ -48,9 +48,7 @@ def stored_names(config: str | os.PathLike[str], names: Iterable[str]) -> dict[s
     missing = sorted(own.keys() - set(given) - targets.keys() - _sources(model, given))
     if unknown or missing:
         what = f"has no {', '.join(unknown[:5])}" if unknown else f"also has {', '.join(missing[:5])}"
-        raise CheckpointError(
-            f"{config}: a {type(model).__name__} {what}: this is a checkpoint of another model"
-        )
+        raise CheckpointError(f"{config}: a {type(model).__name__} {what}: this is a checkpoint of another model")
     return names_in_files(model, [name for name in given if name not in targets])
 
 

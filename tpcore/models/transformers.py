@@ -40,9 +40,7 @@ def rules_of(model: Any, user: dict[str, Rule]) -> dict[str, Rule]:
         )
     rules = normalized(own_rules(model)) | normalized(user)
     ends = {wildcard(name) for name, module in model.named_modules() if module in vocabulary(model)}
-    if not any(
-        rule not in (plan.REPLICATE, plan.SUMMED) and name not in ends for name, rule in rules.items()
-    ):
+    if not any(rule not in (plan.REPLICATE, plan.SUMMED) and name not in ends for name, rule in rules.items()):
         raise ValueError(
             f"{type(model).__name__} ({model.config.model_type}) has no plan of its own and its family is "
             f"not known{_experts(model)}: parallelize(model, plan={{...}}) says how to shard its linear "

@@ -90,9 +90,7 @@ class Converted:
     def read(self, starts: Sequence[int], out: Tensor, check: bool) -> None:
         value = self.conversion.run()[self.name]
         if tuple(value.shape) != self.shape:
-            raise CheckpointError(
-                f"{self.name!r}: the files have shape {tuple(value.shape)}, the model {self.shape}"
-            )
+            raise CheckpointError(f"{self.name!r}: the files have shape {tuple(value.shape)}, the model {self.shape}")
         out.copy_(narrowed(value, starts, out.shape))
 
 
@@ -132,9 +130,7 @@ def _whole(model: Any) -> dict[str, Tensor]:
     """The model's tensors on meta, in the shapes that they have in a model that is not cut."""
     tensors = {n: t for n, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
     marks = {name: sharding(t) for name, t in tensors.items()}
-    shapes = {
-        name: t.shape if (mark := marks[name]) is None else mark.layout.shape for name, t in tensors.items()
-    }
+    shapes = {name: t.shape if (mark := marks[name]) is None else mark.layout.shape for name, t in tensors.items()}
     return {name: torch.empty(shapes[name], dtype=t.dtype, device="meta") for name, t in tensors.items()}
 
 

@@ -153,9 +153,7 @@ def _groups(tensors: dict[str, Gathered], limit: int) -> list[dict[str, Gathered
 def _write(model: Any, out: str, groups: list[dict[str, Gathered]]) -> None:
     make_dirs(out)
     n = len(groups)
-    names = (
-        [f"model-{i:05d}-of-{n:05d}.safetensors" for i in range(1, n + 1)] if n > 1 else ["model.safetensors"]
-    )
+    names = [f"model-{i:05d}-of-{n:05d}.safetensors" for i in range(1, n + 1)] if n > 1 else ["model.safetensors"]
     for name, group in zip(names, groups, strict=True):
         path = os.path.join(out, name)
         write_tensors(f"{path}.writing", group, {"format": "pt"}, None, summed=False)

@@ -80,9 +80,7 @@ def unpack_call(data: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[
 def pack_outcome(outcome: Outcome, rank: int) -> bytes:
     """Pickle an outcome. A stand-in error replaces a value or an error that cannot be pickled."""
     error = outcome.error
-    text = (
-        "" if error is None else "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    )
+    text = "" if error is None else "".join(traceback.format_exception(type(error), error, error.__traceback__))
     try:
         data = _pickler().dumps(outcome)
         pickle.loads(data)

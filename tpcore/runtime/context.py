@@ -175,9 +175,7 @@ def current() -> ParallelContext:
         return ctx
     if _process:
         return _process[-1]
-    raise RuntimeError(
-        "no parallel context: call tpcore.init(backend=..., tp=...) first, or enter tpcore.use(ctx)"
-    )
+    raise RuntimeError("no parallel context: call tpcore.init(backend=..., tp=...) first, or enter tpcore.use(ctx)")
 
 
 def enter_process(ctx: ParallelContext) -> None:

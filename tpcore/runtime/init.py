@@ -51,13 +51,9 @@ def _mesh(tp: int, pp: int, world: int) -> Mesh:
         )
     if need > world:
         lower = "tp" if pp == 1 else "pp or tp"
-        raise ValueError(
-            f"{degrees} is larger than the world of {world} processes: start {need} or lower {lower}"
-        )
+        raise ValueError(f"{degrees} is larger than the world of {world} processes: start {need} or lower {lower}")
     if world % need:
-        raise ValueError(
-            f"{degrees} does not divide the world of {world} processes: dp would be {world / need:g}"
-        )
+        raise ValueError(f"{degrees} does not divide the world of {world} processes: dp would be {world / need:g}")
     return Mesh({"pp": pp, "dp": world // need, "tp": tp})
 
 

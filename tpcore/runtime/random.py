@@ -16,9 +16,7 @@ from torch import Tensor
 
 from .context import current
 
-_GOLDEN = (
-    0x9E3779B97F4A7C15  # 2^64 / golden ratio: spreads neighbouring ranks over the seeds (Knuth, TAOCP 3, 6.4)
-)
+_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: spreads neighbouring ranks over the seeds (Knuth, TAOCP 3, 6.4)
 _MIX = 0xBF58476D1CE4E5B9  # the first multiplier of splitmix64 (Steele, Lea, Flood, OOPSLA 2014)
 _MASK = (1 << 63) - 1
 

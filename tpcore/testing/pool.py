@@ -201,9 +201,7 @@ class _Worker:
         lifeline, self._lifeline = methods.Pipe(duplex=False)
         self.reusable = True
         self._stacks = stacks
-        self.process: BaseProcess = methods.Process(
-            target=_serve, args=(theirs, lifeline, str(stacks)), daemon=True
-        )
+        self.process: BaseProcess = methods.Process(target=_serve, args=(theirs, lifeline, str(stacks)), daemon=True)
         self.process.start()
         theirs.close()
         lifeline.close()
@@ -263,9 +261,7 @@ class _Ranks:
             backend = self._joined(job, chosen["backend"])
             entered.append(True)
             try:
-                context = self._contexts.setdefault(
-                    tuple(job.axes.items()), ParallelContext(backend, mesh, rank)
-                )
+                context = self._contexts.setdefault(tuple(job.axes.items()), ParallelContext(backend, mesh, rank))
                 with use(context) as ctx:
                     found = fn(ctx, *args)
             except BaseException:

@@ -76,9 +76,7 @@ class ThreadWorld:
         failed = [(r, e) for r, e in self.ended.items() if e is not None and not isinstance(e, PeerLostError)]
         if failed:
             lost, error = failed[0]
-            raise PeerLostError(
-                f"rank {lost} failed with {type(error).__name__}: {error}; rank {rank} was at {call}"
-            )
+            raise PeerLostError(f"rank {lost} failed with {type(error).__name__}: {error}; rank {rank} was at {call}")
         left = [r for r in missing if r in self.ended]
         if left:
             raise PeerLostError(f"rank {left[0]} has finished, but rank {rank} waits for it at {call}")

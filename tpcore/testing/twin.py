@@ -128,9 +128,7 @@ def _judge(values: Sequence[_Value], tolerance: float | None, least: float = 0.0
 def _difference(value: _Value, tolerance: float | None, least: float) -> str | None:
     _, got, want, parameter = value
     if got is None or want is None:
-        return (
-            None if got is want else "differs: only " + ("its twin has one" if got is None else "it has one")
-        )
+        return None if got is want else "differs: only " + ("its twin has one" if got is None else "it has one")
     found = None if parameter is None else sharding(parameter)
     layout, ctx = (Layout(tuple(got.shape)), current()) if found is None else (found.layout, found.ctx)
     if layout.shape != tuple(want.shape):

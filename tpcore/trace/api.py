@@ -103,9 +103,7 @@ def parallel_model_save(model: TensorParallelModel, save_dir: StrPath) -> None:
     written, or holds other files.
     """
     if not isinstance(model, TensorParallelModel):
-        raise TypeError(
-            f"parallel_model_save takes what parallel_model_trace returned, not a {type(model).__name__}"
-        )
+        raise TypeError(f"parallel_model_save takes what parallel_model_trace returned, not a {type(model).__name__}")
     staging = Staging(os.path.realpath(save_dir), uuid.uuid4().hex, FORMAT, {PROGRAMS})
     try:
         where = Path(staging.path)
@@ -187,9 +185,7 @@ def _copy(source: Path, target: Path) -> None:
             os.link(source, target)
         except OSError:
             if not source.is_file():
-                raise CheckpointError(
-                    f"{source} is gone; the model was closed, or its directory removed"
-                ) from None
+                raise CheckpointError(f"{source} is gone; the model was closed, or its directory removed") from None
             shutil.copyfile(source, target)
         with target.open("rb") as f:
             os.fsync(f.fileno())

@@ -101,9 +101,7 @@ class TraceManifest:
                     "state": list(self.outputs.state),
                 },
                 "weights": weights,
-                "files": {
-                    p: {"bytes": f.size, "checksum": f.checksum} for p, f in sorted(self.files.items())
-                },
+                "files": {p: {"bytes": f.size, "checksum": f.checksum} for p, f in sorted(self.files.items())},
                 "written_by": dict(self.written_by),
             },
             indent=1,
@@ -129,15 +127,10 @@ class TraceManifest:
                 OutputSpec(out["form"], tuple(tuple(s) for s in out["shapes"]), tuple(out["state"])),
                 dict(top["pad_value"]),
                 {
-                    name: Weight(
-                        ShardSpec.from_json(w), dtype_of(w["dtype"]), tuple(w["others"]), bool(w["saved"])
-                    )
+                    name: Weight(ShardSpec.from_json(w), dtype_of(w["dtype"]), tuple(w["others"]), bool(w["saved"]))
                     for name, w in top["weights"].items()
                 },
-                {
-                    name: TracedFile(typed(int, f["bytes"]), str(f["checksum"]))
-                    for name, f in top["files"].items()
-                },
+                {name: TracedFile(typed(int, f["bytes"]), str(f["checksum"])) for name, f in top["files"].items()},
                 dict(top["written_by"]),
                 str(top.get("save_id", "")),
             )

@@ -191,9 +191,7 @@ class Inputs:
         given = ", ".join(f"{name} {list(t.shape)}" for name, t in named)
         why = f"no program takes {given}; the model was traced for {self}"
         fixed = [
-            n
-            for n, t, s in zip(self.arguments.names, leaves, self.shapes, strict=True)
-            if _fixed_size_differs(t, s)
+            n for n, t, s in zip(self.arguments.names, leaves, self.shapes, strict=True) if _fixed_size_differs(t, s)
         ]
         if self.buckets and fixed:
             why += (
@@ -232,6 +230,4 @@ class Inputs:
 
 def _fixed_size_differs(t: Tensor, shape: Shape) -> bool:
     """Whether ``t`` has another size in a fixed dim of ``shape``."""
-    return t.ndim == len(shape) and any(
-        isinstance(m, int) and n != m for n, m in zip(t.shape, shape, strict=True)
-    )
+    return t.ndim == len(shape) and any(isinstance(m, int) and n != m for n, m in zip(t.shape, shape, strict=True))

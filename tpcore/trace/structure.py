@@ -103,9 +103,7 @@ def match(form: Form, value: Any, where: str) -> list[Tensor]:
         return [value]
     if kind == "value":
         if type(value) is not type(inner) or value != inner:
-            raise ValueError(
-                f"{where}={value!r}, and the model was traced with {inner!r}: trace it with this"
-            )
+            raise ValueError(f"{where}={value!r}, and the model was traced with {inner!r}: trace it with this")
         return []
     if kind in ("tuple", "list"):
         if not isinstance(value, tuple | list) or len(value) != len(inner):
@@ -120,8 +118,4 @@ def match(form: Form, value: Any, where: str) -> list[Tensor]:
 def _kind(value: Any) -> str:
     if isinstance(value, Mapping):
         return f"one with {list(value)}"
-    return (
-        f"a {type(value).__name__} of {len(value)}"
-        if isinstance(value, tuple | list)
-        else type(value).__name__
-    )
+    return f"a {type(value).__name__} of {len(value)}" if isinstance(value, tuple | list) else type(value).__name__

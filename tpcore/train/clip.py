@@ -65,9 +65,7 @@ def addend_of(parameter: Tensor) -> Addend:
 
 
 @torch.no_grad()
-def norm_of(
-    addends: Sequence[Addend], p: float, device: torch.device | None, over: Comm | None = None
-) -> Tensor:
+def norm_of(addends: Sequence[Addend], p: float, device: torch.device | None, over: Comm | None = None) -> Tensor:
     """The norm of full gradients, with one all-reduce for each set of axes. ``over``: further ranks, which
     each have other entries of every gradient."""
     wide = reduce(torch.promote_types, (addend.dtype for addend in addends), torch.float32)

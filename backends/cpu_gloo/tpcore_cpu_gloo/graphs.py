@@ -69,9 +69,7 @@ def _to_json(value: Any) -> JSON:
     """One argument. A value that JSON does not support becomes a dict with one entry."""
     if isinstance(value, Node):
         return {
-            "graph" if value.op == "get_attr" else "node": str(
-                value.target if value.op == "get_attr" else value.name
-            )
+            "graph" if value.op == "get_attr" else "node": str(value.target if value.op == "get_attr" else value.name)
         }
     if isinstance(value, bool | int | str) or value is None:
         return value
@@ -138,9 +136,7 @@ def _target(name: str) -> Target:
         found = getattr(getattr(getattr(torch.ops, space), packet, None), overload, None)
         found = found if isinstance(found, torch._ops.OpOverload) else None
     if found is None:
-        raise BackendError(
-            f"operator {name} is not in this process: import what defines it, or torch is too old"
-        )
+        raise BackendError(f"operator {name} is not in this process: import what defines it, or torch is too old")
     target: Target = found
     return target
 

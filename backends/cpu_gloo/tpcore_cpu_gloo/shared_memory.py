@@ -189,12 +189,7 @@ class SharedTransport(Transport):
             piece.meet()
             for p, part in enumerate(piece.every):
                 got[p, rows, columns].copy_(part[self.index])
-        return (
-            got.view(self.size, *chunk)
-            .movedim(0, concat_dim)
-            .flatten(concat_dim, concat_dim + 1)
-            .contiguous()
-        )
+        return got.view(self.size, *chunk).movedim(0, concat_dim).flatten(concat_dim, concat_dim + 1).contiguous()
 
     def permute(self, x: Tensor, to: tuple[int, ...]) -> Tensor:
         _, call = self._begin(PERMUTE, x, to)

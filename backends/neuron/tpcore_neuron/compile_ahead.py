@@ -81,6 +81,4 @@ def _distinct(found: list[HloProgram]) -> list[ProgramInfo]:
 def _info(program: HloProgram, runs: int) -> ProgramInfo:
     kinds = Counter((c.kind, len(c.groups[0])) for c in program.collectives)
     collectives = ", ".join(f"{n} {kind} over {size}" for (kind, size), n in kinds.items())
-    return ProgramInfo(
-        program.digest, program.site, runs, program.operations, collectives, program.parameter_bytes
-    )
+    return ProgramInfo(program.digest, program.site, runs, program.operations, collectives, program.parameter_bytes)

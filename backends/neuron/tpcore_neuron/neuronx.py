@@ -28,9 +28,7 @@ def keys(names: Iterable[str]) -> dict[str, str]:
     return {f"w{i}": name for i, name in enumerate(sorted(names))}
 
 
-def compile_module(
-    module: nn.Module, examples: Sequence[Tensor], path: Path, options: CompilerOptions
-) -> None:
+def compile_module(module: nn.Module, examples: Sequence[Tensor], path: Path, options: CompilerOptions) -> None:
     """Compile ``module`` for NeuronCores, without its weights, and write it. ``examples``: on the CPU."""
     import torch_neuronx
 

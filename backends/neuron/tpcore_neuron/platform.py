@@ -90,17 +90,14 @@ def connect(device: str, processes: int) -> str:
             f"process: tpcore_neuron.testing.run_replicas(fn, {processes})"
         )
     return (
-        "start one process for each NeuronCore with torchrun, and init tpcore before anything else touches "
-        "the device"
+        "start one process for each NeuronCore with torchrun, and init tpcore before anything else touches the device"
     )
 
 
 def check_tp(platform: str | None, group: Group) -> None:
     """Raise BackendError for tensor-parallel groups that the hardware cannot connect."""
     if platform == "trn1" and not _trn1(group.size):
-        raise BackendError(
-            f"tp={group.size} on Trn1: {_TRN1_RULE}; contiguous groups of another size have no ring"
-        )
+        raise BackendError(f"tp={group.size} on Trn1: {_TRN1_RULE}; contiguous groups of another size have no ring")
 
 
 _TRN1_RULE = "collectives there take 1, 2, 8, 16 or a multiple of 32 NeuronCores"

@@ -101,9 +101,7 @@ class XlaTransport(Transport):
         x = self._checked(x, ALL_TO_ALL.describe(split_dim, concat_dim))
         if x.numel() == 0:
             return torch.cat(x.chunk(self.size, split_dim), concat_dim)
-        out = self._xm.all_to_all(
-            _wide(x), split_dim, concat_dim, self.size, groups=self._groups, pin_layout=False
-        )
+        out = self._xm.all_to_all(_wide(x), split_dim, concat_dim, self.size, groups=self._groups, pin_layout=False)
         return self._unchained(out).to(x.dtype)
 
     def broadcast(self, x: Tensor, src: int) -> Tensor:
@@ -134,9 +132,7 @@ class XlaTransport(Transport):
         out = torch.where(stays == 1, x, torch.zeros_like(x))
         for sends, pairs in _rounds(to):
             groups = [[ranks[i], ranks[j]] for ranks in self._groups for i, j in pairs]
-            both = self._unchained(
-                self._xm.all_gather(_wide(x).unsqueeze(0), dim=0, groups=groups, pin_layout=False)
-            )
+            both = self._unchained(self._xm.all_gather(_wide(x).unsqueeze(0), dim=0, groups=groups, pin_layout=False))
             firsts, targets = {i for i, _ in pairs}, {j for _, j in sends}
             partner = self._own_entry([int(r in firsts) for r in range(self.size)])
             receives = self._own_entry([int(r in targets) for r in range(self.size)])

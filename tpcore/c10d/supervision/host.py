@@ -158,9 +158,7 @@ def _native_threads(name: str) -> dict[int, tuple[str, str]]:
         for task in map(int, os.listdir("/proc/self/task")):
             status = {} if task in pythons else _status(task)
             if status.get("Name") in names:
-                switches = (
-                    f"{status.get('voluntary_ctxt_switches')} {status.get('nonvoluntary_ctxt_switches')}"
-                )
+                switches = f"{status.get('voluntary_ctxt_switches')} {status.get('nonvoluntary_ctxt_switches')}"
                 found[task] = status["State"][0], switches
     return found
 

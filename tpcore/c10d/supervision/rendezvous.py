@@ -38,9 +38,7 @@ class Rendezvous:
             self._wait(what, keys, lost)
             return [self.store.get(k).decode() for k in keys.values()]
         except dist.DistNetworkError as e:
-            raise PeerLostError(
-                f"rank {self.rank}: the job's store is gone while ranks meet to {what}: {e}"
-            ) from e
+            raise PeerLostError(f"rank {self.rank}: the job's store is gone while ranks meet to {what}: {e}") from e
 
     def _wait(self, what: str, keys: Mapping[int, str], lost: Lost) -> None:
         # polls: the store's own wait prints warnings when it times out
@@ -75,9 +73,7 @@ def store_of_environment(timeout: float) -> tuple[dist.Store, int, int] | None:
     unset = [name for name, value in values.items() if not value]
     if unset:
         given = {name: value for name, value in values.items() if value}
-        raise BackendError(
-            f"{given} is set, but not {', '.join(unset)}: torchrun sets all of them, or none must be"
-        )
+        raise BackendError(f"{given} is set, but not {', '.join(unset)}: torchrun sets all of them, or none must be")
     try:
         rank, world, port = (v.get() for v in (settings.RANK, settings.WORLD_SIZE, settings.MASTER_PORT))
     except ValueError as e:

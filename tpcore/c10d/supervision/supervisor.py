@@ -74,9 +74,7 @@ class Supervisor:
                 given = f"rank 0: {found[0][1]}, rank {rank}: {checked}"
                 raise ValueError(f"{CHECK.name} must be the same on all ranks; calls to check are {given}")
             if versions != found[0][3]:
-                raise ValueError(
-                    f"rank 0 runs {found[0][3]} and rank {rank} {versions}: install the same on all"
-                )
+                raise ValueError(f"rank 0 runs {found[0][3]} and rank {rank} {versions}: install the same on all")
         connect = partial(own_client, store, monitor_of(found[0][2]), self._timeout)
         identities = [Identity(*peer) for peer, *_ in found]
         self._address = address_towards(store, all(i.hostname == identities[0].hostname for i in identities))
@@ -151,9 +149,7 @@ class Supervisor:
         text = f"rank {self._rank} waited {self._timeout:g} s to connect with {who}: {error}"
         return peers.post(Verdict("timeout", text))
 
-    def waiting(
-        self, pg: Any, axes: Sequence[str], members: Members, compares: Callable[[Waiting], bool]
-    ) -> Waiting:
+    def waiting(self, pg: Any, axes: Sequence[str], members: Members, compares: Callable[[Waiting], bool]) -> Waiting:
         """The watch around the collectives of ``pg``. One process group may serve several axes.
 
         ``compares``: whether the group's transport compares calls; all members call it, once for a group.

@@ -169,9 +169,7 @@ class Waiting:
     def _timed_out(self) -> BackendError:
         peers = self._peers
         reports = peers.reports()
-        text = timeout_report(
-            self.rank, self.members, self._timeout, reports, lambda r: peers.state(r, reports)
-        )
+        text = timeout_report(self.rank, self.members, self._timeout, reports, lambda r: peers.state(r, reports))
         return peers.post(Verdict("timeout", text)).error(self._recorder.last())
 
     def _compare(self, words: Words, now: bool) -> None:

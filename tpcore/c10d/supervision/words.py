@@ -88,9 +88,7 @@ class Words:
                 return entry, True
         return None
 
-    def error(
-        self, entry: Entry, place: bool, arrive: Callable[[WordsAwaited], None]
-    ) -> CollectiveMismatchError:
+    def error(self, entry: Entry, place: bool, arrive: Callable[[WordsAwaited], None]) -> CollectiveMismatchError:
         """The error about ``entry``. All members call this for the same call and exchange their texts."""
         call = Call.of(*entry[1:])
         self._send(_TEXT_NEXT + call.pack().ljust(_TEXT))
@@ -219,9 +217,7 @@ class WordsAwaited:
             raise dist.DistNetworkError("a connection over which calls are compared was closed")
 
 
-def _members(
-    server: socket.socket, secret: bytes, count: int, timeout: float
-) -> Iterator[tuple[int, socket.socket]]:
+def _members(server: socket.socket, secret: bytes, count: int, timeout: float) -> Iterator[tuple[int, socket.socket]]:
     """Position and connection of ``count`` members as they greet. Other connections are not waited for, and
     their errors do not matter: a port may be scanned."""
     deadline, greetings = time.monotonic() + timeout, dict[socket.socket, bytes]()

@@ -59,9 +59,7 @@ class Checkpoint:
         with naming("open", path):
             size = os.stat(path).st_size
         if size != record.size:
-            raise CheckpointError(
-                f"{path} has {size} bytes, not {record.size} as written: truncated or replaced"
-            )
+            raise CheckpointError(f"{path} has {size} bytes, not {record.size} as written: truncated or replaced")
         return path
 
 
@@ -73,9 +71,7 @@ class RankState:
         self.path = checkpoint.file(f"{name}/{STATE}")
         data = read_file(self.path)
         if checkpoint.manifest.files[f"{name}/{STATE}"].crc32 != crc32_text(zlib.crc32(data)):
-            raise CheckpointError(
-                f"{self.path} is damaged, or of another save: {MANIFEST} has another checksum"
-            )
+            raise CheckpointError(f"{self.path} is damaged, or of another save: {MANIFEST} has another checksum")
         top = loads(data, self.path, halves=True)
         check_format(top, self.path)
         self._check_save(top.get("save_id"), top.get("rank"), self.path)

@@ -54,9 +54,7 @@ def _open(path: str, how: Reading, stack: ExitStack) -> Source | None:
         missing = sorted((names or set()) - found.keys())
         if missing:
             raise CheckpointError(f"{file} has no {missing[0]!r}, which the index says it has")
-        state.update(
-            (name, item) for name, item in found.items() if names is None or _listed(name, item, names)
-        )
+        state.update((name, item) for name, item in found.items() if names is None or _listed(name, item, names))
     return Whole(path, "unsharded directory", state, {})
 
 

@@ -121,9 +121,7 @@ class NativeStage(Stage):
     def _difference(self, key: Any) -> str | None:
         """The first difference between ranks in a top-level entry, as an error text; None if they agree."""
         for stage, i in product(self._alike, range(self._checkpoint.tp)):
-            mine = (
-                entries(self._checkpoint.rank(0, stage).tree)[key] if key in self._merged else self._top[key]
-            )
+            mine = entries(self._checkpoint.rank(0, stage).tree)[key] if key in self._merged else self._top[key]
             theirs = entries(self._checkpoint.rank(i, stage).tree).get(key)
             if theirs != mine:
                 a, b = dict(leaves(mine, (key,))), dict(leaves(theirs, (key,)))

@@ -24,9 +24,7 @@ from .transformations import Attention, Fused, Original
 class OptimumShards(PickledShards):
     """Pickled shards with metadata files."""
 
-    def __init__(
-        self, path: str, files: Sequence[Sequence[str]], how: Reading, recorded: Sequence[Recorded]
-    ) -> None:
+    def __init__(self, path: str, files: Sequence[Sequence[str]], how: Reading, recorded: Sequence[Recorded]) -> None:
         super().__init__(path, files, how)
         self._recorded = recorded
 
@@ -61,9 +59,7 @@ class OptimumShards(PickledShards):
             if names == made.used():
                 continue  # not saved
             if names:
-                raise CheckpointError(
-                    f"{self.files[pp_rank][0]} has no {names[0]!r}, which its metadata name"
-                )
+                raise CheckpointError(f"{self.files[pp_rank][0]} has no {names[0]!r}, which its metadata name")
             for name, dim, pieces in self._originals(made, states):
                 parts = [mapped(piece, name, self.path) for piece in pieces]
                 cut = even_cut(parts[0].shape, len(parts), dim)

@@ -75,9 +75,7 @@ def _stages(root: str) -> list[list[str]] | None:
         raise CheckpointError(f"{root} names rank {max(found)}: most ranks before it are missing")
     for at in ((p, t) for p in range(pp) for t in range(tp)):
         if at not in found:
-            raise CheckpointError(
-                f"{root} holds {len(found)} ranks, but not tp rank {at[1]} of pp rank {at[0]}"
-            )
+            raise CheckpointError(f"{root} holds {len(found)} ranks, but not tp rank {at[1]} of pp rank {at[0]}")
     return [[found[p, t] for t in range(tp)] for p in range(pp)]
 
 
@@ -88,9 +86,7 @@ def _file_of(root: str, name: str) -> str:
         return inside(root, name, root)
     held = sorted(f for f in os.listdir(path) if f.endswith(".pt"))
     if len(held) != 1:
-        raise CheckpointError(
-            f"{path} holds {len(held)} .pt files where one rank's state belongs: {held[:4]}"
-        )
+        raise CheckpointError(f"{path} holds {len(held)} .pt files where one rank's state belongs: {held[:4]}")
     return inside(root, os.path.join(name, held[0]), root)
 
 

@@ -50,9 +50,7 @@ class RankFiles(Source):
 class _RankFilesStage(Stage):
     """``alike``: files of other stages, whose entries other than the model this stage represents too."""
 
-    def __init__(
-        self, source: RankFiles, pp_rank: int, own: int | None, cuts: Cuts, alike: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, source: RankFiles, pp_rank: int, own: int | None, cuts: Cuts, alike: Sequence[str] = ()) -> None:
         self._source, self._pp_rank, self._own, self._cuts = source, pp_rank, own, cuts
         self._files = source.files[pp_rank]
         read = [source.read(file) for file in self._files]
@@ -81,8 +79,7 @@ class _RankFilesStage(Stage):
         cut = self._cuts(name, shape, tp) or self._source.cut(name, shape, self._pp_rank)
         if cut is not None and cut.local_shape(tp) != shape:
             raise CheckpointError(
-                f"{where}: {name!r} has shape {shape} on each of {tp} ranks, "
-                f"but {cut} is cut to {cut.local_shape(tp)}"
+                f"{where}: {name!r} has shape {shape} on each of {tp} ranks, but {cut} is cut to {cut.local_shape(tp)}"
             )
         if cut is not None and cut.dim is not None:
             shards = in_order(shards, cut, f"{where}: {name!r}")

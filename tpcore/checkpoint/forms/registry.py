@@ -37,11 +37,7 @@ def _unknown(path: str, sharded: bool | None) -> str:
     if not os.path.exists(path):
         return f"{path} does not exist"
     if not os.path.isdir(path):
-        return (
-            f"{path} is a file: give sharded=False"
-            if sharded
-            else f"{path} is neither a file nor a directory"
-        )
+        return f"{path} is a file: give sharded=False" if sharded else f"{path} is neither a file nor a directory"
     names = sorted(os.listdir(path))
     if sharded or (sharded is None and any(name.startswith(PREFIX) for name in names)):
         contents = f"it holds {names[:3]}" if names else "it is empty"

@@ -40,9 +40,7 @@ def merged(stages: Sequence[Any], names: Sequence[str] | None) -> Any | None:
 
 
 def _named(groups: Sequence[Any]) -> bool:
-    return all(
-        is_dict(g) and len(entries(g).get("param_names") or ()) == len(entries(g)["params"]) for g in groups
-    )
+    return all(is_dict(g) and len(entries(g).get("param_names") or ()) == len(entries(g)["params"]) for g in groups)
 
 
 def _members(every: Sequence[Any]) -> dict[str, tuple[int, int]]:

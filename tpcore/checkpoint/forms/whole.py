@@ -89,9 +89,7 @@ def _safetensors(path: str, stack: ExitStack) -> State:
     stack.callback(file.close)
     state = {name: _stored(name, file.tensor(name)) for name in file.names()}
     # further names of tied weights, which safetensors.torch.save_model stores in the metadata
-    return state | {
-        other: state[name] for other, name in file.metadata.items() if other not in state and name in state
-    }
+    return state | {other: state[name] for other, name in file.metadata.items() if other not in state and name in state}
 
 
 def in_memory(state: Mapping[Any, Any], path: str) -> State:

@@ -59,8 +59,7 @@ def consolidate(
         stem, end = ("pytorch_model", ".bin") if pickled else ("model", ".safetensors")
         width = f"{len(groups):05d}"
         names = [
-            f"{stem}{end}" if len(groups) == 1 else f"{stem}-{i:05d}-of-{width}{end}"
-            for i in range(1, len(groups) + 1)
+            f"{stem}{end}" if len(groups) == 1 else f"{stem}-{i:05d}-of-{width}{end}" for i in range(1, len(groups) + 1)
         ]
         with _new_files(os.fspath(out)) as stage:
             for name, group in zip(names, groups, strict=True):
@@ -142,9 +141,7 @@ def _model_files(src: str) -> Iterator[tuple[str, str]]:
             continue
         templates = os.path.join(folder, _TEMPLATES)
         names = os.listdir(folder)
-        names += (
-            [os.path.join(_TEMPLATES, n) for n in os.listdir(templates)] if os.path.isdir(templates) else []
-        )
+        names += [os.path.join(_TEMPLATES, n) for n in os.listdir(templates)] if os.path.isdir(templates) else []
         for name in sorted(names):
             wanted = not name.startswith(".") and not name.endswith(_NOT_COPIED) and name != MANIFEST
             if wanted and os.path.isfile(os.path.join(folder, name)):

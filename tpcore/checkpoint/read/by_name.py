@@ -69,15 +69,11 @@ def read_shards(
         for other, name in ties.items():
             twice = other in found and found[other].first.identity != found[name].first.identity
             if twice and not torch.equal(_read(found[other], *wanted[name], rank, n), made[name]):
-                raise CheckpointError(
-                    f"{where}: {name!r} and {other!r} are one tensor in the model, but differ"
-                )
+                raise CheckpointError(f"{where}: {name!r} and {other!r} are one tensor in the model, but differ")
         return made
 
 
-def _cut(
-    wanted: Wanted, ties: Mapping[str, str], name: str, shape: tuple[int, ...], m: int
-) -> ShardSpec | None:
+def _cut(wanted: Wanted, ties: Mapping[str, str], name: str, shape: tuple[int, ...], m: int) -> ShardSpec | None:
     """The cut of a tensor in a file that does not record it."""
     spec = wanted[ties.get(name, name)][0] if ties.get(name, name) in wanted else None
     return spec if spec is not None and spec.dim is not None else None

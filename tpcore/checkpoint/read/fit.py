@@ -106,15 +106,11 @@ class Fit:
         for s, out in ((stored, a), (theirs, b)):
             s.job(out, self._layouts[name], self._ctx.rank, self._ctx.mesh).run()
         if not torch.equal(a, b):
-            raise CheckpointError(
-                f"{name!r} and {other!r} are one tensor in the model, two in the checkpoint"
-            )
+            raise CheckpointError(f"{name!r} and {other!r} are one tensor in the model, two in the checkpoint")
 
     def _note_precision(self) -> None:
         dtypes = [(name, stored.dtype, job.out.dtype) for name, stored, job in self._jobs.values()]
-        lossy = [
-            (n, have, want) for n, have, want in dtypes if have != want and have.itemsize >= want.itemsize
-        ]
+        lossy = [(n, have, want) for n, have, want in dtypes if have != want and have.itemsize >= want.itemsize]
         if lossy:
             lines = [f"{name!r}: from {have} to the model's {want}" for name, have, want in lossy]
             self._notes.append(listed("tensors lose precision", lines))

@@ -107,11 +107,7 @@ class Loading:
         if parameters:
             self._follow(
                 stage.of_parameters(),
-                lambda of: (
-                    by_name.get(of.name)
-                    if by_name and of.name
-                    else dict(enumerate(parameters)).get(of.number)
-                ),
+                lambda of: by_name.get(of.name) if by_name and of.name else dict(enumerate(parameters)).get(of.number),
             )
         for why in dict.fromkeys(bound.values()):
             if self._strict and (key is None or bound.get(key) == why):
@@ -156,13 +152,9 @@ class Loading:
             if lines and self._strict:
                 raise CheckpointError(listed(f"{self._source.path} does not fit the model", lines))
         if lines:
-            self._notes.append(
-                listed(f"{self._source.path} has more than the model, and strict=False", lines)
-            )
+            self._notes.append(listed(f"{self._source.path} has more than the model, and strict=False", lines))
 
-    def _follow(
-        self, tensors: Iterable[OfParameter], layout_of: Callable[[OfParameter], Layout | None]
-    ) -> set[Any]:
+    def _follow(self, tensors: Iterable[OfParameter], layout_of: Callable[[OfParameter], Layout | None]) -> set[Any]:
         """Cut optimizers' tensors like their parameters. Returns the keys of optimizers with unknown cuts."""
         unknown = set()
         for of in tensors:

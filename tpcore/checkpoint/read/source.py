@@ -57,9 +57,7 @@ def model_of(source: Source, cuts: Cuts, own: int | None = None) -> State:
     for pp_rank in range(source.pp):
         for name, item in source.stage(pp_rank, own, cuts).model().items():
             if name in model and isinstance(item, Stored) and not _same(model[name], item):
-                raise CheckpointError(
-                    f"{source.path}: two pipeline stages hold {name!r} with different values"
-                )
+                raise CheckpointError(f"{source.path}: two pipeline stages hold {name!r} with different values")
             model.setdefault(name, item)
     return model
 

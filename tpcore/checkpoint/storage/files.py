@@ -55,9 +55,7 @@ def write_file(path: str, pieces: Iterable[Bytes]) -> FileRecord:
     return write_parts(path, [pieces])[0]
 
 
-def write_parts(
-    path: str, parts: Iterable[Iterable[Bytes]], *, summed: bool = True
-) -> tuple[FileRecord, list[str]]:
+def write_parts(path: str, parts: Iterable[Iterable[Bytes]], *, summed: bool = True) -> tuple[FileRecord, list[str]]:
     """Like ``write_file``, for a file of several parts. Returns its record and the crc32 of each part.
 
     Each part is an iterable of pieces. With ``summed=False`` every crc32 is that of no bytes.

@@ -201,9 +201,7 @@ class FileTensor:
     def _compare(self, crc: int) -> None:
         found = crc32_text(crc)
         if found != self.crc32:
-            raise CheckpointError(
-                f"{self.file.path}: {self.name!r} is damaged: its crc32 is {found}, not {self.crc32}"
-            )
+            raise CheckpointError(f"{self.file.path}: {self.name!r} is damaged: its crc32 is {found}, not {self.crc32}")
 
     def read(self, starts: Sequence[int], out: Tensor, check: bool) -> None:
         """Fill ``out``, a CPU tensor of any dtype and strides, with the region that begins at ``starts``.

@@ -184,9 +184,7 @@ def layout_of(t: Tensor, ctx: ParallelContext, where: str) -> Layout | None:
     if axes and (COPIED in axes or not set(axes) <= set(ctx.mesh.axes)):
         mine = found.ctx.comm(*axes).group.members(found.ctx.rank)
         held = [axis for axis in ctx.mesh.axes if axis != COPIED]
-        raise ValueError(
-            f"{where} is cut over ranks {mine} of {axes}; a checkpoint holds what is cut over {held}"
-        )
+        raise ValueError(f"{where} is cut over ranks {mine} of {axes}; a checkpoint holds what is cut over {held}")
     if layout.cuts and found.ctx.place != ctx.place:
         raise ValueError(
             f"{where} was built on mesh {dict(mesh.axes)} of rank {found.ctx.rank} and not on this one, "

@@ -104,9 +104,7 @@ class _Background:
                 seen, since = written, time.monotonic()
             how = self._save.ctx.backend.gone(rank)
             if how is not None and not os.path.exists(path):
-                raise CheckpointError(
-                    f"cannot save {self._save.target}: rank {rank} {how} before it had written"
-                )
+                raise CheckpointError(f"cannot save {self._save.target}: rank {rank} {how} before it had written")
             if written == seen and time.monotonic() > since + self.patience:
                 raise CheckpointError(
                     f"cannot save {self._save.target}: rank {rank} has written {written} bytes, "

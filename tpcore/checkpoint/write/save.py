@@ -53,9 +53,7 @@ def _check_options(every: Sequence[Options]) -> None:
     """ValueError, on all ranks, if they do not all save in the same way."""
     for rank, options in enumerate(every):
         if options != every[0]:
-            raise ValueError(
-                f"ranks save in different ways: rank 0 with {every[0]}, rank {rank} with {options}"
-            )
+            raise ValueError(f"ranks save in different ways: rank 0 with {every[0]}, rank {rank} with {options}")
 
 
 def write_tensor_files(
@@ -101,14 +99,10 @@ def check_shards(name: str, tensors: Mapping[str, Mapping[str, Any]], mesh: Mesh
         if isinstance(record["spec"], dict):
             cut = Layout.of(ShardSpec.from_json(record["spec"]), *record["axes"])
             if cut.local_shape(mesh) != tuple(record["shape"]):
-                raise CheckpointError(
-                    f"{name}: {key!r} is {record['shape']} and not a shard of {cut} on {mesh}"
-                )
+                raise CheckpointError(f"{name}: {key!r} is {record['shape']} and not a shard of {cut} on {mesh}")
 
 
-def put_in_place(
-    staging: Staging, save_id: str, mesh: Mapping[str, int], files: Mapping[str, FileRecord]
-) -> None:
+def put_in_place(staging: Staging, save_id: str, mesh: Mapping[str, int], files: Mapping[str, FileRecord]) -> None:
     """Write the manifest of the ranks' files, and publish the checkpoint under its name."""
     manifest, path = Manifest(save_id, dict(mesh), files, _versions()), os.path.join(staging.path, MANIFEST)
     manifest.check(path)  # before it replaces a valid checkpoint

@@ -48,9 +48,7 @@ class StateTensor:
 class GatheredTensor:
     """A tensor that is split over dp ranks, and gathered before the write. ``stand_in``: the same on meta."""
 
-    def __init__(
-        self, stand_in: Tensor, cut: Cut, gather: Callable[[], Tensor], to: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, stand_in: Tensor, cut: Cut, gather: Callable[[], Tensor], to: torch.dtype | None = None) -> None:
         self.cut, self.dtype, self.shape = cut, to or stand_in.dtype, tuple(stand_in.shape)
         self._gather, self._values = gather, stand_in
 
@@ -87,9 +85,7 @@ class Part:
         down_cast_bf16: bool = False,
     ) -> None:
         if not isinstance(state, dict):
-            raise ValueError(
-                f"a checkpoint is made of a dict, a state_dict say, not of a {type(state).__name__}"
-            )
+            raise ValueError(f"a checkpoint is made of a dict, a state_dict say, not of a {type(state).__name__}")
         self._cut_of, self._memory_of, self._down_cast = cut_of, memory_of, down_cast_bf16
         self._places: dict[Any, dict[str, Any]] = {}
         self._gather = gather or {}
@@ -216,9 +212,7 @@ def cuts_of(state: Mapping[Any, Any], ctx: ParallelContext, known: Mapping[int, 
     return cut_of
 
 
-def _optimizer_cuts(
-    optimizers: Iterable[Mapping[str, Any]], known: Mapping[str, Layout], mesh: Mesh
-) -> dict[int, Cut]:
+def _optimizer_cuts(optimizers: Iterable[Mapping[str, Any]], known: Mapping[str, Layout], mesh: Mesh) -> dict[int, Cut]:
     """Cuts of the tensors in optimizers' state_dicts, by ``id``: those of their parameters.
 
     An optimizer numbers its parameters. They have names too if it was made from ``named_parameters()`` (torch
@@ -239,9 +233,7 @@ def _optimizer_cuts(
     return cuts
 
 
-def _by_name(
-    state: Mapping[Any, Any], marked: Mapping[object, Tensor], memory_of: MemoryOf
-) -> dict[str, Layout]:
+def _by_name(state: Mapping[Any, Any], marked: Mapping[object, Tensor], memory_of: MemoryOf) -> dict[str, Layout]:
     """Layouts of the parameters in the models' state_dicts, except names with different layouts."""
     layouts: dict[str, set[Layout]] = defaultdict(set)
     for name, t in model_tensors(state):

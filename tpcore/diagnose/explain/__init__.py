@@ -141,9 +141,7 @@ def explain(
     return Explanation(mesh, tuple((tuple(r), p) for r, p in alike), problem, differs)
 
 
-def _difference(
-    mesh: Mesh, notes: Mapping[int, Sequence[Note]], again: Callable[[int], Sequence[Note]]
-) -> str | None:
+def _difference(mesh: Mesh, notes: Mapping[int, Sequence[Note]], again: Callable[[int], Sequence[Note]]) -> str | None:
     """The first difference between ranks of a tp group. None if ``again`` gives a rank other notes than
     before: a target with other inputs at each call says nothing about ranks."""
     for group in mesh.group("tp").partition:

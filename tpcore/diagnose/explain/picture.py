@@ -57,9 +57,7 @@ def _share(p: Parameter, dim: int) -> float:
 def _box(x: float, row: int, wide: float, high: float, colour: str) -> Any:
     from matplotlib.patches import Rectangle
 
-    return Rectangle(
-        (x, row + 0.1), 4.5 * wide, 0.8 * high, facecolor=colour, edgecolor="#455a64", linewidth=0.5
-    )
+    return Rectangle((x, row + 0.1), 4.5 * wide, 0.8 * high, facecolor=colour, edgecolor="#455a64", linewidth=0.5)
 
 
 def _memory(axes: Any, program: Program) -> None:
@@ -93,9 +91,7 @@ def _traffic(axes: Any, program: Program) -> None:
     starts = [i for i, c in enumerate(calls) if i == 0 or calls[i - 1].phase != c.phase]
     for i in starts:
         axes.axvline(i - 0.5, color="#cfd8dc", linewidth=0.8)
-        axes.text(
-            i - 0.4, 1.01, calls[i].phase, transform=axes.get_xaxis_transform(), rotation=30, fontsize=8
-        )
+        axes.text(i - 0.4, 1.01, calls[i].phase, transform=axes.get_xaxis_transform(), rotation=30, fontsize=8)
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter(lambda value, _: size(value))
     axes.locator_params(axis="x", integer=True)

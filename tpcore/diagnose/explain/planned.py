@@ -34,9 +34,7 @@ def rules_in(plan: str) -> dict[str, str]:
         return {}
     path = Path(plan)
     if not path.is_file():
-        raise ValueError(
-            f"plan {plan!r} is no file: name a JSON file of rules, or {AUTO!r} for the model's own"
-        )
+        raise ValueError(f"plan {plan!r} is no file: name a JSON file of rules, or {AUTO!r} for the model's own")
     rules = json.loads(read_file(str(path)))
     if not isinstance(rules, dict) or not all(isinstance(style, str) for style in rules.values()):
         raise ValueError(f'{path} is no plan: it has to be a dict like {{"model.layers.*.mlp": "replicate"}}')

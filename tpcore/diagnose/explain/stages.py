@@ -51,9 +51,7 @@ class StageWatch:
         self._inputs[name] = args[0] if args else next(iter(kwargs.values()))
 
     def costs(self, model: nn.Module) -> tuple[StageCost, ...]:
-        return tuple(
-            _cost(name, m, self._inputs[name]) for name, m in _pipelines(model) if name in self._inputs
-        )
+        return tuple(_cost(name, m, self._inputs[name]) for name, m in _pipelines(model) if name in self._inputs)
 
 
 def _pipelines(model: nn.Module) -> list[tuple[str, PipelinedLayers]]:

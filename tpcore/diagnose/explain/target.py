@@ -63,9 +63,7 @@ def _from_file(path: Path) -> Any:
 def build(target: str | Factory, batch_size: int, seq_len: int) -> tuple[nn.Module, Inputs]:
     """The model and its inputs, made under the current context and default device."""
     if isinstance(target, str) and target.endswith(".py"):
-        raise ValueError(
-            f"{target} is a file: name the function in it that makes the model, as {target}:make"
-        )
+        raise ValueError(f"{target} is a file: name the function in it that makes the model, as {target}:make")
     if isinstance(target, str) and ":" not in target:
         return _hugging_face(target, batch_size, seq_len)
     factory = function(target) if isinstance(target, str) else target
@@ -127,8 +125,7 @@ def _transformers(target: str) -> Any:
         return importlib.import_module("transformers")
     except ModuleNotFoundError as e:
         raise ValueError(
-            f"{target!r} would need transformers, which is not installed: pip install 'tpcore[hf]'; "
-            f"or else {FORMS}"
+            f"{target!r} would need transformers, which is not installed: pip install 'tpcore[hf]'; or else {FORMS}"
         ) from e
 
 

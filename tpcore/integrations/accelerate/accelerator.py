@@ -63,9 +63,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 "mixed_precision='fp16' scales losses by what each rank finds in its own gradients: use bf16"
             )
         if self.dataloader_config.dispatch_batches:
-            raise ValueError(
-                "dispatch_batches=True sends one batch's parts to ranks of one tp group: drop it"
-            )
+            raise ValueError("dispatch_batches=True sends one batch's parts to ranks of one tp group: drop it")
         self.dataloader_config.dispatch_batches = False
 
     # -- who is who: batches differ over dp alone ---------------------------------------------------------

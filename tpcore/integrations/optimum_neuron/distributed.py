@@ -21,9 +21,7 @@ from .options import ModelParallelismPlugin, join
 
 
 @contextmanager
-def lazy_load_for_parallelism(
-    tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1
-) -> Iterator[None]:
+def lazy_load_for_parallelism(tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1) -> Iterator[None]:
     """Within, ``from_pretrained`` makes shapes only of a model that will be cut: each rank reads its part."""
     if tensor_parallel_size == pipeline_parallel_size == 1:
         yield

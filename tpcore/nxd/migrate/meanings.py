@@ -71,18 +71,14 @@ MEANINGS = (
     Meaning("neuronx_distributed_config", "lora_config", "a ValueError: there are no adapters", _true),
     Meaning("neuronx_distributed_config", "pad_model", "a ValueError: pass pad=True to the layers", _true),
     Meaning("NxDPPModel", "virtual_pipeline_size", "a ValueError unless 1", _not_one),
-    Meaning(
-        "NxDPPModel", None, "run_train returns the loss on every rank; a last stage needs no test of its own"
-    ),
+    Meaning("NxDPPModel", None, "run_train returns the loss on every rank; a last stage needs no test of its own"),
     Meaning(
         "GQAQKVColumnParallelLinear",
         "kv_size_multiplier",
         "rank r holds part r // multiplier of k and v, in the model's own order: no reordering of q",
         _not_one,
     ),
-    Meaning(
-        "parallel_model_trace", "bucket_config", "no such argument: bucket_inputs= has examples of sizes"
-    ),
+    Meaning("parallel_model_trace", "bucket_config", "no such argument: bucket_inputs= has examples of sizes"),
     Meaning(
         "parallel_model_trace",
         "inline_weights_to_neff",

@@ -26,9 +26,7 @@ _P, _L, _S, _M = (
     "tpcore.nxd.parallel_state",
     "tpcore.nxd.parallel_layers.mappings",
 )
-_CONFIG = (
-    "takes no config: pass dtype=, init_method= and sequence_parallel_enabled=; returns y, not (y, bias)"
-)
+_CONFIG = "takes no config: pass dtype=, init_method= and sequence_parallel_enabled=; returns y, not (y, bias)"
 _FAIRSCALE = "the fifth argument is dtype: pass init_method= and stride= by name"
 
 _REGIONS = {
@@ -45,12 +43,8 @@ _GETTERS = {
 }
 
 FAIRSCALE = {
-    "fairscale.nn.model_parallel.layers.ColumnParallelLinear": Counterpart(
-        f"{_P}.ColumnParallelLinear", _FAIRSCALE
-    ),
-    "fairscale.nn.model_parallel.layers.RowParallelLinear": Counterpart(
-        f"{_P}.RowParallelLinear", _FAIRSCALE
-    ),
+    "fairscale.nn.model_parallel.layers.ColumnParallelLinear": Counterpart(f"{_P}.ColumnParallelLinear", _FAIRSCALE),
+    "fairscale.nn.model_parallel.layers.RowParallelLinear": Counterpart(f"{_P}.RowParallelLinear", _FAIRSCALE),
     "fairscale.nn.model_parallel.layers.ParallelEmbedding": Counterpart(
         f"{_P}.ParallelEmbedding", "cut by rows here: pass shard_across_embedding=True for columns"
     ),
@@ -64,14 +58,8 @@ FAIRSCALE = {
     "fairscale.nn.model_parallel.initialize.model_parallel_is_initialized": Counterpart(
         f"{_S}.model_parallel_is_initialized"
     ),
-    **{
-        f"fairscale.nn.model_parallel.initialize.{old}": Counterpart(f"{_S}.{new}")
-        for old, new in _GETTERS.items()
-    },
-    **{
-        f"fairscale.nn.model_parallel.mappings.{old}": Counterpart(f"{_M}.{new}")
-        for old, new in _REGIONS.items()
-    },
+    **{f"fairscale.nn.model_parallel.initialize.{old}": Counterpart(f"{_S}.{new}") for old, new in _GETTERS.items()},
+    **{f"fairscale.nn.model_parallel.mappings.{old}": Counterpart(f"{_M}.{new}") for old, new in _REGIONS.items()},
 }
 
 _MEGATRON_LAYERS = "megatron.core.tensor_parallel.layers"

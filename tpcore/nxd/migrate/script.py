@@ -108,9 +108,7 @@ class Script:
                 by_module[home].append(name if name == local else f"{name} as {local}")
         for home, names in by_module.items():
             plain = ", ".join(names)
-            self.findings.append(
-                Finding(node.lineno, f"from {module} import ...", f"from {home} import {plain}")
-            )
+            self.findings.append(Finding(node.lineno, f"from {module} import ...", f"from {home} import {plain}"))
         stay = [alias for alias in node.names if alias.name not in moved]
         kept = all(str(to.new).rpartition(".")[2] == name for name, to in moved.items())
         if len(by_module) == 1 and not stay and kept:

@@ -116,8 +116,7 @@ class GQAQKVColumnParallelLinear(PublishedAttributes):
 
     def extra_repr(self) -> str:
         return (
-            f"{self.input_size}, {self.output_sizes}, kv_size_multiplier={self.kv_size_multiplier}, "
-            f"tp={self.tp.size}"
+            f"{self.input_size}, {self.output_sizes}, kv_size_multiplier={self.kv_size_multiplier}, tp={self.tp.size}"
         )
 
 

@@ -10,9 +10,7 @@ from ...layers.loss import parallel_cross_entropy
 __all__ = ["from_parallel_logits_to_logprobs", "parallel_cross_entropy"]
 
 
-def from_parallel_logits_to_logprobs(
-    vocab_parallel_logits: Tensor, target: Tensor, inference: bool = True
-) -> Tensor:
+def from_parallel_logits_to_logprobs(vocab_parallel_logits: Tensor, target: Tensor, inference: bool = True) -> Tensor:
     """The log-probability of each next token: ``[batch, sequence - 1]``, the same on every rank.
 
     ``vocab_parallel_logits``: ``[batch, sequence, vocab / tp]``. ``target``: ``[batch, sequence]``, the

@@ -49,9 +49,7 @@ def gather_from_tensor_model_parallel_region(x: Tensor, process_group: Any = Non
     return ops.gather(x, current().comm_for(process_group), -1)
 
 
-def scatter_to_sequence_parallel_region(
-    x: Tensor, sequence_dimension: int = 0, process_group: Any = None
-) -> Tensor:
+def scatter_to_sequence_parallel_region(x: Tensor, sequence_dimension: int = 0, process_group: Any = None) -> Tensor:
     """This rank's chunk of the tokens; backward gathers the gradients."""
     return ops.scatter(x, current().comm_for(process_group), sequence_dimension)
 
@@ -74,9 +72,7 @@ def reduce_scatter_to_sequence_parallel_region(
     return ops.reduce_scatter(x, current().comm_for(process_group), sequence_dimension, dtype=dtype)
 
 
-def gather_from_tensor_model_parallel_region_with_dim(
-    x: Tensor, gather_dim: int, process_group: Any = None
-) -> Tensor:
+def gather_from_tensor_model_parallel_region_with_dim(x: Tensor, gather_dim: int, process_group: Any = None) -> Tensor:
     """All chunks along ``gather_dim``; of the gradient this rank keeps its own."""
     return ops.gather(x, current().comm_for(process_group), gather_dim)
 

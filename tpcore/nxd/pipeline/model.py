@@ -79,9 +79,7 @@ class NxDPPModel(nn.Module):
         _check_class(layers, transformer_layer_cls)
         if pipeline_cuts:
             _check_cuts(pipeline_cuts, len(layers), current().mesh.axes.get("pp", 1))
-        self.transformer_layer_cls = (
-            type(layers[0]) if transformer_layer_cls is None else transformer_layer_cls
-        )
+        self.transformer_layer_cls = type(layers[0]) if transformer_layer_cls is None else transformer_layer_cls
         self.original_torch_module = module
         self._engine = PipelineModel(module, num_microbatches)
 

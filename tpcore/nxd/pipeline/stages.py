@@ -20,8 +20,7 @@ def create_pg_with_ranks(ranks: Sequence[int]) -> Any:
     ctx = current()
     shared = [tuple(stages[i] for i in ranks) for stages in _pipelines()]
     others = [
-        tuple(rank for rank in stages if rank not in row)
-        for stages, row in zip(_pipelines(), shared, strict=True)
+        tuple(rank for rank in stages if rank not in row) for stages, row in zip(_pipelines(), shared, strict=True)
     ]
     comm = ctx.grouped(f"stages {list(ranks)}", (*shared, *filter(None, others)))
     return comm.process_group if any(ctx.rank in row for row in shared) else None

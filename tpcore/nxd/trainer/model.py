@@ -153,9 +153,7 @@ def _checkpointed(model: nn.Module, asked: Any) -> tuple[type[nn.Module], ...]:
     classes = tuple(asked) if isinstance(asked, list | tuple) else (asked,)
     wrong = [c for c in classes if not (isinstance(c, type) and issubclass(c, nn.Module))]
     if wrong or not classes:
-        raise ValueError(
-            f"activation_checkpoint_config must be None, 'full' or classes of modules, not {asked!r}"
-        )
+        raise ValueError(f"activation_checkpoint_config must be None, 'full' or classes of modules, not {asked!r}")
     return classes
 
 

@@ -148,9 +148,7 @@ def _each(ctx: ParallelContext, comm: Comm, primitive: str, every: list[Tensor])
 Made = Callable[[int], Tensor]
 
 
-def only(
-    ctx: ParallelContext, comm: Comm, name: str, made: Made, note: str, count: int | None = None
-) -> Wrong:
+def only(ctx: ParallelContext, comm: Comm, name: str, made: Made, note: str, count: int | None = None) -> Wrong:
     """Check the first ``count`` calls of one primitive on the tensors that ``made`` returns by position."""
     me, out = int(comm.position.cpu()), Wrong()
     every = [made(p) for p in range(comm.size)]
@@ -165,9 +163,7 @@ def joined(ctx: ParallelContext) -> Wrong:
     """Position, size, device and process group are consistent."""
     out, comm = Wrong(), ctx.comm("tp")
     if comm.position.dtype != torch.int64 or comm.position.shape != (1,):
-        out.append(
-            f"comm.position is {comm.position.dtype} {tuple(comm.position.shape)}, not one int64 element"
-        )
+        out.append(f"comm.position is {comm.position.dtype} {tuple(comm.position.shape)}, not one int64 element")
     elif int(comm.position.cpu()) != ctx.coord("tp"):
         out.append(f"comm.position is {int(comm.position.cpu())} on the rank at {ctx.coord('tp')}")
     if comm.position.device.type != ctx.device.type:

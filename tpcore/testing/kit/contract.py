@@ -75,9 +75,7 @@ class Contract:
             "first": [Mesh({"dp": 1, "tp": worlds[0]})],
             "line": [Mesh({"dp": 1, "tp": n}) for n in worlds],
             "grid": [m for n in worlds for m in meshes(n)],
-            "square": [
-                Mesh({"dp": n // t, "tp": t}) for n in worlds for t in {n, n // 2} if t and n % t == 0
-            ],
+            "square": [Mesh({"dp": n // t, "tp": t}) for n in worlds for t in {n, n // 2} if t and n % t == 0],
             "staged": [m for n in worlds if (m := stages.stages_mesh(Mesh({"dp": 1, "tp": n}))) is not None],
             "dtype": list(can.dtypes),
             "moved": list(can.moved),

@@ -37,9 +37,7 @@ def large(ctx: ParallelContext, primitive: str, sizes: Sequence[int]) -> Wrong:
     return out
 
 
-def _forms(
-    comm: Comm, primitive: str, n: int, dtypes: Sequence[torch.dtype]
-) -> Iterator[tuple[str, list[Tensor]]]:
+def _forms(comm: Comm, primitive: str, n: int, dtypes: Sequence[torch.dtype]) -> Iterator[tuple[str, list[Tensor]]]:
     """About ``n`` elements as a vector of float32. Those that take little time on eager backends as vectors
     of other item sizes too, as a matrix and as a transposed one."""
     yield f"{n} elements", [wide((n,), p, torch.float32, comm.size) for p in range(comm.size)]
@@ -116,9 +114,7 @@ def _odd_sums(ctx: ParallelContext, primitive: str, made: Made, note: str) -> Wr
     for how, call, want in calls(comm, primitive, [made(p) for p in range(comm.size)]):
         got = call(made(int(comm.position.cpu())).to(ctx.device)).cpu()
         if got.shape != want.shape or not bool(((got == want) | (got.isnan() & want.isnan())).all()):
-            out.append(
-                f"{primitive} {how} of {note} on rank {ctx.rank} is {got.tolist()}, not {want.tolist()}"
-            )
+            out.append(f"{primitive} {how} of {note} on rank {ctx.rank} is {got.tolist()}, not {want.tolist()}")
     return out
 
 
@@ -165,9 +161,7 @@ def _sums(ctx: ParallelContext, every: list[Tensor], note: str) -> Wrong:
             bias = float(((first.double() - exact) / size).mean()) / torch.finfo(dtype).eps
             # four standard deviations of the mean, and a margin. The reference is too coarse for float64
             if dtype is not torch.float64 and abs(bias) > 0.03 + len(size) ** -0.5:
-                out.append(
-                    f"{name} of {note} is {bias:.2f} eps off on average, as if cut off and not rounded"
-                )
+                out.append(f"{name} of {note} is {bias:.2f} eps off on average, as if cut off and not rounded")
         elif problem := differs(first, stack.sum(0, dtype=dtype)[part]):
             out.append(f"{name} of {note} {problem}")
     if problem := differs(comm.all_reduce(x, "max").cpu(), stack.amax(0)):
@@ -205,7 +199,5 @@ def interleaved(ctx: ParallelContext) -> Wrong:
         for i, (wait, members) in reversed(list(enumerate(zip(waits, ranks, strict=True)))):
             problem = differs(wait(), torch.full((6,), float(sum(members) + len(members) * (i + turn))))
             if problem:
-                out.append(
-                    f"all-reduce over {comms[i].group.axes} between others on rank {ctx.rank} {problem}"
-                )
+                out.append(f"all-reduce over {comms[i].group.axes} between others on rank {ctx.rank} {problem}")
     return out

@@ -71,8 +71,7 @@ def qkv(ctx: ParallelContext, case: Case, found: Findings) -> None:
     outputs = [HEADS * HEAD, kv * HEAD, kv * HEAD]
     torch.manual_seed(7)
     plain = [
-        nn.Linear(HIDDEN, size, bias=case.bias, dtype=dtype)
-        for size in ([sum(outputs)] if case.fused else outputs)
+        nn.Linear(HIDDEN, size, bias=case.bias, dtype=dtype) for size in ([sum(outputs)] if case.fused else outputs)
     ]
     data = torch.randn(*LEADS[case.ndim], HIDDEN).to(dtype)
     grads = [torch.randn(*LEADS[case.ndim], HEADS * HEAD).to(dtype) for _ in range(3)]

@@ -53,9 +53,7 @@ class Findings:
         if got is None:
             self.messages.append(f"{self.where}: {what} is None")
         elif got.shape != want.shape:
-            self.messages.append(
-                f"{self.where}: {what} has shape {tuple(got.shape)}, not {tuple(want.shape)}"
-            )
+            self.messages.append(f"{self.where}: {what} has shape {tuple(got.shape)}, not {tuple(want.shape)}")
         elif got.dtype != (dtype or self.dtype):
             self.messages.append(f"{self.where}: {what} is {got.dtype}, not {dtype or self.dtype}")
         else:

@@ -46,9 +46,7 @@ def _compare_weight(
     found.close("weight grad", got, local, allowed)
     if case.mode == "max_norm":
         now = exact.weight.detach()
-        allowed = shard_of(
-            layer, "weight", now.abs() * (2 * exact.embedding_dim + 8) * unit(case.torch_dtype), ctx
-        )
+        allowed = shard_of(layer, "weight", now.abs() * (2 * exact.embedding_dim + 8) * unit(case.torch_dtype), ctx)
         found.close("weight after", layer.weight, shard_of(layer, "weight", now, ctx), allowed)
 
 

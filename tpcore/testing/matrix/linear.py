@@ -211,9 +211,7 @@ def row(ctx: ParallelContext, case: Case, found: Findings) -> None:
 
     bound = found.bound(want.gx_abs, IN_FEATURES, 1)
     if case.input_is_parallel:
-        found.close(
-            "input grad", x.grad, cut_features(want.gx, in_spec, ctx), cut_features(bound, in_spec, ctx)
-        )
+        found.close("input grad", x.grad, cut_features(want.gx, in_spec, ctx), cut_features(bound, in_spec, ctx))
     else:
         found.close("input grad", x.grad, want.gx, bound)
         found.replicated("input grad", x.grad, tp)

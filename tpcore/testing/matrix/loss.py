@@ -49,9 +49,7 @@ def cross_entropy(ctx: ParallelContext, case: Case, found: Findings) -> None:
     # exp(x - lse) has the relative error of x - lse's absolute one; one rounding to the logits' dtype
     slope = (grad.double().abs() * kept).unsqueeze(-1).expand(*lead, vocab)
     bound = slope * (2 * unit(case.torch_dtype) + 16 * unit(wide) * top)
-    found.close(
-        "input grad", mine.grad, cut_features(grad_of(exact), spec, ctx), cut_features(bound, spec, ctx)
-    )
+    found.close("input grad", mine.grad, cut_features(grad_of(exact), spec, ctx), cut_features(bound, spec, ctx))
     found.same("logits afterwards", mine.detach(), before)
 
 

@@ -36,9 +36,7 @@ def _norm(ctx: ParallelContext, case: Case, found: Findings, layer: nn.Module, p
     plain(x.clone().requires_grad_()).backward(grad)
     exact(x.double().requires_grad_()).backward(grad.double())
     tokens = torch.Size(lead).numel()
-    magnitude = (
-        grad.double().abs().flatten(0, len(lead) - 1).sum(0) * 3
-    )  # |normalized| < 3 for 8 or 12 features
+    magnitude = grad.double().abs().flatten(0, len(lead) - 1).sum(0) * 3  # |normalized| < 3 for 8 or 12 features
     for name, p in layer.named_parameters():
         reference, own = grad_of(exact.get_parameter(name)), grad_of(plain.get_parameter(name))
         # one rounding for each rank and one of the sum, plus the error of torch's own kernel in this dtype
@@ -78,6 +76,4 @@ AFFINE = ("weight and bias", "weight", "none")
 LAYER_NORM = MatrixRow(
     "layer_norm", tpcore.LayerNorm, {"seq": (None, 0, 1), "affine": AFFINE, "shape": SHAPES}, layer_norm
 )
-RMS_NORM = MatrixRow(
-    "rms_norm", tpcore.RMSNorm, {"seq": (None, 0, 1), "eps": (1e-6, None), "shape": SHAPES}, rms_norm
-)
+RMS_NORM = MatrixRow("rms_norm", tpcore.RMSNorm, {"seq": (None, 0, 1), "eps": (1e-6, None), "shape": SHAPES}, rms_norm)

@@ -60,9 +60,7 @@ class _Layer(nn.Module):
         self.num_attention_heads = HEADS
 
     def forward(self, x: Tensor) -> Tensor:
-        heads = (
-            f(x).unflatten(-1, (self.num_attention_heads, -1)) for f in (self.query, self.key, self.value)
-        )
+        heads = (f(x).unflatten(-1, (self.num_attention_heads, -1)) for f in (self.query, self.key, self.value))
         mixed = F.scaled_dot_product_attention(*(h.transpose(1, 2) for h in heads))
         x = self.norms[0](x + self.attention["output"](mixed.transpose(1, 2).flatten(2)))
         wide = F.gelu(self.intermediate["dense"](x))
@@ -113,9 +111,7 @@ def training_steps(ctx: ParallelContext) -> Wrong:
         return out
     exact, same = plain_bert().double(), plain_bert()
     model = tpcore.move_model_to_device(cut_bert(plain_bert(), ctx), ctx.device)
-    ids = torch.randint(
-        VOCAB, (BATCH * ctx.mesh.axes["dp"], LENGTH), generator=torch.Generator().manual_seed(1)
-    )
+    ids = torch.randint(VOCAB, (BATCH * ctx.mesh.axes["dp"], LENGTH), generator=torch.Generator().manual_seed(1))
     mine = ids.chunk(ctx.mesh.axes["dp"])[ctx.coord("dp")].to(ctx.device)
     specs = tpcore.shard_specs(model)
     for step in range(STEPS):

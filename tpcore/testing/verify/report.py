@@ -172,9 +172,7 @@ def _row(what: str, dtype: str, cases: int, wrong: Wrong) -> Row:
 
 
 def _layer(ctx: ParallelContext, layer: str, dtype: str, sequence: bool) -> Row:
-    some = [
-        case for case in matrix.cases(layer, dtype) if (dict(case.options).get("seq") is not None) == sequence
-    ]
+    some = [case for case in matrix.cases(layer, dtype) if (dict(case.options).get("seq") is not None) == sequence]
     some = some[:: 7 if len(some) > 20 else 1]
     found = [matrix.findings_of(ctx, case) for case in matrix.runnable(ctx, some)]
     error, allowed = max((f.worst for f in found), key=lambda w: w[0] / max(w[1], 1e-300))

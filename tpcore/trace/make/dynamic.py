@@ -23,9 +23,7 @@ def declared(
     given = dict(arguments.form["dict"])
     if sizes is not None:
         by_name = (
-            sizes
-            if isinstance(sizes, Mapping)
-            else dict(zip(given, _one_per_argument(sizes, given), strict=True))
+            sizes if isinstance(sizes, Mapping) else dict(zip(given, _one_per_argument(sizes, given), strict=True))
         )
         for name, one in by_name.items():
             if name not in given:
@@ -82,9 +80,7 @@ def _dim(value: Any, place: str) -> DynamicDim:
     if isinstance(value, str):
         return DynamicDim(value)
     if not isinstance(value, Dim) or hasattr(value, "root"):  # only a derived Dim, such as 2 * dim, has root
-        raise ValueError(
-            f"dynamic_shapes: {value!r} for {place}; give a torch.export.Dim, or a name (of any size)"
-        )
+        raise ValueError(f"dynamic_shapes: {value!r} for {place}; give a torch.export.Dim, or a name (of any size)")
     high = value.max if isinstance(value.max, int) and value.max < sys.maxsize else None
     # a size of 0 is useless, and torch.export represents "no maximum" by its own infinity
     return DynamicDim(value.__name__, max(1, int(value.min)), high)

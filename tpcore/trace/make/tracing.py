@@ -150,9 +150,7 @@ class _Rank:
             sizes = f" for {[list(t.shape) for t in leaves]}" if inputs.buckets else ""
             self._say(f"tracing{sizes}")
             seen.append(
-                self._program(
-                    _Function(model, arguments, tuple(aliases.values())), weights, leaves, inputs, number
-                )
+                self._program(_Function(model, arguments, tuple(aliases.values())), weights, leaves, inputs, number)
             )
         self._say("writing weights")
         record = write_weights(self._order.folder, self._ctx.rank, weights, self._order.save_id)
@@ -163,9 +161,7 @@ class _Rank:
         options, backend = self._order.compiler, self._ctx.backend
         if options is not None and not backend.compile_with(options) and self._ctx.rank == 0:
             name = self._order.backend
-            inform(
-                f"trace: backend {name!r} has no compiler, and compiler_args and compiler_workdir go to none"
-            )
+            inform(f"trace: backend {name!r} has no compiler, and compiler_args and compiler_workdir go to none")
 
     def _say(self, doing: str) -> None:
         inform(f"trace: rank {self._ctx.rank} of {self._order.tp}: {doing}")
@@ -175,8 +171,7 @@ class _Rank:
         model, aliases = made if isinstance(made, tuple) and len(made) == 2 else (made, {})
         if not isinstance(model, nn.Module):
             raise TypeError(
-                f"the function to trace returned a {type(made).__name__}; it must return the model, or "
-                "(model, aliases)"
+                f"the function to trace returned a {type(made).__name__}; it must return the model, or (model, aliases)"
             )
         return model, dict(aliases or {})
 
@@ -187,9 +182,7 @@ class _Rank:
         for found in (model.named_parameters, model.named_buffers):
             for name, t in found(remove_duplicate=False):
                 if t.is_meta:
-                    raise ValueError(
-                        f"{name!r} is on the meta device: load weights before the function returns"
-                    )
+                    raise ValueError(f"{name!r} is on the meta device: load weights before the function returns")
                 named.setdefault(id(t), []).append(name)
                 tensors[id(t)] = t
         weights = {names[0]: tensors[key] for key, names in named.items()}

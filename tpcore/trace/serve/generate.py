@@ -83,9 +83,7 @@ def _tokens(
         ended, at = ended | torch.isin(token, stop), at + 1
 
 
-def _prompt(
-    model: TensorParallelModel, use: int, prompts: list[list[int]], lengths: Tensor, chunk: int
-) -> Tensor:
+def _prompt(model: TensorParallelModel, use: int, prompts: list[list[int]], lengths: Tensor, chunk: int) -> Tensor:
     """The logits after each prompt. What stands behind a shorter one is overwritten by its answer."""
     longest = int(lengths.max())
     ids = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts])

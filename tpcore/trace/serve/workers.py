@@ -152,8 +152,7 @@ class Workers:
         """Wait for pending answers of an interrupted call. Raises the error of an earlier failure."""
         if os.getpid() != self._pid:  # parent and fork would each read some of the other's answers
             raise RuntimeError(
-                f"this traced model belongs to process {self._pid}, of which this one is a fork: "
-                "load it here again"
+                f"this traced model belongs to process {self._pid}, of which this one is a fork: load it here again"
             )
         if self._pending and self._failure is None:
             with suppress(Exception):
@@ -207,9 +206,7 @@ class Workers:
         log = f"; the end of its log:\n{tail}" if tail else "; its log is empty"
         self._fail(PeerLostError, f"traced model: {death(rank, code)}{log}", error)
 
-    def _give_up(
-        self, doing: str, waiting: set[int], outcomes: dict[int, Outcome], timeout: float | None
-    ) -> NoReturn:
+    def _give_up(self, doing: str, waiting: set[int], outcomes: dict[int, Outcome], timeout: float | None) -> NoReturn:
         error = root_cause(list(outcomes.values()))
         late = ", ".join(map(str, sorted(waiting)))
         if error is not None:

@@ -39,9 +39,7 @@ class LayerArguments:
         self.mapped(lambda t, name: found.setdefault(name) if t.requires_grad else None)
         return list(found)
 
-    def microbatch(
-        self, index: Tensor, count: int, batch: int, shared: Collection[str] | None
-    ) -> LayerArguments:
+    def microbatch(self, index: Tensor, count: int, batch: int, shared: Collection[str] | None) -> LayerArguments:
         """The arguments of microbatch ``index`` of ``count``: its part of tensors whose dim 0 is the batch.
         The index is a tensor, because it differs by stage."""
 

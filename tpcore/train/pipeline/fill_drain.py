@@ -69,9 +69,7 @@ class FillDrain:
         # only stage 0 uses the input, so its gradient is summed over stages; all stages use the arguments
         feeds = list(ops.copy(x, self.pp).chunk(self.schedule.microbatches))
         every = arguments.mapped(lambda t, name: ops.copy(t, self.pp) if t.requires_grad else t)
-        if (
-            self.options.cut is not None
-        ):  # in buffers of their own, a tick's program does not know which it reads
+        if self.options.cut is not None:  # in buffers of their own, a tick's program does not know which it reads
             feeds = [feed.clone() for feed in feeds]
             self.options.cut()
         # real activations in the bubble too: a norm of zeros may be NaN

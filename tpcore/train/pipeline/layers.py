@@ -208,9 +208,7 @@ class PipelinedLayers(nn.Module):
 
     def extra_repr(self) -> str:
         held = ", ".join(name for name, _ in self.named_children())
-        return (
-            f"{held} of {self.num_layers} layers, pp={self.pp.size}, num_microbatches={self.num_microbatches}"
-        )
+        return f"{held} of {self.num_layers} layers, pp={self.pp.size}, num_microbatches={self.num_microbatches}"
 
 
 def _compare_gradient(layers: PipelinedLayers, gradient: Tensor) -> None:

@@ -164,7 +164,6 @@ def _loss_of(out: Any, model: str) -> Tensor:
     found = out if isinstance(out, Tensor) else found
     if not isinstance(found, Tensor) or found.numel() != 1:
         raise ValueError(
-            f"{model} returned no loss of one element, but a {type(out).__name__}: give it labels, or "
-            "return the loss"
+            f"{model} returned no loss of one element, but a {type(out).__name__}: give it labels, or return the loss"
         )
     return found.reshape(())

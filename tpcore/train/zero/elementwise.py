@@ -112,9 +112,7 @@ def _trial(cls: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> Tria
     # 1e-9 in float64: kernels may round the last bits of a short tensor differently
     if why is None and not torch.allclose(whole[0].view(12, 1), torch.stack(single), rtol=1e-9, atol=1e-9):
         why = "a step of a whole tensor is not that of its entries, each by itself"
-    return Trial(
-        why, frozenset(k for k, v in states[0].items() if isinstance(v, Tensor) and v.shape == (3, 4))
-    )
+    return Trial(why, frozenset(k for k, v in states[0].items() if isinstance(v, Tensor) and v.shape == (3, 4)))
 
 
 def _stepped(

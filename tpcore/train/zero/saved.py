@@ -37,9 +37,7 @@ def renumbered(saved: Saved, groups: Sequence[dict[str, Any]], known: Mapping[st
         at = [here.get(more + name.removeprefix(prefix)) for name in group["param_names"]]
         wanted = [(i, j) for j in range(len(groups[i]["params"]))] if i < len(groups) else []
         if sorted(at, key=repr) != sorted(wanted, key=repr):
-            names = [
-                name for name, there in zip(group["param_names"], at, strict=True) if there not in wanted
-            ]
+            names = [name for name, there in zip(group["param_names"], at, strict=True) if there not in wanted]
             mine = [name for name, there in here.items() if there in wanted and there not in at]
             raise ValueError(
                 f"the saved optimizer has, in group {i}, parameters {names[:5]} that this optimizer's group "
@@ -91,9 +89,7 @@ def check_kind(
         )
 
 
-def fitted(
-    optimizer: torch.optim.Optimizer, saved: Saved, known: Mapping[str, Tensor] | None = None
-) -> dict[str, Any]:
+def fitted(optimizer: torch.optim.Optimizer, saved: Saved, known: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
     """What the ``load_state_dict`` of ``optimizer`` takes: ``saved`` in its order, and of its kind."""
     ordered = renumbered(saved, optimizer.param_groups, known or {})
     parameters = [*chain.from_iterable(group["params"] for group in optimizer.param_groups)]

@@ -98,8 +98,7 @@ def entries_of(
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     if len(numbers) != len(parameters):
         raise ValueError(
-            f"the state that is loaded is of {len(numbers)} parameters, and this optimizer has "
-            f"{len(parameters)}"
+            f"the state that is loaded is of {len(numbers)} parameters, and this optimizer has {len(parameters)}"
         )
     by_number = dict(zip(numbers, parameters, strict=True))
     for number, values in saved["state"].items():
@@ -136,9 +135,7 @@ def _like(value: Tensor, p: Tensor) -> bool:
     return value.ndim > 0 and value.shape == p.shape
 
 
-def _part(
-    value: Tensor, p: Tensor, chunk: ParameterChunk, index: int, run: ReadRun | None, where: str
-) -> Tensor:
+def _part(value: Tensor, p: Tensor, chunk: ParameterChunk, index: int, run: ReadRun | None, where: str) -> Tensor:
     check_shape(value, p, where)
     if run is not None:
         return chunk.read_on_host(run, value.dtype, index)

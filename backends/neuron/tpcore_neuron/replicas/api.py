@@ -50,9 +50,7 @@ def run_replicas(
     if not isinstance(world, int) or world < 1:
         raise ValueError(f"world must be a whole number of replicas, 1 or more, not {world!r}")
     if find_spec("torch_xla") is None:
-        raise BackendError(
-            "replicas need torch_xla: pip install 'tpcore[xla]', which brings torch 2.9 with it"
-        )
+        raise BackendError("replicas need torch_xla: pip install 'tpcore[xla]', which brings torch 2.9 with it")
     process = _processes.get(world)
     if process is None or not process.alive:
         process = _processes[world] = _Process(world)

@@ -144,9 +144,7 @@ def install() -> None:
 def _patch_steps() -> None:
     step, multi = _XLA._xla_step_marker, _XLA._xla_sync_multi
 
-    def step_marker(
-        device: str = "", devices: Sequence[str] = (), wait: bool = True, reset_scope: bool = True
-    ) -> None:
+    def step_marker(device: str = "", devices: Sequence[str] = (), wait: bool = True, reset_scope: bool = True) -> None:
         rank = rank_here()
         if rank is None:
             step(device, list(devices), wait=wait, reset_scope=reset_scope)

@@ -12,9 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-_OP = re.compile(
-    r'"stablehlo\.(all_reduce|all_gather|reduce_scatter|all_to_all|collective_permute)"\(([^)]*)\)'
-)
+_OP = re.compile(r'"stablehlo\.(all_reduce|all_gather|reduce_scatter|all_to_all|collective_permute)"\(([^)]*)\)')
 _GROUPS = re.compile(r"(?:replica_groups|source_target_pairs) = dense<([^>]*)>")
 _TYPES = re.compile(r": \(([^()]*)\) -> ")
 _TENSOR = re.compile(r"tensor<(?:([0-9x]+)x)?([a-z]+)([0-9]+)>")

@@ -58,9 +58,7 @@ def trace(
     constants = {f"c{at}": t.cpu() for at, t in parameters.items() if at not in position}
     first = len(held) + len(inputs)
     position |= {int(name[1:]): first + i for i, name in enumerate(constants)}
-    return _scripted(
-        context.hlo(), [position[at] for at in range(len(parameters))], weights, len(inputs), constants
-    )
+    return _scripted(context.hlo(), [position[at] for at in range(len(parameters))], weights, len(inputs), constants)
 
 
 def _scripted(

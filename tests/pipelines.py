@@ -30,10 +30,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, mix: Tensor, *, scale: Tensor | None = None) -> Tensor:
         h = self.norm(x)
-        if self.tokens is None:
-            h = mix @ h
-        else:
-            h = ops.scatter(mix @ ops.gather(h, self.tokens, 1), self.tokens, 1)
+        h = mix @ h if self.tokens is None else ops.scatter(mix @ ops.gather(h, self.tokens, 1), self.tokens, 1)
         h = h if scale is None else h * scale
         return x + self.dropout(self.down(F.gelu(self.up(h))))
 

@@ -23,9 +23,8 @@ from tpcore.checkpoint import load
 from tpcore.checkpoint.forms.registry import open_source
 from tpcore.checkpoint.forms.source import Reading
 from tpcore.checkpoint.offline.consolidate import consolidate
-from tpcore.checkpoint.offline.convert import convert
 from tpcore.checkpoint.offline.inspect import inspect
-from tpcore.checkpoint.offline.reshard import reshard
+from tpcore.checkpoint.offline.reshard import convert, reshard
 from tpcore.checkpoint.read.source import CutRule, opened, part, tensors_of
 from tpcore.checkpoint.tensors.stored import Stored
 from tpcore.errors import CheckpointError

@@ -20,11 +20,8 @@ from tpcore.checkpoint.forms import registry
 from tpcore.checkpoint.forms.rank_files import RankFiles
 from tpcore.checkpoint.forms.source import Form, Reading, Source
 from tpcore.checkpoint.offline.consolidate import consolidate
-from tpcore.checkpoint.offline.convert import convert
-from tpcore.checkpoint.offline.diff import diff
-from tpcore.checkpoint.offline.inspect import inspect
-from tpcore.checkpoint.offline.reshard import reshard
-from tpcore.checkpoint.offline.verify import verify
+from tpcore.checkpoint.offline.inspect import diff, inspect, verify
+from tpcore.checkpoint.offline.reshard import convert, reshard
 from tpcore.checkpoint.read.by_name import read_shards
 from tpcore.checkpoint.read.source import CutRule
 from tpcore.errors import CheckpointError

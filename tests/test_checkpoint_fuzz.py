@@ -19,7 +19,7 @@ import tpcore
 from tpcore.checkpoint import save
 from tpcore.checkpoint.forms.source import Reading
 from tpcore.checkpoint.offline.consolidate import consolidate
-from tpcore.checkpoint.offline.verify import verify
+from tpcore.checkpoint.offline.inspect import verify
 from tpcore.checkpoint.read.source import CutRule, opened, part, tensors_of
 from tpcore.errors import CheckpointError
 from tpcore.layout.mesh import Mesh

@@ -17,7 +17,7 @@ import tpcore
 from tpcore.checkpoint import load, save
 from tpcore.checkpoint.forms.source import Reading
 from tpcore.checkpoint.offline.consolidate import consolidate
-from tpcore.checkpoint.offline.verify import verify
+from tpcore.checkpoint.offline.inspect import verify
 from tpcore.checkpoint.read.source import opened, part, tensors_of
 from tpcore.errors import CheckpointError
 from tpcore.layout.mesh import Mesh

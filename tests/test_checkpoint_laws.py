@@ -18,7 +18,7 @@ from tpcore.checkpoint.format.manifest import FORMAT
 from tpcore.checkpoint.forms.source import Reading
 from tpcore.checkpoint.offline.consolidate import consolidate
 from tpcore.checkpoint.offline.reshard import reshard
-from tpcore.checkpoint.read import lazy
+from tpcore.checkpoint.read import source as reading
 from tpcore.checkpoint.read.source import cuts_by, opened, part, tensors_of
 from tpcore.checkpoint.storage.publish import Staging
 from tpcore.checkpoint.write.save import put_in_place, write_state, write_tensor_files
@@ -83,7 +83,7 @@ def test_any_degree_into_any(drawn: list[ShardSpec], a: int, b: int, c: int, chu
     g = torch.Generator().manual_seed(0)
     full = {name: torch.randn(spec.shape, generator=g) for name, spec in cuts.items()}
     fsync, os.fsync = os.fsync, lambda fd: None
-    before, lazy.CHUNK = lazy.CHUNK, chunk  # type: ignore[attr-defined]
+    before, reading.CHUNK = reading.CHUNK, chunk  # type: ignore[attr-defined]
     try:
         with tempfile.TemporaryDirectory() as home:
             write(Path(home, "0"), full, cuts, a)
@@ -98,7 +98,7 @@ def test_any_degree_into_any(drawn: list[ShardSpec], a: int, b: int, c: int, chu
                 whole = {name: part(stored, 0, 1) for name, stored in tensors_of(source).items()}
             assert all(torch.equal(whole[name], t) for name, t in full.items())
     finally:
-        os.fsync, lazy.CHUNK = fsync, before  # type: ignore[attr-defined]
+        os.fsync, reading.CHUNK = fsync, before  # type: ignore[attr-defined]
 
 
 FULL = """

@@ -17,8 +17,8 @@ from tpcore import CheckpointError, Mesh, ParallelContext
 from tpcore.checkpoint import load
 from tpcore.checkpoint.forms.source import Reading
 from tpcore.checkpoint.offline.consolidate import consolidate
-from tpcore.checkpoint.offline.convert import convert
 from tpcore.checkpoint.offline.inspect import inspect
+from tpcore.checkpoint.offline.reshard import convert
 from tpcore.checkpoint.read.source import opened, part, tensors_of
 from tpcore.layers.sharding import sharding
 from tpcore.testing import run_ranks

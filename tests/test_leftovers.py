@@ -15,9 +15,8 @@ from torch import nn
 import tpcore
 from tpcore.checkpoint import load, save
 from tpcore.checkpoint.offline.consolidate import consolidate
-from tpcore.checkpoint.offline.convert import convert
-from tpcore.checkpoint.storage.publish import new_beside
-from tpcore.checkpoint.storage.temporary import OwnedDirectory
+from tpcore.checkpoint.offline.reshard import convert
+from tpcore.checkpoint.storage.publish import OwnedDirectory, new_beside
 from tpcore.errors import CheckpointError
 from tpcore.layout.mesh import Mesh
 from tpcore.runtime.context import ParallelContext
@@ -41,12 +40,12 @@ os.fsync = killed
 consolidate(sys.argv[1], sys.argv[2])
 """
 CONVERT = """
-from tpcore.checkpoint.offline.convert import convert
+from tpcore.checkpoint.offline.reshard import convert
 os.fsync = killed
 convert(sys.argv[1], sys.argv[2])
 """
 OWNS = """
-from tpcore.checkpoint.storage.temporary import OwnedDirectory
+from tpcore.checkpoint.storage.publish import OwnedDirectory
 tempfile.tempdir = sys.argv[1]
 folder = OwnedDirectory("tpcore-test-")
 open(os.path.join(folder.name, "weights"), "wb").write(b"x")

@@ -11,7 +11,7 @@ import tpcore_neuron
 from tpcore_neuron import platform
 
 import tpcore
-from tpcore.backend.capabilities import Capabilities
+from tpcore.backend.interface import Capabilities
 from tpcore.backend.registry import backend_class
 from tpcore.layout.mesh import Mesh
 

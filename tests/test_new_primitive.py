@@ -41,7 +41,6 @@ from torch import nn
 from tpcore_cpu_gloo import programs
 
 import tpcore
-from tpcore.backend.programs import comm_named, program_comms
 from tpcore.layout.mesh import Mesh
 from tpcore.testing import ThreadBackend, run_ranks
 from tpcore.testing.kit import collectives, mappings, memory
@@ -77,14 +76,14 @@ def traced(ctx):
         return [torch.func.functional_call(model, dict(weights), tuple(inputs))]
 
     weights = dict(model.state_dict())
-    programs.trace(run, weights, [x], [{}], program_comms(ctx), ctx.world, folder)
+    programs.trace(run, weights, [x], [{}], ctx.comms, ctx.world, folder)
     ctx.world.all_reduce(torch.ones(1))
-    program = programs.load(folder, weights, lambda name: comm_named(ctx, name))
+    program = programs.load(folder, weights, ctx.named)
     return program([x])[0].unique().tolist()
 
 
 assert run_ranks(two, traced) == [[2.0], [1.0]]
-assert "tpcore_cpu_gloo::reverse" in (folder / "graph.json").read_text()
+assert "tpcore::reverse" in (folder / "graph.json").read_text()
 
 (_, program), *_ = tpcore.explain(lambda: (Reversing(), torch.ones(2, 3)), tp=2).programs
 (call,) = [c for c in program.collectives if c.op == "reverse"]

@@ -135,10 +135,7 @@ def steps(
     """Loss and norm of every step. ``cut_state``: by Zero1."""
     named = model.named_parameters()
     optimizer: torch.optim.Optimizer
-    if cut_state:
-        optimizer = tpcore.Zero1(torch.optim.AdamW, named, lr=0.02)
-    else:
-        optimizer = torch.optim.AdamW(named, lr=0.02)
+    optimizer = tpcore.Zero1(torch.optim.AdamW, named, lr=0.02) if cut_state else torch.optim.AdamW(named, lr=0.02)
     losses = []
     for step in range(last):
         losses.append(run(batch_of(8, step)).item())

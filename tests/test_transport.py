@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tpcore.backend.capabilities import Capabilities
+from tpcore.backend.interface import Capabilities
 from tpcore.comm import mappings as ops
 from tpcore.comm.comm import Comm
 from tpcore.comm.transport import Op, Transport

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import tpcore
-from tpcore.checkpoint.offline.verify import verify
+from tpcore.checkpoint.offline.inspect import verify
 from tpcore.checkpoint.write.save import check_shards
 from tpcore.errors import CheckpointError
 from tpcore.layout.mesh import Mesh

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from . import layers
-from .backend.capabilities import Capabilities
-from .backend.interface import Backend, hookimpl
+from .backend.interface import Backend, Capabilities, hookimpl
 from .backend.registry import backends
 from .comm.comm import Comm
 from .comm.transport import Transport
@@ -29,6 +28,7 @@ from .runtime import random
 from .runtime.context import ParallelContext, current, is_initialized, use
 from .runtime.init import init, shutdown
 from .runtime.memory import keep_freed_memory
+from .settings import __version__ as __version__
 from .train.clip import clip_grad_norm
 from .train.data_parallel import reduce_gradients
 from .train.pipeline import PipelinedLayers, PipelineModel
@@ -37,13 +37,12 @@ from .train.zero import Zero1
 
 if TYPE_CHECKING:
     from . import checkpoint, trace
-    from .c10d.dtensor import dtensor_state_dict
+    from .checkpoint.dtensor import dtensor_state_dict
     from .diagnose.explain import explain
     from .models import full_state_dict, lazy, parallelize
     from .models.cached import trace_causal_lm
     from .processes.launch import launch
 
-__version__ = "0.1.0"
 
 # where an import of a path that scripts of older releases have is told the new one
 __path__.append(f"{__path__[0]}/nxd/moved")  # noqa: F405  each package has it
@@ -56,7 +55,7 @@ def __getattr__(name: str) -> Any:
 
         return launch
     if name == "dtensor_state_dict":
-        from .c10d.dtensor import dtensor_state_dict
+        from .checkpoint.dtensor import dtensor_state_dict
 
         return dtensor_state_dict
     if name == "explain":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -48,3 +49,13 @@ def extra(name: str, user: str) -> Iterator[None]:
             raise
         text = f"{user} needs {missing}, which is not installed: pip install 'tpcore[{name}]'"
         raise ModuleNotFoundError(text, name=e.name) from None
+
+
+_NAMES = {s.value: s.name for s in signal.Signals}
+
+
+def described(code: int) -> str:
+    """``code``: a ``subprocess`` return code, which is minus the signal's number for a killed process."""
+    if code >= 0:
+        return f"exited with status {code}"
+    return f"was killed by {_NAMES.get(-code, f'signal {-code}')}"

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
+__version__ = "0.1.0"
+
 T = TypeVar("T")
 
 

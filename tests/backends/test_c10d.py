@@ -9,7 +9,7 @@ import torch
 from worlds import Alike
 
 import tpcore
-from tpcore.backend.capabilities import Capabilities
+from tpcore.backend.interface import Capabilities
 from tpcore.c10d.backend import C10dBackend
 from tpcore.layout.mesh import Mesh
 from tpcore.runtime.context import ParallelContext

@@ -21,8 +21,8 @@ from tiers import tiers
 
 import tpcore
 from tpcore import PeerLostError
-from tpcore.c10d.host_store import host_store
 from tpcore.c10d.supervision.host import open_sockets
+from tpcore.c10d.supervision.rendezvous import host_store
 from tpcore.processes import launch as launching
 from tpcore.processes.transfer import RankTraceback, pack_call
 
@@ -56,10 +56,10 @@ def test_results_come_in_rank_order_and_errors_of_init_name_the_values() -> None
                 tpcore.init("cpu_gloo", tp=tp)
             said.append(str(e.value))
         installed, other = tpcore.__version__, os.environ["RANK"] == "1"
-        tpcore.__version__ = "0.0.9" if other else installed
+        tpcore.settings.__version__ = "0.0.9" if other else installed
         with pytest.raises(ValueError, match=rf"rank 0 runs tpcore {installed} and rank 1 tpcore 0\.0\.9"):
             tpcore.init("cpu_gloo", tp=2)
-        tpcore.__version__ = installed
+        tpcore.settings.__version__ = installed
         ctx = tpcore.init("cpu_gloo", tp=2)  # refused calls leave nothing behind, here nor at the store
         with pytest.raises(RuntimeError, match="already initialized"):
             tpcore.init("cpu_gloo", tp=2)

@@ -14,10 +14,15 @@ import torch.distributed as dist
 from mutants import Mutant, alive
 
 from tpcore.c10d.supervision import flight_recorder, links, rendezvous
-from tpcore.c10d.supervision.flight_recorder import FlightRecorder, RankReport, timeout_report
+from tpcore.c10d.supervision.flight_recorder import (
+    FlightRecorder,
+    RankReport,
+    Verdict,
+    connection_broke,
+    timeout_report,
+)
 from tpcore.c10d.supervision.links import Links, keep_alive
 from tpcore.c10d.supervision.status_store import StatusStore
-from tpcore.c10d.supervision.verdict import Verdict, connection_broke
 from tpcore.c10d.supervision.words import Words
 from tpcore.comm import signature as calls
 from tpcore.errors import CollectiveTimeoutError, PeerLostError

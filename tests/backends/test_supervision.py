@@ -17,13 +17,12 @@ import torch.distributed as dist
 
 from tpcore.c10d.backend import C10dBackend
 from tpcore.c10d.supervision import rendezvous, words
-from tpcore.c10d.supervision.flight_recorder import FlightRecorder, RankReport
+from tpcore.c10d.supervision.flight_recorder import FlightRecorder, RankReport, connection_broke
 from tpcore.c10d.supervision.host import Identity
 from tpcore.c10d.supervision.peers import Peers
 from tpcore.c10d.supervision.rendezvous import Rendezvous
 from tpcore.c10d.supervision.status_store import StatusStore
-from tpcore.c10d.supervision.verdict import connection_broke
-from tpcore.comm.signature import Call, unexplained
+from tpcore.comm.signature import Call, disagreement
 from tpcore.errors import CollectiveMismatchError, CollectiveTimeoutError, PeerLostError
 from tpcore.layout.mesh import Mesh
 from tpcore.runtime.context import ParallelContext
@@ -104,7 +103,7 @@ def test_a_rank_without_a_report_is_not_silent_since_1970() -> None:
 
 def test_words_that_differ_with_equal_calls_are_explained() -> None:
     call = Call(3, "all_reduce sum", (2,), "float32", "train.py:7 in step")
-    message = unexplained([call, call])
+    message = disagreement([call, call], [0, 1])
     assert "calls are equal: #3 all_reduce sum of float32 [2] at train.py:7 in step" in message
     assert "same versions" in message
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 import tpcore
 from tpcore import BackendError
-from tpcore.c10d.supervision.claim import claim, job_ids, twice
 from tpcore.c10d.supervision.host import Identity
+from tpcore.c10d.supervision.supervisor import claim, job_ids, twice
 from tpcore.layout.mesh import Mesh
 from tpcore.testing.pool import RankPool
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tpcore.backend.capabilities import Capabilities
+from tpcore.backend.interface import Capabilities
 from tpcore.comm.transport import Transport
 from tpcore.layout.mesh import Group, Mesh
 from tpcore.testing import ThreadBackend, run_ranks

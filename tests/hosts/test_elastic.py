@@ -13,8 +13,8 @@ import pytest
 import training
 from machines import Machine, environment
 
-from tpcore.checkpoint.format.retention import newest
-from tpcore.checkpoint.offline.verify import verify
+from tpcore.checkpoint.format.manifest import newest
+from tpcore.checkpoint.offline.inspect import verify
 from tpcore.layout.mesh import Mesh
 from tpcore.testing import run_ranks
 

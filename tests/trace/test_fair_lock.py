@@ -6,11 +6,11 @@ import threading
 
 import pytest
 
-from tpcore.trace.serve.fair_lock import FairLock
+from tpcore.trace.serve.model import Turn
 
 
 def test_turns_are_given_in_the_order_in_which_they_were_asked_for() -> None:
-    turn = FairLock()
+    turn = Turn()
     order: list[int] = []
 
     def take(n: int) -> None:
@@ -21,7 +21,7 @@ def test_turns_are_given_in_the_order_in_which_they_were_asked_for() -> None:
     with turn:
         for n, thread in enumerate(threads):
             thread.start()
-            while len(turn._waiting) <= n:  # until it is in the queue
+            while len(turn._waiting) <= n + 1:  # until it is in the queue, behind this one
                 pass
     for thread in threads:
         thread.join(60)
@@ -33,26 +33,20 @@ def test_turns_are_given_in_the_order_in_which_they_were_asked_for() -> None:
 @pytest.mark.parametrize("given", [False, True])
 def test_a_turn_that_is_interrupted_is_the_next_ones(given: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C in the wait, and in the moment in which the turn was given."""
-    turn = FairLock()
+    turn = Turn()
 
-    class Interrupted:
-        taken = False
+    def interrupted(predicate: object) -> None:
+        if given:
+            turn.__exit__()  # of the one whose turn it was
+        raise KeyboardInterrupt
 
-        def acquire(self) -> None:
-            if self.taken:
-                if given:
-                    turn.__exit__()  # of the one whose turn it was
-                raise KeyboardInterrupt
-            self.taken = True
-
-        def release(self) -> None:
-            pass
-
-    monkeypatch.setattr("tpcore.trace.serve.fair_lock.Lock", Interrupted)
     turn.__enter__()
-    with pytest.raises(KeyboardInterrupt):
-        turn.__enter__()
+    with monkeypatch.context() as patch:
+        patch.setattr(turn._changed, "wait_for", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            turn.__enter__()
     if not given:
         turn.__exit__()
-    with turn:  # or it would be asked for as above
-        assert not turn._waiting
+    assert not turn._waiting
+    with turn:
+        pass

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.export import Dim
 
-from tpcore.backend.programs import DynamicDim
+from tpcore.backend.interface import DynamicDim
 from tpcore.trace.inputs import Arguments, Inputs
 from tpcore.trace.make.dynamic import by_example, declared, output_shapes
 

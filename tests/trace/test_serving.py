@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,6 @@ from tpcore.layout.mesh import Mesh
 from tpcore.testing import run_ranks
 from tpcore.trace import TensorParallelModel, parallel_model_load, parallel_model_save
 from tpcore.trace.artifact import opened
-from tpcore.trace.serve.messages import send
 
 NESTED = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
 EXACT = 1e-12  # float64: another order of summation and nothing else
@@ -239,17 +239,18 @@ def test_a_call_that_is_interrupted(served: TensorParallelModel) -> None:
 @pytest.mark.slow
 def test_interrupted_between_two_ranks(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One was asked and the other was not, which it would wait for: both are ended, and that is said."""
-    asked: list[int] = []
+    asked: list[Connection] = []
+    send = Connection.send_bytes
 
-    def once(fd: int, message: bytes) -> None:
+    def once(connection: Connection, message: bytes) -> None:
         if asked:
             raise KeyboardInterrupt
-        asked.append(fd)
-        send(fd, message)
+        asked.append(connection)
+        send(connection, message)
 
     with parallel_model_load(artifact) as model:
         numbers = pids(model)
-        monkeypatch.setattr("tpcore.trace.serve.workers.send", once)
+        monkeypatch.setattr(Connection, "send_bytes", once)
         with pytest.raises(KeyboardInterrupt):
             model(*batch(1, 8))
         assert gone(numbers)

@@ -18,7 +18,7 @@ from tpcore_neuron.testing import Program, run_replicas
 from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification, BertPreTrainedModel
 
 import tpcore
-from tpcore.backend.programs import CompilerOptions
+from tpcore.backend.interface import CompilerOptions
 from tpcore.trace import TensorParallelModel, parallel_model_load, parallel_model_save, parallel_model_trace
 from tpcore.trace.api import _call, _size
 from tpcore.trace.artifact import TraceManifest, opened, read_weights

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from .capabilities import Capabilities
-from .interface import INTERFACE, Backend, ProgramInfo, hookimpl
+from .interface import INTERFACE, Backend, Capabilities, ProgramInfo, hookimpl
 from .registry import BackendInfo, backend_class, backends, load_backend
 
 __all__ = [

@@ -1,10 +1,11 @@
-"""The interface of a plugin: its Backend class and the hook that returns it."""
+"""The interface of a plugin: its Backend class, what it declares, traced programs, and the hook."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, final
 
@@ -16,8 +17,104 @@ from ..comm.comm import Comm
 from ..comm.transport import Transport
 from ..errors import BackendError
 from ..layout.mesh import Group
-from .capabilities import Capabilities
-from .programs import CompilerOptions, Dims, Function, LoadedProgram
+
+Function = Callable[[Mapping[str, Tensor], Sequence[Tensor]], list[Tensor]]
+"""A function to trace: it computes outputs from weights by name and from inputs, and from nothing else."""
+LoadedProgram = Callable[[Sequence[Tensor]], list[Tensor]]
+"""A traced function, loaded, with its weights in place. It returns new tensors at each call."""
+
+
+@dataclass(frozen=True)
+class DynamicDim:
+    """A dimension of an input whose size may change between calls, from ``min`` to ``max``, both included.
+
+    Dimensions with the same name have the same size in every call.
+    """
+
+    name: str
+    min: int = 1
+    max: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.name} (from {self.min}" + (" on)" if self.max is None else f" to {self.max})")
+
+
+@dataclass(frozen=True)
+class CompilerOptions:
+    """What a caller asks of the compiler of a backend that has one for traced programs."""
+
+    args: tuple[str, ...] = ()
+    workdir: str | None = None  # where it leaves its files; None: they are removed
+
+
+Dims = Sequence[Mapping[int, DynamicDim]]
+"""The dynamic dimensions of each input, by index."""
+
+
+@contextmanager
+def traced(comms: Sequence[Comm], positions: Sequence[Tensor], *, operators: bool = False) -> Iterator[None]:
+    """``Comm.traced`` for all ``comms``, at ``positions``, which are inputs of the program."""
+    with ExitStack() as stack:
+        for comm, position in zip(comms, positions, strict=True):
+            stack.enter_context(comm.traced(position, comm.operators if operators else None))
+        yield
+
+
+_OWN = (torch.float32, torch.int64, torch.uint8)  # for norms, counts, and errors sent to other ranks
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """Capabilities of a backend. ``tpcore.testing.conformance`` tests all that is declared. All else is refused early,
+    never only at the first collective: by ``tpcore.init``, and a parameter's dtype by the layer's constructor."""
+
+    dtypes: tuple[torch.dtype, ...] = (
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.uint8,
+        torch.bool,
+    )
+    """Dtypes that every primitive takes, sums included."""
+    moved: tuple[torch.dtype, ...] = ()
+    """More dtypes, for primitives that move and do not sum. Complex dtypes listed here are summed too."""
+    group_sizes: tuple[int, ...] | None = None
+    """Sizes that a group may have in addition to 1; None: any size."""
+    tracing: bool = False
+    """Whether models can be traced for this backend."""
+    dynamic_shapes: bool = True
+    """Whether one traced program can take inputs of several sizes."""
+
+    def lack(self) -> str | None:
+        """A message about dtypes that tpcore needs and the backend does not declare; None if it has all."""
+        missing = [_name(d) for d in _OWN if d not in self.dtypes]
+        return f"it does not sum {', '.join(missing)}, which tpcore needs" if missing else None
+
+    def sums(self) -> dict[str, frozenset[torch.dtype]]:
+        """The dtypes that each reduction takes."""
+        complexes = {d for d in self.moved if d.is_complex}
+        return {"sum": frozenset(self.dtypes) | complexes, "max": frozenset(self.dtypes)}
+
+    def misfit(self, sizes: Mapping[str, int]) -> str | None:
+        """A message about the first group that this backend cannot form, or None. ``sizes``: by name."""
+        if self.group_sizes is None:
+            return None
+        for name, size in sizes.items():
+            if size not in (1, *self.group_sizes):
+                return f"a {name} group of {size} ranks; it forms groups of {list(self.group_sizes)}"
+        return None
+
+    def to_json(self) -> dict[str, Any]:
+        out: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        return out | {k: [_name(d) for d in out[k]] for k in ("dtypes", "moved")}
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
 
 PROJECT = "tpcore"
 hookspec = pluggy.HookspecMarker(PROJECT)
@@ -51,8 +148,7 @@ class Backend(ABC):
 
     @classmethod
     def unavailable(cls) -> str | None:
-        """Why this backend cannot run on this machine, or None if it can. It avoids heavy imports where
-        possible."""
+        """Why this backend cannot run on this machine, or None if it can. It avoids heavy imports where possible."""
         return None
 
     @classmethod

@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm.transport import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    ALL_TO_ALL,
-    BROADCAST,
-    CPU,
-    PERMUTE,
-    REDUCE_SCATTER,
-    Op,
-    Pending,
-    Transport,
-    inverse,
-)
+from ..comm.transport import CPU, PRIMITIVES, Op, Pending, Transport, inverse
 from ..layout.mesh import Group
+from .supervision.waiting import Waiting
 
 
 def _options(made: Any, **fields: Any) -> Any:
@@ -41,24 +30,6 @@ _ALL_TO_ALL = dist.AllToAllOptions()
 _STAND_IN = {torch.bool: torch.uint8, torch.int16: torch.int32}
 
 
-class Watch(Protocol):
-    """Hooks around every collective."""
-
-    def enter(self, op: str, x: Tensor) -> None:
-        """Called before the collective."""
-
-    def finish(self, work: Any) -> None:
-        """Wait for the collective; on a device, make its stream wait."""
-
-
-class _Unwatched:
-    def enter(self, op: str, x: Tensor) -> None:
-        pass
-
-    def finish(self, work: Any) -> None:
-        work.wait()
-
-
 class C10dTransport(Transport):
     """``pg`` returns the torch.distributed group; for a group of one it may never be called."""
 
@@ -75,12 +46,11 @@ class C10dTransport(Transport):
         rank: int,
         pg: Callable[[], Any],
         device: torch.device = CPU,
-        watch: Watch | None = None,
+        watch: Waiting | None = None,
     ) -> None:
         super().__init__(group, rank, device)
-        self._pg, self._watch = pg, watch or _Unwatched()
-        # bound once: a small all-reduce takes 15 us in total
-        self._enter, self._finish = self._watch.enter, self._watch.finish
+        self._pg, self._watch = pg, watch
+        self._finish = _wait if watch is None else watch.finish
         if group.size > 1:
             self._calls = self._handle(pg())
 
@@ -96,6 +66,10 @@ class C10dTransport(Transport):
         """The object that collectives are called on."""
         return pg
 
+    def _enter(self, primitive: str, x: Tensor, *arguments: Any) -> None:
+        if self._watch is not None:
+            self._watch.enter(PRIMITIVES[primitive].describe(*arguments), x)
+
     # -- the primitives -----------------------------------------------------------------------------------
     def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
         return self.start_all_reduce(x, op, donate)()
@@ -106,7 +80,7 @@ class C10dTransport(Transport):
         dtype, wide = x.dtype, x
         if dtype not in self.native:
             wide = x.to(_STAND_IN.get(dtype, dtype))
-        self._enter(ALL_REDUCE.describe(op), x)
+        self._enter("all_reduce", x, op)
         out = wide if (donate or wide is not x) and wide.is_contiguous() else copied(wide)
         # the sum of bools is "any", and so is their maximum
         work = self._calls.allreduce([out], REDUCE["max" if dtype is torch.bool else op])
@@ -120,7 +94,7 @@ class C10dTransport(Transport):
     def _started_maximum(self, x: Tensor) -> Pending:
         """Gather, then take the maximum locally: gloo's own maximum propagates NaN or not, depending on the
         order of the ranks."""
-        self._enter(ALL_REDUCE.describe("max"), x)
+        self._enter("all_reduce", x, "max")
         x = x.detach().contiguous()
         every = x.new_empty((self.size, *x.shape))
         work = self._calls._allgather_base(self._wire(every).view(-1), self._wire(x).view(-1))
@@ -132,7 +106,7 @@ class C10dTransport(Transport):
         return wait
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        self._enter(ALL_GATHER.describe(dim), x)
+        self._enter("all_gather", x, dim)
         x = x.detach().contiguous()
         out = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
         self._finish(self._calls._allgather_base(self._wire(out), self._wire(x)))
@@ -149,7 +123,7 @@ class C10dTransport(Transport):
                 .narrow(dim, self.index * n, n)
                 .clone(memory_format=torch.contiguous_format)
             )
-        self._enter(REDUCE_SCATTER.describe(dim), x)
+        self._enter("reduce_scatter", x, dim)
         sent = self._chunks(x, dim)
         out = torch.empty_like(sent[0])
         # flat: some transports divide only dim 0, others compare shapes
@@ -158,19 +132,19 @@ class C10dTransport(Transport):
         return out
 
     def broadcast(self, x: Tensor, src: int) -> Tensor:
-        self._enter(BROADCAST.describe(src), x)
+        self._enter("broadcast", x, src)
         out = copied(x) if src == self.index else x.new_empty(x.shape)
         options = _options(dist.BroadcastOptions(), rootRank=src)
         self._finish(self._calls.broadcast([self._wire(out)], options))
         return out
 
     def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Tensor:
-        self._enter(ALL_TO_ALL.describe(split_dim, concat_dim), x)
+        self._enter("all_to_all", x, split_dim, concat_dim)
         got = self._exchanged(self._chunks(x, split_dim))
         return got.movedim(0, concat_dim).flatten(concat_dim, concat_dim + 1).contiguous()
 
     def permute(self, x: Tensor, to: tuple[int, ...]) -> Tensor:
-        self._enter(PERMUTE.describe(to), x)
+        self._enter("permute", x, to)
         target, source = to[self.index], inverse(to)[self.index]
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         sent, got = self._wire(x.detach().contiguous()).view(-1), self._wire(out).view(-1)
@@ -197,6 +171,10 @@ class C10dTransport(Transport):
     def _wire(self, x: Tensor) -> Tensor:
         """Contiguous ``x`` in a dtype that the transport moves: as bytes if its own dtype is not native."""
         return x if x.dtype in self.native else x.view(-1).view(torch.uint8)
+
+
+def _wait(work: Any) -> None:
+    work.wait()
 
 
 def copied(x: Tensor) -> Tensor:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..runtime.consensus import gather_bytes, together
+from ..runtime.consensus import gather, together
 from ..runtime.context import current
-from .format.retention import newest
+from .format.manifest import newest
 from .forms.source import Reading
 from .read.model import StrPath, read_checkpoint
 from .read.optimizer import load_object
@@ -87,29 +86,28 @@ def load(
 ) -> Any:
     """Load a checkpoint at any tp degree. Returns the saved dict without the entry loaded into ``model``.
 
-    With ``model``, loads the entry ``model_key`` into it, or the whole state if that is a model's state. Each
-    rank reads its own part. A model on meta gets memory on the context's device. Without ``model``, returns
-    all entries of this rank. ``sharded=False``: load a ``.safetensors`` file, a file of ``torch.save``
-    (``{"model": ...}`` or flat) or a Hugging Face directory, and read only this rank's part. Its names may
-    have one prefix more or less than the model's.
+    With ``model``, loads the entry ``model_key`` into it, or the whole state if that is a model's state. Each rank
+    reads its own part. A model on meta gets memory on the context's device. Without ``model``, returns all entries of
+    this rank. ``sharded=False``: load a ``.safetensors`` file, a file of ``torch.save`` (``{"model": ...}`` or flat) or
+    a Hugging Face directory, and read only this rank's part. Its names may have one prefix more or less than the
+    model's.
 
-    ``optimizer``: takes the entry ``"optimizer"``, which is then not returned. Of a checkpoint of this
-    library a ``Zero1`` reads its own entries alone, one tensor after the other.
+    ``optimizer``: takes the entry ``"optimizer"``, which is then not returned. Of a checkpoint of this library a
+    ``Zero1`` reads its own entries alone, one tensor after the other.
 
     Directories of NeuronX Distributed and optimum-neuron can be loaded too, in all their layouts (that of
-    ``load_xser=True`` is recognised by its files, and the argument has no effect). The cut of their tensors
-    comes from the model. They and files of ``torch.save`` are pickles, from which only tensors and plain
-    values are unpickled. Before torch 2.10 that restriction has a hole, and a warning says so.
-    ``trust=False`` refuses pickles; ``tpcore checkpoint convert`` converts them to safetensors.
+    ``load_xser=True`` is recognised by its files, and the argument has no effect). The cut of their tensors comes from
+    the model. They and files of ``torch.save`` are pickles, from which only tensors and plain values are unpickled.
+    Before torch 2.10 that restriction has a hole, and a warning says so. ``trust=False`` refuses pickles; ``tpcore
+    checkpoint convert`` converts them to safetensors.
 
-    Names, shapes and dtypes are compared before the model is changed. CheckpointError on every rank lists
-    the differences. Floats are converted to the model's dtype. ``strict=False`` skips missing and surplus
-    names, and entries that cannot be loaded at this degree, with a warning.
+    Names, shapes and dtypes are compared before the model is changed. CheckpointError on every rank lists the
+    differences. Floats are converted to the model's dtype. ``strict=False`` skips missing and surplus names, and
+    entries that cannot be loaded at this degree, with a warning.
 
     ``chkpt_path`` is another name of ``load_dir``. ``model_or_optimizer``: a model, or an object whose
-    ``load_state_dict`` takes the entry ``model_key``. A torch optimizer knows its parameters, so its state
-    can be loaded at any degree from files of other libraries and from unsharded files too. A collective call
-    over all ranks.
+    ``load_state_dict`` takes the entry ``model_key``. A torch optimizer knows its parameters, so its state can be
+    loaded at any degree from files of other libraries and from unsharded files too. A collective call over all ranks.
     """
     where = _given("load_dir", load_dir, "chkpt_path", chkpt_path)
     if not master_dp_only:
@@ -134,17 +132,16 @@ def load(
 def latest(directory: StrPath) -> str | None:
     """Path of the last checkpoint in ``directory``, to go on from; None if there is none yet.
 
-    That is the complete one whose name ends in the highest number: of ``step_90`` and ``step_100`` the
-    second. What a killed job has left half-written never counts. Waits for a save in the background, if
-    there is one. Rank 0 looks, and all ranks get its answer. Collective over all ranks. Raises
-    CheckpointError where the directory cannot be read.
+    That is the complete one whose name ends in the highest number: of ``step_90`` and ``step_100`` the second. What a
+    killed job has left half-written never counts. Waits for a save in the background, if there is one. Rank 0 looks,
+    and all ranks get its answer. Collective over all ranks. Raises CheckpointError where the directory cannot be read.
     """
     finish_save()
     ctx, found = current(), None
     with together(ctx):
         if ctx.rank == 0:
             found = newest(os.path.realpath(directory))
-    path: str | None = json.loads(gather_bytes(json.dumps(found).encode(), ctx.world)[0])
+    path: str | None = gather(found, ctx.world)[0]
     return path
 
 

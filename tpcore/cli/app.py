@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import typer
 
-from .. import __version__
-from .backends import backends
+from ..settings import __version__
 from .checkpoint import checkpoint
-from .compile import compile_ahead
-from .doctor import doctor
+from .doctor import backends, compile_ahead, doctor
 from .explain import explain_step
 from .migrate import migrate
 from .verify import verify

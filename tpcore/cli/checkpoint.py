@@ -25,7 +25,7 @@ from rich.progress import (
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from ..checkpoint.storage.progress import Progress
+from ..checkpoint.storage.files import Progress
 from ..errors import CheckpointError
 from .console import finite, shape_text, wide_console
 
@@ -159,7 +159,7 @@ def convert(
     given: Given,
 ) -> None:
     """Make safetensors of pickles: of an unsharded file a file, of another library's shards a checkpoint."""
-    from ..checkpoint.offline.convert import convert as convert_checkpoint
+    from ..checkpoint.offline.reshard import convert as convert_checkpoint
 
     with _reporting(given.as_json) as progress:
         names = convert_checkpoint(src, out, **given.reading, progress=progress)
@@ -203,7 +203,7 @@ def diff(
     given: Given,
 ) -> None:
     """Compare the models in two checkpoints, of any form and degree. Exit status 1 if they differ."""
-    from ..checkpoint.offline.diff import diff as diff_checkpoint
+    from ..checkpoint.offline.inspect import diff as diff_checkpoint
 
     with _reporting(given.as_json) as progress:
         found = list(diff_checkpoint(a, b, **given.reading, progress=progress))
@@ -231,7 +231,7 @@ def verify(
     given: Given,
 ) -> None:
     """Compare all checksums and look for missing and surplus files. Exit status 1 if anything is wrong."""
-    from ..checkpoint.offline.verify import verify as verify_checkpoint
+    from ..checkpoint.offline.inspect import verify as verify_checkpoint
 
     with _reporting(given.as_json) as progress:
         wrong = verify_checkpoint(src, **given.reading, progress=progress)

@@ -1,12 +1,150 @@
-"""``tpcore doctor``: what a report of a problem should say about this machine."""
+"""The commands about this machine: ``tpcore doctor``, ``backends`` and ``compile``."""
 
 from __future__ import annotations
 
 import json
+import os
+import platform
+import shutil
+import socket
+import sys
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
-from ..diagnose import doctor as environment_report
+from .. import settings
+from ..backend import registry
+from ..backend.registry import backend_class
+from ..errors import BackendError
+from ..runtime.init import default_backend
+
+Section = dict[str, str]
+
+_PACKAGES = (
+    "tpcore",
+    "torch",
+    "numpy",
+    "safetensors",
+    "pluggy",
+    "transformers",
+    "accelerate",
+    "torch_xla",
+    "torch-neuronx",
+    "neuronx-cc",
+    "neuronx-distributed",
+    "optimum-neuron",
+)
+_SHOWN = (
+    "TPCORE_",
+    "TORCHELASTIC_",
+    "GLOO_",
+    "FI_",
+    "NEURON_",
+    "PJRT_",
+    "SLURM_",
+    "OMP_",
+    "MASTER_",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_",
+)
+_GIB = 2**30
+
+
+def report() -> dict[str, Section]:
+    """Names and values by section, all strings. It has only environment variables that tpcore, launchers and
+    networks read: others may be secret."""
+    return {
+        "versions": _versions(),
+        "machine": _machine(),
+        "devices": _devices(),
+        "network": _network(),
+        "environment": _environment(),
+        "backends": _backends(),
+        "what init() would choose": _choice(),
+    }
+
+
+def _versions() -> Section:
+    found = {"python": sys.version.split()[0]}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def _machine() -> Section:
+    disk = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
+    memory = _read("/proc/meminfo")
+    total = next((line.split()[1] for line in memory.splitlines() if line.startswith("MemTotal")), "0")
+    libc = "-".join(platform.libc_ver())
+    return {
+        "system": f"{platform.system()} {platform.release()}, {platform.machine()}, {libc}",
+        "cores": f"{os.cpu_count()}, of which {len(os.sched_getaffinity(0))} for this process",
+        "cores by control group": _read("/sys/fs/cgroup/cpu.max") or "no limit known",
+        "memory": f"{int(total) * 1024 / _GIB:.1f} GiB",
+        "memory by control group": _read("/sys/fs/cgroup/memory.max") or "no limit known",
+        "/dev/shm": "not there: ranks exchange tensors over sockets"
+        if disk is None
+        else f"{disk.free / _GIB:.2f} GiB free of {disk.total / _GIB:.2f}",
+        "host": f"name resolves: {_resolves(socket.gethostname())}",
+    }
+
+
+def _devices() -> Section:
+    found = {path.name: "there" for path in sorted(Path("/dev").glob("neuron[0-9]*"))}
+    found |= {path.name: "there" for path in sorted(Path("/dev").glob("nvidia[0-9]*"))}
+    efa = sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))
+    return {**(found or {"accelerators": "none"}), "EFA or InfiniBand": ", ".join(efa) or "none"}
+
+
+def _network() -> Section:
+    return {name: _read(f"/sys/class/net/{name}/operstate") or "state unknown" for _, name in socket.if_nameindex()}
+
+
+def _environment() -> Section:
+    shown = {name: value for name, value in settings.environment().items() if name.startswith(_SHOWN)}
+    return dict(sorted(shown.items())) or {"variables of tpcore, launchers and networks": "none is set"}
+
+
+def _backends() -> Section:
+    return {
+        info.name: f"{info.distribution} {info.version}: "
+        + ("usable here" if info.usable else f"not usable here: {info.reason}")
+        for info in registry.backends()
+    } or {"installed": "none: pip install 'tpcore[cpu]'"}
+
+
+def _choice() -> Section:
+    try:
+        backend = "{} ({})".format(*default_backend())
+    except BackendError as e:
+        backend = f"none: {e}"
+    world = settings.WORLD_SIZE
+    job = f"rank {settings.RANK.text()} of {world.text()}" if world.is_set else "no launcher: one process"
+    return {"backend": backend, "job": job}
+
+
+def _read(path: str) -> str:
+    """The first bytes of a file of the system, or nothing where it is not there."""
+    try:
+        with open(path) as f:
+            return f.read(1 << 16).strip()
+    except OSError:
+        return ""
+
+
+def _resolves(name: str) -> str:
+    try:
+        return "yes" if socket.getaddrinfo(name, None) else "no"
+    except OSError as e:
+        return f"no, {e}"
 
 
 def doctor(
@@ -16,7 +154,7 @@ def doctor(
 
     For a report of a problem. Nothing is sent anywhere, and nothing is started.
     """
-    found = environment_report.report()
+    found = report()
     if as_json:
         typer.echo(json.dumps(found, indent=2))
         return
@@ -24,3 +162,60 @@ def doctor(
         typer.echo(f"{section}:")
         for name, value in values.items():
             typer.echo(f"  {name}: {value}")
+
+
+def backends(
+    as_json: bool = typer.Option(False, "--json", help="Print a JSON list for programs."),
+) -> None:
+    """List the installed backends: which can run on this machine, and what carries their collectives."""
+    found = registry.backends()
+    if as_json:
+        typer.echo(json.dumps([asdict(info) for info in found], indent=2))
+        return
+    table = Table(box=None, pad_edge=False)
+    for title in ("backend", "from", "usable here", "group sizes", "traces"):
+        table.add_column(title, overflow="fold")
+    for info in found:
+        usable = "yes" if info.usable else "no, see below"
+        table.add_row(info.name, f"{info.distribution} {info.version}", usable, *_can(info))
+    console = Console(highlight=False)
+    console.print(table)
+    for info in found:
+        if text := info.remark if info.usable else info.reason:
+            # outside the table and unwrapped: reasons hold command lines to copy; no markup: tpcore[neuron]
+            console.print(f"\n{info.name}: {text}", markup=False, soft_wrap=True)
+
+
+def _can(info: registry.BackendInfo) -> tuple[str, str]:
+    if not info.capabilities:
+        return "?", "?"
+    sizes = info.capabilities["group_sizes"]
+    return (
+        "any" if sizes is None else ", ".join(map(str, sizes)),
+        "yes" if info.capabilities["tracing"] else "no",
+    )
+
+
+def compile_ahead(
+    command: list[str] = typer.Argument(..., help="What starts a rank: -- python train.py ..."),
+    nprocs: int | None = typer.Option(None, "--nprocs", min=1, help="Ranks; default: as torchrun is told."),
+    backend: str = typer.Option("neuron", "--backend", help="Whose programs."),
+    as_json: bool = typer.Option(False, "--json", help="Print a JSON list for programs."),
+) -> None:
+    """Run a script's graphs without a device, and list each distinct program that it needs compiled."""
+    try:
+        found = backend_class(backend).compile_ahead(command, nprocs)
+    except BackendError as e:
+        typer.echo(f"tpcore compile: {e}", err=True)
+        raise typer.Exit(1) from e
+    if as_json:
+        typer.echo(json.dumps([asdict(info) for info in found], indent=2))
+        return
+    table = Table(box=None, pad_edge=False)
+    for title in ("program", "runs", "operations", "parameters", "collectives", "at"):
+        table.add_column(title, overflow="fold", justify="right" if title in ("runs", "operations") else "left")
+    for info in found:
+        site = os.path.relpath(info.site.partition(" in ")[0])
+        size = f"{info.parameter_bytes / 1e6:.3g} MB"
+        table.add_row(info.digest, str(info.runs), str(info.operations), size, info.collectives or "none", site)
+    Console(highlight=False).print(table)

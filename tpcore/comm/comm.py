@@ -11,21 +11,10 @@ import torch
 from torch import Tensor
 
 from ..errors import refuse_forked
-from .operators import Operators, Place, define
 from .transport import Op, Pending, Transport
-from .wrapper import Checked
+from .wrapper import Checked, Operators
 
 __all__ = ["Comm", "Op", "Pending"]
-
-
-def _current_comm(name: str) -> Comm:
-    from ..runtime.context import current  # here, because context imports this module
-
-    return current().named(name)
-
-
-_NAMESPACE = "tpcore"
-_LIBRARY = define(_NAMESPACE, _current_comm)
 
 
 @final
@@ -59,13 +48,13 @@ class Comm:
         """Set the name by which ``ParallelContext.named`` finds this Comm; return it."""
         self.name = name
         # used under torch.compile, which cannot follow a collective into its library
-        self._compiled = Operators(_NAMESPACE, name, Place(self.group, self.size, self.position))
+        self.operators = Operators(self.group, self.size, name)
         return self
 
     @property
     def _active(self) -> Transport:
         if torch.compiler.is_dynamo_compiling():
-            return self._compiled
+            return self.operators
         refuse_forked(self._pid, self._rank)
         return self.transport
 
@@ -146,16 +135,15 @@ class Comm:
         """Length of one rank's chunk of ``x`` along ``dim``."""
         if x.shape[dim] % self.size:
             raise ValueError(
-                f"cannot split dim {dim} of shape {tuple(x.shape)} over "
-                f"{self.group.axes} of size {self.size}: not divisible; "
-                f"pad it (a sequence, for instance) to a multiple of {self.size}"
+                f"cannot split dim {dim} of shape {tuple(x.shape)} over {self.group.axes} of size {self.size}: not "
+                f"divisible; pad it (a sequence, for instance) to a multiple of {self.size}"
             )
         return x.shape[dim] // self.size
 
     @contextmanager
     def traced(self, position: Tensor, transport: Transport | None = None) -> Iterator[None]:
         """While a graph is traced: ``position``, an input of the graph, replaces this rank's position, and
-        ``transport`` makes the collectives; None: the present transport does, at ``position``."""
+        ``transport`` makes the collectives, ``operators`` for instance; None: the present one, at ``position``."""
         saved = self.position, self.transport
         self.position, self.transport = position, transport or self.transport.at(position)
         try:

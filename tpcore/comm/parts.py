@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 
 def _words(*texts: str) -> frozenset[str]:
@@ -27,9 +28,8 @@ _OVER_LAST = frozenset(("layer_norm", "rms_norm"))
 _OVER_DIM: dict[str, tuple[int, int | None]] = {
     **dict.fromkeys(
         _words(
-            "softmax log_softmax softmin logsumexp argmax argmin max min amax amin var std var_mean "
-            "std_mean prod nansum nanmean median nanmedian any all count_nonzero cumsum cumprod cummax "
-            "cummin logcumsumexp flip",
+            "softmax log_softmax softmin logsumexp argmax argmin max min amax amin var std var_mean std_mean prod "
+            "nansum nanmean median nanmedian any all count_nonzero cumsum cumprod cummax cummin logcumsumexp flip",
         ),
         (1, None),
     ),
@@ -43,19 +43,18 @@ _OVER_DIM: dict[str, tuple[int, int | None]] = {
 _OVER_CLASSES = frozenset(("cross_entropy", "nll_loss"))
 _BY_ENTRY = _words(
     # entry by entry
-    "abs absolute acos acosh add addcdiv addcmul alpha_dropout and angle arccos arccosh arcsin arcsinh "
-    "arctan arctan2 arctanh asin asinh atan atan2 atanh bernoulli bitwise_and bitwise_not bitwise_or "
-    "bitwise_xor ceil celu clamp clamp_max clamp_min clip conj conj_physical copysign cos cosh deg2rad "
-    "digamma div divide dropout dropout1d dropout2d dropout3d elu eq erf erfc erfinv exp exp2 expm1 "
-    "feature_alpha_dropout fix float_power floor floor_divide floordiv fmax fmin fmod frac ge gelu greater "
-    "greater_equal gt hardshrink hardsigmoid hardswish hardtanh heaviside hypot iadd iand ifloordiv imod "
-    "imul invert ior ipow isclose isfinite isinf isnan isneginf isposinf isreal isub itruediv ixor ldexp le "
-    "leaky_relu lerp less less_equal lgamma log log10 log1p log2 logaddexp logaddexp2 logical_and "
-    "logical_not logical_or logical_xor logit logsigmoid lt masked_fill maximum minimum mish mod mul "
-    "multiply nan_to_num ne neg negative nextafter not_equal or pos positive pow prelu rad2deg radd rand "
-    "rdiv reciprocal relu relu6 remainder rfloordiv rmod rmul ror round rpow rrelu rsqrt rsub rtruediv rxor "
-    "selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink softsign sqrt square sub subtract "
-    "tan tanh tanhshrink threshold true_divide truediv trunc where xlogy xor",
+    "abs absolute acos acosh add addcdiv addcmul alpha_dropout and angle arccos arccosh arcsin arcsinh arctan arctan2 "
+    "arctanh asin asinh atan atan2 atanh bernoulli bitwise_and bitwise_not bitwise_or bitwise_xor ceil celu clamp "
+    "clamp_max clamp_min clip conj conj_physical copysign cos cosh deg2rad digamma div divide dropout dropout1d "
+    "dropout2d dropout3d elu eq erf erfc erfinv exp exp2 expm1 feature_alpha_dropout fix float_power floor "
+    "floor_divide floordiv fmax fmin fmod frac ge gelu greater greater_equal gt hardshrink hardsigmoid hardswish "
+    "hardtanh heaviside hypot iadd iand ifloordiv imod imul invert ior ipow isclose isfinite isinf isnan isneginf "
+    "isposinf isreal isub itruediv ixor ldexp le leaky_relu lerp less less_equal lgamma log log10 log1p log2 logaddexp "
+    "logaddexp2 logical_and logical_not logical_or logical_xor logit logsigmoid lt masked_fill maximum minimum mish "
+    "mod mul multiply nan_to_num ne neg negative nextafter not_equal or pos positive pow prelu rad2deg radd rand rdiv "
+    "reciprocal relu relu6 remainder rfloordiv rmod rmul ror round rpow rrelu rsqrt rsub rtruediv rxor selu sgn "
+    "sigmoid sign signbit silu sin sinc sinh softplus softshrink softsign sqrt square sub subtract tan tanh tanhshrink "
+    "threshold true_divide truediv trunc where xlogy xor",
     # copies, and values that are filled in
     "bfloat16 bool clone contiguous copy cpu cuda deepcopy detach double empty_like fill float full_like "
     "half int long new_empty new_full new_ones new_tensor new_zeros normal ones_like rand_like randn_like "
@@ -108,7 +107,7 @@ class PartOf(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        given = list(_tensors((*args, *kwargs.values())))
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         mark = next(t.mark for t in given if isinstance(t, PartOf))
         name = getattr(func, "__name__", "").strip("_")
         problem = None if _is_inner(func) else _problem(name, mark, given, args, kwargs)
@@ -126,14 +125,6 @@ class PartOf(Tensor):
 def _is_inner(func: Any) -> bool:
     """Whether ``func`` is what an operation is made of, which on meta calls these by themselves."""
     return isinstance(func, torch._ops.OpOverload) and func.namespace in ("aten", "prims")
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
 
 
 def _rearranged(out: Tensor, x: PartOf, name: str, how: Callable[[Tensor], Tensor]) -> Tensor:

@@ -138,10 +138,6 @@ class Call:
         """What ranks must agree on. With ``place`` also the call site: file name, line and function."""
         return (self.seq, self.op, self.shape, self.dtype, os.path.basename(self.site) if place else "")
 
-    def digest(self, place: bool) -> bytes:
-        """A 32-byte hash of the key."""
-        return blake2b(repr(self.key(place)).encode(), digest_size=32).digest()
-
     def pack(self) -> bytes:
         """The call as JSON to send: at most 4096 bytes, because no tensor has more than 64 dims."""
         site = self.site.encode()[-_SITE:].decode(errors="replace")
@@ -157,16 +153,9 @@ class Call:
         return f"#{self.seq} {self.op} of {self.dtype} {list(self.shape)}{where}"
 
 
-def unexplained(calls: Sequence[Call]) -> str:
-    """The message for ranks whose hashes differ although their calls are equal."""
-    return (
-        f"the ranks' hashes of their next collective differ, but the calls are equal: {calls[0]}\n"
-        "Do all ranks run the same versions of tpcore and Python?"
-    )
-
-
-def disagreement(calls: Sequence[Call], ranks: Sequence[int], place: bool = False) -> str | None:
-    """None if all ranks make the same call, else a message that names the first rank that differs."""
+def disagreement(calls: Sequence[Call], ranks: Sequence[int], place: bool = False, ended: str = "") -> str:
+    """A message that names the first rank whose call differs, of ``ranks`` whose fingerprints differ. If none
+    does: that some have ``ended``, or that the ranks make fingerprints in different ways."""
     for rank, call in zip(ranks[1:], calls[1:], strict=True):
         if call.key(place) != calls[0].key(place):
             return (
@@ -174,27 +163,23 @@ def disagreement(calls: Sequence[Call], ranks: Sequence[int], place: bool = Fals
                 f"  rank {ranks[0]}: {calls[0]}\n  rank {rank}: {call}\n"
                 "Every rank of a group must make the same collectives in the same order."
             )
-    return None
+    return ended or (
+        f"the ranks' hashes of their next collective differ, but the calls are equal: {calls[0]}\n"
+        "Do all ranks run the same versions of tpcore and Python?"
+    )
 
 
-def agree(call: Call, ranks: Sequence[int], exchange: Callable[[bytes], bytes], place: bool) -> None:
-    """Raise CollectiveMismatchError on all ``ranks`` unless all are about to make the same call.
+def compare(calls: Sequence[Call], ranks: Sequence[int], exchange: Callable[[bytes], bytes], place: bool) -> None:
+    """Raise CollectiveMismatchError on all ``ranks`` unless all make these calls, or have made them already.
+    The error describes the first call that differs. ``place``: the call sites must agree too.
 
     ``exchange`` gathers the ranks' bytes, all of one length, and concatenates them; it is collective.
     """
-    mine = call.digest(place)
-    if exchange(mine) == mine * len(ranks):
-        return
-    texts = exchange(call.pack().ljust(_TEXT))
-    calls = [Call.unpack(texts[i : i + _TEXT]) for i in range(0, len(texts), _TEXT)]
-    raise CollectiveMismatchError(disagreement(calls, ranks, place) or unexplained(calls))
-
-
-def agree_on_all(run: Sequence[Call], ranks: Sequence[int], exchange: Callable[[bytes], bytes]) -> None:
-    """``agree`` for calls that have run already. The error describes the first call that differs."""
-    mine = blake2b(b"".join(call.digest(False) for call in run), digest_size=32).digest()
-    if exchange(mine) == mine * len(ranks):
-        return
-    for call in run:
-        agree(call, ranks, exchange, False)
-    raise CollectiveMismatchError(unexplained(run))
+    mine = b"".join(word_of(call.key(place)).to_bytes(8, "little") for call in calls)
+    every = exchange(mine)
+    for i, call in enumerate(calls):
+        at = slice(8 * i, 8 * i + 8)
+        if any(every[start:][at] != mine[at] for start in range(0, len(every), len(mine))):
+            texts = exchange(call.pack().ljust(_TEXT))
+            found = [Call.unpack(texts[n : n + _TEXT]) for n in range(0, len(texts), _TEXT)]
+            raise CollectiveMismatchError(disagreement(found, ranks, place))

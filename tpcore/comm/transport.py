@@ -146,15 +146,14 @@ PRIMITIVES: Mapping[str, Primitive] = {p.name: p for p in TABLE}
 class Transport(ABC):
     """Collectives over one group, written by a backend. ``Comm`` has checked the arguments.
 
-    The contract: a group has more than one member; dims exist and are not negative; sizes to split are
-    divisible. Tensors may have any strides, zero elements or no dims. Inputs stay unchanged unless donated,
-    and the caller may change them as soon as a method, ``start_all_reduce`` too, has returned. Outputs have
-    the input's dtype; they are the caller's own memory, contiguous, and outside of autograd: no later call
-    writes to them. Values that are moved and not summed arrive bit for bit, NaN too; a library that cannot
-    keep the sign of zero, as XLA, says so in ``loses`` of its conformance test. A sum rounds to the nearest
-    number, denormal ones too. Every rank of a group gets the same bits of a sum or maximum. All of this holds
-    at every size, and at every call. Every rank that waits for a lost one gets ``PeerLostError`` or
-    ``CollectiveTimeoutError``, from each method.
+    The contract: a group has more than one member; dims exist and are not negative; sizes to split are divisible.
+    Tensors may have any strides, zero elements or no dims. Inputs stay unchanged unless donated, and the caller may
+    change them as soon as a method, ``start_all_reduce`` too, has returned. Outputs have the input's dtype; they are
+    the caller's own memory, contiguous, and outside of autograd: no later call writes to them. Values that are moved
+    and not summed arrive bit for bit, NaN too; a library that cannot keep the sign of zero, as XLA, says so in
+    ``loses`` of its conformance test. A sum rounds to the nearest number, denormal ones too. Every rank of a group gets
+    the same bits of a sum or maximum. All of this holds at every size, and at every call. Every rank that waits for a
+    lost one gets ``PeerLostError`` or ``CollectiveTimeoutError``, from each method.
     """
 
     eager: ClassVar[bool] = True

@@ -1,14 +1,16 @@
-"""Transports that wrap another transport: all primitives of the table go through one method."""
+"""Transports that wrap another, or stand for it in a graph: all primitives go through one method."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from .signature import ALL, Call, agree, agree_on_all, call_place, checked_calls
+from ..layout.mesh import Group
+from .signature import ALL, Call, call_place, checked_calls, compare
 from .transport import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, TABLE, Op, Pending, Primitive, Transport
 
 
@@ -44,9 +46,8 @@ for _primitive in TABLE:
 class Checked(Relay):
     """Compares the calls of a group's ranks over the group itself. If they differ, all ranks raise an error.
 
-    The first calls are compared before they run, which prevents hangs and wrong numbers; ``TPCORE_CHECK``
-    sets how many. Later calls are compared in runs of ``RUN``: one exchange for each call would cost as much
-    as a small call.
+    The first calls are compared before they run, which prevents hangs and wrong numbers; ``TPCORE_CHECK`` sets how
+    many. Later calls are compared in runs of ``RUN``: one exchange for each call would cost as much as a small call.
     """
 
     RUN: ClassVar[int] = 32
@@ -78,14 +79,68 @@ class Checked(Relay):
             return
         self._seq += 1
         call = Call.of(self._seq, primitive.describe(*arguments), x.shape, x.dtype, call_place())
-        if self._seq <= self._checked:
-            agree(call, self.members, self._exchange, self._checked == ALL)
-            return
         self._run.append(call)
-        if len(self._run) == self.RUN:
+        if self._seq <= self._checked or len(self._run) == self.RUN:
             run, self._run = self._run, []
-            agree_on_all(run, self.members, self._exchange)
+            compare(run, self.members, self._exchange, self._checked == ALL)
 
     def _exchange(self, mine: bytes) -> bytes:
         sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(self.position.device)
         return self._inner.all_gather(sent, 0).cpu().numpy().tobytes()
+
+
+NAMESPACE = "tpcore"
+Find = Callable[[str], Any]
+"""The current Comm of a name."""
+
+
+def define(find: Find) -> torch.library.Library:
+    """Define the operators ``tpcore::all_reduce`` and so on. Their last argument is a name, and the Comm that
+    ``find`` returns for it runs the collective. They exist as long as the returned library does."""
+    library = torch.library.Library(NAMESPACE, "DEF")
+    for primitive in TABLE:
+        library.define(primitive.name + _schema(primitive))
+        name = f"{NAMESPACE}::{primitive.name}"
+        torch.library.impl(name, "CompositeExplicitAutograd", lib=library)(_run(primitive, find))
+        torch.library.register_fake(name, _shape(primitive), lib=library)
+    return library
+
+
+def _schema(primitive: Primitive) -> str:
+    """The operator's schema: the primitive's arguments, the group's size if the result's shape depends on
+    it, and the group's name."""
+    size = {} if primitive.shape is None else {"size": "int"}
+    parameters = {"x": "Tensor", **primitive.arguments, **size, "axes": "str"}
+    return f"({', '.join(f'{kind} {name}' for name, kind in parameters.items())}) -> Tensor"
+
+
+def _run(primitive: Primitive, find: Find) -> Callable[..., Tensor]:
+    def run(x: Tensor, *given: Any) -> Tensor:
+        named = dict(zip(primitive.arguments, given, strict=False))
+        if "donate" in named:  # an operator must not return its argument's memory
+            named["donate"] = False
+        made: Tensor = getattr(find(given[-1]), primitive.name)(x, **named)
+        return made
+
+    return run
+
+
+def _shape(primitive: Primitive) -> Callable[..., Tensor]:
+    count = len(primitive.arguments)
+
+    def shape(x: Tensor, *given: Any) -> Tensor:
+        return primitive.result(x, 0 if primitive.shape is None else given[count], *given[:count])
+
+    return shape
+
+
+class Operators(Relay):
+    """Puts operators in place of collectives into the graph that is being traced."""
+
+    def __init__(self, group: Group, size: int, name: str) -> None:
+        self.group, self.size, self._name = group, size, name
+
+    def relay(self, primitive: Primitive, x: Tensor, *arguments: Any) -> Tensor:
+        size = () if primitive.shape is None else (self.size,)
+        made: Tensor = getattr(getattr(torch.ops, NAMESPACE), primitive.name)(x, *arguments, *size, self._name)
+        return made

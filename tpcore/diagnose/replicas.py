@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ..layers.sharding import sharding
 from ..layout.slices import narrowed
-from ..runtime.consensus import gather_bytes
+from ..runtime.consensus import gather
 from ..runtime.context import ParallelContext, current
 
 BATCH, PARAMETER, GRADIENT, STATE, OPTION = "batch", "parameter", "gradient", "state", "option"
@@ -63,8 +63,7 @@ def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = N
         *(_states(model, optimizer, ctx) if optimizer is not None else ()),
         *(_options(optimizer, ctx) if optimizer is not None else ()),
     ]
-    data = json.dumps(mine).encode()
-    every = [Held(*one) for text in gather_bytes(data, ctx.world) for one in json.loads(text)]
+    every = [Held(*one) for theirs in gather(mine, ctx.world) for one in theirs]
     problem = _difference(every, ctx) or _equality(every, ctx)
     if problem is not None:
         raise ValueError(problem)
@@ -72,18 +71,10 @@ def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = N
 
 # -- this rank's tensors -----------------------------------------------------------------------------------
 def _batch(batch: Any, ctx: ParallelContext) -> Iterator[Held]:
-    for i, value in enumerate(_tensors(batch)):
+    for i, value in enumerate(t for t in tree_leaves(batch) if isinstance(t, Tensor)):
         digest, constant = _digest(value)
         what = f"{tuple(value.shape)} {value.dtype} {digest}"
         yield Held(BATCH, f"tensor {i}", "", _dp(ctx), what, constant, ctx.rank)
-
-
-def _tensors(nest: Any) -> Iterator[Tensor]:
-    if isinstance(nest, Tensor):
-        yield nest
-    elif isinstance(nest, Mapping | list | tuple):
-        for item in nest.values() if isinstance(nest, Mapping) else nest:
-            yield from _tensors(item)
 
 
 def _parameters(model: nn.Module, ctx: ParallelContext) -> Iterator[Held]:

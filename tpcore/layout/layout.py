@@ -214,10 +214,7 @@ def _steps(layout: Layout, mesh: Mesh) -> Iterator[tuple[AxisCut, int, ShardSpec
     extents: dict[int, int] = {}
     for cut in layout.cuts:
         dim = cut.spec.dim or 0
-        if dim in extents:
-            spec = ShardSpec((extents[dim],), 0)
-        else:
-            spec = ShardSpec((layout.shape[dim],), 0, cut.spec.blocks)
+        spec = ShardSpec((extents[dim],), 0) if dim in extents else ShardSpec((layout.shape[dim],), 0, cut.spec.blocks)
         extents[dim] = spec.local_shape(cut.degree(mesh))[0]
         yield cut, dim, spec
 

@@ -28,6 +28,11 @@ class Group:
     def size(self) -> int:
         return len(self.partition[0])
 
+    @property
+    def name(self) -> str:
+        """Its name in programs, the same in every process, with the length of runs: ``pp.tp``, ``tp/2``."""
+        return ".".join(self.axes) + ("" if self.within is None else f"/{self.within}")
+
     def members(self, rank: int) -> tuple[int, ...]:
         for ranks in self.partition:
             if rank in ranks:

@@ -9,8 +9,8 @@ from typing import Any
 from ..log import log
 from ..runtime.memory import keep_freed_memory
 from ..settings import RANK
-from .lifeline import follow
 from .shared_memory import read_file, write_file
+from .spawn import follow
 from .transfer import Outcome, outcome_of, pack_outcome, unpack_call
 
 

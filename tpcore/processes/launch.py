@@ -59,7 +59,7 @@ def launch(
 
 def _run(call: bytes, nprocs: int, variables: Mapping[str, str]) -> list[Outcome]:
     """Run the ranks to their end. Call and results travel in memory, so a full disk does not matter."""
-    from ..c10d.host_store import host_store  # not above: importing tpcore must not load torch.distributed
+    from ..c10d.supervision.rendezvous import host_store
 
     files = [nameless_file() for _ in range(1 + nprocs)]
     processes = Processes()

@@ -10,9 +10,9 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 
 from ..settings import inherited, of_rank
-from .lifeline import Lifeline
 
 _POLL = 0.02  # seconds between polls of running processes
 
@@ -96,3 +96,25 @@ def _command(module: str) -> list[str]:
     path = [p or os.getcwd() for p in sys.path]
     run = f"import runpy; runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
     return [sys.executable, "-c", f"import sys; sys.path[:] = {path!r}; {run}"]
+
+
+class Lifeline:
+    """The owner's side. ``fd``: the descriptor to pass to the processes."""
+
+    def __init__(self) -> None:
+        self.fd, self._owned = os.pipe()  # a child inherits neither, unless pass_fds names it
+
+    def close(self) -> None:
+        """End the processes that still run ``follow``."""
+        os.close(self._owned)
+        os.close(self.fd)
+
+
+def follow(fd: int) -> None:
+    """End this process when the owner of the lifeline ends, for whatever reason."""
+    Thread(target=_follow, args=(fd,), name="tpcore lifeline", daemon=True).start()
+
+
+def _follow(fd: int) -> None:
+    os.read(fd, 1)  # nobody writes: this returns when the owner's end is closed
+    os._exit(1)

@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..c10d.supervision.wait_status import described
-from ..errors import CollectiveTimeoutError, PeerLostError
+from ..errors import CollectiveTimeoutError, PeerLostError, described
 
 
 class RankTraceback(Exception):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -14,7 +13,7 @@ from torch import Tensor
 from ..comm.comm import Comm
 from ..comm.parts import Mark, marked, plain
 from ..comm.signature import call_site
-from .consensus import gather_bytes
+from .consensus import gather
 
 _MOST = 10_000  # notes kept between two comparisons; evaluation never compares
 _CHUNKS = 16
@@ -58,8 +57,7 @@ class Checks:
         mine, self.notes = self.notes, []
         if not self.running or comm.size == 1 or not comm.eager:
             return
-        every = [json.loads(text) for text in gather_bytes(json.dumps(mine).encode(), comm)]
-        found = first_difference(comm.transport.members, every)
+        found = first_difference(comm.transport.members, gather(mine, comm))
         if found is not None:
             self._report(found)
 
@@ -81,7 +79,7 @@ def first_difference(ranks: Sequence[int], every: Sequence[Sequence[Note]]) -> s
 def compare_stages(tensors: Mapping[str, Tensor], pp: Comm) -> None:
     """Raise ValueError on all stages if ``tensors``, which each stage needs alike, differ. Collective."""
     notes = [(what, _digest(plain(t.detach()))) for what, t in tensors.items()]
-    every = [json.loads(text) for text in gather_bytes(json.dumps(notes).encode(), pp)]
+    every = gather(notes, pp)
     for stage, theirs in enumerate(every):
         for (what, here), (_, there) in zip(every[0], theirs, strict=False):
             if not _alike(here, there):

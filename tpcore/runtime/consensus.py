@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import builtins
 import hashlib
+import json
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from difflib import unified_diff
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from .. import errors
 from ..comm.comm import Comm
 from ..errors import BackendError
-from .context import ParallelContext
+
+T = TypeVar("T")
 
 _LEAST = 64  # bytes of the shortest message on backends that compile a program for each length
 _LINES = 12  # differing lines in a message
@@ -33,6 +37,21 @@ def gather_bytes(data: bytes, comm: Comm) -> list[bytes]:
     return [bytes(row[:n].tolist()) for row, n in zip(rows, lengths, strict=True)]
 
 
+def gather(value: Any, comm: Comm) -> list[Any]:
+    """The ``value`` of every rank of the group, which JSON can represent, in group order. Collective."""
+    return [json.loads(text) for text in gather_bytes(json.dumps(value).encode(), comm)]
+
+
+def agree(values: Sequence[T], error: Callable[[int, T, T], Exception]) -> T:
+    """The value that all ranks have, of the ``values`` of each. Otherwise ``error(rank, first, other)`` is
+    raised on all ranks: it names the first rank whose value ``other`` is not the ``first`` rank's."""
+    first = values[0]
+    for rank, other in enumerate(values):
+        if other != first:
+            raise error(rank, first, other)
+    return first
+
+
 def check_one_program(text: bytes, constants: bytes, world: Comm) -> None:
     """Raise BackendError on all ranks if they have traced different programs: all ranks will run the program
     of rank 0. ``text``: the program; the message shows the lines that differ. Collective."""
@@ -51,6 +70,13 @@ def check_one_program(text: bytes, constants: bytes, world: Comm) -> None:
     )
 
 
+class HasWorld(Protocol):
+    """What an agreement needs of a ``ParallelContext``."""
+
+    @property
+    def world(self) -> Comm: ...
+
+
 class together(AbstractContextManager[None]):
     """A block of local work that may fail on some ranks. Then all ranks raise an error of the same type.
 
@@ -61,7 +87,7 @@ class together(AbstractContextManager[None]):
     # a class and not a generator: contextlib leaves a generator at different lines with and without an
     # error, so ranks would appear to make their collectives from different places
 
-    def __init__(self, ctx: ParallelContext) -> None:
+    def __init__(self, ctx: HasWorld) -> None:
         self._ctx = ctx
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:

@@ -10,17 +10,16 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import permutations
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..backend.interface import Backend
 from ..comm.comm import Comm
+from ..comm.wrapper import define
 from ..errors import BackendError, refuse_forked
 from ..layout.mesh import Group, Mesh
-
-if TYPE_CHECKING:
-    from .checks import Checks
+from .checks import Checks
 
 
 @dataclass(frozen=True)
@@ -62,8 +61,7 @@ class ParallelContext:
         if (axes, within) not in self._comms:
             self.refuse_forked()
             group = self.mesh.group(*axes, within=within)
-            name = " x ".join(axes) + ("" if within is None else f" within {within}")
-            self._comms[axes, within] = self.backend.comm(group, self.rank).called(name)
+            self._comms[axes, within] = self.backend.comm(group, self.rank).called(group.name)
         return self._comms[axes, within]
 
     def refuse_forked(self) -> None:
@@ -72,15 +70,19 @@ class ParallelContext:
 
     @property
     def comms(self) -> list[Comm]:
-        """The Comms over mesh axes, and over runs within them, that are made so far, in the order in which
-        all ranks made them."""
-        return list(self._comms.values())
+        """The Comms that a program may use: of each axis, of the world, and those that layers made so far,
+        over pp x tp or runs within tp for instance. In one order on all ranks."""
+        known = [self.comm(axis) for axis in self.mesh.axes] + [self.world]
+        return known + [comm for comm in self._comms.values() if comm not in known]
 
     def named(self, name: str) -> Comm:
-        """The Comm called ``name``, made or adopted by this context. BackendError if there is none."""
+        """The Comm called ``name``, by its group, or adopted here. BackendError if there is none."""
         for comm in (*self._comms.values(), *self._adopted):
             if comm.name == name:
                 return comm
+        axes, _, within = name.partition("/")
+        if set(axes.split(".")) <= set(self.mesh.axes):
+            return self.comm(*axes.split("."), within=int(within) if within else None)
         raise BackendError(f"a compiled graph needs the group {name!r}, and {self} has none of that name")
 
     @cached_property
@@ -194,6 +196,10 @@ def swap_process(contexts: list[ParallelContext]) -> list[ParallelContext]:
     before = list(_process)
     _process[:] = contexts
     return before
+
+
+_LIBRARY = define(lambda name: current().named(name))
+"""The operators of graphs, which look their Comm up in the current context."""
 
 
 @contextmanager

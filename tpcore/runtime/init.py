@@ -1,11 +1,17 @@
-"""Joining a job and leaving it."""
+"""Joining a job and leaving it, and functions of torch that the job refuses meanwhile."""
 
 from __future__ import annotations
 
-import json
 import sys
-from functools import partial
-from typing import NoReturn
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial, wraps
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad, parametrize
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from .. import settings
 from ..backend.interface import Backend
@@ -14,9 +20,66 @@ from ..comm.signature import ALL, checked_calls
 from ..layout.mesh import Mesh
 from ..log import inform
 from .checks import in_eager_mode, raising
-from .consensus import gather_bytes
+from .consensus import agree, gather
 from .context import ParallelContext, current, enter_process, is_initialized, leave_process
-from .guards import whole_tensors_only
+
+Function = Callable[..., Any]
+
+
+def _is_part(t: object) -> bool:
+    """Whether other ranks hold other entries of this parameter, by its mark."""
+    return bool(getattr(getattr(t, "tpcore_sharding", None), "axes", ()))
+
+
+def _clipping(function: Function) -> Function:
+    @wraps(function)
+    def guard(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if any(map(_is_part, parameters)):
+            raise ValueError(
+                "torch.nn.utils would clip by the norm of this rank's part of a gradient, each rank by another: call "
+                "tpcore.clip_grad_norm(model, max_norm), or tpcore.optimizer_step(optimizer, max_norm=...)"
+            )
+        return function(parameters, *args, **kwargs)
+
+    return guard
+
+
+def _parametrization(function: Function) -> Function:
+    @wraps(function)
+    def guard(module: nn.Module, tensor_name: str, *args: Any, **kwargs: Any) -> Any:
+        weight = getattr(module, tensor_name, None)
+        if isinstance(weight, Tensor) and _is_part(weight):
+            raise ValueError(
+                f"{type(module).__name__}.{tensor_name} is this rank's part, of shape {tuple(weight.shape)}, "
+                "and a parametrization would take it for the whole weight: leave the layer unsharded, or "
+                "remove the parametrization before the layer is converted"
+            )
+        return function(module, tensor_name, *args, **kwargs)
+
+    return guard
+
+
+def _guarded() -> Iterator[tuple[Any, str, Function]]:
+    """Owner and name of each function, and its guard. torch looks these names up at each call, so they guard
+    a ``clip_grad_norm_`` or ``weight_norm`` that a program has imported before, too."""
+    # torch 2.5 has one function for both steps of clipping
+    clip = getattr(clip_grad, "_clip_grads_with_norm_", clip_grad.clip_grad_norm_)
+    for owner in (nn.utils, clip_grad):
+        yield from ((owner, name, _clipping(clip)) for name, f in vars(owner).items() if f is clip)
+    yield parametrize, "register_parametrization", _parametrization(parametrize.register_parametrization)
+    for kind in (WeightNorm, SpectralNorm):
+        yield kind, "apply", staticmethod(_parametrization(kind.apply))
+
+
+@contextmanager
+def whole_tensors_only() -> Iterator[None]:
+    """In the block, these functions raise ValueError for sharded parameters, on every rank."""
+    with ExitStack() as undo:
+        for owner, name, guard in list(_guarded()):
+            undo.callback(setattr, owner, name, vars(owner)[name])
+            setattr(owner, name, guard)
+        yield
 
 
 def default_backend() -> tuple[str, str]:
@@ -61,14 +124,13 @@ def _check_mesh(ctx: ParallelContext) -> None:
     """Raise ValueError on all ranks if their meshes differ: their groups would not match."""
     if not ctx.world.eager:
         return  # each gather would compile a program; there the first group that differs ends the job
-    mine = json.dumps(dict(ctx.mesh.axes)).encode()
-    first, *others = (json.loads(text) for text in gather_bytes(mine, ctx.world))
-    for rank, axes in enumerate(others, 1):
-        if axes != first:
-            raise ValueError(
-                f"rank 0 has the mesh {first} and rank {rank} has {axes}: "
-                "call tpcore.init with the same tp and pp on every rank"
-            )
+    agree(
+        gather(dict(ctx.mesh.axes), ctx.world),
+        lambda rank, first, other: ValueError(
+            f"rank 0 has the mesh {first} and rank {rank} has {other}: "
+            "call tpcore.init with the same tp and pp on every rank"
+        ),
+    )
 
 
 def _seconds(timeout: float | None) -> float:

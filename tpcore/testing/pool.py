@@ -21,7 +21,7 @@ from ..backend.interface import Backend
 from ..backend.registry import backend_class
 from ..errors import BackendError
 from ..layout.mesh import Mesh
-from ..processes.lifeline import follow
+from ..processes.spawn import follow
 from ..processes.transfer import (
     Outcome,
     death,

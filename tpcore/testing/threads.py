@@ -16,15 +16,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..backend.capabilities import Capabilities
-from ..backend.interface import Backend
+from ..backend.interface import Backend, Capabilities
 from ..comm.signature import Call, call_place, disagreement
 from ..comm.transport import Primitive
 from ..comm.wrapper import Relay
 from ..errors import BackendError, CollectiveMismatchError, PeerLostError
 from ..layout.mesh import Group, Mesh
 from ..runtime.context import ParallelContext, use
-from ..runtime.guards import whole_tensors_only
+from ..runtime.init import whole_tensors_only
 
 T = TypeVar("T")
 _Entry = tuple[Call, Tensor]
@@ -56,9 +55,9 @@ class ThreadWorld:
             self.baton.notify_all()
         else:
             self._wait(rank, call, members, box)
-        message = disagreement([box[r][0] for r in members], members)
-        if message:
-            raise CollectiveMismatchError(message)
+        calls = [box[r][0] for r in members]
+        if any(theirs != calls[0] for theirs in calls):
+            raise CollectiveMismatchError(disagreement(calls, members))
         return [box[r][1] for r in members]
 
     def _wait(self, rank: int, call: Call, members: tuple[int, ...], box: dict[int, _Entry]) -> None:

@@ -77,10 +77,7 @@ def _run(model: nn.Module, inputs: Any, loss: Callable[[Any], Tensor] | None) ->
     """One forward and backward: the tensors of the output, the loss, the gradients of the inputs."""
     model.zero_grad()
     given = _copied(inputs)
-    if isinstance(given, Mapping):
-        output = model(**given)
-    else:
-        output = model(*([given] if isinstance(given, Tensor) else given))
+    output = model(**given) if isinstance(given, Mapping) else model(*([given] if isinstance(given, Tensor) else given))
     values: dict[str, Tensor | None] = dict(_tensors("output", output))
     total = getattr(output, "loss", None) if loss is None else loss(output)
     if total is None:

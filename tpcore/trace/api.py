@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backend.programs import CompilerOptions
+from ..backend.interface import CompilerOptions
 from ..backend.registry import backend_class
+from ..checkpoint.storage.contents import link
 from ..checkpoint.storage.files import MANIFEST, make_dirs, naming, sync_dir, write_file
-from ..checkpoint.storage.publish import Staging
-from ..checkpoint.storage.temporary import OwnedDirectory
+from ..checkpoint.storage.publish import OwnedDirectory, Staging
 from ..errors import BackendError, CheckpointError
 from ..log import inform
 from ..processes.launch import launch
@@ -180,12 +179,7 @@ def _size(call: Call) -> int:
 def _copy(source: Path, target: Path) -> None:
     """Hard link if both are on one file system, else copy. The files are never changed in place."""
     make_dirs(str(target.parent))
+    if not source.is_file():
+        raise CheckpointError(f"{source} is gone; the model was closed, or its directory removed")
     with naming("write", str(target)):
-        try:
-            os.link(source, target)
-        except OSError:
-            if not source.is_file():
-                raise CheckpointError(f"{source} is gone; the model was closed, or its directory removed") from None
-            shutil.copyfile(source, target)
-        with target.open("rb") as f:
-            os.fsync(f.fileno())
+        link(str(source), str(target))

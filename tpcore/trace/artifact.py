@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from ..checkpoint.format.manifest import rank_dir, typed
 from ..checkpoint.storage.dtypes import dtype_name, dtype_of
-from ..checkpoint.storage.files import CHUNK, LARGEST, MANIFEST, crc32_of, dumps, loads, read_file
+from ..checkpoint.storage.files import CHUNK, LARGEST, MANIFEST, crc32_of, damage, dumps, loads, read_file
 from ..checkpoint.storage.tensorfile import TensorFile, write_tensors
 from ..checkpoint.write.snapshot import StateTensor
 from ..errors import CheckpointError
@@ -118,7 +117,7 @@ class TraceManifest:
                 f"{path} is of format version {top.get('version')!r}, this tpcore reads version {VERSION}: "
                 "use the tpcore that wrote it, or trace the model again"
             )
-        try:
+        with damage(path):
             out = top["outputs"]
             return cls(
                 str(top["backend"]),
@@ -134,8 +133,6 @@ class TraceManifest:
                 dict(top["written_by"]),
                 str(top.get("save_id", "")),
             )
-        except (KeyError, TypeError, AttributeError, ValueError) as e:
-            raise CheckpointError(f"{path} is damaged: {type(e).__name__}: {e}") from e
 
 
 def _degree(tp: Any) -> int:
@@ -169,12 +166,6 @@ def read_weights(folder: Path, rank: int, manifest: TraceManifest) -> dict[str, 
         if tuple(t.shape) != wanted:
             raise CheckpointError(f"{path}: {name!r} has shape {tuple(t.shape)}, the manifest says {wanted}")
     return {name: found[name] for name in manifest.weights}
-
-
-def written_by() -> dict[str, str]:
-    from .. import __version__  # not above: tpcore imports this package
-
-    return {"tpcore": __version__, "torch": torch.__version__, "python": platform.python_version()}
 
 
 def weights_file(folder: Path, rank: int) -> Path:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from ..backend.programs import DynamicDim
+from ..backend.interface import DynamicDim
 from ..checkpoint.storage.dtypes import dtype_name, dtype_of
 from .structure import Form, match, names_of, take_apart
 
@@ -58,23 +58,8 @@ class Arguments:
         made = [Parameter(name, kinds[kind]) for name, kind, _ in self.parameters]
         return Signature([p if p.kind in _OPEN else p.replace(default=None) for p in made])
 
-    @cached_property
-    def _plain(self) -> tuple[str, ...]:
-        """Names of the arguments, if all are tensors and the first parameters of forward; otherwise ()."""
-        given = [name for name, form in self.form["dict"] if "tensor" in form]
-        first = [name for name, kind, _ in self.parameters if kind == Parameter.POSITIONAL_OR_KEYWORD]
-        return tuple(given) if given == first[: len(self.form["dict"])] else ()
-
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
         """The tensors of a call. TypeError or ValueError if the call does not have the traced form."""
-        plain = self._plain
-        if plain and len(args) + len(kwargs) == len(plain):  # without inspect, which takes 30 us
-            found = [*args, *map(kwargs.get, plain[len(args) :])]
-            for t in found:
-                if not isinstance(t, Tensor):
-                    break
-            else:
-                return found
         given = self._signature.bind(*args, **kwargs).arguments
         leaves: list[Tensor] = []
         for name, form in self.form["dict"]:

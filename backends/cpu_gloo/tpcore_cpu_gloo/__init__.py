@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from tpcore.backend.interface import Backend, hookimpl
 
-from .backend import GlooBackend
-from .gloo import GlooTransport
+from .backend import GlooBackend, GlooTransport
 
 __all__ = ["GlooBackend", "GlooTransport"]
 

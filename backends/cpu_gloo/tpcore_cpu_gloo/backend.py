@@ -16,21 +16,75 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tpcore.backend.programs import Dims, Function, LoadedProgram, comm_named, program_comms
+from tpcore.backend.interface import Dims, Function, LoadedProgram
 from tpcore.c10d.backend import C10dBackend
 from tpcore.c10d.supervision.host import RANK_MEMORY, available_memory, let_threads_finish, sockets
 from tpcore.c10d.supervision.waiting import Waiting
-from tpcore.comm.transport import Transport
+from tpcore.c10d.transport import REDUCE, C10dTransport, copied
+from tpcore.comm.transport import CPU, Op, Transport
 from tpcore.layout.mesh import Group
 from tpcore.log import inform
 from tpcore.runtime.context import current
-from tpcore.settings import changed
+from tpcore.settings import Variable, changed, one_of
 
 from .exchange import Exchange
-from .gloo import GlooTransport, exchanged
 from .segment import shared
-from .settings import INTERFACE, SHM
 from .shared_memory import SharedTransport
+
+INTERFACE = Variable(
+    "GLOO_SOCKET_IFNAME",
+    str,
+    "",
+    "a network interface",
+    "The interface of gloo's sockets. Unset: a group of one process uses the loopback interface only.",
+)
+SHM = Variable(
+    "TPCORE_SHM",
+    one_of({"1": True, "0": False}),
+    True,
+    "`1` (default), `0`",
+    "Whether ranks of one host exchange tensors through shared memory. A group uses gloo if a member sets "
+    "`0` or cannot map the other members' memory.",
+)
+
+
+class GlooTransport(C10dTransport):
+    """The collectives of a torch.distributed group. They call its gloo object directly: the dispatcher and
+    torch.distributed's wrappers cost more than our layers (7 to 15 us a call)."""
+
+    def __init__(self, *group: Any, why: str) -> None:
+        """``why``: the reason why the group does not use shared memory."""
+        super().__init__(*group)
+        self._why = why
+
+    def __repr__(self) -> str:
+        return f"gloo ({self._why})"
+
+    def _handle(self, pg: Any) -> Any:
+        return pg._get_backend(CPU)
+
+    def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
+        if x.dtype not in self.native or (op == "max" and x.is_floating_point()):
+            return self.start_all_reduce(x, op, donate)()
+        self._enter("all_reduce", x, op)
+        out = x if donate and x.is_contiguous() else copied(x)
+        self._finish(self._calls.allreduce([out], REDUCE[op]))
+        return out
+
+    def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
+        """All-to-all, then a local sum: half the traffic of gloo's reduce-scatter, which all-reduces.
+        Measured with 4 ranks on 4 MB: 4.2 ms, against 12.1 for gloo's and 9.4 for all-reduce and narrow."""
+        self._enter("reduce_scatter", x, dim)
+        return self._exchanged(self._chunks(x, dim)).sum(0, dtype=x.dtype)
+
+
+def exchanged(pg: Any, waiting: Waiting, text: str) -> list[str]:
+    """Gather the members' texts, of up to 255 bytes each."""
+    size = len(waiting.members)
+    sent = torch.frombuffer(bytearray(text.encode()[:255].ljust(256, b"\0")), dtype=torch.uint8)
+    got = torch.empty(256 * size, dtype=torch.uint8)
+    waiting.finish(pg._get_backend(CPU)._allgather_base(got, sent))
+    return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in got.view(size, 256)]
 
 
 class GlooBackend(C10dBackend):
@@ -89,12 +143,12 @@ class GlooBackend(C10dBackend):
         from . import programs  # torch.export takes a second to import
 
         ctx = current()
-        programs.trace(fn, weights, inputs, dims, program_comms(ctx), ctx.world, folder)
+        programs.trace(fn, weights, inputs, dims, ctx.comms, ctx.world, folder)
 
     def load_program(self, folder: Path, weights: Mapping[str, Tensor]) -> LoadedProgram:
         from . import programs
 
-        return programs.load(folder, weights, partial(comm_named, current()))
+        return programs.load(folder, weights, current().named)
 
     def _compares(self, pg: Any, waiting: Waiting) -> bool:
         self._shared[pg] = self._share_memory(pg, waiting)

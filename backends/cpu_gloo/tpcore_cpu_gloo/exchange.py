@@ -1,17 +1,20 @@
 """The protocol of shared buffers: which buffer is next, and the wait until every member has filled it.
 
-Each rank alternates between two buffers: it fills its own, posts one semaphore for each peer, takes one of
-each peer, and reads the peers' buffers. A rank that has taken every peer's post n knows that all have read
-the buffers of post n - 1, since they read before they post n. So the buffer of n - 1 is free for n + 1
-without another message.
+Each rank alternates between two buffers: it fills its own, posts one semaphore for each peer, takes one of each peer,
+and reads the peers' buffers. A rank that has taken every peer's post n knows that all have read the buffers of post n -
+1, since they read before they post n. So the buffer of n - 1 is free for n + 1 without another message.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from tpcore.c10d.supervision.flight_recorder import Entry
 from tpcore.c10d.supervision.waiting import Waiting
@@ -20,6 +23,44 @@ from tpcore.errors import CollectiveMismatchError
 
 from . import semaphores
 from .segment import CALL, PLACE, Segment
+
+Fold = Callable[..., Tensor]
+_HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A piece of a tensor that fits a buffer."""
+
+    at: tuple[slice, slice]
+    """The piece's rows and columns."""
+    every: list[Tensor]
+    """Each rank's buffer, in the shape of the piece."""
+    meet: Callable[[], None]
+    """Call it when this rank's buffer is filled; it returns when every rank's is."""
+
+
+def folded(parts: list[Tensor], fold: Fold, out: Tensor | None = None) -> Tensor:
+    """The parts combined in rank order, into ``out``. Half precision is summed in float32, rounded once."""
+    if len(parts) > 2 and parts[0].dtype in _HALF and fold is torch.add:
+        total = parts[0].float()
+        for part in parts[1:]:
+            total.add_(part)
+        return total.to(parts[0].dtype) if out is None else out.copy_(total)
+    total = fold(parts[0], parts[1], out=out)
+    for part in parts[2:]:
+        fold(total, part, out=total)
+    return total
+
+
+def tiles(rows: int, columns: int, most: int) -> Iterator[tuple[slice, slice]]:
+    """Tiles of a matrix of at most ``most`` elements, whole rows if they fit. An empty matrix has one."""
+    wide = max(1, min(columns, most))
+    high = max(1, most // wide)
+    for r in range(0, max(1, rows), high):
+        for c in range(0, max(1, columns), wide):
+            yield slice(r, min(r + high, rows)), slice(c, min(c + wide, columns))
+
 
 _SPINS = 150  # of 0.3 us each: longer than a punctual peer takes
 _YIELDS = 200

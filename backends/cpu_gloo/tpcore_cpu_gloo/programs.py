@@ -12,23 +12,18 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
-from tpcore.backend.programs import (
-    Dims,
-    DynamicDim,
-    Function,
-    LoadedProgram,
-    group_name,
-    traced,
-)
+from tpcore.backend.interface import Dims, DynamicDim, Function, LoadedProgram, traced
 from tpcore.checkpoint.storage.files import write_file
 from tpcore.comm.comm import Comm
+from tpcore.comm.transport import TABLE, Primitive
+from tpcore.comm.wrapper import NAMESPACE
 from tpcore.errors import BackendError
 from tpcore.runtime.consensus import check_one_program
 
 from .graphs import Target, from_json, to_json
-from .operators import fast, operators
 
 GRAPH, CONSTANTS = "graph.json", "constants.safetensors"
+_BEFORE = "tpcore_cpu_gloo"  # the namespace in files of earlier versions
 
 
 class _PureFunction(nn.Module):
@@ -40,7 +35,7 @@ class _PureFunction(nn.Module):
 
     def forward(self, weights: list[Tensor], ranks: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
         fn, names, comms = self._of
-        with traced(comms, ranks, operators):
+        with traced(comms, ranks, operators=True):
             return fn(dict(zip(names, weights, strict=True)), inputs)
 
 
@@ -62,7 +57,7 @@ def trace(
     constants = {s.target: exported.constants[s.target] for s in specs if s.kind.name != "USER_INPUT"}
     program = {
         "weights": names,
-        "groups": [group_name(comm.group) for comm in comms],
+        "groups": [comm.name for comm in comms],
         "constants": list(constants),
         # in the order of the graph's inputs: the constant's name, or None for weights, ranks and inputs
         "inputs": [s.target if s.kind.name != "USER_INPUT" else None for s in specs],
@@ -164,4 +159,19 @@ def _assert(holds: Tensor, message: str) -> None:
 
 
 def _replacements(comm_of: Callable[[str], Comm], groups: Sequence[str]) -> dict[str, Target]:
-    return {"aten::_assert_async.msg": _assert, **fast({axes: comm_of(axes) for axes in groups})}
+    """What a loaded graph calls in place of operators: collectives skip the dispatcher (10 us), and may
+    return the argument's memory."""
+    comms = {name: comm_of(name) for name in groups}
+
+    def call(primitive: Primitive) -> Callable[..., Tensor]:
+        methods = {name: getattr(comm, primitive.name) for name, comm in comms.items()}
+        names = tuple(primitive.arguments)
+
+        def run(x: Tensor, *given: Any) -> Tensor:
+            result: Tensor = methods[given[-1]](x, **dict(zip(names, given, strict=False)))
+            return result
+
+        return run
+
+    of = {f"{space}::{p.name}.default": call(p) for space in (NAMESPACE, _BEFORE) for p in TABLE}
+    return {"aten::_assert_async.msg": _assert, **of}

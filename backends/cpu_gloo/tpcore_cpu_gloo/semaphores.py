@@ -15,8 +15,7 @@ STRIDE = 128
 """Bytes from one semaphore to the next: two cache lines, because processors fetch lines in pairs."""
 _MONOTONIC = 1  # CLOCK_MONOTONIC
 
-# PyDLL keeps the interpreter's lock: releasing it costs more than these calls, and 5 ms if another thread
-# takes it
+# PyDLL keeps the interpreter's lock: releasing it costs more than these calls, and 5 ms if another thread takes it
 _library = ctypes.PyDLL(None)
 
 

@@ -33,8 +33,7 @@ from tpcore.comm.transport import (
 )
 from tpcore.layout.mesh import Group
 
-from .exchange import Announced, Exchange
-from .pieces import Chunk, Fold, folded, tiles
+from .exchange import Announced, Chunk, Exchange, Fold, folded, tiles
 
 _FOLD: dict[str, Fold] = {"sum": torch.add, "max": torch.maximum}
 _KEPT = 256  # cached plans

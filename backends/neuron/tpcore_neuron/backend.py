@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,15 @@ import torch
 from torch import Tensor
 
 from tpcore import settings
-from tpcore.backend.capabilities import Capabilities
-from tpcore.backend.interface import Backend, ProgramInfo
-from tpcore.backend.programs import CompilerOptions, Dims, Function, LoadedProgram, comm_named
+from tpcore.backend.interface import (
+    Backend,
+    Capabilities,
+    CompilerOptions,
+    Dims,
+    Function,
+    LoadedProgram,
+    ProgramInfo,
+)
 from tpcore.comm.transport import Transport
 from tpcore.errors import BackendError
 from tpcore.layout.mesh import Group
@@ -168,7 +173,7 @@ class NeuronBackend(Backend):
     def load_program(self, folder: Path, weights: Mapping[str, Tensor]) -> LoadedProgram:
         from . import programs
 
-        return programs.load(folder, weights, partial(comm_named, current()))
+        return programs.load(folder, weights, current().named)
 
     def get_rng_state(self) -> Tensor:
         import torch_xla.core.xla_model as xm

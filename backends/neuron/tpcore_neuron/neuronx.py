@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor, nn
 
-from tpcore.backend.programs import CompilerOptions, LoadedProgram
+from tpcore.backend.interface import CompilerOptions, LoadedProgram
 from tpcore.errors import BackendError
 
 

@@ -18,15 +18,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from torch._export.utils import _compiling_state_context as exporting
 
-from tpcore.backend.programs import (
-    CompilerOptions,
-    Dims,
-    Function,
-    LoadedProgram,
-    group_name,
-    program_comms,
-    traced,
-)
+from tpcore.backend.interface import CompilerOptions, Dims, Function, LoadedProgram, traced
 from tpcore.checkpoint.storage.files import write_file
 from tpcore.comm.comm import Comm
 from tpcore.errors import BackendError
@@ -73,7 +65,7 @@ def trace(
             f"the sizes {', '.join(dynamic)} are to change, and an XLA program has fixed ones: give examples "
             "of the sizes that are needed as bucket_inputs, in place of dynamic_shapes"
         )
-    comms = program_comms(ctx)
+    comms = ctx.comms
     with together(ctx):
         program, recipe, constants = _lowered(fn, weights, inputs, comms)
     check_one_program(recipe.encode() + program.text.encode(), constants, ctx.world)
@@ -126,7 +118,7 @@ def _lowered(
     # torch_xla makes Python numbers other than 0 and 1 parameters too, to avoid recompilation
     constants = {str(at): t.cpu() for at, t in parameters.items() if at not in known}
     recipe = [known.get(at, ["constant", str(at)]) for at in range(len(parameters))]
-    groups = [group_name(c.group) for c in comms]
+    groups = [c.name for c in comms]
     text = json.dumps({"groups": groups, "parameters": recipe}, separators=(",", ":"))
     return program, text, save({name: t.contiguous() for name, t in constants.items()})
 

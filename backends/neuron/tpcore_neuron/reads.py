@@ -42,9 +42,8 @@ def _watched(name: str, read: Any) -> Any:
             if where not in _reported:
                 _reported.add(where)
                 warnings.warn(
-                    f"{name} at {where} reads a value that is not computed yet: the step is cut into two "
-                    "programs there, and the host waits. Read it after the step (mark_step), or from "
-                    "xm.add_step_closure",
+                    f"{name} at {where} reads a value that is not computed yet: the step is cut into two programs "
+                    "there, and the host waits. Read it after the step (mark_step), or from xm.add_step_closure",
                     stacklevel=2,
                 )
         return read(self, *args, **kwargs)

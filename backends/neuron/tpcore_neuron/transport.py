@@ -8,16 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpcore.comm.transport import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    ALL_TO_ALL,
-    BROADCAST,
-    PERMUTE,
-    REDUCE_SCATTER,
-    Op,
-    Transport,
-)
+from tpcore.comm.transport import PRIMITIVES, Op, Transport
 from tpcore.layout.mesh import Group
 
 from .settings import PAIRS
@@ -51,7 +42,7 @@ class XlaTransport(Transport):
         return self._pg
 
     def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
-        x = self._checked(x, ALL_REDUCE.describe(op))
+        x = self._checked(x, "all_reduce", op)
         if x.numel() == 0:
             return x.clone()
         if x.dtype is torch.bool:  # the sum of bools is "any", and so is their maximum
@@ -63,14 +54,14 @@ class XlaTransport(Transport):
         return self._unchained(self._xm.all_reduce(op, x, groups=self._groups, pin_layout=False))
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        x = self._checked(x, ALL_GATHER.describe(dim))
+        x = self._checked(x, "all_gather", dim)
         if x.numel() == 0:
             return torch.cat([x] * self.size, dim)
         out = self._unchained(self._xm.all_gather(_wide(x), dim=dim, groups=self._groups, pin_layout=False))
         return out.to(x.dtype)
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
-        x = self._checked(x, REDUCE_SCATTER.describe(dim))
+        x = self._checked(x, "reduce_scatter", dim)
         if x.numel() == 0:
             return x.narrow(dim, 0, x.shape[dim] // self.size).clone()
         out = self._xm.reduce_scatter(
@@ -88,17 +79,18 @@ class XlaTransport(Transport):
         self._xla._set_all_reduce_token(str(self._device), None)
         return result
 
-    def _checked(self, x: Tensor, what: str) -> Tensor:
+    def _checked(self, x: Tensor, primitive: str, *arguments: Any) -> Tensor:
         """``x`` without its autograd graph, which XLA's collectives would continue or silently cut."""
         if x.device != self._device:
             raise ValueError(
-                f"{what} over {self.group.axes}: a tensor of shape {tuple(x.shape)} is on {x.device}, and "
-                f"this rank's device is {self._device}: move it with .to(tpcore.current().device)"
+                f"{PRIMITIVES[primitive].describe(*arguments)} over {self.group.axes}: a tensor of shape "
+                f"{tuple(x.shape)} is on {x.device}, and this "
+                f"rank's device is {self._device}: move it with .to(tpcore.current().device)"
             )
         return x.detach()
 
     def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Tensor:
-        x = self._checked(x, ALL_TO_ALL.describe(split_dim, concat_dim))
+        x = self._checked(x, "all_to_all", split_dim, concat_dim)
         if x.numel() == 0:
             return torch.cat(x.chunk(self.size, split_dim), concat_dim)
         out = self._xm.all_to_all(_wide(x), split_dim, concat_dim, self.size, groups=self._groups, pin_layout=False)
@@ -107,13 +99,13 @@ class XlaTransport(Transport):
     def broadcast(self, x: Tensor, src: int) -> Tensor:
         """A sum with zeros: it sends less than a gather. The sign of zero is lost, as everywhere here: what
         the contract lets a library lose that says so."""
-        x = self._checked(x, BROADCAST.describe(src))
+        x = self._checked(x, "broadcast", src)
         # where, not a product: 0 * nan is nan
         mine = torch.where(self.position == src, x, torch.zeros_like(x)).reshape(x.shape)
         return self.all_reduce(mine, "sum", True)
 
     def permute(self, x: Tensor, to: tuple[int, ...]) -> Tensor:
-        x = self._checked(x, PERMUTE.describe(to))
+        x = self._checked(x, "permute", to)
         if x.numel() == 0:
             return x.clone()
         if self._pairwise:
@@ -153,8 +145,7 @@ Pairs = list[tuple[int, int]]
 
 
 def _rounds(to: Sequence[int]) -> Iterator[tuple[Pairs, Pairs]]:
-    """For each round: the sends (from, to), with no position twice; and all positions in pairs, the sends'
-    first."""
+    """For each round: the sends (from, to), with no position twice; and all positions in pairs, the sends' first."""
     left = [(i, j) for i, j in enumerate(to) if j not in (i, -1)]
     while left:
         sends: Pairs = []

@@ -1,4 +1,4 @@
-"""The last collectives of each rank, and the report of a time-out that is made from them."""
+"""The last collectives of each rank, and from them why a job is lost: the verdict that all ranks get."""
 
 from __future__ import annotations
 
@@ -7,18 +7,55 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
 from ...comm.signature import Call, Caller
+from ...errors import BackendError, CollectiveTimeoutError, PeerLostError
 
-if TYPE_CHECKING:
-    from .waiting import Waiting
+
+@dataclass(frozen=True)
+class Verdict:
+    """The first one posted holds for every rank."""
+
+    kind: str  # "lost" or "timeout"
+    text: str
+
+    def error(self, doing: str) -> BackendError:
+        cls = CollectiveTimeoutError if self.kind == "timeout" else PeerLostError
+        return cls(f"{self.text}\nthis rank's last collective: {doing}")
+
+
+def connection_broke(error: BaseException) -> bool:
+    """Whether a transport failed: by torch's type of error, or by the path of gloo's file in its message."""
+    if isinstance(error, BackendError):
+        return False
+    return isinstance(error, dist.DistBackendError | dist.DistNetworkError) or (
+        isinstance(error, RuntimeError) and "transport/" in str(error)
+    )
+
+
+def cause_of_end(error: BaseException) -> str:
+    """How ``error`` ended a rank, as the end of a sentence."""
+    if isinstance(error, SystemExit):
+        return f"called sys.exit({error.code!r})"
+    return f"raised {type(error).__name__}: {error}"
+
 
 _KEPT = 10
 
-Entry = tuple["Waiting", int, str, Sequence[int], torch.dtype, Caller | None]
+
+class Watched(Protocol):
+    """A group, of whose collectives ``seq`` have begun on this rank."""
+
+    axes: tuple[str, ...]
+    members: tuple[int, ...]
+    seq: int
+
+
+Entry = tuple[Watched, int, str, Sequence[int], torch.dtype, Caller | None]
 """Group, seq, op, shape, dtype, site. A plain tuple, because each collective makes one."""
 
 
@@ -27,8 +64,8 @@ class FlightRecorder:
 
     def __init__(self) -> None:
         self.entries: deque[Entry] = deque(maxlen=_KEPT)
-        self.waiting: Waiting | None = None
-        self.groups: list[Waiting] = []
+        self.waiting: Watched | None = None
+        self.groups: list[Watched] = []
 
     def last(self) -> str:
         return describe(self.entries[-1]) if self.entries else "no collective yet"

@@ -17,13 +17,11 @@ from typing import TypeVar
 
 from ...errors import CollectiveTimeoutError, PeerLostError
 from ...log import hold_lines, log
-from .flight_recorder import FlightRecorder, RankReport
-from .host import CLEAN, GONE, Identity, sever
+from .flight_recorder import FlightRecorder, RankReport, Verdict, cause_of_end, connection_broke
+from .host import CLEAN, GONE, Identity, Neighbours, sever
 from .links import Links
-from .neighbours import Neighbours
 from .requests import Requests
 from .status_store import StatusStore
-from .verdict import Verdict, cause_of_end, connection_broke
 
 T = TypeVar("T")
 
@@ -126,8 +124,7 @@ class Peers(threading.Thread):
         return self.verdict or self._ask(lambda: self._look(ranks), None) or self._look_around(ranks)
 
     def gone(self, rank: int) -> str | None:
-        """How the process of ``rank`` ended; None if it may still run, as after an error or after it left
-        the job."""
+        """How the process of ``rank`` ended; None if it may still run, as after an error or after it left the job."""
         how = self._fate(rank)
         if how is not None or rank in self._near.ranks:
             return how

@@ -1,4 +1,4 @@
-"""Meetings of ranks at the store, before they have groups. An error names a rank that does not come."""
+"""The store of a job, and meetings of ranks there before they have groups. Errors name who does not come."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -29,8 +30,7 @@ class Rendezvous:
     def meet(self, what: str, mine: str, lost: Lost, ranks: Sequence[int] | None = None) -> list[str]:
         """The ``mine`` of every rank of the job or of ``ranks``, in that order.
 
-        Raises CollectiveTimeoutError, which names the missing ranks, or the error that ``lost`` returns for
-        them.
+        Raises CollectiveTimeoutError, which names the missing ranks, or the error that ``lost`` returns for them.
         """
         keys = {r: f"{what}/{r}" for r in (range(self.world) if ranks is None else ranks)}
         try:
@@ -189,3 +189,19 @@ def _innermost(store: dist.Store) -> dist.Store:
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return store
+
+
+_HOST = "127.0.0.1"
+
+
+def host_store() -> tuple[Any, dict[str, str]]:
+    """The store, which exists as long as it is referenced, and the environment variables for the ranks."""
+    # a listening socket of our own: TCPStore would listen on all interfaces, whatever its host is
+    listener = socket.create_server((_HOST, 0))
+    port = listener.getsockname()[1]
+    store = dist.TCPStore(_HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    return store, {
+        settings.MASTER_ADDR.name: _HOST,
+        settings.MASTER_PORT.name: str(store.port),
+        settings.AGENT_STORE.name: "True",
+    }

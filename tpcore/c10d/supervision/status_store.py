@@ -11,9 +11,8 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from .flight_recorder import RankReport
+from .flight_recorder import RankReport, Verdict
 from .links import SECONDS, answers, keep_alive_towards
-from .verdict import Verdict
 
 T = TypeVar("T")
 

@@ -14,17 +14,17 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ... import settings
 from ...comm.signature import ALL, checked_calls
 from ...errors import BackendError, CollectiveMismatchError
+from ...runtime.consensus import agree
 from ...settings import CHECK
-from .claim import claim, job_ids, monitor_of, twice
-from .flight_recorder import FlightRecorder
+from .flight_recorder import FlightRecorder, Verdict
 from .host import Identity, sockets
 from .links import SECONDS, Links
 from .peers import Peers
 from .rendezvous import Rendezvous, address_towards, folder_beside, own_client, place_of_server, timed_out
 from .status_store import StatusStore
-from .verdict import Verdict
 from .waiting import Waiting
 from .words import Words, connected
 
@@ -60,21 +60,30 @@ class Supervisor:
         """Exchange the ranks' identities. ValueError if they are not to check the same calls, or if their
         versions differ."""
         ids = job_ids(self._rendezvous.world)
-        own = json.dumps([astuple(Identity.own()), self._checked, self._token, _version(), ids])
+        own = json.dumps([astuple(Identity.own()), self._checked, self._token, f"tpcore {settings.__version__}", ids])
         texts = self._rendezvous.meet("start", own, lambda _: self._twice())
         found = [json.loads(text) for text in texts]
-        for rank, (_, checked, _, versions, theirs) in enumerate(found):
-            for name in found[0][4].keys() & theirs.keys():
-                if theirs[name] != found[0][4][name]:
-                    raise ValueError(
-                        f"rank 0 has {name}={found[0][4][name]} and rank {rank} {theirs[name]}: two jobs "
-                        "were given one address. Give each a MASTER_PORT of its own"
-                    )
-            if checked != found[0][1]:
-                given = f"rank 0: {found[0][1]}, rank {rank}: {checked}"
-                raise ValueError(f"{CHECK.name} must be the same on all ranks; calls to check are {given}")
-            if versions != found[0][3]:
-                raise ValueError(f"rank 0 runs {found[0][3]} and rank {rank} {versions}: install the same on all")
+        jobs = [theirs for *_, theirs in found]
+        for name in jobs[0]:
+            agree(
+                [theirs.get(name, jobs[0][name]) for theirs in jobs],
+                lambda rank, first, other: ValueError(
+                    f"rank 0 has {name}={first} and rank {rank} {other}: two jobs "  # noqa: B023  called at once
+                    "were given one address. Give each a MASTER_PORT of its own"
+                ),
+            )
+        agree(
+            [checked for _, checked, *_ in found],
+            lambda rank, first, other: ValueError(
+                f"{CHECK.name} must be the same on all ranks; calls to check are rank 0: {first}, rank {rank}: {other}"
+            ),
+        )
+        agree(
+            [versions for _, _, _, versions, _ in found],
+            lambda rank, first, other: ValueError(
+                f"rank 0 runs {first} and rank {rank} {other}: install the same on all"
+            ),
+        )
         connect = partial(own_client, store, monitor_of(found[0][2]), self._timeout)
         identities = [Identity(*peer) for peer, *_ in found]
         self._address = address_towards(store, all(i.hostname == identities[0].hostname for i in identities))
@@ -115,13 +124,13 @@ class Supervisor:
 
     def agree_on_group(self, number: int, partition: tuple[Members, ...]) -> None:
         """Raise CollectiveMismatchError on all ranks if they are about to make different groups."""
-        found = self._rendezvous.meet(f"make group {number}", repr(partition), self._lost)
-        for rank, other in enumerate(found):
-            if other != found[0]:
-                raise CollectiveMismatchError(
-                    f"ranks 0 and {rank} disagree on the next groups to make (is tp the same on both?):\n"
-                    f"  rank 0: {found[0]}\n  rank {rank}: {other}"
-                )
+        agree(
+            self._rendezvous.meet(f"make group {number}", repr(partition), self._lost),
+            lambda rank, first, other: CollectiveMismatchError(
+                f"ranks 0 and {rank} disagree on the next groups to make (is tp the same on both?):\n"
+                f"  rank 0: {first}\n  rank {rank}: {other}"
+            ),
+        )
 
     @contextmanager
     def connecting(self, members: Sequence[int], opened: Sockets = sockets) -> Iterator[None]:
@@ -226,11 +235,57 @@ def _never_destroy(pg: Any) -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(pg))
 
 
-def _version() -> str:
-    from ... import __version__  # not above: tpcore imports this module
-
-    return f"tpcore {__version__}"
-
-
 def _nobody(missing: Sequence[int]) -> None:
     """Nobody is known to be lost while there is nothing to know it from."""
+
+
+_TWICE = "tpcore/twice"
+
+
+def monitor_of(token: str) -> str:
+    """The part of the store with the status of the job whose rank 0 drew ``token``."""
+    return f"tpcore monitor {token}"
+
+
+def claim(store: dist.Store, rank: int, own: Identity, token: str, timeout: float) -> None:
+    """Take the place of ``rank``. BackendError, here and on the job's ranks, if another process has it."""
+    mine, key = json.dumps([astuple(own), token]), f"tpcore/rank/{rank}"
+    holder = Identity(*json.loads(store.compare_set(key, "", mine))[0])
+    if holder == own or (holder.neighbour_of(own) and holder.fate() is not None):
+        store.set(key, mine)  # of an earlier start at this store
+        return
+    status = _status(store, timeout)
+    if status is not None and status.ended(rank) is not None:
+        store.set(key, mine)
+        return
+    place = place_of_server(store)
+    where = "" if place is None else f" to {place[0]}:{place[1]}"
+    text = (
+        f"rank {rank} has come twice{where}, as {holder} and as {own}: two jobs have one "
+        "address, or two processes one RANK. Give each job a MASTER_PORT of its own"
+    )
+    store.set(_TWICE, text)
+    if status is not None:
+        status.post(Verdict("lost", text))
+    raise BackendError(text)
+
+
+def twice(store: dist.Store) -> BackendError | None:
+    """The error if a rank number of this job has come twice."""
+    return BackendError(store.get(_TWICE).decode()) if store.check([_TWICE]) else None
+
+
+def _status(store: dist.Store, timeout: float) -> StatusStore | None:
+    """The status of the job whose rank 0 is at ``store``."""
+    if not store.check(["tpcore/rank/0"]):
+        return None
+    prefix = monitor_of(json.loads(store.get("tpcore/rank/0"))[1])
+    status = StatusStore(partial(own_client, store, prefix, timeout))
+    status.open()
+    return status
+
+
+def job_ids(world: int) -> dict[str, str]:
+    """What all ranks of one job have in common, as far as its launcher says."""
+    known = [settings.RUN_ID] + ([] if settings.SLURM_HET.is_set else [settings.SLURM_JOB])
+    return {"WORLD_SIZE": str(world)} | {v.name: v.text() for v in known if v.is_set}

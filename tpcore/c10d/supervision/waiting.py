@@ -12,9 +12,8 @@ from torch import Tensor
 
 from ...comm.signature import ALL, Call, call_place
 from ...errors import BackendError
-from .flight_recorder import Entry, FlightRecorder, timeout_report
+from .flight_recorder import Entry, FlightRecorder, Verdict, connection_broke, timeout_report
 from .peers import Peers
-from .verdict import Verdict, connection_broke
 from .words import Words, WordsAwaited
 
 _LOOK = 17  # past the first calls, the place of every 17th is compared: a prime, so it drifts through a step
@@ -25,11 +24,10 @@ _SLICE = timedelta(seconds=1)  # a wait returns to Python this often, for Ctrl-C
 class Waiting:
     """``members`` are world ranks in group order, ``rank`` the world rank of this process.
 
-    ``checked``: how many collectives to compare before they run. Later ones are compared while they run.
-    The comparison uses the connections of ``words``, so it cannot mix with other code's calls on the group.
-    A transport that compares calls itself has no words and calls ``note`` instead of ``enter``.
-    ``library``: path prefixes of the backend's own files, which call sites skip. ``lazy``: the transport's
-    wait returns at once and makes a device's stream wait.
+    ``checked``: how many collectives to compare before they run. Later ones are compared while they run. The comparison
+    uses the connections of ``words``, so it cannot mix with other code's calls on the group. A transport that compares
+    calls itself has no words and calls ``note`` instead of ``enter``. ``library``: path prefixes of the backend's own
+    files, which call sites skip. ``lazy``: the transport's wait returns at once and makes a device's stream wait.
     """
 
     def __init__(

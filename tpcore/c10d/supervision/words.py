@@ -14,13 +14,15 @@ import struct
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from datetime import timedelta
+from multiprocessing.connection import wait
+from typing import cast
 
 import torch.distributed as dist
 
-from ...comm.signature import Call, Places, disagreement, place_of, unexplained, word_of
+from ...comm.signature import Call, Places, disagreement, place_of, word_of
 from ...errors import BackendError, CollectiveMismatchError
 from .flight_recorder import Entry
 
@@ -103,13 +105,11 @@ class Words:
                 calls[peer] = Call.unpack(text)
         order = sorted(calls)
         ranks = [self._members[i] for i in order]
-        message = disagreement([calls[i] for i in order], ranks, place)
-        if message is None and ended:
-            message = (
-                f"ranks {ranks} and {ended} of group {self._members} disagree on a collective, and of "
-                f"{ended} the process has ended:\n  rank {ranks[0]}: {call}"
-            )
-        return CollectiveMismatchError(message or unexplained([call]))
+        gone = (
+            f"ranks {ranks} and {ended} of group {self._members} disagree on a collective, and of "
+            f"{ended} the process has ended:\n  rank {ranks[0]}: {call}"
+        )
+        return CollectiveMismatchError(disagreement([calls[i] for i in order], ranks, place, gone if ended else ""))
 
     def close(self) -> None:
         for peer in list(self._sockets):
@@ -225,10 +225,10 @@ def _members(server: socket.socket, secret: bytes, count: int, timeout: float) -
     try:
         while count:
             left = deadline - time.monotonic()
-            ready = _readable([server, *greetings], left) if left > 0 else []
+            ready = wait([server, *greetings], left) if left > 0 else []
             if not ready:
                 raise TimeoutError("timed out")
-            for s in ready:
+            for s in cast(list[socket.socket], ready):
                 if s is server:
                     with suppress(OSError):  # the connection is gone already
                         greetings[server.accept()[0]] = b""
@@ -248,13 +248,6 @@ def _members(server: socket.socket, secret: bytes, count: int, timeout: float) -
     finally:
         for s in greetings:
             s.close()
-
-
-def _readable(sockets: Iterable[socket.socket], seconds: float) -> list[socket.socket]:
-    poll, by_fd = select.poll(), {s.fileno(): s for s in sockets}
-    for fd in by_fd:
-        poll.register(fd, select.POLLIN)
-    return [by_fd[fd] for fd, _ in poll.poll(seconds * 1e3)]
 
 
 def connected(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from ...errors import CheckpointError
 from ..storage.dtypes import dtype_name, dtype_of
+from ..storage.files import damage
 
 TAG = "$"
 _DICTS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
@@ -83,7 +83,7 @@ def decode(tree: Any, leaf: Callable[[dict[str, Any]], Any]) -> Any:
     if not isinstance(tree, dict):
         return tree
     tag = tree.get(TAG)
-    with _damaged(tag):
+    with damage(f"an entry tagged {tag!r}"):
         if tag is None:
             return {key: decode(item, leaf) for key, item in tree.items()}
         if tag == "tensor":
@@ -104,21 +104,12 @@ def decode(tree: Any, leaf: Callable[[dict[str, Any]], Any]) -> Any:
     raise CheckpointError(f"unknown tag {tag!r}: written by a newer tpcore?")
 
 
-@contextmanager
-def _damaged(tag: Any) -> Iterator[None]:
-    """Turn the errors of malformed JSON into a CheckpointError."""
-    try:
-        yield
-    except (KeyError, TypeError, ValueError, AttributeError) as e:
-        raise CheckpointError(f"an entry tagged {tag!r} is damaged: {type(e).__name__}: {e}") from e
-
-
 def entries(tree: Any) -> dict[Any, Any]:
     """The encoded values of an encoded dict, by decoded key."""
     if isinstance(tree, dict) and TAG not in tree:
         return tree
     if isinstance(tree, dict) and tree[TAG] in _DICTS:
-        with _damaged(tree[TAG]):
+        with damage(f"an entry tagged {tree[TAG]!r}"):
             return {decode(key, _no_tensor): item for key, item in tree["items"]}
     raise CheckpointError("a dict is missing where a checkpoint has one")
 

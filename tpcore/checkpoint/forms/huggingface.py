@@ -9,8 +9,7 @@ from typing import Any
 from ...errors import CheckpointError
 from ..storage.files import loads, read_file
 from ..tensors.stored import Stored
-from .inside import inside
-from .source import Form, Reading, Source, State
+from .source import Form, Reading, Source, State, inside
 from .whole import Whole, open_file
 
 INDEX = ".index.json"

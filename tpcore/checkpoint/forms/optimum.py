@@ -1,24 +1,216 @@
-"""Shards of optimum-neuron, with its metadata files: cut dims and fused linears."""
+"""Shards of optimum-neuron, with its metadata files: cut dims, and the inverse of its transformations."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
 from ...layout.shard import ShardSpec
+from ..storage.files import damage, loads, read_file
 from ..tensors.stored import Stored
 from .pickled import PickledShards, find
-from .pickles import mapped
+from .pickles import mapped, top_of
 from .rank_files import even_cut
-from .recorded import Recorded, read_metadata
-from .source import Form, Reading, Source, State
-from .transformations import Attention, Fused, Original
+from .source import Form, Reading, Source, State, inside
+
+Shards = Mapping[str, Sequence[Tensor]]
+"""The shards of all ranks, by name."""
+
+
+class Original(NamedTuple):
+    """A tensor of the original model, in equal pieces along ``dim``, in order."""
+
+    name: str
+    dim: int
+    pieces: list[Tensor]
+
+
+@dataclass(frozen=True)
+class Fused:
+    """Linears that follow each other in each rank's shard. ``sizes``: their unsharded sizes along ``dim``."""
+
+    fused: str
+    names: Sequence[str]
+    dim: int
+    sizes: Sequence[int]
+
+    def originals(self, shards: Shards) -> Iterator[Original]:
+        tensors, at = shards[self.fused], 0
+        for name, size in zip(self.names, self.sizes, strict=True):
+            length = size // len(tensors)
+            yield Original(name, self.dim, [t.narrow(self.dim, at, length) for t in tensors])
+            at += length
+
+    def used(self) -> list[str]:
+        return [self.fused]
+
+
+@dataclass(frozen=True)
+class Attention:
+    """q, k, v and the output projection of grouped-query attention with ``copies`` of each kv head.
+
+    The copies of kv heads ``a b`` are in the order ``a b a b`` over the ranks. Query heads are reordered so
+    that each is on a rank with a copy of its kv head, and the output projection's columns likewise.
+    """
+
+    stored: Mapping[str, str]  # names in the shards by "q", "k" and "v", or by "qkv" if fused
+    names: Mapping[str, str]  # original names by "q", "k" and "v"
+    output: str | None  # cut along dim 1
+    q_heads: int
+    kv_heads: int
+    copies: int
+
+    def originals(self, shards: Shards) -> Iterator[Original]:
+        q, k, v = self._parts(shards)
+        order = self._order()
+        yield Original(self.names["q"], 0, _sorted(q, order, 0))
+        first = list(range(self.kv_heads)) * self.copies
+        for name, tensors in (("k", k), ("v", v)):
+            yield Original(self.names[name], 0, _sorted(tensors, first, 0)[: self.kv_heads])
+        if self.output is not None:
+            yield Original(self.output, 1, _sorted(shards[self.output], order, 1))
+
+    def _parts(self, shards: Shards) -> list[Sequence[Tensor]]:
+        if "qkv" not in self.stored:
+            return [shards[self.stored[name]] for name in "qkv"]
+        fused = shards[self.stored["qkv"]]
+        heads = self.q_heads + 2 * self.kv_heads * self.copies
+        size = fused[0].shape[0] * len(fused) // heads
+        q, kv = (size * n // len(fused) for n in (self.q_heads, self.kv_heads * self.copies))
+        return [[t.narrow(0, at, length) for t in fused] for at, length in ((0, q), (q, kv), (q + kv, kv))]
+
+    def _order(self) -> list[int]:
+        """The query head at each position, over all ranks."""
+        group, each = self.q_heads // self.kv_heads, self.q_heads // (self.kv_heads * self.copies)
+        return [
+            kv * group + copy * each + i
+            for copy in range(self.copies)
+            for kv in range(self.kv_heads)
+            for i in range(each)
+        ]
+
+    def used(self) -> list[str]:
+        return [*self.stored.values(), *([] if self.output is None else [self.output])]
+
+
+def _sorted(tensors: Sequence[Tensor], order: Sequence[int], dim: int) -> list[Tensor]:
+    """Single heads in order, then further copies. Position ``i`` over all ranks has head ``order[i]``."""
+    count = len(order) // len(tensors)
+    heads = [head for t in tensors for head in t.chunk(count, dim)]
+    if len(heads) != len(order):
+        raise CheckpointError(f"shards of shape {tuple(tensors[0].shape)} are not of {count} heads each")
+    places = sorted(range(len(order)), key=lambda place: (place >= len(set(order)), order[place]))
+    return [heads[place] for place in places]
+
+
+_NAMES = ("mp_metadata_pp_rank_{}.json", "mp_metadata_pp_rank_{}.pt")  # of 0.2 and later, of 0.0.19 to 0.1
+
+
+class Recorded(NamedTuple):
+    """The metadata of one pipeline stage. ``names``: its parameters, of which tied ones are there once."""
+
+    names: frozenset[str]
+    dims: Mapping[str, int]
+    made: Sequence[Fused | Attention]
+
+
+def read_metadata(root: str, stages: int, how: Reading) -> list[Recorded]:
+    """The metadata in ``root``, by stage. Empty if there are none, CheckpointError if some are missing."""
+    paths = [[os.path.join(root, name.format(stage)) for name in _NAMES] for stage in range(stages)]
+    found = [next((path for path in some if os.path.isfile(path)), None) for some in paths]
+    if not any(found):
+        return []
+    read = []
+    for stage, there in enumerate(found):
+        if there is None:
+            raise CheckpointError(f"{paths[stage][0]} is missing, and that of another stage is there")
+        path = inside(root, os.path.basename(there), root)
+        top = top_of(path, how) if path.endswith(".pt") else loads(read_file(path), path)
+        with damage(path):
+            read.append(_recorded(top, path))
+    return read
+
+
+def _recorded(top: Mapping[str, Any], path: str) -> Recorded:
+    made: Iterable[Fused | Attention]
+    if "sharded_metadata" in top:
+        parameters, made = top["sharded_metadata"], _of_attention(top["gqa_qkv_metadata"])
+    else:
+        parameters, made = top["parameters"], _transformations(top, path)
+    dims = {
+        str(name): int(p["partition_dim"])
+        for name, p in parameters.items()
+        # later versions record whether a parameter is cut, earlier ones its kind
+        if p.get("tensor_model_parallel", p.get("kind") == "sharded")
+    }
+    return Recorded(frozenset(map(str, parameters)), dims, list(made))
+
+
+# -- 0.2 and later -----------------------------------------------------------------------------------------
+def _transformations(top: Mapping[str, Any], path: str) -> Iterator[Fused | Attention]:
+    for module in top.get("model_weight_transformation_specs", ()):
+        prefix = f"{module['module_fully_qualified_name']}."
+        for kind, spec in module["specs"]:
+            if spec.get("peft_type") is not None:
+                raise CheckpointError(f"{path} is of adapters of the kind {spec['peft_type']!r}: not read")
+            for end in ("weight", "bias") if spec["bias"] else ("weight",):
+                yield _transformation(kind, spec, prefix, end)
+
+
+def _transformation(kind: str, spec: Mapping[str, Any], prefix: str, end: str) -> Fused | Attention:
+    if kind == "FusedLinearsSpec":
+        dim = {"column": 0, "row": 1}.get(spec["fuse_axis"], spec["fuse_axis"])
+        names = [f"{prefix}{name}.{end}" for name in spec["linear_names"]]
+        return Fused(f"{prefix}{spec['fused_linear_name']}.{end}", names, dim, spec["original_dims"])
+    if kind == "GQAQKVColumnParallelLinearSpec":
+        stored = f"{prefix}{spec['gqa_qkv_projection_name']}.{end}"
+        long = {"q": "query", "k": "key", "v": "value"}
+        return Attention(
+            {"qkv": f"{stored}_qkv"} if spec["fuse_qkv"] else {n: f"{stored}_{n}" for n in "qkv"},
+            {n: f"{prefix}{spec[f'{name}_projection_name']}.{end}" for n, name in long.items()},
+            f"{prefix}{spec['output_projection_name']}.{end}" if end == "weight" else None,
+            *_heads(spec),
+        )
+    raise ValueError(f"unknown transformation {kind!r}")
+
+
+def _heads(spec: Mapping[str, Any]) -> tuple[int, int, int]:
+    """The numbers of query heads, of kv heads, and of copies of each kv head."""
+    q, kv, copies = (spec[n] for n in ("num_attention_heads", "num_key_value_heads", "kv_size_multiplier"))
+    return int(q), int(kv), int(copies)
+
+
+# -- 0.0.19 to 0.1 -----------------------------------------------------------------------------------------
+def _of_attention(spec: Mapping[str, Any]) -> Iterator[Attention]:
+    """The attention blocks of which ``spec`` maps original names to stored ones: ``a.q_proj.weight`` to
+    ``a.qkv_proj.weight_q``, or all three to ``a.qkv_proj.weight_qkv``, in the order q, k, v."""
+    blocks: dict[str, dict[str, str]] = defaultdict(dict)  # original names by "q", "k" and "v"
+    for original, stored in spec["original_names_to_gqa_qkv_names"].items():
+        base, _, part = str(stored).rpartition("_")
+        found = blocks[f"{base}_qkv" if part == "qkv" else base]
+        found["qkv"[len(found)] if part == "qkv" else part] = str(original)
+    outputs = {
+        name.removesuffix(".weight").rpartition(".")[0]: name
+        for name in map(str, spec["output_projections_names"])
+        if name.endswith(".weight")
+    }
+    for base, names in blocks.items():
+        fused, stored = base.endswith("_qkv"), base.removesuffix("_qkv")
+        module, _, end = stored.rpartition(".")
+        yield Attention(
+            {"qkv": base} if fused else {n: f"{stored}_{n}" for n in names},
+            {n: names[n] for n in "qkv"},
+            outputs[module.rpartition(".")[0]] if end == "weight" else None,
+            *_heads(spec),
+        )
 
 
 class OptimumShards(PickledShards):

@@ -9,14 +9,14 @@ from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from ...errors import CheckpointError
 from ..format.manifest import STATE
 from ..storage.files import naming
-from .inside import inside
 from .pickles import parted, top_of, unpickled
 from .rank_files import RankFiles
-from .source import Form, Reading, Source
+from .source import Form, Reading, Source, inside
 
 _RANK = re.compile(r"(?:dp_rank_(\d+)_)?tp_rank_(\d+)(?:_pp_rank_(\d+))?(\.pt)?")
 _FOLDERS = ("", "model", "shards", "shards/model", "tensor_parallel_shards", "tensor_parallel_shards/model")
@@ -40,7 +40,9 @@ class PickledShards(RankFiles):
     form = "pickled shards"
 
     def read(self, file: str) -> tuple[Mapping[str, Any], dict[Any, Any]]:
-        top = _resolved(top_of(file, self.how, _REFERENCES), file, self.how)
+        top = tree_map_only(
+            TensorReference, lambda at: _resolved(at, file, self.how), top_of(file, self.how, _REFERENCES)
+        )
         return parted({key: value for key, value in top.items() if key != "tp_rank"}, self.how, file)
 
 
@@ -90,22 +92,16 @@ def _file_of(root: str, name: str) -> str:
     return inside(root, os.path.join(name, held[0]), root)
 
 
-def _resolved(value: Any, file: str, how: Reading) -> Any:
-    """``value`` with mapped tensors in place of references."""
-    if isinstance(value, TensorReference):
-        tid = getattr(value, "tid", None)
-        if type(tid) is not int or tid < 0:
-            raise CheckpointError(f"{file} is damaged: it refers to a tensor {tid!r}")
-        root = f"{file}.tensors"
-        t = unpickled(inside(root, f"tensor_{tid}.pt", file), Reading(how.model_key, how.trust, quiet=True))
-        if not isinstance(t, Tensor):
-            raise CheckpointError(f"{root}/tensor_{tid}.pt holds a {type(t).__name__}, not a tensor")
-        return t
-    if isinstance(value, Mapping):
-        return {key: _resolved(item, file, how) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_resolved(item, file, how) for item in value)
-    return value
+def _resolved(reference: TensorReference, file: str, how: Reading) -> Tensor:
+    """The mapped tensor that a reference stands for."""
+    tid = getattr(reference, "tid", None)
+    if type(tid) is not int or tid < 0:
+        raise CheckpointError(f"{file} is damaged: it refers to a tensor {tid!r}")
+    root = f"{file}.tensors"
+    t = unpickled(inside(root, f"tensor_{tid}.pt", file), Reading(how.model_key, how.trust, quiet=True))
+    if not isinstance(t, Tensor):
+        raise CheckpointError(f"{root}/tensor_{tid}.pt holds a {type(t).__name__}, not a tensor")
+    return t
 
 
 def _open(path: str, how: Reading, stack: ExitStack) -> Source | None:

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from ...errors import CheckpointError
-from ..format.tree import is_nested
+from ..format.tree import is_nested, is_optimizer
 from ..storage.files import open_regular
-from ..tensors.shards import MemoryShard
+from ..tensors.stored import MemoryShard
 from .source import Reading
 
 _DEEPEST = 100  # levels, as in a tpcore checkpoint
@@ -109,13 +110,7 @@ def mapped(t: Tensor, name: str, path: str) -> MemoryShard:
 
 def in_own_memory(value: Any) -> Any:
     """``value`` with copies of its tensors: a mapped tensor would change, or fault, with its file."""
-    if isinstance(value, Tensor):
-        return value.clone()
-    if type(value) in (list, tuple):
-        return type(value)(in_own_memory(item) for item in value)
-    if isinstance(value, Mapping):
-        return type(value)((key, in_own_memory(item)) for key, item in value.items())  # type: ignore[call-arg]
-    return value
+    return tree_map_only(Tensor, torch.clone, value)
 
 
 class _Extent:
@@ -171,3 +166,37 @@ def unsound(path: str) -> Iterator[str]:
         return
     if wrong is not None:
         yield f"{path} is damaged: its {wrong!r} has another crc32"
+
+
+def split(rests: Sequence[Mapping[Any, Any]]) -> tuple[dict[Any, Any], list[Any]]:
+    """The entries that are the same on all ranks, and the keys of the others. ``rests``: entries per rank.
+
+    An optimizer's state counts as different: it is cut like its parameters, even if all values are zero.
+    """
+    first, *others = rests
+    bound = [
+        key
+        for key, value in first.items()
+        if is_optimizer(value) or not all(key in rest and _same(value, rest[key]) for rest in others)
+    ]
+    return {key: value for key, value in first.items() if key not in bound}, bound
+
+
+def why_bound(keys: Sequence[Any], path: str, tp: int) -> str:
+    return (
+        f"{', '.join(map(str, keys))} in {path} can be loaded only at the degree of the save, tp={tp}: it "
+        "differs between ranks or is an optimizer's state, whose parameters the file does not name. For an "
+        "optimizer's state: load(path, model_or_optimizer=optimizer, model_key=...)"
+    )
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or a.dtype != b.dtype:
+            return False
+        return torch.equal(*(mapped(t, "a tensor beside the model", "a checkpoint").tensor for t in (a, b)))
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return bool(a == b)

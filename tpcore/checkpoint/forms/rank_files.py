@@ -11,10 +11,8 @@ from torch import Tensor
 
 from ...errors import CheckpointError
 from ...layout.shard import Block, ShardSpec
-from ..tensors.shards import MemoryShard
-from ..tensors.stored import Stored
-from .other_entries import split, why_bound
-from .pickles import in_own_memory, mapped
+from ..tensors.stored import MemoryShard, Stored
+from .pickles import in_own_memory, mapped, split, why_bound
 from .source import Cuts, Fill, Reading, Source, Stage, State
 
 Entries = dict[Any, Any]

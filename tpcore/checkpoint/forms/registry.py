@@ -4,23 +4,14 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
-from importlib import import_module
 
 from ...errors import CheckpointError
 from ..storage.files import MANIFEST, PREFIX
-from .source import Form, Reading, Source
+from . import huggingface, native, optimum, pickled, whole
+from .source import Reading, Source
 
-FORMS: tuple[Form, ...] = tuple(
-    import_module(f".{module}", __package__).FORM  # a new form is a module in this folder and a line here
-    for module in (
-        "native",
-        "optimum",
-        "pickled",
-        "huggingface",
-        "whole",
-    )
-)
-"""In the order in which they are tried."""
+FORMS = (native.FORM, optimum.FORM, pickled.FORM, huggingface.FORM, whole.FORM)
+"""In the order in which they are tried. A new form is a module in this folder and an entry here."""
 
 
 def open_source(path: str, how: Reading, stack: ExitStack, *, sharded: bool | None = None) -> Source:

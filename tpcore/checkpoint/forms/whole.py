@@ -14,10 +14,8 @@ from ...errors import CheckpointError
 from ...layout.shard import ShardSpec
 from ..storage.files import naming
 from ..storage.tensorfile import TensorFile
-from ..tensors.shards import Shard
-from ..tensors.stored import Stored
-from .other_entries import split, why_bound
-from .pickles import in_own_memory, mapped, parted, top_of
+from ..tensors.stored import Shard, Stored
+from .pickles import in_own_memory, mapped, parted, split, top_of, why_bound
 from .source import Cuts, Fill, Form, Reading, Source, Stage, State
 
 

@@ -13,10 +13,8 @@ from safetensors.torch import load_file
 from ...errors import CheckpointError
 from ..forms.huggingface import INDEX
 from ..forms.source import Reading, Source
-from ..read.lazy import Lazy, once
-from ..read.source import CutRule, opened, tensors_of
-from ..storage.files import CHUNK, MANIFEST, dumps, naming, sync_dir, write_file
-from ..storage.progress import Progress
+from ..read.source import CutRule, Lazy, once, opened, tensors_of
+from ..storage.files import CHUNK, MANIFEST, Progress, dumps, naming, sync_dir, write_file
 from ..storage.publish import new_beside
 from ..storage.tensorfile import nbytes_of, write_tensors
 

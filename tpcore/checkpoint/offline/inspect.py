@@ -1,20 +1,27 @@
-"""The list of tensors in a checkpoint."""
+"""The tensors in a checkpoint, the differences between two, and the check of files and checksums."""
 
 from __future__ import annotations
 
 import math
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from typing import NamedTuple
 
-from ...layout.layout import Layout
-from ..forms.native import Native
-from ..forms.source import Reading, Source
-from ..read.source import CutRule, cuts_by, opened, tensors_of
-from ..storage.dtypes import dtype_name
-from ..tensors.stored import Stored
+import torch
 
-StrPath = str | os.PathLike[str]
+from ...errors import CheckpointError
+from ...layout.layout import Layout
+from ..format.tree import dotted, is_tensor, leaves
+from ..forms.native import Native, NativeStage
+from ..forms.pickles import unsound
+from ..forms.registry import open_source
+from ..forms.source import Reading, Source
+from ..read.source import CutRule, cuts_by, opened, part, tensors_of
+from ..storage.dtypes import dtype_name
+from ..storage.files import CHUNK, MANIFEST, Progress, crc32_of, naming
+from ..tensors.stored import Stored
+from .consolidate import StrPath
 
 
 class TensorRow(NamedTuple):
@@ -74,3 +81,123 @@ def _row(name: str, stored: Stored) -> TensorRow:
 def bytes_of_logical(stored: Stored) -> int:
     """Bytes of the unsharded tensor."""
     return math.prod(stored.shape) * stored.dtype.itemsize
+
+
+class Difference(NamedTuple):
+    """``why``: a missing tensor or another shape or dtype. ``absolute``, ``relative``: largest differences
+    of the values."""
+
+    name: str
+    why: str | None
+    absolute: float
+    relative: float
+
+
+def diff(
+    a: StrPath,
+    b: StrPath,
+    *,
+    rules: Sequence[CutRule] = (),
+    how: Reading | None = None,
+    progress: Progress | None = None,
+) -> Iterator[Difference]:
+    """Compare the models in two checkpoints of any form and degree. Yields one entry per differing tensor."""
+    how = how or Reading()
+    with ExitStack() as stack:
+        one, other = (open_source(os.fspath(path), how, stack) for path in (a, b))
+        mine, theirs = (tensors_of(s, rules) for s in (one, other))
+        if progress is not None:
+            progress.start(sum(map(bytes_of_logical, mine.values())))
+        for name in dict.fromkeys([*mine, *theirs]):
+            if name not in mine or name not in theirs:
+                where = one.path if name in mine else other.path
+                yield Difference(name, f"only in {where}", 0.0, 0.0)
+            elif mine[name].shape != theirs[name].shape:
+                yield Difference(name, f"shape {mine[name].shape} and {theirs[name].shape}", 0.0, 0.0)
+            else:
+                yield from _values(name, mine[name], theirs[name])
+            if progress is not None and name in mine:
+                progress.add(bytes_of_logical(mine[name]))
+
+
+def _values(name: str, a: Stored, b: Stored) -> Iterator[Difference]:
+    why = None if a.dtype == b.dtype else f"dtype {dtype_name(a.dtype)} and {dtype_name(b.dtype)}"
+    x, y = part(a, 0, 1).flatten(), part(b, 0, 1).flatten()
+    absolute = relative = 0.0
+    for i in range(0, x.numel(), CHUNK):
+        absolute, relative = _furthest(x[i : i + CHUNK], y[i : i + CHUNK], absolute, relative)
+    if why is not None or absolute > 0 or math.isnan(absolute):
+        yield Difference(name, why, absolute, relative)
+
+
+def _furthest(x: torch.Tensor, y: torch.Tensor, absolute: float, relative: float) -> tuple[float, float]:
+    wide = torch.complex128 if x.is_complex() or y.is_complex() else torch.float64
+    x, y = x.to(wide), y.to(wide)
+    same = (x == y) | (x.isnan() & y.isnan())
+    gap = (x - y).abs().masked_fill(same, 0.0).nan_to_num(nan=math.inf, posinf=math.inf)
+    size = torch.maximum(x.abs(), y.abs()).nan_to_num(nan=1.0, posinf=math.inf)
+    ratio = (gap / size).masked_fill(same, 0.0).nan_to_num(nan=math.inf)
+    return max(absolute, float(gap.max())), max(relative, float(ratio.max()))
+
+
+def verify(
+    path: StrPath,
+    *,
+    rules: Sequence[CutRule] = (),
+    how: Reading | None = None,
+    progress: Progress | None = None,
+) -> list[str]:
+    """Error texts for all faults of a checkpoint: missing, surplus and damaged files and tensors."""
+    with ExitStack() as stack:
+        try:
+            source = stack.enter_context(opened(path, how or Reading(), rules))
+        except CheckpointError as e:
+            return [str(e)]
+        if isinstance(source, Native):
+            return list(dict.fromkeys(_problems(source, progress)))
+        try:
+            for stored in tensors_of(source, rules).values():
+                for rank in range(stored.mesh.size):
+                    stored.shard(rank).verify()
+        except CheckpointError as e:
+            return [str(e)]
+        return [text for file in _files(source.path) for text in unsound(file)]
+
+
+def _files(path: str) -> list[str]:
+    walked = os.walk(path) if os.path.isdir(path) else [("", [], [path])]
+    return sorted(os.path.join(folder, name) for folder, _, names in walked for name in names)
+
+
+def _problems(source: Native, progress: Progress | None) -> Iterator[str]:
+    checkpoint, manifest = source.checkpoint, source.checkpoint.manifest
+    if progress is not None:
+        progress.start(sum(record.size for record in manifest.files.values()))
+    for name in manifest.rank_dirs:
+        folder = os.path.join(checkpoint.path, name)
+        with naming("list", folder):
+            held = {f"{name}/{file}" for file in os.listdir(folder)}
+        for surplus in sorted(held - manifest.files.keys()):
+            yield f"{os.path.join(checkpoint.path, surplus)} is not listed in {MANIFEST}"
+    for name, record in manifest.files.items():
+        try:
+            file = checkpoint.file(name)
+            if crc32_of(file, progress) != record.crc32:
+                yield f"{file} is damaged: {MANIFEST} has another crc32"
+        except CheckpointError as e:
+            yield str(e)
+    for pp_rank in range(source.pp):
+        for rank in range(source.tp):
+            try:
+                yield from _damaged(source.stage(pp_rank, rank, cuts_by(())))
+            except CheckpointError as e:
+                yield str(e)
+
+
+def _damaged(stage: NativeStage) -> Iterator[str]:
+    for path, leaf in leaves(stage.tree):
+        if is_tensor(leaf):
+            try:
+                stage.stored(leaf, dotted(path)).first.verify()
+            except CheckpointError as e:
+                yield str(e)

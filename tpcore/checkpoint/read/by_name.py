@@ -39,11 +39,10 @@ def read_shards(
 ) -> dict[str, Tensor]:
     """Shard ``rank`` of ``n`` of each tensor in ``wanted``, contiguous and in its own memory.
 
-    ``source``: a checkpoint of any form and degree, or an unsharded model's state in memory (or a dict with
-    it under ``how.model_key``). ``ties``: other names under which tensors of ``wanted`` may be stored. Only
-    the bytes of this shard are read from files. Names, shapes and dtypes are compared first: CheckpointError
-    lists tensors that are missing, do not fit or, if ``strict``, are surplus. Floats are converted to the
-    wanted dtype.
+    ``source``: a checkpoint of any form and degree, or an unsharded model's state in memory (or a dict with it under
+    ``how.model_key``). ``ties``: other names under which tensors of ``wanted`` may be stored. Only the bytes of this
+    shard are read from files. Names, shapes and dtypes are compared first: CheckpointError lists tensors that are
+    missing, do not fit or, if ``strict``, are surplus. Floats are converted to the wanted dtype.
     """
     how, ties = how or Reading(), ties or {}
     with ExitStack() as stack:

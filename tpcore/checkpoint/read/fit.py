@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,19 +14,17 @@ from ...layout.layout import Layout
 from ...layout.mesh import Mesh
 from ...runtime.context import ParallelContext
 from ..tensors.stored import Job, Stored, layout_of
-from .unfilled import refuse_while_on_meta
 
 _SHOWN = 8
 _EXTRA_STATE = "_extra_state"  # torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
 
 
 class Fit:
-    """Loads a state into a model. The constructor compares them. Then call ``verify``, ``run`` and
-    ``finish``, each on all ranks.
+    """Loads a state into a model. The constructor compares them. Then call ``verify``, ``run`` and ``finish``, each on
+    all ranks.
 
-    Parameters and buffers are filled in place. Those on meta get memory on the context's device, and
-    ``finish`` assigns them and keeps ties. Floats are converted to the model's dtype. Any other difference
-    of dtype is an error.
+    Parameters and buffers are filled in place. Those on meta get memory on the context's device, and ``finish`` assigns
+    them and keeps ties. Floats are converted to the model's dtype. Any other difference of dtype is an error.
     """
 
     def __init__(
@@ -194,3 +193,36 @@ def aligned(found: Mapping[str, Any], wanted: set[str]) -> dict[str, Any]:
             if all(prefix + n in wanted for n in found):
                 return {prefix + n: item for n, item in found.items()}
     return dict(found)
+
+
+def refuse_while_on_meta(model: nn.Module) -> None:
+    """Make modules with a buffer on meta raise ValueError in forward, until the buffer has values.
+
+    torch may compute with such a buffer without an error. The result is then uninitialised memory, and the loss is nan.
+    """
+    for name, module in model.named_modules():
+        if _on_meta(module):
+            module.register_forward_pre_hook(_Refusing(name or type(module).__name__))
+
+
+def _on_meta(module: nn.Module) -> list[str]:
+    return [name for name, t in module.named_buffers(recurse=False) if t.is_meta]
+
+
+@dataclass(frozen=True)
+class _Refusing:
+    """A pre-forward hook that removes itself once all buffers have values. It holds no module, because it is
+    copied and pickled together with its module."""
+
+    where: str
+
+    def __call__(self, module: nn.Module, inputs: Any) -> None:
+        left = _on_meta(module)
+        if left:
+            names = ", ".join(f"{self.where}.{name}" for name in left)
+            raise ValueError(
+                f"{names} {'has' if len(left) == 1 else 'have'} no values: on meta since the model was made there, and "
+                "in no checkpoint. Set them before the first forward, or make what owns them with torch.device('cpu')"
+            )
+        for key in [key for key, hook in module._forward_pre_hooks.items() if hook is self]:
+            del module._forward_pre_hooks[key]

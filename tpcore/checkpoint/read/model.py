@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -17,7 +16,7 @@ from ...errors import CheckpointError
 from ...layers.sharding import Sharding, layouts, shard_specs, stamp
 from ...layout.layout import Layout
 from ...layout.shard import ShardSpec
-from ...runtime.consensus import gather_bytes, together
+from ...runtime.consensus import gather, together
 from ...runtime.context import ParallelContext, current
 from ...train.zero import OF_SUMS, SUMS, ReadRun, Zero1
 from ..format.tree import dotted
@@ -145,8 +144,7 @@ class Loading:
     def _verify_names(self, model_names: Collection[str]) -> None:
         """CheckpointError for names that no stage's model has, as where there is one stage. Collective."""
         with together(self._ctx):
-            stages = gather_bytes(json.dumps(sorted(model_names)).encode(), self._ctx.comm("pp"))
-            known = {name for names in stages for name in json.loads(names)}
+            known = {name for names in gather(sorted(model_names), self._ctx.comm("pp")) for name in names}
             wrong = [n for n in self._elsewhere if n not in known]
             lines = [f"{n!r}: the checkpoint has it, the model of no stage" for n in wrong]
             if lines and self._strict:
@@ -205,7 +203,7 @@ class Loading:
         before the model is changed.
         """
         ctx, path = self._ctx, self._source.path
-        seen = {data.decode() for data in gather_bytes(self._source.save_id.encode(), ctx.world)}
+        seen = set(gather(self._source.save_id, ctx.world))
         if len(seen) > 1:
             raise CheckpointError(f"{path} was replaced while it was opened: the ranks saw {sorted(seen)}")
         if self._fit is not None and self._ctx.mesh.axes.get("pp", 1) > 1:

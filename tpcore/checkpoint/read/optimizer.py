@@ -57,9 +57,8 @@ def load_object(where: StrPath, target: Any, how: Reading, *, sharded: bool, str
 def cut_anew(states: Sequence[Saved], optimizer: Any, ctx: ParallelContext, where: str) -> dict[str, Any]:
     """The state of ``optimizer`` on this rank, from the saved states of ``len(states)`` ranks.
 
-    torch numbers an optimizer's parameters in the order of its groups. The number of a saved value gives its
-    parameter, and the parameter's layer gives its cut. CheckpointError if groups or shapes are not those of
-    this optimizer.
+    torch numbers an optimizer's parameters in the order of its groups. The number of a saved value gives its parameter,
+    and the parameter's layer gives its cut. CheckpointError if groups or shapes are not those of this optimizer.
     """
     for state in states:
         if not is_optimizer(state):

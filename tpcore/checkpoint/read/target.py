@@ -41,8 +41,7 @@ def give(
     path: str,
     model: nn.Module | None = None,
 ) -> None:
-    """Let ``target`` take its entry out of those that were read. ``model``: whose parameters an optimizer
-    has."""
+    """Let ``target`` take its entry out of those that were read. ``model``: whose parameters an optimizer has."""
     if key not in entries:
         raise ValueError(f"{path} has no entry {key!r}; it has {list(entries)}")
     saved = entries.pop(key)

@@ -34,16 +34,16 @@ def link_in(source: str, target: str, also: Collection[str]) -> None:
     """Replace the checkpoint in ``target`` by links to the files of ``source``, its manifest last."""
     remove_owned(target, also)
     for name in owned(source, also):
-        _link(os.path.join(source, name), os.path.join(target, name))
+        link(os.path.join(source, name), os.path.join(target, name))
         sync_dir(target)
 
 
-def _link(source: str, target: str) -> None:
+def link(source: str, target: str) -> None:
     """Hard links to all files of ``source``; copies on a file system without hard links."""
     if os.path.isdir(source):
         os.mkdir(target)
         for name in os.listdir(source):
-            _link(os.path.join(source, name), os.path.join(target, name))
+            link(os.path.join(source, name), os.path.join(target, name))
         sync_dir(target)
         return
     try:

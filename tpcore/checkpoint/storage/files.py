@@ -1,4 +1,4 @@
-"""Durable files: their bytes, checksums and JSON, and errors that name the file."""
+"""Durable files: their bytes, checksums, progress and JSON, and errors that name the file."""
 
 from __future__ import annotations
 
@@ -7,15 +7,50 @@ import errno
 import json
 import math
 import os
+import platform
 import stat
+import sys
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, lru_cache
 from typing import Any, NamedTuple, NoReturn
 
+import torch
+
 from ...errors import CheckpointError
-from .progress import Progress
+from ...settings import __version__
+
+
+class Progress:
+    """Counts bytes. ``show(done, total)`` is called at the start and after each step."""
+
+    def __init__(self, show: Callable[[int, int], object]) -> None:
+        self._show, self._done, self._total = show, 0, 0
+
+    def start(self, total: int) -> None:
+        self._done, self._total = 0, total
+        self._show(0, total)
+
+    def add(self, step: int) -> None:
+        self._done += step
+        self._show(self._done, self._total)
+
+
+@contextmanager
+def bar(title: str, total: int, *, shown: bool) -> Iterator[Progress | None]:
+    """Progress of ``total`` bytes as a tqdm bar. None unless ``shown``, and without tqdm or a terminal."""
+    if not shown or not sys.stderr.isatty():
+        yield None
+        return
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        yield None
+        return
+    with tqdm(desc=title, total=total, unit="B", unit_scale=True, leave=False, dynamic_ncols=True) as made:
+        yield Progress(lambda done, _: made.update(done - made.n))
+
 
 MANIFEST = "manifest.json"
 PREFIX = "tp_rank_"
@@ -40,6 +75,20 @@ def naming(doing: str, path: str) -> Iterator[None]:
         yield
     except OSError as e:
         raise CheckpointError(f"cannot {doing} {path}: {e.strerror or e}") from e
+
+
+@contextmanager
+def damage(what: str) -> Iterator[None]:
+    """Turn the errors of malformed JSON in the block into a CheckpointError that names ``what``."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as e:
+        raise CheckpointError(f"{what} is damaged: {type(e).__name__}: {e}") from e
+
+
+def written_by() -> dict[str, str]:
+    """What a manifest says of its writer."""
+    return {"tpcore": __version__, "torch": torch.__version__, "python": platform.python_version()}
 
 
 Bytes = bytes | memoryview

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from ...errors import CheckpointError
 from .dtypes import DTYPES, as_stored, bytes_of, dtype_name
-from .files import CHUNK, FileRecord, chunks, crc32_text, loads, naming, open_regular, write_parts
-from .progress import Progress
+from .files import CHUNK, FileRecord, Progress, chunks, crc32_text, loads, naming, open_regular, write_parts
 
 RUN = 64 << 10
 """Contiguous runs of fewer bytes are copied from the mapped file. Longer runs are read into the destination.

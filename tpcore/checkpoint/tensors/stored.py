@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -18,7 +18,51 @@ from ...layout.shard import ShardSpec
 from ...layout.slices import Region, narrowed, slabs
 from ...runtime.context import ParallelContext
 from ..storage.tensorfile import FileTensor
-from .shards import MemoryShard, Shard
+
+
+class Shard(Protocol):
+    """Stored bytes that can be read in part."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def identity(self) -> object:
+        """Equal for shards of the same stored bytes."""
+
+    def verify(self) -> None:
+        """Compare with the recorded checksum, if there is one."""
+
+    def read(self, starts: Sequence[int], out: Tensor, check: bool) -> None:
+        """Fill ``out``, a CPU tensor, with the region at ``starts``. ``check``: compare the checksum too."""
+
+
+@dataclass(frozen=True, eq=False)
+class MemoryShard:
+    """A tensor mapped by ``torch.load``: only bytes that are used are read from disk."""
+
+    tensor: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    @property
+    def identity(self) -> object:
+        t = self.tensor
+        return t.untyped_storage().data_ptr(), t.storage_offset(), t.shape, t.stride(), t.dtype
+
+    def verify(self) -> None:
+        pass  # torch's format has only the zip file's checksums, which torch does not compare
+
+    def read(self, starts: Sequence[int], out: Tensor, check: bool) -> None:
+        out.copy_(narrowed(self.tensor, starts, out.shape))
+
 
 Cut = Layout | Literal["unknown"] | None
 """The cut of a stored tensor. None: not recorded, so the tensor is uncut if it is the same on all ranks."""
@@ -188,8 +232,7 @@ def layout_of(t: Tensor, ctx: ParallelContext, where: str) -> Layout | None:
     if layout.cuts and found.ctx.place != ctx.place:
         raise ValueError(
             f"{where} was built on mesh {dict(mesh.axes)} of rank {found.ctx.rank} and not on this one, "
-            f"{dict(ctx.mesh.axes)} of rank {ctx.rank}: save and load a model under the context that it was "
-            "built under"
+            f"{dict(ctx.mesh.axes)} of rank {ctx.rank}: save and load a model under the context that it was built under"
         )
     if tuple(t.shape) != layout.local_shape(mesh):
         raise ValueError(

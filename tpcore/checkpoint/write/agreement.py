@@ -14,7 +14,7 @@ from typing import Any
 from ...comm.comm import Comm
 from ...errors import CheckpointError
 from ...layout.layout import Layout
-from ...runtime.consensus import gather_bytes
+from ...runtime.consensus import gather
 from ..storage.dtypes import dtype_name
 from ..tensors.stored import Cut
 from .snapshot import Entry, Part
@@ -67,7 +67,7 @@ def check_agreement(
     pairs = list(_pairs(every))
     if not pairs:
         return
-    tables = [json.loads(data) for data in gather_bytes(json.dumps(mine).encode(), world)]
+    tables = gather(mine, world)
     lines = [line for i, a, b in pairs for line in _differences(a, tables[a][i], b, tables[b][i])]
     if lines:
         more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import uuid
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -12,19 +11,14 @@ from contextlib import suppress
 from dataclasses import astuple, dataclass, replace
 from typing import Any
 
-import safetensors
-import torch
-
 from ...errors import CheckpointError
 from ...layout.layout import Layout
 from ...layout.mesh import Mesh
 from ...layout.shard import ShardSpec
-from ...runtime.consensus import gather_bytes, together
+from ...runtime.consensus import agree, gather, gather_bytes, together
 from ...runtime.context import current
-from ..format.manifest import FORMAT, STATE, VERSION, Manifest, rank_dir
-from ..format.retention import keep_last
-from ..storage.files import MANIFEST, FileRecord, dumps, naming, sync_dir, write_file
-from ..storage.progress import Progress, bar
+from ..format.manifest import FORMAT, STATE, VERSION, Manifest, keep_last, rank_dir
+from ..storage.files import MANIFEST, FileRecord, Progress, bar, dumps, naming, sync_dir, write_file, written_by
 from ..storage.publish import Staging, staging_path
 from ..storage.tensorfile import write_tensors
 from .agreement import check_agreement, described, marks_of, outline
@@ -47,13 +41,6 @@ class Options:
             f"async_save={self.background}, save_serially={self.serially}, master_dp_only={not self.all_dp}, "
             f"down_cast_bf16={self.down_cast_bf16}"
         )
-
-
-def _check_options(every: Sequence[Options]) -> None:
-    """ValueError, on all ranks, if they do not all save in the same way."""
-    for rank, options in enumerate(every):
-        if options != every[0]:
-            raise ValueError(f"ranks save in different ways: rank 0 with {every[0]}, rank {rank} with {options}")
 
 
 def write_tensor_files(
@@ -104,7 +91,7 @@ def check_shards(name: str, tensors: Mapping[str, Mapping[str, Any]], mesh: Mesh
 
 def put_in_place(staging: Staging, save_id: str, mesh: Mapping[str, int], files: Mapping[str, FileRecord]) -> None:
     """Write the manifest of the ranks' files, and publish the checkpoint under its name."""
-    manifest, path = Manifest(save_id, dict(mesh), files, _versions()), os.path.join(staging.path, MANIFEST)
+    manifest, path = Manifest(save_id, dict(mesh), files, written_by()), os.path.join(staging.path, MANIFEST)
     manifest.check(path)  # before it replaces a valid checkpoint
     write_file(path, [manifest.to_json()])
     sync_dir(staging.path)
@@ -139,10 +126,14 @@ class Save:
         agreed = astuple(replace(options, keep_last=None))
         tables = () if self._part is None else outline(self._part)
         mine = at.get("pp", 0), at.get("tp", 0), marks_of(tables)
-        proposal = json.dumps([uuid.uuid4().hex, os.path.realpath(save_dir), agreed, mine]).encode()
-        every = [json.loads(text) for text in gather_bytes(proposal, ctx.world)]
+        every = gather([uuid.uuid4().hex, os.path.realpath(save_dir), agreed, mine], ctx.world)
         self.save_id, self.target, *_ = every[0]
-        _check_options([Options(*given) for _, _, given, _ in every])
+        agree(
+            [Options(*theirs) for _, _, theirs, _ in every],
+            lambda rank, first, other: ValueError(
+                f"ranks save in different ways: rank 0 with {first}, rank {rank} with {other}"
+            ),
+        )
         check_agreement(self.target, tables, [one for *_, one in every], ctx.world)
         self.root = staging_path(self.target, self.save_id)
         with together(ctx), naming("save", self.target):
@@ -228,14 +219,3 @@ def write_checkpoint(state: dict[Any, Any], save_dir: str | os.PathLike[str], op
             save.put_together(reports)
     finally:
         save.close()
-
-
-def _versions() -> dict[str, str]:
-    from ... import __version__  # not above: tpcore imports this module
-
-    return {
-        "tpcore": __version__,
-        "torch": str(torch.__version__),
-        "safetensors": safetensors.__version__,
-        "python": platform.python_version(),
-    }

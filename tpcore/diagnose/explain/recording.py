@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ...backend.capabilities import Capabilities
-from ...backend.interface import Backend
+from ...backend.interface import Backend, Capabilities
 from ...comm.transport import PRIMITIVES, Primitive
 from ...comm.wrapper import Relay
 from ...layout.mesh import Group

@@ -27,8 +27,7 @@ from ... import settings
 from ...backend.interface import Backend
 from ...comm.comm import Comm
 from ...errors import CollectiveTimeoutError, PeerLostError
-from ...processes.lifeline import follow
-from ...processes.spawn import Processes
+from ...processes.spawn import Processes, follow
 from ...runtime.context import ParallelContext
 from ...runtime.init import init
 from .collectives import METHODS, Wrong, calls, differs

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import tpcore
 
-from ...backend.programs import DynamicDim, Function
+from ...backend.interface import DynamicDim, Function
 from ...layout.shard import ShardSpec
 from ...runtime.consensus import gather_bytes
 from ...runtime.context import ParallelContext

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.export import Dim
 
-from ...backend.programs import DynamicDim
+from ...backend.interface import DynamicDim
 from ..inputs import Arguments, Shape
 from ..structure import Form
 

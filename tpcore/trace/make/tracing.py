@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...backend.programs import CompilerOptions
+from ...backend.interface import CompilerOptions
 from ...checkpoint.storage.dtypes import bytes_of
-from ...checkpoint.storage.files import MANIFEST, write_file
+from ...checkpoint.storage.files import MANIFEST, write_file, written_by
 from ...errors import BackendError
 from ...layers.sharding import sharding
 from ...layout.shard import ShardSpec
 from ...log import inform
-from ...runtime.consensus import gather_bytes
+from ...runtime.consensus import agree, gather, gather_bytes
 from ...runtime.context import ParallelContext
 from ...runtime.init import init, shutdown
 from ..artifact import (
@@ -33,7 +32,6 @@ from ..artifact import (
     record_of,
     weights_file,
     write_weights,
-    written_by,
 )
 from ..inputs import Arguments, Inputs
 from ..structure import Form, put_together, take_apart
@@ -202,14 +200,15 @@ class _Rank:
             for name, t in weights.items()
             if described[name].spec.dim is None
         }
-        ranks = [json.loads(text) for text in gather_bytes(json.dumps(sums).encode(), self._ctx.world)]
-        for rank, theirs in enumerate(ranks):
-            for name in ranks[0]:
-                if theirs.get(name) != ranks[0][name]:
-                    raise ValueError(
-                        f"{name!r} is not cut, and ranks 0 and {rank} hold different values: load a "
-                        "checkpoint, or seed (torch.manual_seed) before the model is built"
-                    )
+
+        def error(rank: int, first: dict[str, int], other: dict[str, int]) -> ValueError:
+            name = next(name for name in [*first, *other] if first.get(name) != other.get(name))
+            return ValueError(
+                f"{name!r} is not cut, and ranks 0 and {rank} hold different values: load a "
+                "checkpoint, or seed (torch.manual_seed) before the model is built"
+            )
+
+        agree(gather(sums, self._ctx.world), error)
 
     def _inputs(self, arguments: Arguments, examples: Sequence[Sequence[Tensor]]) -> Inputs:
         dtypes = tuple(t.dtype for t in examples[0])

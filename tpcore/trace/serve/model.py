@@ -4,24 +4,47 @@ from __future__ import annotations
 
 import uuid
 import weakref
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Condition
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
-from ...checkpoint.storage.temporary import OwnedDirectory
+from ...checkpoint.storage.publish import OwnedDirectory
 from ...checkpoint.storage.tensorfile import write_tensors
 from ...checkpoint.write.snapshot import StateTensor
 from ..artifact import TracedFile, TraceManifest, weights_file
 from ..inputs import Plan, layout_of, ranges
 from ..structure import put_together
-from .fair_lock import FairLock
-from .messages import request
 from .workers import Workers
+
+
+class Turn:
+    """A lock as a context manager, first come, first served. threading.Lock does not guarantee an order."""
+
+    def __init__(self) -> None:
+        self._changed, self._waiting = Condition(), deque[object]()
+
+    def __enter__(self) -> None:
+        mine = object()
+        with self._changed:
+            self._waiting.append(mine)
+            try:
+                self._changed.wait_for(lambda: self._waiting[0] is mine)
+            except BaseException:
+                self._waiting.remove(mine)
+                self._changed.notify_all()
+                raise
+
+    def __exit__(self, *error: object) -> None:
+        with self._changed:
+            self._waiting.popleft()
+            self._changed.notify_all()
 
 
 class TensorParallelModel(nn.Module):
@@ -49,7 +72,7 @@ class TensorParallelModel(nn.Module):
         super().__init__()
         self.folder, self.manifest, self.timeout, self.restart = folder, manifest, timeout, restart
         self._workers: Workers = workers or Workers(folder, manifest)
-        self._turn = FairLock()
+        self._turn = Turn()
         self._uses_of_state = 0
         self._plan = Plan([], 0, {})
         self._owned = [] if owned is None else [owned]  # directories to remove together with this model
@@ -140,8 +163,8 @@ class TensorParallelModel(nn.Module):
             path = str(Path(source).absolute())
         with self._turn:
             workers = self._running()
-            records = workers.ask(request("reshard", source=path, folder=str(folder), save_id=save_id), None)
-            workers.ask(request("take", folder=str(folder)), None)
+            records = workers.ask("reshard", source=path, folder=str(folder), save_id=save_id)
+            workers.ask("take", folder=str(folder))
             self._uses_of_state += 1
             workers.weights = folder
         files = dict(self.manifest.files)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import pickle
 import select
 import sys
 import time
-from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +17,17 @@ import torch
 from torch import Tensor
 
 from ... import settings
-from ...backend.programs import LoadedProgram
-from ...processes.lifeline import follow
-from ...processes.shared_memory import SharedBuffer
+from ...backend.interface import LoadedProgram
+from ...checkpoint.forms.source import Reading
+from ...checkpoint.read.by_name import read_shards
+from ...processes.shared_memory import Place, SharedBuffer, fill
+from ...processes.spawn import follow
 from ...processes.transfer import Outcome, pack_outcome
 from ...runtime.context import ParallelContext
 from ...runtime.init import init
 from ...runtime.memory import keep_freed_memory
 from ..artifact import TracedFile, TraceManifest, opened, program_dir, read_weights, write_weights
-from .messages import answer, encoded, read_request, send, value_of
-from .outputs import RankBuffer
-from .replacing import shards_of
+from .workers import Reply
 
 _AWAKE = 1e-3  # seconds
 
@@ -58,7 +60,11 @@ class Rank:
 
     def reshard(self, source: str, folder: str, save_id: str) -> TracedFile:
         """Write this rank's part of another checkpoint to ``folder``. The weights in use do not change."""
-        found = shards_of(source, self._manifest, self._ctx.rank)
+        manifest, rank = self._manifest, self._ctx.rank
+        saved = {name: weight for name, weight in manifest.weights.items() if weight.saved}
+        wanted = {name: (weight.spec, weight.dtype) for name, weight in saved.items()}
+        ties = {other: name for name, weight in saved.items() for other in weight.others}
+        found = read_shards(source, wanted, rank, manifest.tp, ties=ties, how=Reading(quiet=rank != 0))
         found = {name: found.get(name, t) for name, t in self._weights.items()}
         return write_weights(Path(folder), self._ctx.rank, found, save_id)
 
@@ -66,57 +72,63 @@ class Rank:
 class _Service:
     """Answers requests until the owner closes the model."""
 
-    def __init__(self, rank: Rank, inputs: SharedBuffer, outputs: list[RankBuffer]) -> None:
+    def __init__(self, rank: Rank, inputs: SharedBuffer, outputs: SharedBuffer) -> None:
         self._rank, self._inputs, self._outputs = rank, inputs, outputs
+        self._layout: list[tuple[torch.dtype, torch.Size]] | None = None
         self._first = settings.RANK.get() == 0
-        self._prepared = lru_cache(64)(self._prepare)  # calls have few different shapes
+        self._views_at = lru_cache(64)(inputs.get)  # calls have few different shapes
 
-    def _prepare(self, message: bytes) -> Callable[[], bytes]:
-        name, arguments = value_of(message)
-        if name == "call":
-            inputs, outputs = self._inputs.get(arguments["inputs"]), self._outputs[arguments["outputs"]]
-            return partial(self.call, arguments["program"], inputs, outputs)
-        known: dict[str, Callable[..., Any]] = {"take": self._rank.take, "reshard": self._rank.reshard}
-        return lambda: answer(True, encoded(known[name](**arguments)))
-
-    def call(self, program: int, inputs: list[Tensor], outputs: RankBuffer) -> bytes:
+    def call(self, program: int, inputs: tuple[Place, ...]) -> Reply:
         started = time.perf_counter()
-        found = self._rank.run(program, inputs)
+        found = self._rank.run(program, self._views_at(inputs))
         seconds = time.perf_counter() - started
         # the outputs are the same on all ranks: the first rank returns them
-        return answer(True, outputs.put(found) if self._first else b"", seconds)
+        return True, self._put(found) if self._first else (), seconds
 
-    def serve(self, requests: int, replies: int) -> None:
+    def _put(self, tensors: Sequence[Tensor]) -> tuple[Place, ...]:
+        """Copy tensors to the buffer of outputs. Returns their places."""
+        layout = [(t.dtype, t.shape) for t in tensors]
+        if layout != self._layout:  # most calls have the layout of the previous call
+            self._places, self._layout = self._outputs.place(tensors), layout
+            self._views = self._outputs.get(self._places)
+        fill(self._views, tensors)
+        return self._places
+
+    def serve(self, requests: Connection, replies: Connection) -> None:
         request = select.poll()
         request.register(requests, select.POLLIN)
         while True:
             if self._first:
                 _stay_awake(request)
             try:
-                message = read_request(requests)
+                name, arguments = pickle.loads(requests.recv_bytes())
             except EOFError:
                 return
             try:
-                reply = self._prepared(message)()
+                reply = self.call(**arguments) if name == "call" else self._change(name, arguments)
             except BaseException as e:  # noqa: BLE001  passed to the owner
-                reply = _error_answer(e)
-            send(replies, reply)
+                reply = _failed(e)
+            replies.send_bytes(pickle.dumps(reply))
+
+    def _change(self, name: str, arguments: Mapping[str, str]) -> Reply:
+        known: dict[str, Callable[..., Any]] = {"take": self._rank.take, "reshard": self._rank.reshard}
+        return True, known[name](**arguments), 0.0
 
 
 def _stay_awake(request: select.poll) -> None:
     """Yield the core to other processes, but keep it awake, as long as the next request is likely.
 
     A sleeping core of a virtual machine takes 50 to 80 us to wake: for the owner when it gets the answer, and
-    for the ranks at the next call. Without this, consecutive calls take 60 us more. One rank is enough.
+    for the ranks at the next call. One rank is enough.
     """
-    os.sched_yield()
     until = time.monotonic() + _AWAKE
+    os.sched_yield()
     while time.monotonic() < until and not request.poll(0):
         os.sched_yield()
 
 
-def _error_answer(error: BaseException) -> bytes:
-    return answer(False, pack_outcome(Outcome(None, error, time.time()), settings.RANK.get()))
+def _failed(error: BaseException) -> Reply:
+    return False, pack_outcome(Outcome(None, error, time.time()), settings.RANK.get()), 0.0
 
 
 def _started(folder: Path, weights: Path) -> Rank:
@@ -127,15 +139,15 @@ def _started(folder: Path, weights: Path) -> Rank:
 def main(lifeline: int, folder: Path, weights: Path, fds: list[int]) -> None:
     follow(lifeline)
     keep_freed_memory()
-    requests, replies, inputs, *outputs = fds
+    requests, replies = Connection(fds[0], writable=False), Connection(fds[1], readable=False)
     torch.set_num_threads(settings.THREADS.get())
     try:
         rank = _started(folder, weights)
     except BaseException as e:
-        send(replies, _error_answer(e))
+        replies.send_bytes(pickle.dumps(_failed(e)))
         raise
-    send(replies, answer(True, encoded(None)))
-    _Service(rank, SharedBuffer(inputs), [RankBuffer(fd) for fd in outputs]).serve(requests, replies)
+    replies.send_bytes(pickle.dumps((True, None, 0.0)))
+    _Service(rank, SharedBuffer(fds[2]), SharedBuffer(fds[3])).serve(requests, replies)
     # without shutdown(), which would wait for ranks that are ending too
     sys.stdout.flush()
     sys.stderr.flush()

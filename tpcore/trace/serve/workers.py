@@ -1,21 +1,24 @@
-"""The owner's side of a traced model's processes, one per rank."""
+"""The owner's side of a traced model's processes, one per rank, and the messages between them."""
 
 from __future__ import annotations
 
 import os
+import pickle
 import select
 import signal
 import subprocess
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
 from torch import Tensor
 
 from ...backend.registry import backend_class
-from ...checkpoint.storage.temporary import OwnedDirectory
+from ...checkpoint.storage.publish import OwnedDirectory
 from ...errors import BackendError, PeerLostError
 from ...processes.shared_memory import SharedBuffer, fill
 from ...processes.spawn import Processes, rank_environment
@@ -23,8 +26,9 @@ from ...processes.transfer import Outcome, death, root_cause, unpack_outcome
 from ...settings import THREADS
 from ..artifact import TraceManifest
 from ..inputs import Plan
-from .messages import read_answer, request, send, value_of
-from .outputs import OutputBuffers
+
+Reply = tuple[bool, Any, float]
+"""True and a result, or False and an outcome packed; and the seconds of a forward."""
 
 START = 120.0
 """Seconds that starting may take."""
@@ -51,14 +55,14 @@ class Workers:
         """Start the processes and wait until all ranks are ready. Raises a rank's error."""
         self._failure, self._pid = None, os.getpid()
         self._home = OwnedDirectory("tpcore-serve-")
-        self._inputs, self._outputs = SharedBuffer(), OutputBuffers()
+        self._inputs, self._outputs = SharedBuffer(), SharedBuffer()
         self._poll = select.poll()
-        self._requests: list[int] = []  # a pipe to each rank
-        self._replies: list[int] = []  # and one from it
+        self._requests: list[Connection] = []  # to each rank
+        self._replies: list[Connection] = []  # and from it
         self._processes = Processes()
         self._pending: set[int] = set()
         # the prepared call, which most calls repeat; set in one assignment, which an interrupt cannot split
-        self._prepared: tuple[Plan | None, list[bytes], list[Tensor]] = None, [], []
+        self._prepared: tuple[Plan | None, bytes, list[Tensor]] = None, b"", []
         self.running = True
         try:
             job = backend_class(self._manifest.backend).job(Path(self._home.name))
@@ -71,12 +75,11 @@ class Workers:
             raise
 
     def _spawn(self, rank: int, job: dict[str, str]) -> None:
-        (requests, mine), (from_rank, replies) = os.pipe(), os.pipe()
+        (requests, mine), (from_rank, replies) = Pipe(duplex=False), Pipe(duplex=False)
         self._requests.append(mine)
         self._replies.append(from_rank)
         self._poll.register(from_rank, select.POLLIN)
-        outputs = [buffer.fd for buffer in self._outputs.buffers]
-        fds = (requests, replies, self._inputs.fd, *outputs)
+        fds = (requests.fileno(), replies.fileno(), self._inputs.fd, self._outputs.fd)
         n = self._manifest.tp
         threads = {THREADS.name: str(max(1, len(os.sched_getaffinity(0)) // n))}
         try:
@@ -88,8 +91,8 @@ class Workers:
                 log=self._log(rank),
             )
         finally:
-            os.close(requests)
-            os.close(replies)
+            requests.close()
+            replies.close()
 
     def _log(self, rank: int) -> Path:
         return Path(self._home.name) / f"rank{rank}.log"
@@ -99,8 +102,8 @@ class Workers:
         if not self.running or os.getpid() != self._pid:  # the processes are not children of a fork
             return
         self.running = False
-        for fd in (*self._requests, *self._replies):
-            os.close(fd)
+        for connection in (*self._requests, *self._replies):
+            connection.close()
         idle = self._failure is None and not self._pending
         self._processes.close(5.0 if idle else 0.0)
         self._inputs.close()
@@ -115,32 +118,27 @@ class Workers:
             self._settle(timeout)
         if plan is not self._prepared[0]:
             places = self._inputs.place(inputs)
-            messages = [
-                request("call", program=plan.program, inputs=places, outputs=n)
-                for n in range(len(self._outputs.buffers))
-            ]
-            self._prepared = plan, messages, self._inputs.get(places)
-        _, messages, views = self._prepared
+            message = pickle.dumps(("call", {"program": plan.program, "inputs": places}))
+            self._prepared = plan, message, self._inputs.get(places)
+        _, message, views = self._prepared
         fill(views, inputs)
-        n = self._outputs.free()
-        self._send_all(messages[n])
+        self._send_all(message)
         os.sched_yield()  # a rank that waits for this core starts 0.05 ms earlier
-        expected = self._outputs.buffers[n].expected()
         answers = self._answers("call", timeout)
         self.seconds = [seconds for _, seconds in answers]
-        return self._outputs.taken(n, answers[0][0], expected)
+        return [t.clone() for t in self._outputs.get(answers[0][0])]
 
-    def ask(self, message: bytes, timeout: float | None) -> list[Any]:
+    def ask(self, do: str, **arguments: str) -> list[Any]:
         """Send a request to all ranks and return their answers. Raises a rank's error."""
-        self._settle(timeout)
-        self._send_all(message)
-        return [value_of(data) for data, _ in self._answers("call", timeout)]
+        self._settle(None)
+        self._send_all(pickle.dumps((do, arguments)))
+        return [value for value, _ in self._answers("call", None)]
 
     def _send_all(self, message: bytes) -> None:
         try:
-            for rank, fd in enumerate(self._requests):
+            for rank, connection in enumerate(self._requests):
                 self._pending.add(rank)
-                send(fd, message)
+                connection.send_bytes(message)
         except OSError:
             pass  # the rank has ended: reading its answers detects that
         except BaseException as e:  # an interrupt between two ranks: one would wait for the other forever
@@ -161,28 +159,28 @@ class Workers:
             kind, text = self._failure
             raise kind(text)
 
-    def _answers(self, doing: str, timeout: float | None) -> list[tuple[bytes, float]]:
+    def _answers(self, doing: str, timeout: float | None) -> list[tuple[Any, float]]:
         """Answers and seconds of all pending ranks. Raises the root cause of their errors."""
         waiting, replies = self._pending, self._replies
         deadline = None if timeout is None else time.monotonic() + timeout
         outcomes: dict[int, Outcome] = {}
-        values = [(b"", 0.0)] * len(replies)
+        values: list[tuple[Any, float]] = [(None, 0.0)] * len(replies)
         while waiting:
             left = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1e3
             ready = self._poll.poll(left)
             if not ready:
                 self._give_up(doing, waiting, outcomes, timeout)
             for fd, _ in ready:
-                rank = replies.index(fd)
+                rank = next(rank for rank, reply in enumerate(replies) if reply.fileno() == fd)
                 try:
-                    well, data, seconds = read_answer(fd)
+                    well, value, seconds = pickle.loads(replies[rank].recv_bytes())
                 except (EOFError, OSError):
                     self._lost(rank, outcomes)
                 waiting.discard(rank)
                 if well:
-                    values[rank] = data, seconds
+                    values[rank] = value, seconds
                 else:
-                    outcomes[rank] = unpack_outcome(data)
+                    outcomes[rank] = unpack_outcome(value)
                     soon = time.monotonic() + _GRACE
                     deadline = soon if deadline is None else min(deadline, soon)
         error = root_cause(list(outcomes.values())) if outcomes else None

@@ -10,8 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tpcore.c10d.supervision.wait_status import described
-from tpcore.errors import BackendError, PeerLostError
+from tpcore.errors import BackendError, PeerLostError, described
 from tpcore.processes.spawn import Processes
 from tpcore.processes.transfer import Outcome, pack_call, root_cause, unpack_outcome
 from tpcore.settings import environment
@@ -33,19 +32,17 @@ def run_replicas(
     env: Mapping[str, str] | None = None,
     **kwargs: Any,
 ) -> list[Any]:
-    """Call ``fn(*args, **kwargs)`` on ``world`` XLA:CPU replicas, each as if torchrun had started it. Return
-    the results in rank order, with tensors on the CPU.
+    """Call ``fn(*args, **kwargs)`` on ``world`` XLA:CPU replicas, each as if torchrun had started it. Return the
+    results in rank order, with tensors on the CPU.
 
     ``fn`` is the code for one NeuronCore: ``tpcore.init(backend="neuron", tp=...)``, a training loop,
-    ``torch_xla.sync()``, ``torch.distributed`` over "xla". The replicas are threads of one process, which is
-    kept for the next call with the same ``world``; ``fn`` is sent there by cloudpickle. One thread runs
-    Python at a time. Each rank has its own random state, environment and tpcore context; other globals of
-    modules are shared.
+    ``torch_xla.sync()``, ``torch.distributed`` over "xla". The replicas are threads of one process, which is kept for
+    the next call with the same ``world``; ``fn`` is sent there by cloudpickle. One thread runs Python at a time. Each
+    rank has its own random state, environment and tpcore context; other globals of modules are shared.
 
-    Whenever programs run, all ranks' programs are compared. If they differ, every rank gets a
-    CollectiveMismatchError that names the ranks and shows the lines. The error of a rank is raised here.
-    ``timeout``: seconds without progress of any rank, after which CollectiveTimeoutError reports where each
-    rank is. ``env``: variables for this run.
+    Whenever programs run, all ranks' programs are compared. If they differ, every rank gets a CollectiveMismatchError
+    that names the ranks and shows the lines. The error of a rank is raised here. ``timeout``: seconds without progress
+    of any rank, after which CollectiveTimeoutError reports where each rank is. ``env``: variables for this run.
     """
     if not isinstance(world, int) or world < 1:
         raise ValueError(f"world must be a whole number of replicas, 1 or more, not {world!r}")

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from tpcore import settings
-from tpcore.processes.lifeline import follow
+from tpcore.processes.spawn import follow
 from tpcore.processes.transfer import pack_outcome, unpack_call
 
 from ..settings import of_replicas

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from ..c10d.backend import C10dBackend
 from ..errors import BackendError
 from ..layers.sharding import sharding
 from ..layout.layout import Layout
 from ..layout.shard import ShardSpec
 from ..runtime.context import ParallelContext, current
-from .backend import C10dBackend
 
 
 def dtensor_state_dict(model: nn.Module) -> dict[str, Any]:

@@ -22,24 +22,10 @@ TREES = {module_of(path): ast.parse(path.read_text()) for path in FILES}
 PACKAGES = {module_of(path) for path in FILES if path.name == "__init__.py"}
 
 
-def imports(module: str, *, lazy: bool = True) -> Iterator[tuple[str, str]]:
-    """(module, name) of each import from this product; name "" for ``import module``. ``lazy``: those inside
-    functions too. Imports for type checkers only are left out."""
-    typing_only = {
-        id(node)
-        for block in ast.walk(TREES[module])
-        if isinstance(block, ast.If) and "TYPE_CHECKING" in ast.unparse(block.test)
-        for node in ast.walk(block)
-    }
-    inner = {
-        id(node)
-        for function in ast.walk(TREES[module])
-        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
-        for node in ast.walk(function)
-    }
+def imports(module: str) -> Iterator[tuple[str, str]]:
+    """(module, name) of each import from this product; name "" for ``import module``. Those inside functions and
+    those for type checkers are imports too."""
     for node in ast.walk(TREES[module]):
-        if id(node) in typing_only or (not lazy and id(node) in inner):
-            continue
         if isinstance(node, ast.Import):
             yield from ((alias.name, "") for alias in node.names if alias.name in TREES)
         if isinstance(node, ast.ImportFrom):
@@ -57,10 +43,15 @@ def _absolute(module: str, node: ast.ImportFrom) -> str:
     return ".".join([*parts, *([node.module] if node.module else [])])
 
 
-def folder_of(module: str) -> str:
-    """The folder of a module, two levels deep; a module at the root of a package stands for itself."""
-    parts = module.split(".")
-    return ".".join(parts[:2])
+ROOMS = (
+    *("errors", "settings", "log", "layout", "comm", "backend", "runtime", "c10d", "layers", "train", "checkpoint"),
+    *("processes", "trace", "models", "diagnose", "testing", "integrations", "nxd", "cli", "__main__"),
+)
+"""A room imports only rooms before it."""
+
+
+def room_of(module: str) -> str:
+    return module.split(".")[1]
 
 
 def test_a_class_name_means_one_thing() -> None:
@@ -91,19 +82,27 @@ def test_a_function_fits_on_a_screen() -> None:
 
 
 def test_no_circle_of_imports_between_modules() -> None:
-    graph = {m: {to for to, _ in imports(m, lazy=False) if to in TREES and to != m} for m in TREES}
-    assert _circle(graph) == []
+    # tpcore itself names everything that is public
+    graph = {m: {to for to, _ in imports(m) if to in TREES and to not in (m, "tpcore")} for m in TREES}
+    assert _circle(graph | {"tpcore": set()}) == []
 
 
-def test_no_circle_of_imports_between_folders() -> None:
-    graph: dict[str, set[str]] = defaultdict(set)
+def test_a_room_imports_only_rooms_above_it() -> None:
+    wrong = []
     for module in TREES:
-        if module in PACKAGES and "." not in module:
-            continue  # tpcore itself names everything that is public
-        for to, _ in imports(module, lazy=False):
-            if to in TREES and "." in to and folder_of(to) != folder_of(module):
-                graph[folder_of(module)].add(folder_of(to))
-    assert _circle(graph) == []
+        if not module.startswith("tpcore."):
+            continue
+        for to, _ in imports(module):
+            if to == "tpcore" or to.startswith("tpcore."):
+                # tpcore itself is where users and tests take names from, and so may the rooms from testing on
+                last = room_of(to) if to != "tpcore" else "testing"
+                if ROOMS.index(last) > ROOMS.index(room_of(module)):
+                    wrong.append(f"{module} imports {to}")
+    assert wrong == []
+
+
+def test_nothing_lies_loose_at_the_root() -> None:
+    assert {room_of(m) for m in TREES if m.startswith("tpcore.")} == set(ROOMS)
 
 
 def _circle(graph: dict[str, set[str]]) -> list[str]:

@@ -89,7 +89,7 @@ def check(ctx: ParallelContext, case: Case) -> list[str]:
 
 
 def findings_of(ctx: ParallelContext, case: Case) -> Findings:
-    findings = Findings(ctx, case)
+    findings = Findings(ctx, str(case), case.torch_dtype)
     try:
         ROWS[case.layer].check(ctx, case, findings)
         findings.settle()

@@ -5,14 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ...runtime.context import ParallelContext
-
-if TYPE_CHECKING:
-    from .compare import Findings
+from .compare import Findings
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 LEADS = {2: (4,), 3: (4, 4), 4: (4, 4, 2)}  # dims before the features: every sequence dim is cut by 1, 2, 4

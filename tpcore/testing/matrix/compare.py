@@ -11,7 +11,6 @@ from torch import Tensor
 from ...comm.comm import Comm
 from ...comm.parts import plain
 from ...runtime.context import ParallelContext
-from .cases import Case
 
 
 def unit(dtype: torch.dtype) -> float:
@@ -27,9 +26,9 @@ class Findings:
     """Collects errors instead of raising, so that ranks stay in step and report all of them. Values are read
     together at the end, so that a lazy backend runs one program for the whole case."""
 
-    def __init__(self, ctx: ParallelContext, case: Case) -> None:
-        self.where = f"{case} on rank {ctx.rank} of tp={ctx.comm('tp').size}"
-        self.dtype = case.torch_dtype
+    def __init__(self, ctx: ParallelContext, label: str, dtype: torch.dtype) -> None:
+        self.where = f"{label} on rank {ctx.rank} of tp={ctx.comm('tp').size}"
+        self.dtype = dtype
         self.messages: list[str] = []
         self.worst = (0.0, 0.0)  # the largest error relative to its bound, and that bound
         self._mark_step = ctx.backend.mark_step

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from .optimizer import Zero1
+from typing import Any
 
 
 class Scaled:
     """A Zero1 for a GradScaler: the groups of chunks with their gradients, and the step."""
 
-    def __init__(self, optimizer: Zero1) -> None:
+    def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
 
     @property

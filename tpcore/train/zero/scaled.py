@@ -13,7 +13,8 @@ class Scaled:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        return self._optimizer.base().param_groups
+        groups: list[dict[str, Any]] = self._optimizer.base().param_groups
+        return groups
 
     def step(self) -> Any:
         return self._optimizer.step()

@@ -14,7 +14,7 @@ from torch import nn
 
 from ...checkpoint.offline.consolidate import consolidate
 from ...models import lazy
-from ...models.families import FILES, REFUSED
+from ...models.families import KINDS, REFUSED
 from ...models.transformers import checked_model, rules_of
 from ...runtime.context import current
 from .options import ModelParallelismPlugin, join
@@ -114,7 +114,7 @@ class ParallelizersManager:
     @staticmethod
     def get_supported_model_types() -> list[str]:
         """The model types with a plan of tpcore. Models with a plan of transformers are supported as well."""
-        return sorted(name for names in FILES.values() for name in names.split())
+        return sorted(KINDS)
 
     @classmethod
     def is_model_supported(cls, model_type_or_model: str | nn.Module) -> bool:

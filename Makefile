@@ -41,7 +41,7 @@ demo: venv  ## pretrain a small BERT at tp=1 and tp=2, compare the loss curves, 
 demo-llama: venv  ## train a small Llama in one process and on a mesh, compare the losses, consolidate it, serve it
 	$(BIN)/python examples/demo_llama.py
 
-test: venv  ## every law and error once, and the style: 10 minutes on 2 cores, installation included
+test: venv  ## every law and error once, and the style: 8 minutes on 2 cores, installation included
 	$(BIN)/ruff check --quiet .
 	$(BIN)/ruff format --check --quiet .
 	@# where PYTHONDONTWRITEBYTECODE is set, each of hundreds of processes would compile tpcore again

@@ -52,7 +52,7 @@ def killed(home: Path, axes: dict[str, int], draw: random.Random) -> None:
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.xdist_group("hosts")
+@pytest.mark.xdist_group("kit")
 @pytest.mark.timeout(1300)
 @pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.drill)])
 def test_a_job_that_is_killed_again_and_again(tmp_path: Path, kills: int) -> None:

@@ -21,7 +21,7 @@ from tpcore.testing import run_ranks
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.processes,
-    pytest.mark.xdist_group("hosts"),
+    pytest.mark.xdist_group("kit"),
     pytest.mark.skipif(bool(why_not()), reason=f"hosts on one machine: {why_not()}"),
 ]
 STEPS, TOLD = 8, 3

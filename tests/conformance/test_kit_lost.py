@@ -17,7 +17,8 @@ from tpcore.layout.mesh import Group, Mesh
 from tpcore.testing import run_ranks
 from tpcore.testing.kit.lost import Losses, lost
 
-pytestmark = [pytest.mark.processes, pytest.mark.slow]  # each starts jobs of three ranks
+# each starts jobs of three ranks: 60 processes, beside which hosts of tests/hosts look lost
+pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.xdist_group("kit")]
 
 
 class HasNoTimeout(GlooBackend):

@@ -110,6 +110,12 @@ def part(value: Tensor, p: nn.Parameter) -> Tensor:
     return value if found is None else found.layout.shard(value, found.ctx.rank, found.ctx.mesh)
 
 
+def assert_parts(model: nn.Module, grads: dict[str, Tensor], whole: dict[str, Tensor]) -> None:
+    for name, p in model.named_parameters():
+        if name in whole:
+            torch.testing.assert_close(grads[name], part(whole[name], p), rtol=0, atol=EXACT)
+
+
 def adapted(make: Callable[[], nn.Module], how: str, options: dict[str, Any], **cuts: Any) -> Any:
     """With adapters added before ``parallelize``, after it, or without it."""
     torch.manual_seed(7)
@@ -137,9 +143,7 @@ def assert_equal(make: Callable[[], nn.Module], how: str, mesh: Mesh, options: d
         warm(model)
         got, grads = step(model)
         assert abs(got - loss) < EXACT
-        for name, p in model.named_parameters():
-            if name in gradients:
-                torch.testing.assert_close(grads[name], part(gradients[name], p), rtol=0, atol=EXACT)
+        assert_parts(model, grads, gradients)
 
     run_ranks(mesh, rank)
 
@@ -263,9 +267,7 @@ def test_several_adapters() -> None:
         got, grads = step(model)
         assert abs(got - loss) < EXACT
         assert grads.keys() == gradients.keys()
-        for name, p in model.named_parameters():
-            if name in gradients:
-                torch.testing.assert_close(grads[name], part(gradients[name], p), rtol=0, atol=EXACT)
+        assert_parts(model, grads, gradients)
         model.delete_adapter("default")
         model.set_adapter("other")
 
@@ -288,9 +290,7 @@ def test_dropout_of_adapters(how: str, sequence_parallel: bool) -> None:
         torch.manual_seed(5)
         got, grads = step(model)
         assert abs(got - loss) < EXACT
-        for name, p in model.named_parameters():
-            if name in gradients:
-                torch.testing.assert_close(grads[name], part(gradients[name], p), rtol=0, atol=EXACT)
+        assert_parts(model, grads, gradients)
 
     run_ranks(TWO, rank)
 
@@ -318,12 +318,54 @@ def test_dropout_of_adapters(how: str, sequence_parallel: bool) -> None:
 )
 @pytest.mark.parametrize("how", ["before", "after"])
 def test_what_is_refused(how: str, options: dict[str, Any], message: str) -> None:
-    if how == "before" and "init_lora_weights" in options:
-        return  # made of the whole weight, and then sharded with it
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        model = made(llama)
+        if how == "before":
+            whole = peft.get_peft_model(model, config(**options))
+            names = [n for n, _ in whole.named_modules()]
+            with pytest.raises(ValueError, match=message):
+                tpcore.parallelize(whole)
+            assert [n for n, _ in whole.named_modules()] == names
+            assert "default" in whole.peft_config
+            return
+        tpcore.parallelize(model)
+        with pytest.raises(ValueError, match=message):
+            get_peft_model(model, config(**options))
+        assert not any("lora_" in name for name, _ in model.named_parameters())
+        assert get_peft_model(model, config()) is not None
+
+    if how == "after" or "init_lora_weights" not in options:
+        run_ranks(TWO, rank)
+
+
+def test_initial_values_of_whole_weights_are_sharded_with_them() -> None:
+    def adapters_of(cut: bool) -> Any:
+        torch.manual_seed(0)
+        model = llama().float()
+        torch.manual_seed(8)
+        found = peft.get_peft_model(model, config(["q_proj", "down_proj"], init_lora_weights="pissa"))
+        return tpcore.parallelize(found) if cut else found
+
+    loss, gradients = step(adapters_of(False))
 
     def rank(ctx: tpcore.ParallelContext) -> None:
-        with pytest.raises(ValueError, match=message):
-            adapted(llama, how, options)
+        model = adapters_of(True)
+        got, grads = step(model)
+        # float32, as PiSSA takes no float64: the order of sums differs
+        torch.testing.assert_close(got, loss, rtol=1e-5, atol=1e-5)
+        for name, p in model.named_parameters():
+            if name in gradients:
+                torch.testing.assert_close(grads[name], part(gradients[name], p), rtol=1e-4, atol=1e-5)
+
+    run_ranks(TWO, rank)
+
+
+def test_loaded_adapters_may_be_trained(tmp_path: Path) -> None:
+    adapted(llama, "", {}).save_pretrained(tmp_path / "a")
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        model = from_pretrained(tpcore.parallelize(made(llama)), tmp_path, "other", True, subfolder="a")
+        assert all(p.requires_grad == ("lora_" in n) for n, p in model.named_parameters())
 
     run_ranks(TWO, rank)
 

@@ -1,6 +1,6 @@
 """torchrun on two hosts: ranks that are lost start again, on both hosts or on what is left of them.
 
-``TPCORE_DRILLS=all`` adds the second, which waits for torchrun to give up the host.
+``make drills`` adds the second, which waits for torchrun to give up the host.
 """
 
 from __future__ import annotations

@@ -30,19 +30,28 @@ def get_peft_model(model: nn.Module, peft_config: peft.PeftConfig, *args: Any, *
     kinds of adapters and options that are not there for a sharded layer, such as DoRA.
     """
     with _open(model):
-        adapters.named_targets(model, adapters.prepared(peft_config))
+        adapters.check_targets(model, adapters.prepared(peft_config))
         return adapters.bound(peft.get_peft_model(model, peft_config, *args, **options))
 
 
-def from_pretrained(model: nn.Module, model_id: str | os.PathLike[str], *args: Any, **options: Any) -> Any:
+def from_pretrained(
+    model: nn.Module,
+    model_id: str | os.PathLike[str],
+    adapter_name: str = "default",
+    is_trainable: bool = False,
+    config: peft.PeftConfig | None = None,
+    **options: Any,
+) -> Any:
     """``peft.PeftModel.from_pretrained``, for a model that is sharded or whole: the files' adapters on
     ``model``."""
     with _open(model):
-        config = options.pop("config", None) or peft.PeftConfig.from_pretrained(os.fspath(model_id))
-        config.inference_mode = not options.get("is_trainable", False)
-        adapters.prepared(config)
+        path = os.fspath(model_id)
+        place = {key: options[key] for key in ("subfolder", "revision", "cache_dir", "token") if key in options}
+        config = config or peft.PeftConfig.from_pretrained(path, **place)
+        config.inference_mode = not is_trainable
+        adapters.check_targets(model, adapters.prepared(config))
         open_files: Any = peft.PeftModel.from_pretrained
-        return adapters.bound(open_files(model, os.fspath(model_id), *args, config=config, **options))
+        return adapters.bound(open_files(model, path, adapter_name, is_trainable, config, **options))
 
 
 @contextmanager

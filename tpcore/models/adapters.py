@@ -10,7 +10,7 @@ from types import MethodType
 from typing import Any
 
 from peft.tuners import lora
-from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
 from peft.utils import load_peft_weights, set_peft_model_state_dict
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
@@ -42,11 +42,16 @@ def prepared(config: Any) -> Any:
     return config
 
 
-def named_targets(model: Any, config: Any) -> None:
-    """The names for which "all-linear" stands: peft looks for the classes of whole layers."""
-    if config.target_modules != "all-linear":
-        return
+def check_targets(model: Any, config: Any) -> None:
+    """Before peft changes anything: ValueError for an adapter of the head; names instead of "all-linear", for which
+    peft looks for the classes of whole layers."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
+    if config.target_modules != "all-linear":
+        name = next((n for n, m in model.named_modules() if m is head), "")
+        saved = name.rpartition(".")[2] in (config.modules_to_save or ())
+        if name and (saved or (config.target_modules and check_target_module_exists(config, name))):
+            raise ValueError(HEAD.format(name))
+        return
     kinds = (nn.Linear, ColumnParallelLinear, RowParallelLinear)
     linear = {name: m for name, m in model.named_modules() if isinstance(m, kinds) and m is not head}
     config.target_modules = {name.rpartition(".")[2] for name in linear}
@@ -54,9 +59,9 @@ def named_targets(model: Any, config: Any) -> None:
 
 def bound(model: Any) -> Any:
     """The ``PeftModel``, which saves whole adapters, and takes further ones."""
-    configs = Configs(model.peft_config)
-    for name, config in model.peft_config.items():
-        configs[name] = config
+    configs = Configs(model.peft_config)  # without refusals: these adapters are made, perhaps of whole weights
+    for config in configs.values():
+        config._register_custom_module(LAYERS)
     model.base_model.peft_config = model.get_base_model().peft_config = configs
     model.__dict__["save_pretrained"] = MethodType(save_adapters, model)
     return model
@@ -116,9 +121,10 @@ def aside(model: nn.Module) -> Iterator[None]:
                 f"{name} ({type(layer).__name__}): the adapters of a sharded model are LoRA's, of linear "
                 "layers and embeddings"
             )
-    configs = model.__dict__.pop("peft_config", {})
+    configs = model.__dict__.get("peft_config", {})
     for config in configs.values():
         refuse(config, made=True)
+    model.__dict__.pop("peft_config", None)
     for name, layer in layers.items():
         _put(model, name, getattr(layer, _INNER[type(layer)]))
     try:
@@ -151,8 +157,8 @@ def _sharded(layer: Any) -> nn.Module:
     if not isinstance(inner, ParallelModule):
         return layer  # type: ignore[no-any-return]
     if isinstance(layer, ModulesToSaveWrapper):
-        for name, whole in layer.modules_to_save.items():
-            layer.modules_to_save[name] = _part_of(whole, inner)
+        for name, module in layer.modules_to_save.items():
+            layer.modules_to_save[name] = _part_of(module, inner)
         return layer
     kind = ShardedLora if isinstance(layer, lora.Linear) else ShardedLoraEmbedding
     sharded: Any = kind.__new__(kind)
@@ -162,10 +168,10 @@ def _sharded(layer: Any) -> nn.Module:
     return sharded  # type: ignore[no-any-return]
 
 
-def _part_of(whole: nn.Module, like: ParallelModule) -> nn.Module:
-    """This rank's part of ``whole``, in a copy of the sharded layer ``like``."""
-    part = copy.deepcopy(like).train(whole.training)
-    for name, p in whole.named_parameters():
+def _part_of(module: nn.Module, like: ParallelModule) -> nn.Module:
+    """This rank's part of the whole ``module``, in a copy of the sharded layer ``like``."""
+    part = copy.deepcopy(like).train(module.training)
+    for name, p in module.named_parameters():
         found = sharding(like.get_parameter(name))
         value = p.detach() if found is None else found.layout.shard(p.detach(), found.ctx.rank, found.ctx.mesh)
         part.get_parameter(name).data = value.clone()

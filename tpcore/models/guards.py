@@ -86,13 +86,13 @@ def guard(model: nn.Module) -> None:
 @contextmanager
 def permit_adapters(model: nn.Module) -> Iterator[None]:
     """Inside, peft may add the first adapters; if it fails, the refusal is back."""
-    refusal = model.__dict__.get("peft_config")
-    if isinstance(refusal, RefusedAdapters):
-        del model.__dict__["peft_config"]
+    configs = model.__dict__.pop("peft_config")
+    if not isinstance(configs, RefusedAdapters):
+        model.__dict__["peft_config"] = configs
     try:
         yield
     except BaseException:
-        model.__dict__.setdefault("peft_config", refusal)
+        model.__dict__["peft_config"] = configs
         raise
 
 

@@ -9,6 +9,7 @@ import resource
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,11 @@ from tiers import diagonal
 from tpcore_cpu_gloo import GlooBackend, segment, semaphores
 from tpcore_cpu_gloo.exchange import Announced, Exchange
 
+from tpcore.c10d.supervision.flight_recorder import Verdict
 from tpcore.c10d.supervision.waiting import Waiting
 from tpcore.comm.comm import Comm
 from tpcore.comm.transport import Transport
-from tpcore.errors import CollectiveMismatchError
+from tpcore.errors import CollectiveMismatchError, PeerLostError
 from tpcore.layout.mesh import Group, Mesh
 from tpcore.processes.shared_memory import nameless_file
 from tpcore.runtime.context import ParallelContext
@@ -290,6 +292,25 @@ def test_calls_that_differ_are_named_and_the_group_goes_on(tiny: RankPool, large
         for text in said[::2]:
             assert f"ranks 0 and {world - 1} of group" in text
             assert text.count(" at ") == 2
+
+
+def _parts_in_a_loop(ctx: ParallelContext) -> int:
+    """The calls that gave a right sum, before rank 1 has left and its program goes on."""
+    comm, right = ctx.comm("tp"), 0
+    exchange = comm.transport._exchange  # type: ignore[attr-defined]
+    with suppress(PeerLostError):
+        for n in range(1, 100):
+            if n == 50 and ctx.rank == 1:
+                exchange.waiting._peers.post(Verdict("lost", "rank 1 is told to leave"))
+                exchange._leave()  # as the monitor's thread does, at any moment
+            right += comm.all_reduce(torch.full((4,), float(n))).tolist() == [2.0 * n] * 4
+    return right - n
+
+
+def test_a_rank_that_leaves_in_the_middle_of_its_calls_gives_no_sum_of_older_values() -> None:
+    with RankPool(2, backend=Tiny) as ranks:
+        outcomes = ranks.outcomes(TP2, _parts_in_a_loop)
+    assert [o.value for o in outcomes] == [-1, -1]  # every call was right but the one that raised
 
 
 # -- a mutant for each rule ---------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from tpcore.comm.signature import Call, Places, disagreement, word_of
 from tpcore.errors import CollectiveMismatchError
 
 from . import semaphores
-from .segment import CALL, PLACE, Segment
+from .segment import CALL, LEFT, PLACE, Segment
 
 Fold = Callable[..., Tensor]
 _HALF = (torch.float16, torch.bfloat16)
@@ -72,7 +72,6 @@ Announced = tuple[int, int, Entry]
 
 
 _TEXTS = word_of("texts of calls that differ")
-_GONE = word_of("this rank makes no more calls")
 
 
 class Exchange:
@@ -85,7 +84,7 @@ class Exchange:
         """The transport's cache for repeated calls, cleared when the buffers' size changes."""
         self.pending: Callable[[], object] | None = None
         """Completes the call that is posted but not taken yet."""
-        self._next, self._posted = 0, 1
+        self._next = self._posts = 0  # the count is in every word, so that the words before cannot pass for new ones
         self._places, self._positions = Places(), range(segment.size)
         self._words = [segment.words(b) for b in (0, 1)]
         self._cancel_parting = waiting.parting(self._leave)
@@ -104,9 +103,9 @@ class Exchange:
         self.take(buffer, call)
 
     def post(self, buffer: int, call: Announced) -> None:
+        self._posts += 1
         view, at = self._words[buffer][self.segment.position]
-        view[at + CALL], view[at + PLACE] = call[:2]
-        self._posted = buffer
+        view[at + CALL], view[at + PLACE] = call[0] ^ self._posts, call[1]
         for address in self.segment.posts:
             semaphores.post(address)
 
@@ -115,9 +114,10 @@ class Exchange:
             if semaphores.busy(address):
                 self._wait(peer, address)
         word, place, entry = call
+        word ^= self._posts
         for view, at in self._words[buffer]:
             if view[at + CALL] != word:
-                raise self._lost() if self._member_left(buffer) else self._mismatch(entry, False)
+                raise self._lost() if self._member_left() else self._mismatch(entry, False)
         if place:
             places = [view[at + PLACE] for view, at in self._words[buffer]]
             if self._places.swapped(self._positions, places):
@@ -161,15 +161,16 @@ class Exchange:
 
     def _leave(self) -> None:
         """Tell peers that this rank leaves, as a closed connection would: they wake up now or at their next
-        call. They still complete the call that this rank posted last.
+        call. They still complete the call that this rank posted last. Any thread may call it, in the middle of a
+        call too.
         """
-        view, at = self._words[1 - self._posted][self.segment.position]
-        view[at + CALL] = _GONE
+        view, at = self._words[0][self.segment.position]
+        view[at + LEFT] = 1
         for address in self.segment.posts:
             semaphores.post(address)
 
-    def _member_left(self, buffer: int) -> bool:
-        return any(view[at + CALL] == _GONE for view, at in self._words[buffer])
+    def _member_left(self) -> bool:
+        return any(view[at + LEFT] for view, at in self._words[0])
 
     def _lost(self) -> Exception:
         return self.waiting.lost(ConnectionResetError("it makes no more calls"))

@@ -22,8 +22,9 @@ from . import semaphores
 
 _TEXT = 4096
 _FAILURES = (OSError, ValueError)  # mmap raises a ValueError for a file that is shorter than it should be
-# words of each buffer: the hashes of its call and of the call's place, and the bytes its owner could reserve
-CALL, PLACE, _ROOM = range(3)
+# words of each buffer: the hashes of its call and of the call's place, the bytes that its owner could reserve, and,
+# in the first buffer's, whether its owner makes no more calls
+CALL, PLACE, _ROOM, LEFT = range(4)
 
 
 class Segment:

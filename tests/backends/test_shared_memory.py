@@ -335,14 +335,12 @@ class PostsBeforeItCopies(Exchange):
             _until_posted(self.segment.waits[0][1], 2)
         return buffer
 
-    def post(self, buffer: int, call: Announced) -> None:
-        view, at = self._words[buffer][self.segment.position]
-        view[at] = call[0]
+    def post(self, call: Announced) -> None:
         if self.segment.position:
-            super().post(buffer, call)
+            super().post(call)
 
-    def take(self, buffer: int, call: Announced) -> None:
-        _compares_nothing(self, buffer, call)
+    def take(self, call: Announced) -> None:
+        _compares_nothing(self, call)
 
 
 class OneBuffer(Exchange):
@@ -352,22 +350,22 @@ class OneBuffer(Exchange):
         super().next_buffer()
         return 0
 
-    def take(self, buffer: int, call: Announced) -> None:
+    def take(self, call: Announced) -> None:
         _late(self)
-        _compares_nothing(self, buffer, call)
+        _compares_nothing(self, call)
 
 
 class Late(Exchange):
     """Right, and rank 1 reads late."""
 
-    def take(self, buffer: int, call: Announced) -> None:
+    def take(self, call: Announced) -> None:
         _late(self)
-        super().take(buffer, call)
+        super().take(call)
 
 
 class ComparesNothing(Exchange):
-    def take(self, buffer: int, call: Announced) -> None:
-        _compares_nothing(self, buffer, call)
+    def take(self, call: Announced) -> None:
+        _compares_nothing(self, call)
 
 
 def _late(exchange: Exchange) -> None:
@@ -375,10 +373,10 @@ def _late(exchange: Exchange) -> None:
         _until_posted(exchange.segment.waits[0][1], 2)
 
 
-def _compares_nothing(exchange: Exchange, buffer: int, call: Announced) -> None:
+def _compares_nothing(exchange: Exchange, call: Announced) -> None:
     words, exchange._words = exchange._words, [[], []]
     try:
-        Exchange.take(exchange, buffer, call)
+        Exchange.take(exchange, call)
     finally:
         exchange._words = words
 

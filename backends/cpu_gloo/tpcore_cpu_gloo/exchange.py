@@ -84,7 +84,7 @@ class Exchange:
         """The transport's cache for repeated calls, cleared when the buffers' size changes."""
         self.pending: Callable[[], object] | None = None
         """Completes the call that is posted but not taken yet."""
-        self._next = self._posts = 0  # the count is in every word, so that the words before cannot pass for new ones
+        self._next = self._posts = 0
         self._places, self._positions = Places(), range(segment.size)
         self._words = [segment.words(b) for b in (0, 1)]
         self._cancel_parting = waiting.parting(self._leave)
@@ -97,29 +97,32 @@ class Exchange:
         buffer, self._next = self._next, 1 - self._next
         return buffer
 
-    def meet(self, buffer: int, call: Announced) -> None:
-        """This rank has filled ``buffer`` for ``call``. Wait until every member has, for the same call."""
-        self.post(buffer, call)
-        self.take(buffer, call)
+    def meet(self, call: Announced) -> None:
+        """This rank has filled its buffer for ``call``. Wait until every member has, for the same call."""
+        self.post(call)
+        self.take(call)
 
-    def post(self, buffer: int, call: Announced) -> None:
+    def post(self, call: Announced) -> None:
+        # The words of two posts lie side by side: no member is further ahead. The count in them tells a post that
+        # wakes the others for good, of a rank that leaves, from the post of a call.
         self._posts += 1
-        view, at = self._words[buffer][self.segment.position]
+        view, at = self._words[self._posts & 1][self.segment.position]
         view[at + CALL], view[at + PLACE] = call[0] ^ self._posts, call[1]
         for address in self.segment.posts:
             semaphores.post(address)
 
-    def take(self, buffer: int, call: Announced) -> None:
+    def take(self, call: Announced) -> None:
         for peer, address in self.segment.waits:
             if semaphores.busy(address):
                 self._wait(peer, address)
         word, place, entry = call
         word ^= self._posts
-        for view, at in self._words[buffer]:
+        words = self._words[self._posts & 1]
+        for view, at in words:
             if view[at + CALL] != word:
                 raise self._lost() if self._member_left() else self._mismatch(entry, False)
         if place:
-            places = [view[at + PLACE] for view, at in self._words[buffer]]
+            places = [view[at + PLACE] for view, at in words]
             if self._places.swapped(self._positions, places):
                 raise self._mismatch(entry, True)
 
@@ -135,7 +138,7 @@ class Exchange:
             granted = segment.room
         buffer = self.next_buffer()
         segment.offer(buffer, granted)
-        self.meet(buffer, call)
+        self.meet(call)
         segment.room = segment.offered(buffer)
         if segment.room < wanted:
             segment.most = segment.room  # no more memory is available
@@ -179,7 +182,7 @@ class Exchange:
         """The error for calls that differ. All members find this and call it; they exchange their calls."""
         waiting = self.waiting
         self.segment.write(waiting.call(entry).pack())
-        self.meet(self.next_buffer(), (_TEXTS, 0, entry))
+        self.meet((_TEXTS, 0, entry))
         calls = [Call.unpack(text) for text in self.segment.texts()]
         return CollectiveMismatchError(disagreement(calls, waiting.members, place or waiting.places))
 

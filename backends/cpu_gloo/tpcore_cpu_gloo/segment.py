@@ -22,15 +22,15 @@ from . import semaphores
 
 _TEXT = 4096
 _FAILURES = (OSError, ValueError)  # mmap raises a ValueError for a file that is shorter than it should be
-# words of each buffer: the hashes of its call and of the call's place, the bytes that its owner could reserve, and,
-# in the first buffer's, whether its owner makes no more calls
+# two lines of words: of each second post the hashes of the call and of its place; of each buffer the bytes that its
+# owner could reserve; in the first, whether its owner makes no more calls
 CALL, PLACE, _ROOM, LEFT = range(4)
 
 
 class Segment:
     """This rank's memory for one group, and its view of the peers'.
 
-    The head has a semaphore for each peer, the words of both buffers, and a page of text. Two buffers follow,
+    The head has a semaphore for each peer, two lines of words, and a page of text. Two buffers follow,
     which use ``room`` of their ``most`` bytes: all address space is mapped from the beginning, so views of a
     buffer stay valid when more of it is reserved.
     """
@@ -80,9 +80,9 @@ class Segment:
             whole = [torch.frombuffer(m, dtype=torch.uint8)[self._head :] for m in self._maps]
             self._bytes = [[w[b * most : (b + 1) * most] for w in whole] for b in (0, 1)]
 
-    def words(self, buffer: int) -> list[tuple[memoryview, int]]:
-        """(view, index of the first word) of each rank's words for ``buffer``."""
-        at = ((self.size + buffer) * semaphores.STRIDE) // 8
+    def words(self, line: int) -> list[tuple[memoryview, int]]:
+        """(view, index of the first word) of each rank's words in ``line``, 0 or 1."""
+        at = ((self.size + line) * semaphores.STRIDE) // 8
         return [(view, at) for view in self._words]
 
     def offer(self, buffer: int, room: int) -> None:

@@ -78,7 +78,7 @@ class SharedTransport(Transport):
         buffer = self._exchange.next_buffer()
         parts = plan.views[buffer]
         parts[self.index].copy_(x)
-        self._exchange.meet(buffer, call)
+        self._exchange.meet(call)
         if self.size == 2 and x.is_contiguous():
             first, second = (x, parts[1]) if self.index == 0 else (parts[0], x)
             return _FOLD[op](first, second, out=x if donate else None)
@@ -95,11 +95,11 @@ class SharedTransport(Transport):
         buffer = exchange.next_buffer()
         parts = plan.views[buffer]
         parts[self.index].copy_(x.detach())
-        exchange.post(buffer, call)
+        exchange.post(call)
 
         def complete() -> Tensor:
             exchange.pending = None
-            exchange.take(buffer, call)
+            exchange.take(call)
             return folded(parts, _FOLD[op])
 
         exchange.pending = once = _Once(complete)
@@ -140,7 +140,7 @@ class SharedTransport(Transport):
             buffer = self._exchange.next_buffer()
             parts = plan.views[buffer]
             parts[self.index].copy_(x)
-            self._exchange.meet(buffer, call)
+            self._exchange.meet(call)
             return torch.cat(parts, dim)
         out = ALL_GATHER.result(x, self.size, dim)
         before, after = math.prod(x.shape[:dim]), math.prod(x.shape[dim:])
@@ -242,7 +242,7 @@ class SharedTransport(Transport):
             buffer = self._exchange.next_buffer()
             with torch.inference_mode(False):
                 every = [t[: parts * high * wide].view(*lead, high, wide) for t in buffers[buffer]]
-            yield Chunk(at, every, partial(self._exchange.meet, buffer, call))
+            yield Chunk(at, every, partial(self._exchange.meet, call))
 
     def _chunks(self, x: Tensor, dim: int) -> Tensor:
         """The members' chunks of ``x``, each as a matrix."""

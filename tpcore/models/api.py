@@ -41,6 +41,7 @@ def parallelize(
     *,
     plan: Mapping[str, Rule] | None = None,
     sequence_parallel: bool = False,
+    expert_parallel: bool = False,
     num_microbatches: int | None = None,
     lazy_from: str | os.PathLike[str] | None = None,
     ctx: ParallelContext | None = None,
@@ -54,7 +55,8 @@ def parallelize(
     with ``*`` for the number of a layer; ``"replicate"`` leaves a module whole. Instead of a style it may be
     the blocks (``tpcore.Block``) in which a linear layer's output features are cut.
     ``sequence_parallel``: between attention and MLP each rank keeps some of the tokens, in every forward
-    whose number of tokens tp divides. ``lazy_from``: a directory of safetensors or ``.bin`` files from which
+    whose number of tokens tp divides. ``expert_parallel``: each rank has whole experts of every layer that has
+    some, instead of features of all experts. ``lazy_from``: a directory of safetensors or ``.bin`` files from which
     each rank reads its part; default: the directory of ``from_pretrained`` in ``tpcore.lazy()``. ``ctx``: the
     parallel context; default: the current one.
 
@@ -74,6 +76,7 @@ def parallelize(
             num_microbatches,
             plan=plan,
             sequence_parallel=sequence_parallel,
+            expert_parallel=expert_parallel,
             lazy_from=lazy_from,
         )
         return model
@@ -85,7 +88,7 @@ def parallelize(
     rules = dict(plan or {})
     checked(rules, [name for name, _ in (*model.named_modules(), *model.named_parameters())])
     rules = rules_of(model, rules)
-    cuts = decide(model, rules)
+    cuts = decide(model, rules, expert_parallel)
     if comm.size > 1:
         cuts += inside(model, cuts, rules)
     check_fit(type(model).__name__, [need for cut in cuts for need in cut.needs], comm.size)

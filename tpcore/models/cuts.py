@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ..layout.shard import Block
+from ..layout.shard import Block, ShardSpec
 from . import plan
+from .experts import specs_of
 from .fit import Need
 from .heads import check_order, fused, grouped, head_size
 from .plan import Rule, rule_of, unknown_style
@@ -18,6 +19,7 @@ LINEAR = frozenset(
     {plan.COLUMN, plan.COLUMN_GATHERED, plan.ROW, plan.ROW_SPLIT}
     | {plan.PACKED_COLUMN, plan.PACKED_ROW, plan.QKV_COLUMN}
 )
+_OF_EXPERTS = frozenset({plan.EXPERTS, plan.PARTIAL})
 EMBEDDING = frozenset({plan.EMBEDDING_ROW, plan.EMBEDDING_COLUMN, plan.EMBEDDING_HEADS})
 
 
@@ -30,6 +32,8 @@ class Cut:
     style: str
     blocks: tuple[Block, ...] | None = None
     needs: tuple[Need, ...] = ()
+    specs: Mapping[str, ShardSpec] | None = None
+    """Of the module's own bare parameters, for experts."""
 
     @property
     def owner(self) -> str:
@@ -56,8 +60,9 @@ def features(module: nn.Module) -> tuple[int, int]:
     return weight.shape[0], weight.shape[1]
 
 
-def decide(model: nn.Module, rules: Mapping[str, Rule]) -> list[Cut]:
-    """All cuts that ``rules`` ask for. One ValueError names every rule that does not suit its module."""
+def decide(model: nn.Module, rules: Mapping[str, Rule], expert_parallel: bool = False) -> list[Cut]:
+    """All cuts that ``rules`` ask for. One ValueError names every rule that does not suit its module.
+    ``expert_parallel``: whole experts are distributed, instead of the features of all."""
     matched, wrong = [], []
     refused = set()
     rules = _without_whole(rules)
@@ -73,15 +78,41 @@ def decide(model: nn.Module, rules: Mapping[str, Rule]) -> list[Cut]:
             wrong.append(why)
             refused.add(name)
     modules = {name for name, _ in model.named_modules()}
+    bare: dict[str, dict[str, str]] = defaultdict(dict)
+    by_heads: list[Cut] = []
     for name, p in model.named_parameters():
-        rule = rule_of(name, rules)
-        said = name.rpartition(".")[0] in refused
-        if rule is not None and rule != plan.REPLICATE and name not in modules and not said:
-            wrong.append(unknown_style(plan.wildcard(name), type(p), str(rule), name.rpartition(".")[0]))
+        rule, (owner, _, leaf) = rule_of(name, rules), name.rpartition(".")
+        if rule is None or rule == plan.REPLICATE or name in modules or owner in refused:
+            continue
+        if rule_of(owner, rules) in _OF_EXPERTS and isinstance(rule, str):
+            bare[owner][leaf] = rule
+        elif rule_of(owner, rules) == plan.LOCAL_PARAMETERS and rule == plan.COLUMN:
+            by_heads.append(_of_heads(name, model.get_submodule(owner), p))
+        else:
+            wrong.append(unknown_style(plan.wildcard(name), type(p), str(rule), owner))
     if wrong:
         raise ValueError("; ".join(dict.fromkeys(wrong)))
+    if expert_parallel and not any(rule == plan.EXPERTS for *_, rule in matched):
+        raise ValueError(f"expert_parallel=True: {type(model).__name__} has no layers of experts that its plan shards")
     queries = _queries(matched)
-    return [_cut(model, name, module, rule, queries) for name, module, rule in matched]
+    cuts = [
+        _experts(name, module, rule, bare[name], expert_parallel and rule == plan.EXPERTS)
+        if rule in _OF_EXPERTS
+        else _cut(model, name, module, rule, queries)
+        for name, module, rule in matched
+    ]
+    return cuts + by_heads
+
+
+def _experts(name: str, module: nn.Module, rule: Rule, styles: Mapping[str, str], distributed: bool) -> Cut:
+    specs, needs = specs_of(name, module, styles, distributed)
+    return Cut(name, module, str(rule), None, tuple(needs), specs)
+
+
+def _of_heads(name: str, owner: nn.Module, p: nn.Parameter) -> Cut:
+    """The cut of an attention's own parameter with an entry for each head, such as sinks."""
+    need = Need(name, p.shape[0], "heads")
+    return Cut(name.rpartition(".")[0], owner, plan.PARAMETER_HEADS, (Block(p.shape[0], 1),), (need,))
 
 
 def _without_whole(rules: Mapping[str, Rule]) -> dict[str, Rule]:

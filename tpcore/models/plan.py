@@ -18,11 +18,14 @@ PACKED_COLUMN, PACKED_ROW, QKV_COLUMN = "packed_colwise", "packed_rowwise", "qkv
 EMBEDDING_ROW, EMBEDDING_COLUMN, EMBEDDING_HEADS = "embedding_rowwise", "embedding_colwise", "embedding_heads"
 HEADS_ARGUMENT = "heads_argument"
 SUMMED, REPLICATE, LOCAL_PARAMETERS = "replicated_with_grad_allreduce", "replicate", "local_params"
+EXPERTS, PARTIAL, IDENTITY_EXPERT = "moe_tp_experts", "all_reduce", "moe_identity_expert"
+LATENT = "mla_kv_a_proj"
 PARAMETER_HEADS = "parameter_heads"  # not for plans: decided by the shapes
 
 STYLES = frozenset(
     {COLUMN, COLUMN_GATHERED, ROW, ROW_SPLIT, PACKED_COLUMN, PACKED_ROW, QKV_COLUMN}
     | {EMBEDDING_ROW, EMBEDDING_COLUMN, EMBEDDING_HEADS, HEADS_ARGUMENT, SUMMED, REPLICATE, LOCAL_PARAMETERS}
+    | {EXPERTS, PARTIAL, IDENTITY_EXPERT, LATENT}
 )
 ALIASES = {
     # before transformers 5.1 (huggingface/transformers#42809)

@@ -18,6 +18,8 @@ from ..layers import (
 from ..layers.module import ParallelModule
 from . import plan
 from .cuts import Cut
+from .experts import ShardedExperts
+from .latent import go_around, share_identity
 from .source import calls_super
 from .summed import select_heads, sum_gradients
 
@@ -40,6 +42,10 @@ def replace(model: nn.Module, cuts: Iterable[Cut], over: Callable[[Cut], Comm]) 
             sum_gradients(cut.module, over(cut))
         elif cut.style == plan.PARAMETER_HEADS:
             select_heads(cut.module, over(cut), cut.copies(over(cut).size))
+        elif cut.style == plan.LATENT:
+            go_around(cut.module, model.get_submodule(cut.owner), over(cut))
+        elif cut.style == plan.IDENTITY_EXPERT:
+            share_identity(cut.module, over(cut))
 
 
 def _children(model: nn.Module) -> Places:
@@ -111,6 +117,7 @@ def _made(cut: Cut, comm: Comm) -> ParallelModule | None:
         plan.EMBEDDING_HEADS: lambda: _embedding(old, shard_across_embedding=True, collect_output=False, **options),
     }
     make[plan.PACKED_COLUMN] = make[plan.QKV_COLUMN] = make[plan.COLUMN]
+    make[plan.EXPERTS] = make[plan.PARTIAL] = lambda: ShardedExperts(old, cut.specs or {}, comm)
     return make[style]() if style in make else None
 
 

@@ -120,6 +120,12 @@ def cut_sequence(model: nn.Module, cuts: list[Cut], comm: Comm, draws: Draws) ->
     """Cut the tokens between the blocks of every stack that has cut layers."""
     if getattr(model.config, "layerdrop", 0) or getattr(model.config, "decoder_layerdrop", 0):
         raise ValueError("sequence_parallel=True: with layerdrop the last block may not run; set it to 0")
+    experts = next((cut.name for cut in cuts if cut.style == plan.EXPERTS), None)
+    if experts is not None:
+        raise ValueError(
+            f"sequence_parallel=True: {plan.wildcard(experts)} are experts, whose routers would see some of the tokens "
+            "only: models of experts work without"
+        )
     stacks = []
     for name, blocks in _stacks(model, cuts):
         inside = [cut for cut in cuts if cut.name.startswith(name + ".")]

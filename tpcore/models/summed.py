@@ -109,7 +109,8 @@ def _substitutes(module: nn.Module) -> Iterator[tuple[nn.Module, str, dict[str, 
     """(module, its table of parameters or of children, what stands there in a forward)."""
     function = module.__dict__[ATTRIBUTE]
     yield module, "_parameters", {name: function(p) for name, p in module._parameters.items()}
-    for of_heads in module.children() if isinstance(function, LocalHeads) else ():
+    lists = [child for child in module.children() if isinstance(child, nn.ModuleList)]
+    for of_heads in lists if isinstance(function, LocalHeads) else ():
         every = list(of_heads.children())
         names = [name for name, _ in every[0].named_parameters()]
         local = {name: function(torch.stack([e.get_parameter(name) for e in every])) for name in names}

@@ -1,0 +1,131 @@
+"""Layers of experts, whose parameters are bare tensors with an entry for each expert.
+
+Transformers gives them one form: ``experts(tokens [T, H], numbers [T, K], weights [T, K]) -> [T, H]``. The router
+above is whole on every rank, so all ranks agree on numbers and weights, and a rank computes a part of the sum over
+experts and features.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..comm import mappings as ops
+from ..comm.comm import Comm
+from ..layers.module import ParallelModule
+from ..layers.plain import filled
+from ..layout.shard import Block, ShardSpec
+from . import plan
+from .fit import Need
+
+_NUMBERS, _WEIGHTS = "top_k_index", "top_k_weights"
+
+
+class ShardedExperts(ParallelModule):
+    """The experts of one layer: ``inner``, with this rank's part of its parameters under their names.
+
+    Each rank has some features of all experts, or all features of some experts. ``inner`` computes with them; the
+    gradients of its inputs, and its outputs, are summed over the ranks.
+    """
+
+    inner: nn.Module
+
+    def __init__(self, inner: nn.Module, specs: Mapping[str, ShardSpec], comm: Comm) -> None:
+        super().__init__(comm)
+        self.__dict__["inner"] = inner  # no child: its parameters are this module's, by the same names
+        self.shard_specs.update(specs)
+        filled(self, inner)
+        whole = [spec for spec in specs.values() if spec.dim is not None]
+        self.of_a_rank = whole[0].local_shape(comm.size)[0] if all(spec.dim == 0 for spec in whole) else None
+        """The number of experts that a rank has; None if it has features of all."""
+        if self.of_a_rank is not None:
+            # transformers' own forwards pass by numbers of experts that are not here, in this mode
+            inner.num_experts, inner._is_expert_parallel = self.of_a_rank, True  # type: ignore[assignment]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        bound = inspect.signature(self.inner.forward).bind(*args, **kwargs).arguments
+        inputs = dict(bound.pop("kwargs", {})) | {name: self._entered(value) for name, value in bound.items()}
+        if self.of_a_rank is not None:
+            inputs[_NUMBERS], inputs[_WEIGHTS] = self._own(inputs[_NUMBERS], inputs[_WEIGHTS], self.of_a_rank)
+        table = {name: self._used(name, p) for name, p in self._parameters.items()}
+        self.inner.__dict__["_parameters"] = table
+        try:
+            return ops.reduce(self.inner(**inputs), self.tp, dtype=torch.float32)
+        finally:
+            self.inner.__dict__["_parameters"] = {}
+
+    def train(self, mode: bool = True) -> ShardedExperts:
+        self.inner.train(mode)
+        return super().train(mode)
+
+    def extra_repr(self) -> str:
+        shapes = (f"{name}={tuple(spec.shape)}" for name, spec in self.shard_specs.items())
+        return f"{type(self.inner).__name__}, {', '.join(shapes)}, tp={self.tp.size}"
+
+    def _entered(self, value: Any) -> Any:
+        floating = isinstance(value, Tensor) and value.is_floating_point()
+        return ops.copy(value, self.tp, dtype=torch.float32) if floating else value
+
+    def _own(self, numbers: Tensor, weights: Tensor, n: int) -> tuple[Tensor, Tensor]:
+        """The numbers of experts counted from this rank's first; those of other ranks are ``n``, without weight."""
+        local = numbers - self.tp.position * n
+        here = (local >= 0) & (local < n)
+        return torch.where(here, local, n), torch.where(here, weights, 0.0)
+
+    def _used(self, name: str, p: Tensor | None) -> Tensor | None:
+        """A whole parameter, a bias of each expert's output, is in every rank's part of the sum: divided."""
+        if p is None or self.shard_specs[name].dim is not None:
+            return p
+        return ops.copy(p, self.tp, dtype=torch.float32) / self.tp.size
+
+
+def specs_of(
+    name: str, experts: nn.Module, styles: Mapping[str, str], distributed: bool
+) -> tuple[dict[str, ShardSpec], list[Need]]:
+    """How the parameters of ``experts`` are cut: by ``styles`` of their features, or ``distributed`` by experts.
+
+    ValueError for parameters of which neither is surely right.
+    """
+    kind, own = type(experts).__name__, dict(experts.named_parameters(recurse=False))
+    if next((p for child in experts.children() for p in child.parameters()), None) is not None:
+        raise ValueError(f"{plan.wildcard(name)} ({kind}) has modules with parameters inside: {_whole(name)}")
+    if distributed:
+        counts = {p.shape[0] for p in own.values()}
+        if len(counts) > 1 or not {_NUMBERS, _WEIGHTS} <= inspect.signature(experts.forward).parameters.keys():
+            raise ValueError(
+                f"expert_parallel=True: {plan.wildcard(name)} ({kind}) takes no numbers of experts, or has not as "
+                "many of each parameter: leave expert_parallel out, which shards the features of all experts"
+            )
+        return {leaf: ShardSpec(tuple(p.shape), 0) for leaf, p in own.items()}, [Need(name, counts.pop(), "experts")]
+    specs = {leaf: _by_features(experts, leaf, tuple(p.shape), styles.get(leaf)) for leaf, p in own.items()}
+    unclear = [leaf for leaf, spec in specs.items() if spec is None]
+    if unclear:
+        raise ValueError(
+            f"{plan.wildcard(name)}.{unclear[0]} ({kind}) has no style, and no known meaning: {_whole(name)}"
+        )
+    cut = {leaf: spec for leaf, spec in specs.items() if spec is not None}
+    needs = [
+        Need(f"{name}.{leaf}", block.size // block.unit, "features of each expert")
+        for leaf, spec in cut.items()
+        for block in spec.blocks[:1]
+    ]
+    return cut, needs
+
+
+def _whole(name: str) -> str:
+    return f"plan={{{plan.wildcard(name)!r}: 'replicate'}} leaves it whole on every rank"
+
+
+def _by_features(experts: nn.Module, leaf: str, shape: tuple[int, ...], style: str | None) -> ShardSpec | None:
+    if style is None:  # only what is added to an expert's output is the same on each rank
+        return ShardSpec(shape) if leaf.startswith("down") and leaf.endswith("bias") else None
+    last = len(shape) - 1
+    dim = last if style in (plan.ROW, plan.PACKED_ROW) or len(shape) == 2 else last - 1
+    gated = style in (plan.PACKED_COLUMN, plan.PACKED_ROW) or leaf.startswith("gate_up")
+    if gated and not getattr(experts, "is_concatenated", True):  # gate and up in turns
+        return ShardSpec(shape, dim, (Block(shape[dim], 2),))
+    return ShardSpec(shape, dim, (Block(shape[dim] // 2),) * 2 if gated else (Block(shape[dim]),))

@@ -66,10 +66,45 @@ def test_a_class_of_the_page_equals_the_whole(name: str) -> None:
     assert f"| {name} | `{found.family}` | works | {found.share:.0%} |" in PAGE.read_text()
 
 
-def test_experts_are_refused_by_name() -> None:
-    found = verdict("mixtral")
-    assert not found.works
-    assert "mlp.experts (MixtralExperts): style 'moe_tp_experts'" in found.text
+# experts at the top level of their names, transposed, in turns with biases and sinks, beside shared ones, without ids
+EXPERTS = ("mixtral", "qwen2_moe", "aria_text", "gpt_oss", "deepseek_v2", "llama4_text", "longcat_flash")
+WHOLE_EXPERTS = ("mixtral", "qwen2_moe", "deepseek_v2", "aria_text", "granitemoe_swa")
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_features_of_experts_are_sharded(family: str) -> None:
+    found = verdict(family)
+    assert found.works
+    assert found.share < 0.6
+
+
+@pytest.mark.parametrize("family", WHOLE_EXPERTS)
+def test_whole_experts_are_distributed(family: str) -> None:
+    found = verdict(family, expert_parallel=True)
+    assert found.works
+    assert found.share < 0.65
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", sorted({*EXPERTS, *WHOLE_EXPERTS}))
+@pytest.mark.parametrize("distributed", [False, True])
+def test_experts_on_four_ranks(family: str, distributed: bool) -> None:
+    features = {"num_key_value_heads": 4}
+    found = verdict(family, 4, features, **({"expert_parallel": True} if distributed else {}))
+    assert found.works == (not distributed or family in WHOLE_EXPERTS), found.text
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "words"),
+    [
+        ("llama4_text", {"expert_parallel": True}, "computes with all experts at once"),
+        ("gpt_oss", {"expert_parallel": True}, "computes with all experts at once"),
+        ("llama", {"expert_parallel": True}, "LlamaForCausalLM has no layers of experts"),
+        ("mixtral", {"sequence_parallel": True}, "are experts, whose routers would see some of the tokens only"),
+    ],
+)
+def test_what_experts_are_refused_is_said(family: str, options: dict[str, Any], words: str) -> None:
+    assert words in verdict(family, **options).text
 
 
 @pytest.mark.skipif(

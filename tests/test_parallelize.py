@@ -241,7 +241,6 @@ def codegen() -> Any:
     [
         (mamba, "have no attention to shard"),
         (codegen, "no plan of its own and its family is not known: .*'transformer.h.\\*.mlp.fc_in', "),
-        (gpt_oss, r"layers of experts \(GptOssExperts\) are not sharded yet: .*self_attn.q_proj"),
     ],
 )
 def test_a_family_without_a_plan_is_refused_with_its_own_names(make: Any, words: str) -> None:
@@ -254,18 +253,19 @@ def test_a_projection_in_another_order_is_refused(style: str) -> None:
     refused(r"h.0.attn.qkv_proj \(CodeGenAttention\) holds q\|v\|k of four groups", make=codegen, plan=plan)
 
 
-def test_a_bare_parameter_of_each_head_is_refused() -> None:
-    attention = "model.layers.*.self_attn"
-    plan = {f"{attention}.{name}_proj": "rowwise" if name == "o" else "colwise" for name in "qkvo"}
-    refused(r"self_attn.sinks \(Parameter, \(4,\)\) is whole inside", make=gpt_oss, plan=plan)
-
-
-def test_experts_are_refused_in_a_sentence() -> None:
-    config = transformers.MixtralConfig(**TINY, num_local_experts=4)
+def test_a_parameter_of_experts_without_a_style_is_refused() -> None:
+    plan = {"model.layers.*.mlp.experts.gate_up_proj_bias": "replicate"}
     refused(
-        r"^model.layers.\*.mlp.experts \(MixtralExperts\): style 'moe_tp_experts' is not supported for it: "
-        r"plan=\{'model.layers.\*.mlp.experts': 'replicate'\} leaves it whole on every rank$",
+        r"mlp.experts.gate_up_proj_bias \(GptOssExperts\) has no style, and no known meaning", make=gpt_oss, plan=plan
+    )
+
+
+def test_experts_that_do_not_divide_are_counted() -> None:
+    config = transformers.MixtralConfig(**TINY, num_local_experts=3, num_key_value_heads=2)
+    refused(
+        r"tp=2 does not fit MixtralForCausalLM: model.layers.\*.mlp.experts has 3 experts. Degrees that fit: 1$",
         make=lambda: transformers.MixtralForCausalLM(config),
+        expert_parallel=True,
     )
 
 

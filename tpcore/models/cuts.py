@@ -19,7 +19,6 @@ LINEAR = frozenset(
     {plan.COLUMN, plan.COLUMN_GATHERED, plan.ROW, plan.ROW_SPLIT}
     | {plan.PACKED_COLUMN, plan.PACKED_ROW, plan.QKV_COLUMN}
 )
-_OF_EXPERTS = frozenset({plan.EXPERTS, plan.PARTIAL})
 EMBEDDING = frozenset({plan.EMBEDDING_ROW, plan.EMBEDDING_COLUMN, plan.EMBEDDING_HEADS})
 
 
@@ -50,6 +49,11 @@ class Cut:
 def is_linear(module: nn.Module) -> bool:
     """Whether it is a linear map with a weight of its own, transformers' Conv1D included."""
     return isinstance(module, nn.Linear) or hasattr(module, "nf")
+
+
+def _is_of_experts(rule: Rule | None) -> bool:
+    """Whether it is for a module with bare parameters that have rules of their own."""
+    return rule == plan.EXPERTS or rule == plan.PARTIAL
 
 
 def features(module: nn.Module) -> tuple[int, int]:
@@ -84,7 +88,7 @@ def decide(model: nn.Module, rules: Mapping[str, Rule], expert_parallel: bool = 
         rule, (owner, _, leaf) = rule_of(name, rules), name.rpartition(".")
         if rule is None or rule == plan.REPLICATE or name in modules or owner in refused:
             continue
-        if rule_of(owner, rules) in _OF_EXPERTS and isinstance(rule, str):
+        if _is_of_experts(rule_of(owner, rules)) and isinstance(rule, str):
             bare[owner][leaf] = rule
         elif rule_of(owner, rules) == plan.LOCAL_PARAMETERS and rule == plan.COLUMN:
             by_heads.append(_of_heads(name, model.get_submodule(owner), p))
@@ -97,7 +101,7 @@ def decide(model: nn.Module, rules: Mapping[str, Rule], expert_parallel: bool = 
     queries = _queries(matched)
     cuts = [
         _experts(name, module, rule, bare[name], expert_parallel and rule == plan.EXPERTS)
-        if rule in _OF_EXPERTS
+        if _is_of_experts(rule)
         else _cut(model, name, module, rule, queries)
         for name, module, rule in matched
     ]

@@ -37,6 +37,8 @@ class ShardedExperts(ParallelModule):
     def __init__(self, inner: nn.Module, specs: Mapping[str, ShardSpec], comm: Comm) -> None:
         super().__init__(comm)
         self.__dict__["inner"] = inner  # no child: its parameters are this module's, by the same names
+        for name, child in inner.named_children():
+            self.add_module(name, child)
         self.shard_specs.update(specs)
         filled(self, inner)
         whole = [spec for spec in specs.values() if spec.dim is not None]
@@ -97,8 +99,8 @@ def specs_of(
         counts = {p.shape[0] for p in own.values()}
         if len(counts) > 1 or not {_NUMBERS, _WEIGHTS} <= inspect.signature(experts.forward).parameters.keys():
             raise ValueError(
-                f"expert_parallel=True: {plan.wildcard(name)} ({kind}) takes no numbers of experts, or has not as "
-                "many of each parameter: leave expert_parallel out, which shards the features of all experts"
+                f"expert_parallel=True: {plan.wildcard(name)} ({kind}) computes with all experts at once, "
+                "and each rank would have some: leave expert_parallel out, which shards the features of all"
             )
         return {leaf: ShardSpec(tuple(p.shape), 0) for leaf, p in own.items()}, [Need(name, counts.pop(), "experts")]
     specs = {leaf: _by_features(experts, leaf, tuple(p.shape), styles.get(leaf)) for leaf, p in own.items()}

@@ -135,6 +135,17 @@ FAMILIES = (
     ),
     Family("gpt_bigcode", _bigcode),
     Family(
+        "gpt_oss",
+        {
+            "layers.*.self_attn": "local_params",
+            "layers.*.self_attn.{{q,k,v}_proj,sinks}": "colwise",
+            "layers.*.self_attn.o_proj": "rowwise",
+            "layers.*.mlp.experts": "moe_tp_experts",
+            "layers.*.mlp.experts.gate_up_proj": "packed_rowwise",  # stored transposed
+            "layers.*.mlp.experts.{gate_up_proj_bias,down_proj}": "colwise",
+        },
+    ),
+    Family(
         "gpt_neo",
         {
             "h.*.{attn.attention.{q,k,v}_proj,mlp.c_fc}": "colwise",
@@ -216,6 +227,7 @@ REFUSED = {
     "doge": "its own plan cuts the values that all its heads share",
     "neomme": "each of its heads is scaled by an entry of one parameter",
     "esmc": "its own plan cuts heads on which one norm works",
+    "qwen4_exp_text": "its sparse attention chooses tokens by heads that no rank has all of",
 }
 """Families whose own plan is wrong, or was not compared, with the reason."""
 

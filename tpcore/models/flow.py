@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import inspect
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
 
 from torch import nn
 
@@ -15,7 +16,25 @@ PART = "part"
 """The label of a value computed from sharded features. The other labels are names of whole modules."""
 Labels = frozenset[str]
 _NONE = Labels()
+_DEEPEST = 3
+"""Functions are read inside of functions as far as this."""
 _FACTS = {"shape", "dtype", "device", "ndim", "size", "dim"}
+
+
+def _stored(definition: ast.AST | None) -> set[str]:
+    """The names of local variables and arguments; others are modules: torch."""
+    nodes = list(ast.walk(definition)) if definition is not None else []
+    names = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    return names | {n.arg for n in nodes if isinstance(n, ast.arg)}
+
+
+def _reachable(target: ast.AST | None) -> Iterator[ast.AST]:
+    """``target`` and what may be one memory with it: no index, and no operand of a sum, whose result is new."""
+    if target is not None:
+        yield target
+        inner = [target.value] if isinstance(target, ast.Subscript) else ast.iter_child_nodes(target)
+        for child in () if isinstance(target, ast.BinOp) else inner:
+            yield from _reachable(child)
 
 
 class Flow:
@@ -34,9 +53,10 @@ class Flow:
         """Those of ``others`` whose output meets sharded features, or that are not only called."""
         self._labels: dict[str, Labels] = defaultdict(Labels)
         definition = next(iter(getattr(tree_of(block.forward), "body", [])), None)
-        nodes = list(ast.walk(definition)) if definition is not None else []
-        stored = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-        self._locals = stored | {n.arg for n in nodes if isinstance(n, ast.arg)}  # others are modules: torch
+        self._locals = _stored(definition)
+        self._globals: dict[str, Any] = getattr(inspect.unwrap(block.forward), "__globals__", {})
+        self._returned: list[list[Labels]] = []
+        self._depth = 0
         self._read(getattr(definition, "body", []), certain=True)
         if not columns <= self._inputs.keys():
             self._lost |= self.others
@@ -54,11 +74,20 @@ class Flow:
         """``certain``: all of it surely runs, so that an assignment replaces what a variable had."""
         for s in body:
             if isinstance(s, ast.Assign | ast.AnnAssign | ast.AugAssign):
+                targets = s.targets if isinstance(s, ast.Assign) else [s.target]
+                elements = self._elements(s.value) if isinstance(targets[0], ast.Tuple) and s.value else None
+                if isinstance(targets[0], ast.Tuple) and elements and len(elements) == len(targets[0].elts):
+                    for target, labels in zip(targets[0].elts, elements, strict=True):
+                        self._bind(target, labels, certain)
+                    continue
                 value = self._value(s.value)
-                for target in s.targets if isinstance(s, ast.Assign) else [s.target]:
+                for target in targets:
                     self._bind(target, value, certain and not isinstance(s, ast.AugAssign))
             elif isinstance(s, ast.FunctionDef | ast.ClassDef):
                 self._lose(s)
+            elif isinstance(s, ast.Return):
+                values = s.value.elts if isinstance(s.value, ast.Tuple) else [s.value]
+                self._returned.append([self._value(v) for v in values])
             else:
                 self._branches(s)
 
@@ -77,7 +106,7 @@ class Flow:
                     self._branches(child)
 
     def _bind(self, target: ast.expr | None, value: Labels, replaces: bool) -> None:
-        for node in ast.walk(target) if target is not None else ():
+        for node in _reachable(target):
             if isinstance(node, ast.Name) and node.id == "self":
                 self._lost |= self.others if value else set()
             elif isinstance(node, ast.Name) and node.id in self._locals:
@@ -116,6 +145,36 @@ class Flow:
             return _NONE
         return self._meet(labels) if isinstance(node, ast.BinOp) else labels
 
+    def _inlined(self, function: Callable[..., Any], node: ast.Call, skip: int) -> list[Labels] | None:
+        """What a function returns, one entry for each element of a tuple, read with the values of this call; None
+        if it is not understood. ``skip``: 1 for a method, whose first argument is the block."""
+        definition = next(iter(getattr(tree_of(function), "body", [])), None)
+        words = [str(k.arg) for k in node.keywords]
+        starred = any(k.arg is None for k in node.keywords) or any(isinstance(a, ast.Starred) for a in node.args)
+        if not isinstance(definition, ast.FunctionDef) or definition.args.vararg or starred or self._depth == _DEEPEST:
+            return None
+        names = [a.arg for a in definition.args.args][skip : len(node.args) + skip]
+        values = [self._value(v) for v in (*node.args, *(k.value for k in node.keywords))]
+        outside = self._labels, self._locals, self._globals, self._returned
+        self._labels = defaultdict(Labels, zip((*names, *words), values, strict=True))
+        self._locals, self._globals, self._returned = _stored(definition), inspect.unwrap(function).__globals__, []
+        self._depth += 1
+        self._read(definition.body, certain=True)
+        self._depth -= 1
+        found = self._returned
+        self._labels, self._locals, self._globals, self._returned = outside
+        if len({len(each) for each in found}) == 1:
+            return [_NONE.union(*each) for each in zip(*found, strict=True)]
+        return [_NONE.union(*(labels for each in found for labels in each))]
+
+    def _elements(self, node: ast.AST) -> list[Labels] | None:
+        """What a call of a function of the block's module returns, such as queries and keys with their positions."""
+        name = getattr(getattr(node, "func", None), "id", "")
+        function = None if name in self._locals else self._globals.get(name)
+        if not isinstance(node, ast.Call) or not inspect.isfunction(function):
+            return None
+        return None if any(getattr(a, "id", "") == "self" for a in node.args) else self._inlined(function, node, 0)
+
     def _call(self, node: ast.Call) -> Labels:
         name = own_call(node)
         inputs = _NONE.union(*map(self._value, (*node.args, *(k.value for k in node.keywords))))
@@ -127,6 +186,9 @@ class Flow:
             return inputs | {name}
         method = getattr(type(self.block), name, None) if name else None
         if inspect.isfunction(method):
+            found = self._inlined(method, node, 1)
+            if found is not None:
+                return _NONE.union(*found)
             self._lose(tree_of(method) or node)
         elif not name:
             if isinstance(node.func, ast.Attribute):  # a method may put its arguments into its object

@@ -158,7 +158,7 @@ PARTS = {
     **dict.fromkeys(("siglip_text_model", "siglip2_text_model"), "the tower of a model of the second table"),
 }
 """Configurations with a plan that are of no model by themselves."""
-LARGEST = 6_000_000  # parameters of a model that is run
+LARGEST = 20_000_000  # parameters of a model that is run
 
 CLASSES = (
     auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,

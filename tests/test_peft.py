@@ -67,11 +67,18 @@ def bert() -> nn.Module:
     return transformers.BertForMaskedLM(transformers.BertConfig(**SMALL, intermediate_size=64, **plain))
 
 
+def mixtral() -> nn.Module:
+    sizes = {"intermediate_size": 64, "num_key_value_heads": 4, "num_local_experts": 4}
+    config = transformers.MixtralConfig(**SMALL, **sizes, experts_implementation="eager")
+    return transformers.MixtralForCausalLM(config)
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "llama": (llama, "all-linear"),
     "mistral": (mistral, ["q_proj", "v_proj", "down_proj"]),
     "qwen2": (qwen2, "all-linear"),
     "gpt2": (gpt2, ["c_attn", "c_proj", "c_fc"]),
+    "mixtral": (mixtral, ["q_proj", "k_proj", "v_proj", "o_proj"]),
     "bert": (bert, ["query", "key", "value", "dense"]),
 }
 

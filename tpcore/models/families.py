@@ -133,6 +133,11 @@ FAMILIES = (
             "h.*.{attn,crossattention,mlp}.c_proj": "rowwise",
         },
     ),
+    Family(
+        # an indexer of tokens is whole on each rank, and gives numbers, through which no gradient passes
+        "axk2 deepseek_v32 dots3_note_text glm_moe_dsa hy_v4",
+        {"layers.*.self_attn.{indexer,q_a_proj}": "replicate"},
+    ),
     Family("gpt_bigcode", _bigcode),
     Family(
         "gpt_oss",

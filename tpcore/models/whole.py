@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,10 +16,11 @@ from torch import Tensor, nn
 
 from ..checkpoint.storage.files import dumps, make_dirs, naming, sync_dir, write_file
 from ..checkpoint.storage.tensorfile import order_of, write_tensors
+from ..errors import CheckpointError
 from ..layers.sharding import sharding
 from ..runtime.consensus import together
 from ..runtime.context import current
-from .names import names_in_files
+from .names import names_in_files, stored_as
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _STALE = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
@@ -74,6 +77,39 @@ class Gathered:
         yield whole(self.tensor)
 
 
+@dataclass(frozen=True)
+class Split:
+    """One of the tensors that files have of a ``source``, which is gathered when the first of them is written."""
+
+    source: Gathered
+    like: Tensor
+    name: str
+    values: dict[str, Tensor]
+    split: Callable[[Tensor], dict[str, Tensor]]
+
+    @property
+    def tensor(self) -> Tensor:
+        return self.source.tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.like.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.like.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.like.nbytes
+
+    def pieces(self) -> Iterator[Tensor]:
+        if self.name not in self.values:
+            (whole_source,) = self.source.pieces()
+            self.values.update(self.split(whole_source))
+        yield self.values.pop(self.name).contiguous()
+
+
 def save_whole(
     model: Any,
     save_directory: str | os.PathLike[str],
@@ -107,13 +143,14 @@ def save_whole(
     for group in groups:
         for name in order_of(group):
             if id(group[name].tensor) not in done:
+                done.add(id(group[name].tensor))
                 whole(group[name].tensor)
     with together(ctx):
         if error is not None:
             raise error
 
 
-def _stored(model: Any, done: set[int]) -> dict[str, Gathered]:
+def _stored(model: Any, done: set[int]) -> dict[str, Gathered | Split]:
     """The tensors to write, by name in files: each once, under the name that its tied names refer to."""
     targets, ignored = set(getattr(model, "all_tied_weights_keys", {})), model._keys_to_ignore_on_save or ()
     state = model.state_dict(keep_vars=True)
@@ -123,8 +160,17 @@ def _stored(model: Any, done: set[int]) -> dict[str, Gathered]:
         tied = name in targets and id(t) in sources
         if not tied and name not in ignored and not any(t is other for other in kept.values()):
             kept[name] = t
-    names = names_in_files(model, kept)
-    return {names[name]: Gathered(t, done) for name, t in kept.items()}
+    with suppress(CheckpointError):
+        names = names_in_files(model, kept)
+        return {names[name]: Gathered(t, done) for name, t in kept.items()}
+    values: dict[str, Tensor] = {}
+    stored: dict[str, Gathered | Split] = {}
+    for name, t in kept.items():
+        source = Gathered(t, done)
+        parts = stored_as(model, name, torch.empty(source.shape, dtype=source.dtype, device="meta"))
+        split = partial(stored_as, model, name)
+        stored |= {part: Split(source, like, part, values, split) for part, like in parts.items()}
+    return stored
 
 
 def bytes_of(size: int | str) -> int:
@@ -137,9 +183,9 @@ def bytes_of(size: int | str) -> int:
     return int(found[1]) * _UNITS[found[2]]
 
 
-def _groups(tensors: dict[str, Gathered], limit: int) -> list[dict[str, Gathered]]:
+def _groups(tensors: Mapping[str, Gathered | Split], limit: int) -> list[dict[str, Gathered | Split]]:
     """``tensors`` in order, in groups of at most ``limit`` bytes or of one tensor."""
-    groups: list[dict[str, Gathered]] = [{}]
+    groups: list[dict[str, Gathered | Split]] = [{}]
     size = 0
     for name, item in tensors.items():
         if groups[-1] and size + item.nbytes > limit:
@@ -150,7 +196,7 @@ def _groups(tensors: dict[str, Gathered], limit: int) -> list[dict[str, Gathered
     return groups
 
 
-def _write(model: Any, out: str, groups: list[dict[str, Gathered]]) -> None:
+def _write(model: Any, out: str, groups: list[dict[str, Gathered | Split]]) -> None:
     make_dirs(out)
     n = len(groups)
     names = [f"model-{i:05d}-of-{n:05d}.safetensors" for i in range(1, n + 1)] if n > 1 else ["model.safetensors"]

@@ -1,0 +1,168 @@
+"""Models of experts: training, checkpoints of both ways of sharding, files of transformers, losses of routers."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import hf
+import pytest
+import torch
+import transformers
+from hf import TINY, assert_equals_whole
+from pipelines import part_of
+from safetensors.torch import load_file
+from tiers import tiers
+from torch import Tensor
+
+import tpcore
+from tpcore import Mesh
+from tpcore.models.experts import ShardedExperts
+from tpcore.testing import run_ranks
+
+SIZES = {**TINY, "num_key_value_heads": 4, "num_hidden_layers": 2, "experts_implementation": "eager"}
+ROUNDS = 1e-6  # norms and routers of transformers compute in float32, whose step is 1e-7
+FEATURES: dict[str, Any] = {}
+WHOLE = {"expert_parallel": True}
+WAYS = pytest.mark.parametrize("options", [FEATURES, WHOLE], ids=["features", "experts"])
+
+
+def mixtral(**options: Any) -> Any:
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES, num_local_experts=4, **options))
+
+
+def qwen(**options: Any) -> Any:
+    sizes = {**SIZES, "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
+    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes, **options))
+
+
+MAKES = {"mixtral": mixtral, "qwen3_moe": qwen}
+
+
+@WAYS
+@pytest.mark.parametrize("name", MAKES)
+def test_the_loss_of_routers_is_that_of_the_whole_batch(name: str, options: dict[str, Any]) -> None:
+    make = MAKES[name]
+    assert_equals_whole(lambda: make(output_router_logits=True), (2,), tolerance=ROUNDS, **options)
+
+
+@WAYS
+def test_stages(options: dict[str, Any]) -> None:
+    whole, batch = hf.double(mixtral), hf.text(length=6)
+    batch = {name: torch.cat([t[:2], t[:2]]) for name, t in batch.items()}  # as many labels in each microbatch
+    whole(**batch).loss.backward()
+    full = dict(whole.named_parameters())
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        model: Any = hf.double(mixtral)
+        tpcore.parallelize(model, num_microbatches=2, **options)
+        model(**batch).loss.backward()
+        for key, p in model.named_parameters():
+            torch.testing.assert_close(p.grad, part_of(full[key].grad, p, ctx), rtol=ROUNDS, atol=ROUNDS)
+
+    run_ranks(Mesh({"pp": 2, "dp": 1, "tp": 2}), rank)
+
+
+def batches(dp: int) -> list[list[dict[str, Tensor]]]:
+    """[step][dp rank]: of one length, so that the mean over dp is the whole batch's."""
+    made = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, 99, (20, dp, 2, 8), generator=made)
+    return [[{"input_ids": one, "labels": one} for one in step] for step in ids]
+
+
+def joined(step: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.cat([one[name] for one in step]) for name in step[0]}
+
+
+@WAYS
+@pytest.mark.parametrize("zero1", [True, False])
+@pytest.mark.parametrize("name", tiers(["mixtral"], slow=["qwen3_moe"]))
+def test_twenty_clipped_steps(name: str, zero1: bool, options: dict[str, Any]) -> None:
+    whole: Any = hf.double(MAKES[name])
+    plain, want = torch.optim.AdamW(whole.parameters(), lr=1e-3), []
+    for step in batches(2):
+        plain.zero_grad()
+        loss = whole(**joined(step)).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
+        plain.step()
+        want.append(float(loss.detach()))
+
+    def rank(ctx: tpcore.ParallelContext) -> list[float]:
+        model: Any = tpcore.parallelize(hf.double(MAKES[name]), **options)
+        make = tpcore.Zero1 if zero1 else lambda kind, named, **o: kind(named, **o)
+        optimizer = make(torch.optim.AdamW, model.named_parameters(), lr=1e-3)
+        losses = []
+        for step in batches(2):
+            optimizer.zero_grad()
+            loss = model(**step[ctx.coord("dp")]).loss
+            loss.backward()
+            tpcore.optimizer_step(optimizer, max_norm=0.5)
+            losses.append(float(ctx.comm("dp").all_reduce(loss.detach()) / 2))
+        return losses
+
+    for losses in run_ranks(Mesh({"dp": 2, "tp": 2}), rank):
+        # Adam divides by the root of small squares, which grows the float32 rounding of norms and routers
+        assert losses == pytest.approx(want, rel=1e-5)
+    assert any(a != b for a, b in pairwise(want))
+
+
+@pytest.mark.parametrize("saved", [(2, FEATURES), (4, WHOLE)], ids=["features at 2", "experts at 4"])
+def test_a_checkpoint_opens_however_experts_are_sharded(saved: tuple[int, dict[str, Any]], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    whole = mixtral().state_dict()
+
+    def save(ctx: tpcore.ParallelContext) -> None:
+        torch.manual_seed(0)
+        model = tpcore.parallelize(mixtral(), **saved[1])
+        tpcore.checkpoint.save({"model": model.state_dict()}, tmp_path / "made")
+
+    def loaded(ctx: tpcore.ParallelContext, options: dict[str, Any]) -> None:
+        model = tpcore.parallelize(mixtral(), **options)
+        tpcore.checkpoint.load(tmp_path / "made", model)
+        for name, t in tpcore.full_state_dict(model).items():
+            assert torch.equal(t, whole[name]), name
+
+    run_ranks(Mesh({"tp": saved[0]}), save)
+    for degree, options in ((1, FEATURES), (2, FEATURES), (2, WHOLE), (4, FEATURES), (4, WHOLE)):
+        if degree > 1 or not options:
+            run_ranks(Mesh({"tp": degree}), lambda ctx, options=options: loaded(ctx, options))
+
+
+@WAYS
+@pytest.mark.parametrize("name", tiers(["mixtral"], slow=["qwen3_moe"]))
+def test_files_have_each_expert_by_itself(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = MAKES[name]()
+    model.save_pretrained(tmp_path / "whole")
+    stored = load_file(tmp_path / "whole" / "model.safetensors")
+    assert sum("experts" in key for key in stored) == 2 * 4 * 3  # layers, experts, matrices
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        with tpcore.lazy():
+            lazy = type(model).from_pretrained(tmp_path / "whole")
+        lazy = tpcore.parallelize(lazy, **options)
+        lazy.save_pretrained(tmp_path / "one")
+        lazy.save_pretrained(tmp_path / "many", max_shard_size="20KB")
+
+    run_ranks(Mesh({"tp": 2}), rank)
+    assert all(torch.equal(t, stored[key]) for key, t in load_file(tmp_path / "one" / "model.safetensors").items())
+    again = type(model).from_pretrained(tmp_path / "many")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 3
+    assert all(torch.equal(t, model.state_dict()[key]) for key, t in again.state_dict().items())
+
+
+@WAYS
+def test_generates_what_the_whole_model_does(options: dict[str, Any]) -> None:
+    whole = hf.double(mixtral).eval()
+    prompt = torch.tensor([[5, 6, 7]])
+    want = whole.generate(prompt, max_new_tokens=8, do_sample=False, eos_token_id=None)
+
+    def rank(ctx: tpcore.ParallelContext) -> Tensor:
+        model: Any = tpcore.parallelize(hf.double(mixtral), **options).eval()
+        assert any(isinstance(m, ShardedExperts) for m in model.modules())
+        out: Tensor = model.generate(prompt, max_new_tokens=8, do_sample=False, eos_token_id=None)
+        return out
+
+    assert all(torch.equal(got, want) for got in run_ranks(Mesh({"tp": 2}), rank))

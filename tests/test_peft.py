@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning"),  # GPT-2, without harm
 ]
 TWO = Mesh({"tp": 2})
-EXACT = 1e-12  # float64: another order of summation
+EXACT = 1e-11  # float64: another order of summation; a float32 step of a norm or a router, weighted, is as large
 SMALL: dict[str, Any] = {
     "vocab_size": 99,
     "hidden_size": 32,

@@ -43,11 +43,17 @@ def quantized(weight: Tensor, dtype: torch.dtype, largest: Callable[[Tensor], Te
     return made, scale
 
 
+def _takes(x: Tensor, weight: Tensor) -> bool:
+    """Whether torch's integer kernel is there for the dtypes and sizes: it reads past the end of other ones."""
+    dtypes = x.dtype, weight.dtype
+    return dtypes == (torch.bfloat16, torch.int8) and not (weight.shape[0] % 64 or weight.shape[1] % 64)
+
+
 def _product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     if x.dtype is torch.float16:  # the products without scales would leave its range
         return F.linear(x, (weight.float() * scale[:, None]).to(x.dtype))
     rows = x.numel() // x.shape[-1]
-    if rows <= _FEW_ROWS and x.device.type == "cpu" and (x.dtype, weight.dtype) == (torch.bfloat16, torch.int8):
+    if 0 < rows <= _FEW_ROWS and x.device.type == "cpu" and _takes(x, weight):
         y: Tensor = torch._weight_int8pack_mm(x.reshape(rows, -1), weight, scale.to(x.dtype))
         return y.view(*x.shape[:-1], len(weight))
     return (F.linear(x, weight.to(x.dtype)) * scale).to(x.dtype)
@@ -128,7 +134,7 @@ class QuantizedLinear(nn.Linear):
         return linear(x, self.weight, self.bias, self.weight_scale)
 
     def _apply(self, fn: Any, recurse: bool = True) -> QuantizedLinear:
-        super()._apply(_unchanged(self, fn), recurse)  # type: ignore[no-untyped-call]
+        super()._apply(_unchanged(self, fn), recurse)
         return self
 
 

@@ -88,8 +88,7 @@ def parallelize(
         return model
     comm = context.comm("tp")
     checked_model(model)
-    if quantize is not None:
-        quantized.check(model, quantize, staged=num_microbatches is not None)
+    quantized.check(model, quantize, staged=num_microbatches is not None)
     if is_guarded(model):
         raise ValueError(f"this {type(model).__name__} is sharded already: parallelize it once, from the whole")
     stages = number_of_stages(context, num_microbatches)

@@ -24,8 +24,17 @@ def layers_of(model: nn.Module) -> list[Named]:
     return found
 
 
-def check(model: nn.Module, dtype: torch.dtype, *, staged: bool) -> None:
+def check(model: nn.Module, dtype: torch.dtype | None, *, staged: bool) -> None:
     """Before any change: ValueError for what ``parallelize`` cannot quantize."""
+    method = getattr(model, "quantization_method", None)  # transformers sets it
+    method = getattr(method, "value", method)
+    if method not in (None, "torchao"):  # of torchao's, modules that stay whole are right
+        raise ValueError(
+            f"weights quantized by {method} cannot be sharded: load the model without quantization_config, from "
+            "files that are not quantized, and pass quantize=torch.int8 to parallelize"
+        )
+    if dtype is None:
+        return
     check_dtype(dtype)
     if staged:
         raise ValueError(f"quantize={dtype} with num_microbatches=: quantized layers are not spread over stages")

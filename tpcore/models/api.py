@@ -75,16 +75,9 @@ def parallelize(
     """
     context = ctx or current()
     if _has_adapters(model):
-        _with_adapters(
-            model,
-            context,
-            num_microbatches,
-            plan=plan,
-            sequence_parallel=sequence_parallel,
-            expert_parallel=expert_parallel,
-            lazy_from=lazy_from,
-            quantize=quantize,
-        )
+        options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "expert_parallel": expert_parallel}
+        options |= {"plan": plan, "lazy_from": lazy_from, "quantize": quantize}
+        _with_adapters(model, context, num_microbatches, **options)
         return model
     comm = context.comm("tp")
     checked_model(model)
@@ -114,8 +107,7 @@ def parallelize(
         if weights is not None:
             read_parts(model, weights, context, quantize)
         elif quantize is not None:
-            for _, layer in quantized.layers_of(model):
-                quantized.quantize(model, layer, quantize)
+            quantized.quantize_all(model, quantize)
     return model
 
 

@@ -51,6 +51,12 @@ def quantize(model: nn.Module, layer: Any, dtype: torch.dtype) -> None:
     model.__dict__["save_pretrained"] = _refuse_to_save
 
 
+def quantize_all(model: nn.Module, dtype: torch.dtype) -> None:
+    """Quantize a model that has its values."""
+    for _, layer in layers_of(model):
+        quantize(model, layer, dtype)
+
+
 def _refuse_to_save(*_: Any, **__: Any) -> NoReturn:
     raise ValueError(
         "a quantized model is not written as transformers' files, which have no scales: save it with "

@@ -12,10 +12,13 @@ import torch
 import transformers
 from hf import double, llama, text
 from hf import recompute as activation_checkpointing
+from safetensors.torch import load_file
 from tiers import tiers
 from torch import Tensor, nn
+from typer.testing import CliRunner
 
 import tpcore
+from tpcore.cli.app import app
 from tpcore.layers.sharding import sharding
 from tpcore.layout.mesh import Mesh
 from tpcore.testing import run_ranks
@@ -217,6 +220,26 @@ def test_files_open_on_one_process_and_on_any_mesh(tmp_path: Path) -> None:
         for name, p in one.named_parameters():
             assert torch.equal(p, whole.get_parameter(name)), name
         run_ranks(Mesh({"tp": 6 - size}), partial(opened, folder=folder))
+
+
+@pytest.mark.parametrize("options", [{}, {"targets": ["embed_tokens", "q_proj"], "modules_to_save": ["down_proj"]}])
+def test_a_checkpoint_consolidates_to_the_files_of_save_pretrained(tmp_path: Path, options: dict[str, Any]) -> None:
+    def rank(_: tpcore.ParallelContext) -> None:
+        model = adapted(llama, "after", options)
+        warm(model)
+        tpcore.checkpoint.save({"model": model.state_dict()}, tmp_path / "run")
+        model.save_pretrained(tmp_path / "files", save_embedding_layers=False)
+
+    run_ranks(TWO, rank)
+    files = str(tmp_path / "files")
+    command = ["checkpoint", "consolidate", str(tmp_path / "run"), str(tmp_path / "out"), "--adapter"]
+    done = CliRunner().invoke(app, [*command, files])
+    assert done.exit_code == 0, done.output
+    got, want = (load_file(tmp_path / where / "adapter_model.safetensors") for where in ("out", "files"))
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[name], want[name]) for name in want)
+    peft.PeftModel.from_pretrained(made(llama), tmp_path / "out")
+    assert "there is no configuration" in CliRunner().invoke(app, [*command, str(tmp_path / "run")]).output
 
 
 @pytest.mark.parametrize("how", ["before", "after"])

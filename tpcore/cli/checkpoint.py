@@ -96,6 +96,9 @@ def consolidate(
     config: Annotated[
         str, typer.Option("--config", help="A config.json or its folder: write the names of its files.")
     ] = "",
+    adapter: Annotated[
+        str, typer.Option("--adapter", help="An adapter_config.json or its folder: write peft's files alone.")
+    ] = "",
     *,
     given: Given,
 ) -> None:
@@ -104,6 +107,8 @@ def consolidate(
 
     if output_format not in ("safetensors", "pytorch"):
         raise typer.BadParameter(f"--format {output_format}: safetensors or pytorch")
+    if adapter and (config or max_shard_size or output_format != "safetensors"):
+        raise typer.BadParameter("--adapter writes one adapter_model.safetensors: leave out the other options")
     size = _bytes(max_shard_size) if max_shard_size else None
     with _reporting(given.as_json) as progress:
         names = consolidate_checkpoint(
@@ -113,7 +118,7 @@ def consolidate(
             max_shard_size=size,
             **given.reading,
             progress=progress,
-            **(_named_by(config) if config else {}),
+            **(_named_by(config, adapter) if config or adapter else {}),
         )
     _wrote(out, names, given.as_json)
 
@@ -271,12 +276,14 @@ def _rules(cuts: list[str]) -> list[Any]:
     return rules
 
 
-def _named_by(config: str) -> dict[str, Any]:
-    """For ``consolidate``: names as transformers stores the model of a configuration, which is copied too."""
-    from ..models.stored import stored_names
+def _named_by(config: str, adapter: str) -> dict[str, Any]:
+    """For ``consolidate``: names as transformers or peft stores what a configuration is of, which is copied too."""
+    from ..models.stored import adapter_names, stored_names
 
-    folder = config if Path(config).is_dir() else str(Path(config).parent)
-    return {"stored_names": partial(stored_names, config), "beside": folder}
+    given = adapter or config
+    folder = given if Path(given).is_dir() else str(Path(given).parent)
+    names = adapter_names if adapter else stored_names
+    return {"stored_names": partial(names, given), "beside": folder, "adapter": bool(adapter)}
 
 
 def _bytes(text: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,8 +13,10 @@ from torch import Tensor
 from ..comm import mappings as ops
 from ..comm.comm import Comm
 from ..comm.parts import plain
+from . import quantized
 
 Backward = Callable[[Any, Tensor], tuple[Tensor | None, ...]]
+Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 Forward = Callable[[Tensor, Tensor, Tensor | None, "How"], Tensor]
 How = tuple[Comm, int | None, torch.dtype]
 """The Comm, the sequence dim (None without sequence parallelism), and the least precision to sum in."""
@@ -38,15 +41,15 @@ def _narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype is dtype else x.to(dtype)
 
 
-def _mapped_column(x: Tensor, weight: Tensor, bias: Tensor | None, how: How) -> Tensor:
+def _mapped_column(x: Tensor, weight: Tensor, bias: Tensor | None, how: How, linear: Linear = F.linear) -> Tensor:
     comm, seq, dtype = how
     x = ops.copy(x, comm, dtype=dtype) if seq is None else ops.all_gather(x, comm, seq, dtype=dtype)
-    return F.linear(x, weight, bias)
+    return linear(x, weight, bias)
 
 
-def _mapped_row(x: Tensor, weight: Tensor, bias: Tensor | None, how: How) -> Tensor:
+def _mapped_row(x: Tensor, weight: Tensor, bias: Tensor | None, how: How, linear: Linear = F.linear) -> Tensor:
     comm, seq, dtype = how
-    y = F.linear(x, weight)
+    y = linear(x, weight, None)
     if seq is None:
         y = ops.reduce(y, comm, dtype=dtype)
     else:
@@ -156,11 +159,19 @@ def _cast(x: Tensor, weight: Tensor, bias: Tensor | None, to: torch.dtype) -> tu
 
 
 def column_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, comm: Comm, sequence_dim: int | None, dtype: torch.dtype
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    comm: Comm,
+    sequence_dim: int | None,
+    dtype: torch.dtype,
+    scale: Tensor | None = None,
 ) -> Tensor:
     """``x @ weight.T + bias`` with a weight cut by output features. ``dtype``: the least precision in which
-    the input gradient is summed."""
+    the input gradient is summed. ``scale``: of a quantized weight."""
     x = plain(x)
+    if scale is not None:
+        return _mapped_column(x, weight, bias, (comm, sequence_dim, dtype), partial(quantized.linear, scale=scale))
     if not x.is_meta and torch.is_autocast_enabled(comm.device_type):  # ("meta") is an error
         x, weight, bias = _cast(x, weight, bias, torch.get_autocast_dtype(comm.device_type))
     apply = _Column.apply if torch.is_grad_enabled() else _column
@@ -170,11 +181,19 @@ def column_linear(
 
 
 def row_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, comm: Comm, sequence_dim: int | None, dtype: torch.dtype
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    comm: Comm,
+    sequence_dim: int | None,
+    dtype: torch.dtype,
+    scale: Tensor | None = None,
 ) -> Tensor:
     """``(sum over ranks of x @ weight.T) + bias`` with a weight cut by input features. ``dtype``: the least
-    precision of the sum."""
+    precision of the sum. ``scale``: of a quantized weight."""
     x = plain(x)
+    if scale is not None:
+        return _mapped_row(x, weight, bias, (comm, sequence_dim, dtype), partial(quantized.linear, scale=scale))
     if not x.is_meta and torch.is_autocast_enabled(comm.device_type):  # ("meta") is an error
         x, weight, bias = _cast(x, weight, bias, torch.get_autocast_dtype(comm.device_type))
     apply = _Row.apply if torch.is_grad_enabled() else _row

@@ -13,12 +13,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..comm import mappings as ops
 from ..layout.shard import Block, ShardSpec
-from .attributes import LinearAttributes
 from .copies import Copies
 from .features import Features, mark_unpadded, marked_like
 from .fused import column_linear, row_linear
@@ -26,6 +24,7 @@ from .initial import Init, unsharded
 from .module import Device
 from .options import cut_features, sequence_dim, tokens_over
 from .plain import checked_plain, filled
+from .quantized import QuantizableLinear
 from .widths import refuse_width
 
 Result = Tensor | tuple[Tensor, Tensor | None]
@@ -58,11 +57,10 @@ def _initial_bias(fan_in: int) -> Init:
     return lambda t: nn.init.uniform_(t, -bound, bound)
 
 
-class ParallelLinear(LinearAttributes):
+class ParallelLinear(QuantizableLinear):
     """Base of both layers: sizes, weight and bias, conversion from a plain module."""
 
     form: ClassVar[WeightForm] = WeightForm(_sizes, _initial_weight, _initial_bias)
-    weight: Tensor
     bias: Tensor | None
     skip_bias_add: bool
     reduce_dtype: torch.dtype
@@ -115,6 +113,7 @@ class ParallelLinear(LinearAttributes):
             self.shard_parameter("bias", bias_spec, self.form.initial_bias(inputs), dtype, device)
         else:
             self.register_parameter("bias", None)
+        self.register_parameter("weight_scale", None)
 
     def extra_repr(self) -> str:
         return (
@@ -198,9 +197,9 @@ class ColumnParallelLinear(ParallelLinear):
         if self.tokens is not None:
             x = self.tokens.gathered(x, self.reduce_dtype)
         if self.input_is_copied:
-            y = F.linear(x, weight, added)
+            y = self.product(x, weight, added)
         else:
-            y = column_linear(x, weight, added, self.tp, self.sequence_dim, self.reduce_dtype)
+            y = column_linear(x, weight, added, self.tp, self.sequence_dim, self.reduce_dtype, self.weight_scale)
         if self.gather_output or self.features.padded:
             y = self.outputs(y)
             bias = self.outputs(bias) if self.skip_bias_add and bias is not None else bias
@@ -287,11 +286,11 @@ class RowParallelLinear(ParallelLinear):
             x = self.features.mask(x, self.tp)
         if self.reduce_output:
             added = None if self.skip_bias_add else bias
-            y = row_linear(x, weight, added, self.tp, self.sequence_dim, self.reduce_dtype)
+            y = row_linear(x, weight, added, self.tp, self.sequence_dim, self.reduce_dtype, self.weight_scale)
             if self.sequence_dim is not None:
                 y = self.as_part(y, self.sequence_dim, "tokens")
         else:
-            y = F.linear(x, weight)
+            y = self.product(x, weight, None)
         if not self.skip_bias_add:
             return y
         if bias is None or self.sequence_dim is None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from ..comm.comm import Comm
@@ -14,6 +15,7 @@ from ..layers import ColumnParallelLinear
 from ..log import inform
 from ..runtime.context import ParallelContext, current, use
 from . import plan as styles
+from . import quantized
 from .attentions import gather_attentions
 from .cuts import Cut, attentions, decide
 from .dropout import drop_by_rank
@@ -44,6 +46,7 @@ def parallelize(
     expert_parallel: bool = False,
     num_microbatches: int | None = None,
     lazy_from: str | os.PathLike[str] | None = None,
+    quantize: torch.dtype | None = None,
     ctx: ParallelContext | None = None,
 ) -> Model:
     """Cut a transformers model over the tp group, in place, by its own plan; returns the model.
@@ -58,7 +61,9 @@ def parallelize(
     whose number of tokens tp divides. ``expert_parallel``: each rank has whole experts of every layer that has
     some, instead of features of all experts. ``lazy_from``: a directory of safetensors or ``.bin`` files from which
     each rank reads its part; default: the directory of ``from_pretrained`` in ``tpcore.lazy()``. ``ctx``: the
-    parallel context; default: the current one.
+    parallel context; default: the current one. ``quantize``: ``torch.int8`` or ``torch.float8_e4m3fn``, to which the
+    weights of linear layers, heads excepted, are quantized and frozen, with a scale for each output channel: new
+    Parameters, ``weight`` and ``weight_scale``. The same at every degree.
 
     ``num_microbatches``: the model's layers become ``tpcore.PipelinedLayers``, each stage keeps its own, and
     the vocabulary is cut over stages and tp together. Required at ``pp`` above 1, where the optimizer has to
@@ -70,18 +75,13 @@ def parallelize(
     """
     context = ctx or current()
     if _has_adapters(model):
-        _with_adapters(
-            model,
-            context,
-            num_microbatches,
-            plan=plan,
-            sequence_parallel=sequence_parallel,
-            expert_parallel=expert_parallel,
-            lazy_from=lazy_from,
-        )
+        options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "expert_parallel": expert_parallel}
+        options |= {"plan": plan, "lazy_from": lazy_from, "quantize": quantize}
+        _with_adapters(model, context, num_microbatches, **options)
         return model
     comm = context.comm("tp")
     checked_model(model)
+    quantized.check(model, quantize, staged=num_microbatches is not None)
     if is_guarded(model):
         raise ValueError(f"this {type(model).__name__} is sharded already: parallelize it once, from the whole")
     stages = number_of_stages(context, num_microbatches)
@@ -105,7 +105,9 @@ def parallelize(
             _connect(model, cuts, comm, rules, sequence_parallel)
             generate_alike(model, context.comm("pp", "tp") if stages > 1 else comm)
         if weights is not None:
-            read_parts(model, weights, context)
+            read_parts(model, weights, context, quantize)
+        elif quantize is not None:
+            quantized.quantize_all(model, quantize)
     return model
 
 

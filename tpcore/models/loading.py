@@ -24,6 +24,7 @@ from ..layers.module import ParallelModule
 from ..runtime.consensus import together
 from ..runtime.context import ParallelContext
 from ..train.pipeline import PipelinedLayers
+from . import quantized
 from .weights import Weights, by_model_name, equal
 
 FILES = "_tpcore_lazy_from"
@@ -168,12 +169,26 @@ def open_weights(model: Any, path: str) -> Weights:
     return weights
 
 
-def read_parts(model: nn.Module, weights: Weights, ctx: ParallelContext) -> None:
+def read_parts(model: nn.Module, weights: Weights, ctx: ParallelContext, quantize: torch.dtype | None = None) -> None:
     """Fill ``model`` from ``weights``; each rank reads its parts. Collective over the world.
+
+    ``quantize``: linear layers are read one by one, and each is quantized before the next has memory.
 
     Parameters on meta get memory and stay the same objects. Raises CheckpointError on every rank if a tensor
     does not fit or still has no values afterwards.
     """
+    if quantize is not None:
+        named = quantized.layers_of(model)
+        for part, layer in quantized.apart(model, named):
+            names = part.state_dict(keep_vars=True).keys()
+            own = {n: t for n, t in weights.tensors.items() if n in names or layer is None}
+            if layer is None:
+                own = {n: t for n, t in own.items() if not n.startswith(tuple(f"{name}." for name, _ in named))}
+            read_parts(part, replace(weights, tensors=own), ctx)
+            if layer is not None:
+                quantized.quantize(model, layer, quantize)
+        model.__dict__.pop(FILES, None)
+        return
     path = weights.path
     ctx.comm("tp")  # here, where all ranks pass: the first use of a group is collective
     with together(ctx), naming("load", path):

@@ -64,6 +64,15 @@ class ShardedLora(lora.Linear):  # type: ignore[misc, unused-ignore]
             sum_gradients(b, base.tp, _TokensSharded(base))
         part.register_load_state_dict_pre_hook(take_part)
 
+    def merge(self, *args: Any, **kwargs: Any) -> None:
+        base: Any = self.get_base_layer()
+        if base.weight_scale is not None:
+            raise ValueError(
+                f"adapters are not merged into a weight of {base.weight.dtype}: save them with save_pretrained, and "
+                "merge them into the model that it was quantized from"
+            )
+        super().merge(*args, **kwargs)
+
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         base = self.get_base_layer()
         layers: dict[str, tuple[Any, Any]] = {

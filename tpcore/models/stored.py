@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,31 @@ def stored_names(config: str | os.PathLike[str], names: Iterable[str]) -> dict[s
         what = f"has no {', '.join(unknown[:5])}" if unknown else f"also has {', '.join(missing[:5])}"
         raise CheckpointError(f"{config}: a {type(model).__name__} {what}: this is a checkpoint of another model")
     return names_in_files(model, [name for name in given if name not in targets])
+
+
+def adapter_names(config: str | os.PathLike[str], names: Iterable[str]) -> dict[str, str]:
+    """The name in peft's files of each tensor of an adapter, that of ``default`` or the only one, among ``names``.
+
+    ``config``: an ``adapter_config.json``, or its folder. CheckpointError for names without adapters.
+    """
+    path = Path(config) / "adapter_config.json" if os.path.isdir(config) else Path(config)
+    if not path.is_file():
+        raise CheckpointError(f"there is no configuration {path}")
+    if (bias := json.loads(read_file(str(path))).get("bias", "none")) != "none":
+        raise CheckpointError(f"{path}: bias={bias!r} trains the model's own: write them with save_pretrained")
+    found = [(name, match) for name in names if (match := _OF_ADAPTER.fullmatch(name))]
+    adapters = sorted({match["adapter"] for _, match in found})
+    wanted = "default" if "default" in adapters else adapters[0] if len(adapters) == 1 else None
+    if wanted is None:
+        raise CheckpointError(f"{path}: the checkpoint has the adapters {adapters}, and one is written, 'default'")
+    kept = [(name, m) for name, m in found if m["adapter"] == wanted]
+    return {name: m["owner"] + (m["kind"] or "") + m["leaf"] for name, m in kept}
+
+
+_OF_ADAPTER = re.compile(
+    r"(?P<owner>.+?)(?:(?P<kind>\.lora_\w+)|\.modules_to_save)\.(?P<adapter>[^.]+)(?P<leaf>(?:\..+)?)"
+)
+"""A name in memory. In files the adapter's name is left out, and ``modules_to_save``."""
 
 
 def _sources(model: Any, given: list[str]) -> set[str]:

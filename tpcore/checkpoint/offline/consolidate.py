@@ -38,13 +38,15 @@ def consolidate(
     progress: Progress | None = None,
     stored_names: Callable[[Iterable[str]], Mapping[str, str]] | None = None,
     beside: StrPath | None = None,
+    adapter: bool = False,
 ) -> list[str]:
     """Write the unsharded model in ``src`` to the directory ``out``. Returns the names of the files.
 
     Writes ``model.safetensors``, or ``pytorch_model.bin`` if ``pickled``. A larger model than
     ``max_shard_size`` bytes becomes several files and an index. What else is in the folder of a model,
     its configuration, tokenizer and code, is copied, from ``beside`` if it is given. ``stored_names``: by
-    names of tensors, those to write; what it leaves out is tied to another.
+    names of tensors, those to write; what it leaves out is tied to another. ``adapter``: peft's files are written,
+    ``adapter_model.safetensors`` and what lies beside ``adapter_config.json``.
     """
     with opened(src, how or Reading(), rules) as source:
         tensors, ties = once(tensors_of(source, rules), source.path)
@@ -55,6 +57,7 @@ def consolidate(
         if progress is not None:
             progress.start(sum(map(nbytes_of, tensors.values())))
         stem, end = ("pytorch_model", ".bin") if pickled else ("model", ".safetensors")
+        stem = "adapter_model" if adapter else stem
         width = f"{len(groups):05d}"
         names = [
             f"{stem}{end}" if len(groups) == 1 else f"{stem}-{i:05d}-of-{width}{end}" for i in range(1, len(groups) + 1)
@@ -69,7 +72,7 @@ def consolidate(
                 text = dumps({"metadata": total, "weight_map": where}, indent=2)
                 names.append(f"{stem}{end}{INDEX}")
                 write_file(os.path.join(stage, names[-1]), [text])
-            names += _copy_model_files(os.fspath(beside or src), stage, os.fspath(out))
+            names += _copy_model_files(os.fspath(beside or src), stage, os.fspath(out), "adapter_" * adapter)
             sync_dir(stage)
     return names
 
@@ -119,10 +122,10 @@ def _write_weights(
         os.unlink(scratch)
 
 
-def _copy_model_files(src: str, stage: str, out: str) -> list[str]:
+def _copy_model_files(src: str, stage: str, out: str, kind: str) -> list[str]:
     """Copy what lies beside the weights in ``src`` or its parent: configurations, tokenizer, code."""
     names = []
-    for folder, name in _model_files(src):
+    for folder, name in _model_files(src, f"{kind}config.json"):
         path = os.path.join(folder, name)
         if not os.path.lexists(os.path.join(out, name.partition(os.sep)[0])):
             with naming("copy", path), open(path, "rb") as f:
@@ -132,10 +135,10 @@ def _copy_model_files(src: str, stage: str, out: str) -> list[str]:
     return names
 
 
-def _model_files(src: str) -> Iterator[tuple[str, str]]:
+def _model_files(src: str, config: str) -> Iterator[tuple[str, str]]:
     """The folder with the configuration, and the name in it of each file that belongs to the model."""
     for folder in (src, os.path.dirname(os.path.realpath(src))):
-        if not os.path.isfile(os.path.join(folder, "config.json")):
+        if not os.path.isfile(os.path.join(folder, config)):
             continue
         templates = os.path.join(folder, _TEMPLATES)
         names = os.listdir(folder)

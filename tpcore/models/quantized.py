@@ -1,0 +1,83 @@
+"""Quantization of a model's linear layers, after they are sharded and, from files, one layer at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from ..layers import ColumnParallelLinear, RowParallelLinear
+from ..layers.quantized import QuantizedLinear, check_dtype, freeze
+
+Named = tuple[str, Any]
+
+
+def layers_of(model: nn.Module) -> list[Named]:
+    """The linear layers inside of numbered layers, which does not include heads. ValueError if there are none."""
+    kinds = nn.Linear, ColumnParallelLinear, RowParallelLinear
+    named = list(model.named_modules())
+    found = [(name, m) for name, m in named if type(m) in kinds and any(map(str.isdigit, name.split(".")))]
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no nn.Linear in its layers, so there is nothing to quantize")
+    return found
+
+
+def check(model: nn.Module, dtype: torch.dtype | None, *, staged: bool) -> None:
+    """Before any change: ValueError for what ``parallelize`` cannot quantize."""
+    method = getattr(model, "quantization_method", None)  # transformers sets it
+    method = getattr(method, "value", method)
+    if method not in (None, "torchao"):  # of torchao's, modules that stay whole are right
+        raise ValueError(
+            f"weights quantized by {method} cannot be sharded: load the model without quantization_config, from "
+            "files that are not quantized, and pass quantize=torch.int8 to parallelize"
+        )
+    if dtype is None:
+        return
+    check_dtype(dtype)
+    if staged:
+        raise ValueError(f"quantize={dtype} with num_microbatches=: quantized layers are not spread over stages")
+    layers_of(model)
+
+
+def quantize(model: nn.Module, layer: Any, dtype: torch.dtype) -> None:
+    """Quantize one ``layer`` of the model in place. Collective over the layer's group."""
+    if isinstance(layer, nn.Linear):
+        layer.__class__ = QuantizedLinear
+        freeze(layer, dtype)
+    else:
+        layer.quantize(dtype)
+    model.__dict__["save_pretrained"] = _refuse_to_save
+
+
+def quantize_all(model: nn.Module, dtype: torch.dtype) -> None:
+    """Quantize a model that has its values."""
+    for _, layer in layers_of(model):
+        quantize(model, layer, dtype)
+
+
+def _refuse_to_save(*_: Any, **__: Any) -> NoReturn:
+    raise ValueError(
+        "a quantized model is not written as transformers' files, which have no scales: save it with "
+        "tpcore.checkpoint.save, or its adapters with save_pretrained of the PeftModel"
+    )
+
+
+def apart(model: nn.Module, layers: list[Named]) -> Iterator[tuple[nn.Module, Any]]:
+    """First the model without ``layers``, then one layer at a time: with a module that has it alone, by its name."""
+    for name, _ in layers:
+        model.set_submodule(name, nn.Identity())
+    try:
+        yield model, None
+        for name, layer in layers:
+            alone = node = nn.Module()
+            *owners, leaf = name.split(".")
+            for owner in owners:
+                node.add_module(owner, inner := nn.Module())
+                node = inner
+            node.add_module(leaf, layer)
+            yield alone, layer
+    finally:
+        for name, layer in layers:
+            model.set_submodule(name, layer)

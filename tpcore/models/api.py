@@ -15,6 +15,7 @@ from ..log import inform
 from ..runtime.context import ParallelContext, current, use
 from . import plan as styles
 from .attentions import gather_attentions
+from .context import context_of, cut_context
 from .cuts import Cut, attentions, decide
 from .dropout import drop_by_rank
 from .fit import check_fit
@@ -41,6 +42,7 @@ def parallelize(
     *,
     plan: Mapping[str, Rule] | None = None,
     sequence_parallel: bool = False,
+    context_parallel: str | None = None,
     num_microbatches: int | None = None,
     lazy_from: str | os.PathLike[str] | None = None,
     ctx: ParallelContext | None = None,
@@ -58,6 +60,10 @@ def parallelize(
     each rank reads its part; default: the directory of ``from_pretrained`` in ``tpcore.lazy()``. ``ctx``: the
     parallel context; default: the current one.
 
+    ``context_parallel``: how attention sees the tokens of the other cp ranks, "gather" (the default), "ulysses" or
+    "ring" (``tpcore.layers.ContextParallelAttention``). At ``cp`` above 1 every rank of cp passes the same whole
+    sequences, the model takes its tokens of them, and the loss is that of the whole batch.
+
     ``num_microbatches``: the model's layers become ``tpcore.PipelinedLayers``, each stage keeps its own, and
     the vocabulary is cut over stages and tp together. Required at ``pp`` above 1, where the optimizer has to
     be made afterwards. ``tpcore.PipelineModel(model, ...)`` then runs one forward, one backward.
@@ -68,14 +74,8 @@ def parallelize(
     """
     context = ctx or current()
     if _has_adapters(model):
-        _with_adapters(
-            model,
-            context,
-            num_microbatches,
-            plan=plan,
-            sequence_parallel=sequence_parallel,
-            lazy_from=lazy_from,
-        )
+        options = {"sequence_parallel": sequence_parallel, "context_parallel": context_parallel, "lazy_from": lazy_from}
+        _with_adapters(model, context, num_microbatches, plan=plan, **options)
         return model
     comm = context.comm("tp")
     checked_model(model)
@@ -85,6 +85,7 @@ def parallelize(
     rules = dict(plan or {})
     checked(rules, [name for name, _ in (*model.named_modules(), *model.named_parameters())])
     rules = rules_of(model, rules)
+    tokens = context_of(model, context, context_parallel, num_microbatches is not None)
     cuts = decide(model, rules)
     if comm.size > 1:
         cuts += inside(model, cuts, rules)
@@ -101,6 +102,8 @@ def parallelize(
         if comm.size * stages > 1:
             _connect(model, cuts, comm, rules, sequence_parallel)
             generate_alike(model, context.comm("pp", "tp") if stages > 1 else comm)
+        if tokens is not None:
+            cut_context(model, *tokens)
         if weights is not None:
             read_parts(model, weights, context)
     return model

@@ -130,5 +130,5 @@ class _Ring(torch.autograd.Function):
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, visible: Visible, order: TokenOrder, scale: float) -> Tensor:
     """Attention in as many steps as there are ranks; memory for the tokens of one rank, forward and backward."""
-    made: Tensor = _Ring.apply(q, k, v, visible, order, scale)  # type: ignore[no-untyped-call]
+    made: Tensor = _Ring.apply(q, k, v, visible, order, scale)
     return made

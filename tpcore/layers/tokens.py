@@ -104,4 +104,5 @@ class HeadGroups:
 
     def fold(self, grad: Tensor) -> Tensor:
         """Gradients of repeated heads, summed over the query heads that share one."""
-        return grad.unflatten(1, (self.keys, -1)).sum(2)
+        shared: Tensor = grad.unflatten(1, (self.keys, -1))
+        return shared.sum(2)

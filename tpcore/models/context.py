@@ -88,7 +88,8 @@ class _Tokens:
 
     way: Way
     order: TokenOrder
-    causal: bool
+    shifted: bool
+    """Whether a token's label is the next token, as of a causal model, and not its own."""
 
     def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A hook: this rank's part of the arguments of the model's forward."""
@@ -100,7 +101,7 @@ class _Tokens:
         segments = self._segments(kwargs.get("attention_mask"), places, given.shape[:2])
         if places is None:
             places = torch.arange(length, device=given.device)[None]
-        if kwargs.get("labels") is not None and kwargs.get("shift_labels") is None and self.causal:
+        if kwargs.get("labels") is not None and kwargs.get("shift_labels") is None and self.shifted:
             # before the cut: the next token may be another rank's
             kwargs["labels"] = F.pad(kwargs["labels"], (0, 1), value=IGNORED)[:, 1:]
         for name in _SEQUENCES:
@@ -111,7 +112,7 @@ class _Tokens:
         kwargs["attention_mask"] = None if segments is None else segments[:, None, None]
         if "use_cache" in names:
             kwargs["use_cache"] = False
-        if not self.causal:
+        if not self.shifted:
             kwargs.pop("num_items_in_batch", None)
         return (), kwargs
 
@@ -152,7 +153,7 @@ class _Tokens:
     def after(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """A hook: logits of all tokens where no training step keeps them apart, and a masked model's loss."""
         labels = kwargs.get("labels")
-        if not self.causal and labels is not None:
+        if not self.shifted and labels is not None:
             count = (labels != IGNORED).sum()
             part = torch.where(count > 0, output["loss"], 0.0) * count
             output["loss"] = _total(part, self.order.comm) / self.count(labels)
@@ -206,6 +207,7 @@ def _attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    is_causal: bool | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface, over the tokens of all ranks of cp."""
@@ -215,7 +217,8 @@ def _attention(
         raise ValueError(f"context parallelism has no attention with {what}, which {type(module).__name__} asks for")
     context: _Tokens = getattr(module, _OF)
     segments = None if attention_mask is None else attention_mask[:, 0, 0]
-    visible = Visible(context.causal, sliding_window, segments)
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    visible = Visible(causal, sliding_window, segments)
     out = attention(context.way, query, key, value, visible, context.order, scaling)
     return out.transpose(1, 2).contiguous(), None
 
@@ -224,14 +227,15 @@ def cut_context(model: Any, comm: Comm, way: Way) -> None:
     """Deal the tokens of every forward of ``model`` to the ranks of ``comm``."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    causal = not type(model).__name__.endswith("ForMaskedLM")
-    context = _Tokens(way, TokenOrder(comm, way == "ring" and causal), causal)
+    shifted = not type(model).__name__.endswith("ForMaskedLM")
+    attentions = [m for m in model.modules() if "Attention" in type(m).__name__]
+    causal = all(getattr(m, "is_causal", True) for m in attentions)
+    context = _Tokens(way, TokenOrder(comm, way == "ring" and causal), shifted)
     ALL_ATTENTION_FUNCTIONS.register(_NAME, _attention)
     model.set_attn_implementation(_NAME)
-    for module in model.modules():
-        if "Attention" in type(module).__name__:
-            object.__setattr__(module, _OF, context)
-    if causal:
+    for module in attentions:
+        object.__setattr__(module, _OF, context)
+    if shifted:
         model.loss_function = SequenceLoss(model.loss_function, context)
     model.register_forward_pre_hook(context.before, with_kwargs=True, prepend=True)
     model.register_forward_hook(context.after, with_kwargs=True)

@@ -25,6 +25,7 @@ def explain_step(
     ),
     tp: int = typer.Option(1, min=1, help="Size of the tensor-parallel group."),
     dp: int = typer.Option(1, min=1, help="Size of the data-parallel group."),
+    cp: int = typer.Option(1, min=1, help="Ranks that share the tokens of an example."),
     pp: int = typer.Option(1, min=1, help="Pipeline stages, of a model with PipelinedLayers."),
     batch_size: int = typer.Option(1, min=1, help="Examples of one dp rank in a step."),
     seq_len: int = typer.Option(128, min=1, help="Tokens of an example."),
@@ -39,6 +40,9 @@ def explain_step(
     ),
     sequence_parallel: bool = typer.Option(
         False, "--sequence-parallel", help="With --plan: each rank keeps some of the tokens."
+    ),
+    context_parallel: str | None = typer.Option(
+        None, help="With --plan and --cp: how attention sees other ranks' tokens: gather, ulysses or ring."
     ),
     dtype: str | None = typer.Option(None, help="Convert the parameters: bfloat16, say."),
     optimizer: str = typer.Option(
@@ -62,12 +66,14 @@ def explain_step(
             target,
             tp=tp,
             dp=dp,
+            cp=cp,
             pp=pp,
             batch_size=batch_size,
             seq_len=seq_len,
             parallelize=parallelize,
             plan=plan,
             sequence_parallel=sequence_parallel,
+            context_parallel=context_parallel,
             dtype=None if dtype is None else _dtype(dtype),
             optimizer=optimizer,
             master_dtype=None if master_dtype is None else _dtype(master_dtype),

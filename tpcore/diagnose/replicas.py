@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from ..comm.comm import Comm
 from ..layers.sharding import sharding
 from ..layout.slices import narrowed
 from ..runtime.consensus import gather
@@ -74,7 +75,7 @@ def _batch(batch: Any, ctx: ParallelContext) -> Iterator[Held]:
     for i, value in enumerate(t for t in tree_leaves(batch) if isinstance(t, Tensor)):
         digest, constant = _digest(value)
         what = f"{tuple(value.shape)} {value.dtype} {digest}"
-        yield Held(BATCH, f"tensor {i}", "", _dp(ctx), what, constant, ctx.rank)
+        yield Held(BATCH, f"tensor {i}", "", _at(ctx, ctx.batch), what, constant, ctx.rank)
 
 
 def _parameters(model: nn.Module, ctx: ParallelContext) -> Iterator[Held]:
@@ -83,7 +84,7 @@ def _parameters(model: nn.Module, ctx: ParallelContext) -> Iterator[Held]:
     for name, p in model.named_parameters():
         if p.requires_grad:
             grad = p.grad if p.grad is None or not p.grad.is_sparse else p.grad.to_dense()
-            yield from _held(GRADIENT, name, grad, p, _dp(ctx), ctx)
+            yield from _held(GRADIENT, name, grad, p, _at(ctx, ctx.data), ctx)
 
 
 def _states(model: nn.Module, optimizer: torch.optim.Optimizer, ctx: ParallelContext) -> Iterator[Held]:
@@ -94,7 +95,7 @@ def _states(model: nn.Module, optimizer: torch.optim.Optimizer, ctx: ParallelCon
                 yield from _held(STATE, called, value, p, "", ctx)
             elif isinstance(value, Tensor) and value.ndim:  # a chunk of Zero1: each dp rank has its own
                 box = "; ".join(box for box, _ in _boxes(p, p, ctx))
-                yield Held(STATE, called, box, _dp(ctx), *_digest(value), ctx.rank)
+                yield Held(STATE, called, box, _at(ctx, ctx.data), *_digest(value), ctx.rank)
             else:
                 yield Held(STATE, called, "", "", repr(float(value) if value is not None else None), True, ctx.rank)
 
@@ -130,8 +131,8 @@ def _digest(value: Tensor) -> tuple[str, bool]:
     return hashlib.blake2b(data, digest_size=8).hexdigest(), bool((flat == flat[:1]).all())
 
 
-def _dp(ctx: ParallelContext) -> str:
-    return str(ctx.mesh.coords(ctx.rank).get("dp", 0))
+def _at(ctx: ParallelContext, comm: Comm) -> str:
+    return str(ctx.index(comm))
 
 
 # -- all ranks' tensors ------------------------------------------------------------------------------------

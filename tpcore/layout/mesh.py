@@ -10,6 +10,12 @@ from types import MappingProxyType
 
 import numpy as np
 
+BATCH = ("dp",)
+"""The axes whose ranks have other examples: data loaders, samplers and learning-rate schedules count these."""
+DATA = (*BATCH, "cp")
+"""The axes whose ranks have other examples or other tokens of them: gradients are a mean over these, a ZeRO
+optimizer cuts its state over them, and a checkpoint stores one copy for all of them."""
+
 
 @dataclass(frozen=True)
 class Group:
@@ -71,6 +77,10 @@ class Mesh:
     @cached_property
     def size(self) -> int:
         return math.prod(self.axes.values())
+
+    def present(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """Those of ``axes`` that this mesh has, ``mesh.present(DATA)`` for instance."""
+        return tuple(axis for axis in axes if axis in self.axes)
 
     def group(self, *names: str, within: int | None = None) -> Group:
         """All groups of ranks that differ only in their coordinates on ``names``.

@@ -17,6 +17,7 @@ from ..runtime.context import ParallelContext, current, use
 from . import plan as styles
 from . import quantized
 from .attentions import gather_attentions
+from .context import context_of, cut_context
 from .cuts import Cut, attentions, decide
 from .dropout import drop_by_rank
 from .fit import check_fit
@@ -44,6 +45,7 @@ def parallelize(
     plan: Mapping[str, Rule] | None = None,
     sequence_parallel: bool = False,
     expert_parallel: bool = False,
+    context_parallel: str | None = None,
     num_microbatches: int | None = None,
     lazy_from: str | os.PathLike[str] | None = None,
     quantize: torch.dtype | None = None,
@@ -65,6 +67,10 @@ def parallelize(
     weights of linear layers, heads excepted, are quantized and frozen, with a scale for each output channel: new
     Parameters, ``weight`` and ``weight_scale``. The same at every degree.
 
+    ``context_parallel``: how attention sees the tokens of the other cp ranks, "gather" (the default), "ulysses" or
+    "ring" (``tpcore.layers.ContextParallelAttention``). At ``cp`` above 1 every rank of cp passes the same whole
+    sequences, the model takes its tokens of them, and the loss is that of the whole batch.
+
     ``num_microbatches``: the model's layers become ``tpcore.PipelinedLayers``, each stage keeps its own, and
     the vocabulary is cut over stages and tp together. Required at ``pp`` above 1, where the optimizer has to
     be made afterwards. ``tpcore.PipelineModel(model, ...)`` then runs one forward, one backward.
@@ -76,7 +82,7 @@ def parallelize(
     context = ctx or current()
     if _has_adapters(model):
         options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "expert_parallel": expert_parallel}
-        options |= {"plan": plan, "lazy_from": lazy_from, "quantize": quantize}
+        options |= {"plan": plan, "context_parallel": context_parallel, "lazy_from": lazy_from, "quantize": quantize}
         _with_adapters(model, context, num_microbatches, **options)
         return model
     comm = context.comm("tp")
@@ -88,6 +94,7 @@ def parallelize(
     rules = dict(plan or {})
     checked(rules, [name for name, _ in (*model.named_modules(), *model.named_parameters())])
     rules = rules_of(model, rules)
+    tokens = context_of(model, context, context_parallel, num_microbatches is not None)
     cuts = decide(model, rules, expert_parallel)
     if comm.size > 1:
         cuts += inside(model, cuts, rules)
@@ -104,6 +111,8 @@ def parallelize(
         if comm.size * stages > 1:
             _connect(model, cuts, comm, rules, sequence_parallel)
             generate_alike(model, context.comm("pp", "tp") if stages > 1 else comm)
+        if tokens is not None:
+            cut_context(model, *tokens)
         if weights is not None:
             read_parts(model, weights, context, quantize)
         elif quantize is not None:

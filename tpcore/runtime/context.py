@@ -18,7 +18,7 @@ from ..backend.interface import Backend
 from ..comm.comm import Comm
 from ..comm.wrapper import define
 from ..errors import BackendError, refuse_forked
-from ..layout.mesh import Group, Mesh
+from ..layout.mesh import BATCH, DATA, Group, Mesh
 from .checks import Checks
 
 
@@ -88,6 +88,20 @@ class ParallelContext:
     @cached_property
     def world(self) -> Comm:
         return self.comm(*self.mesh.axes)
+
+    @property
+    def batch(self) -> Comm:
+        """Over the ranks that have other examples."""
+        return self.comm(*self.mesh.present(BATCH))
+
+    @property
+    def data(self) -> Comm:
+        """Over the ranks that have other examples or other tokens: gradients are a mean over these."""
+        return self.comm(*self.mesh.present(DATA))
+
+    def index(self, comm: Comm) -> int:
+        """This rank's position in the group of ``comm``; host-side only, like ``rank``."""
+        return comm.group.members(self.rank).index(self.rank)
 
     def coord(self, axis: str) -> int:
         """This rank's position on ``axis``; host-side only, like ``rank``."""

@@ -102,9 +102,10 @@ def choose_backend(name: str | None) -> str:
     return chosen
 
 
-def _mesh(tp: int, pp: int, world: int) -> Mesh:
-    need = pp * tp
-    degrees = f"tp={tp}" if pp == 1 else f"pp={pp} times tp={tp}"
+def _mesh(tp: int, pp: int, cp: int, world: int) -> Mesh:
+    need = pp * cp * tp
+    asked = [name for name, size in (("pp", pp), ("cp", cp)) if size > 1] + ["tp"]
+    degrees = " times ".join(f"{name}={size}" for name, size in (("pp", pp), ("cp", cp), ("tp", tp)) if name in asked)
     if need > world == 1 and not settings.WORLD_SIZE.is_set:
         script = " ".join(sys.argv) if sys.argv and sys.argv[0].endswith(".py") else "your_script.py"
         raise ValueError(
@@ -113,11 +114,13 @@ def _mesh(tp: int, pp: int, world: int) -> Mesh:
             f"or from Python with tpcore.launch(fn, nprocs={need})"
         )
     if need > world:
-        lower = "tp" if pp == 1 else "pp or tp"
-        raise ValueError(f"{degrees} is larger than the world of {world} processes: start {need} or lower {lower}")
+        raise ValueError(
+            f"{degrees} is larger than the world of {world} processes: start {need} or lower {' or '.join(asked)}"
+        )
     if world % need:
         raise ValueError(f"{degrees} does not divide the world of {world} processes: dp would be {world / need:g}")
-    return Mesh({"pp": pp, "dp": world // need, "tp": tp})
+    within = {"cp": cp, "tp": tp} if cp > 1 else {"tp": tp}  # few jobs have the axis, and each axis is a group to make
+    return Mesh({"pp": pp, "dp": world // need, **within})
 
 
 def _check_mesh(ctx: ParallelContext) -> None:
@@ -128,7 +131,7 @@ def _check_mesh(ctx: ParallelContext) -> None:
         gather(dict(ctx.mesh.axes), ctx.world),
         lambda rank, first, other: ValueError(
             f"rank 0 has the mesh {first} and rank {rank} has {other}: "
-            "call tpcore.init with the same tp and pp on every rank"
+            "call tpcore.init with the same tp, pp and cp on every rank"
         ),
     )
 
@@ -147,33 +150,36 @@ def init(
     tp: int = 1,
     pp: int = 1,
     *,
+    cp: int = 1,
     timeout: float | None = None,
     **others: NoReturn,
 ) -> ParallelContext:
     """Join the job that ``torchrun`` started and divide it into tp groups; dp is the rest of the world.
 
     ``pp``: pipeline stages, the outermost axis of the mesh; ``ctx.comm("pp", "tp")`` spans stages and tp.
+    ``cp``: ranks among which the tokens of each sequence are divided (``tpcore.parallelize``); the axis is
+    between dp and tp, and a mesh has it at ``cp`` above 1.
     ``backend``: a plugin's name, an instance, or None to choose one (``TPCORE_BACKEND``, else neuron if a
     Neuron device is present, else cpu_gloo). ``timeout``: seconds that a collective waits for a rank before
     every rank gets an error; default ``TPCORE_TIMEOUT`` or 120.
 
-    Raises ValueError if pp times tp does not divide the world, RuntimeError if called twice, BackendError if
+    Raises ValueError if pp times cp times tp does not divide the world, RuntimeError if called twice, BackendError if
     the backend is missing or cannot run here. No degree is clamped, and an error leaves nothing running.
     """
     if others:
         asked: dict[str, object] = dict(others)
         wrong = ", ".join(f"{name}={value!r}" for name, value in asked.items())
         raise TypeError(
-            f"tpcore.init() takes backend, tp, pp and timeout, not {wrong}. The axes of its mesh are pp, dp "
-            "and tp, where dp is what pp and tp leave of the world; there is no context or expert parallelism"
+            f"tpcore.init() takes backend, tp, pp, cp and timeout, not {wrong}. The axes of its mesh are pp, dp, "
+            "cp and tp, where dp is what the others leave of the world; there is no expert parallelism"
         )
     if is_initialized():
         mesh = dict(current().mesh.axes)
         raise RuntimeError(
             f"tpcore is already initialized with mesh {mesh}: call tpcore.shutdown() before init("
-            f"tp={tp}{'' if pp == 1 else f', pp={pp}'})"
+            f"tp={tp}{'' if pp == 1 else f', pp={pp}'}{'' if cp == 1 else f', cp={cp}'})"
         )
-    for name, size in (("tp", tp), ("pp", pp)):
+    for name, size in (("tp", tp), ("pp", pp), ("cp", cp)):
         if not isinstance(size, int) or size < 1:
             raise ValueError(f"{name} must be a whole number of ranks, 1 or more, not {size!r}")
     seconds = _seconds(timeout)
@@ -181,13 +187,14 @@ def init(
     rank, world = chosen.start(seconds)
     try:
         checks = raising() if checked_calls() == ALL else None
-        ctx = ParallelContext(chosen, _mesh(tp, pp, world), rank, checks)
+        ctx = ParallelContext(chosen, _mesh(tp, pp, cp, world), rank, checks)
         check_fits(chosen, ctx.mesh)
         # here, on all ranks in the same order: making a group is itself collective
         check_connects(chosen, lambda: ctx.world)
         _check_mesh(ctx)
         for axis in ctx.mesh.axes:
             check_connects(chosen, partial(ctx.comm, axis))
+        check_connects(chosen, lambda: ctx.data)
     except BaseException:
         chosen.stop()
         raise

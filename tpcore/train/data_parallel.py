@@ -38,13 +38,16 @@ def _match_presence(parameters: list[Tensor], dp: Comm) -> None:
 
 @torch.no_grad()
 def reduce_gradients(parameters: Parameters) -> None:
-    """Replace every gradient by its mean over the data-parallel group, in buckets. Collective over dp.
+    """Replace every gradient by its mean over the data-parallel group, in buckets. Collective over dp and cp.
+
+    cp ranks count like dp ranks: each has other tokens and the loss of the whole batch, so that a mean over
+    all of them is the gradient whether a model cuts its tokens or not.
 
     A parameter that has no gradient on any dp rank keeps none. Raises ValueError for parameters of another
     context and for parameters that torch's own parallelism has cut.
     """
     unique = [p for p in unique_parameters(parameters) if p.requires_grad]
-    dp = current().comm("dp")
+    dp = current().data
     if dp.size == 1:
         return
     _match_presence(unique, dp)

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..layers.sharding import sharding
+from ..layout.mesh import DATA
 from ..runtime.context import current
 
 Parameters = nn.Module | Tensor | Iterable[Tensor]
@@ -50,13 +51,14 @@ def check_parameters(parameters: Sequence[Tensor], names: Sequence[str]) -> None
 
 
 def check_same_over_dp(parameters: Sequence[Tensor], names: Sequence[str]) -> None:
-    """Raise ValueError for a parameter that is cut over dp."""
+    """Raise ValueError for a parameter that is cut over dp or cp."""
     for name, p in zip(names, parameters, strict=True):
         found = sharding(p)
-        if found is not None and "dp" in found.axes:
+        cut = [axis for axis in found.axes if axis in DATA] if found is not None else []
+        if found is not None and cut:
             raise ValueError(
-                f"parameter {name} is cut over dp already, as {found.layout}: its gradient is no mean over "
-                "dp ranks. Give such parameters to an optimizer of their own"
+                f"parameter {name} is cut over {cut[0]} already, as {found.layout}: its gradient is no mean over "
+                f"{cut[0]} ranks. Give such parameters to an optimizer of their own"
             )
 
 

@@ -229,8 +229,7 @@ class Loading:
 
     def _verify_later(self) -> None:
         """Compare checksums of tensors that dp ranks read in runs. Each dp rank compares a share of them."""
-        mesh = self._ctx.mesh
-        share, n = mesh.coords(self._ctx.rank).get("dp", 0), mesh.axes.get("dp", 1)
+        share, n = self._ctx.index(self._ctx.data), self._ctx.data.size
         for stored, like in [*self._later.items()][share::n] if n > 1 else ():
             stored.job(like, self._wants.get(stored), self._ctx.rank, self._ctx.mesh).verify()
 

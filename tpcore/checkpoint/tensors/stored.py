@@ -13,7 +13,7 @@ from torch import Tensor
 from ...errors import CheckpointError
 from ...layers.sharding import sharding
 from ...layout.layout import Layout
-from ...layout.mesh import Mesh
+from ...layout.mesh import DATA, Mesh
 from ...layout.shard import ShardSpec
 from ...layout.slices import Region, narrowed, slabs
 from ...runtime.context import ParallelContext
@@ -66,10 +66,6 @@ class MemoryShard:
 
 Cut = Layout | Literal["unknown"] | None
 """The cut of a stored tensor. None: not recorded, so the tensor is uncut if it is the same on all ranks."""
-
-COPIED = "dp"
-"""The axis along which a checkpoint stores one copy: its ranks share a directory."""
-
 
 Parts = tuple[tuple[Shard, Region], ...]
 """The shards that a rank's part is made of, each with the region to copy."""
@@ -225,9 +221,9 @@ def layout_of(t: Tensor, ctx: ParallelContext, where: str) -> Layout | None:
     if found is None:
         return None
     layout, mesh, axes = found.layout, found.ctx.mesh, found.axes
-    if axes and (COPIED in axes or not set(axes) <= set(ctx.mesh.axes)):
+    if axes and (not set(axes).isdisjoint(DATA) or not set(axes) <= set(ctx.mesh.axes)):
         mine = found.ctx.comm(*axes).group.members(found.ctx.rank)
-        held = [axis for axis in ctx.mesh.axes if axis != COPIED]
+        held = [axis for axis in ctx.mesh.axes if axis not in DATA]
         raise ValueError(f"{where} is cut over ranks {mine} of {axes}; a checkpoint holds what is cut over {held}")
     if layout.cuts and found.ctx.place != ctx.place:
         raise ValueError(

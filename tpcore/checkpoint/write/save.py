@@ -110,7 +110,7 @@ class Save:
         # on all ranks, also those that write nothing: pending computations may need them
         ctx.backend.mark_step()
         at = ctx.mesh.coords(ctx.rank)
-        self._dp = at.get("dp", 0), ctx.mesh.axes.get("dp", 1)
+        self._dp = ctx.index(ctx.data), ctx.data.size
         self._first, self._shared = self._dp[0] == 0, False
         self._part: Part | None = None
         self._files: dict[str, dict[str, Writer]] = {}

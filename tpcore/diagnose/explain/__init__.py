@@ -77,11 +77,13 @@ def explain(
     tp: int = 1,
     dp: int = 1,
     pp: int = 1,
+    cp: int = 1,
     batch_size: int = 1,
     seq_len: int = 128,
     parallelize: str | Callable[[nn.Module], nn.Module | None] | None = None,
     plan: str | Mapping[str, Any] | None = None,
     sequence_parallel: bool = False,
+    context_parallel: str | None = None,
     dtype: torch.dtype | None = None,
     optimizer: str | MakeOptimizer = "AdamW",
     master_dtype: torch.dtype | None = None,
@@ -99,7 +101,8 @@ def explain(
 
     ``parallelize``: replaces layers of the model by tpcore's, in place, or returns another model. ``plan``:
     instead of it, for a model of transformers: rules that go before its own, as ``tpcore.parallelize`` takes
-    them, a JSON file of such rules, or ``"auto"`` for the model's own; with ``sequence_parallel``. ``dtype``:
+    them, a JSON file of such rules, or ``"auto"`` for the model's own; with ``sequence_parallel`` and, at ``cp``
+    above 1, ``context_parallel``. ``dtype``:
     parameters and inputs are converted to it. ``optimizer``: a class of ``torch.optim``; ``zero1``, which
     is ``Zero1`` over AdamW, or ``zero1:SGD`` over another; or a function of the parameters. ``master_dtype``:
     dtype of ``Zero1``'s master weights. ``max_norm``: for clipping; None: none. ``ranks``: the ranks to
@@ -108,14 +111,14 @@ def explain(
     Raises ValueError for a target that cannot be built and for a step that reads values. Errors of the model
     pass through.
     """
-    mesh = Mesh({"pp": pp, "dp": dp, "tp": tp})
+    mesh = Mesh({"pp": pp, "dp": dp, **({"cp": cp} if cp > 1 else {}), "tp": tp})
     change = function(parallelize) if isinstance(parallelize, str) else parallelize
     if plan is not None and change is not None:
         raise ValueError("parallelize and plan are two ways to cut a model: give one")
-    if sequence_parallel and plan is None:
-        raise ValueError("sequence_parallel is of a plan: give plan='auto' for the model's own")
+    if (sequence_parallel or context_parallel) and plan is None:
+        raise ValueError("sequence_parallel and context_parallel are of a plan: give plan='auto' for the model's own")
     if plan is not None:
-        change = by_plan(plan, sequence_parallel=sequence_parallel)
+        change = by_plan(plan, sequence_parallel=sequence_parallel, context_parallel=context_parallel)
 
     def made() -> tuple[nn.Module, Inputs]:
         model, inputs = build(target, batch_size, seq_len)

@@ -9,7 +9,7 @@ from . import Explanation
 from .step import Parameter, Program
 from .summary import alike, size, sizes
 
-_COLOURS = {"tp": "#3f51b5", "dp": "#ef6c00", "pp": "#00897b"}
+_COLOURS = {"tp": "#3f51b5", "dp": "#ef6c00", "pp": "#00897b", "cp": "#8e24aa"}
 
 
 def save_picture(found: Explanation, path: Path) -> None:

@@ -16,14 +16,14 @@ from .target import Inputs
 AUTO = "auto"
 
 
-def by_plan(plan: str | Mapping[str, Any], *, sequence_parallel: bool) -> Callable[[nn.Module], nn.Module]:
-    """A function that cuts a model as ``tpcore.parallelize`` does."""
+def by_plan(plan: str | Mapping[str, Any], **options: Any) -> Callable[[nn.Module], nn.Module]:
+    """A function that cuts a model as ``tpcore.parallelize`` does, with its ``options``."""
     rules = rules_in(plan) if isinstance(plan, str) else plan
 
     def cut(model: nn.Module) -> nn.Module:
         from ...models import parallelize
 
-        return parallelize(model, plan=rules, sequence_parallel=sequence_parallel)
+        return parallelize(model, plan=rules, **options)
 
     return cut
 

@@ -69,11 +69,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     # -- who is who: batches differ over dp alone ---------------------------------------------------------
     @property
     def num_processes(self) -> int:
-        return current().comm("dp").size
+        return current().batch.size
 
     @property
     def process_index(self) -> int:
-        return current().coord("dp")
+        ctx = current()
+        return ctx.index(ctx.batch)
 
     # -- prepare ------------------------------------------------------------------------------------------
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
@@ -138,7 +139,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     # -- values of the data-parallel ranks ------------------------------------------------------------------
     def gather(self, tensor: Any) -> Any:
         """Tensors of all dp ranks, concatenated along dim 0; what has no dims becomes one entry."""
-        dp = current().comm("dp")
+        dp = current().batch
         return recursively_apply(
             lambda t: dp.all_gather((t if t.ndim else t[None]).contiguous(), 0),
             tensor,
@@ -158,7 +159,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Sum or mean over the dp ranks."""
         if reduction not in ("sum", "mean", "none"):
             raise ValueError(f"reduction must be 'sum', 'mean' or 'none', not {reduction!r}")
-        dp = current().comm("dp")
+        dp = current().batch
 
         def one(t: Tensor) -> Tensor:
             if reduction == "none":

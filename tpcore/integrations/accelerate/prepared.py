@@ -50,7 +50,7 @@ class MeshScheduler(AcceleratedScheduler):  # type: ignore[misc]
     def __init__(self, scheduler: Any, optimizers: Any, step_with_optimizer: bool, split: bool) -> None:
         # "split batches" is one step for each of the optimizer's
         super().__init__(scheduler, optimizers, step_with_optimizer, split_batches=True)
-        self._times = 1 if split or not step_with_optimizer else current().comm("dp").size
+        self._times = 1 if split or not step_with_optimizer else current().batch.size
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         for _ in range(self._times if self.gradient_state.sync_gradients else 1):

@@ -28,7 +28,7 @@ def check_arguments(args: Any) -> None:
                 f"TrainingArguments({name}={asked!r}) on the mesh {dict(mesh.axes)}: two libraries would cut "
                 "one model; drop it, and ask for zero1=True to cut the optimizer's state"
             )
-    if mesh.size == current().comm("dp").size:
+    if mesh.size == current().batch.size:
         return
     for name, (value, why) in _REFUSED.items():
         if getattr(args, name, None) == value:
@@ -38,7 +38,7 @@ def check_arguments(args: Any) -> None:
 def check_cut(model: nn.Module) -> None:
     """ValueError for a model of which all ranks of a tp group would train the same copy."""
     mesh = current().mesh
-    if mesh.size != current().comm("dp").size and not is_cut(model):
+    if mesh.size != current().batch.size and not is_cut(model):
         raise ValueError(
             f"this {type(model).__name__} is whole on every rank of the mesh {dict(mesh.axes)}: call "
             "tpcore.parallelize(model) before the Trainer, or tpcore.init with tp=1"

@@ -51,7 +51,7 @@ class Trainer(transformers.Trainer):
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Examples of one optimizer step: all ranks but those of dp share theirs."""
-        return int(self._train_batch_size * args.gradient_accumulation_steps * current().comm("dp").size)
+        return int(self._train_batch_size * args.gradient_accumulation_steps * current().batch.size)
 
     def get_tp_size(self) -> int:
         """What divides the number of tokens of all ranks, and the factor of the loss.
@@ -69,9 +69,9 @@ class Trainer(transformers.Trainer):
         """A step in which dropout draws other numbers on each dp rank. All ranks begin with one seed; what
         else draws, such as a sampler, goes on alike on all of them."""
         ctx = current()
-        if ctx.comm("dp").size == 1:
+        if ctx.data.size == 1:
             return super().training_step(model, inputs, num_items_in_batch)
-        with seeded(mixed(draw(), ctx.coord("dp"))):
+        with seeded(mixed(draw(), ctx.index(ctx.data))):
             return super().training_step(model, inputs, num_items_in_batch)
 
     # -- the optimizer --------------------------------------------------------------------------------------

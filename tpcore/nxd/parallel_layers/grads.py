@@ -36,7 +36,7 @@ def bucket_allreduce_gradients(grads_list: Iterable[Tensor], reduce_over_ep_grou
     ranks, of which there is one: nothing is left to do.
     """
     if not reduce_over_ep_group:
-        dp = current().comm("dp")
+        dp = current().data
         _sum_in_place(list(grads_list), dp, dp.size)
 
 

@@ -26,7 +26,7 @@ _NOT_OPTIONS = ("params", "param_names")
 
 
 class Zero1(torch.optim.Optimizer):
-    """``optimizer_class`` with its state cut over dp: 1/dp of the state on each rank, and the same steps.
+    """``optimizer_class`` with its state cut over dp (dp times cp): 1/dp of the state on each rank, and the same steps.
 
     Each parameter's local shard is flattened and cut into dp equal chunks, the last one padded. A step gives
     each rank its chunks of the mean gradients, steps them, and gathers the new weights: for each bucket one
@@ -68,7 +68,7 @@ class Zero1(torch.optim.Optimizer):
                 raise ValueError(f"{name} must be a floating dtype, not {dtype}")
         self._class, self._options = optimizer_class, options
         self._entries = check_elementwise(optimizer_class, options)
-        self._dp = current().comm("dp")
+        self._dp = current().data
         self._master_dtype, self._bucket = master_dtype, int(bucket_mb * 2**20)
         self._gradients = Accumulation(grad_dtype)
         self._base: torch.optim.Optimizer | None = None
@@ -289,7 +289,7 @@ class Zero1(torch.optim.Optimizer):
     def load_outline(self, outline: dict[str, Any], runs: Mapping[int, ReadRun]) -> None:
         """Like ``load_state_dict``, but reads the values of tensors on meta now: each rank its entries, one
         tensor after the other. ``runs``: the reader of each, by ``id``."""
-        base, index = self.base(), current().coord("dp")
+        base, index = self.base(), current().index(self._dp)
         saved = renumbered(outline, self.param_groups, {})
         check_kind(self._class, self.defaults, saved, self._parameters)
         found = entries_of(saved, self._parameters, self._chunks, self._entries, index, runs)

@@ -1,0 +1,104 @@
+"""Context parallelism: attention over sequences of which each rank holds some of the tokens."""
+
+from __future__ import annotations
+
+from typing import Literal, cast, get_args
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..comm import mappings as ops
+from ..comm.comm import Comm
+from ..runtime.context import current
+from .ring import ring_attention
+from .tokens import HeadGroups, TokenOrder, Visible
+
+Way = Literal["gather", "ulysses", "ring"]
+
+
+def checked_way(way: str) -> Way:
+    if way not in get_args(Way):
+        raise ValueError(f"context_parallel is {' or '.join(map(repr, get_args(Way)))}, not {way!r}")
+    return cast(Way, way)
+
+
+def _attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    heads = HeadGroups(q.shape[1], k.shape[1])
+    return F.scaled_dot_product_attention(q, heads.repeat(k), heads.repeat(v), attn_mask=mask, scale=scale)
+
+
+def gathered(q: Tensor, k: Tensor, v: Tensor, visible: Visible, order: TokenOrder, scale: float) -> Tensor:
+    """Each rank's queries against the keys of all ranks, which are gathered; with few key heads these are the
+    fewest bytes. The gradients of keys are summed to their rank."""
+    length = q.shape[2] * order.comm.size
+    k, v = ops.all_gather(k, order.comm, 2), ops.all_gather(v, order.comm, 2)
+    return _attended(q, k, v, visible.mask(order.places(length), order.all_places(length)), scale)
+
+
+def check_heads(heads: int, ranks: int) -> None:
+    if heads % ranks:
+        fit = [n for n in range(1, heads + 1) if heads % n == 0]
+        raise ValueError(
+            f"context_parallel='ulysses' deals heads to {ranks} ranks, and {heads} heads fit "
+            f"cp={', '.join(map(str, fit))} only: use one of these, or 'gather'"
+        )
+
+
+def exchanged(q: Tensor, k: Tensor, v: Tensor, visible: Visible, order: TokenOrder, scale: float) -> Tensor:
+    """Some heads of all tokens instead of all heads of some tokens, by an all-to-all, and back. Jacobs et al.
+    2023, DeepSpeed-Ulysses, arXiv:2309.14509."""
+    comm = order.comm
+    check_heads(q.shape[1], comm.size)
+    if k.shape[1] % comm.size:  # fewer key heads than ranks: each rank gets those of its query heads
+        heads = HeadGroups(q.shape[1], k.shape[1])
+        k, v = heads.repeat(k), heads.repeat(v)
+    q, k, v = (ops.all_to_all(t, comm, 1, 2) for t in (q, k, v))
+    at = order.all_places(q.shape[2])
+    return ops.all_to_all(_attended(q, k, v, visible.mask(at, at), scale), comm, 2, 1)
+
+
+class ContextParallelAttention(nn.Module):
+    """``scaled_dot_product_attention`` over sequences whose tokens are dealt to ranks.
+
+    ``way``: "gather" (keys and values of all ranks on each), "ulysses" (heads against tokens; the ranks must
+    divide the heads) or "ring" (keys pass from rank to rank; memory for this rank's tokens only). ``causal``,
+    ``window``: which keys a query sees; ``scale``: default ``head_dim ** -0.5``. ``context_parallel_group``:
+    a Comm; default: the ``cp`` axis of the current mesh, one rank where the mesh has none.
+
+    Under "ring" and ``causal`` tokens are dealt in zig-zag: take them with ``order.cut(x, dim)`` in any case.
+    """
+
+    def __init__(
+        self,
+        way: str = "gather",
+        *,
+        causal: bool = True,
+        window: int | None = None,
+        scale: float | None = None,
+        context_parallel_group: Comm | None = None,
+    ) -> None:
+        super().__init__()
+        self.way, self.causal, self.window, self.scale = checked_way(way), causal, window, scale
+        if window is not None and window < 1:
+            raise ValueError(f"window must be 1 token or more, not {window}")
+        ctx = None if context_parallel_group is not None else current()
+        comm = context_parallel_group if ctx is None else ctx.comm(*ctx.mesh.present(("cp",)))
+        self.order = TokenOrder(cast(Comm, comm), way == "ring" and causal)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None = None) -> Tensor:
+        """``q``: ``[batch, heads, tokens of this rank, head_dim]``; ``k``, ``v``: with as many heads or a divisor
+        of them. ``segments``: ``[batch, tokens of the whole sequence]``, the same on every rank; queries see
+        keys of their own segment only. Returns a tensor like ``q``."""
+        visible = Visible(self.causal, self.window, segments)
+        return attention(self.way, q, k, v, visible, self.order, self.scale)
+
+    def extra_repr(self) -> str:
+        return f"{self.way!r}, cp={self.order.comm.size}, causal={self.causal}, window={self.window}"
+
+
+def attention(
+    way: Way, q: Tensor, k: Tensor, v: Tensor, visible: Visible, order: TokenOrder, scale: float | None
+) -> Tensor:
+    """Attention of this rank's queries to the keys of all ranks."""
+    function = {"gather": gathered, "ulysses": exchanged, "ring": ring_attention}[way]
+    return function(q, k, v, visible, order, q.shape[-1] ** -0.5 if scale is None else scale)

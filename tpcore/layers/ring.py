@@ -1,0 +1,134 @@
+"""Ring attention: keys pass from rank to rank, and each rank holds those of one rank at a time.
+
+Liu et al. 2023, arXiv:2310.01889; softmax by blocks: Milakov and Gimelshein 2018, arXiv:1805.02867; its backward:
+Dao et al. 2022, arXiv:2205.14135.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm.comm import Comm
+from .tokens import HeadGroups, TokenOrder, Visible
+
+Half = Tensor | int | None
+"""Some of a rank's tokens: half 0 or 1, None for all, or a tensor that says whether it is half 0: data, so that
+all ranks run one program."""
+
+
+def take(x: Tensor, half: Half, dim: int) -> Tensor:
+    if half is None:
+        return x
+    first, second = x.chunk(2, dim)
+    if isinstance(half, Tensor):
+        return torch.where(half, first, second)
+    return second if half else first
+
+
+def put(x: Tensor, half: Half, dim: int, value: Tensor) -> Tensor:
+    """``x`` with ``value`` in place of ``take(x, half, dim)``."""
+    if half is None:
+        return value
+    first, second = x.chunk(2, dim)
+    if isinstance(half, Tensor):
+        return torch.cat([torch.where(half, value, first), torch.where(half, second, value)], dim)
+    return torch.cat([first, value] if half else [value, second], dim)
+
+
+def steps(order: TokenOrder) -> Iterator[tuple[Tensor, list[tuple[Half, Half]]]]:
+    """For each step the position of the rank whose keys are here, and the blocks to compute: (which of the queries,
+    which of the keys).
+
+    In zig-zag, chunks i and 2n-1-i, a causal mask leaves two half blocks of each step but the first: the second
+    half of the queries sees the first half of any keys, and either the first halves see each other or the
+    second ones, by which rank is earlier. So all ranks have equal work.
+    """
+    comm = order.comm
+    yield comm.position, [(None, None)]
+    for step in range(1, comm.size):
+        source = (comm.position - step) % comm.size
+        earlier = source < comm.position
+        yield source, [(1, 0), (earlier, earlier)] if order.zigzag else [(None, None)]
+
+
+def _scores(q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    found = (q @ k.transpose(-1, -2)) * scale
+    return found if mask is None else found.masked_fill(~mask, -torch.inf)
+
+
+def _attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention to one block of keys, and the logarithm of its sum of exponentials, ``[..., queries]``."""
+    scores = _scores(q, k, mask, scale)
+    total = scores.logsumexp(-1)
+    weights = (scores - total.unsqueeze(-1)).exp()
+    return (weights if mask is None else weights.nan_to_num(0.0)) @ v, total  # nan: a query that sees none of them
+
+
+def _merged(out: Tensor, total: Tensor, more: Tensor, its: Tensor) -> tuple[Tensor, Tensor]:
+    both = torch.logaddexp(total, its)
+    old, new = ((t - both).exp().nan_to_num(0.0).unsqueeze(-1) for t in (total, its))
+    return out * old + more * new, both
+
+
+def _around(comm: Comm) -> Callable[[Tensor], Tensor]:
+    to = tuple((i + 1) % comm.size for i in range(comm.size))
+    return lambda x: comm.permute(x, to)
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, visible: Visible, order: TokenOrder, scale: float) -> Tensor:
+        heads, send, length = HeadGroups(q.shape[1], k.shape[1]), _around(order.comm), q.shape[2] * order.comm.size
+        wide = torch.promote_types(q.dtype, torch.float32)  # of sums over many keys
+        out, total = torch.zeros_like(q, dtype=wide), torch.full_like(q[..., 0], -torch.inf, dtype=wide)
+        own, keys, values = order.places(length), k, v
+        for step, (source, blocks) in enumerate(steps(order)):
+            if step:
+                keys, values = send(keys), send(values)
+            theirs = order.places(length, source)
+            for asking, asked in blocks:
+                mask = visible.mask(take(own, asking, 0), take(theirs, asked, 0))
+                part = [heads.repeat(take(t, asked, 2)).to(wide) for t in (keys, values)]
+                more = _attended(take(q, asking, 2).to(wide), part[0], part[1], mask, scale)
+                merged = _merged(take(out, asking, 2), take(total, asking, 2), *more)
+                out, total = (put(t, asking, 2, m) for t, m in zip((out, total), merged, strict=True))
+        ctx.save_for_backward(q, k, v, out, total)
+        ctx.arguments = visible, order, scale
+        return out.to(q.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """A second ring: the gradients of keys and values travel with them, and one step more brings them home."""
+        q, k, v, out, total = ctx.saved_tensors
+        visible, order, scale = ctx.arguments
+        heads, send, length = HeadGroups(q.shape[1], k.shape[1]), _around(order.comm), q.shape[2] * order.comm.size
+        wide, grad = out.dtype, grad.to(out.dtype)
+        inner = (grad * out).sum(-1, keepdim=True)
+        dq, dk, dv = (torch.zeros_like(t, dtype=wide) for t in (q, k, v))
+        keys, values = k, v
+        own = order.places(length)
+        for step, (source, blocks) in enumerate(steps(order)):
+            if step:
+                keys, values, dk, dv = (send(t) for t in (keys, values, dk, dv))
+            theirs = order.places(length, source)
+            for asking, asked in blocks:
+                mask = visible.mask(take(own, asking, 0), take(theirs, asked, 0))
+                some, mine, sums, inside = (take(t, asking, 2) for t in (q, grad, total, inner))
+                some = some.to(wide)
+                part = [heads.repeat(take(t, asked, 2)).to(wide) for t in (keys, values)]
+                weights = (_scores(some, part[0], mask, scale) - sums.unsqueeze(-1)).exp()
+                scores = weights * (mine @ part[1].transpose(-1, -2) - inside) * scale
+                dq = put(dq, asking, 2, take(dq, asking, 2) + scores @ part[0])
+                more = [heads.fold(scores.transpose(-1, -2) @ some), heads.fold(weights.transpose(-1, -2) @ mine)]
+                dk, dv = (put(t, asked, 2, take(t, asked, 2) + m) for t, m in zip((dk, dv), more, strict=True))
+        return dq.to(q.dtype), send(dk).to(k.dtype), send(dv).to(v.dtype), None, None, None
+
+
+def ring_attention(q: Tensor, k: Tensor, v: Tensor, visible: Visible, order: TokenOrder, scale: float) -> Tensor:
+    """Attention in as many steps as there are ranks; memory for the tokens of one rank, forward and backward."""
+    made: Tensor = _Ring.apply(q, k, v, visible, order, scale)
+    return made

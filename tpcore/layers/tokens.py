@@ -1,0 +1,108 @@
+"""Sequences of which each rank holds some of the tokens: which ones, and which keys a query sees.
+
+Queries, keys and values are ``[batch, heads, tokens, head_dim]``, with this rank's tokens; key heads may be
+fewer than query heads. What a query sees is a function of places, so that no mask is an input.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from ..comm import mappings as ops
+from ..comm.comm import Comm
+
+
+@dataclass(frozen=True)
+class TokenOrder:
+    """Which tokens a rank holds: chunk i of n, or with ``zigzag`` chunks i and 2n-1-i of 2n.
+
+    With zig-zag all ranks have equal work under a causal mask. Ranks pick their tokens by the tensor
+    ``position``: one program for all.
+    """
+
+    comm: Comm
+    zigzag: bool = False
+
+    def _chunks(self) -> Tensor:
+        """``[ranks, chunks of one]``, on the device."""
+        n, device = self.comm.size, self.comm.position.device
+        first = torch.arange(n, device=device)
+        return torch.stack([first, 2 * n - 1 - first], 1) if self.zigzag else first[:, None]
+
+    def places(self, length: int, position: Tensor | None = None) -> Tensor:
+        """The places in the whole sequence of ``length`` tokens of the rank at ``position``, default: this one."""
+        chunks = self._chunks()
+        size = length // chunks.numel()
+        at = chunks.index_select(0, self.comm.position if position is None else position).reshape(-1, 1)
+        return (at * size + torch.arange(size, device=at.device)).reshape(-1)
+
+    def all_places(self, length: int) -> Tensor:
+        """The places of all ranks' tokens, in rank order."""
+        chunks = self._chunks()
+        size = length // chunks.numel()
+        return (chunks.reshape(-1, 1) * size + torch.arange(size, device=chunks.device)).reshape(-1)
+
+    def cut(self, x: Tensor, dim: int = 1) -> Tensor:
+        """This rank's tokens of ``x``, which every rank has whole. ValueError if they cannot be dealt evenly."""
+        n = self.comm.size * (2 if self.zigzag else 1)
+        if x.shape[dim] % n:
+            raise ValueError(
+                f"context parallelism over {self.comm.size} ranks cannot deal {x.shape[dim]} tokens evenly: pad the "
+                f"batch to a multiple of {n}, {-(-x.shape[dim] // n) * n} for instance"
+            )
+        return x.index_select(dim, self.places(x.shape[dim]).to(x.device))
+
+    def whole(self, x: Tensor, dim: int = 1) -> Tensor:
+        """All ranks' tokens, in the order of the sequence. Backward sums the gradients of the ranks' copies."""
+        every = ops.all_gather(x, self.comm, dim)
+        return every.index_select(dim, self.all_places(every.shape[dim]).argsort()) if self.zigzag else every
+
+
+@dataclass(frozen=True)
+class Visible:
+    """What queries see: keys at earlier places and their own (``causal``), of the last ``window`` places, and
+    of the same segment. ``segments``: ``[batch, tokens of the whole sequence]``, a number for each document
+    of a packed row, and another one for padding."""
+
+    causal: bool
+    window: int | None = None
+    segments: Tensor | None = None
+
+    def mask(self, queries: Tensor, keys: Tensor) -> Tensor | None:
+        """Whether each query at a place sees each key: ``[1 or batch, 1, queries, keys]``; None: all of them."""
+        found: Tensor | None = None
+        if self.causal or self.window is not None:
+            apart = queries[:, None] - keys
+            found = apart >= 0 if self.causal else None
+            if self.window is not None:
+                near = apart < self.window if self.causal else apart.abs() < self.window
+                found = near if found is None else found & near
+            found = cast(Tensor, found)[None, None]
+        if self.segments is not None:
+            theirs = (self.segments.index_select(1, at) for at in (queries, keys))
+            q, k = theirs
+            same = (q[:, :, None] == k[:, None, :]).unsqueeze(1)
+            found = same if found is None else found & same
+        return found
+
+
+@dataclass(frozen=True)
+class HeadGroups:
+    """Query heads and the fewer key heads that they share."""
+
+    queries: int
+    keys: int
+
+    def repeat(self, t: Tensor) -> Tensor:
+        """Keys' heads, one for each query head."""
+        n = self.queries // self.keys
+        return t if n == 1 else t.repeat_interleave(n, 1)
+
+    def fold(self, grad: Tensor) -> Tensor:
+        """Gradients of repeated heads, summed over the query heads that share one."""
+        shared: Tensor = grad.unflatten(1, (self.keys, -1))
+        return shared.sum(2)

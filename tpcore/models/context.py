@@ -1,0 +1,241 @@
+"""Context parallelism of a transformers model: its tokens are dealt to the ranks of cp in every forward.
+
+Every rank passes the whole sequences. The model takes its part of them, its attention sees the keys of all ranks,
+and the loss is that of the whole batch on every rank. For gradients cp ranks are therefore like dp ranks: a mean
+over both is the gradient, which ``tpcore.reduce_gradients`` and ``optimizer_step`` take.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..comm import mappings as ops
+from ..comm.comm import Comm
+from ..layers.context_parallel import Way, attention, check_heads, checked_way
+from ..layers.tokens import TokenOrder, Visible
+from ..runtime.context import ParallelContext
+
+IGNORED = -100
+"""The label of tokens that no loss counts: transformers' own."""
+_NAME, _OF = "tpcore_context_parallel", "_tpcore_context"
+
+_FAMILIES = """
+apertus arcee bert cohere cohere2 gemma gemma3_text glm glm4 gpt2 gpt_neox granite helium llama ministral mistral
+nanochat olmo olmo2 olmo3 phi phi3 qwen2 qwen3 seed_oss smollm3 stablelm starcoder2
+"""
+FAMILIES = frozenset(_FAMILIES.split())
+"""Model types whose loss and gradients were compared with the whole model's."""
+_HEADS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM")
+_STATES = ("Mamba", "SSM", "Rwkv", "RWKV", "DeltaNet", "LinearAttention", "Recurrent", "ShortConv")
+_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+_SEQUENCES = ("input_ids", "inputs_embeds", "token_type_ids", "labels", "shift_labels")
+
+
+def context_of(model: Any, ctx: ParallelContext, way: str | None, stages: bool) -> tuple[Comm, Way] | None:
+    """Over which ranks, and how, the tokens of ``model`` are to be cut; None: not at all.
+
+    ValueError for a model that would be wrong if each rank had some of the tokens.
+    """
+    checked, comm = checked_way(way or "gather"), ctx.comm(*ctx.mesh.present(("cp",)))
+    if comm.size == 1:
+        return None
+    why = "there are no pipeline stages with context parallelism" if stages else _reason(model)
+    if why is not None:
+        raise ValueError(
+            f"{type(model).__name__} ({model.config.model_type}) cannot have its tokens cut over cp={comm.size} ranks: "
+            f"{why}"
+        )
+    if checked == "ulysses":
+        check_heads(model.config.num_attention_heads // ctx.comm("tp").size, comm.size)
+    return comm, checked
+
+
+def _reason(model: Any) -> str | None:
+    config = model.config
+    dropout = {name: getattr(config, name, 0) or 0 for name in _DROPOUTS}
+    dropped = next((f"{name}={value}" for name, value in dropout.items() if value), None)
+    state = next((type(m).__name__ for m in model.modules() if any(s in type(m).__name__ for s in _STATES)), None)
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
+    reasons = {
+        "it is an encoder with a decoder, whose cross attention sees another sequence": config.is_encoder_decoder,
+        f"its {state} passes a state from token to token": state,
+        "its attention adds a learned bias for each distance": any(
+            "relative_attention_bias" in name for name, _ in model.named_modules()
+        ),
+        f"{dropped}: ranks would draw other numbers for attention weights than one process; set it to 0": dropped,
+        f"rotary positions of type {rope!r} depend on the longest sequence of a batch": rope in ("dynamic", "longrope"),
+        f"only models named {', '.join(_HEADS)} compute a loss of each token": not type(model).__name__.endswith(
+            _HEADS
+        ),
+        "its attention is not causal by its configuration": getattr(config, "is_causal", True) is False,
+        f"its family was not compared with the whole model; compared are {', '.join(sorted(FAMILIES))}": (
+            config.model_type not in FAMILIES
+        ),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+@dataclass(frozen=True, eq=False)
+class _Tokens:
+    """What a model's attention, loss and hooks share."""
+
+    way: Way
+    order: TokenOrder
+    shifted: bool
+    """Whether a token's label is the next token, as of a causal model, and not its own."""
+
+    def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A hook: this rank's part of the arguments of the model's forward."""
+        names = inspect.signature(type(model).forward).parameters
+        kwargs = dict(zip([n for n in names if n != "self"], args, strict=False)) | kwargs
+        self._check(model, kwargs)
+        given = next(kwargs[n] for n in ("input_ids", "inputs_embeds") if kwargs.get(n) is not None)
+        length, places = given.shape[1], kwargs.get("position_ids")
+        segments = self._segments(kwargs.get("attention_mask"), places, given.shape[:2])
+        if places is None:
+            places = torch.arange(length, device=given.device)[None]
+        if kwargs.get("labels") is not None and kwargs.get("shift_labels") is None and self.shifted:
+            # before the cut: the next token may be another rank's
+            kwargs["labels"] = F.pad(kwargs["labels"], (0, 1), value=IGNORED)[:, 1:]
+        for name in _SEQUENCES:
+            if kwargs.get(name) is not None:
+                kwargs[name] = self.order.cut(kwargs[name])
+        kwargs["position_ids"] = self.order.cut(places)
+        # 4-D masks are left as they are by every model, so this one arrives at its attention
+        kwargs["attention_mask"] = None if segments is None else segments[:, None, None]
+        if "use_cache" in names:
+            kwargs["use_cache"] = False
+        if not self.shifted:
+            kwargs.pop("num_items_in_batch", None)
+        return (), kwargs
+
+    def _check(self, model: nn.Module, kwargs: dict[str, Any]) -> None:
+        config: Any = model.config
+        for name in ("output_attentions", "output_hidden_states"):
+            if kwargs.get(name, getattr(config, name, False)):
+                raise ValueError(f"{name}=True with context parallelism: each rank has those of its tokens only")
+        if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
+            raise ValueError(
+                "use_cache=True or past_key_values with context parallelism, which is for whole sequences: generate "
+                "on a model that was parallelized without it"
+            )
+        others = [n for n, v in kwargs.items() if isinstance(v, Tensor) and v.ndim and n not in _KNOWN]
+        if kwargs.get("logits_to_keep") is not None and not isinstance(kwargs["logits_to_keep"], Tensor):
+            others += ["logits_to_keep"] if kwargs["logits_to_keep"] else []
+        if others:
+            raise ValueError(f"context parallelism does not know how to cut {', '.join(others)}: leave it out")
+        mask, labels = kwargs.get("attention_mask"), kwargs.get("labels")
+        if mask is not None and mask.ndim != 2:
+            raise ValueError(
+                f"an attention_mask of shape {tuple(mask.shape)} is not known by positions: pass [batch, tokens], or "
+                "position_ids that begin again at each document"
+            )
+        if labels is not None and labels.ndim != 2:
+            raise ValueError(f"labels of shape {tuple(labels.shape)} are not [batch, tokens]")
+
+    @staticmethod
+    def _segments(mask: Tensor | None, places: Tensor | None, shape: torch.Size) -> Tensor | None:
+        """``[batch, tokens]``: a number for each document of a row and one for padding; None: one document."""
+        if mask is not None:
+            return mask.to(torch.int64).ne(0).to(torch.int64)
+        if places is None:
+            return None
+        # where a position does not follow the one before: transformers' own sign of packed documents
+        return F.pad(places.diff(dim=-1) != 1, (1, 0)).cumsum(-1).expand(shape)
+
+    def after(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """A hook: logits of all tokens where no training step keeps them apart, and a masked model's loss."""
+        labels = kwargs.get("labels")
+        if not self.shifted and labels is not None:
+            count = (labels != IGNORED).sum()
+            part = torch.where(count > 0, output["loss"], 0.0) * count
+            output["loss"] = _total(part, self.order.comm) / self.count(labels)
+        if (labels is None and kwargs.get("shift_labels") is None) or not model.training:
+            output["logits"] = self.order.whole(output["logits"])
+        return output
+
+    def count(self, labels: Tensor) -> Tensor:
+        """The number of labels that count, of all ranks."""
+        return self.order.comm.all_reduce((labels != IGNORED).sum().reshape(1)).squeeze(0)
+
+
+_KNOWN = (*_SEQUENCES, "position_ids", "attention_mask", "num_items_in_batch")
+
+
+def _total(part: Tensor, comm: Comm) -> Tensor:
+    """The sum over ranks, on each, as a loss: backward sums the gradients of all ranks' losses."""
+    return ops.copy(ops.reduce(part.reshape(1), comm), comm).squeeze(0)
+
+
+class SequenceLoss:
+    """``model.loss_function`` of the whole batch, of labels that are shifted and cut already."""
+
+    def __init__(self, inner: Callable[..., Tensor], context: _Tokens) -> None:
+        self._inner, self._context = inner, context
+
+    def __call__(
+        self,
+        logits: Tensor,
+        labels: Tensor | None = None,
+        vocab_size: int | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        shift_labels: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
+        labels = labels if shift_labels is None else shift_labels
+        if labels is None:
+            raise ValueError("a loss needs labels, or shift_labels")
+        count = self._context.count(labels) if num_items_in_batch is None else num_items_in_batch
+        options |= {"num_items_in_batch": count, "shift_labels": labels}
+        part = self._inner(logits, labels=labels, vocab_size=vocab_size, **options)
+        return _total(part, self._context.order.comm)
+
+
+def _attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface, over the tokens of all ranks of cp."""
+    unknown = [n for n in ("softcap", "s_aux", "position_bias") if options.get(n) is not None]
+    if dropout or unknown:
+        what = f"dropout={dropout}" if dropout else ", ".join(unknown)
+        raise ValueError(f"context parallelism has no attention with {what}, which {type(module).__name__} asks for")
+    context: _Tokens = getattr(module, _OF)
+    segments = None if attention_mask is None else attention_mask[:, 0, 0]
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    visible = Visible(causal, sliding_window, segments)
+    out = attention(context.way, query, key, value, visible, context.order, scaling)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def cut_context(model: Any, comm: Comm, way: Way) -> None:
+    """Deal the tokens of every forward of ``model`` to the ranks of ``comm``."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    shifted = not type(model).__name__.endswith("ForMaskedLM")
+    attentions = [m for m in model.modules() if "Attention" in type(m).__name__]
+    causal = all(getattr(m, "is_causal", True) for m in attentions)
+    context = _Tokens(way, TokenOrder(comm, way == "ring" and causal), shifted)
+    ALL_ATTENTION_FUNCTIONS.register(_NAME, _attention)
+    model.set_attn_implementation(_NAME)
+    for module in attentions:
+        object.__setattr__(module, _OF, context)
+    if shifted:
+        model.loss_function = SequenceLoss(model.loss_function, context)
+    model.register_forward_pre_hook(context.before, with_kwargs=True, prepend=True)
+    model.register_forward_hook(context.after, with_kwargs=True)

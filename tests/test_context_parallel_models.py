@@ -42,6 +42,10 @@ def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "float", lambda t: t if t.dtype == torch.float64 else narrow(t))
     for make in MODELS.values():
         make()  # imports its module
+    _widen(monkeypatch)
+
+
+def _widen(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("transformers.") and "experts" not in name and getattr(module, "torch", None) is torch:
             monkeypatch.setattr(module, "torch", _Wide())
@@ -146,12 +150,14 @@ def test_of_documents_and_padding(name: str, batch: str, way: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_every_family_of_the_list(family: str) -> None:
+def test_every_family_of_the_list(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kind, config = families.class_of(family), families.config_of(family)
 
     def make() -> Any:
         return kind(copy.deepcopy(config))
 
+    make()  # imports its module
+    _widen(monkeypatch)
     for way, batch in (("gather", plain()), ("ring", packed()), ("ulysses", padded())):
         if "use_cache" not in inspect.signature(kind.forward).parameters:
             batch.pop("use_cache", None)

@@ -522,7 +522,7 @@ def test_a_plan_in_a_file_and_what_is_wrong_with_one(tmp_path: Path) -> None:
         assert wrong in out
     with pytest.raises(ValueError, match="two ways to cut"):
         tpcore.explain("GPT2LMHeadModel", tp=2, plan="auto", parallelize=SHARD_BERT)
-    with pytest.raises(ValueError, match="sequence_parallel is of a plan"):
+    with pytest.raises(ValueError, match="sequence_parallel and context_parallel are of a plan"):
         tpcore.explain("GPT2LMHeadModel", tp=2, sequence_parallel=True)
 
 

@@ -71,6 +71,13 @@ EXPERTS = ("mixtral", "qwen2_moe", "aria_text", "gpt_oss", "deepseek_v2", "llama
 WHOLE_EXPERTS = ("mixtral", "qwen2_moe", "deepseek_v2", "aria_text", "granitemoe_swa")
 
 
+newest = pytest.mark.skipif(
+    transformers.__version__ != MADE_WITH,
+    reason="older releases have no plan for the features of some experts, and none that pass by those of other ranks",
+)
+
+
+@newest
 @pytest.mark.parametrize("family", EXPERTS)
 def test_features_of_experts_are_sharded(family: str) -> None:
     found = verdict(family)
@@ -78,6 +85,7 @@ def test_features_of_experts_are_sharded(family: str) -> None:
     assert found.share < 0.6
 
 
+@newest
 @pytest.mark.parametrize("family", WHOLE_EXPERTS)
 def test_whole_experts_are_distributed(family: str) -> None:
     found = verdict(family, expert_parallel=True)

@@ -30,6 +30,7 @@ PUBLIC = {
     "tpcore": [
         *LAYERS,
         "ColumnParallelConv1D",
+        "ContextParallelAttention",
         "ParallelQKV",
         "RowParallelConv1D",
         "share_input",

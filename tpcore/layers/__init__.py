@@ -1,6 +1,7 @@
 """Sharded layers, one family per file."""
 
 from .attention import ParallelQKV
+from .context_parallel import ContextParallelAttention
 from .conv1d import ColumnParallelConv1D, RowParallelConv1D
 from .embedding import ParallelEmbedding
 from .linear import ColumnParallelLinear, RowParallelLinear
@@ -10,6 +11,7 @@ from .shared_input import share_input
 __all__ = [
     "ColumnParallelConv1D",
     "ColumnParallelLinear",
+    "ContextParallelAttention",
     "LayerNorm",
     "ParallelEmbedding",
     "ParallelQKV",

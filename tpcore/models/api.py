@@ -90,11 +90,11 @@ def parallelize(
     quantized.check(model, quantize, staged=num_microbatches is not None)
     if is_guarded(model):
         raise ValueError(f"this {type(model).__name__} is sharded already: parallelize it once, from the whole")
+    tokens = context_of(model, context, context_parallel, num_microbatches is not None)
     stages = number_of_stages(context, num_microbatches)
     rules = dict(plan or {})
     checked(rules, [name for name, _ in (*model.named_modules(), *model.named_parameters())])
     rules = rules_of(model, rules)
-    tokens = context_of(model, context, context_parallel, num_microbatches is not None)
     cuts = decide(model, rules, expert_parallel)
     if comm.size > 1:
         cuts += inside(model, cuts, rules)

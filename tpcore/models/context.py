@@ -8,6 +8,7 @@ over both is the gradient, which ``tpcore.reduce_gradients`` and ``optimizer_ste
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,14 +22,16 @@ from ..comm.comm import Comm
 from ..layers.context_parallel import Way, attention, check_heads, checked_way
 from ..layers.tokens import TokenOrder, Visible
 from ..runtime.context import ParallelContext
+from .guards import guard
 
 IGNORED = -100
 """The label of tokens that no loss counts: transformers' own."""
 _NAME, _OF = "tpcore_context_parallel", "_tpcore_context"
 
 _FAMILIES = """
-apertus arcee bert cohere cohere2 gemma gemma3_text glm glm4 gpt2 gpt_neox granite helium llama ministral mistral
-nanochat olmo olmo2 olmo3 phi phi3 qwen2 qwen3 seed_oss smollm3 stablelm starcoder2
+albert apertus arcee bert cohere cohere2 cwm distilbert electra ernie ernie4_5 exaone4 gemma gemma3_text glm glm4 gpt2
+gpt_bigcode gpt_neox granite helium hunyuan_v1_dense llama ministral ministral3 mistral modernbert modernbert-decoder
+nanochat nemotron olmo olmo2 olmo3 persimmon phi phi3 qwen2 qwen3 seed_oss smollm3 stablelm starcoder2
 """
 FAMILIES = frozenset(_FAMILIES.split())
 """Model types whose loss and gradients were compared with the whole model's."""
@@ -62,7 +65,7 @@ def _reason(model: Any) -> str | None:
     dropout = {name: getattr(config, name, 0) or 0 for name in _DROPOUTS}
     dropped = next((f"{name}={value}" for name, value in dropout.items() if value), None)
     state = next((type(m).__name__ for m in model.modules() if any(s in type(m).__name__ for s in _STATES)), None)
-    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
+    rope = re.search("'rope_type': '(dynamic|longrope)'", str(getattr(config, "rope_parameters", None)))
     reasons = {
         "it is an encoder with a decoder, whose cross attention sees another sequence": config.is_encoder_decoder,
         f"its {state} passes a state from token to token": state,
@@ -70,10 +73,8 @@ def _reason(model: Any) -> str | None:
             "relative_attention_bias" in name for name, _ in model.named_modules()
         ),
         f"{dropped}: ranks would draw other numbers for attention weights than one process; set it to 0": dropped,
-        f"rotary positions of type {rope!r} depend on the longest sequence of a batch": rope in ("dynamic", "longrope"),
-        f"only models named {', '.join(_HEADS)} compute a loss of each token": not type(model).__name__.endswith(
-            _HEADS
-        ),
+        f"rotary positions of type {rope and rope[1]} depend on the longest sequence of a batch": rope,
+        f"it is none of {', '.join(_HEADS)}, whose loss is of each token": not type(model).__name__.endswith(_HEADS),
         "its attention is not causal by its configuration": getattr(config, "is_causal", True) is False,
         f"its family was not compared with the whole model; compared are {', '.join(sorted(FAMILIES))}": (
             config.model_type not in FAMILIES
@@ -90,6 +91,8 @@ class _Tokens:
     order: TokenOrder
     shifted: bool
     """Whether a token's label is the next token, as of a causal model, and not its own."""
+    packs: bool
+    """Whether positions that begin again begin another document: transformers says so where attention is causal."""
 
     def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A hook: this rank's part of the arguments of the model's forward."""
@@ -98,7 +101,7 @@ class _Tokens:
         self._check(model, kwargs)
         given = next(kwargs[n] for n in ("input_ids", "inputs_embeds") if kwargs.get(n) is not None)
         length, places = given.shape[1], kwargs.get("position_ids")
-        segments = self._segments(kwargs.get("attention_mask"), places, given.shape[:2])
+        segments = self._segments(kwargs.get("attention_mask"), places, given.shape)
         if places is None:
             places = torch.arange(length, device=given.device)[None]
         if kwargs.get("labels") is not None and kwargs.get("shift_labels") is None and self.shifted:
@@ -140,15 +143,14 @@ class _Tokens:
         if labels is not None and labels.ndim != 2:
             raise ValueError(f"labels of shape {tuple(labels.shape)} are not [batch, tokens]")
 
-    @staticmethod
-    def _segments(mask: Tensor | None, places: Tensor | None, shape: torch.Size) -> Tensor | None:
+    def _segments(self, mask: Tensor | None, places: Tensor | None, shape: torch.Size) -> Tensor | None:
         """``[batch, tokens]``: a number for each document of a row and one for padding; None: one document."""
         if mask is not None:
             return mask.to(torch.int64).ne(0).to(torch.int64)
-        if places is None:
+        if places is None or not self.packs:
             return None
         # where a position does not follow the one before: transformers' own sign of packed documents
-        return F.pad(places.diff(dim=-1) != 1, (1, 0)).cumsum(-1).expand(shape)
+        return F.pad(places.diff(dim=-1) != 1, (1, 0)).cumsum(-1).expand(shape[:2])
 
     def after(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """A hook: logits of all tokens where no training step keeps them apart, and a masked model's loss."""
@@ -230,7 +232,7 @@ def cut_context(model: Any, comm: Comm, way: Way) -> None:
     shifted = not type(model).__name__.endswith("ForMaskedLM")
     attentions = [m for m in model.modules() if "Attention" in type(m).__name__]
     causal = all(getattr(m, "is_causal", True) for m in attentions)
-    context = _Tokens(way, TokenOrder(comm, way == "ring" and causal), shifted)
+    context = _Tokens(way, TokenOrder(comm, way == "ring" and causal), shifted, causal)
     ALL_ATTENTION_FUNCTIONS.register(_NAME, _attention)
     model.set_attn_implementation(_NAME)
     for module in attentions:
@@ -239,3 +241,4 @@ def cut_context(model: Any, comm: Comm, way: Way) -> None:
         model.loss_function = SequenceLoss(model.loss_function, context)
     model.register_forward_pre_hook(context.before, with_kwargs=True, prepend=True)
     model.register_forward_hook(context.after, with_kwargs=True)
+    guard(model)

@@ -23,6 +23,7 @@ from . import plan
 from .fit import Need
 
 _NUMBERS, _WEIGHTS = "top_k_index", "top_k_weights"
+_DISTRIBUTED = "_is_expert_parallel"  # of experts that pass by the numbers of others: releases before 5.23 have none
 
 
 class ShardedExperts(ParallelModule):
@@ -46,7 +47,8 @@ class ShardedExperts(ParallelModule):
         """The number of experts that a rank has; None if it has features of all."""
         if self.of_a_rank is not None:
             # transformers' own forwards pass by numbers of experts that are not here, in this mode
-            inner.num_experts, inner._is_expert_parallel = self.of_a_rank, True  # type: ignore[assignment]
+            inner.num_experts = self.of_a_rank  # type: ignore[assignment]
+            setattr(inner, _DISTRIBUTED, True)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         bound = inspect.signature(self.inner.forward).bind(*args, **kwargs).arguments
@@ -97,7 +99,8 @@ def specs_of(
         raise ValueError(f"{plan.wildcard(name)} ({kind}) has modules with parameters inside: {_whole(name)}")
     if distributed:
         counts = {p.shape[0] for p in own.values()}
-        if len(counts) > 1 or not {_NUMBERS, _WEIGHTS} <= inspect.signature(experts.forward).parameters.keys():
+        named = {_NUMBERS, _WEIGHTS} <= inspect.signature(experts.forward).parameters.keys()
+        if len(counts) > 1 or not named or not hasattr(experts, _DISTRIBUTED):
             raise ValueError(
                 f"expert_parallel=True: {plan.wildcard(name)} ({kind}) computes with all experts at once, "
                 "and each rank would have some: leave expert_parallel out, which shards the features of all"

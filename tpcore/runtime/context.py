@@ -81,8 +81,9 @@ class ParallelContext:
             if comm.name == name:
                 return comm
         axes, _, within = name.partition("/")
-        if set(axes.split(".")) <= set(self.mesh.axes):
-            return self.comm(*axes.split("."), within=int(within) if within else None)
+        names = axes.split(".") if axes else []  # none: a group of this rank alone
+        if set(names) <= set(self.mesh.axes):
+            return self.comm(*names, within=int(within) if within else None)
         raise BackendError(f"a compiled graph needs the group {name!r}, and {self} has none of that name")
 
     @cached_property

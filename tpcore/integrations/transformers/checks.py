@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from ...models.guards import is_guarded
 from ...runtime.context import current
 from .files import is_cut
 
@@ -38,7 +39,7 @@ def check_arguments(args: Any) -> None:
 def check_cut(model: nn.Module) -> None:
     """ValueError for a model of which all ranks of a tp group would train the same copy."""
     mesh = current().mesh
-    if mesh.size != current().batch.size and not is_cut(model):
+    if mesh.size != current().batch.size and not (is_cut(model) or is_guarded(model)):
         raise ValueError(
             f"this {type(model).__name__} is whole on every rank of the mesh {dict(mesh.axes)}: call "
             "tpcore.parallelize(model) before the Trainer, or tpcore.init with tp=1"

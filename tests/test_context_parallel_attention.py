@@ -1,0 +1,133 @@
+"""Attention over dealt tokens: output and gradients are those of torch's attention over the whole sequence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import tpcore
+from tpcore import Mesh
+from tpcore.layers import ContextParallelAttention
+from tpcore.layers.ring import put, take
+from tpcore.layers.tokens import TokenOrder, Visible
+from tpcore.testing import run_ranks
+
+TOKENS, EXACT = 24, 1e-12  # float64, in which the order of sums is all that differs
+MASKS: dict[str, dict[str, Any]] = {
+    "causal": {"causal": True},
+    "all": {"causal": False},
+    "window": {"causal": True, "window": 7},
+    "both sides": {"causal": False, "window": 5},
+    "documents": {"causal": True, "segments": True},
+    "documents, all": {"causal": False, "segments": True},
+}
+
+
+def inputs(kv: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    made = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, h, TOKENS, 6, dtype=torch.float64, generator=made) for h in (4, kv, kv))
+    segments = torch.zeros(2, TOKENS, dtype=torch.int64)
+    segments[0, 5:], segments[0, 18:], segments[1, 11:] = 1, 2, 1
+    return q, k, v, segments
+
+
+def whole(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, segments: Tensor | None) -> Tensor:
+    """By definition, key by key."""
+    at = torch.arange(TOKENS)
+    seen = torch.ones(2, 1, TOKENS, TOKENS, dtype=torch.bool)
+    if causal:
+        seen &= at[:, None] >= at
+    if window is not None:
+        seen &= (at[:, None] - at).abs() < window
+    if segments is not None:
+        seen &= (segments[:, :, None] == segments[:, None, :])[:, None]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=0.3, enable_gqa=True)
+
+
+@pytest.mark.parametrize("cp", [1, 2, 4])
+@pytest.mark.parametrize("kv", [4, 1])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("way", ["gather", "ulysses", "ring"])
+def test_equals_attention_over_the_whole_sequence(way: str, mask: str, kv: int, cp: int) -> None:
+    options = {"window": None, "segments": False} | MASKS[mask]
+    *qkv, segments = inputs(kv)
+    segments = segments if options.pop("segments") else None
+    leaves = [t.requires_grad_() for t in qkv]
+    want = whole(*leaves, segments=segments, **options)
+    weight = torch.randn(want.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    gradients = torch.autograd.grad((want * weight).sum(), leaves)
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        layer = ContextParallelAttention(way, scale=0.3, **options)
+        mine = [layer.order.cut(t.detach(), 2).requires_grad_() for t in qkv]
+        out = layer(*mine, segments)
+        (out * layer.order.cut(weight, 2)).sum().backward()
+        torch.testing.assert_close(layer.order.whole(out, 2), want, rtol=EXACT, atol=EXACT)
+        for t, expected in zip(mine, gradients, strict=True):
+            torch.testing.assert_close(t.grad, layer.order.cut(expected, 2), rtol=EXACT, atol=EXACT)
+
+    run_ranks(Mesh({"dp": 1, "cp": cp}), rank)
+
+
+def test_a_mesh_without_the_axis_is_one_rank() -> None:
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        q, k, v, _ = inputs(1)
+        got = ContextParallelAttention("ring", scale=0.3)(q, k, v)
+        torch.testing.assert_close(got, whole(q, k, v, True, None, None), rtol=EXACT, atol=EXACT)
+
+    run_ranks(Mesh({"dp": 1, "tp": 2}), rank)
+
+
+def test_in_bfloat16_sums_are_in_float32() -> None:
+    q, k, v, _ = inputs(1)
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        layer = ContextParallelAttention("ring", scale=0.3)
+        got = layer(*(layer.order.cut(t, 2).bfloat16() for t in (q, k, v)))
+        assert got.dtype == torch.bfloat16
+        want = whole(*(t.bfloat16().double() for t in (q, k, v)), True, None, None)
+        # one rounding of the result: half of 2^-8 of values up to 4
+        torch.testing.assert_close(layer.order.whole(got, 2).double(), want, rtol=2**-8, atol=2**-9)
+
+    run_ranks(Mesh({"dp": 1, "cp": 2}), rank)
+
+
+def test_zig_zag_deals_equal_work() -> None:
+    def rank(ctx: tpcore.ParallelContext) -> int:
+        order = TokenOrder(ctx.comm("cp"), zigzag=True)
+        mask = Visible(True).mask(order.places(TOKENS), torch.arange(TOKENS))
+        assert mask is not None
+        return int(mask.sum())
+
+    assert len(set(run_ranks(Mesh({"cp": 3}), rank))) == 1
+
+
+@pytest.mark.parametrize("half", [0, 1, None, torch.tensor([True]), torch.tensor([False])])
+def test_a_half_is_put_where_it_was_taken(half: Any) -> None:
+    x = torch.arange(8.0).view(2, 4)
+    got = put(x, half, 1, -take(x, half, 1))
+    start = {0: 0, 1: 2}.get(half if isinstance(half, int) else 1 - int(half) if half is not None else None, 0)
+    size = 4 if half is None else 2
+    want = x.clone()
+    want[:, start : start + size] *= -1
+    assert torch.equal(got, want)
+
+
+def test_what_does_not_fit() -> None:
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        with pytest.raises(ValueError, match="not 'rings'"):
+            ContextParallelAttention("rings")
+        with pytest.raises(ValueError, match="window must be 1 token or more, not 0"):
+            ContextParallelAttention(window=0)
+        layer = ContextParallelAttention("ulysses")
+        q, k, v, _ = (layer.order.cut(t, min(2, t.ndim - 1)) for t in inputs(1))
+        with pytest.raises(ValueError, match="4 heads fit cp=1, 2, 4 only"):
+            layer(q, k, v)
+        with pytest.raises(ValueError, match="cannot deal 25 tokens evenly: pad the batch to a multiple of 3, 27"):
+            layer.order.cut(torch.zeros(1, 25))
+
+    run_ranks(Mesh({"cp": 3}), rank)

@@ -29,7 +29,7 @@ WAYS = pytest.mark.parametrize("options", [FEATURES, WHOLE], ids=["features", "e
 
 
 def mixtral(**options: Any) -> Any:
-    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES, num_local_experts=4, **options))
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**{**SIZES, "num_local_experts": 4, **options}))
 
 
 def qwen(**options: Any) -> Any:
@@ -62,6 +62,15 @@ def test_stages(options: dict[str, Any]) -> None:
             torch.testing.assert_close(p.grad, part_of(full[key].grad, p, ctx), rtol=ROUNDS, atol=ROUNDS)
 
     run_ranks(Mesh({"pp": 2, "dp": 1, "tp": 2}), rank)
+
+
+def test_experts_that_do_not_divide_are_counted() -> None:
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        words = r"mlp.experts has 4 experts; .*Degrees that fit: 1, 2$"
+        with pytest.raises(ValueError, match=words):
+            tpcore.parallelize(mixtral(num_attention_heads=6), expert_parallel=True)
+
+    run_ranks(Mesh({"tp": 3}), rank)
 
 
 def batches(dp: int) -> list[list[dict[str, Tensor]]]:

@@ -173,7 +173,8 @@ _KNOWN = (*_SEQUENCES, "position_ids", "attention_mask", "num_items_in_batch")
 
 def _total(part: Tensor, comm: Comm) -> Tensor:
     """The sum over ranks, on each, as a loss: backward sums the gradients of all ranks' losses."""
-    return ops.copy(ops.reduce(part.reshape(1), comm), comm).squeeze(0)
+    # sum: no view, which a Trainer could not change in place
+    return ops.copy(ops.reduce(part.reshape(1), comm), comm).sum()
 
 
 class SequenceLoss:

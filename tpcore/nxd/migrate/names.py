@@ -194,7 +194,7 @@ _ABSENT = {
     "kernels": "torch.nn.functional.scaled_dot_product_attention",
     "modules.moe": "there is no expert parallelism",
     "modules.lora": "tpcore.integrations.peft.get_peft_model, with peft's LoraConfig",
-    "quantization": "there is no quantization",
+    "quantization": "tpcore.parallelize(model, quantize=torch.int8)",
     "trace.trace": "the same functions are in tpcore.trace",
     "trace.model_builder": "tpcore.trace.parallel_model_trace",
     "trace.model_builder_v2": "tpcore.trace.parallel_model_trace",

@@ -472,7 +472,7 @@ def test_a_model_class_that_nobody_has_cut(name: str) -> None:
     assert all(p.gradient for p in program.parameters)
 
 
-@pytest.mark.parametrize("name", ["llama", "t5", "vit"])
+@pytest.mark.parametrize("name", ["llama", "t5", "vit", "mixtral"])
 def test_a_model_of_transformers_by_its_own_plan(name: str, tmp_path: Path) -> None:
     """Each rank's parameters and collectives are those of tpcore.parallelize."""
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -483,6 +483,7 @@ def test_a_model_of_transformers_by_its_own_plan(name: str, tmp_path: Path) -> N
             {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4},
         ),
         "vit": ("ViTForImageClassification", {**sizes, "image_size": 32, "patch_size": 8}),
+        "mixtral": ("MixtralForCausalLM", {**sizes, "num_key_value_heads": 2, "num_local_experts": 4}),
     }
     kind, config = configs[name]
     given = {"model_type": name, "architectures": [kind], **config}

@@ -107,6 +107,7 @@ def _hugging_face(target: str, batch_size: int, seq_len: int) -> tuple[nn.Module
         config = cls.config_class()
     if hasattr(config, "use_cache"):
         config.use_cache = False  # the cache is for generation; in a training step it only costs memory
+    config._experts_implementation = "batched_mm"  # of static shapes: the others read which experts are chosen
     model = transformers.AutoModel.from_config(config) if cls is None else cls(config)
     _without_masks(transformers, model)
     return model, _hugging_face_inputs(model, batch_size, seq_len)

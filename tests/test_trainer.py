@@ -76,7 +76,14 @@ def test_all_that_is_overridden_is_listed() -> None:
         (STAGES, {"num_microbatches": 4}, True, {}, EPOCH),
         (CONTEXT, {"context_parallel": "ring"}, True, HALF, {}),
     ],
-    ids=["tp zero1 tokens accumulation", "tp smoothing sgd", "dp tp", "dp tp zero1 tokens", "pp tp zero1", "dp cp zero1"],
+    ids=[
+        "tp zero1 tokens accumulation",
+        "tp smoothing sgd",
+        "dp tp",
+        "dp tp zero1 tokens",
+        "pp tp zero1",
+        "dp cp zero1",
+    ],
 )
 def test_equals_the_stock_trainer(
     pool: RankPool,

@@ -11,7 +11,7 @@ from ..comm import mappings as ops
 from ..comm.comm import Comm
 from ..runtime.context import current
 from .ring import ring_attention
-from .tokens import HeadGroups, TokenOrder, Visible
+from .tokens import HeadGroups, Scoring, TokenOrder, Visible, hidden
 
 Way = Literal["gather", "ulysses", "ring"]
 
@@ -22,17 +22,20 @@ def checked_way(way: str) -> Way:
     return cast(Way, way)
 
 
-def _attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def _attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:
     heads = HeadGroups(q.shape[1], k.shape[1])
-    return F.scaled_dot_product_attention(q, heads.repeat(k), heads.repeat(v), attn_mask=mask, scale=scale)
+    k, v = heads.repeat(k), heads.repeat(v)
+    if scoring.softcap is not None:
+        return hidden(scoring(q, k), mask).softmax(-1) @ v
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scoring.scale)
 
 
-def gathered(q: Tensor, k: Tensor, v: Tensor, visible: Visible, order: TokenOrder, scale: float) -> Tensor:
+def gathered(q: Tensor, k: Tensor, v: Tensor, visible: Visible, order: TokenOrder, scoring: Scoring) -> Tensor:
     """Each rank's queries against the keys of all ranks, which are gathered; with few key heads these are the
     fewest bytes. The gradients of keys are summed to their rank."""
     length = q.shape[2] * order.comm.size
     k, v = ops.all_gather(k, order.comm, 2), ops.all_gather(v, order.comm, 2)
-    return _attended(q, k, v, visible.mask(order.places(length), order.all_places(length)), scale)
+    return _attended(q, k, v, visible.mask(order.places(length), order.all_places(length)), scoring)
 
 
 def check_heads(heads: int, ranks: int) -> None:
@@ -44,7 +47,7 @@ def check_heads(heads: int, ranks: int) -> None:
         )
 
 
-def exchanged(q: Tensor, k: Tensor, v: Tensor, visible: Visible, order: TokenOrder, scale: float) -> Tensor:
+def exchanged(q: Tensor, k: Tensor, v: Tensor, visible: Visible, order: TokenOrder, scoring: Scoring) -> Tensor:
     """Some heads of all tokens instead of all heads of some tokens, by an all-to-all, and back. Jacobs et al.
     2023, DeepSpeed-Ulysses, arXiv:2309.14509."""
     comm = order.comm
@@ -54,7 +57,7 @@ def exchanged(q: Tensor, k: Tensor, v: Tensor, visible: Visible, order: TokenOrd
         k, v = heads.repeat(k), heads.repeat(v)
     q, k, v = (ops.all_to_all(t, comm, 1, 2) for t in (q, k, v))
     at = order.all_places(q.shape[2])
-    return ops.all_to_all(_attended(q, k, v, visible.mask(at, at), scale), comm, 2, 1)
+    return ops.all_to_all(_attended(q, k, v, visible.mask(at, at), scoring), comm, 2, 1)
 
 
 class ContextParallelAttention(nn.Module):
@@ -62,7 +65,7 @@ class ContextParallelAttention(nn.Module):
 
     ``way``: "gather" (keys and values of all ranks on each), "ulysses" (heads against tokens; the ranks must
     divide the heads) or "ring" (keys pass from rank to rank; memory for this rank's tokens only). ``causal``,
-    ``window``: which keys a query sees; ``scale``: default ``head_dim ** -0.5``. ``context_parallel_group``:
+    ``window``: which keys a query sees; ``scale``: default ``head_dim ** -0.5``; ``softcap``: scores stay below it. ``context_parallel_group``:
     a Comm; default: the ``cp`` axis of the current mesh, one rank where the mesh has none.
 
     Under "ring" and ``causal`` tokens are dealt in zig-zag: take them with ``order.cut(x, dim)`` in any case.
@@ -75,10 +78,12 @@ class ContextParallelAttention(nn.Module):
         causal: bool = True,
         window: int | None = None,
         scale: float | None = None,
+        softcap: float | None = None,
         context_parallel_group: Comm | None = None,
     ) -> None:
         super().__init__()
         self.way, self.causal, self.window, self.scale = checked_way(way), causal, window, scale
+        self.softcap = softcap
         if window is not None and window < 1:
             raise ValueError(f"window must be 1 token or more, not {window}")
         ctx = None if context_parallel_group is not None else current()
@@ -90,15 +95,23 @@ class ContextParallelAttention(nn.Module):
         of them. ``segments``: ``[batch, tokens of the whole sequence]``, the same on every rank; queries see
         keys of their own segment only. Returns a tensor like ``q``."""
         visible = Visible(self.causal, self.window, segments)
-        return attention(self.way, q, k, v, visible, self.order, self.scale)
+        return attention(self.way, q, k, v, visible, self.order, self.scale, self.softcap)
 
     def extra_repr(self) -> str:
         return f"{self.way!r}, cp={self.order.comm.size}, causal={self.causal}, window={self.window}"
 
 
 def attention(
-    way: Way, q: Tensor, k: Tensor, v: Tensor, visible: Visible, order: TokenOrder, scale: float | None
+    way: Way,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Visible,
+    order: TokenOrder,
+    scale: float | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Attention of this rank's queries to the keys of all ranks."""
     function = {"gather": gathered, "ulysses": exchanged, "ring": ring_attention}[way]
-    return function(q, k, v, visible, order, q.shape[-1] ** -0.5 if scale is None else scale)
+    scoring = Scoring(q.shape[-1] ** -0.5 if scale is None else scale, softcap)
+    return function(q, k, v, visible, order, scoring)

@@ -6,14 +6,14 @@ Dao et al. 2022, arXiv:2205.14135.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..comm.comm import Comm
-from .tokens import HeadGroups, TokenOrder, Visible
+from .tokens import HeadGroups, Scoring, TokenOrder, Visible, hidden
 
 Half = Tensor | int | None
 """Some of a rank's tokens: half 0 or 1, None for all, or a tensor that says whether it is half 0: data, so that
@@ -55,17 +55,50 @@ def steps(order: TokenOrder) -> Iterator[tuple[Tensor, list[tuple[Half, Half]]]]
         yield source, [(1, 0), (earlier, earlier)] if order.zigzag else [(None, None)]
 
 
-def _scores(q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    found = (q @ k.transpose(-1, -2)) * scale
-    return found if mask is None else found.masked_fill(~mask, -torch.inf)
+ROWS = 512
+"""Queries whose scores are held at a time: their scores with all keys of a block would be most of the memory."""
 
 
-def _attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+def _slices(q: Tensor, queries: Tensor, keys: Tensor, visible: Visible) -> Iterator[tuple[slice, Tensor | None]]:
+    """Runs of queries, and which of the keys each of them sees. ``queries``, ``keys``: their places."""
+    for start in range(0, q.shape[2], ROWS):
+        rows = slice(start, start + ROWS)
+        yield rows, visible.mask(queries[rows], keys)
+
+
+def _attended(
+    q: Tensor, k: Tensor, v: Tensor, masks: Iterator[tuple[slice, Tensor | None]], scoring: Scoring
+) -> tuple[Tensor, Tensor]:
     """Attention to one block of keys, and the logarithm of its sum of exponentials, ``[..., queries]``."""
-    scores = _scores(q, k, mask, scale)
-    total = scores.logsumexp(-1)
-    weights = (scores - total.unsqueeze(-1)).exp()
-    return (weights if mask is None else weights.nan_to_num(0.0)) @ v, total  # nan: a query that sees none of them
+    found = []
+    for rows, mask in masks:
+        scores = hidden(scoring(q[:, :, rows], k), mask)
+        total = scores.logsumexp(-1)
+        # nan: of a query that sees none of these keys
+        found.append(((scores - total.unsqueeze(-1)).exp().nan_to_num(0.0) @ v, total))
+    return torch.cat([out for out, _ in found], 2), torch.cat([total for _, total in found], 2)
+
+
+def _gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    results: Sequence[Tensor],
+    masks: Iterator[tuple[slice, Tensor | None]],
+    scoring: Scoring,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What one block adds to the gradients of its queries, keys and values. ``results``: of the queries, their
+    gradient, their logarithm of the sum over all keys, and their gradient times their output."""
+    dq, dk, dv = [], torch.zeros_like(k), torch.zeros_like(v)
+    for rows, mask in masks:
+        grad, total, inner = (t[:, :, rows] for t in results)
+        scores = scoring(q[:, :, rows], k)
+        weights = (hidden(scores, mask) - total.unsqueeze(-1)).exp()
+        slopes = weights * (grad @ v.transpose(-1, -2) - inner) * scoring.slope(scores)
+        dq.append(slopes @ k)
+        dk += slopes.transpose(-1, -2) @ q[:, :, rows]
+        dv += weights.transpose(-1, -2) @ grad
+    return torch.cat(dq, 2), dk, dv
 
 
 def _merged(out: Tensor, total: Tensor, more: Tensor, its: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,30 +114,34 @@ def _around(comm: Comm) -> Callable[[Tensor], Tensor]:
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, visible: Visible, order: TokenOrder, scale: float) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, visible: Visible, order: TokenOrder, scoring: Scoring
+    ) -> Tensor:
         heads, send, length = HeadGroups(q.shape[1], k.shape[1]), _around(order.comm), q.shape[2] * order.comm.size
         wide = torch.promote_types(q.dtype, torch.float32)  # of sums over many keys
-        out, total = torch.zeros_like(q, dtype=wide), torch.full_like(q[..., 0], -torch.inf, dtype=wide)
+        out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=wide)
+        total = torch.full_like(q[..., 0], -torch.inf, dtype=wide)
         own, keys, values = order.places(length), k, v
         for step, (source, blocks) in enumerate(steps(order)):
             if step:
                 keys, values = send(keys), send(values)
             theirs = order.places(length, source)
             for asking, asked in blocks:
-                mask = visible.mask(take(own, asking, 0), take(theirs, asked, 0))
+                some = take(q, asking, 2).to(wide)
+                masks = _slices(some, take(own, asking, 0), take(theirs, asked, 0), visible)
                 part = [heads.repeat(take(t, asked, 2)).to(wide) for t in (keys, values)]
-                more = _attended(take(q, asking, 2).to(wide), part[0], part[1], mask, scale)
+                more = _attended(some, part[0], part[1], masks, scoring)
                 merged = _merged(take(out, asking, 2), take(total, asking, 2), *more)
                 out, total = (put(t, asking, 2, m) for t, m in zip((out, total), merged, strict=True))
         ctx.save_for_backward(q, k, v, out, total)
-        ctx.arguments = visible, order, scale
+        ctx.arguments = visible, order, scoring
         return out.to(q.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """A second ring: the gradients of keys and values travel with them, and one step more brings them home."""
         q, k, v, out, total = ctx.saved_tensors
-        visible, order, scale = ctx.arguments
+        visible, order, scoring = ctx.arguments
         heads, send, length = HeadGroups(q.shape[1], k.shape[1]), _around(order.comm), q.shape[2] * order.comm.size
         wide, grad = out.dtype, grad.to(out.dtype)
         inner = (grad * out).sum(-1, keepdim=True)
@@ -116,19 +153,18 @@ class _Ring(torch.autograd.Function):
                 keys, values, dk, dv = (send(t) for t in (keys, values, dk, dv))
             theirs = order.places(length, source)
             for asking, asked in blocks:
-                mask = visible.mask(take(own, asking, 0), take(theirs, asked, 0))
-                some, mine, sums, inside = (take(t, asking, 2) for t in (q, grad, total, inner))
-                some = some.to(wide)
+                some, *results = (take(t, asking, 2) for t in (q.to(wide), grad, total, inner))
+                masks = _slices(some, take(own, asking, 0), take(theirs, asked, 0), visible)
                 part = [heads.repeat(take(t, asked, 2)).to(wide) for t in (keys, values)]
-                weights = (_scores(some, part[0], mask, scale) - sums.unsqueeze(-1)).exp()
-                scores = weights * (mine @ part[1].transpose(-1, -2) - inside) * scale
-                dq = put(dq, asking, 2, take(dq, asking, 2) + scores @ part[0])
-                more = [heads.fold(scores.transpose(-1, -2) @ some), heads.fold(weights.transpose(-1, -2) @ mine)]
-                dk, dv = (put(t, asked, 2, take(t, asked, 2) + m) for t, m in zip((dk, dv), more, strict=True))
+                mine, *more = _gradients(some, part[0], part[1], results, masks, scoring)
+                dq = put(dq, asking, 2, take(dq, asking, 2) + mine)
+                dk, dv = (
+                    put(t, asked, 2, take(t, asked, 2) + heads.fold(m)) for t, m in zip((dk, dv), more, strict=True)
+                )
         return dq.to(q.dtype), send(dk).to(k.dtype), send(dv).to(v.dtype), None, None, None
 
 
-def ring_attention(q: Tensor, k: Tensor, v: Tensor, visible: Visible, order: TokenOrder, scale: float) -> Tensor:
+def ring_attention(q: Tensor, k: Tensor, v: Tensor, visible: Visible, order: TokenOrder, scoring: Scoring) -> Tensor:
     """Attention in as many steps as there are ranks; memory for the tokens of one rank, forward and backward."""
-    made: Tensor = _Ring.apply(q, k, v, visible, order, scale)
+    made: Tensor = _Ring.apply(q, k, v, visible, order, scoring)
     return made

@@ -90,6 +90,27 @@ class Visible:
         return found
 
 
+def hidden(scores: Tensor, mask: Tensor | None) -> Tensor:
+    """``scores``, with those of keys that a query does not see at minus infinity."""
+    return scores if mask is None else scores.masked_fill(~mask, -torch.inf)
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How a query scores a key: their product times ``scale``, and with ``softcap`` never beyond it, as in Gemma 2."""
+
+    scale: float
+    softcap: float | None = None
+
+    def __call__(self, q: Tensor, k: Tensor) -> Tensor:
+        found = (q @ k.transpose(-1, -2)) * self.scale
+        return found if self.softcap is None else (found / self.softcap).tanh() * self.softcap
+
+    def slope(self, scores: Tensor) -> Tensor | float:
+        """By how much scores grow with the product."""
+        return self.scale if self.softcap is None else (1 - (scores / self.softcap) ** 2) * self.scale
+
+
 @dataclass(frozen=True)
 class HeadGroups:
     """Query heads and the fewer key heads that they share."""

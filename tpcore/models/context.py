@@ -29,9 +29,9 @@ IGNORED = -100
 _NAME, _OF = "tpcore_context_parallel", "_tpcore_context"
 
 _FAMILIES = """
-albert apertus arcee bert cohere cohere2 cwm distilbert electra ernie ernie4_5 exaone4 gemma gemma3_text glm glm4 gpt2
-gpt_bigcode gpt_neox granite helium hunyuan_v1_dense llama ministral ministral3 mistral modernbert modernbert-decoder
-nanochat nemotron olmo olmo2 olmo3 persimmon phi phi3 qwen2 qwen3 seed_oss smollm3 stablelm starcoder2
+albert apertus arcee bert cohere cohere2 cwm distilbert electra ernie ernie4_5 exaone4 gemma gemma2 gemma3_text glm glm4
+gpt2 gpt_bigcode gpt_neox granite helium hunyuan_v1_dense llama ministral ministral3 mistral modernbert
+modernbert-decoder nanochat nemotron olmo olmo2 olmo3 persimmon phi phi3 qwen2 qwen3 seed_oss smollm3 stablelm starcoder2 vaultgemma
 """
 FAMILIES = frozenset(_FAMILIES.split())
 """Model types whose loss and gradients were compared with the whole model's."""
@@ -211,10 +211,11 @@ def _attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     is_causal: bool | None = None,
+    softcap: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface, over the tokens of all ranks of cp."""
-    unknown = [n for n in ("softcap", "s_aux", "position_bias") if options.get(n) is not None]
+    unknown = [n for n in ("s_aux", "position_bias") if options.get(n) is not None]
     if dropout or unknown:
         what = f"dropout={dropout}" if dropout else ", ".join(unknown)
         raise ValueError(f"context parallelism has no attention with {what}, which {type(module).__name__} asks for")
@@ -222,7 +223,7 @@ def _attention(
     segments = None if attention_mask is None else attention_mask[:, 0, 0]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     visible = Visible(causal, sliding_window, segments)
-    out = attention(context.way, query, key, value, visible, context.order, scaling)
+    out = attention(context.way, query, key, value, visible, context.order, scaling, softcap)
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -235,6 +235,18 @@ def test_quantizers_that_would_pass_by_sharded_layers_are_refused(how: Any) -> N
     run_ranks(TWO, rank)
 
 
+def test_a_loss_that_reads_the_head_itself_is_refused() -> None:
+    """As TRL's trainers replace the forward, with an argument of this name."""
+
+    def rank(_: tpcore.ParallelContext) -> None:
+        model: Any = tpcore.parallelize(llama())
+        model.forward = lambda fused_lm_head, **inputs: model.get_output_embeddings().weight
+        with pytest.raises(ValueError, match=r"train this model with SFTTrainer or DPOTrainer of tpcore\.integrations"):
+            model(**text(), fused_lm_head=True)
+
+    run_ranks(Mesh({"tp": 2}), rank)
+
+
 def test_quantized_weights_are_refused_by_name() -> None:
     class Int8Tensor(torch.nn.Parameter):
         pass

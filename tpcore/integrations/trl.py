@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from transformers import TrainingArguments, set_seed
 
 from ..comm import mappings as ops
 from ..errors import extra
 from ..layers import ColumnParallelLinear
+from ..models.loss import READS_WHOLE_HEAD
 from .transformers import Trainer
 
 with extra("trl", "tpcore.integrations.trl"):
@@ -59,19 +61,21 @@ def _with_whole_head(model: Any) -> None:
             del model.get_output_embeddings
 
     model.forward = whole
+    model.__dict__[READS_WHOLE_HEAD] = True
 
 
 class _Sharded(Trainer):
     """What TRL's trainers have in common."""
 
-    def __init__(self, model: Any, *args: Any, peft_config: Any = None, **kwargs: Any) -> None:
+    def __init__(self, model: Any, *, args: Any = None, peft_config: Any = None, **kwargs: Any) -> None:
         if not isinstance(model, nn.Module):
             raise ValueError(f"{type(self).__name__} takes the model that tpcore.parallelize returns, not {model!r}")
         if peft_config is not None:
             from .peft import get_peft_model
 
+            set_seed(TrainingArguments.seed if args is None else args.seed)  # as TRL does before it calls peft's
             model = get_peft_model(model, peft_config)
-        super().__init__(model, *args, **kwargs)
+        super().__init__(model, args=args, **kwargs)
         for each in (self.model, getattr(self, "ref_model", None)):
             if each is not None:
                 _with_whole_head(each)

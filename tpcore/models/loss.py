@@ -12,6 +12,8 @@ from ..layers import ColumnParallelLinear
 from ..layers.loss import parallel_cross_entropy
 from .source import asks_loss_function
 
+READS_WHOLE_HEAD = "_tpcore_reads_whole_head"
+"""The mark of a model of which a forward of TRL's gets the head's whole weight."""
 _SHIFTS = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False}
 
 
@@ -75,6 +77,11 @@ def _head(model: nn.Module) -> ColumnParallelLinear:
 
 
 def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if kwargs.get("fused_lm_head") and not model.__dict__.get(READS_WHOLE_HEAD):
+        raise ValueError(
+            "TRL's loss multiplies by the weight of the head, of which each rank has a part: train this model with "
+            "SFTTrainer or DPOTrainer of tpcore.integrations.trl"
+        )
     _head(model).gather_output = kwargs.get("labels") is None and kwargs.get("shift_labels") is None
 
 

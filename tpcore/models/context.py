@@ -31,7 +31,8 @@ _NAME, _OF = "tpcore_context_parallel", "_tpcore_context"
 _FAMILIES = """
 albert apertus arcee bert cohere cohere2 cwm distilbert electra ernie ernie4_5 exaone4 gemma gemma2 gemma3_text glm glm4
 gpt2 gpt_bigcode gpt_neox granite helium hunyuan_v1_dense llama ministral ministral3 mistral modernbert
-modernbert-decoder nanochat nemotron olmo olmo2 olmo3 persimmon phi phi3 qwen2 qwen3 seed_oss smollm3 stablelm starcoder2 vaultgemma
+modernbert-decoder nanochat nemotron olmo olmo2 olmo3 persimmon phi phi3 qwen2 qwen3 seed_oss smollm3 stablelm
+starcoder2 vaultgemma
 """
 FAMILIES = frozenset(_FAMILIES.split())
 """Model types whose loss and gradients were compared with the whole model's."""

@@ -15,7 +15,7 @@ from ..models.loss import READS_WHOLE_HEAD
 from .transformers import Trainer
 
 with extra("trl", "tpcore.integrations.trl"):
-    import trl
+    import trl  # type: ignore[import-not-found, unused-ignore]
 
 __all__ = ["DPOTrainer", "SFTTrainer"]
 

@@ -73,6 +73,23 @@ def test_experts_that_do_not_divide_are_counted() -> None:
     run_ranks(Mesh({"tp": 3}), rank)
 
 
+def test_ranks_without_a_chosen_expert_have_gradients_of_zeros() -> None:
+    """An optimizer leaves out what has no gradient: its weights would not decay as in one process."""
+    whole, token = hf.double(mixtral), torch.tensor([[7]])
+    whole(input_ids=token).logits.square().mean().backward()
+    full = dict(whole.named_parameters())
+
+    def rank(ctx: tpcore.ParallelContext) -> int:
+        model: Any = tpcore.parallelize(hf.double(mixtral), expert_parallel=True)
+        model(input_ids=token).logits.square().mean().backward()
+        experts = {n: p for n, p in model.named_parameters() if ".experts." in n}
+        for name, p in experts.items():
+            torch.testing.assert_close(p.grad, part_of(full[name].grad, p, ctx), rtol=ROUNDS, atol=ROUNDS)
+        return sum(not p.grad.any() for p in experts.values())
+
+    assert sum(run_ranks(Mesh({"tp": 4}), rank)) > 0  # one token chooses two of four experts
+
+
 def batches(dp: int) -> list[list[dict[str, Tensor]]]:
     """[step][dp rank]: of one length, so that the mean over dp is the whole batch's."""
     made = torch.Generator().manual_seed(3)

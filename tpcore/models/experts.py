@@ -58,7 +58,13 @@ class ShardedExperts(ParallelModule):
         table = {name: self._used(name, p) for name, p in self._parameters.items()}
         self.inner.__dict__["_parameters"] = table
         try:
-            return ops.reduce(self.inner(**inputs), self.tp, dtype=torch.float32)
+            out = self.inner(**inputs)
+            if self.of_a_rank is not None:
+                # Where none of a rank's experts is chosen, the graph has no way back to inputs and parameters. The
+                # other ranks wait for its part of the inputs' gradients; those of parameters are zeros, not None.
+                floats = [t for t in inputs.values() if isinstance(t, Tensor) and t.is_floating_point()]
+                out = out + sum(t.flatten()[:0].sum() for t in (*floats, *self.parameters(recurse=False)))
+            return ops.reduce(out, self.tp, dtype=torch.float32)
         finally:
             self.inner.__dict__["_parameters"] = {}
 

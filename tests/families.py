@@ -233,6 +233,7 @@ def config_of(model_type: str, **options: Any) -> Any:
                 continue
     if getattr(config, "vocab_size", 99) is None:
         config.vocab_size = 99
+    config._experts_implementation = "eager"  # the default kernel takes no float64
     return config
 
 
@@ -387,7 +388,6 @@ def verdict(model_type: str, degree: int = 2, features: dict[str, Any] | None = 
     kind, config = class_of(model_type), config_of(model_type, **features or {})
     if kind is None:
         return Verdict(model_type, "-", False, "no model class of its own")
-    config._experts_implementation = "eager"  # the default kernel takes no float64
     why = refusal(kind, config, degree, **options)
     if why is not None:
         return Verdict(model_type, kind.__name__, False, why)

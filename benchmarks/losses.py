@@ -148,11 +148,9 @@ def _tpcore(name: str, case: Case, vocab: int | None = None, group: Comm | None 
         case.size.columns,
         bias=False,
         gather_output=False,
-        tensor_model_parallel_group=group,
+        group=group,
     )
-    loss = partial(
-        tpcore.parallel_cross_entropy, target=case.target, vocab_size=vocab, tensor_model_parallel_group=group
-    )
+    loss = partial(tpcore.parallel_cross_entropy, target=case.target, vocab_size=vocab, group=group)
     return _of(name, loss, head, vocab)
 
 

@@ -142,10 +142,10 @@ def _floors(full: nn.Module, size: Size, rank: int) -> Iterator[Entry]:
 
 
 def _block(size: Size, group: Comm | None = None) -> Block:
-    up = tpcore.ColumnParallelLinear(size.hidden, size.ffn, gather_output=False, tensor_model_parallel_group=group)
+    up = tpcore.ColumnParallelLinear(size.hidden, size.ffn, gather_output=False, group=group)
     return Block(
         up,
-        tpcore.RowParallelLinear(size.ffn, size.hidden, input_is_parallel=True, tensor_model_parallel_group=group),
+        tpcore.RowParallelLinear(size.ffn, size.hidden, input_is_parallel=True, group=group),
     )
 
 

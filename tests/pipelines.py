@@ -63,7 +63,7 @@ class CutModel(Model):
 
     def losses(self, logits: Tensor, labels: Tensor) -> Tensor:
         over = ends_of(tpcore.current())
-        return tpcore.parallel_cross_entropy(logits, labels, tensor_model_parallel_group=over)
+        return tpcore.parallel_cross_entropy(logits, labels, group=over)
 
 
 def ends_of(ctx: ParallelContext) -> Comm:
@@ -84,18 +84,18 @@ def cut(
     torch.manual_seed(5)
     model = CutModel(layers, tied=tied, dropout=dropout).double()
     on: dict[str, Any] = {}
-    ends: dict[str, Any] = {"tensor_model_parallel_group": ends_of(ctx)}
+    ends: dict[str, Any] = {"group": ends_of(ctx)}
     if tokens:
-        on = {"sequence_parallel_enabled": True, "sequence_dimension": 1}
-        ends |= {**on, "sequence_parallel_group": ctx.comm("tp")}
+        on = {"sequence_dim": 1}
+        ends |= on
     for block in model.layers:
         if tokens:
             block.tokens = ctx.comm("tp")
-            block.norm = tpcore.LayerNorm.from_plain(block.norm, sequence_parallel_enabled=True)
+            block.norm = tpcore.LayerNorm.from_plain(block.norm, sequence_parallel=True)
         block.up = tpcore.ColumnParallelLinear.from_plain(block.up, gather_output=False, **on)
         block.down = tpcore.RowParallelLinear.from_plain(block.down, input_is_parallel=True, **on)
     if tokens:
-        model.norm = tpcore.LayerNorm.from_plain(model.norm, sequence_parallel_enabled=True)
+        model.norm = tpcore.LayerNorm.from_plain(model.norm, sequence_parallel=True)
     model.embed = tpcore.ParallelEmbedding.from_plain(model.embed, **ends)
     model.head = tpcore.ColumnParallelLinear.from_plain(model.head, gather_output=False, **ends)
     if tied:

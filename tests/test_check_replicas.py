@@ -99,7 +99,7 @@ WRONG: dict[str, tuple[Callable[[ParallelContext, Net], nn.Module], str]] = {
         r"parameter 'up\.weight' differs between rank 1 \(dp 0, tp 1\) and rank 3 \(dp 1, tp 1\)",
     ),
     "unused": (_unused, r"the gradient of 'norm\.bias' .*rank 1 \(dp 0, tp 1\).*one has none"),
-    "uncovered": (_uncovered, r"the gradient of 'weight' differs .*sequence_parallel_enabled"),
+    "uncovered": (_uncovered, r"the gradient of 'weight' differs .*sequence_parallel=True"),
     "broadcast": (
         _broadcast,
         r"'embed\.weight' has the same values on .* different parts .*process_group=ctx",

@@ -61,7 +61,7 @@ class Net(nn.Module):
         super().__init__()
         options: Any = {"device": device, "dtype": dtype, "pad": True}
         self.embedding = tpcore.ParallelEmbedding(10, 8, **options)
-        self.qkv = tpcore.ColumnParallelLinear(8, 18, stride=3, **options)
+        self.qkv = tpcore.ColumnParallelLinear(8, 18, blocks=3, **options)
         self.out = tpcore.RowParallelLinear(6, 8, **options)
         self.sequence_norm = tpcore.LayerNorm(8, device=device, dtype=dtype)
         self.norm = nn.BatchNorm1d(8, device=device, dtype=dtype)
@@ -374,7 +374,7 @@ def test_another_cut_of_the_same_tensor(tmp_path: Path) -> None:
     full = torch.cat(run_ranks(Mesh({"tp": 2}), write))
 
     def read(ctx: ParallelContext) -> None:
-        fused = tpcore.ColumnParallelLinear(12, 12, bias=False, stride=3)
+        fused = tpcore.ColumnParallelLinear(12, 12, bias=False, blocks=3)
         row = tpcore.RowParallelLinear(12, 12, bias=False)
         plain = nn.Linear(12, 12, bias=False)
         for layer in (fused, row, plain):

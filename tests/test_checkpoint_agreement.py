@@ -33,7 +33,7 @@ def _no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def net(width: int = 8, dtype: torch.dtype = torch.float32, stride: int = 1) -> nn.Sequential:
     return nn.Sequential(
-        tpcore.ColumnParallelLinear(3, width, gather_output=False, stride=stride),
+        tpcore.ColumnParallelLinear(3, width, gather_output=False, blocks=stride),
         tpcore.RowParallelLinear(width, 3, input_is_parallel=True),
     ).to(dtype)
 
@@ -135,7 +135,7 @@ def test_stages(fits: bool, tmp_path: Path) -> None:
     def one(ctx: ParallelContext) -> list[str]:
         stage, both = ctx.mesh.coords(ctx.rank)["pp"], ctx.comm("pp", "tp")
         rows = 16 if fits or stage == 0 else 32
-        table = tpcore.ParallelEmbedding(rows, 3, tensor_model_parallel_group=both)
+        table = tpcore.ParallelEmbedding(rows, 3, group=both)
         layers = {f"layer{stage}": net(8 + 8 * stage), "table": table}
         try:
             save({"model": nn.ModuleDict(layers).state_dict()}, tmp_path / "c")

@@ -37,7 +37,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = tpcore.ParallelEmbedding(7, 4, pad=True)
-        self.gate_up = tpcore.ColumnParallelLinear(4, 8, stride=2)
+        self.gate_up = tpcore.ColumnParallelLinear(4, 8, blocks=2)
         self.norm = nn.LayerNorm(4)
         self.head = tpcore.ColumnParallelLinear(4, 7, bias=False, pad=True)
         self.head.weight = self.embed.weight

@@ -405,7 +405,7 @@ def test_entries_that_cannot_be_saved(value: Callable[[], Any], message: str, tm
 
 def test_a_cut_over_other_ranks(tmp_path: Path) -> None:
     def write(ctx: ParallelContext) -> None:
-        layer = tpcore.ColumnParallelLinear(2, 4, tensor_model_parallel_group=ctx.comm("dp"))
+        layer = tpcore.ColumnParallelLinear(2, 4, group=ctx.comm("dp"))
         save({"model": layer.state_dict()}, tmp_path / "c")
 
     assert all("model.weight is cut over ranks" in m for m in errors_on_all_ranks(write))

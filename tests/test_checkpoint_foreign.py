@@ -48,7 +48,7 @@ class Net(nn.Module):
         super().__init__()
         self.up = tpcore.ColumnParallelLinear(4, 6, gather_output=False)
         self.down = tpcore.RowParallelLinear(6, 4, input_is_parallel=True)
-        self.gate_up = tpcore.ColumnParallelLinear(4, 8, bias=False, stride=2)
+        self.gate_up = tpcore.ColumnParallelLinear(4, 8, bias=False, blocks=2)
         self.norm = nn.LayerNorm(4)
 
 
@@ -360,7 +360,7 @@ class Trained(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up = tpcore.ColumnParallelLinear(4, 8, gather_output=False)
-        self.gate_up = tpcore.ColumnParallelLinear(4, 8, bias=False, stride=2)
+        self.gate_up = tpcore.ColumnParallelLinear(4, 8, bias=False, blocks=2)
         self.down = tpcore.RowParallelLinear(8, 4, input_is_parallel=True)
         self.norm = nn.LayerNorm(4)
 

@@ -94,7 +94,7 @@ def test_mutated_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: i
 
     def one(ctx: object) -> None:
         torch.manual_seed(0)
-        model = nn.ModuleList([tpcore.ColumnParallelLinear(3, 4, stride=2), nn.Linear(2, 3)])
+        model = nn.ModuleList([tpcore.ColumnParallelLinear(3, 4, blocks=2), nn.Linear(2, 3)])
         save({"model": model.state_dict(), "epoch": 1}, tmp_path / "c")
 
     run_ranks(Mesh({"tp": 2}), one)

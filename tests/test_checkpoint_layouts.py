@@ -110,7 +110,7 @@ class Staged(nn.Module):
     def __init__(self, ctx: ParallelContext) -> None:
         super().__init__()
         pp, both = ctx.mesh.axes["pp"], ctx.comm("pp", "tp")
-        self.table = tpcore.ParallelEmbedding(10, 4, pad=True, tensor_model_parallel_group=both)
+        self.table = tpcore.ParallelEmbedding(10, 4, pad=True, group=both)
         self.layers = nn.ModuleDict()
         for i in range(4):
             slot, layer = Slot("pp", i, 4), tpcore.ColumnParallelLinear(4, 8)
@@ -152,7 +152,7 @@ def test_a_model_of_stages_opens_on_any_mesh(tmp_path: Path, there: tuple[int, i
 
 def test_what_is_cut_over_dp_is_refused(tmp_path: Path) -> None:
     def rank(ctx: ParallelContext) -> None:
-        layer = tpcore.ColumnParallelLinear(4, 8, tensor_model_parallel_group=ctx.world)
+        layer = tpcore.ColumnParallelLinear(4, 8, group=ctx.world)
         with pytest.raises(ValueError, match=r"cut over ranks \(0, 1, 2, 3\) of \('dp', 'tp'\)"):
             save(layer.state_dict(), tmp_path / "c")
 

@@ -154,7 +154,7 @@ class Layer(nn.Module):
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        ends: dict[str, Any] = {"tensor_model_parallel_group": tpcore.current().comm("pp", "tp")}
+        ends: dict[str, Any] = {"group": tpcore.current().comm("pp", "tp")}
         self.embed = tpcore.ParallelEmbedding(VOCAB, WIDTH, **ends)
         self.layers = tpcore.PipelinedLayers([Layer() for _ in range(LAYERS)], 2)
         self.norm = nn.LayerNorm(WIDTH, bias=False)

@@ -32,7 +32,7 @@ class Parallel(nn.Module):
         super().__init__()
         options: Any = {"device": device, "dtype": dtype, "pad": True}
         self.embedding = tpcore.ParallelEmbedding(10, 6, **options)
-        self.qkv = tpcore.ColumnParallelLinear(6, 18, stride=3, **options)
+        self.qkv = tpcore.ColumnParallelLinear(6, 18, blocks=3, **options)
         self.out = tpcore.RowParallelLinear(6, 6, **options)
         self.norm = nn.LayerNorm(6, device=device, dtype=dtype)
 

@@ -29,7 +29,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = tpcore.ParallelEmbedding(5, 4, pad=True)
-        self.qkv = tpcore.ColumnParallelLinear(4, 12, stride=3, gather_output=False)
+        self.qkv = tpcore.ColumnParallelLinear(4, 12, blocks=3, gather_output=False)
         self.out = tpcore.RowParallelLinear(4, 4, input_is_parallel=True)
         self.sequence_norm = tpcore.LayerNorm(4)
         self.norm = nn.BatchNorm1d(4)

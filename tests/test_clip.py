@@ -162,9 +162,7 @@ def test_what_is_replicated_over_some_ranks_counts_once() -> None:
 def test_layers_cut_over_different_groups() -> None:
     def rank(ctx: ParallelContext) -> None:
         over = [ctx.comm("tp"), ctx.comm("dp"), ctx.world]
-        layers = nn.ModuleList(
-            tpcore.ColumnParallelLinear(4, 8, bias=False, tensor_model_parallel_group=comm) for comm in over
-        )
+        layers = nn.ModuleList(tpcore.ColumnParallelLinear(4, 8, bias=False, group=comm) for comm in over)
         for layer in layers:
             layer.weight.grad = torch.ones_like(layer.weight)
         assert tpcore.clip_grad_norm(layers, 1e9, 1) == 3 * 32
@@ -242,13 +240,9 @@ def test_sharding_survives(change: str) -> None:
             p.grad = torch.ones_like(p)
         # 32 and 8 of the column layer and 32 of the row layer are cut; its bias of 4 is whole
         assert tpcore.clip_grad_norm(net.parameters(), 1e9, 1) == 32 + 8 + 32 + 4
-        marks = {name: (p.tensor_model_parallel, p.partition_dim) for name, p in net.named_parameters()}
-        assert marks == {
-            "0.weight": (True, 0),
-            "0.bias": (True, 0),
-            "1.weight": (True, 1),
-            "1.bias": (False, -1),
-        }
+        marks = {name: sharding(p) for name, p in net.named_parameters()}
+        dims = {name: mark.layout.spec.dim for name, mark in marks.items() if mark is not None}
+        assert dims == {"0.weight": 0, "0.bias": 0, "1.weight": 1, "1.bias": None}
 
     run_ranks(Mesh({"tp": 2}), rank)
 
@@ -305,7 +299,7 @@ def test_a_table_over_stages_and_what_one_stage_alone_holds(p: float) -> None:
 
     def rank(ctx: ParallelContext) -> int:
         double = torch.float64
-        table = tpcore.ParallelEmbedding(8, 4, dtype=double, tensor_model_parallel_group=ctx.comm("pp", "tp"))
+        table = tpcore.ParallelEmbedding(8, 4, dtype=double, group=ctx.comm("pp", "tp"))
         mine = tpcore.ColumnParallelLinear(4, 8, bias=False, dtype=double)
         stage = ctx.coord("pp")
         mine.place(Slot("pp", stage, 2))
@@ -340,7 +334,7 @@ def test_one_all_reduce_for_each_set_of_axes() -> None:
     def rank(ctx: ParallelContext) -> None:
         pp_tp = ctx.comm("pp", "tp")
         layers = [tpcore.ColumnParallelLinear(4, 8) for _ in range(3)]
-        layers += [tpcore.ColumnParallelLinear(4, 8, tensor_model_parallel_group=pp_tp) for _ in range(3)]
+        layers += [tpcore.ColumnParallelLinear(4, 8, group=pp_tp) for _ in range(3)]
         calls: list[tuple[str, ...]] = []
         with ExitStack() as stack:
             for comm in (ctx.comm("tp"), pp_tp):
@@ -354,7 +348,7 @@ def test_one_all_reduce_for_each_set_of_axes() -> None:
 def test_a_group_that_no_axes_make_is_summed_over() -> None:
     def rank(ctx: ParallelContext) -> None:
         ring = ctx.comm("tp", within=2)
-        layer = tpcore.ColumnParallelLinear(4, 8, bias=False, tensor_model_parallel_group=ring)
+        layer = tpcore.ColumnParallelLinear(4, 8, bias=False, group=ring)
         layer.weight.grad = torch.ones_like(layer.weight)
         found = sharding(layer.weight)
         assert found is not None

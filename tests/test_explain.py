@@ -34,8 +34,8 @@ MESHES = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1)]  # tp, dp
 class Mlp(nn.Module):
     def __init__(self, sequence: bool = False) -> None:
         super().__init__()
-        kept = {"sequence_parallel_enabled": sequence, "sequence_dimension": 1 if sequence else None}
-        self.norm = tpcore.LayerNorm(8, sequence_parallel_enabled=sequence)
+        kept = {"sequence_dim": 1 if sequence else None}
+        self.norm = tpcore.LayerNorm(8, sequence_parallel=sequence)
         self.up = ColumnParallelLinear(8, 12, gather_output=False, pad=True, **kept)
         self.down = RowParallelLinear(12, 8, input_is_parallel=True, pad=True, **kept)
 
@@ -53,13 +53,12 @@ class Net(nn.Module):
             8,
             pad=True,
             padding_idx=0,
-            sequence_parallel_enabled=sequence,
-            sequence_dimension=1 if sequence else None,
+            sequence_dim=1 if sequence else None,
         )
         self.blocks = nn.ModuleList(Mlp(sequence) for _ in range(2))
         self.whole = nn.Linear(8, 8)
-        self.fused = ColumnParallelLinear(8, 24, stride=3)
-        self.back = RowParallelLinear(24, 8, stride=3)
+        self.fused = ColumnParallelLinear(8, 24, blocks=3)
+        self.back = RowParallelLinear(24, 8, blocks=3)
         self.head = ColumnParallelLinear(8, 10, bias=False, gather_output=False, pad=True)
         self.sequence, self.recompute = sequence, recompute
 

@@ -20,6 +20,7 @@ from tpcore.layers.initial import initial_part
 from tpcore.layout.layout import Layout
 from tpcore.layout.mesh import Mesh
 from tpcore.layout.shard import Block, ShardSpec
+from tpcore.nxd.parallel_layers import layers
 from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
 
@@ -135,7 +136,7 @@ LAYERS: dict[str, tuple[Make, Make]] = {
         lambda kw, dtype: nn.Linear(24, 36, dtype=dtype),
     ),
     "column in parts": (
-        lambda kw, dtype: tpcore.ColumnParallelLinear(24, 36, dtype=dtype, stride=3, **kw),
+        lambda kw, dtype: tpcore.ColumnParallelLinear(24, 36, dtype=dtype, blocks=3, **kw),
         lambda kw, dtype: nn.Linear(24, 36, dtype=dtype),
     ),
     "column of uneven size": (
@@ -196,7 +197,7 @@ def test_layers_take_an_init_method_for_the_weight(name: str, slab: int) -> None
             (lambda f: tpcore.ColumnParallelLinear(24, 36, init_method=f), (36, 24)),
             (lambda f: tpcore.RowParallelLinear(24, 36, init_method=f), (36, 24)),
             (lambda f: tpcore.ParallelEmbedding(24, 36, init_method=f), (24, 36)),
-            (lambda f: tpcore.ParallelEmbedding(24, 36, f), (24, 36)),
+            (lambda f: layers.ParallelEmbedding(24, 36, f), (24, 36)),
         ):
             full, _ = expected(FILLS[name], shape, torch.float32)
             torch.manual_seed(11)
@@ -212,7 +213,7 @@ def test_master_weight_is_the_full_initial_weight_and_costs_no_random_numbers() 
     plain, state = nn.Linear(8, 12), torch.get_rng_state()
 
     def rank(ctx: ParallelContext) -> None:
-        for make in (tpcore.ColumnParallelLinear, tpcore.RowParallelLinear):
+        for make in (layers.ColumnParallelLinear, layers.RowParallelLinear):
             torch.manual_seed(5)
             layer = make(8, 12, keep_master_weight=True)
             assert torch.equal(layer.master_weight, plain.weight)

@@ -80,7 +80,7 @@ def _sums_of_256_and_ones(ctx: ParallelContext) -> list[list[float]]:
     mine = torch.full((1, 1), 1.0 if ctx.rank else 256.0, dtype=torch.bfloat16)
     ones = torch.ones(4, 1, dtype=torch.bfloat16)
     out: list[Tensor | None] = []
-    for seq in ({}, {"sequence_parallel_enabled": True}):
+    for seq in ({}, {"sequence_dim": 0}):
         column = tpcore.ColumnParallelLinear(1, 4, bias=False, gather_output=False, dtype=torch.bfloat16, **seq)
         row = tpcore.RowParallelLinear(4, 1, bias=False, input_is_parallel=True, dtype=torch.bfloat16, **seq)
         for layer in (column, row):
@@ -89,7 +89,7 @@ def _sums_of_256_and_ones(ctx: ParallelContext) -> list[list[float]]:
         column(x).backward(ones)
         out += [x.grad, row(ones).detach()]
 
-    norm = tpcore.LayerNorm(4, dtype=torch.bfloat16, sequence_parallel_enabled=True)
+    norm = tpcore.LayerNorm(4, dtype=torch.bfloat16, sequence_parallel=True)
     norm(torch.randn(1, 4, dtype=torch.bfloat16)).backward(mine.expand(1, 4))
     assert norm.bias is not None
     row = tpcore.RowParallelLinear(
@@ -98,7 +98,7 @@ def _sums_of_256_and_ones(ctx: ParallelContext) -> list[list[float]]:
         input_is_parallel=True,
         dtype=torch.bfloat16,
         skip_bias_add=True,
-        sequence_parallel_enabled=True,
+        sequence_dim=0,
     )
     row(ones)[1].backward(mine[0])
     return [[] if t is None else t.flatten().tolist() for t in (*out, norm.bias.grad, row.bias.grad)]
@@ -197,9 +197,9 @@ class Block(nn.Module):
         super().__init__()
         seq: dict[str, Any] = {}
         if dim is not None:
-            seq = {"sequence_parallel_enabled": True, "sequence_dimension": dim}
+            seq = {"sequence_dim": dim}
         self.embed = tpcore.ParallelEmbedding(16, 8, dtype=torch.float64, **seq)
-        self.norm = tpcore.LayerNorm(8, dtype=torch.float64, sequence_parallel_enabled=dim is not None)
+        self.norm = tpcore.LayerNorm(8, dtype=torch.float64, sequence_parallel=dim is not None)
         self.up = tpcore.ColumnParallelLinear(8, 16, gather_output=False, dtype=torch.float64, **seq)
         self.down = tpcore.RowParallelLinear(16, 8, input_is_parallel=True, dtype=torch.float64, **seq)
 

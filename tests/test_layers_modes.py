@@ -14,6 +14,7 @@ import tpcore
 from tpcore import Block
 from tpcore.comm import mappings as ops
 from tpcore.layout.mesh import Mesh
+from tpcore.nxd.parallel_layers import layers
 from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
 
@@ -43,12 +44,12 @@ CALLS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
     "column, conv1d": lambda: (tpcore.ColumnParallelConv1D(8, 8), torch.randn(4, 8)),
     "row, conv1d": lambda: (tpcore.RowParallelConv1D(8, 8), torch.randn(4, 8)),
     "column, sequence parallel": lambda: (
-        tpcore.ColumnParallelLinear(8, 8, sequence_parallel_enabled=True),
+        tpcore.ColumnParallelLinear(8, 8, sequence_dim=0),
         torch.randn(4, 8),
     ),
     "row": lambda: (tpcore.RowParallelLinear(8, 8), torch.randn(4, 8)),
     "row, sequence parallel": lambda: (
-        tpcore.RowParallelLinear(8, 8, input_is_parallel=True, sequence_parallel_enabled=True),
+        tpcore.RowParallelLinear(8, 8, input_is_parallel=True, sequence_dim=0),
         torch.randn(4, 8 // tpcore.current().comm("tp").size),
     ),
     "embedding": lambda: (tpcore.ParallelEmbedding(8, 8), torch.randint(8, (2, 4))),
@@ -58,10 +59,10 @@ CALLS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
         torch.randint(8, (2, 4)),
     ),
     "embedding, sequence parallel": lambda: (
-        tpcore.ParallelEmbedding(8, 8, sequence_parallel_enabled=True),
+        tpcore.ParallelEmbedding(8, 8, sequence_dim=0),
         torch.randint(8, (2, 4)),
     ),
-    "layer norm": lambda: (tpcore.LayerNorm(8, sequence_parallel_enabled=True), torch.randn(4, 8)),
+    "layer norm": lambda: (tpcore.LayerNorm(8, sequence_parallel=True), torch.randn(4, 8)),
     "rms norm": lambda: (tpcore.RMSNorm(8), torch.randn(4, 8)),
 }
 at_tp_1_and_2 = pytest.mark.parametrize("tp", [1, 2])
@@ -215,7 +216,7 @@ def test_bias_left_to_the_caller_is_the_one_to_add() -> None:
             layer.skip_bias_add = False
             assert torch.equal(layer(x), y + bias)
             assert make(8, 8, bias=False, skip_bias_add=True)(x)[1] is None
-        partial = tpcore.RowParallelLinear(8, 8, bias=False, input_is_parallel=True, reduce_output=False)
+        partial = layers.RowParallelLinear(8, 8, bias=False, input_is_parallel=True, reduce_output=False)
         whole = tpcore.RowParallelLinear(8, 8, bias=False, input_is_parallel=True)
         whole.load_state_dict(partial.state_dict())
         mine = ops.scatter(x, tp)

@@ -174,7 +174,7 @@ def test_over_a_group_of_ones_own() -> None:
         dp = ctx.comm("dp")
         for group in (dp, dp.process_group):
             part = logits.chunk(2, -1)[ctx.coord("dp")]
-            got = tpcore.parallel_cross_entropy(part, target, tensor_model_parallel_group=group)
+            got = tpcore.parallel_cross_entropy(part, target, group=group)
             torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
 
     run_ranks(Mesh({"dp": 2, "tp": 2}), rank)

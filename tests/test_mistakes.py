@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tpcore
-from tpcore import Mesh
+from tpcore import Block, Mesh
 from tpcore.runtime.checks import raising
 from tpcore.runtime.context import ParallelContext, use
 from tpcore.testing import run_ranks
@@ -23,27 +23,23 @@ from tpcore.testing import run_ranks
     ("build", "says"),
     [
         (
-            lambda: tpcore.ColumnParallelLinear(96, 288, gather_output=False, stride=3, unit=16),
-            "output_size=288 in 3 parts, 6 units of 16, is not divisible by tp=4",
+            lambda: tpcore.ColumnParallelLinear(96, 288, gather_output=False, blocks=[Block(96, 16)] * 3),
+            "out_features=288 in blocks of 96 \\(6 units of 16\\) is not divisible by tp=4",
         ),
         (
-            lambda: tpcore.RowParallelLinear(96, 96, input_is_parallel=True, unit=16),
-            "input_size=96, 6 units of 16, is not divisible by tp=4",
+            lambda: tpcore.RowParallelLinear(96, 96, input_is_parallel=True, blocks=[Block(96, 16)]),
+            "in_features=96 in blocks of 96 \\(6 units of 16\\) is not divisible by tp=4",
         ),
         (
-            lambda: tpcore.ColumnParallelLinear(96, 288, stride=3, unit=20),
-            "output_size=288 in 3 parts is no whole number of units of 20",
-        ),
-        (
-            lambda: tpcore.ColumnParallelLinear(96, 96, unit=16, blocks=[tpcore.Block(96)]),
-            "unit=16 and blocks=.* both say",
+            lambda: tpcore.ColumnParallelLinear(96, 288, blocks=[Block(96, 20)] * 3),
+            "unit=20.* is not a whole number of units",
         ),
         (
             lambda: tpcore.divide(6, tpcore.current().comm("tp").size, "heads"),
             "heads=6 is not divisible by 4",
         ),
     ],
-    ids=["column", "row", "no whole units", "blocks too", "divide"],
+    ids=["column", "row", "no whole units", "divide"],
 )
 def test_heads_that_tp_would_cut_are_refused_by_name(build: object, says: str) -> None:
     def check(ctx: ParallelContext) -> None:
@@ -58,7 +54,7 @@ def test_units_lie_whole_on_a_rank() -> None:
     x = torch.randn(5, 8)
 
     def check(ctx: ParallelContext) -> None:
-        cut = tpcore.ColumnParallelLinear.from_plain(plain, gather_output=False, stride=3, unit=3)
+        cut = tpcore.ColumnParallelLinear.from_plain(plain, gather_output=False, blocks=[Block(12, 3)] * 3)
         heads = plain(x).view(5, 3, 4, 3)[:, :, 2 * ctx.rank : 2 * ctx.rank + 2]
         torch.testing.assert_close(cut(x).view(5, 3, 2, 3), heads)
 
@@ -69,8 +65,8 @@ def test_padded_units_are_those_of_the_plain_layers() -> None:
     up, down, x = nn.Linear(8, 18).double(), nn.Linear(18, 8).double(), torch.randn(5, 8).double()
 
     def check(ctx: ParallelContext) -> None:
-        first = tpcore.ColumnParallelLinear.from_plain(up, gather_output=False, unit=3, pad=True)
-        second = tpcore.RowParallelLinear.from_plain(down, input_is_parallel=True, unit=3, pad=True)
+        first = tpcore.ColumnParallelLinear.from_plain(up, gather_output=False, blocks=[Block(18, 3)], pad=True)
+        second = tpcore.RowParallelLinear.from_plain(down, input_is_parallel=True, blocks=[Block(18, 3)], pad=True)
         torch.testing.assert_close(second(first(x)), down(up(x)))
 
     run_ranks(Mesh({"tp": 4}), check)
@@ -153,7 +149,7 @@ def test_padding_that_no_value_shows_is_refused_too(how: str, tied: bool) -> Non
 
 
 def _loss_of(logits: Tensor, target: Tensor, comm: tpcore.Comm) -> Tensor:
-    return tpcore.parallel_cross_entropy(logits, target, tensor_model_parallel_group=comm)
+    return tpcore.parallel_cross_entropy(logits, target, group=comm)
 
 
 def test_zeros_that_are_no_padding_pass() -> None:
@@ -175,10 +171,10 @@ class Model(nn.Module):
 
     def __init__(self, tokens: bool = False) -> None:
         super().__init__()
-        spread = {"sequence_parallel_enabled": tokens, "sequence_dimension": 1 if tokens else None}
+        spread = {"sequence_dim": 1 if tokens else None}
         self.embed = tpcore.ParallelEmbedding(12, 8, **spread)
-        self.norm: nn.Module = tpcore.RMSNorm(8, sequence_parallel_enabled=tokens)
-        self.qkv = tpcore.ColumnParallelLinear(8, 24, gather_output=False, stride=3, unit=2, **spread)
+        self.norm: nn.Module = tpcore.RMSNorm(8, sequence_parallel=tokens)
+        self.qkv = tpcore.ColumnParallelLinear(8, 24, gather_output=False, blocks=[Block(8, 2)] * 3, **spread)
         self.out = tpcore.RowParallelLinear(8, 8, input_is_parallel=True, **spread)
         self.head = tpcore.ColumnParallelLinear(8, 12, gather_output=False, **spread)
         self.loss = tpcore.parallel_cross_entropy
@@ -279,7 +275,7 @@ class _Heads(nn.Module):
 
     def __init__(self, heads: int, then: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.up = tpcore.ColumnParallelLinear(8, 4 * heads, gather_output=False, unit=4)
+        self.up = tpcore.ColumnParallelLinear(8, 4 * heads, gather_output=False, blocks=[Block(4 * heads, 4)])
         self.heads, self.then = tpcore.divide(heads, 2), then
 
     def forward(self, x: Tensor) -> Tensor:
@@ -310,9 +306,7 @@ def test_heads_of_a_rank_are_whole(heads: int, name: str) -> None:
 @pytest.mark.parametrize("dim", [0, 1])
 def test_flattened_tokens_are_a_part_too(dim: int) -> None:
     def route() -> None:
-        x = tpcore.ParallelEmbedding(12, 8, sequence_parallel_enabled=True, sequence_dimension=dim)(
-            torch.zeros(4, 4, dtype=torch.int64)
-        )
+        x = tpcore.ParallelEmbedding(12, 8, sequence_dim=dim)(torch.zeros(4, 4, dtype=torch.int64))
         nn.Linear(8, 2)(x.reshape(-1, 8))
 
     for said in _checked(route):

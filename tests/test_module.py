@@ -16,6 +16,7 @@ import tpcore
 from tpcore.layers.sharding import sharding
 from tpcore.layout.mesh import Mesh
 from tpcore.layout.shard import ShardSpec
+from tpcore.nxd.parallel_layers import layers
 from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
 
@@ -69,7 +70,7 @@ def test_repr_says_the_logical_and_the_local_shape() -> None:
         assert repr(tpcore.ParallelEmbedding(8, 4, padding_idx=-1)) == (
             "ParallelEmbedding(8, 4, padding_idx=7, weight=(8, 4), local=(4, 4), tp=2)"
         )
-        assert repr(tpcore.LayerNorm(4, sequence_parallel_enabled=True)) == (
+        assert repr(tpcore.LayerNorm(4, sequence_parallel=True)) == (
             "LayerNorm((4,), eps=1e-05, sequence_parallel=True)"
         )
 
@@ -80,7 +81,7 @@ def test_specs_of_a_model_cover_its_state() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.up = tpcore.ColumnParallelLinear(4, 8, stride=2)
+            self.up = tpcore.ColumnParallelLinear(4, 8, blocks=2)
             self.plain = nn.Linear(4, 4)
             self.register_buffer("count", torch.zeros(3))
 
@@ -98,7 +99,7 @@ def test_specs_of_a_model_cover_its_state() -> None:
 
 def test_marks_that_other_libraries_scripts_read() -> None:
     def rank(ctx: ParallelContext) -> None:
-        layer = tpcore.ColumnParallelLinear(4, 8, stride=2)
+        layer = layers.ColumnParallelLinear(4, 8, stride=2)
         weight = layer.weight
         marks = (
             weight.tensor_model_parallel,
@@ -107,7 +108,7 @@ def test_marks_that_other_libraries_scripts_read() -> None:
             weight.num_partitions,
         )
         assert marks == (True, 0, 2, 2)
-        bias = tpcore.RowParallelLinear(4, 8).bias
+        bias = layers.RowParallelLinear(4, 8).bias
         assert (bias.tensor_model_parallel, bias.partition_dim, bias.num_partitions) == (False, -1, 1)
         for tensor in (layer.state_dict()["weight"], copy.deepcopy(layer).weight, layer.double().weight):
             found = sharding(tensor)
@@ -165,20 +166,20 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "column, uneven": (
         lambda: tpcore.ColumnParallelLinear(4, 9),
         ValueError,
-        "ColumnParallelLinear: output_size=9 is not divisible by tp=2; pass pad=True",
+        "ColumnParallelLinear: out_features=9 is not divisible by tp=2; pass pad=True",
     ),
     "row, uneven": (
         lambda: tpcore.RowParallelLinear(9, 4),
         ValueError,
-        "RowParallelLinear: input_size=9 is not divisible by tp=2; pass pad=True",
+        "RowParallelLinear: in_features=9 is not divisible by tp=2; pass pad=True",
     ),
     "column, uneven parts": (
-        lambda: tpcore.ColumnParallelLinear(4, 18, stride=2),
+        lambda: tpcore.ColumnParallelLinear(4, 18, blocks=2),
         ValueError,
-        "output_size=18 in 2 parts is not divisible by tp=2",
+        "out_features=18 in 2 parts is not divisible by tp=2",
     ),
     "stride": (
-        lambda: tpcore.ColumnParallelLinear(4, 8, stride=3, pad=True),
+        lambda: tpcore.ColumnParallelLinear(4, 8, blocks=3, pad=True),
         ValueError,
         "stride 3 does not divide size 8",
     ),
@@ -198,24 +199,24 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "padding_idx=8 is outside a vocabulary of 8",
     ),
     "uncollected tokens": (
-        lambda: tpcore.ParallelEmbedding(8, 4, collect_output=False, sequence_parallel_enabled=True),
+        lambda: layers.ParallelEmbedding(8, 4, collect_output=False, sequence_parallel_enabled=True),
         ValueError,
         "collect_output=False leaves the sum to the caller",
     ),
     "sequence dimension alone": (
-        lambda: tpcore.ColumnParallelLinear(4, 8, sequence_dimension=1),
+        lambda: layers.ColumnParallelLinear(4, 8, sequence_dimension=1),
         ValueError,
         "sequence_dimension=1 without sequence_parallel_enabled=True",
     ),
     "row, sequence parallel of whole input": (
-        lambda: tpcore.RowParallelLinear(4, 8, sequence_parallel_enabled=True),
+        lambda: tpcore.RowParallelLinear(4, 8, sequence_dim=0),
         ValueError,
-        "needs input_is_parallel=True and reduce_output=True, not False and True",
+        r"RowParallelLinear\(sequence_dim=0\) needs input_is_parallel=True",
     ),
     "row, bias on partial sums": (
-        lambda: tpcore.RowParallelLinear(4, 8, reduce_output=False),
+        lambda: layers.RowParallelLinear(4, 8, reduce_output=False),
         ValueError,
-        "would add the bias once per rank",
+        "reduce_output=False, bias=True, .* once per rank",
     ),
     "ids": (
         lambda: tpcore.ParallelEmbedding(8, 4)(torch.tensor([0, 8])),
@@ -233,7 +234,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "ids from 7 to 7 do not fit a vocabulary of 7",
     ),
     "tokens that tp does not divide": (
-        lambda: tpcore.ParallelEmbedding(8, 4, sequence_parallel_enabled=True)(torch.zeros(3, dtype=torch.int64)),
+        lambda: tpcore.ParallelEmbedding(8, 4, sequence_dim=0)(torch.zeros(3, dtype=torch.int64)),
         ValueError,
         r"cannot split dim 0 of shape \(3, 4\) over \('tp',\) of size 2: not divisible; "
         r"pad it \(a sequence, for instance\) to a multiple of 2",
@@ -251,7 +252,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "row, the whole as a part": (
         lambda: tpcore.RowParallelLinear(4, 8, input_is_parallel=True)(torch.zeros(2, 4)),
         ValueError,
-        r"has 4 features, .* takes 2 of input_size=4 on each rank; these .* leave out input_is_parallel=True",
+        r"has 4 features, .* takes 2 of in_features=4 on each rank; these .* leave out input_is_parallel=True",
     ),
     "column, another width": (
         lambda: tpcore.ColumnParallelLinear(4, 8)(torch.zeros(2, 3)),

@@ -137,7 +137,7 @@ def training() -> None:
     def rank(ctx: ParallelContext) -> None:
         torch.manual_seed(0)
         cut = Block2().double()
-        cut.up = tpcore.ColumnParallelLinear.from_plain(cut.up, gather_output=False, stride=2)
+        cut.up = tpcore.ColumnParallelLinear.from_plain(cut.up, gather_output=False, blocks=2)
         cut.down = tpcore.RowParallelLinear.from_plain(cut.down, input_is_parallel=True)
         y = cut(x)
         torch.testing.assert_close(y, dense(x))

@@ -132,9 +132,6 @@ def test_every_import_form_in_a_fresh_process() -> None:
 @pytest.mark.parametrize(
     ("module", "name", "origin"),
     [
-        ("layers", "ColumnParallelLinear", "tpcore"),
-        ("layers", "RowParallelLinear", "tpcore"),
-        ("layer_norm", "LayerNorm", "tpcore"),
         ("loss_functions", "parallel_cross_entropy", "tpcore"),
         ("utils", "move_model_to_device", "tpcore"),
         ("checkpointing", "save", "tpcore.checkpoint"),
@@ -144,8 +141,7 @@ def test_every_import_form_in_a_fresh_process() -> None:
 def test_same_object_under_every_path(module: str, name: str, origin: str) -> None:
     original = getattr(importlib.import_module(origin), name)
     assert getattr(importlib.import_module(f"tpcore.nxd.parallel_layers.{module}"), name) is original
-    if module != "layer_norm":
-        assert getattr(pl, name) is original
+    assert getattr(pl, name) is original
 
 
 def test_parallel_state_is_one_thing_under_two_paths() -> None:

@@ -140,19 +140,6 @@ def test_numbers_of_microbatches() -> None:
             run_ranks(mesh(1), lambda ctx, n=number: tpcore.PipelinedLayers(linears(2), n))
 
 
-def test_tokens_over_ranks_that_a_layer_is_not_cut_over() -> None:
-    def rank(ctx: ParallelContext) -> None:
-        both, tokens = ctx.comm("pp", "tp"), {"sequence_parallel_enabled": True}
-        with pytest.raises(ValueError, match=r"over \('tp',\), and its tokens over \('pp',\)"):
-            tpcore.ColumnParallelLinear(4, 4, sequence_parallel_group=ctx.comm("pp"), **tokens)
-        with pytest.raises(ValueError, match="without sequence_parallel_enabled has no meaning"):
-            tpcore.ParallelEmbedding(4, 4, sequence_parallel_group=ctx.comm("tp"), tensor_model_parallel_group=both)
-        whole = tpcore.ColumnParallelLinear(4, 4, sequence_parallel_group=ctx.comm("tp"), **tokens)
-        assert (whole.tokens, whole.sequence_dim) == (None, 0)  # over all its ranks: as without
-
-    run_ranks(mesh(2, 2), rank)
-
-
 # -- the engine -------------------------------------------------------------------------------------------
 class Two(nn.Module):
     def __init__(self) -> None:

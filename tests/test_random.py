@@ -178,7 +178,7 @@ def _sequence_parallel(ctx: ParallelContext, recompute: bool) -> list[Tensor]:
     """Dropout on this rank's tokens, between a row layer and the gather of the next column layer."""
     tpcore.random.manual_seed(2)
     tp = ctx.comm("tp")
-    seq: dict[str, Any] = {"sequence_parallel_enabled": True, "sequence_dimension": 1}
+    seq: dict[str, Any] = {"sequence_dim": 1}
     up = tpcore.ColumnParallelLinear(8, 16, gather_output=False, **seq)
     down = tpcore.RowParallelLinear(16, 8, input_is_parallel=True, **seq)
     x = torch.randn(2, 8, 8, requires_grad=True)

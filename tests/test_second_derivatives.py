@@ -49,7 +49,7 @@ class TokenMlp(Mlp):
         return ops.gather(y, comm, 0).tanh().sum()
 
     def shard(self) -> None:
-        self.tokens = {"sequence_parallel_enabled": True}
+        self.tokens = {"sequence_dim": 0}
         super().shard()
 
 

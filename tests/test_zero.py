@@ -479,7 +479,7 @@ ERRORS: dict[str, tuple[Callable[[ParallelContext, nn.Parameter], Any], str]] = 
     "cut over dp": (
         lambda ctx, p: Zero1(
             torch.optim.SGD,
-            tpcore.ColumnParallelLinear(4, 4, tensor_model_parallel_group=ctx.comm("dp")).named_parameters(),
+            tpcore.ColumnParallelLinear(4, 4, group=ctx.comm("dp")).named_parameters(),
             lr=1.0,
         ),
         "'weight' .* cut over dp",

@@ -35,7 +35,7 @@ class Small(nn.Module):
     def __init__(self, ctx: ParallelContext) -> None:
         super().__init__()
         both = ctx.comm("pp", "tp")
-        self.table = tpcore.ParallelEmbedding(10, 4, pad=True, tensor_model_parallel_group=both)
+        self.table = tpcore.ParallelEmbedding(10, 4, pad=True, group=both)
         self.layers = nn.ModuleDict()
         for i in range(2):
             slot = Slot("pp", i, 2)

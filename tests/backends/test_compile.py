@@ -26,9 +26,9 @@ class Model(nn.Module):
 
     def __init__(self, tokens: bool) -> None:
         super().__init__()
-        spread = {"sequence_parallel_enabled": tokens, "sequence_dimension": 1 if tokens else None}
+        spread = {"sequence_dim": 1 if tokens else None}
         self.embed = tpcore.ParallelEmbedding(VOCAB, HIDDEN, pad=True, **spread)
-        self.norm = tpcore.RMSNorm(HIDDEN, sequence_parallel_enabled=tokens)
+        self.norm = tpcore.RMSNorm(HIDDEN, sequence_parallel=tokens)
         self.qkv = tpcore.ParallelQKV(HIDDEN, HEADS, 1, fused=True, bias=True, **spread)
         self.out = tpcore.RowParallelLinear(HIDDEN, HIDDEN, input_is_parallel=True, **spread)
         self.up = tpcore.ColumnParallelLinear(HIDDEN, 32, gather_output=False, **spread)
@@ -96,7 +96,7 @@ def _other_layers(ctx: ParallelContext) -> None:
         tpcore.ColumnParallelLinear(8, 12),
         tpcore.ColumnParallelLinear(8, 9, pad=True, skip_bias_add=True),
         tpcore.RowParallelLinear(8, 6),
-        tpcore.LayerNorm(8, sequence_parallel_enabled=True),
+        tpcore.LayerNorm(8, sequence_parallel=True),
     ]
     for layer in layers:
         layer.double()
@@ -123,7 +123,7 @@ def _inside_a_block(ctx: ParallelContext) -> None:
     logits, target = torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64)
     with pytest.raises(Exception, match=r"does not see the context of tpcore\.use: pass tensor_model"):
         compiled(logits, target)
-    with_group = compiled(logits, target, tensor_model_parallel_group=ctx.comm("tp"))
+    with_group = compiled(logits, target, group=ctx.comm("tp"))
     torch.testing.assert_close(with_group, torch.full((2,), 8.0).log())
 
 

@@ -127,8 +127,8 @@ def in_backward(comm: Comm, odd: bool) -> object:
 
 def between_two_layers_in_backward(comm: Comm, odd: bool) -> object:
     torch.manual_seed(0)
-    first = ColumnParallelLinear(8, 8, tensor_model_parallel_group=comm)
-    second = ColumnParallelLinear(8, 8, tensor_model_parallel_group=comm)
+    first = ColumnParallelLinear(8, 8, group=comm)
+    second = ColumnParallelLinear(8, 8, group=comm)
     x = first(torch.ones(2, 8, requires_grad=True))
     x.register_hook(lambda grad: comm.all_reduce(grad, "max") if odd else None)
     return second(x).sum().backward()

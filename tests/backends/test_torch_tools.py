@@ -56,7 +56,7 @@ class Model(nn.Module):
         self.embed = tpcore.ParallelEmbedding(10, 4, pad=True)
         self.qkv = tpcore.ColumnParallelLinear(4, 16, gather_output=False, blocks=heads)
         self.out = tpcore.RowParallelLinear(8, 4, input_is_parallel=True)
-        self.gate = tpcore.ColumnParallelLinear(4, 16, gather_output=False, stride=2)
+        self.gate = tpcore.ColumnParallelLinear(4, 16, gather_output=False, blocks=2)
         self.norm = nn.BatchNorm1d(4)
         self.head = tpcore.ColumnParallelLinear(4, 10, bias=False, gather_output=False, pad=True)
         self.head.weight = self.embed.weight
@@ -91,7 +91,7 @@ def test_a_model_saved_by_torch_at_one_degree_is_loaded_by_torch_at_another(pool
 
 
 def _cannot_say(ctx: ParallelContext) -> None:
-    heads = tpcore.ColumnParallelLinear(4, 18, unit=3, pad=True)
+    heads = tpcore.ColumnParallelLinear(4, 18, blocks=[tpcore.Block(18, 3)], pad=True)
     with pytest.raises(ValueError, match=r"'weight' is cut by units of 3 and padded at tp=4"):
         tpcore.dtensor_state_dict(heads)
 

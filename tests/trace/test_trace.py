@@ -247,12 +247,8 @@ class Spread(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed = tpcore.ParallelEmbedding(
-            8, 4, sequence_parallel_enabled=True, sequence_dimension=1, dtype=torch.float64
-        )
-        self.up = tpcore.ColumnParallelLinear(
-            4, 4, sequence_parallel_enabled=True, sequence_dimension=1, dtype=torch.float64
-        )
+        self.embed = tpcore.ParallelEmbedding(8, 4, sequence_dim=1, dtype=torch.float64)
+        self.up = tpcore.ColumnParallelLinear(4, 4, sequence_dim=1, dtype=torch.float64)
 
     def forward(self, ids: Tensor) -> Tensor:
         y: Tensor = self.up(self.embed(ids).tanh())
@@ -261,7 +257,7 @@ class Spread(nn.Module):
 
 def test_sequence_parallelism_with_every_length_says_what_to_do(pool: RankPool, tmp_path: Path) -> None:
     length = {1: torch.export.Dim("length", min=2, max=64)}
-    with pytest.raises(ValueError, match=r"every size of length .*sequence_parallel_enabled=False .* bucket_"):
+    with pytest.raises(ValueError, match=r"every size of length .*without sequence_dim .* bucket_"):
         traced_in(pool, tmp_path, Spread, torch.zeros(1, 8, dtype=torch.int64), 2, dynamic_shapes=(length,))
 
 

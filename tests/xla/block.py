@@ -16,12 +16,12 @@ class Block(nn.Module):
 
     def __init__(self, sequence_parallel: bool, tp: int, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        on = {"sequence_parallel_enabled": True, "sequence_dimension": 1} if sequence_parallel else {}
-        norm = {"sequence_parallel_enabled": True} if sequence_parallel else {}
+        on = {"sequence_dim": 1} if sequence_parallel else {}
+        norm = {"sequence_parallel": True} if sequence_parallel else {}
         self.heads = HEADS // tp
         self.embed = tpcore.ParallelEmbedding(VOCAB, HIDDEN, dtype=dtype, **on)
         self.norm1 = tpcore.LayerNorm(HIDDEN, dtype=dtype, **norm)
-        self.qkv = tpcore.ColumnParallelLinear(HIDDEN, 3 * HIDDEN, gather_output=False, stride=3, dtype=dtype, **on)
+        self.qkv = tpcore.ColumnParallelLinear(HIDDEN, 3 * HIDDEN, gather_output=False, blocks=3, dtype=dtype, **on)
         self.out = tpcore.RowParallelLinear(HIDDEN, HIDDEN, input_is_parallel=True, dtype=dtype, **on)
         self.norm2 = tpcore.RMSNorm(HIDDEN, dtype=dtype, **norm)
         self.up = tpcore.ColumnParallelLinear(HIDDEN, 4 * HIDDEN, gather_output=False, dtype=dtype, **on)

@@ -12,6 +12,7 @@ from onreplicas import on_replicas
 from tpcore_neuron.testing import Program, lower, programs
 
 import tpcore
+from tpcore.nxd.parallel_layers import layers
 from tpcore.runtime.context import ParallelContext
 
 TP4, DP2 = ((0, 1, 2, 3), (4, 5, 6, 7)), ((0, 4), (1, 5), (2, 6), (3, 7))
@@ -67,7 +68,7 @@ LAYERS = {
     "row": (lambda on: tpcore.RowParallelLinear(4 * HIDDEN, 32, input_is_parallel=True, **on), HIDDEN),
     "row of whole": (lambda on: tpcore.RowParallelLinear(HIDDEN, 32, **on), HIDDEN),
     "row unsummed": (
-        lambda on: tpcore.RowParallelLinear(HIDDEN, 32, bias=False, reduce_output=False, **on),
+        lambda on: layers.RowParallelLinear(HIDDEN, 32, bias=False, reduce_output=False, **on),
         HIDDEN,
     ),
     "column padded": (lambda on: tpcore.ColumnParallelLinear(HIDDEN, 30, pad=True, **on), HIDDEN),
@@ -95,9 +96,8 @@ THEORY = {
 
 def layer_collectives(ctx: ParallelContext, name: str, sequence_parallel: bool) -> tuple[Program, Program]:
     make, width = LAYERS[name]
-    on: dict = {"sequence_parallel_enabled": True} if sequence_parallel else {}
-    if sequence_parallel and "norm" not in name:
-        on["sequence_dimension"] = 1
+    on: dict = {"sequence_parallel": True} if "norm" in name else {"sequence_dim": 1}
+    on = on if sequence_parallel else {}
     layer = make(on).to(ctx.device)
     x = torch.rand(BATCH, LENGTH, width).to(ctx.device).requires_grad_()
     y = layer(x)
@@ -122,7 +122,7 @@ def found(program: Program) -> Counter:
 
 
 def lookups(ctx: ParallelContext, cut: str, sequence_parallel: bool) -> tuple[Program, Program]:
-    on: dict = {"sequence_parallel_enabled": True, "sequence_dimension": 1} if sequence_parallel else {}
+    on: dict = {"sequence_dim": 1} if sequence_parallel else {}
     layer = tpcore.ParallelEmbedding(VOCAB, HIDDEN, shard_across_embedding=cut == "dim", **on).to(ctx.device)
     y = layer(torch.zeros(BATCH, LENGTH, dtype=torch.int64).to(ctx.device))
     forward = lower(y.detach())

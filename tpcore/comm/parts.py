@@ -180,7 +180,7 @@ def _problem(name: str, mark: Mark, given: list[Tensor], args: tuple[Any, ...], 
             return (
                 f"{name} with a parameter of shape {tuple(whole[0].shape)} sees {have}, and so would its "
                 "gradient: in a sequence-parallel region use tpcore.RMSNorm or tpcore.LayerNorm with "
-                "sequence_parallel_enabled=True, or tpcore.comm.mappings.copy(parameter, comm) in a layer of "
+                "sequence_parallel=True, or tpcore.comm.mappings.copy(parameter, comm) in a layer of "
                 "your own"
             )
     if mark.dim not in _reduced(name, args, kwargs):

@@ -23,7 +23,7 @@ _CAUSES = {
     "only, or a step that some ranks skipped",
     GRADIENT: "tp ranks with different batches or different dropout where activations are replicated, or a "
     "parameter that sees a part of the sequence on each rank and sums its gradient over none (use "
-    "tpcore.LayerNorm or tpcore.RMSNorm with sequence_parallel_enabled=True)",
+    "tpcore.LayerNorm or tpcore.RMSNorm with sequence_parallel=True)",
     STATE: "a step that some ranks skipped, or a state that was loaded on some ranks only",
     OPTION: "a scheduler that some ranks stepped, or that was loaded on some ranks only",
 }

@@ -13,7 +13,6 @@ from ..runtime.context import current
 from .initial import Init
 from .linear import ColumnParallelLinear
 from .module import Device
-from .options import sequence_dim
 from .plain import checked_plain, filled
 from .shared_input import InputCopy
 
@@ -24,7 +23,7 @@ class ParallelQKV(nn.Module):
     """Computes ``(q, k, v)`` of one input. Each rank computes whole heads.
 
     Input ``[..., hidden_size]``, the same on every rank (with sequence parallelism: this rank's chunk along
-    ``sequence_dimension``; None is dim 0). Outputs ``[..., local_heads * head_dim]`` and twice ``[...,
+    ``sequence_dim``). Outputs ``[..., local_heads * head_dim]`` and twice ``[...,
     local_kv_heads * head_dim]``: this rank's query heads, and the key and value heads that they attend to. If
     tp exceeds ``num_kv_heads``, consecutive ranks hold the same key and value head (rank r holds head
     ``r // copies``), and the gradients of its weights are summed over these ranks.
@@ -45,19 +44,17 @@ class ParallelQKV(nn.Module):
         *,
         fused: bool = False,
         init_method: Init | None = None,
-        sequence_parallel_enabled: bool = False,
-        sequence_dimension: int | None = None,
+        sequence_dim: int | None = None,
         reduce_dtype: torch.dtype = torch.float32,
-        tensor_model_parallel_group: Any = None,
+        group: Any = None,
     ) -> None:
         super().__init__()
-        comm = current().comm_for(tensor_model_parallel_group)
+        comm = current().comm_for(group)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.head_dim = _head_dim(hidden_size, num_heads) if head_dim is None else head_dim
         _check_heads(num_heads, num_kv_heads, comm.size)
         self.local_heads, self.local_kv_heads = num_heads // comm.size, max(1, num_kv_heads // comm.size)
-        tokens = sequence_dim(sequence_parallel_enabled, sequence_dimension)
-        self.copy = InputCopy(comm, tokens, reduce_dtype)
+        self.copy = InputCopy(comm, sequence_dim, reduce_dtype)
         kv = Block(num_kv_heads * self.head_dim, self.head_dim, replicate=True)
         blocks = (Block(num_heads * self.head_dim, self.head_dim), kv, kv)
         parts = {"qkv_proj": blocks} if fused else {f"{n}_proj": (b,) for n, b in zip("qkv", blocks, strict=True)}
@@ -73,9 +70,9 @@ class ParallelQKV(nn.Module):
                 blocks=cut,
                 init_method=init_method,
                 reduce_dtype=reduce_dtype,
-                input_is_copied=True,
-                tensor_model_parallel_group=comm,
+                group=comm,
             )
+            projection.input_is_copied = True
             self.add_module(name, projection)
 
     @classmethod

@@ -30,10 +30,10 @@ CONV1D = WeightForm(_sizes, _initial_weight, lambda fan_in: nn.init.zeros_, tran
 
 
 class ColumnParallelConv1D(ColumnParallelLinear):
-    """``y_r = x @ w_r + b_r``: ``ColumnParallelLinear`` with a weight of ``[input_size, output_size]``.
+    """``y_r = x @ w_r + b_r``: ``ColumnParallelLinear`` with a weight of ``[in_features, out_features]``.
 
     Weight and bias are initialised as in transformers' ``Conv1D``: normal with deviation 0.02, and zero. Use
-    ``stride=3`` for GPT-2's fused q|k|v, ``c_attn``.
+    ``blocks=3`` for GPT-2's fused q|k|v, ``c_attn``.
     """
 
     form = CONV1D
@@ -41,6 +41,6 @@ class ColumnParallelConv1D(ColumnParallelLinear):
 
 class RowParallelConv1D(RowParallelLinear):
     """``y = sum over ranks of x_r @ w_r, + b``: ``RowParallelLinear`` with a weight of
-    ``[input_size, output_size]``. Initialised as in transformers' ``Conv1D``."""
+    ``[in_features, out_features]``. Initialised as in transformers' ``Conv1D``."""
 
     form = CONV1D

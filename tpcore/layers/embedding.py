@@ -10,12 +10,11 @@ from torch import Tensor, nn
 
 from ..comm import mappings as ops
 from ..layout.shard import ShardSpec
-from .attributes import EmbeddingAttributes
 from .features import Features, note_padding
 from .ids import check_ids
 from .initial import Init
-from .module import Device
-from .options import sequence_dim, tokens_over
+from .module import Device, ParallelModule
+from .options import tokens_over
 from .plain import checked_plain, filled
 
 Embedding = TypeVar("Embedding", bound="ParallelEmbedding")
@@ -34,36 +33,47 @@ class _ScaleGradient(torch.autograd.Function):
         return grad * factor, None
 
 
-class ParallelEmbedding(EmbeddingAttributes):
+class ParallelEmbedding(ParallelModule):
     """``nn.Embedding`` sharded over the tp group, with its initial values for the same seed.
 
     Input: int ids of any shape, the same on every rank. Output ``[*ids.shape, embedding_dim]``, the same
-    on every rank (with sequence parallelism: this rank's chunk along ``sequence_dimension``; None is dim 0).
+    on every rank (with sequence parallelism this rank's chunk of the tokens).
 
     By default each rank holds some rows of the table and looks up the ids in its rows. The outputs are summed
     over the ranks.
 
-    - ``pad``: allow a vocabulary that tp does not divide.
-    - ``shard_across_embedding``: each rank holds some columns of every row.
-    - ``collect_output=False``: return this rank's partial sums or columns, without a collective.
-    - ``sequence_parallel_group``: the part of the layer's ranks that the tokens are spread over, such as tp
-      for a table cut over pp and tp.
-    - ``padding_idx``, ``max_norm``, ``norm_type``, ``scale_grad_by_freq``, ``sparse``: as in
-      ``nn.Embedding``. A callable as third argument is taken as ``init_method``.
+    Args:
+        num_embeddings: rows of the table.
+        embedding_dim: columns of the table.
+        padding_idx: a row of zeros without gradient.
+        max_norm: looked-up rows are scaled to this norm, in place; the attribute ``norm_type`` is its p, 2.0.
+        scale_grad_by_freq: divide a row's gradient by the number of its ids.
+        sparse: sparse gradients.
+        init_method: fills the unsharded table in place.
+        device: where to allocate; "meta" allocates nothing.
+        dtype: of the table. None is torch's default.
+        shard_across_embedding: each rank holds some columns of every row.
+        pad: allow a size that tp does not divide.
+        sequence_dim: the dim of the ids along which the output's tokens are spread over the ranks. A table sharded
+            over pipeline stages too has tokens spread over its other axes.
+        group: the ranks of the layer: a Comm, a process group, or None for the tp axis.
 
     IndexError on every rank for an id out of range, on backends that can read values. ValueError for
     ``sparse`` on backends without sparse tensors.
     """
 
     weight: Tensor
+    norm_type = 2.0
+    collect_output = True
+    """False: the output is this rank's partial sums or columns, without a collective."""
 
     def __init__(
         self,
         num_embeddings: int,
         embedding_dim: int,
-        padding_idx: int | Init | None = None,
+        padding_idx: int | None = None,
         max_norm: float | None = None,
-        norm_type: float = 2.0,
+        *,
         scale_grad_by_freq: bool = False,
         sparse: bool = False,
         init_method: Init | None = None,
@@ -71,33 +81,18 @@ class ParallelEmbedding(EmbeddingAttributes):
         dtype: torch.dtype | None = torch.float32,
         shard_across_embedding: bool = False,
         pad: bool = False,
-        sequence_parallel_enabled: bool = False,
-        tensor_model_parallel_group: Any = None,
-        *,
-        sequence_dimension: int | None = None,
-        collect_output: bool = True,
-        sequence_parallel_group: Any = None,
+        sequence_dim: int | None = None,
+        group: Any = None,
     ) -> None:
-        super().__init__(tensor_model_parallel_group)
-        if callable(padding_idx):  # order of the first release: (num, dim, init_method, dtype, device)
-            padding_idx, init_method, max_norm, norm_type, dtype, device = _first_order(
-                padding_idx, max_norm, norm_type, dtype, device
-            )
+        super().__init__(group)
         if padding_idx is not None:
             if not -num_embeddings <= padding_idx < num_embeddings:
                 raise ValueError(f"padding_idx={padding_idx} is outside a vocabulary of {num_embeddings}")
             padding_idx %= num_embeddings
         self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
-        self.max_norm, self.norm_type = max_norm, norm_type
-        self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
-        self.shard_across_embedding, self.collect_output = shard_across_embedding, collect_output
-        self.sequence_dim = sequence_dim(sequence_parallel_enabled, sequence_dimension)
-        self.tokens = tokens_over(self, self.sequence_dim, sequence_parallel_group)
-        if not collect_output and self.sequence_dim is not None:
-            raise ValueError(
-                "collect_output=False leaves the sum to the caller, and sequence parallelism is part of it: "
-                "leave out sequence_parallel_enabled"
-            )
+        self.max_norm, self.scale_grad_by_freq, self.sparse = max_norm, scale_grad_by_freq, sparse
+        self.shard_across_embedding, self.sequence_dim = shard_across_embedding, sequence_dim
+        self.tokens = tokens_over(self, sequence_dim)
         if sparse and not self.tp.eager:
             raise ValueError("ParallelEmbedding(sparse=True): this backend's devices have no sparse tensors")
         spec = ShardSpec((num_embeddings, embedding_dim), 1 if shard_across_embedding else 0)
@@ -105,7 +100,7 @@ class ParallelEmbedding(EmbeddingAttributes):
             name, size = ("embedding_dim", embedding_dim) if spec.dim else ("num_embeddings", num_embeddings)
             raise ValueError(f"ParallelEmbedding: {name}={size} is not divisible by tp={self.tp.size}; pass pad=True")
         self.features = Features.of(ShardSpec((embedding_dim,), 0 if spec.dim else None), self.tp.size)
-        self.arg_init_method = init_method
+        self._clears_padding = init_method is None
         self.shard_parameter("weight", spec, init_method or nn.init.normal_, dtype, device)
         if spec.dim == 0:  # the rows may be a tied head's words
             note_padding(spec, self.tp)
@@ -119,9 +114,11 @@ class ParallelEmbedding(EmbeddingAttributes):
     def from_plain(cls: type[Embedding], plain: nn.Module, **options: Any) -> Embedding:
         """This rank's part of an ``nn.Embedding``. Works like ``ColumnParallelLinear.from_plain``."""
         table = checked_plain(plain, nn.Embedding, cls)
-        names = ("num_embeddings", "embedding_dim", "padding_idx", "max_norm", "norm_type")
-        own = {name: getattr(table, name) for name in (*names, "scale_grad_by_freq", "sparse")}
-        return filled(cls(**own, dtype=table.weight.dtype, device="meta", init_method=None, **options), plain)
+        names = ("num_embeddings", "embedding_dim", "padding_idx", "max_norm", "scale_grad_by_freq", "sparse")
+        own = {name: getattr(table, name) for name in names}
+        layer = cls(**own, dtype=table.weight.dtype, device="meta", init_method=None, **options)
+        layer.norm_type = table.norm_type
+        return filled(layer, plain)
 
     @torch.no_grad()
     def _clear_padding(self) -> None:
@@ -129,7 +126,7 @@ class ParallelEmbedding(EmbeddingAttributes):
         then need the full table in memory. Uses a mask, so that ranks with and without the row run the same
         program."""
         row = self.padding_idx
-        if row is None or self.arg_init_method is not None:
+        if row is None or not self._clears_padding:
             return
         if self.shard_across_embedding:
             self.weight[row] = 0
@@ -208,19 +205,3 @@ class ParallelEmbedding(EmbeddingAttributes):
     def extra_repr(self) -> str:
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
         return f"{self.num_embeddings}, {self.embedding_dim}{padding}, {self._shapes()}"
-
-
-def _first_order(
-    init_method: Init, third: Any, fourth: Any, dtype: torch.dtype | None, device: Device
-) -> tuple[None, Init, None, float, torch.dtype | None, Device]:
-    """The arguments of a call in the first release's order, (num, dim, init_method, dtype, device)."""
-    if isinstance(third, torch.dtype):
-        dtype, third = third, None
-    if isinstance(fourth, (torch.device, str)) or fourth is None or fourth is False:
-        device, fourth = (device if fourth is None else fourth), 2.0
-    if third is not None or fourth != 2.0:
-        raise TypeError(
-            "ParallelEmbedding(num_embeddings, embedding_dim, init_method, dtype, device): "
-            f"got {third!r} and {fourth!r} after init_method"
-        )
-    return None, init_method, None, 2.0, dtype, device

@@ -151,52 +151,28 @@ class _Row(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None
 
 
-def _cast(x: Tensor, weight: Tensor, bias: Tensor | None, to: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
-    return x.to(to), weight.to(to), None if bias is None else bias.to(to)
+def _fused(mapped: Any, function: Any, forward: Forward) -> Callable[..., Tensor]:
+    """One of the public functions below. Without gradients the autograd Function is left out, for its overhead."""
+
+    def run(x: Tensor, weight: Tensor, bias: Tensor | None, how: How, scale: Tensor | None = None) -> Tensor:
+        x = plain(x)
+        if scale is not None:
+            result: Tensor = mapped(x, weight, bias, how, partial(quantized.linear, scale=scale))
+            return result
+        device = how[0].device_type
+        if not x.is_meta and torch.is_autocast_enabled(device):  # ("meta") is an error
+            to = torch.get_autocast_dtype(device)
+            x, weight, bias = x.to(to), weight.to(to), None if bias is None else bias.to(to)
+        apply = function.apply if torch.is_grad_enabled() else forward
+        result = (mapped if ops.transformed() else apply)(x, weight, bias, how)
+        return result
+
+    return run
 
 
-# Without gradients the functions below skip the autograd Function, which saves its overhead.
+column_linear = _fused(_mapped_column, _Column, _column)
+"""``x @ weight.T + bias`` with a weight cut by output features; ``how``'s dtype is of the input gradient's sum.
+``scale``: of a quantized weight."""
 
-
-def column_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    comm: Comm,
-    sequence_dim: int | None,
-    dtype: torch.dtype,
-    scale: Tensor | None = None,
-) -> Tensor:
-    """``x @ weight.T + bias`` with a weight cut by output features. ``dtype``: the least precision in which
-    the input gradient is summed. ``scale``: of a quantized weight."""
-    x = plain(x)
-    if scale is not None:
-        return _mapped_column(x, weight, bias, (comm, sequence_dim, dtype), partial(quantized.linear, scale=scale))
-    if not x.is_meta and torch.is_autocast_enabled(comm.device_type):  # ("meta") is an error
-        x, weight, bias = _cast(x, weight, bias, torch.get_autocast_dtype(comm.device_type))
-    apply = _Column.apply if torch.is_grad_enabled() else _column
-    run = _mapped_column if ops.transformed() else apply
-    y: Tensor = run(x, weight, bias, (comm, sequence_dim, dtype))
-    return y
-
-
-def row_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    comm: Comm,
-    sequence_dim: int | None,
-    dtype: torch.dtype,
-    scale: Tensor | None = None,
-) -> Tensor:
-    """``(sum over ranks of x @ weight.T) + bias`` with a weight cut by input features. ``dtype``: the least
-    precision of the sum. ``scale``: of a quantized weight."""
-    x = plain(x)
-    if scale is not None:
-        return _mapped_row(x, weight, bias, (comm, sequence_dim, dtype), partial(quantized.linear, scale=scale))
-    if not x.is_meta and torch.is_autocast_enabled(comm.device_type):  # ("meta") is an error
-        x, weight, bias = _cast(x, weight, bias, torch.get_autocast_dtype(comm.device_type))
-    apply = _Row.apply if torch.is_grad_enabled() else _row
-    run = _mapped_row if ops.transformed() else apply
-    y: Tensor = run(x, weight, bias, (comm, sequence_dim, dtype))
-    return y
+row_linear = _fused(_mapped_row, _Row, _row)
+"""``(sum over ranks of x @ weight.T) + bias`` with a weight cut by input features; ``how``'s dtype is the sum's."""

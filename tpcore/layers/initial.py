@@ -7,11 +7,12 @@ each slab. Every rank draws the full random stream, so later draws are the same 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..layout.layout import Layout
 from ..layout.mesh import Mesh
@@ -147,3 +148,14 @@ def unsharded(init: Init, shape: tuple[int, ...], dtype: torch.dtype | None) -> 
         init(full)
     torch.set_rng_state(state)
     return full
+
+
+def kaiming_uniform(weight: Tensor) -> Tensor:
+    """The initial weight of ``nn.Linear``."""
+    return nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+
+
+def uniform_bias(fan_in: int) -> Init:
+    """The initial bias of ``nn.Linear`` with so many inputs."""
+    bound = 1 / math.sqrt(fan_in) if fan_in > 0 else 0.0
+    return lambda t: nn.init.uniform_(t, -bound, bound)

@@ -7,8 +7,7 @@ weight: forward sums the outputs. Shoeybi et al. 2019, arXiv:1909.08053, section
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -19,13 +18,12 @@ from ..comm import mappings as ops
 from ..layout.shard import Block, ShardSpec
 from .copies import Copies
 from .features import Features, mark_unpadded, marked_like
-from .fused import column_linear, row_linear
-from .initial import Init, unsharded
+from .fused import How, column_linear, row_linear
+from .initial import Init, kaiming_uniform, uniform_bias
 from .module import Device
-from .options import cut_features, sequence_dim, tokens_over
+from .options import Blocks, cut_features, refuse_width, tokens_over
 from .plain import checked_plain, filled
 from .quantized import QuantizableLinear
-from .widths import refuse_width
 
 Result = Tensor | tuple[Tensor, Tensor | None]
 
@@ -48,27 +46,18 @@ def _sizes(plain: nn.Module, layer: type[nn.Module]) -> tuple[int, int]:
     return linear.in_features, linear.out_features
 
 
-def _initial_weight(t: Tensor) -> Tensor:
-    return nn.init.kaiming_uniform_(t, a=math.sqrt(5))  # as nn.Linear does
-
-
-def _initial_bias(fan_in: int) -> Init:
-    bound = 1 / math.sqrt(fan_in) if fan_in > 0 else 0.0
-    return lambda t: nn.init.uniform_(t, -bound, bound)
-
-
 class ParallelLinear(QuantizableLinear):
     """Base of both layers: sizes, weight and bias, conversion from a plain module."""
 
-    form: ClassVar[WeightForm] = WeightForm(_sizes, _initial_weight, _initial_bias)
+    form: ClassVar[WeightForm] = WeightForm(_sizes, kaiming_uniform, uniform_bias)
     bias: Tensor | None
     skip_bias_add: bool
     reduce_dtype: torch.dtype
     sequence_dim: int | None
 
-    def __init__(self, input_size: int, output_size: int, group: Any) -> None:
+    def __init__(self, in_features: int, out_features: int, group: Any) -> None:
         super().__init__(group)
-        self.input_size, self.output_size = input_size, output_size
+        self.in_features, self.out_features = in_features, out_features
 
     @classmethod
     def from_plain(cls: type[Linear], plain: nn.Module, **options: Any) -> Linear:
@@ -79,45 +68,40 @@ class ParallelLinear(QuantizableLinear):
         kind, and without ``pad=True`` for a size that tp does not divide.
         """
         inputs, outputs = cls.form.sizes(plain, cls)
-        weight, bias = plain.weight, plain.bias is not None
         # init_method is passed here, so that one among the options is a TypeError instead of ignored
-        own = {"bias": bias, "dtype": weight.dtype, "device": "meta", "init_method": None}
-        layer = cls(inputs, outputs, **own, **options)
-        if hasattr(layer, "master_weight"):
-            layer.master_weight = weight.detach().cpu()  # type: ignore[operator]
-        return filled(layer, plain)
+        own = {"bias": plain.bias is not None, "dtype": plain.weight.dtype, "device": "meta", "init_method": None}
+        return filled(cls(inputs, outputs, **own, **options), plain)
 
     def _declare(
         self,
         cut: ShardSpec,
-        cut_output: bool,
-        bias: bool,
+        side: int,
+        bias: ShardSpec | None,
         init_method: Init | None,
         dtype: torch.dtype | None,
         device: Device,
-        keep_master_weight: bool,
     ) -> None:
-        """Register weight and bias. ``cut``: the spec of the output features, or of the input features."""
+        """Register weight and bias. ``cut``: of the output features (``side`` 0), or of the input features (1)."""
         self.features = Features.of(cut, self.tp.size)
         self.copies = Copies.of(cut, self, self.reduce_dtype)
-        self.arg_init_method, self.transposed = init_method, self.form.transposed
-        inputs, outputs, transposed = self.input_size, self.output_size, self.transposed
-        shape = (inputs, outputs) if transposed else (outputs, inputs)
-        spec = ShardSpec(shape, int(cut_output == transposed), cut.blocks)
-        init = init_method or self.form.initial_weight
-        if keep_master_weight:  # before shard_parameter, and with the random state restored: the same numbers
-            self.master_weight = unsharded(init, spec.shape, dtype)
-        self.shard_parameter("weight", spec, init, dtype, device)
-        if bias:
-            bias_spec = cut if cut_output else ShardSpec((outputs,))
-            self.shard_parameter("bias", bias_spec, self.form.initial_bias(inputs), dtype, device)
+        self.transposed = self.form.transposed
+        shape = self.out_features, self.in_features
+        spec = ShardSpec(shape[::-1] if self.transposed else shape, side ^ self.transposed, cut.blocks)
+        self.shard_parameter("weight", spec, init_method or self.form.initial_weight, dtype, device)
+        if bias is not None:
+            self.shard_parameter("bias", bias, self.form.initial_bias(self.in_features), dtype, device)
         else:
             self.register_parameter("bias", None)
         self.register_parameter("weight_scale", None)
 
+    @property
+    def how(self) -> How:
+        """What the fused matmul and collective need."""
+        return self.tp, self.sequence_dim, self.reduce_dtype
+
     def extra_repr(self) -> str:
         return (
-            f"in_features={self.input_size}, out_features={self.output_size}, bias={self.bias is not None}, "
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
             f"{self._shapes()}"
         )
 
@@ -125,93 +109,96 @@ class ParallelLinear(QuantizableLinear):
 class ColumnParallelLinear(ParallelLinear):
     """``y_r = x @ w_r.T + b_r``: each rank computes some of the output features.
 
-    Input ``[..., input_size]``, the same on every rank (with sequence parallelism: this rank's chunk along
-    ``sequence_dimension``; None is dim 0). Output ``[..., output_size]`` if ``gather_output``, else this
-    rank's features. Weight and bias have the initial values of ``nn.Linear`` for the same seed, at any tp
-    degree.
+    Input ``[..., in_features]``, the same on every rank (with sequence parallelism this rank's chunk of the tokens).
+    Output ``[..., out_features]`` if ``gather_output``, else this rank's features. Weight and bias have the initial
+    values of ``nn.Linear`` for the same seed, at any tp degree.
 
-    - ``stride``: number of equal projections that are fused along the output and cut separately (q|k|v: 3).
-    - ``blocks``: the same for projections of several sizes, each a ``tpcore.Block``. The gradients of
-      replicated blocks are summed over the ranks that hold them.
-    - ``unit``: features that stay on one rank (head_dim); ValueError if tp does not divide the units.
-    - ``pad``: allow an output size that tp does not divide.
-    - ``input_is_copied``: the input comes from ``ops.copy``, or from ``ops.all_gather`` of tokens. Its
-      gradient is then summed there, once for all layers that read the input (``tpcore.share_input``).
-    - ``sequence_parallel_group``: the part of the layer's ranks that the tokens are spread over, such as tp
-      for a head cut over pp and tp.
-    - ``skip_bias_add``: return ``(y, bias)`` without adding the bias.
-    - ``reduce_dtype``: lowest precision for sums of input gradients.
-    - ``keep_master_weight``: keep the full initial weight as ``master_weight`` on the CPU.
+    Args:
+        in_features: size of the input's last dim.
+        out_features: features of all ranks together.
+        bias: whether to add a bias, sharded as the output is.
+        gather_output: return the features of all ranks.
+        dtype: of the parameters. None is torch's default.
+        device: where to allocate; "meta" allocates nothing.
+        blocks: how many equal projections are fused along the output and sharded separately (q|k|v: 3), or a
+            ``tpcore.Block`` for each: its size, its features that stay on one rank (head_dim), and whether it is
+            replicated where it has fewer units than ranks; the gradients of replicated blocks are then summed.
+        init_method: fills the unsharded weight in place.
+        sequence_dim: the dim of the input along which the tokens are spread over the ranks. A layer sharded over
+            pipeline stages too has tokens spread over its other axes.
+        skip_bias_add: return ``(y, bias)`` without adding the bias.
+        pad: allow an ``out_features`` that tp does not divide.
+        reduce_dtype: lowest precision for sums of input gradients.
+        group: the ranks of the layer: a Comm, a process group, or None for the tp axis.
     """
+
+    input_is_copied = False
+    """Whether the input comes from ``mappings.copy`` or ``all_gather``, which sum its gradient once for all layers
+    that read it (``tpcore.share_input``)."""
 
     def __init__(
         self,
-        input_size: int,
-        output_size: int,
+        in_features: int,
+        out_features: int,
         bias: bool = True,
         gather_output: bool = True,
         dtype: torch.dtype | None = torch.float32,
         device: Device = None,
         *,
-        stride: int = 1,
-        blocks: Sequence[Block] | None = None,
+        blocks: Blocks = 1,
         init_method: Init | None = None,
-        sequence_parallel_enabled: bool = False,
-        sequence_dimension: int | None = None,
+        sequence_dim: int | None = None,
         skip_bias_add: bool = False,
         pad: bool = False,
         reduce_dtype: torch.dtype = torch.float32,
-        tensor_model_parallel_group: Any = None,
-        keep_master_weight: bool = False,
-        input_is_copied: bool = False,
-        sequence_parallel_group: Any = None,
-        unit: int = 1,
+        group: Any = None,
     ) -> None:
-        super().__init__(input_size, output_size, tensor_model_parallel_group)
+        super().__init__(in_features, out_features, group)
         self.gather_output, self.skip_bias_add, self.reduce_dtype = gather_output, skip_bias_add, reduce_dtype
-        self.sequence_dim = sequence_dim(sequence_parallel_enabled, sequence_dimension)
-        self.input_is_copied = input_is_copied
-        if input_is_copied and sequence_parallel_enabled:
-            raise ValueError(
-                f"{type(self).__name__}(input_is_copied=True) gets all tokens and gathers none: "
-                "leave out sequence_parallel_enabled, and let ops.all_gather make the copy"
-            )
-        self.tokens = tokens_over(self, self.sequence_dim, sequence_parallel_group)
-        if self.tokens is not None:
-            self.input_is_copied, self.sequence_dim = True, None
-        cut = cut_features(self, "output_size", stride, blocks, pad, unit)
-        self._declare(cut, True, bias, init_method, dtype, device, keep_master_weight)
+        self.tokens = tokens_over(self, sequence_dim)
+        self.sequence_dim = sequence_dim if self.tokens is None else None
+        self.input_is_copied = self.tokens is not None
+        cut = cut_features(self, "out_features", blocks, pad)
+        self._declare(cut, 0, cut if bias else None, init_method, dtype, device)
 
     def forward(self, x: Tensor) -> Result:
-        if x.shape[-1] != self.input_size:
-            refuse_width(self, self.input_size, x, self.input_size)
-        if self.checks is not None and self.sequence_dim is None and self.tokens is None:
-            self.look_alike("the input", x)
-        weight, bias = self.weight, self.bias
+        x, weight, bias = self._enter(x), self.weight, self.bias
         if self.copies is not None:
             weight = self.copies(weight, int(self.transposed))
             bias = None if bias is None else self.copies(bias, 0)
-        if self.transposed:
-            weight = weight.t()
-        added = None if self.skip_bias_add else bias
+        y = self._matmul(x, weight.t() if self.transposed else weight, None if self.skip_bias_add else bias)
+        y = self._leave(y)
+        return (y, self._leave_bias(bias)) if self.skip_bias_add else y
+
+    def _enter(self, x: Tensor) -> Tensor:
+        if x.shape[-1] != self.in_features:
+            refuse_width(self, self.in_features, x, self.in_features)
         if self.tokens is not None:
-            x = self.tokens.gathered(x, self.reduce_dtype)
+            return self.tokens.gathered(x, self.reduce_dtype)
+        if self.checks is not None and self.sequence_dim is None:
+            self.look_alike("the input", x)
+        return x
+
+    def _matmul(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self.input_is_copied:
-            y = self.product(x, weight, added)
-        else:
-            y = column_linear(x, weight, added, self.tp, self.sequence_dim, self.reduce_dtype, self.weight_scale)
+            return self.product(x, weight, bias)
+        return column_linear(x, weight, bias, self.how, self.weight_scale)
+
+    def _leave(self, y: Tensor) -> Tensor:
         if self.gather_output or self.features.padded:
             y = self.outputs(y)
-            bias = self.outputs(bias) if self.skip_bias_add and bias is not None else bias
-        if not self.gather_output and self.checks is not None:
-            y = marked_like(self.as_part(y, -1, "features"), y)
-        return (y, bias) if self.skip_bias_add else y
+        if self.gather_output or self.checks is None:
+            return y
+        return marked_like(self.as_part(y, -1, "features"), y)
+
+    def _leave_bias(self, bias: Tensor | None) -> Tensor | None:
+        return self.outputs(bias) if bias is not None and (self.gather_output or self.features.padded) else bias
 
     def outputs(self, y: Tensor) -> Tensor:
         """All output features if ``gather_output``, else this rank's with its padding zeroed."""
         if not self.gather_output:
             y = self.features.mask(y, self.tp)
-            mark_unpadded(y, self.output_size)
+            mark_unpadded(y, self.out_features)
             return y
         y = ops.gather(y, self.tp, -1)
         return y if self.features.plain else self.features.restored(y)
@@ -220,80 +207,76 @@ class ColumnParallelLinear(ParallelLinear):
 class RowParallelLinear(ParallelLinear):
     """``y = sum over ranks of x_r @ w_r.T, + b``: each rank consumes some of the input features.
 
-    Input: this rank's features if ``input_is_parallel``, else ``[..., input_size]``, which is cut here.
-    Output ``[..., output_size]``, the same on every rank (with sequence parallelism: this rank's chunk along
-    ``sequence_dimension``; None is dim 0). The bias is replicated and added once, after the sum.
+    Input: this rank's features if ``input_is_parallel``, else ``[..., in_features]``, which is sharded here. Output
+    ``[..., out_features]``, the same on every rank (with sequence parallelism this rank's chunk of the tokens). The
+    bias is replicated and added once, after the sum.
 
-    ``reduce_output=False`` returns this rank's partial sum. The other options are those of
-    ``ColumnParallelLinear``; ``stride``, ``blocks``, ``unit`` and ``pad`` apply to the input size, and
-    ``reduce_dtype`` to sums of outputs.
+    Args:
+        in_features: features of all ranks together.
+        out_features: size of the output's last dim.
+        bias: whether to add a bias.
+        input_is_parallel: the input is this rank's features.
+        dtype: of the parameters. None is torch's default.
+        device: where to allocate; "meta" allocates nothing.
+        blocks: as in ``ColumnParallelLinear``, of the input features; none is replicated.
+        init_method: fills the unsharded weight in place.
+        sequence_dim: the dim of the output along which the tokens are spread over the ranks.
+        skip_bias_add: return ``(y, bias)`` without adding the bias.
+        pad: allow an ``in_features`` that tp does not divide.
+        reduce_dtype: lowest precision for sums of outputs.
+        group: the ranks of the layer: a Comm, a process group, or None for the tp axis.
     """
 
     def __init__(
         self,
-        input_size: int,
-        output_size: int,
+        in_features: int,
+        out_features: int,
         bias: bool = True,
         input_is_parallel: bool = False,
         dtype: torch.dtype | None = torch.float32,
         device: Device = None,
         *,
-        stride: int = 1,
-        blocks: Sequence[Block] | None = None,
+        blocks: Blocks = 1,
         init_method: Init | None = None,
-        sequence_parallel_enabled: bool = False,
-        sequence_dimension: int | None = None,
+        sequence_dim: int | None = None,
         skip_bias_add: bool = False,
         pad: bool = False,
-        reduce_output: bool = True,
         reduce_dtype: torch.dtype = torch.float32,
-        tensor_model_parallel_group: Any = None,
-        keep_master_weight: bool = False,
-        unit: int = 1,
+        group: Any = None,
     ) -> None:
-        super().__init__(input_size, output_size, tensor_model_parallel_group)
-        self.input_is_parallel, self.reduce_output = input_is_parallel, reduce_output
-        self.skip_bias_add, self.reduce_dtype = skip_bias_add, reduce_dtype
-        self.sequence_dim = sequence_dim(sequence_parallel_enabled, sequence_dimension)
-        if not reduce_output and bias and not skip_bias_add:
+        super().__init__(in_features, out_features, group)
+        self.input_is_parallel, self.skip_bias_add, self.reduce_dtype = input_is_parallel, skip_bias_add, reduce_dtype
+        self.sequence_dim = sequence_dim
+        if sequence_dim is not None and not input_is_parallel:
+            raise ValueError(f"{type(self).__name__}(sequence_dim={sequence_dim}) needs input_is_parallel=True")
+        if not isinstance(blocks, int) and any(Block(*block).replicate for block in blocks):
             raise ValueError(
-                f"{type(self).__name__}(reduce_output=False) would add the bias once per rank: "
-                "pass bias=False, or skip_bias_add=True and add it after your own sum"
-            )
-        if self.sequence_dim is not None and not (reduce_output and input_is_parallel):
-            raise ValueError(
-                f"{type(self).__name__} with sequence parallelism needs input_is_parallel=True "
-                f"and reduce_output=True, not {input_is_parallel} and {reduce_output}"
-            )
-        if any(Block(*block).replicate for block in blocks or ()):
-            raise ValueError(
-                f"{type(self).__name__}: blocks={tuple(blocks or ())} replicate input features: the sum over "
+                f"{type(self).__name__}: blocks={tuple(blocks)} replicate input features: the sum over "
                 "ranks would count them once for each copy; pass replicate=False"
             )
-        cut = cut_features(self, "input_size", stride, blocks, pad, unit)
-        self._declare(cut, False, bias, init_method, dtype, device, keep_master_weight)
+        cut = cut_features(self, "in_features", blocks, pad)
+        self._declare(cut, 1, ShardSpec((out_features,)) if bias else None, init_method, dtype, device)
 
     def forward(self, x: Tensor) -> Result:
-        weight, bias = self.weight, self.bias
-        if self.transposed:
-            weight = weight.t()
-        takes = weight.shape[-1] if self.input_is_parallel else self.input_size
+        weight = self.weight.t() if self.transposed else self.weight
+        y = self._matmul(self._enter(x, weight.shape[-1]), weight, None if self.skip_bias_add else self.bias)
+        if self.checks is not None and self.sequence_dim is not None:
+            y = self.as_part(y, self.sequence_dim, "tokens")
+        return (y, self._leave_bias(self.bias)) if self.skip_bias_add else y
+
+    def _enter(self, x: Tensor, held: int) -> Tensor:
+        takes = held if self.input_is_parallel else self.in_features
         if x.shape[-1] != takes:
-            refuse_width(self, self.input_size, x, takes, parallel=self.input_is_parallel)
+            refuse_width(self, self.in_features, x, takes, self.input_is_parallel)
         if not self.input_is_parallel:
             x = self.features.scatter(x, self.tp)
-        if self.features.padded:
-            x = self.features.mask(x, self.tp)
-        if self.reduce_output:
-            added = None if self.skip_bias_add else bias
-            y = row_linear(x, weight, added, self.tp, self.sequence_dim, self.reduce_dtype, self.weight_scale)
-            if self.sequence_dim is not None:
-                y = self.as_part(y, self.sequence_dim, "tokens")
-        else:
-            y = self.product(x, weight, None)
-        if not self.skip_bias_add:
-            return y
+        return self.features.mask(x, self.tp) if self.features.padded else x
+
+    def _matmul(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return row_linear(x, weight, bias, self.how, self.weight_scale)
+
+    def _leave_bias(self, bias: Tensor | None) -> Tensor | None:
         if bias is None or self.sequence_dim is None:
-            return y, bias
+            return bias
         # the caller adds it to this rank's tokens only, so its gradient is summed over the ranks
-        return y, ops.copy(bias, self.tp, dtype=self.reduce_dtype)
+        return ops.copy(bias, self.tp, dtype=self.reduce_dtype)

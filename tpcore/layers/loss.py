@@ -211,7 +211,7 @@ def parallel_cross_entropy(
     ignore_index: int = -100,
     *,
     vocab_size: int | None = None,
-    tensor_model_parallel_group: Any = None,
+    group: Any = None,
 ) -> Tensor:
     """Per-token loss, as ``F.cross_entropy(..., reduction="none")`` of the gathered logits.
 
@@ -225,7 +225,7 @@ def parallel_cross_entropy(
     that do not fit. Backends that can read values also raise IndexError for a target out of range, and
     ValueError for logits that look padded without ``vocab_size``.
     """
-    logits, group = vocab_parallel_logits, tensor_model_parallel_group
+    logits = vocab_parallel_logits
     comm = group if isinstance(group, Comm) else current().comm_for(group)
     vocab_size, logits = unpadded(logits) if vocab_size is None else vocab_size, plain(logits)
     if logits.shape[:-1] != target.shape:

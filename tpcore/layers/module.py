@@ -19,8 +19,7 @@ from .initial import Init, initial_part
 from .sharding import Sharding, stamp
 
 _QUANTIZERS = ("torchao.", "torch.ao.quantization.")
-Device = torch.device | str | bool | None
-"""Where to allocate. False means None: it is the default of NxD's RowParallelLinear."""
+Device = torch.device | str | None
 
 
 class ParallelModule(nn.Module):
@@ -71,7 +70,7 @@ class ParallelModule(nn.Module):
             known = ", ".join(map(str, self._dtypes))
             raise ValueError(f"{type(self).__name__}.{name} of {dtype}: this backend computes on {known}")
         # empty((0,)) finds torch's default device, including that of a `with torch.device(...)` block
-        where = torch.empty((0,), device=None if isinstance(device, bool) else device).device
+        where = torch.empty((0,), device=device).device
         recorded = self.checks is not None and not self.checks.running
         if where.type != "meta" or recorded:  # a recorded step is all on meta, and the run will not be
             self.look_alike(f"the random state for the initial {name}", torch.get_rng_state())
@@ -134,7 +133,11 @@ class ParallelModule(nn.Module):
         for name in self.shard_specs:
             parameter = self._parameters.get(name)
             if parameter is not None:
-                stamp(parameter, self.sharding_of(name))
+                self.stamp(parameter, name)
+
+    def stamp(self, tensor: Tensor, name: str) -> None:
+        """Store the sharding of parameter ``name`` on ``tensor``."""
+        stamp(tensor, self.sharding_of(name))
 
     def _apply(self, fn: Any, recurse: bool = True) -> ParallelModule:
         super()._apply(fn, recurse)
@@ -154,7 +157,7 @@ class ParallelModule(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name in self.shard_specs:
             if prefix + name in destination:
-                stamp(destination[prefix + name], self.sharding_of(name))
+                self.stamp(destination[prefix + name], name)
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         self._refuse_quantizers()

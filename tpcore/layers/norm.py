@@ -22,23 +22,22 @@ class _Norm(ParallelModule):
     def __init__(self, shape: int | Sequence[int], eps: float | None, sequence_parallel: bool, group: Any) -> None:
         super().__init__(group)
         self.normalized_shape = (shape,) if isinstance(shape, int) else tuple(shape)
-        self.eps, self.sequence_parallel_enabled = eps, sequence_parallel
+        self.eps, self.sequence_parallel = eps, sequence_parallel
 
     def _whole(self, parameter: Tensor | None) -> Tensor | None:
         """The parameter for use on this rank's tokens. Backward sums its gradient over all ranks' tokens."""
-        if parameter is None or not self.sequence_parallel_enabled:
+        if parameter is None or not self.sequence_parallel:
             return parameter
         return ops.copy(parameter, self.tp, dtype=torch.float32)
 
     def extra_repr(self) -> str:
-        return f"{self.normalized_shape}, eps={self.eps}, sequence_parallel={self.sequence_parallel_enabled}"
+        return f"{self.normalized_shape}, eps={self.eps}, sequence_parallel={self.sequence_parallel}"
 
 
 class LayerNorm(_Norm):
     """``nn.LayerNorm`` whose parameters get complete gradients if the tokens are spread over the tp group.
 
-    It normalizes the last dims, so it needs no ``sequence_dimension``: the tokens may be cut along any other
-    dim (0 by default in the linear layers).
+    ``sequence_parallel``: they are. It normalizes the last dims, so the tokens may be along any other dim.
     """
 
     weight: Tensor | None
@@ -53,10 +52,10 @@ class LayerNorm(_Norm):
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
         *,
-        sequence_parallel_enabled: bool = False,
-        tensor_model_parallel_group: Any = None,
+        sequence_parallel: bool = False,
+        group: Any = None,
     ) -> None:
-        super().__init__(normalized_shape, eps, sequence_parallel_enabled, tensor_model_parallel_group)
+        super().__init__(normalized_shape, eps, sequence_parallel, group)
         for name, wanted, init in (("weight", True, nn.init.ones_), ("bias", bias, nn.init.zeros_)):
             if elementwise_affine and wanted:
                 self.shard_parameter(name, ShardSpec(self.normalized_shape), init, dtype, device)
@@ -80,8 +79,8 @@ class LayerNorm(_Norm):
 class RMSNorm(_Norm):
     """``nn.RMSNorm`` whose weight gets complete gradients if the tokens are spread over the tp group.
 
-    ``eps=None`` is ``torch.finfo(x.dtype).eps``, as in torch; NxD's default is 1e-6. It needs no
-    ``sequence_dimension``, as ``LayerNorm``.
+    ``eps=None`` is ``torch.finfo(x.dtype).eps``, as in torch. ``sequence_parallel`` as in
+    ``LayerNorm``.
     """
 
     weight: Tensor
@@ -93,10 +92,10 @@ class RMSNorm(_Norm):
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
-        sequence_parallel_enabled: bool = False,
-        tensor_model_parallel_group: Any = None,
+        sequence_parallel: bool = False,
+        group: Any = None,
     ) -> None:
-        super().__init__(normalized_shape, eps, sequence_parallel_enabled, tensor_model_parallel_group)
+        super().__init__(normalized_shape, eps, sequence_parallel, group)
         self.shard_parameter("weight", ShardSpec(self.normalized_shape), nn.init.ones_, dtype, device)
 
     @classmethod

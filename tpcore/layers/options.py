@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,12 +15,8 @@ from ..runtime.context import current
 from .features import note_padding
 from .module import ParallelModule
 
-
-def sequence_dim(enabled: bool, dim: int | None) -> int | None:
-    """One value for the two public arguments: the sequence dimension (0 by default), or None."""
-    if dim is not None and not enabled:
-        raise ValueError(f"sequence_dimension={dim} without sequence_parallel_enabled=True has no meaning")
-    return (0 if dim is None else dim) if enabled else None
+Blocks = int | Sequence[Block]
+"""A number of equal projections, fused along the sharded features, or each projection's block."""
 
 
 @dataclass(frozen=True)
@@ -42,53 +37,52 @@ class Tokens:
         return ops.reduce(ops.reduce_scatter(y, self.over, self.dim), self.rest)
 
 
-def tokens_over(layer: ParallelModule, dim: int | None, group: Any) -> Tokens | None:
-    """The tokens of a layer that are spread over ``group``; None if ``group`` is None or has all the layer's
-    ranks. A collective call, for it makes groups. ValueError if ``group`` is no part of the layer's group."""
-    if group is None:
+def tokens_over(layer: ParallelModule, dim: int | None) -> Tokens | None:
+    """The tokens of a layer that is sharded over pipeline stages too: no stage has tokens of its own. None if
+    all ranks of the layer have. A collective call, for it makes groups."""
+    axes = layer.tp.group.axes
+    if dim is None or "pp" not in axes:
         return None
-    what, ctx = type(layer).__name__, current()
-    over = ctx.comm_for(group)
-    if dim is None:
-        raise ValueError(f"{what}: sequence_parallel_group without sequence_parallel_enabled has no meaning")
-    mine, theirs = layer.tp.group.axes, over.group.axes
-    if not set(theirs) <= set(mine) & set(ctx.mesh.axes):
-        raise ValueError(f"{what} is cut over {mine}, and its tokens over {theirs}, which is no part of that")
-    rest = [axis for axis in mine if axis not in theirs]
-    return Tokens(dim, over, ctx.comm(*rest)) if rest else None
+    ctx = current()
+    return Tokens(dim, ctx.comm(*(axis for axis in axes if axis != "pp")), ctx.comm("pp"))
 
 
-def cut_features(
-    layer: ParallelModule, name: str, stride: int, blocks: Sequence[Block] | None, pad: bool, unit: int = 1
-) -> ShardSpec:
-    """The spec of a layer's features. ``name``: the attribute with their number, such as ``output_size``."""
+def cut_features(layer: ParallelModule, name: str, blocks: Blocks, pad: bool) -> ShardSpec:
+    """The spec of a layer's features. ``name``: the attribute with their number, such as ``out_features``."""
     what, size, n = type(layer).__name__, getattr(layer, name), layer.tp.size
-    if blocks is None:
-        spec = ShardSpec.strided((size,), 0, stride)
-        part = size // stride
-        if unit < 1 or part % unit:
-            raise ValueError(f"{what}: {name}={size}{_parts(stride)} is no whole number of units of {unit}")
-        if unit > 1:
-            spec = ShardSpec((size,), 0, (Block(part, unit),) * stride)
-    elif unit != 1:
-        raise ValueError(f"{what}: unit={unit} and blocks={tuple(blocks)} both say what stays whole: pass one")
+    if isinstance(blocks, int):
+        spec, parts_of = ShardSpec.strided((size,), 0, blocks), f" in {blocks} parts" if blocks > 1 else ""
     else:
         parts = tuple(Block(*block) for block in blocks)
-        if stride != 1:
-            raise ValueError(f"{what}: stride={stride} and blocks={parts} both say how {name} is cut: pass one")
         if sum(part.size for part in parts) != size:
             sizes = " + ".join(str(part.size) for part in parts) or "0"
             raise ValueError(f"{what}: blocks of {sizes} features are not {name}={size}")
-        spec = ShardSpec((size,), 0, parts)
+        kinds = [f"{b.size}" + (f" ({b.size // b.unit} units of {b.unit})" if b.unit > 1 else "") for b in parts]
+        spec, parts_of = ShardSpec((size,), 0, parts), f" in blocks of {', '.join(dict.fromkeys(kinds))}"
     if spec.padded(n) and not pad:
-        parts_of = _parts(stride) if blocks is None else f" in {blocks}"
-        units = f", {size // stride // unit} units of {unit}," if unit > 1 else ""
         raise ValueError(
-            f"{what}: {name}={size}{parts_of}{units} is not divisible by tp={n}; pass pad=True to pad it with zeros"
+            f"{what}: {name}={size}{parts_of} is not divisible by tp={n}; pass pad=True to pad it with zeros"
         )
     note_padding(spec, layer.tp)
     return spec
 
 
-def _parts(stride: int) -> str:
-    return f" in {stride} parts" if stride > 1 else ""
+def refuse_width(layer: ParallelModule, in_features: int, x: Tensor, takes: int, parallel: bool | None = None) -> None:
+    """Raise ValueError with both sizes. ``takes``: the features that ``layer`` takes on this rank, of
+    ``in_features``. ``parallel``: ``input_is_parallel`` of a row layer, None for a column layer."""
+    what, tp, has = type(layer).__name__, layer.tp.size, x.shape[-1]
+    remedy = ""
+    if parallel and has == in_features:
+        remedy = "; these are the features of all ranks: leave out input_is_parallel=True, which takes a part"
+    elif not parallel and has * tp == in_features:
+        remedy = f"; {has} is the part of one of tp={tp} ranks: " + (
+            "gather it first (gather_output=True in the layer before, or tpcore.comm.mappings.gather), or "
+            "use a RowParallelLinear with input_is_parallel=True"
+            if parallel is None
+            else "pass input_is_parallel=True"
+        )
+    raise ValueError(
+        f"{what}: the input of shape {tuple(x.shape)} has {has} features, and the layer takes {takes}"
+        + (f" of in_features={in_features} on each rank" if parallel else "")
+        + remedy
+    )

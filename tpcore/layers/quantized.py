@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..comm import mappings as ops
 from ..layout.shard import ShardSpec
-from .attributes import LinearAttributes
+from .module import ParallelModule
 
 DTYPES = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """The dtypes of a quantized weight, with their largest values."""
@@ -98,7 +98,7 @@ def _unchanged(module: Any, fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor]
     return run
 
 
-class QuantizableLinear(LinearAttributes):
+class QuantizableLinear(ParallelModule):
     """A sharded linear layer, whose weight may be quantized."""
 
     weight: Tensor

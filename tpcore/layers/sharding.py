@@ -48,17 +48,8 @@ def sharding(tensor: Tensor) -> Sharding | None:
 
 
 def stamp(tensor: Tensor, found: Sharding) -> None:
-    """Set the attributes of ``tensor`` that describe its sharding, including those of NxD and Megatron."""
-    cut = found.layout.cuts[0] if found.layout.cuts else None
-    marks = {
-        "tpcore_sharding": found,
-        "tensor_model_parallel": cut is not None,
-        "partition_dim": -1 if cut is None else cut.spec.dim,
-        "partition_stride": 1 if cut is None else len(cut.spec.blocks),
-        "num_partitions": 1 if cut is None else cut.degree(found.ctx.mesh),
-    }
-    for name, value in marks.items():
-        setattr(tensor, name, value)
+    """Set the attribute of ``tensor`` that ``sharding`` reads."""
+    tensor.tpcore_sharding = found  # type: ignore[attr-defined]
 
 
 def layouts(model: nn.Module) -> dict[str, Layout]:

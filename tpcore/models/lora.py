@@ -33,7 +33,7 @@ class ShardedLora(lora.Linear):  # type: ignore[misc, unused-ignore]
     """peft's layer of adapters around a column or row layer. A new adapter is sharded as it is made."""
 
     def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
-        return module.input_size, module.output_size  # type: ignore[return-value]
+        return module.in_features, module.out_features  # type: ignore[return-value]
 
     def update_layer(self, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         refuse(kwargs["config"])
@@ -43,13 +43,13 @@ class ShardedLora(lora.Linear):  # type: ignore[misc, unused-ignore]
     def shard(self, name: str) -> None:
         """The whole adapter ``name`` becomes this rank's part; sharded Parameters are new ones."""
         base: Any = self.get_base_layer()
-        blocks, own = base.shard_specs["weight"].blocks, {"tensor_model_parallel_group": base.tp}
+        blocks, own = base.shard_specs["weight"].blocks, {"group": base.tp}
         self.fan_in_fan_out = bool(base.transposed)
         a, b = self.lora_A[name], self.lora_B[name]
         part: ColumnParallelLinear | RowParallelLinear
         if isinstance(base, ColumnParallelLinear):
             if base.gather_output:
-                raise ValueError(HEAD.format(f"of {base.output_size} features"))
+                raise ValueError(HEAD.format(f"of {base.out_features} features"))
             self.lora_B[name] = part = ColumnParallelLinear.from_plain(b, gather_output=False, blocks=blocks, **own)
             if base.input_is_copied:
                 # one copy of the input, for all layers that read it, sums its gradient: what A adds to it has

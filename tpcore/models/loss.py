@@ -34,7 +34,7 @@ class VocabularyLoss:
         **options: Any,
     ) -> Tensor:
         if self._head.gather_output:
-            vocab = self._head.output_size if vocab_size is None else vocab_size
+            vocab = self._head.out_features if vocab_size is None else vocab_size
             extra = {} if shift_labels is None else {"shift_labels": shift_labels}
             return self._whole(logits, labels, vocab, num_items_in_batch, ignore_index=ignore_index, **extra, **options)
         if shift_labels is not None:
@@ -48,8 +48,8 @@ class VocabularyLoss:
             labels,
             options.get("label_smoothing", 0.0),
             ignore_index,
-            vocab_size=self._head.output_size,
-            tensor_model_parallel_group=self._head.tp,
+            vocab_size=self._head.out_features,
+            group=self._head.tp,
         )
         count = (labels != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
         return each.sum() / count

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -102,7 +103,7 @@ def _plain(old: nn.Module) -> nn.Module:
 
 def _made(cut: Cut, comm: Comm) -> ParallelModule | None:
     """The parallel layer, still with new parameters of its own; None if the style replaces nothing."""
-    old, style, options = _plain(cut.module), cut.style, {"tensor_model_parallel_group": comm}
+    old, style, options = _plain(cut.module), cut.style, dict[str, Any](group=comm)
     conv = hasattr(old, "nf") and not isinstance(old, nn.Linear)
     column: type[ColumnParallelLinear] = ColumnParallelConv1D if conv else ColumnParallelLinear
     row: type[RowParallelLinear] = RowParallelConv1D if conv else RowParallelLinear
@@ -114,7 +115,7 @@ def _made(cut: Cut, comm: Comm) -> ParallelModule | None:
         plan.PACKED_ROW: lambda: row.from_plain(old, input_is_parallel=True, blocks=cut.blocks, **options),
         plan.EMBEDDING_ROW: lambda: _embedding(old, pad=True, **options),
         plan.EMBEDDING_COLUMN: lambda: _embedding(old, shard_across_embedding=True, pad=True, **options),
-        plan.EMBEDDING_HEADS: lambda: _embedding(old, shard_across_embedding=True, collect_output=False, **options),
+        plan.EMBEDDING_HEADS: lambda: _embedding(old, collect=False, shard_across_embedding=True, **options),
     }
     make[plan.PACKED_COLUMN] = make[plan.QKV_COLUMN] = make[plan.COLUMN]
     make[plan.EXPERTS] = make[plan.PARTIAL] = lambda: ShardedExperts(old, cut.specs or {}, comm)
@@ -125,11 +126,13 @@ class _Table(ParallelEmbedding, nn.Embedding):
     """A parallel embedding that is also an ``nn.Embedding``, for subclasses that call ``super().forward``."""
 
 
-def _embedding(old: nn.Module, **options: object) -> ParallelModule:
+def _embedding(old: nn.Module, collect: bool = True, **options: Any) -> ParallelModule:
     """The parallel embedding for an ``nn.Embedding`` or for a subclass whose forward extends it."""
     kind = type(old)
     if not isinstance(old, nn.Embedding) or kind.forward is nn.Embedding.forward:
-        return ParallelEmbedding.from_plain(old, **options)
+        layer = ParallelEmbedding.from_plain(old, **options)
+        layer.collect_output = collect
+        return layer
     if not calls_super(kind.forward):
         raise ValueError(
             f"{kind.__name__} has a forward of its own that does not ask nn.Embedding's: it cannot be cut; "
@@ -139,6 +142,7 @@ def _embedding(old: nn.Module, **options: object) -> ParallelModule:
     plain = nn.Embedding(**{name: getattr(old, name) for name in names}, device="meta")
     plain.weight = old.weight
     layer = ParallelEmbedding.from_plain(plain, **options).train(old.training)
+    layer.collect_output = collect
     for name, value in vars(old).items():
         if name not in vars(layer):
             setattr(layer, name, value)

@@ -185,8 +185,8 @@ def current() -> ParallelContext:
     if torch.compiler.is_dynamo_compiling():  # dynamo cannot read a ContextVar
         if _entered():
             raise RuntimeError(
-                "torch.compile does not see the context of tpcore.use: pass "
-                "tensor_model_parallel_group=ctx.comm('tp'), or let tpcore.init make the context"
+                "torch.compile does not see the context of tpcore.use: pass group=ctx.comm('tp'), or let "
+                "tpcore.init make the context"
             )
     elif (ctx := _current.get()) is not None:
         return ctx

@@ -92,7 +92,7 @@ def _exported(
         dims_of = ", ".join(str(d) for d in {d.name: d for of in dims for d in of.values()}.values())
         raise ValueError(
             f"the model does not take every size of {dims_of}: sequence parallelism, say, takes multiples "
-            "of tp only. Trace it with sequence_parallel_enabled=False (the weights are the same), or for "
+            "of tp only. Trace it without sequence_dim (the weights are the same), or for "
             f"few sizes with bucket_inputs. torch says: {str(e)[:500]}"
         ) from e
 

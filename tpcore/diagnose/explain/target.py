@@ -83,7 +83,7 @@ def _guess_inputs(model: nn.Module, batch_size: int, seq_len: int) -> Tensor:
         if any(True for _ in module.parameters(recurse=False)):
             if hasattr(module, "num_embeddings"):
                 return torch.zeros(batch_size, seq_len, dtype=torch.int64)
-            features = getattr(module, "in_features", getattr(module, "input_size", None))
+            features = getattr(module, "in_features", None)
             if isinstance(features, int):
                 return torch.zeros(batch_size, seq_len, features)
             break

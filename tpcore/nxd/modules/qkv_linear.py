@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...comm import mappings as ops
-from ...layers.attributes import PublishedAttributes
 from ...layers.copies import Copies
-from ...layers.initial import Init
-from ...layers.module import Device
+from ...layers.initial import Init, kaiming_uniform, uniform_bias
 from ...layers.shared_input import InputCopy
 from ...layout.shard import Block, ShardSpec
+from ..parallel_layers.attributes import Place, PublishedAttributes
 
 
 class GQAQKVColumnParallelLinear(PublishedAttributes):
@@ -38,7 +36,7 @@ class GQAQKVColumnParallelLinear(PublishedAttributes):
         bias: bool = True,
         gather_output: bool = True,
         dtype: torch.dtype | None = torch.float32,
-        device: Device = None,
+        device: Place = None,
         init_method: Init | None = None,
         sequence_parallel_enabled: bool = False,
         keep_master_weight: bool = False,
@@ -65,9 +63,9 @@ class GQAQKVColumnParallelLinear(PublishedAttributes):
             cut = ShardSpec((sum(block.size for block in blocks),), 0, blocks)
             self.copies[name] = Copies.of(cut, self, reduce_dtype)
             weight = ShardSpec((cut.shape[0], input_size), 0, blocks)
-            self.shard_parameter(f"weight_{name}", weight, init_method or _initial_weight, dtype, device)
+            self.shard_parameter(f"weight_{name}", weight, init_method or kaiming_uniform, dtype, device or None)
             if bias:
-                self.shard_parameter(f"bias_{name}", cut, _initial_bias(input_size), dtype, device)
+                self.shard_parameter(f"bias_{name}", cut, uniform_bias(input_size), dtype, device or None)
             else:
                 self.register_parameter(f"bias_{name}", None)
 
@@ -118,12 +116,3 @@ class GQAQKVColumnParallelLinear(PublishedAttributes):
         return (
             f"{self.input_size}, {self.output_sizes}, kv_size_multiplier={self.kv_size_multiplier}, tp={self.tp.size}"
         )
-
-
-def _initial_weight(t: Tensor) -> Tensor:
-    return nn.init.kaiming_uniform_(t, a=math.sqrt(5))  # as nn.Linear does
-
-
-def _initial_bias(fan_in: int) -> Init:
-    bound = 1 / math.sqrt(fan_in) if fan_in > 0 else 0.0
-    return lambda t: nn.init.uniform_(t, -bound, bound)

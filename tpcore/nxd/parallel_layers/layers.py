@@ -1,9 +1,17 @@
-"""The sharded layers under their NeuronX Distributed path."""
+"""The sharded layers by their NeuronX Distributed path: its arguments, attributes and marks on parameters."""
 
-from ...layers import ColumnParallelLinear, RowParallelLinear
-from ...layers.linear import ParallelLinear as BaseParallelLinear
-from .sequence_first import SequenceFirstEmbedding as ParallelEmbedding
-from .sequence_first import create_local_weight
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ... import layers
+from ...layers.initial import Init, unsharded
+from ...layers.linear import ParallelLinear
+from .attributes import EmbeddingAttributes, LinearAttributes, Place, sequence_dim
+from .sequence_first import create_local_weight, tokens_first
 from .utils import copy_tensor_model_parallel_attributes, param_is_not_tensor_parallel_duplicate
 
 __all__ = [
@@ -15,3 +23,201 @@ __all__ = [
     "create_local_weight",
     "param_is_not_tensor_parallel_duplicate",
 ]
+
+
+class BaseParallelLinear(LinearAttributes, ParallelLinear):
+    """Base of both linear layers. ``master_weight``: the full initial weight on the CPU, if it was asked for."""
+
+    master_weight: Tensor
+
+    @classmethod
+    def from_plain(cls, plain: nn.Module, **options: Any) -> Any:
+        layer = super().from_plain(plain, **options)
+        if hasattr(layer, "master_weight"):
+            layer.master_weight = plain.weight.detach().cpu()  # type: ignore[operator]
+        return layer
+
+    def _keep(self, master_weight: Tensor | None, init_method: Init | None) -> None:
+        self.arg_init_method = init_method
+        if master_weight is not None:
+            self.master_weight = master_weight
+
+
+def _master_weight(
+    keep: bool, layer: type[ParallelLinear], sizes: tuple[int, int], init: Init | None, dtype: torch.dtype | None
+) -> Tensor | None:
+    """Before the layer draws: from the same random state, which is restored."""
+    return unsharded(init or layer.form.initial_weight, sizes, dtype) if keep else None
+
+
+class ColumnParallelLinear(BaseParallelLinear, layers.ColumnParallelLinear):
+    """``tpcore.ColumnParallelLinear`` with NeuronX Distributed's arguments. ``stride``: ``blocks`` as a number.
+    ``sequence_dimension``: None is dim 0 with ``sequence_parallel_enabled``."""
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        bias: bool = True,
+        gather_output: bool = True,
+        dtype: torch.dtype | None = torch.float32,
+        device: Place = None,
+        *,
+        stride: int = 1,
+        init_method: Init | None = None,
+        sequence_parallel_enabled: bool = False,
+        sequence_dimension: int | None = None,
+        skip_bias_add: bool = False,
+        pad: bool = False,
+        reduce_dtype: torch.dtype = torch.float32,
+        keep_master_weight: bool = False,
+        tensor_model_parallel_group: Any = None,
+    ) -> None:
+        master = _master_weight(keep_master_weight, type(self), (output_size, input_size), init_method, dtype)
+        super().__init__(
+            input_size,
+            output_size,
+            bias,
+            gather_output,
+            dtype,
+            device or None,
+            blocks=stride,
+            init_method=init_method,
+            sequence_dim=sequence_dim(sequence_parallel_enabled, sequence_dimension),
+            skip_bias_add=skip_bias_add,
+            pad=pad,
+            reduce_dtype=reduce_dtype,
+            group=tensor_model_parallel_group,
+        )
+        self._keep(master, init_method)
+
+
+class RowParallelLinear(BaseParallelLinear, layers.RowParallelLinear):
+    """``tpcore.RowParallelLinear`` with NeuronX Distributed's arguments, as ``ColumnParallelLinear`` has them.
+    ``reduce_output=False`` returns this rank's partial sum."""
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        bias: bool = True,
+        input_is_parallel: bool = False,
+        dtype: torch.dtype | None = torch.float32,
+        device: Place = None,
+        *,
+        stride: int = 1,
+        init_method: Init | None = None,
+        sequence_parallel_enabled: bool = False,
+        sequence_dimension: int | None = None,
+        skip_bias_add: bool = False,
+        pad: bool = False,
+        reduce_output: bool = True,
+        reduce_dtype: torch.dtype = torch.float32,
+        keep_master_weight: bool = False,
+        tensor_model_parallel_group: Any = None,
+    ) -> None:
+        tokens = sequence_dim(sequence_parallel_enabled, sequence_dimension)
+        if not reduce_output and (tokens is not None or (bias and not skip_bias_add)):
+            raise ValueError(
+                f"RowParallelLinear(reduce_output=False, bias={bias}, skip_bias_add={skip_bias_add}, "
+                f"sequence_parallel_enabled={tokens is not None}): a partial sum has all tokens, and would get the "
+                "bias once per rank: pass bias=False, or skip_bias_add=True and add it after your own sum"
+            )
+        master = _master_weight(keep_master_weight, type(self), (output_size, input_size), init_method, dtype)
+        super().__init__(
+            input_size,
+            output_size,
+            bias,
+            input_is_parallel,
+            dtype,
+            device or None,
+            blocks=stride,
+            init_method=init_method,
+            sequence_dim=tokens,
+            skip_bias_add=skip_bias_add,
+            pad=pad,
+            reduce_dtype=reduce_dtype,
+            group=tensor_model_parallel_group,
+        )
+        self.reduce_output = reduce_output
+        self._keep(master, init_method)
+
+    def _matmul(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return super()._matmul(x, weight, bias) if self.reduce_output else self.product(x, weight, None)
+
+
+class ParallelEmbedding(EmbeddingAttributes, layers.ParallelEmbedding):
+    """``tpcore.ParallelEmbedding`` with NeuronX Distributed's arguments, for ids of ``[batch, sequence]`` in models
+    whose activations are ``[sequence, batch, hidden]``.
+
+    With ``sequence_parallel_enabled=True`` and no ``sequence_dimension``, or 0, the output is
+    ``[sequence / tp, batch, hidden]``: this rank's tokens of every sample. ``sequence_dimension=1`` gives
+    ``[batch, sequence / tp, hidden]``. ``collect_output=False``: this rank's partial sums or columns. A callable as
+    third argument is taken as ``init_method``, followed by dtype and device.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | Init | None = None,
+        max_norm: Any = None,
+        norm_type: Any = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        init_method: Init | None = None,
+        device: Place = None,
+        dtype: torch.dtype | None = torch.float32,
+        shard_across_embedding: bool = False,
+        pad: bool = False,
+        sequence_parallel_enabled: bool = False,
+        tensor_model_parallel_group: Any = None,
+        *,
+        sequence_dimension: int | None = None,
+        collect_output: bool = True,
+    ) -> None:
+        if callable(padding_idx):  # order of the first release: (num, dim, init_method, dtype, device)
+            padding_idx, init_method, max_norm, norm_type, dtype, device = _first_order(
+                padding_idx, max_norm, norm_type, dtype, device
+            )
+        tokens = sequence_dim(sequence_parallel_enabled, sequence_dimension)
+        if not collect_output and tokens is not None:
+            raise ValueError(
+                "collect_output=False leaves the sum to the caller, and sequence parallelism is part of it: "
+                "leave out sequence_parallel_enabled"
+            )
+        super().__init__(
+            num_embeddings,
+            embedding_dim,
+            padding_idx,
+            max_norm,
+            scale_grad_by_freq=scale_grad_by_freq,
+            sparse=sparse,
+            init_method=init_method,
+            device=device or None,
+            dtype=dtype,
+            shard_across_embedding=shard_across_embedding,
+            pad=pad,
+            sequence_dim=tokens,
+            group=tensor_model_parallel_group,
+        )
+        self.norm_type, self.collect_output, self.arg_init_method = norm_type, collect_output, init_method
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(tokens_first(ids) if self.sequence_dim == 0 else ids)
+
+
+def _first_order(
+    init_method: Init, third: Any, fourth: Any, dtype: torch.dtype | None, device: Place
+) -> tuple[None, Init, None, float, torch.dtype | None, Place]:
+    """The arguments of a call in the first release's order, (num, dim, init_method, dtype, device)."""
+    if isinstance(third, torch.dtype):
+        dtype, third = third, None
+    if isinstance(fourth, (torch.device, str)) or fourth is None or fourth is False:
+        device, fourth = (device if fourth is None else fourth), 2.0
+    if third is not None or fourth != 2.0:
+        raise TypeError(
+            "ParallelEmbedding(num_embeddings, embedding_dim, init_method, dtype, device): "
+            f"got {third!r} and {fourth!r} after init_method"
+        )
+    return None, init_method, None, 2.0, dtype, device

@@ -1,28 +1,17 @@
-"""The embedding of published scripts, which puts the sequence first, and the slicing that they do by hand."""
+"""The sequence-first order of published scripts, and the slicing that they do by hand."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from ...layers import ParallelEmbedding
 from ...layout.shard import ShardSpec
 from ...runtime.context import current
 
 
-class SequenceFirstEmbedding(ParallelEmbedding):
-    """``tpcore.ParallelEmbedding`` for ids of ``[batch, sequence]`` in models whose activations are
-    ``[sequence, batch, hidden]``.
-
-    With ``sequence_parallel_enabled=True`` and no ``sequence_dimension``, or 0, the output is
-    ``[sequence / tp, batch, hidden]``: this rank's tokens of every sample. ``sequence_dimension=1`` gives
-    ``[batch, sequence / tp, hidden]``. Without sequence parallelism nothing differs.
-    """
-
-    def forward(self, ids: Tensor) -> Tensor:
-        if self.sequence_dim == 0 and ids.ndim == 2:
-            ids = ids.transpose(0, 1).contiguous()
-        return super().forward(ids)
+def tokens_first(ids: Tensor) -> Tensor:
+    """Ids of ``[batch, sequence]`` as ``[sequence, batch]``; others as they are."""
+    return ids.transpose(0, 1).contiguous() if ids.ndim == 2 else ids
 
 
 @torch.no_grad()

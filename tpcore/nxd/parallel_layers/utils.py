@@ -12,6 +12,7 @@ from ...layers.module import move_model_to_device
 from ...layers.sharding import sharding, stamp
 from ...layout.shard import divide
 from ...runtime.context import current
+from .attributes import mark
 
 
 def ensure_divisibility(numerator: int, denominator: int) -> None:
@@ -38,6 +39,7 @@ def copy_tensor_model_parallel_attributes(destination_tensor: Tensor, source_ten
     found = sharding(source_tensor)
     if found is not None:
         stamp(destination_tensor, found)
+        mark(destination_tensor)
 
 
 def get_local_world_size() -> int:
@@ -67,7 +69,8 @@ def move_all_tensor_to_cpu(data: Any, convert: bool = True) -> Any:
 
 def param_is_not_tensor_parallel_duplicate(param: Tensor) -> bool:
     """Whether this rank is the one that counts ``param``: of the cut ones every rank, else the first."""
-    return bool(getattr(param, "tensor_model_parallel", False)) or current().coord("tp") == 0
+    found = sharding(param)
+    return bool(found and found.layout.cuts) or current().coord("tp") == 0
 
 
 class EmbeddingUtility:

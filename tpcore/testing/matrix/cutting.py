@@ -58,4 +58,4 @@ def compare_initial(layer: Any, plain: nn.Module, ctx: ParallelContext, found: F
 
 
 def sequence(case: Case) -> dict[str, Any]:
-    return {} if case.seq is None else {"sequence_parallel_enabled": True, "sequence_dimension": case.seq}
+    return {} if case.seq is None else {"sequence_dim": case.seq}

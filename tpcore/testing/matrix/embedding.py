@@ -72,11 +72,11 @@ def embedding(ctx: ParallelContext, case: Case, found: Findings) -> None:
         device=ctx.device,
         dtype=case.torch_dtype,
         shard_across_embedding=case.cut != "vocab",
-        collect_output=case.cut != "dim uncollected",
         pad=True,
         **options,
         **sequence(case),
     )
+    layer.collect_output = case.cut != "dim uncollected"
     compare_initial(layer, plain, ctx, found)
 
     y, want = layer(scrambled(ids, case.scrambled).to(ctx.device)), exact(ids)

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import tpcore
 
-from ...comm import mappings as ops
 from ...layout.shard import Block, ShardSpec
 from ...runtime.context import ParallelContext
 from .cases import LEADS, Case, MatrixRow
@@ -115,8 +114,8 @@ def _compare_parameters(layer: Any, case: Case, want: Plain, ctx: ParallelContex
 def _cut(case: Case) -> tuple[ShardSpec, dict[str, Any]]:
     """The spec of the cut features, and the layer's option for it."""
     options = dict(case.options)
-    if "blocks" not in options:
-        return features(case.size, options.get("stride", 1)), {"stride": options.get("stride", 1)}
+    if isinstance(options["blocks"], int):
+        return features(case.size, options["blocks"]), {"blocks": options["blocks"]}
     blocks = BLOCKS[case.blocks]
     return ShardSpec((sum(b.size for b in blocks),), 0, blocks), {"blocks": blocks}
 
@@ -176,7 +175,7 @@ def column(ctx: ParallelContext, case: Case, found: Findings) -> None:
 def row(ctx: ParallelContext, case: Case, found: Findings) -> None:
     tp, (in_spec, cut) = ctx.comm("tp"), _cut(case)
     (size,), options = in_spec.shape, dict(case.options)
-    skip_bias_add, reduce_output = options.get("skip_bias_add", False), options.get("reduce_output", True)
+    skip_bias_add = options.get("skip_bias_add", False)
     plain = _plain(case, size, IN_FEATURES)
     torch.manual_seed(7)
     make = tpcore.RowParallelConv1D if _conv(case) else tpcore.RowParallelLinear
@@ -189,7 +188,6 @@ def row(ctx: ParallelContext, case: Case, found: Findings) -> None:
         ctx.device,
         skip_bias_add=skip_bias_add,
         pad=True,
-        reduce_output=reduce_output,
         **cut,
         **sequence(case),
     )
@@ -199,8 +197,6 @@ def row(ctx: ParallelContext, case: Case, found: Findings) -> None:
     x = leaf(cut_features(want.x, in_spec, ctx, GARBAGE) if case.input_is_parallel else want.x, case, ctx)
     y = layer(x)
     y, bias = y if skip_bias_add else (y, None)
-    if not reduce_output:
-        y = ops.reduce(y, tp, dtype=torch.float32)
     y = y if bias is None else y + bias
     # three roundings: of each rank's part, of their sum, and of the sum with the bias
     bound = found.bound(want.y_abs, size + tp.size + 1, 3)
@@ -221,12 +217,11 @@ def row(ctx: ParallelContext, case: Case, found: Findings) -> None:
 
 
 def _row_accepts(o: dict[str, Any]) -> bool:
-    whole = o["seq"] is None or (o["input_is_parallel"] and o.get("reduce_output", True))
-    return whole and (o.get("reduce_output", True) or not o["bias"] or o["skip_bias_add"])
+    return o["seq"] is None or bool(o["input_is_parallel"])
 
 
 # sizes: an even one, and one of which the last rank at tp=4 has only padding
-SIZES = {"size": (24, 9), "stride": (1, 3)}
+SIZES = {"size": (24, 9), "blocks": (1, 3)}
 COLUMN = MatrixRow(
     "column",
     tpcore.ColumnParallelLinear,
@@ -246,7 +241,6 @@ ROW = MatrixRow(
         "seq": (None, 0, 1),
         "bias": (True, False),
         "input_is_parallel": (True, False),
-        "reduce_output": (True, False),
         "skip_bias_add": (False, True),
         **SIZES,
     },

@@ -53,7 +53,7 @@ def layer_norm(ctx: ParallelContext, case: Case, found: Findings) -> None:
         case.shape,
         device=ctx.device,
         dtype=case.torch_dtype,
-        sequence_parallel_enabled=case.seq is not None,
+        sequence_parallel=case.seq is not None,
         **options,
     )
     _norm(ctx, case, found, ours, nn.LayerNorm(case.shape, dtype=case.torch_dtype, **options))
@@ -66,7 +66,7 @@ def rms_norm(ctx: ParallelContext, case: Case, found: Findings) -> None:
         case.eps,
         device=ctx.device,
         dtype=case.torch_dtype,
-        sequence_parallel_enabled=case.seq is not None,
+        sequence_parallel=case.seq is not None,
     )
     _norm(ctx, case, found, ours, nn.RMSNorm(case.shape, case.eps, dtype=case.torch_dtype))
 

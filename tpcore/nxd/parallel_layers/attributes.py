@@ -1,14 +1,35 @@
-"""Attributes of layers by the names that published scripts read."""
+"""Attributes of layers and marks on parameters by the names that published scripts read."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from .initial import Init
-from .module import ParallelModule
+from ...layers.initial import Init
+from ...layers.module import Device, ParallelModule
+from ...layers.sharding import sharding
+
+Place = Device | Literal[False]
+"""Where to allocate. False means None."""
+
+
+def sequence_dim(enabled: bool, dim: int | None) -> int | None:
+    """One value for two arguments: the sequence dimension (0 by default), or None."""
+    if dim is not None and not enabled:
+        raise ValueError(f"sequence_dimension={dim} without sequence_parallel_enabled=True has no meaning")
+    return (0 if dim is None else dim) if enabled else None
+
+
+def mark(tensor: Tensor) -> None:
+    """Set the attributes by which NeuronX Distributed and Megatron-LM describe the sharding of ``tensor``."""
+    found = sharding(tensor)
+    cut = found.layout.cuts[0] if found and found.layout.cuts else None
+    tensor.tensor_model_parallel = cut is not None  # type: ignore[attr-defined]
+    tensor.partition_dim = -1 if cut is None else cut.spec.dim  # type: ignore[attr-defined]
+    tensor.partition_stride = 1 if cut is None else len(cut.spec.blocks)  # type: ignore[attr-defined]
+    tensor.num_partitions = 1 if cut is None or not found else cut.degree(found.ctx.mesh)  # type: ignore[attr-defined]
 
 
 class PublishedAttributes(ParallelModule):
@@ -18,6 +39,10 @@ class PublishedAttributes(ParallelModule):
     sequence_dim: int | None
     arg_init_method: Init | None = None
     """The ``init_method`` that the constructor was given."""
+
+    def stamp(self, tensor: Tensor, name: str) -> None:
+        super().stamp(tensor, name)
+        mark(tensor)
 
     @property
     def tensor_parallel_group(self) -> Any:
@@ -46,8 +71,16 @@ class PublishedAttributes(ParallelModule):
 
 
 class LinearAttributes(PublishedAttributes):
-    transposed: bool = False
-    """Whether the weight is ``[inputs, outputs]``."""
+    in_features: int
+    out_features: int
+
+    @property
+    def input_size(self) -> int:
+        return self.in_features
+
+    @property
+    def output_size(self) -> int:
+        return self.out_features
 
     @property
     def stride(self) -> int:
@@ -56,7 +89,7 @@ class LinearAttributes(PublishedAttributes):
 
     def _local(self, feature: int) -> int:
         shape = self.shard_specs["weight"].local_shape(self.tp.size)
-        return int(shape[feature ^ self.transposed])
+        return int(shape[feature])
 
     @property
     def output_size_per_partition(self) -> int:

@@ -64,6 +64,31 @@ def test_stages(options: dict[str, Any]) -> None:
     run_ranks(Mesh({"pp": 2, "dp": 1, "tp": 2}), rank)
 
 
+def test_experts_that_ep_does_not_divide() -> None:
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        with pytest.raises(ValueError, match=r"ep=3 does not divide the 4 experts of .*layers.*mlp.experts"):
+            tpcore.parallelize(mixtral())
+
+    run_ranks(Mesh({"dp": 1, "ep": 3, "tp": 1}), rank)
+
+
+def test_stages_of_distributed_experts() -> None:
+    whole, batch = hf.double(mixtral), hf.text(length=6)
+    batch = {name: torch.cat([t[:2], t[:2]]) for name, t in batch.items()}
+    whole(**batch).loss.backward()
+    full = dict(whole.named_parameters())
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        model: Any = hf.double(mixtral)
+        tpcore.parallelize(model, num_microbatches=2)
+        model(**batch).loss.backward()
+        tpcore.reduce_gradients(model)
+        for key, p in model.named_parameters():
+            torch.testing.assert_close(p.grad, part_of(full[key].grad, p, ctx), rtol=ROUNDS, atol=ROUNDS)
+
+    run_ranks(Mesh({"pp": 2, "dp": 1, "ep": 2, "tp": 1}), rank)
+
+
 def test_experts_that_do_not_divide_are_counted() -> None:
     def rank(ctx: tpcore.ParallelContext) -> None:
         words = r"mlp.experts has 4 experts; .*Degrees that fit: 1, 2$"
@@ -101,59 +126,96 @@ def joined(step: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: torch.cat([one[name] for one in step]) for name in step[0]}
 
 
-@WAYS
+DP_TP, EP_TP = {"dp": 2, "tp": 2}, {"dp": 1, "ep": 2, "tp": 2}
+MESHES = {
+    "dp 2 x tp 2": (DP_TP, FEATURES),
+    "dp 2 x tp 2, experts": (DP_TP, WHOLE),
+    "ep 2 x tp 2": (EP_TP, FEATURES),
+    "ep 2 x tp 2, experts": (EP_TP, WHOLE),
+    "dp 2 x ep 2": ({"dp": 2, "ep": 2, "tp": 1}, FEATURES),
+    "ep 4": ({"dp": 1, "ep": 4, "tp": 1}, FEATURES),
+}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("zero1", [True, False])
 @pytest.mark.parametrize("name", tiers(["mixtral"], slow=["qwen3_moe"]))
-def test_twenty_clipped_steps(name: str, zero1: bool, options: dict[str, Any]) -> None:
+def test_twenty_clipped_steps(name: str, zero1: bool, mesh: str) -> None:
+    """Losses and the norms of all gradients; AdamW itself would not see a gradient of another scale."""
+    axes, options = MESHES[mesh]
     whole: Any = hf.double(MAKES[name])
     plain, want = torch.optim.AdamW(whole.parameters(), lr=1e-3), []
-    for step in batches(2):
+    examples = axes["dp"] * axes.get("ep", 1)
+    for step in batches(examples):
         plain.zero_grad()
         loss = whole(**joined(step)).loss
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
+        norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
         plain.step()
-        want.append(float(loss.detach()))
+        want += [float(loss.detach()), float(norm)]
 
     def rank(ctx: tpcore.ParallelContext) -> list[float]:
         model: Any = tpcore.parallelize(hf.double(MAKES[name]), **options)
         make = tpcore.Zero1 if zero1 else lambda kind, named, **o: kind(named, **o)
         optimizer = make(torch.optim.AdamW, model.named_parameters(), lr=1e-3)
         losses = []
-        for step in batches(2):
+        for step in batches(examples):
             optimizer.zero_grad()
-            loss = model(**step[ctx.coord("dp")]).loss
+            loss = model(**step[ctx.index(ctx.batch)]).loss
             loss.backward()
-            tpcore.optimizer_step(optimizer, max_norm=0.5)
-            losses.append(float(ctx.comm("dp").all_reduce(loss.detach()) / 2))
+            norm = tpcore.optimizer_step(optimizer, max_norm=0.5)
+            losses += [float(ctx.batch.all_reduce(loss.detach()) / examples), float(norm)]
         return losses
 
-    for losses in run_ranks(Mesh({"dp": 2, "tp": 2}), rank):
+    for losses in run_ranks(Mesh(axes), rank):
         # Adam divides by the root of small squares, which grows the float32 rounding of norms and routers
         assert losses == pytest.approx(want, rel=1e-5)
-    assert any(a != b for a, b in pairwise(want))
+    assert any(a != b for a, b in pairwise(want[::2]))
 
 
-@pytest.mark.parametrize("saved", [(2, FEATURES), (4, WHOLE)], ids=["features at 2", "experts at 4"])
-def test_a_checkpoint_opens_however_experts_are_sharded(saved: tuple[int, dict[str, Any]], tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    whole = mixtral().state_dict()
+SAVED = {"features at tp 2": (2, 1, FEATURES), "experts at tp 4": (4, 1, WHOLE)}
+SAVED |= {"ep 2 x tp 2": (2, 2, FEATURES), "ep 2 x tp 2, experts": (2, 2, WHOLE), "ep 4": (1, 4, FEATURES)}
+OPENED = ((1, 1, FEATURES), (2, 1, WHOLE), (4, 1, FEATURES), (1, 2, FEATURES), (2, 2, FEATURES), (2, 2, WHOLE))
 
-    def save(ctx: tpcore.ParallelContext) -> None:
-        torch.manual_seed(0)
-        model = tpcore.parallelize(mixtral(), **saved[1])
-        tpcore.checkpoint.save({"model": model.state_dict()}, tmp_path / "made")
 
-    def loaded(ctx: tpcore.ParallelContext, options: dict[str, Any]) -> None:
-        model = tpcore.parallelize(mixtral(), **options)
-        tpcore.checkpoint.load(tmp_path / "made", model)
-        for name, t in tpcore.full_state_dict(model).items():
-            assert torch.equal(t, whole[name]), name
+@pytest.mark.parametrize("saved", SAVED)
+def test_a_checkpoint_opens_however_experts_are_sharded(saved: str, tmp_path: Path) -> None:
+    """With an optimizer, which steps once more after it: as where the job went on."""
+    batch, path = batches(1)[0][0], tmp_path / "made"
 
-    run_ranks(Mesh({"tp": saved[0]}), save)
-    for degree, options in ((1, FEATURES), (2, FEATURES), (2, WHOLE), (4, FEATURES), (4, WHOLE)):
-        if degree > 1 or not options:
-            run_ranks(Mesh({"tp": degree}), lambda ctx, options=options: loaded(ctx, options))
+    def stepped(model: Any, optimizer: Any) -> dict[str, Tensor]:
+        optimizer.zero_grad()
+        model(**batch).loss.backward()
+        tpcore.optimizer_step(optimizer, max_norm=0.5)
+        return {name: t.clone() for name, t in tpcore.full_state_dict(model).items()}
+
+    def made(options: dict[str, Any], zero1: bool) -> tuple[Any, Any]:
+        model: Any = tpcore.parallelize(hf.double(mixtral), **options)
+        make = tpcore.Zero1 if zero1 else lambda kind, named, **o: kind(named, **o)
+        return model, make(torch.optim.AdamW, model.named_parameters(), lr=1e-3)
+
+    def save(ctx: tpcore.ParallelContext, options: dict[str, Any], zero1: bool) -> tuple[dict[str, Tensor], ...]:
+        model, optimizer = made(options, zero1)
+        before = stepped(model, optimizer)
+        tpcore.checkpoint.save({"model": model.state_dict(), "optimizer": optimizer}, path)
+        return before, stepped(model, optimizer)
+
+    def load(ctx: tpcore.ParallelContext, options: dict[str, Any], zero1: bool) -> tuple[dict[str, Tensor], ...]:
+        model, optimizer = made(options, zero1)
+        tpcore.checkpoint.load(path, model, optimizer=optimizer)
+        before = {name: t.clone() for name, t in tpcore.full_state_dict(model).items()}
+        return before, stepped(model, optimizer)
+
+    tp, ep, options = SAVED[saved]
+    for zero1 in (True, False):
+        mesh = Mesh({"dp": 1, "ep": ep, "tp": tp})
+        before, after = run_ranks(mesh, lambda ctx, zero1=zero1: save(ctx, options, zero1))[0]
+        for new_tp, new_ep, how in OPENED:
+            mesh = Mesh({"dp": 1, "ep": new_ep, "tp": new_tp})
+            for loaded, later in run_ranks(mesh, lambda ctx, how=how, zero1=zero1: load(ctx, how, not zero1)):
+                assert all(torch.equal(t, before[name]) for name, t in loaded.items())
+                for name, t in later.items():
+                    torch.testing.assert_close(t, after[name], rtol=ROUNDS, atol=ROUNDS, msg=name)
 
 
 @WAYS

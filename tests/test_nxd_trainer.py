@@ -211,7 +211,6 @@ def test_a_script_has_the_losses_of_one_process_saved_and_resumed(
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"expert_parallel_size": 2}, "expert_parallel_size=2.*no expert parallelism"),
         ({"pad_model": True}, "pad=True to the layers"),
         ({"lora_config": {}}, "no adapters"),
         ({"tensor_parallel_size": 4}, "wants tp=4, and the job runs on .*'tp': 2"),

@@ -198,7 +198,7 @@ def test_world_of_one(alone: None) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["context_parallel_size", "expert_model_parallel_size", "lnc_size"],
+    ["lnc_size"],
 )
 def test_other_sizes_are_refused(alone: None, name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}=2 is not supported"):

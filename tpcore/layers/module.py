@@ -83,7 +83,7 @@ class ParallelModule(nn.Module):
         self._stamp_all()
 
     def _initial(self, name: str, dtype: torch.dtype) -> Tensor:
-        on, layout = self._layout_ctx, Layout.of(self.shard_specs[name], *self._axes)
+        on, layout = self._layout_ctx, self.layout_of(name)
         return initial_part(self._inits[name], layout, on.rank, on.mesh, dtype)
 
     @torch.no_grad()
@@ -120,9 +120,17 @@ class ParallelModule(nn.Module):
             )
         return self._layout_ctx.comm(*self._axes, within=count)
 
+    def layout_of(self, name: str) -> Layout:
+        """The layout of parameter ``name``."""
+        return Layout.of(self.shard_specs[name], *self._axes, slot=self.slot)
+
     def sharding_of(self, name: str) -> Sharding:
         """The sharding of parameter ``name`` on the mesh."""
-        return Sharding(Layout.of(self.shard_specs[name], *self._axes, slot=self.slot), self._layout_ctx)
+        return Sharding(self.layout_of(name), self._layout_ctx)
+
+    def part_of(self, name: str, full: Tensor) -> Tensor:
+        """This rank's part of ``full``, the values of parameter ``name`` on all ranks."""
+        return self.layout_of(name).shard(full, self._layout_ctx.rank, self._layout_ctx.mesh)
 
     def place(self, slot: Slot) -> None:
         """Declare that the parameters exist at one coordinate of an axis only."""

@@ -45,9 +45,8 @@ def filled(layer: Cut, plain: nn.Module) -> Cut:
 
 
 def _part(layer: ParallelModule, name: str, whole: Tensor) -> Tensor:
-    spec, n = layer.shard_specs[name], layer.tp.size
     if whole.is_meta:
-        return torch.empty(spec.local_shape(n), dtype=whole.dtype, device="meta")
+        return torch.empty(layer.sharding_of(name).local_shape, dtype=whole.dtype, device="meta")
     # a lazy device would record this rank's slice, and the ranks would have different programs
     near = whole if layer.tp.eager else whole.cpu()
-    return spec.shard(near, layer._tp_rank, n).to(whole.device)
+    return layer.part_of(name, near).to(whole.device)

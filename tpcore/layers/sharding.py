@@ -35,6 +35,10 @@ class Sharding:
         """The axes along which the ranks hold different entries."""
         return self.layout.axes_on(self.ctx.mesh)
 
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        return self.layout.local_shape(self.ctx.mesh)
+
     @cached_property
     def shares(self) -> tuple[Share, ...]:
         """The rectangles of the local tensor, each with the number of ranks that hold it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import product
 from typing import Any, NamedTuple
@@ -101,6 +101,12 @@ class Layout:
     def axes_on(self, mesh: Mesh) -> tuple[str, ...]:
         """Those of ``axes`` whose size on ``mesh`` is above 1, in mesh order."""
         return tuple(axis for axis, size in mesh.axes.items() if size > 1 and axis in self.axes)
+
+    def without(self, axis: str) -> Layout:
+        """The layout of the parts of all ranks along ``axis``, the only one of the last cut, put together."""
+        if not self.cuts or self.cuts[-1].axes != (axis,):
+            raise ValueError(f"{self} has no last cut over {axis} alone")
+        return replace(self, cuts=self.cuts[:-1])
 
     # -- where entries lie --------------------------------------------------------------------------------
     def boxes(self, position: int, mesh: Mesh) -> tuple[Box, ...]:

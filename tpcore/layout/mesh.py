@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-BATCH = ("dp",)
+BATCH = ("dp", "ep")
 """The axes whose ranks have other examples: data loaders, samplers and learning-rate schedules count these."""
 DATA = (*BATCH, "cp")
 """The axes whose ranks have other examples or other tokens of them: gradients are a mean over these, a ZeRO

@@ -60,9 +60,9 @@ def parallelize(
     with ``*`` for the number of a layer; ``"replicate"`` leaves a module whole. Instead of a style it may be
     the blocks (``tpcore.Block``) in which a linear layer's output features are cut.
     ``sequence_parallel``: between attention and MLP each rank keeps some of the tokens, in every forward
-    whose number of tokens tp divides. ``expert_parallel``: each rank has whole experts of every layer that has
-    some, instead of features of all experts. ``lazy_from``: a directory of safetensors or ``.bin`` files from which
-    each rank reads its part; default: the directory of ``from_pretrained`` in ``tpcore.lazy()``. ``ctx``: the
+    whose number of tokens tp divides. ``expert_parallel``: each tp rank has whole experts of every layer that has
+    some, instead of features of all experts. At ``ep`` above 1 the experts are divided among the ep ranks besides.
+    ``lazy_from``: a directory of safetensors or ``.bin`` files from which each rank reads its part; default: the directory of ``from_pretrained`` in ``tpcore.lazy()``. ``ctx``: the
     parallel context; default: the current one. ``quantize``: ``torch.int8`` or ``torch.float8_e4m3fn``, to which the
     weights of linear layers, heads excepted, are quantized and frozen, with a scale for each output channel: new
     Parameters, ``weight`` and ``weight_scale``. The same at every degree.
@@ -95,20 +95,23 @@ def parallelize(
     rules = dict(plan or {})
     checked(rules, [name for name, _ in (*model.named_modules(), *model.named_parameters())])
     rules = rules_of(model, rules)
-    cuts = decide(model, rules, expert_parallel)
+    ep = context.mesh.axes.get("ep", 1)
+    cuts = decide(model, rules, expert_parallel, ep)
+    if comm.size * stages == 1:
+        cuts = [cut for cut in cuts if ep > 1 and cut.style == styles.EXPERTS]
     if comm.size > 1:
         cuts += inside(model, cuts, rules)
     check_fit(type(model).__name__, [need for cut in cuts for need in cut.needs], comm.size)
     with use(context):
         weights = stored_weights(model, lazy_from, context)  # while the model has all names and shapes
-        if comm.size * stages > 1:
+        if cuts:
             over = groups(model, context, stages)
             _replace(model, cuts, comm, over)
             if context.rank == 0:
                 inform(summary(model))
         if num_microbatches is not None:
             cuts = into_stages(model, cuts, num_microbatches, stages)
-        if comm.size * stages > 1:
+        if comm.size * stages > 1 or cuts:
             _connect(model, cuts, comm, rules, sequence_parallel)
             generate_alike(model, context.comm("pp", "tp") if stages > 1 else comm)
         if tokens is not None:

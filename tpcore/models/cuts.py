@@ -64,9 +64,10 @@ def features(module: nn.Module) -> tuple[int, int]:
     return weight.shape[0], weight.shape[1]
 
 
-def decide(model: nn.Module, rules: Mapping[str, Rule], expert_parallel: bool = False) -> list[Cut]:
+def decide(model: nn.Module, rules: Mapping[str, Rule], expert_parallel: bool = False, ep: int = 1) -> list[Cut]:
     """All cuts that ``rules`` ask for. One ValueError names every rule that does not suit its module.
-    ``expert_parallel``: whole experts are distributed, instead of the features of all."""
+    ``expert_parallel``: whole experts are distributed over tp, instead of the features of all. ``ep``: among how many
+    ranks the experts are divided besides."""
     matched, wrong = [], []
     refused = set()
     rules = _without_whole(rules)
@@ -100,7 +101,7 @@ def decide(model: nn.Module, rules: Mapping[str, Rule], expert_parallel: bool = 
         raise ValueError(f"expert_parallel=True: {type(model).__name__} has no layers of experts that its plan shards")
     queries = _queries(matched)
     cuts = [
-        _experts(name, module, rule, bare[name], expert_parallel and rule == plan.EXPERTS)
+        _experts(name, module, rule, bare[name], expert_parallel and rule == plan.EXPERTS, ep)
         if _is_of_experts(rule)
         else _cut(model, name, module, rule, queries)
         for name, module, rule in matched
@@ -108,8 +109,8 @@ def decide(model: nn.Module, rules: Mapping[str, Rule], expert_parallel: bool = 
     return cuts + by_heads
 
 
-def _experts(name: str, module: nn.Module, rule: Rule, styles: Mapping[str, str], distributed: bool) -> Cut:
-    specs, needs = specs_of(name, module, styles, distributed)
+def _experts(name: str, module: nn.Module, rule: Rule, styles: Mapping[str, str], whole: bool, ep: int) -> Cut:
+    specs, needs = specs_of(name, module, styles, whole, ep if rule == plan.EXPERTS else 1)
     return Cut(name, module, str(rule), None, tuple(needs), specs)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from ..comm import mappings as ops
 from ..comm.comm import Comm
 from ..layers.module import ParallelModule
 from ..layers.plain import filled
+from ..layout.layout import AxisCut, Layout
 from ..layout.shard import Block, ShardSpec
 from . import plan
 from .fit import Need
@@ -29,26 +31,44 @@ _DISTRIBUTED = "_is_expert_parallel"  # of experts that pass by the numbers of o
 class ShardedExperts(ParallelModule):
     """The experts of one layer: ``inner``, with this rank's part of its parameters under their names.
 
-    Each rank has some features of all experts, or all features of some experts. ``inner`` computes with them; the
+    Each rank of tp has some features of all experts, or all features of some experts. ``inner`` computes with them; the
     gradients of its inputs, and its outputs, are summed over the ranks.
+
+    Over ``ep``, whose ranks have other tokens, each rank has some experts, or some of those that its tp rank has. The
+    tokens of all ep ranks are gathered, and each rank gets back the sum for its own tokens: no choice is dropped, and
+    no rank needs to know another's. That moves ``(ep - 1) H`` numbers per token and direction, all-to-all with a
+    capacity factor f ``f K (ep - 1) / ep H``: gathering is no dearer up to ``ep = f K``.
     """
 
     inner: nn.Module
 
-    def __init__(self, inner: nn.Module, specs: Mapping[str, ShardSpec], comm: Comm) -> None:
+    def __init__(self, inner: nn.Module, specs: Mapping[str, ShardSpec], comm: Comm, ep: Comm | None = None) -> None:
         super().__init__(comm)
+        self.ep = ep
         self.__dict__["inner"] = inner  # no child: its parameters are this module's, by the same names
         for name, child in inner.named_children():
             self.add_module(name, child)
         self.shard_specs.update(specs)
         filled(self, inner)
         whole = [spec for spec in specs.values() if spec.dim is not None]
-        self.of_a_rank = whole[0].local_shape(comm.size)[0] if all(spec.dim == 0 for spec in whole) else None
+        self.distributed = all(spec.dim == 0 for spec in whole)
+        """Whether a rank of tp has some experts, and not features of all."""
+        self.of_a_rank = next(p for p in self._parameters.values() if p is not None).shape[0] if self._some else None
         """The number of experts that a rank has; None if it has features of all."""
         if self.of_a_rank is not None:
             # transformers' own forwards pass by numbers of experts that are not here, in this mode
             inner.num_experts = self.of_a_rank  # type: ignore[assignment]
             setattr(inner, _DISTRIBUTED, True)
+
+    @property
+    def _some(self) -> bool:
+        return self.distributed or self.ep is not None
+
+    def layout_of(self, name: str) -> Layout:
+        layout = super().layout_of(name)
+        if self.ep is None:
+            return layout
+        return replace(layout, cuts=(*layout.cuts, AxisCut(("ep",), ShardSpec(layout.shape, 0))))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         bound = inspect.signature(self.inner.forward).bind(*args, **kwargs).arguments
@@ -64,7 +84,8 @@ class ShardedExperts(ParallelModule):
                 # other ranks wait for its part of the inputs' gradients; those of parameters are zeros, not None.
                 floats = [t for t in inputs.values() if isinstance(t, Tensor) and t.is_floating_point()]
                 out = out + sum(t.flatten()[:0].sum() for t in (*floats, *self.parameters(recurse=False)))
-            return ops.reduce(out, self.tp, dtype=torch.float32)
+            out = ops.reduce(out, self.tp, dtype=torch.float32)
+            return out if self.ep is None else ops.reduce_scatter(out, self.ep, 0, dtype=torch.float32)
         finally:
             self.inner.__dict__["_parameters"] = {}
 
@@ -77,12 +98,20 @@ class ShardedExperts(ParallelModule):
         return f"{type(self.inner).__name__}, {', '.join(shapes)}, tp={self.tp.size}"
 
     def _entered(self, value: Any) -> Any:
-        floating = isinstance(value, Tensor) and value.is_floating_point()
-        return ops.copy(value, self.tp, dtype=torch.float32) if floating else value
+        if not isinstance(value, Tensor):
+            return value
+        if not value.is_floating_point():
+            return value if self.ep is None else self.ep.all_gather(value, 0)
+        if self.ep is not None:
+            value = ops.all_gather(value, self.ep, 0, dtype=torch.float32)
+        return ops.copy(value, self.tp, dtype=torch.float32)
 
     def _own(self, numbers: Tensor, weights: Tensor, n: int) -> tuple[Tensor, Tensor]:
         """The numbers of experts counted from this rank's first; those of other ranks are ``n``, without weight."""
-        local = numbers - self.tp.position * n
+        first = self.tp.position * n if self.distributed else 0
+        if self.ep is not None:
+            first = (first * self.ep.size if self.distributed else 0) + self.ep.position * n
+        local = numbers - first
         here = (local >= 0) & (local < n)
         return torch.where(here, local, n), torch.where(here, weights, 0.0)
 
@@ -94,24 +123,31 @@ class ShardedExperts(ParallelModule):
 
 
 def specs_of(
-    name: str, experts: nn.Module, styles: Mapping[str, str], distributed: bool
+    name: str, experts: nn.Module, styles: Mapping[str, str], distributed: bool, ep: int
 ) -> tuple[dict[str, ShardSpec], list[Need]]:
-    """How the parameters of ``experts`` are cut: by ``styles`` of their features, or ``distributed`` by experts.
+    """How the parameters of ``experts`` are cut over tp: by ``styles`` of their features, or ``distributed`` by
+    experts. ``ep``: among how many ranks the experts of each are divided then.
 
-    ValueError for parameters of which neither is surely right.
+    ValueError for parameters of which neither is surely right, and for experts that ep does not divide.
     """
     kind, own = type(experts).__name__, dict(experts.named_parameters(recurse=False))
     if next((p for child in experts.children() for p in child.parameters()), None) is not None:
         raise ValueError(f"{plan.wildcard(name)} ({kind}) has modules with parameters inside: {_whole(name)}")
-    if distributed:
+    if distributed or ep > 1:
+        asked = "expert_parallel=True" if distributed else f"ep={ep}"
         counts = {p.shape[0] for p in own.values()}
         named = {_NUMBERS, _WEIGHTS} <= inspect.signature(experts.forward).parameters.keys()
         if len(counts) > 1 or not named or not hasattr(experts, _DISTRIBUTED):
             raise ValueError(
-                f"expert_parallel=True: {plan.wildcard(name)} ({kind}) computes with all experts at once, "
-                "and each rank would have some: leave expert_parallel out, which shards the features of all"
+                f"{asked}: {plan.wildcard(name)} ({kind}) computes with all experts at once, "
+                "and each rank would have some: leave it out, which shards the features of all"
             )
-        return {leaf: ShardSpec(tuple(p.shape), 0) for leaf, p in own.items()}, [Need(name, counts.pop(), "experts")]
+        count = counts.pop()
+        if count % ep:
+            raise ValueError(f"ep={ep} does not divide the {count} experts of {plan.wildcard(name)}")
+        if distributed:
+            need = Need(name, count // ep, f"experts{f' on each of ep={ep} ranks' if ep > 1 else ''}")
+            return {leaf: ShardSpec(tuple(p.shape), 0) for leaf, p in own.items()}, [need]
     specs = {leaf: _by_features(experts, leaf, tuple(p.shape), styles.get(leaf)) for leaf, p in own.items()}
     unclear = [leaf for leaf, spec in specs.items() if spec is None]
     if unclear:

@@ -17,6 +17,7 @@ from ..layers import (
     RowParallelLinear,
 )
 from ..layers.module import ParallelModule
+from ..runtime.context import current
 from . import plan
 from .cuts import Cut
 from .experts import ShardedExperts
@@ -118,7 +119,8 @@ def _made(cut: Cut, comm: Comm) -> ParallelModule | None:
         plan.EMBEDDING_HEADS: lambda: _embedding(old, collect=False, shard_across_embedding=True, **options),
     }
     make[plan.PACKED_COLUMN] = make[plan.QKV_COLUMN] = make[plan.COLUMN]
-    make[plan.EXPERTS] = make[plan.PARTIAL] = lambda: ShardedExperts(old, cut.specs or {}, comm)
+    make[plan.PARTIAL] = lambda: ShardedExperts(old, cut.specs or {}, comm)
+    make[plan.EXPERTS] = lambda: ShardedExperts(old, cut.specs or {}, comm, current().over_axis("ep"))
     return make[style]() if style in make else None
 
 

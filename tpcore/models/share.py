@@ -30,7 +30,7 @@ def summary(model: nn.Module) -> str:
 def _sharded(p: Tensor) -> int:
     """The number of entries of a whole parameter that is sharded; 0 for any other."""
     found = sharding(p)
-    return 0 if found is None or found.layout.spec.dim is None else math.prod(found.layout.spec.shape)
+    return 0 if found is None or not found.layout.cuts else math.prod(found.layout.shape)
 
 
 def _whole(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:

@@ -47,9 +47,12 @@ def whole(tensor: Tensor) -> Tensor:
     found, part = sharding(tensor), tensor.detach()
     if found is None or not found.axes:
         return part.cpu().clone()
-    comm = found.ctx.comm(*found.layout.axes)
+    layout = found.layout
+    if "ep" in layout.axes:
+        part, layout = found.ctx.comm("ep").all_gather(part, 0), layout.without("ep")
+    comm = found.ctx.comm(*layout.axes)
     parts = comm.all_gather(part.unsqueeze(0), 0).cpu()
-    return found.layout.spec.unshard(list(parts))
+    return layout.spec.unshard(list(parts))
 
 
 @dataclass(frozen=True)

@@ -100,6 +100,10 @@ class ParallelContext:
         """Over the ranks that have other examples or other tokens: gradients are a mean over these."""
         return self.comm(*self.mesh.present(DATA))
 
+    def over_axis(self, axis: str) -> Comm | None:
+        """The Comm over ``axis``; None where the mesh has no such ranks."""
+        return self.comm(axis) if self.mesh.axes.get(axis, 1) > 1 else None
+
     def index(self, comm: Comm) -> int:
         """This rank's position in the group of ``comm``; host-side only, like ``rank``."""
         return comm.group.members(self.rank).index(self.rank)

@@ -102,10 +102,11 @@ def choose_backend(name: str | None) -> str:
     return chosen
 
 
-def _mesh(tp: int, pp: int, cp: int, world: int) -> Mesh:
-    need = pp * cp * tp
-    asked = [name for name, size in (("pp", pp), ("cp", cp)) if size > 1] + ["tp"]
-    degrees = " times ".join(f"{name}={size}" for name, size in (("pp", pp), ("cp", cp), ("tp", tp)) if name in asked)
+def _mesh(tp: int, pp: int, ep: int, cp: int, world: int) -> Mesh:
+    need = pp * ep * cp * tp
+    inner = {axis: size for axis, size in (("ep", ep), ("cp", cp)) if size > 1}  # each axis is a group to make
+    sizes = ({"pp": pp} if pp > 1 else {}) | inner | {"tp": tp}
+    asked, degrees = list(sizes), " times ".join(f"{name}={size}" for name, size in sizes.items())
     if need > world == 1 and not settings.WORLD_SIZE.is_set:
         script = " ".join(sys.argv) if sys.argv and sys.argv[0].endswith(".py") else "your_script.py"
         raise ValueError(
@@ -119,8 +120,7 @@ def _mesh(tp: int, pp: int, cp: int, world: int) -> Mesh:
         )
     if world % need:
         raise ValueError(f"{degrees} does not divide the world of {world} processes: dp would be {world / need:g}")
-    within = {"cp": cp, "tp": tp} if cp > 1 else {"tp": tp}  # few jobs have the axis, and each axis is a group to make
-    return Mesh({"pp": pp, "dp": world // need, **within})
+    return Mesh({"pp": pp, "dp": world // need, **inner, "tp": tp})
 
 
 def _check_mesh(ctx: ParallelContext) -> None:
@@ -131,7 +131,7 @@ def _check_mesh(ctx: ParallelContext) -> None:
         gather(dict(ctx.mesh.axes), ctx.world),
         lambda rank, first, other: ValueError(
             f"rank 0 has the mesh {first} and rank {rank} has {other}: "
-            "call tpcore.init with the same tp, pp and cp on every rank"
+            "call tpcore.init with the same tp, pp, ep and cp on every rank"
         ),
     )
 
@@ -150,6 +150,7 @@ def init(
     tp: int = 1,
     pp: int = 1,
     *,
+    ep: int = 1,
     cp: int = 1,
     timeout: float | None = None,
     **others: NoReturn,
@@ -157,29 +158,30 @@ def init(
     """Join the job that ``torchrun`` started and divide it into tp groups; dp is the rest of the world.
 
     ``pp``: pipeline stages, the outermost axis of the mesh; ``ctx.comm("pp", "tp")`` spans stages and tp.
-    ``cp``: ranks among which the tokens of each sequence are divided (``tpcore.parallelize``); the axis is
-    between dp and tp, and a mesh has it at ``cp`` above 1.
+    ``ep``: ranks among which whole experts are divided, and ``cp``: ranks among which the tokens of each sequence
+    are (``tpcore.parallelize``). Ranks of ep have other examples, like those of dp. The axes are between dp and
+    tp, in this order, and a mesh has them above 1.
     ``backend``: a plugin's name, an instance, or None to choose one (``TPCORE_BACKEND``, else neuron if a
     Neuron device is present, else cpu_gloo). ``timeout``: seconds that a collective waits for a rank before
     every rank gets an error; default ``TPCORE_TIMEOUT`` or 120.
 
-    Raises ValueError if pp times cp times tp does not divide the world, RuntimeError if called twice, BackendError if
-    the backend is missing or cannot run here. No degree is clamped, and an error leaves nothing running.
+    Raises ValueError if pp times ep times cp times tp does not divide the world, RuntimeError if called twice,
+    BackendError if the backend is missing or cannot run here. No degree is clamped, and an error leaves nothing running.
     """
     if others:
         asked: dict[str, object] = dict(others)
         wrong = ", ".join(f"{name}={value!r}" for name, value in asked.items())
         raise TypeError(
-            f"tpcore.init() takes backend, tp, pp, cp and timeout, not {wrong}. The axes of its mesh are pp, dp, "
-            "cp and tp, where dp is what the others leave of the world; there is no expert parallelism"
+            f"tpcore.init() takes backend, tp, pp, ep, cp and timeout, not {wrong}. The axes of its mesh are pp, dp, "
+            "ep, cp and tp, where dp is what the others leave of the world"
         )
     if is_initialized():
         mesh = dict(current().mesh.axes)
         raise RuntimeError(
             f"tpcore is already initialized with mesh {mesh}: call tpcore.shutdown() before init("
-            f"tp={tp}{'' if pp == 1 else f', pp={pp}'}{'' if cp == 1 else f', cp={cp}'})"
+            f"tp={tp}{''.join(f', {axis}={n}' for axis, n in (('pp', pp), ('ep', ep), ('cp', cp)) if n != 1)})"
         )
-    for name, size in (("tp", tp), ("pp", pp), ("cp", cp)):
+    for name, size in (("tp", tp), ("pp", pp), ("ep", ep), ("cp", cp)):
         if not isinstance(size, int) or size < 1:
             raise ValueError(f"{name} must be a whole number of ranks, 1 or more, not {size!r}")
     seconds = _seconds(timeout)
@@ -187,7 +189,7 @@ def init(
     rank, world = chosen.start(seconds)
     try:
         checks = raising() if checked_calls() == ALL else None
-        ctx = ParallelContext(chosen, _mesh(tp, pp, cp, world), rank, checks)
+        ctx = ParallelContext(chosen, _mesh(tp, pp, ep, cp, world), rank, checks)
         check_fits(chosen, ctx.mesh)
         # here, on all ranks in the same order: making a group is itself collective
         check_connects(chosen, lambda: ctx.world)

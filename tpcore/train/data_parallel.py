@@ -10,7 +10,7 @@ from torch import Tensor
 from ..comm.comm import Comm
 from ..runtime.context import current
 from .buckets import buckets
-from .parameters import Parameters, unique_parameters
+from .parameters import Parameters, data_comm, unique_parameters
 
 BUCKET = 25 * 2**20
 """Bytes of gradients in one all-reduce: DDP's default, enough to hide latency."""
@@ -38,27 +38,37 @@ def _match_presence(parameters: list[Tensor], dp: Comm) -> None:
 
 @torch.no_grad()
 def reduce_gradients(parameters: Parameters) -> None:
-    """Replace every gradient by its mean over the data-parallel group, in buckets. Collective over dp and cp.
+    """Replace every gradient by its mean over the data-parallel group, in buckets. Collective over dp, ep and cp.
 
     cp ranks count like dp ranks: each has other tokens and the loss of the whole batch, so that a mean over
-    all of them is the gradient whether a model cuts its tokens or not.
+    all of them is the gradient whether a model cuts its tokens or not. The gradient of an expert is the sum over
+    the examples of all ep ranks already: it is summed over dp and cp, and divided by the number of all.
 
     A parameter that has no gradient on any dp rank keeps none. Raises ValueError for parameters of another
     context and for parameters that torch's own parallelism has cut.
     """
     unique = [p for p in unique_parameters(parameters) if p.requires_grad]
-    dp = current().data
-    if dp.size == 1:
+    batches = current().data.size
+    if batches == 1:
         return
-    _match_presence(unique, dp)
-    grads = []
+    by_comm: dict[Comm, list[Tensor]] = {}
     for p in unique:
+        by_comm.setdefault(data_comm(p), []).append(p)
+    for comm in sorted(by_comm, key=lambda comm: comm.group.axes):  # in the same order on all ranks
+        _sum(by_comm[comm], comm, batches)
+
+
+def _sum(parameters: list[Tensor], dp: Comm, batches: int) -> None:
+    """Replace the gradients by their sums over ``dp``, divided by ``batches``."""
+    _match_presence(parameters, dp)
+    grads = []
+    for p in parameters:
         if p.grad is not None:
             if p.grad.is_sparse:
                 p.grad = p.grad.to_dense()  # the ranks' sparse gradients have different rows
             grads.append(p.grad)
     for bucket in buckets(grads, lambda g: g.dtype, lambda g: g.nbytes, BUCKET):
-        flat = torch.cat([g.reshape(-1) for g in bucket]).div_(dp.size)
-        total = dp.all_reduce(flat, donate=True)
+        flat = torch.cat([g.reshape(-1) for g in bucket]).div_(batches)
+        total = flat if dp.size == 1 else dp.all_reduce(flat, donate=True)
         for grad, part in zip(bucket, total.split([g.numel() for g in bucket]), strict=True):
             grad.copy_(part.view_as(grad))

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..comm.comm import Comm
 from ..layers.sharding import sharding
 from ..layout.mesh import DATA
 from ..runtime.context import current
@@ -50,11 +51,19 @@ def check_parameters(parameters: Sequence[Tensor], names: Sequence[str]) -> None
             )
 
 
+def data_comm(p: Tensor) -> Comm:
+    """Over the ranks that have the same entries of ``p`` and gradients of other examples or tokens: all of the data
+    axes but those that ``p`` is sharded over, as experts are over ep."""
+    ctx, found = current(), sharding(p)
+    cut = found.axes if found is not None else ()
+    return ctx.comm(*(axis for axis in ctx.mesh.present(DATA) if axis not in cut))
+
+
 def check_same_over_dp(parameters: Sequence[Tensor], names: Sequence[str]) -> None:
-    """Raise ValueError for a parameter that is cut over dp or cp."""
+    """Raise ValueError for a parameter that is cut over dp or cp. Over ep it may be."""
     for name, p in zip(names, parameters, strict=True):
         found = sharding(p)
-        cut = [axis for axis in found.axes if axis in DATA] if found is not None else []
+        cut = [axis for axis in found.axes if axis in DATA and axis != "ep"] if found is not None else []
         if found is not None and cut:
             raise ValueError(
                 f"parameter {name} is cut over {cut[0]} already, as {found.layout}: its gradient is no mean over "

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import CheckpointError
-from ...layers.sharding import Sharding, layouts, shard_specs, stamp
+from ...layers.sharding import Sharding, layouts, stamp
 from ...layout.layout import Layout
 from ...layout.shard import ShardSpec
 from ...runtime.consensus import gather, together
@@ -248,9 +248,9 @@ def _cuts_of(model: nn.Module | None) -> Cuts:
 
     def cut(name: str, shape: tuple[int, ...], m: int) -> ShardSpec | None:
         if not specs and model is not None:
-            specs.update(shard_specs(model))
-        spec = specs.get(name)
-        return spec if spec is not None and spec.dim is not None else None
+            found = {name: layout.cuts for name, layout in layouts(model).items() if layout.cuts}
+            specs.update({name: cuts[0].spec for name, cuts in found.items() if cuts[0].axes != ("ep",)})
+        return specs.get(name)
 
     return cut
 

@@ -90,7 +90,7 @@ def _value(values: list[Any], layout: Layout | None, ctx: ParallelContext, where
     if not isinstance(values[0], Tensor):
         return values[0]
     m, shards = len(values), [mapped(value, "state", where) for value in values]
-    cut = layout.spec if layout is not None and layout.cuts else None
+    cut = layout.cuts[0].spec if layout is not None and layout.cuts and layout.cuts[0].axes != ("ep",) else None
     if cut is not None and {s.shape for s in shards} == {cut.local_shape(m)}:
         shards = in_order(shards, cut, where)
     else:

@@ -221,9 +221,9 @@ def layout_of(t: Tensor, ctx: ParallelContext, where: str) -> Layout | None:
     if found is None:
         return None
     layout, mesh, axes = found.layout, found.ctx.mesh, found.axes
-    if axes and (not set(axes).isdisjoint(DATA) or not set(axes) <= set(ctx.mesh.axes)):
+    if axes and (not set(axes).isdisjoint({*DATA} - {"ep"}) or not set(axes) <= set(ctx.mesh.axes)):
         mine = found.ctx.comm(*axes).group.members(found.ctx.rank)
-        held = [axis for axis in ctx.mesh.axes if axis not in DATA]
+        held = [axis for axis in ctx.mesh.axes if axis not in DATA or axis == "ep"]
         raise ValueError(f"{where} is cut over ranks {mine} of {axes}; a checkpoint holds what is cut over {held}")
     if layout.cuts and found.ctx.place != ctx.place:
         raise ValueError(

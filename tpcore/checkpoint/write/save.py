@@ -142,8 +142,8 @@ class Save:
 
     def _prepare(self, state: dict[Any, Any]) -> None:
         """Determine the cut of each tensor, and the tensors that this rank writes."""
-        resolved, options = resolve(state, self.ctx), self.options
-        self._shared = self._dp[1] > 1 and (options.all_dp or bool(resolved.gather))
+        resolved, options, ep = resolve(state, self.ctx), self.options, self.ctx.over_axis("ep")
+        self._shared = self._dp[1] > 1 and (options.all_dp or bool(resolved.gather) or ep is not None)
         if not (self._first or self._shared):
             return
         self._part = Part(
@@ -151,6 +151,7 @@ class Save:
             cuts_of(resolved.state, self.ctx, resolved.cuts),
             self.ctx.backend.memory_of,
             gather=resolved.gather,
+            ep=ep,
             down_cast_bf16=options.down_cast_bf16,
         )
         self._files = self._part.share(*(self._dp if self._shared else (0, 1)), all_of_it=options.all_dp)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...backend.interface import Backend
+from ...comm.comm import Comm
 from ...layers.sharding import sharding
 from ...layout.layout import Layout
 from ...layout.mesh import Mesh
@@ -82,13 +83,14 @@ class Part:
         memory_of: MemoryOf = Backend.memory_of,
         *,
         gather: Mapping[int, Callable[[], Tensor]] | None = None,
+        ep: Comm | None = None,
         down_cast_bf16: bool = False,
     ) -> None:
         if not isinstance(state, dict):
             raise ValueError(f"a checkpoint is made of a dict, a state_dict say, not of a {type(state).__name__}")
         self._cut_of, self._memory_of, self._down_cast = cut_of, memory_of, down_cast_bf16
         self._places: dict[Any, dict[str, Any]] = {}
-        self._gather = gather or {}
+        self._gather, self._ep = gather or {}, ep
         self.files: dict[str, dict[str, Writer]] = defaultdict(dict)
         self._stems: dict[Any, str] = {}
         self.tree = encode(state, self._leaf)
@@ -111,12 +113,17 @@ class Part:
             # tensors without dims count steps, and bfloat16 counts only to 256
             narrow = self._down_cast and t.dtype == torch.float32 and t.ndim > 0
             to = torch.bfloat16 if narrow else None
-            gather = self._gather.get(id(t))
-            self.files[file][name] = (
-                StateTensor(t, place[1], to) if gather is None else GatheredTensor(t, place[1], gather, to)
-            )
+            self.files[file][name] = self._writer(t, place[1], to)
             self._places[place] = {TAG: "tensor", "file": file, "name": name}
         return self._places[place]
+
+    def _writer(self, t: Tensor, cut: Cut, to: torch.dtype | None) -> Writer:
+        gather, ep = self._gather.get(id(t)), self._ep
+        if ep is None or not isinstance(cut, Layout) or "ep" not in cut.axes:
+            return StateTensor(t, cut, to) if gather is None else GatheredTensor(t, cut, gather, to)
+        # the parts of all ep ranks together: a checkpoint knows tp and stages alone
+        stand_in = torch.empty((t.shape[0] * ep.size, *t.shape[1:]), dtype=t.dtype, device="meta")
+        return GatheredTensor(stand_in, cut.without("ep"), lambda: ep.all_gather(gather() if gather else t, 0), to)
 
     def _file(self, path: Path) -> str:
         """The file of a top-level entry, with its name if that is a valid file name."""

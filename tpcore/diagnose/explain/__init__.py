@@ -77,6 +77,7 @@ def explain(
     tp: int = 1,
     dp: int = 1,
     pp: int = 1,
+    ep: int = 1,
     cp: int = 1,
     batch_size: int = 1,
     seq_len: int = 128,
@@ -111,7 +112,7 @@ def explain(
     Raises ValueError for a target that cannot be built and for a step that reads values. Errors of the model
     pass through.
     """
-    mesh = Mesh({"pp": pp, "dp": dp, **({"cp": cp} if cp > 1 else {}), "tp": tp})
+    mesh = Mesh({"pp": pp, "dp": dp, **({"ep": ep} if ep > 1 else {}), **({"cp": cp} if cp > 1 else {}), "tp": tp})
     change = function(parallelize) if isinstance(parallelize, str) else parallelize
     if plan is not None and change is not None:
         raise ValueError("parallelize and plan are two ways to cut a model: give one")

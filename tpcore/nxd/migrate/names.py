@@ -192,7 +192,7 @@ _ABSENT = {
     "parallel_layers.utils.set_tensor_model_parallel_attributes": "derive from tpcore.ParallelModule, and "
     "call shard_parameter",
     "kernels": "torch.nn.functional.scaled_dot_product_attention",
-    "modules.moe": "there is no expert parallelism",
+    "modules.moe": "tpcore.parallelize shards the experts of transformers' models: docs/experts.md",
     "modules.lora": "tpcore.integrations.peft.get_peft_model, with peft's LoraConfig",
     "quantization": "tpcore.parallelize(model, quantize=torch.int8)",
     "trace.trace": "the same functions are in tpcore.trace",

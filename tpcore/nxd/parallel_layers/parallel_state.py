@@ -12,7 +12,9 @@ from typing import Any
 import torch
 
 from ... import settings
+from ...comm.comm import Comm
 from ...errors import BackendError
+from ...layout.mesh import BATCH, DATA
 from ...runtime.context import current, is_initialized
 from ...runtime.init import init, shutdown
 from ..pipeline.stages import create_pg_with_ranks, get_next_rank_group, get_prev_rank_group
@@ -28,26 +30,25 @@ def initialize_model_parallel(
     skip_collective_init: bool = False,
     lnc_size: int = 1,
 ) -> None:
-    """``tpcore.init`` with these sizes for tp and pp, then one collective unless ``skip_collective_init``.
+    """``tpcore.init`` with these sizes, then one collective unless ``skip_collective_init``.
 
     ``TPCORE_BACKEND`` chooses the backend. A process group that the script has made already is used. The
     collective over the world reveals an unreachable rank here, and lets devices open all connections at once.
 
-    Raises ValueError if pp times tp does not divide the world (neither is ever lowered) or another size is
-    not 1, RuntimeError if initialized already.
+    Raises ValueError if their product does not divide the world (none is ever lowered) or ``lnc_size`` is not
+    1, RuntimeError if initialized already.
     """
-    others = {
-        "context_parallel_size": context_parallel_size,
-        "expert_model_parallel_size": expert_model_parallel_size,
-        "lnc_size": lnc_size,
-    }
-    for name, size in others.items():
-        if size != 1:
-            raise ValueError(
-                f"initialize_model_parallel: {name}={size!r} is not supported, only 1: "
-                "tpcore has tensor, pipeline and data parallelism, with contiguous tp ranks on every device"
-            )
-    ctx = init(tp=tensor_model_parallel_size, pp=pipeline_model_parallel_size)
+    if lnc_size != 1:
+        raise ValueError(
+            f"initialize_model_parallel: lnc_size={lnc_size!r} is not supported, only 1: tp ranks are contiguous on "
+            "every device"
+        )
+    ctx = init(
+        tp=tensor_model_parallel_size,
+        pp=pipeline_model_parallel_size,
+        ep=expert_model_parallel_size,
+        cp=context_parallel_size,
+    )
     if not skip_collective_init:
         counted = int(ctx.world.all_reduce(torch.ones((1,), dtype=torch.int64).to(ctx.device)))
         if counted != ctx.mesh.size:
@@ -68,30 +69,30 @@ def destroy_model_parallel() -> None:
         shutdown()
 
 
-def _size(axis: str) -> int:
-    return current().mesh.axes.get(axis, 1)
-
-
-def _rank(axis: str) -> int:
+def _comm(*axes: str) -> Comm:
     ctx = current()
-    return ctx.mesh.coords(ctx.rank).get(axis, 0)
+    return ctx.comm(*ctx.mesh.present(axes))  # without axes: every rank is a group
 
 
-def _axes(axis: str) -> tuple[str, ...]:
-    return tuple(a for a in current().mesh.axes if a == axis)  # without axes: every rank is a group
+def _size(*axes: str) -> int:
+    return _comm(*axes).size
 
 
-def _replica_groups(axis: str) -> list[list[int]]:
-    return current().mesh.group(*_axes(axis)).as_list()
+def _rank(*axes: str) -> int:
+    return current().index(_comm(*axes))
 
 
-def _group(axis: str, as_list: bool) -> Any:
-    return _replica_groups(axis) if as_list else current().comm(*_axes(axis)).process_group
+def _replica_groups(*axes: str) -> list[list[int]]:
+    mesh = current().mesh
+    return mesh.group(*mesh.present(axes)).as_list()
 
 
-def _src_rank(axis: str) -> int:
-    ctx = current()
-    return ctx.mesh.group(*_axes(axis)).members(ctx.rank)[0]
+def _group(*axes: str, as_list: bool) -> Any:
+    return _replica_groups(*axes) if as_list else _comm(*axes).process_group
+
+
+def _src_rank(*axes: str) -> int:
+    return _comm(*axes).group.members(current().rank)[0]
 
 
 # -- the world ----------------------------------------------------------------------------------------
@@ -109,7 +110,7 @@ def is_global_rank_zero() -> bool:
 def get_tensor_model_parallel_group(as_list: bool = False) -> Any:
     """This rank's tp group as the backend's own object (on cpu_gloo a ``torch.distributed`` group);
     ``as_list``: the ranks of *all* tp groups, ``[[0, 1], [2, 3]]``."""
-    return _group("tp", as_list)
+    return _group("tp", as_list=as_list)
 
 
 def get_tensor_model_parallel_replica_groups() -> list[list[int]]:
@@ -138,24 +139,24 @@ get_tensor_model_parallel_world_size = get_tensor_model_parallel_size
 def get_data_parallel_group(as_list: bool = False) -> Any:
     """This rank's dp group as the backend's own object (on cpu_gloo a ``torch.distributed`` group, as
     DistributedDataParallel needs it); ``as_list``: the ranks of *all* dp groups, ``[[0, 2], [1, 3]]``."""
-    return _group("dp", as_list)
+    return _group(*BATCH, as_list=as_list)
 
 
 def get_data_parallel_replica_groups() -> list[list[int]]:
-    return _replica_groups("dp")
+    return _replica_groups(*BATCH)
 
 
 def get_data_parallel_size() -> int:
-    return _size("dp")
+    return _size(*BATCH)
 
 
 def get_data_parallel_rank() -> int:
-    return _rank("dp")
+    return _rank(*BATCH)
 
 
 def get_data_parallel_src_rank() -> int:
     """Global rank of the first member of this rank's dp group."""
-    return _src_rank("dp")
+    return _src_rank(*BATCH)
 
 
 get_data_parallel_world_size = get_data_parallel_size
@@ -163,7 +164,7 @@ get_data_parallel_world_size = get_data_parallel_size
 
 # -- pipeline parallel --------------------------------------------------------------------------------
 def get_pipeline_model_parallel_group(as_list: bool = False) -> Any:
-    return _group("pp", as_list)
+    return _group("pp", as_list=as_list)
 
 
 def get_pipeline_model_parallel_replica_groups() -> list[list[int]]:
@@ -193,9 +194,9 @@ def get_pipeline_model_parallel_prev_rank() -> int:
     return _stage(-1)
 
 
-# -- context and expert parallel: scripts query the axes even if they do not use them; their size is 1 -
+# -- context and expert parallel: scripts query the axes even if they do not use them -------------------
 def get_context_model_parallel_group(as_list: bool = False) -> Any:
-    return _group("cp", as_list)
+    return _group("cp", as_list=as_list)
 
 
 def get_context_model_parallel_replica_groups() -> list[list[int]]:
@@ -211,12 +212,13 @@ def get_context_model_parallel_rank() -> int:
 
 
 def get_context_model_parallel_src_tgt_pairs() -> list[list[int]]:
-    """From whom to whom a ring over context parallelism sends: from each rank to itself."""
-    return [[rank, rank] for rank in range(current().mesh.size)]
+    """From whom to whom a ring over context parallelism sends: from each rank to the next one of its group."""
+    groups = _replica_groups("cp")
+    return sorted([rank, ranks[(i + 1) % len(ranks)]] for ranks in groups for i, rank in enumerate(ranks))
 
 
 def get_expert_model_parallel_group(as_list: bool = False) -> Any:
-    return _group("ep", as_list)
+    return _group("ep", as_list=as_list)
 
 
 def get_expert_model_parallel_replica_groups() -> list[list[int]]:
@@ -231,12 +233,25 @@ def get_expert_model_parallel_rank() -> int:
     return _rank("ep")
 
 
-# experts are spread over none, so these are the dp ranks
-get_expert_data_parallel_group = get_data_parallel_group
-get_expert_data_parallel_replica_groups = get_data_parallel_replica_groups
-get_expert_data_parallel_size = get_data_parallel_size
-get_expert_data_parallel_rank = get_data_parallel_rank
-get_zero1_sharding_groups = get_data_parallel_replica_groups
+def get_expert_data_parallel_group(as_list: bool = False) -> Any:
+    """Over the ranks that have the same experts and other examples."""
+    return _group("dp", as_list=as_list)
+
+
+def get_expert_data_parallel_replica_groups() -> list[list[int]]:
+    return _replica_groups("dp")
+
+
+def get_expert_data_parallel_size() -> int:
+    return _size("dp")
+
+
+def get_expert_data_parallel_rank() -> int:
+    return _rank("dp")
+
+
+def get_zero1_sharding_groups() -> list[list[int]]:
+    return _replica_groups(*DATA)
 
 
 # -- messages -----------------------------------------------------------------------------------------
@@ -244,7 +259,7 @@ def rmsg(msg: str) -> str:
     """``msg`` with this rank's coordinates in front, for logs; before initialization each of them is -1."""
     if is_initialized():
         rank = current().rank
-        where = {axis: _rank(axis) for axis in ("pp", "tp", "dp", "cp")}
+        where = {axis: current().mesh.coords(rank).get(axis, 0) for axis in ("pp", "tp", "dp", "cp")}
     else:
         rank = settings.RANK.get()
         where = dict.fromkeys(("pp", "tp", "dp", "cp"), -1)

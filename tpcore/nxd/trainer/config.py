@@ -46,8 +46,6 @@ def neuronx_distributed_config(
     in force.
     """
     refused = {
-        "expert_parallel_size": (expert_parallel_size, 1, "there is no expert parallelism"),
-        "context_parallel_size": (context_parallel_size, 1, "there is no context parallelism"),
         "lnc_size": (lnc_size, 1, "tp ranks are contiguous on every device"),
         "pad_model": (pad_model, False, "pass pad=True to the layers whose sizes tp does not divide"),
         "lora_config": (lora_config, None, "there are no adapters"),
@@ -60,7 +58,7 @@ def neuronx_distributed_config(
     default = {"use_master_weights": zero1, "use_fp32_grad_acc": zero1, "use_master_weights_in_ckpt": False}
     precision = _filled("mixed_precision_config", mixed_precision_config, default)
     _check_precision(precision, zero1)
-    _join(tensor_parallel_size, pipeline_parallel_size)
+    _join(tp=tensor_parallel_size, pp=pipeline_parallel_size, ep=expert_parallel_size, cp=context_parallel_size)
     return {
         "tensor_parallel_size": tensor_parallel_size,
         "pipeline_parallel_size": pipeline_parallel_size,
@@ -98,14 +96,14 @@ def _check_precision(precision: Config, zero1: bool) -> None:
         )
 
 
-def _join(tp: int, pp: int) -> None:
+def _join(**sizes: int) -> None:
     if not is_initialized():
-        ctx = init(tp=tp, pp=pp)
+        ctx = init(**sizes)
         if ctx.rank == 0:
             inform(f"{ctx.mesh} over {type(ctx.backend).__name__}")
         return
     axes = current().mesh.axes
-    for axis, size in (("tp", tp), ("pp", pp)):
+    for axis, size in sizes.items():
         if axes.get(axis, 1) != size:
             raise ValueError(
                 f"neuronx_distributed_config wants {axis}={size}, and the job runs on {dict(axes)}: give the "

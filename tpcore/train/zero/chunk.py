@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ...comm.comm import Comm
 from ...layers.sharding import sharding
 from ...layout.slices import narrowed
+from ...runtime.context import current
 from ..clip import Addend, Parts
 
 ReadRun = Callable[[int, Tensor], None]
@@ -50,16 +51,20 @@ class ParameterChunk:
         """This rank's entries of a tensor of the parameter's shape."""
         return self.rows(full).index_select(0, self.dp.position).view(-1)
 
-    def cut_on_host(self, full: Tensor, index: int) -> Tensor:
-        """Like ``cut``, for a tensor in host memory and the dp rank ``index``: a lazy device would compile a
-        program for each shape."""
-        part = full.reshape(-1)[index * self.length : (index + 1) * self.length]
+    @property
+    def _start(self) -> int:
+        """The first of this rank's entries; host-side only."""
+        return current().index(self.dp) * self.length
+
+    def cut_on_host(self, full: Tensor) -> Tensor:
+        """Like ``cut``, for a tensor in host memory: a lazy device would compile a program for each shape."""
+        part = full.reshape(-1)[self._start : self._start + self.length]
         return F.pad(part, (0, self.length - part.numel())).clone()
 
-    def read_on_host(self, read: ReadRun, dtype: torch.dtype, index: int) -> Tensor:
+    def read_on_host(self, read: ReadRun, dtype: torch.dtype) -> Tensor:
         """The same for a tensor in a file. Only these entries are read."""
-        out, start = torch.zeros(self.length, dtype=dtype), index * self.length
-        read(start, out[: max(0, self.numel - start)])
+        out = torch.zeros(self.length, dtype=dtype)
+        read(self._start, out[: max(0, self.numel - self._start)])
         return out
 
     def whole(self, part: Tensor) -> Tensor:

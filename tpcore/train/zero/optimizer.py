@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...comm.comm import Comm
 from ...runtime.context import current
 from ..buckets import buckets
 from ..clip import norm_of
 from ..data_parallel import present_anywhere
-from ..parameters import check_parameters, check_same_over_dp, named_of, names_of
+from ..parameters import check_parameters, check_same_over_dp, data_comm, named_of, names_of
 from ..replaced import check_not_replaced
 from .accumulation import Accumulation
 from .chunk import ChunkSegment, ParameterChunk, ReadRun, kind_of
@@ -111,7 +112,7 @@ class Zero1(torch.optim.Optimizer):
         return self._base
 
     def _group(self, group: dict[str, Any]) -> dict[str, Any]:
-        made = [ParameterChunk(p, self._dp, self._master_dtype) for p in group["params"]]
+        made = [ParameterChunk(p, data_comm(p), self._master_dtype) for p in group["params"]]
         self._chunks |= {chunk.parameter: chunk for chunk in made}
         return {**group, "params": [chunk.value for chunk in made]}
 
@@ -146,6 +147,7 @@ class Zero1(torch.optim.Optimizer):
             return
         self.base()
         chunks = [chunk for p, chunk in self._chunks.items() if p.requires_grad and chunk.numel]
+        # over all ranks of data, also for parameters that are sharded over some of them: one call
         anywhere = self._gradients.anywhere([chunk.parameter for chunk in chunks], self._dp)
         stepped = [chunk for chunk, somewhere in zip(chunks, anywhere, strict=True) if somewhere]
         if not self._in_use:
@@ -155,7 +157,7 @@ class Zero1(torch.optim.Optimizer):
             chunk.fill()
         for bucket in self._buckets(self._gradients.dtype_of):
             rows = torch.cat([s.of_rows(self._gradient(s.chunk.parameter)) for s in bucket], 1)
-            mine = self._dp.reduce_scatter(rows.div_(self._dp.size), 0).view(-1)
+            mine = bucket[0].chunk.dp.reduce_scatter(rows.div_(self._dp.size), 0).view(-1)
             for segment, part in zip(bucket, mine.split([s.length for s in bucket]), strict=True):
                 segment.chunk.take_gradient(segment.start, part)
                 if segment.last:
@@ -184,13 +186,13 @@ class Zero1(torch.optim.Optimizer):
             for chunk in self._stepped or ():
                 yield from chunk.segments(dtype_of(chunk.parameter).itemsize, self._bucket)
 
-        def dtype(segment: ChunkSegment) -> torch.dtype:
-            return dtype_of(segment.chunk.parameter)
+        def kind(segment: ChunkSegment) -> tuple[Comm, torch.dtype]:
+            return segment.chunk.dp, dtype_of(segment.chunk.parameter)
 
         def nbytes(segment: ChunkSegment) -> int:
-            return segment.length * self._dp.size * dtype(segment).itemsize
+            return segment.length * segment.chunk.dp.size * dtype_of(segment.chunk.parameter).itemsize
 
-        return buckets(segments(), dtype, nbytes, self._bucket)
+        return buckets(segments(), kind, nbytes, self._bucket)
 
     def gradients(self) -> list[Tensor]:
         """This rank's chunks of the mean gradients, to change in place; after ``reduce_gradients``."""
@@ -198,9 +200,11 @@ class Zero1(torch.optim.Optimizer):
 
     def norm(self, p: float = 2.0) -> Tensor:
         """The norm of the full mean gradient, as of ``clip_grad_norm``; after ``reduce_gradients``."""
-        addends = [chunk.addend(p) for parameter, chunk in self._chunks.items() if parameter.requires_grad]
+        chunks = [chunk for parameter, chunk in self._chunks.items() if parameter.requires_grad]
         device = next((parameter.device for parameter in self._chunks), None)
-        return norm_of(addends, p, device, self._dp)
+        comms = sorted({chunk.dp for chunk in chunks} | {self._dp}, key=lambda comm: comm.group.axes)
+        norms = [norm_of([chunk.addend(p) for chunk in chunks if chunk.dp is dp], p, device, dp) for dp in comms]
+        return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), p)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -233,7 +237,7 @@ class Zero1(torch.optim.Optimizer):
     def _gather(self) -> None:
         for bucket in self._buckets(lambda p: p.dtype):
             mine = torch.cat([segment.of_value() for segment in bucket])
-            rows = self._dp.all_gather(mine.unsqueeze(0), 0)
+            rows = bucket[0].chunk.dp.all_gather(mine.unsqueeze(0), 0)
             for segment, part in zip(bucket, rows.split([s.length for s in bucket], 1), strict=True):
                 segment.chunk.put(segment.start, part)
 
@@ -289,10 +293,10 @@ class Zero1(torch.optim.Optimizer):
     def load_outline(self, outline: dict[str, Any], runs: Mapping[int, ReadRun]) -> None:
         """Like ``load_state_dict``, but reads the values of tensors on meta now: each rank its entries, one
         tensor after the other. ``runs``: the reader of each, by ``id``."""
-        base, index = self.base(), current().index(self._dp)
+        base = self.base()
         saved = renumbered(outline, self.param_groups, {})
         check_kind(self._class, self.defaults, saved, self._parameters)
-        found = entries_of(saved, self._parameters, self._chunks, self._entries, index, runs)
+        found = entries_of(saved, self._parameters, self._chunks, self._entries, runs)
         base.load_state_dict(found.state)
         for p, chunk in self._chunks.items():
             chunk.take_master(found.masters.get(p))

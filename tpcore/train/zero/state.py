@@ -85,10 +85,9 @@ def entries_of(
     parameters: Sequence[Tensor],
     chunks: Mapping[Tensor, ParameterChunk],
     keys: Collection[str],
-    index: int,
     runs: Mapping[int, ReadRun],
 ) -> Entries:
-    """The entries of dp rank ``index`` of a plain optimizer's state.
+    """This rank's entries of a plain optimizer's state.
 
     ``keys``: state keys with a value for each entry. ``runs``: readers by the ``id`` of the tensors on meta
     that stand for values that are still to be read. Parameters are numbered in the order of the groups.
@@ -106,7 +105,7 @@ def entries_of(
         for key, value in values.items():
             run, where = runs.get(id(value)), f"state[{number}].{key}"
             if isinstance(value, Tensor) and (key in keys or key == MASTER or _like(value, p)):
-                part = _part(value, p, chunks[p], index, run, where)
+                part = _part(value, p, chunks[p], run, where)
                 if key == MASTER:
                     masters[p] = part
                 else:
@@ -135,11 +134,11 @@ def _like(value: Tensor, p: Tensor) -> bool:
     return value.ndim > 0 and value.shape == p.shape
 
 
-def _part(value: Tensor, p: Tensor, chunk: ParameterChunk, index: int, run: ReadRun | None, where: str) -> Tensor:
+def _part(value: Tensor, p: Tensor, chunk: ParameterChunk, run: ReadRun | None, where: str) -> Tensor:
     check_shape(value, p, where)
     if run is not None:
-        return chunk.read_on_host(run, value.dtype, index)
-    return chunk.cut_on_host(value, index) if value.device.type == "cpu" else chunk.cut(value)
+        return chunk.read_on_host(run, value.dtype)
+    return chunk.cut_on_host(value) if value.device.type == "cpu" else chunk.cut(value)
 
 
 def check_shape(value: Tensor, p: Tensor, where: str) -> None:

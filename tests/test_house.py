@@ -58,7 +58,8 @@ def test_a_class_name_means_one_thing() -> None:
     found = defaultdict(list)
     for module, tree in TREES.items():
         for node in tree.body:
-            if isinstance(node, ast.ClassDef):
+            # NxD's names are its own: a subclass there has the name of the layer that it dresses
+            if isinstance(node, ast.ClassDef) and not module.startswith("tpcore.nxd"):
                 found[node.name].append(module)
     twice = {name: modules for name, modules in found.items() if len(modules) > 1}
     assert not twice

@@ -168,7 +168,7 @@ def test_scripts_for_other_libraries() -> None:
     assert "from megatron.core.tensor_parallel import RowParallelLinear" in text  # called otherwise
     notes = {f.old: f.note for f in script.findings}
     assert "takes no config" in notes["megatron.core.tensor_parallel.RowParallelLinear"]
-    assert "init_method= and stride= by name" in notes["fairscale.nn.model_parallel.layers.ColumnParallelLinear"]
+    assert "stride= as blocks=" in notes["fairscale.nn.model_parallel.layers.ColumnParallelLinear"]
     assert "shard_across_embedding=True" in " ".join(notes.values())
     gone = {f.old for f in script.findings if f.new is None}
     assert gone == {"from optimum.neuron.models.inference import Something"}

@@ -33,7 +33,7 @@ class Mlp(nn.Module):
         return self.down(self.up(self.norm(x)).tanh()).tanh().sum()
 
     def shard(self) -> None:
-        self.norm = tpcore.LayerNorm.from_plain(self.norm, **self.tokens)
+        self.norm = tpcore.LayerNorm.from_plain(self.norm, sequence_parallel=bool(self.tokens))
         self.up = tpcore.ColumnParallelLinear.from_plain(self.up, gather_output=False, **self.tokens)
         self.down = tpcore.RowParallelLinear.from_plain(self.down, input_is_parallel=True, **self.tokens)
 

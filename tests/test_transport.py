@@ -218,7 +218,7 @@ def test_fused_equals_composed(kind: str, seq: int | None, tp: int) -> None:
 
         given = [whole(4, 4, 6), whole(5, 6), whole(5)]
         fused_in, plain_in = ([t.clone().requires_grad_() for t in given] for _ in range(2))
-        got = step(*fused_in, comm, seq, torch.float64)
+        got = step(*fused_in, (comm, seq, torch.float64))
         want = composed(*plain_in, comm, seq)
         assert torch.equal(got, want)
         grad = whole(*want.shape)

@@ -26,8 +26,8 @@ _P, _L, _S, _M = (
     "tpcore.nxd.parallel_state",
     "tpcore.nxd.parallel_layers.mappings",
 )
-_CONFIG = "takes no config: pass dtype=, init_method= and sequence_parallel_enabled=; returns y, not (y, bias)"
-_FAIRSCALE = "the fifth argument is dtype: pass init_method= and stride= by name"
+_CONFIG = "takes no config: pass dtype=, init_method=, sequence_dim= and group= by name; returns y, not (y, bias)"
+_FAIRSCALE = "the fifth argument is dtype: pass init_method= by name, and stride= as blocks="
 
 _REGIONS = {
     f"{verb}_model_parallel_region": f"{verb}_tensor_model_parallel_region"

@@ -69,7 +69,7 @@ def _cut(ctx: ParallelContext) -> _Model:
         block.up = tpcore.ColumnParallelLinear.from_plain(block.up, gather_output=False)
         block.down = tpcore.RowParallelLinear.from_plain(block.down, input_is_parallel=True)
     head: Any = model.head
-    model.head = tpcore.ColumnParallelLinear.from_plain(head, pad=True, tensor_model_parallel_group=every)
+    model.head = tpcore.ColumnParallelLinear.from_plain(head, pad=True, group=every)
     return model
 
 

@@ -144,7 +144,6 @@ def test_a_script_of_the_last_release() -> None:
     assert "scaled_dot_product_attention" in " ".join(gone.values())
     notes = " ".join(f.note for f in script.findings)
     for said in (
-        "expert_parallel_size: a ValueError unless 1",
         "kv_size_multiplier: rank r holds",
         "sequence_dimension: gives [batch, sequence / tp, hidden]",
         "num_kept_ckpts: keeps the last",

@@ -196,13 +196,9 @@ def test_world_of_one(alone: None) -> None:
     assert not dist.is_initialized()
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["lnc_size"],
-)
-def test_other_sizes_are_refused(alone: None, name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name}=2 is not supported"):
-        ps.initialize_model_parallel(**{name: 2})
+def test_another_lnc_size_is_refused(alone: None) -> None:
+    with pytest.raises(ValueError, match="lnc_size=2 is not supported"):
+        ps.initialize_model_parallel(lnc_size=2)
     assert not ps.model_parallel_is_initialized()
     assert not dist.is_initialized()
 

@@ -62,10 +62,11 @@ def parallelize(
     ``sequence_parallel``: between attention and MLP each rank keeps some of the tokens, in every forward
     whose number of tokens tp divides. ``expert_parallel``: each tp rank has whole experts of every layer that has
     some, instead of features of all experts. At ``ep`` above 1 the experts are divided among the ep ranks besides.
-    ``lazy_from``: a directory of safetensors or ``.bin`` files from which each rank reads its part; default: the directory of ``from_pretrained`` in ``tpcore.lazy()``. ``ctx``: the
-    parallel context; default: the current one. ``quantize``: ``torch.int8`` or ``torch.float8_e4m3fn``, to which the
-    weights of linear layers, heads excepted, are quantized and frozen, with a scale for each output channel: new
-    Parameters, ``weight`` and ``weight_scale``. The same at every degree.
+    ``lazy_from``: a directory of safetensors or ``.bin`` files from which each rank reads its part; default: the
+    directory of ``from_pretrained`` in ``tpcore.lazy()``. ``ctx``: the parallel context; default: the current one.
+    ``quantize``: ``torch.int8`` or ``torch.float8_e4m3fn``, to which the weights of linear layers, heads excepted, are
+    quantized and frozen, with a scale for each output channel: new Parameters, ``weight`` and ``weight_scale``. The
+    same at every degree.
 
     ``context_parallel``: how attention sees the tokens of the other cp ranks, "gather" (the default), "ulysses" or
     "ring" (``tpcore.layers.ContextParallelAttention``). At ``cp`` above 1 every rank of cp passes the same whole
@@ -92,16 +93,7 @@ def parallelize(
         raise ValueError(f"this {type(model).__name__} is sharded already: parallelize it once, from the whole")
     tokens = context_of(model, context, context_parallel, num_microbatches is not None)
     stages = number_of_stages(context, num_microbatches)
-    rules = dict(plan or {})
-    checked(rules, [name for name, _ in (*model.named_modules(), *model.named_parameters())])
-    rules = rules_of(model, rules)
-    ep = context.mesh.axes.get("ep", 1)
-    cuts = decide(model, rules, expert_parallel, ep)
-    if comm.size * stages == 1:
-        cuts = [cut for cut in cuts if ep > 1 and cut.style == styles.EXPERTS]
-    if comm.size > 1:
-        cuts += inside(model, cuts, rules)
-    check_fit(type(model).__name__, [need for cut in cuts for need in cut.needs], comm.size)
+    rules, cuts = _decided(model, dict(plan or {}), expert_parallel, context, stages)
     with use(context):
         weights = stored_weights(model, lazy_from, context)  # while the model has all names and shapes
         if cuts:
@@ -121,6 +113,22 @@ def parallelize(
         elif quantize is not None:
             quantized.quantize_all(model, quantize)
     return model
+
+
+def _decided(
+    model: nn.Module, rules: dict[str, Rule], expert_parallel: bool, context: ParallelContext, stages: int
+) -> tuple[Mapping[str, Rule], list[Cut]]:
+    """The rules of the model with those that were given, and all cuts; ValueError for what does not fit."""
+    tp, ep = context.comm("tp").size, context.mesh.axes.get("ep", 1)
+    checked(rules, [name for name, _ in (*model.named_modules(), *model.named_parameters())])
+    rules = rules_of(model, rules)
+    cuts = decide(model, rules, expert_parallel, ep)
+    if tp * stages == 1:
+        cuts = [cut for cut in cuts if ep > 1 and cut.style == styles.EXPERTS]
+    if tp > 1:
+        cuts += inside(model, cuts, rules)
+    check_fit(type(model).__name__, [need for cut in cuts for need in cut.needs], tp)
+    return rules, cuts
 
 
 def _with_adapters(model: nn.Module, context: ParallelContext, num_microbatches: int | None, **options: Any) -> None:

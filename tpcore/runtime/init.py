@@ -166,7 +166,7 @@ def init(
     every rank gets an error; default ``TPCORE_TIMEOUT`` or 120.
 
     Raises ValueError if pp times ep times cp times tp does not divide the world, RuntimeError if called twice,
-    BackendError if the backend is missing or cannot run here. No degree is clamped, and an error leaves nothing running.
+    BackendError if the backend is missing or cannot run here. No degree is clamped; an error leaves nothing running.
     """
     if others:
         asked: dict[str, object] = dict(others)

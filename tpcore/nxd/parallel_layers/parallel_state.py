@@ -7,6 +7,7 @@ RuntimeError of ``tpcore.current``, which names the remedy. An axis that the mes
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -181,7 +182,7 @@ def get_pipeline_model_parallel_rank() -> int:
 
 def _stage(step: int) -> int:
     ctx = current()
-    stages = ctx.mesh.group(*_axes("pp")).members(ctx.rank)
+    stages = _comm("pp").group.members(ctx.rank)
     return stages[(stages.index(ctx.rank) + step) % len(stages)]
 
 
@@ -199,16 +200,9 @@ def get_context_model_parallel_group(as_list: bool = False) -> Any:
     return _group("cp", as_list=as_list)
 
 
-def get_context_model_parallel_replica_groups() -> list[list[int]]:
-    return _replica_groups("cp")
-
-
-def get_context_model_parallel_size() -> int:
-    return _size("cp")
-
-
-def get_context_model_parallel_rank() -> int:
-    return _rank("cp")
+get_context_model_parallel_replica_groups = partial(_replica_groups, "cp")
+get_context_model_parallel_size = partial(_size, "cp")
+get_context_model_parallel_rank = partial(_rank, "cp")
 
 
 def get_context_model_parallel_src_tgt_pairs() -> list[list[int]]:
@@ -221,16 +215,9 @@ def get_expert_model_parallel_group(as_list: bool = False) -> Any:
     return _group("ep", as_list=as_list)
 
 
-def get_expert_model_parallel_replica_groups() -> list[list[int]]:
-    return _replica_groups("ep")
-
-
-def get_expert_model_parallel_size() -> int:
-    return _size("ep")
-
-
-def get_expert_model_parallel_rank() -> int:
-    return _rank("ep")
+get_expert_model_parallel_replica_groups = partial(_replica_groups, "ep")
+get_expert_model_parallel_size = partial(_size, "ep")
+get_expert_model_parallel_rank = partial(_rank, "ep")
 
 
 def get_expert_data_parallel_group(as_list: bool = False) -> Any:
@@ -238,16 +225,9 @@ def get_expert_data_parallel_group(as_list: bool = False) -> Any:
     return _group("dp", as_list=as_list)
 
 
-def get_expert_data_parallel_replica_groups() -> list[list[int]]:
-    return _replica_groups("dp")
-
-
-def get_expert_data_parallel_size() -> int:
-    return _size("dp")
-
-
-def get_expert_data_parallel_rank() -> int:
-    return _rank("dp")
+get_expert_data_parallel_replica_groups = partial(_replica_groups, "dp")
+get_expert_data_parallel_size = partial(_size, "dp")
+get_expert_data_parallel_rank = partial(_rank, "dp")
 
 
 def get_zero1_sharding_groups() -> list[list[int]]:

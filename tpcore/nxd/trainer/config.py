@@ -96,14 +96,14 @@ def _check_precision(precision: Config, zero1: bool) -> None:
         )
 
 
-def _join(**sizes: int) -> None:
+def _join(tp: int, pp: int, ep: int, cp: int) -> None:
     if not is_initialized():
-        ctx = init(**sizes)
+        ctx = init(tp=tp, pp=pp, ep=ep, cp=cp)
         if ctx.rank == 0:
             inform(f"{ctx.mesh} over {type(ctx.backend).__name__}")
         return
     axes = current().mesh.axes
-    for axis, size in sizes.items():
+    for axis, size in (("tp", tp), ("pp", pp), ("ep", ep), ("cp", cp)):
         if axes.get(axis, 1) != size:
             raise ValueError(
                 f"neuronx_distributed_config wants {axis}={size}, and the job runs on {dict(axes)}: give the "

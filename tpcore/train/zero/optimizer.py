@@ -147,7 +147,6 @@ class Zero1(torch.optim.Optimizer):
             return
         self.base()
         chunks = [chunk for p, chunk in self._chunks.items() if p.requires_grad and chunk.numel]
-        # over all ranks of data, also for parameters that are sharded over some of them: one call
         anywhere = self._gradients.anywhere([chunk.parameter for chunk in chunks], self._dp)
         stepped = [chunk for chunk, somewhere in zip(chunks, anywhere, strict=True) if somewhere]
         if not self._in_use:
@@ -189,10 +188,7 @@ class Zero1(torch.optim.Optimizer):
         def kind(segment: ChunkSegment) -> tuple[Comm, torch.dtype]:
             return segment.chunk.dp, dtype_of(segment.chunk.parameter)
 
-        def nbytes(segment: ChunkSegment) -> int:
-            return segment.length * segment.chunk.dp.size * dtype_of(segment.chunk.parameter).itemsize
-
-        return buckets(segments(), kind, nbytes, self._bucket)
+        return buckets(segments(), kind, lambda s: s.length * s.chunk.dp.size * kind(s)[1].itemsize, self._bucket)
 
     def gradients(self) -> list[Tensor]:
         """This rank's chunks of the mean gradients, to change in place; after ``reduce_gradients``."""

@@ -17,6 +17,7 @@ from trainers import ROUNDS
 
 import tpcore
 from tpcore.layout.mesh import Mesh
+from tpcore.testing import run_ranks
 from tpcore.testing.pool import RankPool
 
 pytest.importorskip("trl", reason="trl is not installed: pip install trl")
@@ -103,3 +104,42 @@ def test_losses_are_those_of_one_process(pool: RankPool, tmp_path: Path, kind: s
     degrees = {"dp": pool.size // 2, "tp": 2}
     for got in pool.run(Mesh(degrees), _on_mesh, tmp_path, kind, adapters):
         assert got == pytest.approx(want, rel=ROUNDS["rtol"], abs=ROUNDS["atol"])
+
+
+def _as_optimum_neuron(ctx: Any, where: Path, sizes: dict[str, Any]) -> list[float]:
+    """As its published scripts do: flags, a sharded model, a configuration out of the flags, and the trainer."""
+    from peft import LoraConfig
+
+    from tpcore.integrations import optimum_neuron as optimum
+
+    flags = ["--output_dir", str(where / "out"), "--max_steps", "4", "--logging_steps", "1", "--report_to", "none"]
+    flags += ["--per_device_train_batch_size", "2", "--learning_rate", "1e-2", "--save_strategy", "no"]
+    flags += [f"--{name}={value}" for name, value in sizes.items()]
+    (arguments,) = transformers.HfArgumentParser(optimum.NeuronTrainingArguments).parse_args_into_dataclasses(flags)
+    made = optimum.NeuronModelForCausalLM.from_pretrained(
+        where / "model", arguments.trn_config, dtype=torch.float32, use_flash_attention_2=True
+    )
+    trainer = optimum.NeuronSFTTrainer(
+        args=optimum.NeuronSFTConfig(max_seq_length=16, packing=True, **arguments.to_dict()),
+        model=made,
+        peft_config=LoraConfig(r=4, target_modules=["embed_tokens", "q_proj", "down_proj"], task_type="CAUSAL_LM"),
+        tokenizer=tokenizer(),
+        train_dataset=data({"instruction": 6}),
+        formatting_func=lambda example: example["instruction"],
+    )
+    trainer.train()
+    trainer.save_model(str(where / "adapters"))
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_a_script_of_optimum_neuron(tmp_path: Path) -> None:
+    import peft
+
+    model().save_pretrained(tmp_path / "model")
+    (want,) = run_ranks(Mesh({"dp": 1, "tp": 1}), lambda ctx: _as_optimum_neuron(ctx, tmp_path, {}))
+    sizes = {"tensor_parallel_size": 2, "zero_1": True}  # and sequence parallelism, as by default
+    with RankPool(2) as ranks:
+        for got in ranks.run(Mesh({"dp": 1, "tp": 2}), _as_optimum_neuron, tmp_path, sizes):
+            assert got == pytest.approx(want, rel=ROUNDS["rtol"], abs=ROUNDS["atol"])
+    opened = peft.PeftModel.from_pretrained(model(), tmp_path / "adapters")
+    assert any(p.abs().sum() > 0 for name, p in opened.named_parameters() if "lora_B" in name)

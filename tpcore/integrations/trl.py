@@ -15,9 +15,12 @@ from ..models.loss import READS_WHOLE_HEAD
 from .transformers import Trainer
 
 with extra("trl", "tpcore.integrations.trl"):
-    import trl  # type: ignore[import-not-found, unused-ignore]
+    import trl as _trl  # type: ignore[import-not-found, unused-ignore]
 
-__all__ = ["DPOTrainer", "SFTTrainer"]
+__all__ = ["DPOTrainer", "SFTConfig", "SFTTrainer"]
+
+trl: Any = _trl  # which loads its classes by name
+SFTConfig = trl.SFTConfig
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,9 @@
 """The names by which training scripts know optimum-neuron, over tpcore's own parts."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from ...errors import extra
 
 with extra("trainer", __name__):
@@ -11,15 +15,39 @@ with extra("trainer", __name__):
         lazy_load_for_parallelism,
         make_optimizer_constructor_lazy,
     )
+    from .models import NeuronModelForCausalLM, NeuronPeftModel, NeuronPeftModelForCausalLM
     from .notes import send_example_telemetry
     from .options import ModelParallelismPlugin, TrainingNeuronConfig
     from .trainers import NeuronTrainer, Seq2SeqNeuronTrainer
     from .training_args import NeuronHfArgumentParser, NeuronTrainingArguments, Seq2SeqNeuronTrainingArguments
 
+if TYPE_CHECKING:
+    from ..peft import get_peft_model
+    from .sft import NeuronSFTConfig, NeuronSFTTrainer
+
+
+def __getattr__(name: str) -> Any:
+    # on first use: few scripts have peft and TRL
+    if name == "get_peft_model":
+        from ..peft import get_peft_model
+
+        return get_peft_model
+    if name in ("NeuronSFTConfig", "NeuronSFTTrainer"):
+        from . import sft
+
+        return getattr(sft, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 __all__ = [
     "ModelParallelismPlugin",
     "NeuronAccelerator",
     "NeuronHfArgumentParser",
+    "NeuronModelForCausalLM",
+    "NeuronPeftModel",
+    "NeuronPeftModelForCausalLM",
+    "NeuronSFTConfig",
+    "NeuronSFTTrainer",
     "NeuronTrainer",
     "NeuronTrainingArguments",
     "Parallelizer",
@@ -28,6 +56,7 @@ __all__ = [
     "Seq2SeqNeuronTrainingArguments",
     "TrainingNeuronConfig",
     "consolidate_model_parallel_checkpoints_to_unified_checkpoint",
+    "get_peft_model",
     "lazy_load_for_parallelism",
     "make_optimizer_constructor_lazy",
     "send_example_telemetry",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -11,6 +12,8 @@ import transformers
 from ..transformers import Trainer
 from ..transformers.files import save_in_parts
 from .training_args import NeuronTrainingArguments, Seq2SeqNeuronTrainingArguments
+
+_AFTER_ARGS = list(inspect.signature(transformers.Trainer.__init__).parameters)[3:]
 
 
 class NeuronTrainer(Trainer):
@@ -36,10 +39,14 @@ class NeuronTrainer(Trainer):
         model = None if model is None else plugin.parallelize_model(model)
         if options.get("model_init") is not None:
             options["model_init"] = _cut_after(options["model_init"], plugin.parallelize_model)
-        super().__init__(model, args, *rest, zero1=args.zero1_options, **options)
+        given = zip(_AFTER_ARGS, rest, strict=False)
+        super().__init__(model, args=args, zero1=args.zero1_options, **dict(given), **options)
 
     def save_weights(self, where: str) -> None:
-        save_in_parts(self.model, where, in_background=self.args.async_save)
+        if hasattr(self.model, "peft_config"):
+            super().save_weights(where)  # adapters are small: peft's files
+        else:
+            save_in_parts(self.model, where, in_background=self.args.async_save)
 
 
 class Seq2SeqNeuronTrainer(NeuronTrainer, transformers.Seq2SeqTrainer):

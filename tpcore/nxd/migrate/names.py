@@ -99,6 +99,7 @@ _PLUGIN, _CONSOLIDATE = (
     "ModelParallelismPlugin",
     "consolidate_model_parallel_checkpoints_to_unified_checkpoint",
 )
+_SFT = ("NeuronSFTConfig", "NeuronSFTTrainer")
 _SEQ2SEQ = ("Seq2SeqNeuronTrainer", "Seq2SeqNeuronTrainingArguments")
 OPTIMUM = {
     f"optimum.neuron{inside}.{name}": Counterpart(f"{_NEURON}.{name}")
@@ -110,10 +111,13 @@ OPTIMUM = {
             "NeuronAccelerator",
             _PLUGIN,
             *_SEQ2SEQ,
+            *_SFT,
         ),
         ".hf_argparser": ("NeuronHfArgumentParser",),
         ".training_args": ("NeuronTrainingArguments", _SEQ2SEQ[1]),
-        ".trainers": ("NeuronTrainer", _SEQ2SEQ[0]),
+        ".trainers": ("NeuronTrainer", _SEQ2SEQ[0], *_SFT),
+        ".trainers.sft_config": _SFT[:1],
+        ".trainers.sft_trainer": _SFT[1:],
         ".trainers.trainers": ("NeuronTrainer",),
         ".trainers.training_args": ("NeuronTrainingArguments",),
         ".accelerate": ("NeuronAccelerator", _PLUGIN),
@@ -121,7 +125,8 @@ OPTIMUM = {
         ".accelerate.utils": (_PLUGIN,),
         ".accelerate.utils.dataclasses": (_PLUGIN,),
         ".models.neuron_config": ("TrainingNeuronConfig",),
-        ".models.training": ("TrainingNeuronConfig",),
+        ".models.training": ("TrainingNeuronConfig", "NeuronModelForCausalLM"),
+        ".peft": ("NeuronPeftModel", "NeuronPeftModelForCausalLM", "get_peft_model"),
         ".models.training.config": ("TrainingNeuronConfig",),
         ".models.training.checkpointing": (_CONSOLIDATE,),
         ".distributed": (
@@ -205,10 +210,8 @@ _ABSENT = {
 
 
 _OF_OPTIMUM = {
-    "NeuronModelForCausalLM": "transformers' AutoModelForCausalLM, inside lazy_load_for_parallelism",
-    "NeuronSFTTrainer": "NeuronTrainer, with tokens in the data set",
-    "NeuronSFTConfig": "NeuronTrainingArguments",
-    "NeuronPeftModelForCausalLM": "tpcore.integrations.peft.get_peft_model",
+    "NeuronORPOTrainer": "tpcore.integrations.trl.DPOTrainer, or a loss of one's own in NeuronTrainer",
+    "NeuronGRPOTrainer": "there is none: it needs a server that generates",
 }
 """What to do where optimum-neuron has a class that is not here, under any of its modules."""
 

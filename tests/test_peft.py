@@ -467,3 +467,69 @@ def test_training_and_its_checkpoint_on_another_mesh(how: str, recompute: bool, 
     got = run_ranks(Mesh({"dp": 2, "tp": 2}), first)[0] + run_ranks(Mesh({"dp": 1, "tp": 4}), then)[0]
     # AdamW divides by square roots of tiny sums in its first steps, which multiplies rounding
     torch.testing.assert_close(torch.stack(got), torch.stack(losses), rtol=0, atol=1e-10)
+
+
+MESHES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "dp 2 x tp 2": ({"dp": 2, "tp": 2}, {}),
+    "tp 4": ({"dp": 1, "tp": 4}, {}),
+    "pp 2": ({"pp": 2, "dp": 1, "tp": 1}, {"num_microbatches": 2}),
+    "pp 2 x tp 2": ({"pp": 2, "dp": 1, "tp": 2}, {"num_microbatches": 2}),
+}
+
+
+def _batches(dp: int) -> list[list[dict[str, Tensor]]]:
+    """[step][dp rank]: of one length, so that the mean over dp is the whole batch's."""
+    ids = torch.randint(3, 99, (20, dp, 4, 8), generator=torch.Generator().manual_seed(3))
+    return [[{"input_ids": one, "labels": one} for one in batch] for batch in ids]
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", tiers(["llama", "mixtral"], slow=["mistral", "qwen2", "gpt2", "bert"]))
+def test_twenty_steps(name: str, mesh: str, tmp_path: Path) -> None:
+    axes, cuts = MESHES[mesh]
+    if cuts and name in ("gpt2", "bert"):  # which do not run as stages
+        return
+    make, targets = MODELS[name]
+    dense = peft.get_peft_model(made(make), config(targets))
+    warm(dense)
+    plain, want = torch.optim.AdamW([p for p in dense.parameters() if p.requires_grad], lr=1e-2), []
+    for batches in _batches(axes["dp"]):
+        plain.zero_grad()
+        loss = dense(**{key: torch.cat([one[key] for one in batches]) for key in batches[0]}).loss
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(dense.parameters(), 0.5)
+        plain.step()
+        want += [float(loss.detach()), float(norm)]
+
+    def rank(ctx: tpcore.ParallelContext) -> list[float]:
+        whole = peft.get_peft_model(made(make), config(targets))
+        warm(whole)
+        model = tpcore.parallelize(whole, **cuts)
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        optimizer, found = tpcore.Zero1(torch.optim.AdamW, trained, lr=1e-2), []
+        for batches in _batches(axes["dp"]):
+            optimizer.zero_grad()
+            loss = model(**batches[ctx.coord("dp")]).loss
+            loss.backward()
+            norm = tpcore.optimizer_step(optimizer, max_norm=0.5)
+            found += [float(ctx.batch.all_reduce(loss.detach()) / axes["dp"]), float(norm)]
+        model.save_pretrained(tmp_path / "adapters")
+        return found
+
+    for found in run_ranks(Mesh(axes), rank):
+        # norms and rotary tables round to float32, and AdamW divides by roots of small squares
+        assert found == pytest.approx(want, rel=1e-5)
+    opened = peft.PeftModel.from_pretrained(made(make), tmp_path / "adapters")
+    trained = dict(dense.named_parameters())
+    for key, p in opened.named_parameters():
+        if "lora_" in key:
+            torch.testing.assert_close(p, trained[key].detach(), rtol=0, atol=1e-4, check_dtype=False)
+
+
+def test_adapters_come_before_stages() -> None:
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        model = tpcore.parallelize(made(llama), num_microbatches=2)
+        with pytest.raises(ValueError, match=r"of its stage alone, .* before, tpcore.parallelize\(peft.get_peft"):
+            get_peft_model(model, config())
+
+    run_ranks(Mesh({"pp": 2, "dp": 1, "tp": 1}), rank)

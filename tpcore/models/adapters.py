@@ -11,15 +11,22 @@ from typing import Any
 
 from peft.tuners import lora
 from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
-from peft.utils import load_peft_weights, set_peft_model_state_dict
+from peft.utils import (
+    SAFETENSORS_WEIGHTS_NAME,
+    get_peft_model_state_dict,
+    load_peft_weights,
+    set_peft_model_state_dict,
+)
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
-from torch import nn
+from safetensors.torch import load, save, save_file
+from torch import Tensor, nn
 
 from ..layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
 from ..layers.module import ParallelModule
 from ..layers.sharding import sharding
-from ..runtime.consensus import together
+from ..runtime.consensus import gather_bytes, together
 from ..runtime.context import current
+from ..train.pipeline import PipelinedLayers
 from .lora import HEAD, LAYERS, ShardedLora, ShardedLoraEmbedding, refuse, take_part
 from .whole import whole
 
@@ -43,8 +50,13 @@ def prepared(config: Any) -> Any:
 
 
 def check_targets(model: Any, config: Any) -> None:
-    """Before peft changes anything: ValueError for an adapter of the head; names instead of "all-linear", for which
-    peft looks for the classes of whole layers."""
+    """Before peft changes anything: ValueError for an adapter of the head and for a model of several stages; names
+    instead of "all-linear", for which peft looks for the classes of whole layers."""
+    if any(isinstance(module, PipelinedLayers) and module.pp.size > 1 for module in model.modules()):
+        raise ValueError(
+            "this rank has the layers of its stage alone, and would draw other initial values than one process: add "
+            "adapters before, tpcore.parallelize(peft.get_peft_model(model, config), num_microbatches=...)"
+        )
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if config.target_modules != "all-linear":
         name = next((n for n, m in model.named_modules() if m is head), "")
@@ -86,16 +98,33 @@ def save_adapters(
         for name, t in model.state_dict(keep_vars=True).items():
             if t.requires_grad or "lora_" in name or "modules_to_save" in name or id(t) in tables:
                 state[name] = whole(t)
+    stages = _of_stages(model, state) if ctx.mesh.axes.get("pp", 1) > 1 else {}
     with together(ctx):
         if ctx.rank == 0:
             type(model).save_pretrained(model, os.fspath(save_directory), *args, state_dict=state, **options)
+            for name, whole_adapter in stages.items():  # peft writes what its model has, one stage's
+                file = os.path.join(_folder(os.fspath(save_directory), name), SAFETENSORS_WEIGHTS_NAME)
+                save_file(whole_adapter, file, {"format": "pt"})
+
+
+def _of_stages(model: Any, state: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """The adapters of all stages by name, from the ``state`` of each. Collective over them."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for name in model.peft_config:
+        mine = get_peft_model_state_dict(model, state_dict=state, adapter_name=name)
+        parts = gather_bytes(save(mine), current().comm("pp"))
+        found[name] = {key: t for part in parts for key, t in load(part).items()}
+    return found
+
+
+def _folder(where: str, name: str) -> str:
+    return where if name == "default" else os.path.join(where, name)
 
 
 def load_adapters(model: Any, where: str) -> None:
     """Load this rank's part of what ``save_pretrained`` wrote, for each adapter of the ``PeftModel``."""
     for name in model.peft_config:
-        folder = where if name == "default" else os.path.join(where, name)
-        set_peft_model_state_dict(model, load_peft_weights(folder, "cpu"), adapter_name=name)
+        set_peft_model_state_dict(model, load_peft_weights(_folder(where, name), "cpu"), adapter_name=name)
 
 
 _TABLES = nn.Embedding, ParallelEmbedding
@@ -130,9 +159,11 @@ def aside(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
+        here = dict(model.named_modules())  # others are on another stage
         for name, layer in layers.items():
-            setattr(layer, _INNER[type(layer)], model.get_submodule(name))
-            _put(model, name, _sharded(layer))
+            if name in here:
+                setattr(layer, _INNER[type(layer)], here[name])
+                _put(model, name, _sharded(layer))
         model.__dict__.pop("peft_config", None)
         if configs:
             model.peft_config = configs

@@ -133,15 +133,15 @@ def _decided(
 
 def _with_adapters(model: nn.Module, context: ParallelContext, num_microbatches: int | None, **options: Any) -> None:
     """``parallelize`` a model with adapters of peft, which step aside meanwhile."""
+    from ..train.pipeline import PipelinedLayers
     from . import adapters
 
-    if num_microbatches is not None:
-        raise ValueError(
-            "num_microbatches= with adapters: add them after parallelize, by tpcore.integrations.peft.get_peft_model"
-        )
     base = adapters.base_of(model)
     with adapters.aside(base):
-        parallelize(base, ctx=context, **options)
+        parallelize(base, ctx=context, num_microbatches=num_microbatches, **options)
+    for module in base.modules():
+        if isinstance(module, PipelinedLayers):
+            module.mark_places()
     if model is not base:
         adapters.bound(model)
 

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -45,9 +45,9 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
 def whole(tensor: Tensor) -> Tensor:
     """One parameter or buffer, whole, on the CPU. Collective over the ranks that have its parts."""
     found, part = sharding(tensor), tensor.detach()
-    if found is None or not found.axes:
+    layout = None if found is None else replace(found.layout, slot=None)  # of a stage: its ranks gather
+    if found is None or layout is None or not layout.axes_on(found.ctx.mesh):
         return part.cpu().clone()
-    layout = found.layout
     if "ep" in layout.axes:
         part, layout = found.ctx.comm("ep").all_gather(part, 0), layout.without("ep")
     comm = found.ctx.comm(*layout.axes)

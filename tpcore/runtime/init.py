@@ -83,12 +83,13 @@ def whole_tensors_only() -> Iterator[None]:
 
 
 def default_backend() -> tuple[str, str]:
-    """The first of TPCORE_BACKEND, neuron if it can run here, cpu_gloo; and the reason for it."""
+    """The first of TPCORE_BACKEND, neuron or cuda if it can run here, cpu_gloo; and the reason for it."""
     chosen, why = settings.BACKEND.get(), f"{settings.BACKEND.name} is set"
     if not chosen:
-        usable = backend_class("neuron").unavailable() is None
-        chosen = "neuron" if usable else "cpu_gloo"
-        why = "it can run here" if usable else "no Neuron device is present"
+        usable = (name for name in ("neuron", "cuda") if backend_class(name).unavailable() is None)
+        chosen, why = next(usable, "cpu_gloo"), "it can run here"
+        if chosen == "cpu_gloo":
+            why = "no Neuron device and no GPU is present"
     return chosen, why
 
 

@@ -88,7 +88,7 @@ class CudaBackend(C10dBackend):
 
     @classmethod
     def _carrier(cls) -> str:
-        version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+        version = torch.cuda.nccl.version()
         return f"NCCL {'.'.join(map(str, version))}, one rank a GPU,"
 
     @classmethod
@@ -140,23 +140,20 @@ class CudaBackend(C10dBackend):
         made = super()._made_over(group, pg, watch)
         if watch is not None and self._queue is not None and isinstance(made, C10dTransport):
             made.finish = partial(self._queue.finish, watch)
-            watch.parting(partial(self._abort, pg))
+            watch.parting(partial(self._abort, watch, pg))
         return made
 
-    def _abort(self, pg: Callable[[], Any]) -> None:
-        """End the kernels that wait for a lost rank: the host would wait for them, and never return."""
+    def _abort(self, watch: Waiting, pg: Callable[[], Any]) -> None:
+        """In a lost job, end the kernels that wait for other ranks: the host would wait for them, and never
+        return. The job's monitor calls it; a program that ends well leaves its kernels to their end."""
         abort = getattr(pg()._get_backend(self.device()), "abort", None)
-        if abort is not None:
+        if abort is not None and watch.lost_job is not None:
             abort()
 
     def _close(self, error: BaseException | None) -> None:
         if self._queue is not None:
             self._queue.close()
             self._queue = None
-        if error is not None and self.lazy:  # a group that waits for a lost rank can only be aborted
-            for made in self._connected:
-                if made.size > 1:
-                    self._abort(lambda made=made: made.process_group)  # type: ignore[misc]
         super()._close(error)
         self._environment.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 from collections import deque
@@ -27,6 +28,8 @@ class Queue(threading.Thread):
         super().__init__(name="tpcore queue", daemon=True)
         self._timeout, self._ended = timeout, threading.Event()
         self._under_way: deque[tuple[Waiting, Callable[[], bool]]] = deque()
+        # an interpreter that ends would end this thread inside a call of the driver
+        atexit.register(self.close)
 
     def finish(self, watch: Waiting, work: Any) -> None:
         """Let the current stream wait for ``work``. Returns at once."""
@@ -54,6 +57,7 @@ class Queue(threading.Thread):
                 return
 
     def close(self) -> None:
+        atexit.unregister(self.close)
         self._ended.set()
         self.join()
         self._under_way.clear()

@@ -170,10 +170,16 @@ class Waiting:
         """Post that a collective of this group was not complete in time. For a thread that watches a device."""
         self._timed_out()
 
+    @property
+    def lost_job(self) -> BackendError | None:
+        """The error of the job's verdict; None while there is none."""
+        verdict = self._peers.verdict
+        return None if verdict is None else verdict.error(self._recorder.last())
+
     def _raise_if_over(self) -> None:
         """On a device with a queue nothing else raises the job's verdict: no wait fails."""
-        if self._lazy and self._peers.verdict is not None:
-            raise self._peers.verdict.error(self._recorder.last())
+        if self._lazy and (error := self.lost_job) is not None:
+            raise error
 
     def _timed_out(self) -> BackendError:
         peers = self._peers

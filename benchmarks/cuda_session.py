@@ -21,6 +21,7 @@ one device, so it shows costs, not gains. With ``--backend cpu_gloo --size tiny`
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import statistics
@@ -150,7 +151,7 @@ def loss(options: Namespace) -> dict[str, Any]:
     if options.contestant == "plain":
         total = F.cross_entropy
     if options.contestant == "liger":
-        from liger_kernel.transformers.functional import liger_cross_entropy as total
+        total = importlib.import_module("liger_kernel.transformers.functional").liger_cross_entropy
 
     def run() -> None:
         total(logits, target).mean().backward()
@@ -233,7 +234,8 @@ def session(options: Namespace) -> bool:
         options.out.write_text(json.dumps({"where": where(), "figures": figures}, indent=1))
         print(f"{name}: {in_a_line(figures[name])}", flush=True)
     curves = {name: found["losses"] for name, found in figures.items() if "losses" in found}
-    first, *others = curves.values() or [[]]
+    every: list[list[float]] = list(curves.values()) or [[]]
+    first, others = every[0], every[1:]
     apart = max((abs(a / b - 1) for other in others for a, b in zip(first, other, strict=True)), default=float("nan"))
     print(f"{len(curves)} of 3 curves, at most {apart:.1e} apart; everything is in {options.out}")
     return len(curves) == 3 and apart <= APART

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 from tpcore_cuda import CudaBackend, CudaOverGloo
 from tpcore_cuda.queue import Queue
@@ -32,7 +33,7 @@ from tpcore.testing import run_ranks
 from tpcore.testing.pool import RankPool
 
 TP2 = Mesh({"tp": 2})
-READS = {"tolist", "item", "numpy", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__", "__len__"}
+READS = {"tolist", "item", "numpy", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__"}
 
 
 class StandIn(CudaOverGloo):
@@ -56,15 +57,19 @@ def ranks() -> Iterator[RankPool]:
 
 # -- the host never waits for a value ---------------------------------------------------------------------
 class _Calls(TorchFunctionMode):
-    """Methods that read values, by name: some never reach the dispatcher on a CPU."""
+    """Methods that read values, by name: some never reach the dispatcher on a CPU. And tensors that are made on the
+    default device, which would not be the other tensors' device.
+    """
 
     def __init__(self) -> None:
         self.found: list[str] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        if name in READS and name != "__len__":
+        if name in READS:
             self.found.append(name)
+        if func in _device_constructors() and (kwargs or {}).get("device") is None:
+            self.found.append(f"{name} without a device")
         return func(*args, **(kwargs or {}))
 
 
@@ -97,7 +102,9 @@ def reads(fn: Any) -> tuple[list[str], int]:
 class Model(torch.nn.Module):
     def __init__(self, sequence_dim: int | None) -> None:
         super().__init__()
-        self.embedding = tpcore.ParallelEmbedding(50, 16, pad=True, sequence_dim=sequence_dim)
+        self.embedding = tpcore.ParallelEmbedding(
+            50, 16, pad=True, shard_across_embedding=sequence_dim is not None, sequence_dim=sequence_dim
+        )
         self.norm = torch.nn.LayerNorm(16)
         self.up = tpcore.ColumnParallelLinear(16, 32, gather_output=False, sequence_dim=sequence_dim)
         self.down = tpcore.RowParallelLinear(32, 16, input_is_parallel=True, sequence_dim=sequence_dim)
@@ -111,12 +118,15 @@ class Model(torch.nn.Module):
 def _step(ctx: ParallelContext, sequence_dim: int | None, dtype: torch.dtype) -> list[str]:
     torch.manual_seed(0)
     model = Model(sequence_dim)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # AdamW reads its count of steps, which is on the host
     ids = torch.arange(8).view(2, 4)
 
     def step() -> None:
         with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
             logits = model(ids)
             tpcore.parallel_cross_entropy(logits, ids, label_smoothing=0.1).mean().backward()
+        tpcore.optimizer_step(optimizer, max_norm=1.0)
+        optimizer.zero_grad()
 
     step()
     assert not ctx.comm("tp").reads_are_cheap
@@ -142,6 +152,7 @@ def test_the_counter_sees_what_a_cpu_backend_reads() -> None:
         lambda: bool(x.any()),
         x.nonzero,
         lambda: x.max().item(),
+        lambda: torch.ones(2),
     ):
         assert reads(fn)[0], fn
 

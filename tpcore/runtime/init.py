@@ -160,8 +160,8 @@ def init(
     ``pp``: pipeline stages, the outermost axis of the mesh; ``ctx.comm("pp", "tp")`` spans stages and tp.
     ``cp``: ranks among which the tokens of each sequence are divided (``tpcore.parallelize``); the axis is
     between dp and tp, and a mesh has it at ``cp`` above 1.
-    ``backend``: a plugin's name, an instance, or None to choose one (``TPCORE_BACKEND``, else neuron if a
-    Neuron device is present, else cpu_gloo). ``timeout``: seconds that a collective waits for a rank before
+    ``backend``: a plugin's name, an instance, or None to choose one (``TPCORE_BACKEND``, else neuron or cuda if
+    such a device is present, else cpu_gloo). ``timeout``: seconds that a collective waits for a rank before
     every rank gets an error; default ``TPCORE_TIMEOUT`` or 120.
 
     Raises ValueError if pp times cp times tp does not divide the world, RuntimeError if called twice, BackendError if

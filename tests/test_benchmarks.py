@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import forked
@@ -96,3 +97,15 @@ def test_load_model() -> None:
     printed = _run("load_model", "--size", "tiny", "--tp", "2", "4")
     for contestant in ("tpcore, tp=2", "tpcore, tp=4", "transformers, one process"):
         assert f"| {contestant} |" in printed
+
+
+def test_cuda_session_where_no_gpu_is(tmp_path: Path) -> None:
+    """Every stage but Liger's runs on CPUs, and the curves agree."""
+    out = tmp_path / "session.json"
+    options = ["--backend", "cpu_gloo", "--size", "tiny", "--rounds", "1", "--out", str(out)]
+    options += ["--stages", "curve", "reads", "step", "loss", "generate"]
+    assert "3 of 3 curves" in _run("cuda_session", *options)
+    figures = json.loads(out.read_text())["figures"]
+    failed = {name: found["error"] for name, found in figures.items() if "error" in found}
+    assert set(failed) <= {"loss, liger, tp=1"}
+    assert figures["step, tpcore, tp=2"]["seconds"] > 0

@@ -310,7 +310,13 @@ def test_environment_table_is_that_of_the_code() -> None:
     from tpcore.settings import Variable  # here: a page's process is spared it
 
     rows = ["| Variable | Set by | Values | Meaning |", "|---|---|---|---|"]
-    for module in ("tpcore.settings", "tpcore_cpu_gloo.backend", "tpcore_neuron.settings"):
+    for module in (
+        "tpcore.settings",
+        "tpcore_cpu_gloo.backend",
+        "tpcore_cuda",
+        "tpcore_cuda.backend",
+        "tpcore_neuron.settings",
+    ):
         for v in vars(importlib.import_module(module)).values():
             if isinstance(v, Variable):
                 rows.append(f"| `{v.name}` | {v.set_by} | {v.values} | {v.meaning} |")

@@ -128,7 +128,7 @@ def test_the_core_imports_no_backend_and_the_product_no_tests() -> None:
     wrong = []
     for module in TREES:
         for to, name in imports(module):
-            if module.startswith("tpcore.") and to.startswith(("tpcore_cpu_gloo", "tpcore_neuron")):
+            if module.startswith("tpcore.") and to.startswith(("tpcore_cpu_gloo", "tpcore_cuda", "tpcore_neuron")):
                 wrong.append(f"{module} imports {to} {name}")
             testing = module.startswith(("tpcore.testing", "tpcore.cli.verify", "tpcore_neuron.testing"))
             # what `python -m tpcore_neuron.testing.verify` runs

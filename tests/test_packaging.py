@@ -19,7 +19,7 @@ from packaging.version import Version
 import tpcore
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = {"tpcore", "tpcore_cpu_gloo", "tpcore_neuron"}
+PACKAGES = {"tpcore", "tpcore_cpu_gloo", "tpcore_cuda", "tpcore_neuron"}
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def requirements(metadata: Message, extra: str = "") -> dict[str, Requirement]:
     return {r.name: r for r in chosen}
 
 
-def test_the_wheel_holds_the_three_packages_the_plugin_of_pytest_and_nothing_else(wheel):
+def test_the_wheel_holds_the_four_packages_the_plugin_of_pytest_and_nothing_else(wheel):
     tops = {name.partition("/")[0] for name in wheel.namelist()}
     assert tops == PACKAGES | {"tpcore_pytest.py", f"tpcore-{tpcore.__version__}.dist-info"}
     assert {f"{package}/py.typed" for package in PACKAGES} <= set(wheel.namelist())
@@ -54,6 +54,7 @@ def test_every_module_of_the_checkout_is_in_the_wheel(wheel):
     homes = {
         "tpcore": ROOT,
         "tpcore_cpu_gloo": ROOT / "backends/cpu_gloo",
+        "tpcore_cuda": ROOT / "backends/cuda",
         "tpcore_neuron": ROOT / "backends/neuron",
     }
     here = {
@@ -67,14 +68,14 @@ def test_entry_points(wheel):
     assert text.split() == [
         *("[console_scripts]", "tpcore", "=", "tpcore.cli:main"),
         *("[pytest11]", "tpcore_pytest", "=", "tpcore_pytest"),
-        *("[tpcore]", "cpu_gloo", "=", "tpcore_cpu_gloo", "neuron", "=", "tpcore_neuron"),
+        *("[tpcore]", "cpu_gloo", "=", "tpcore_cpu_gloo", "cuda", "=", "tpcore_cuda", "neuron", "=", "tpcore_neuron"),
     ]
 
 
 def test_the_wheel_works_without_the_checkout(wheel, tmp_path):
     wheel.extractall(tmp_path)
     code = (
-        "import json, sys, tpcore, tpcore_cpu_gloo, tpcore_neuron;"
+        "import json, sys, tpcore, tpcore_cpu_gloo, tpcore_cuda, tpcore_neuron;"
         "print(json.dumps([sys.modules[name].__file__ for name in sys.argv[1:]]));"
         "print(tpcore.backend.backend_class('cpu_gloo').unavailable())"
     )
@@ -166,7 +167,7 @@ def test_importing_the_library_imports_no_backend_no_extra_and_no_compiler():
     printed = subprocess.check_output([sys.executable, "-c", code, *steps], text=True).splitlines()
     loaded = {step: set(modules.split()) for step, modules in zip(steps, printed, strict=True)}
     assert "tpcore.backend" in loaded["tpcore"]
-    backends = {"tpcore_cpu_gloo", "tpcore_neuron", "torch_xla", "torch_neuronx"}
+    backends = {"tpcore_cpu_gloo", "tpcore_cuda", "tpcore_neuron", "torch_xla", "torch_neuronx"}
     compiler = {"torch._dynamo", "torch._inductor", "sympy"}  # as much CPU time again as torch itself
     extras = {"transformers", "accelerate", "tokenizers", "h5py", "matplotlib", "tensorboard", "cloudpickle"}
     commands = {"typer", "rich"}

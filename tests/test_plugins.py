@@ -97,7 +97,7 @@ def test_the_environment_chooses_and_the_choice_is_said(
 def test_an_unknown_backend_is_told_what_there_is(install: Install) -> None:
     install("mine", GOOD)
     with pytest.raises(
-        BackendError, match=r"no backend 'mien' is installed; there are \['cpu_gloo', 'mine', 'neuron'\]"
+        BackendError, match=r"no backend 'mien' is installed; there are \['cpu_gloo', 'cuda', 'mine', 'neuron'\]"
     ):
         tpcore.init("mien")
 
@@ -132,7 +132,7 @@ def test_a_broken_plugin_names_itself_and_hides_no_other(how: str, install: Inst
     with pytest.raises(BackendError, match=rf"(?s)backend 'broken' of tpcore-broken 1\.2.*{said}"):
         tpcore.init("broken")
     infos = {b.name: b for b in tpcore.backends()}
-    assert {"broken", "cpu_gloo", "mine", "neuron"} <= set(infos)
+    assert {"broken", "cpu_gloo", "cuda", "mine", "neuron"} <= set(infos)
     assert infos["mine"].usable
     assert infos["cpu_gloo"].usable
     assert not infos["broken"].usable

@@ -80,7 +80,7 @@ BACKEND = Variable(
     str,
     "",
     "a backend's name",
-    "The backend for `init(backend=None)`. Default: `neuron` where it can run, else `cpu_gloo`.",
+    "The backend for `init(backend=None)`. Default: `neuron` or `cuda` where it can run, else `cpu_gloo`.",
 )
 TIMEOUT = Variable(
     "TPCORE_TIMEOUT",

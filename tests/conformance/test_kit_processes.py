@@ -1,4 +1,4 @@
-"""The kit on processes: both roads of the cpu_gloo backend, and a backend of a few lines on its base.
+"""The kit on processes: both roads of the cpu_gloo backend, a backend of a few lines on its base, and cuda's.
 
 What the roads share, the kit on threads tests for all of them. `make test` runs here what a road does
 itself: it moves bytes and sums, in pieces and in groups.
@@ -14,6 +14,7 @@ import pytest
 import torch
 from tiers import tiers
 from tpcore_cpu_gloo import GlooBackend
+from tpcore_cuda import CudaOverGloo
 
 from tpcore.backend.interface import Backend
 from tpcore.c10d.backend import C10dBackend
@@ -32,6 +33,12 @@ class Simple(C10dBackend):
 
     def device(self) -> torch.device:
         return torch.device("cpu")
+
+
+class CudaStandIn(CudaOverGloo):
+    """The backend for GPUs where none is: all but the device's own calls, and no read of a value in a step."""
+
+    kind = "cpu"
 
 
 class Tiny(GlooBackend):
@@ -116,3 +123,14 @@ class TestSimple(Sampled):
 
     def backend_class(self) -> type[Backend]:
         return Simple
+
+
+class TestCuda(Sampled):
+    tested = CudaStandIn
+
+    @staticmethod
+    def quick(test: str, params: Mapping[str, Any]) -> bool:
+        return test in ("test_joined", "test_values", "test_layers") and TestShared.quick(test, params)
+
+    def backend_class(self) -> type[Backend]:
+        return CudaStandIn

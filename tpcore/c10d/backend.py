@@ -104,8 +104,8 @@ class C10dBackend(Backend):
         store, rank, world = self._job(adopted)
         self._rank, self._world = rank, world
         if world > 1:
-            lazy = self.device().type != "cpu"
-            self._supervisor = Supervisor(store, rank, world, self._timeout, self.library, lazy)
+            self._supervisor = Supervisor(store, rank, world, self._timeout, self.library, self.lazy)
+            self._supervised(self._supervisor)
             store = self._supervisor.store
         if not adopted:
             with self._connecting(range(world)):
@@ -159,6 +159,14 @@ class C10dBackend(Backend):
         return None if self._supervisor is None else self._supervisor.gone(rank)
 
     # -- hooks for subclasses -----------------------------------------------------------------------------
+    @property
+    def lazy(self) -> bool:
+        """Whether the transport's wait returns at once and makes a device's stream wait."""
+        return self.device().type != "cpu"
+
+    def _supervised(self, supervisor: Supervisor) -> None:
+        """Called on all ranks before the first group is made: what they compare here, they refuse together."""
+
     def _sockets(self) -> frozenset[int]:
         """Inodes of sockets to shut down when the job is lost, for a transport that cannot be aborted."""
         return frozenset()

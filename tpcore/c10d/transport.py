@@ -50,7 +50,7 @@ class C10dTransport(Transport):
     ) -> None:
         super().__init__(group, rank, device)
         self._pg, self._watch = pg, watch
-        self._finish = _wait if watch is None else watch.finish
+        self.finish: Callable[[Any], None] = _wait if watch is None else watch.finish
         if group.size > 1:
             self._calls = self._handle(pg())
 
@@ -86,7 +86,7 @@ class C10dTransport(Transport):
         work = self._calls.allreduce([out], REDUCE["max" if dtype is torch.bool else op])
 
         def wait() -> Tensor:
-            self._finish(work)
+            self.finish(work)
             return out if wide is x else out.to(dtype)
 
         return wait
@@ -100,7 +100,7 @@ class C10dTransport(Transport):
         work = self._calls._allgather_base(self._wire(every).view(-1), self._wire(x).view(-1))
 
         def wait() -> Tensor:
-            self._finish(work)
+            self.finish(work)
             return every.amax(0)
 
         return wait
@@ -109,7 +109,7 @@ class C10dTransport(Transport):
         self._enter("all_gather", x, dim)
         x = x.detach().contiguous()
         out = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
-        self._finish(self._calls._allgather_base(self._wire(out), self._wire(x)))
+        self.finish(self._calls._allgather_base(self._wire(out), self._wire(x)))
         if dim == 0:
             return out
         shape = (*x.shape[:dim], self.size * x.shape[dim], *x.shape[dim + 1 :])
@@ -128,14 +128,14 @@ class C10dTransport(Transport):
         out = torch.empty_like(sent[0])
         # flat: some transports divide only dim 0, others compare shapes
         options = _options(dist.ReduceScatterOptions(), reduceOp=_SUM)
-        self._finish(self._calls._reduce_scatter_base(out.view(-1), sent.view(-1), options))
+        self.finish(self._calls._reduce_scatter_base(out.view(-1), sent.view(-1), options))
         return out
 
     def broadcast(self, x: Tensor, src: int) -> Tensor:
         self._enter("broadcast", x, src)
         out = copied(x) if src == self.index else x.new_empty(x.shape)
         options = _options(dist.BroadcastOptions(), rootRank=src)
-        self._finish(self._calls.broadcast([self._wire(out)], options))
+        self.finish(self._calls.broadcast([self._wire(out)], options))
         return out
 
     def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Tensor:
@@ -154,13 +154,13 @@ class C10dTransport(Transport):
         taken = [got.numel() if r == source else 0 for r in range(self.size)]
         if source < 0:
             out.zero_()
-        self._finish(self._calls.alltoall_base(got[: sum(taken)], sent[: sum(given)], taken, given, _ALL_TO_ALL))
+        self.finish(self._calls.alltoall_base(got[: sum(taken)], sent[: sum(given)], taken, given, _ALL_TO_ALL))
         return out
 
     def _exchanged(self, sent: Tensor) -> Tensor:
         """Send row ``i`` of ``sent`` to member ``i``; return the received rows in the group's order."""
         got = torch.empty_like(sent)
-        self._finish(self._calls.alltoall_base(self._wire(got), self._wire(sent), [], [], _ALL_TO_ALL))
+        self.finish(self._calls.alltoall_base(self._wire(got), self._wire(sent), [], [], _ALL_TO_ALL))
         return got
 
     def _chunks(self, x: Tensor, dim: int) -> Tensor:

@@ -34,7 +34,7 @@ class Comm:
         unchecked = alone or transport.compares or not transport.eager
         self.transport = transport if unchecked else Checked(transport)
         self.group, self.size, self.position = transport.group, transport.size, transport.position
-        self.eager = transport.eager
+        self.eager, self.reads_are_cheap = transport.eager, transport.reads_are_cheap
         self.device_type = transport.position.device.type  # asking the tensor takes 0.4 us, in each layer
         self._pid, self._rank = os.getpid(), transport.members[transport.index]
         self.padded: set[int] = set()

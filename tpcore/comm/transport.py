@@ -157,7 +157,7 @@ class Transport(ABC):
     """
 
     eager: ClassVar[bool] = True
-    """Whether reading a value on the host is cheap. False for lazy backends, where a read cuts the graph."""
+    """Whether Python may branch on values. False for lazy backends, where a read cuts the graph."""
     compares: ClassVar[bool] = False
     """Whether the transport itself detects ranks that make different calls, so that ``Comm`` need not."""
 
@@ -170,6 +170,11 @@ class Transport(ABC):
     def __repr__(self) -> str:
         """How tensors travel: part of the context's repr."""
         return type(self).__name__
+
+    @property
+    def reads_are_cheap(self) -> bool:
+        """Whether the host reads a value without a wait for a device: what runs in every step reads only then."""
+        return self.eager and self.position.device.type == "cpu"
 
     @property
     def process_group(self) -> Any:

@@ -136,7 +136,7 @@ class ParallelEmbedding(ParallelModule):
 
     def forward(self, ids: Tensor) -> Tensor:
         if self.tp.eager:
-            check_ids(ids, self.num_embeddings, "ParallelEmbedding")
+            check_ids(ids, self.num_embeddings, "ParallelEmbedding", read=self.tp.reads_are_cheap)
             self.look_alike("the ids", ids)
         if self.max_norm is not None:
             self._renormalize(ids)

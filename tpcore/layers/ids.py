@@ -11,13 +11,16 @@ def _exporting() -> bool:
     return bool(ask and ask())
 
 
-def check_ids(ids: Tensor, size: int, what: str, ignore: int | None = None) -> None:
+def check_ids(ids: Tensor, size: int, what: str, ignore: int | None = None, *, read: bool = True) -> None:
     """Raise IndexError if an id is outside ``range(size)`` and not ``ignore``.
 
     Reads values, which would cut the graph on lazy backends: callers skip it there. Under torch.export and
-    torch.compile it is an assertion in the graph, and the error is a RuntimeError.
+    torch.compile, and without ``read``, which a device's queue would wait for, it is an assertion in the graph
+    or the queue, and the error is a RuntimeError.
     """
-    if _exporting() or torch.compiler.is_dynamo_compiling():
+    if not read or _exporting() or torch.compiler.is_dynamo_compiling():
+        if ids.is_meta:
+            return
         fits = (ids >= 0) & (ids < size)
         fits = fits if ignore is None else fits | (ids == ignore)
         torch._assert_async(fits.all(), f"{what}: an id does not fit a vocabulary of {size}")

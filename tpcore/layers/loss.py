@@ -22,23 +22,26 @@ from .features import unpadded
 from .ids import check_ids
 
 CHUNK = 1 << 18
-"""Logits per step on eager backends: 1 MiB of float32 stays in a core's cache."""
+"""Logits per step on a CPU: 1 MiB of float32 stays in a core's cache."""
+DEVICE_CHUNK = 1 << 26
+"""The same on a device with a queue: few kernels, each far longer than its launch, and 256 MiB of float32."""
 
 
-def _reads_values(comm: Comm) -> bool:
-    """Whether Python may read values: not on lazy devices, and not under torch.compile."""
+def _eager(comm: Comm) -> bool:
+    """Whether Python may loop and write in place: not on lazy devices, and not under torch.compile."""
     return comm.eager and not torch.compiler.is_dynamo_compiling()
 
 
 def _chunks(logits: Tensor, comm: Comm) -> Iterator[slice]:
     """Runs of tokens. One run on lazy backends: their compilers fuse, and a loop would grow the graph."""
     tokens, width = logits.shape
-    step = max(1, CHUNK // max(1, width)) if _reads_values(comm) else max(1, tokens)
+    most = CHUNK if comm.reads_are_cheap else DEVICE_CHUNK
+    step = max(1, most // max(1, width)) if _eager(comm) else max(1, tokens)
     for start in range(0, tokens, step):
         yield slice(start, min(start + step, tokens))
 
 
-def _local_softmax(logits: Tensor, padding: Tensor | None, eager: bool, out: Tensor | None) -> tuple[Tensor, Tensor]:
+def _local_softmax(logits: Tensor, padding: Tensor | None, reads: bool, out: Tensor | None) -> tuple[Tensor, Tensor]:
     """Softmax over this rank's columns, in ``out`` if given, and the log-sum-exp of these columns.
 
     One fused kernel gives both: the largest softmax of a row is 1 / sum(exp(row - max(row))).
@@ -48,7 +51,7 @@ def _local_softmax(logits: Tensor, padding: Tensor | None, eager: bool, out: Ten
     share = torch.softmax(logits, -1, out=out)
     largest = logits.amax(-1)
     log_sum = largest - share.amax(-1).log()
-    if eager and not largest.is_meta and largest.amin() > lowest:
+    if reads and not largest.is_meta and largest.amin() > lowest:
         return share, log_sum
     # Rows with only -inf or padding on this rank have softmax 0 here, not nan. Their maximum is -inf, and on
     # torch_xla the lowest finite number.
@@ -76,7 +79,8 @@ class _CrossEntropy(torch.autograd.Function):
         local, mine, kept = _located(target, width, comm, ignore)
         padding = _padding(logits, comm, vocab)
 
-        softmax, eager = None, _reads_values(comm)
+        softmax, eager = None, _eager(comm)
+        reads = eager and comm.reads_are_cheap
         if eager and logits.dtype is wide and ctx.needs_input_grad[0]:
             softmax = torch.empty_like(logits, memory_format=torch.contiguous_format)
         tokens, detect = len(target), eager and not vocab_given and comm.size > 1 and logits.numel() > 0
@@ -87,14 +91,14 @@ class _CrossEntropy(torch.autograd.Function):
             if smoothing:
                 rows[2, at] = _fill_padding(chunk, padding, 0.0).sum(-1)
             out = None if softmax is None else softmax[at]
-            _, rows[0, at] = _local_softmax(chunk, padding, eager, out)
+            _, rows[0, at] = _local_softmax(chunk, padding, reads, out)
         rows[1, :tokens] = torch.where(mine, logits.gather(-1, local.unsqueeze(-1)).squeeze(-1), 0.0)
         if detect:  # the first and the last column
             rows[:2, -1] = torch.count_nonzero(logits[:, :: max(1, width - 1)], 0)
 
         gathered = comm.all_gather(rows.unsqueeze(0), 0)
         if detect:
-            _refuse_padding(gathered[:, :2, -1], width * comm.size)
+            _refuse_padding(gathered[:, :2, -1], width * comm.size, reads)
         gathered = gathered[..., :tokens]
         log_sum = _log_sum_exp(gathered[:, 0])
         target_logit = gathered[:, 1].sum(0)
@@ -123,7 +127,8 @@ class _CrossEntropy(torch.autograd.Function):
         out = torch.empty_like(logits, memory_format=torch.contiguous_format) if softmax is None else softmax
         for at in _chunks(logits, comm):
             if softmax is None:
-                chunk, _ = _local_softmax(logits[at].to(part.dtype), padding, _reads_values(comm), None)
+                reads = comm.reads_are_cheap and _eager(comm)
+                chunk, _ = _local_softmax(logits[at].to(part.dtype), padding, reads, None)
             else:
                 chunk = softmax[at]
             chunk.mul_(part[at])
@@ -167,18 +172,22 @@ def _log_sum_exp(x: Tensor) -> Tensor:
     return (x - largest).exp_().sum(0).log_().add_(largest)
 
 
-def _refuse_padding(nonzero: Tensor, columns: int) -> None:
+def _refuse_padding(nonzero: Tensor, columns: int, reads: bool) -> None:
     """ValueError if the very last column looks like padding: zero for every token, unlike the first column.
-    ``nonzero``: ``[ranks, 2]``, how many logits of each rank's first and last column are not zero."""
+    ``nonzero``: ``[ranks, 2]``, how many logits of each rank's first and last column are not zero. On a device
+    that the host must not wait for, an assertion in its queue."""
     if nonzero.is_meta:
         return
-    first, *_, last = nonzero.tolist()
-    if first[0] and not last[1]:
-        raise ValueError(
-            f"parallel_cross_entropy: the last of {columns} logits is exactly 0 for every token, as padding "
-            "is, and would count as a word of the vocabulary: pass vocab_size=, the size without padding "
-            f"({columns} if there is none)"
-        )
+    why = (
+        f"parallel_cross_entropy: the last of {columns} logits is exactly 0 for every token, as padding "
+        "is, and would count as a word of the vocabulary: pass vocab_size=, the size without padding "
+        f"({columns} if there is none)"
+    )
+    fits = (nonzero[0, 0] == 0) | (nonzero[-1, 1] != 0)
+    if not reads:
+        torch._assert_async(fits, why)
+    elif not fits:
+        raise ValueError(why)
 
 
 def _padding(logits: Tensor, comm: Comm, vocab: int) -> Tensor | None:
@@ -246,7 +255,7 @@ def parallel_cross_entropy(
     if not 0 < vocab <= columns:
         raise ValueError(f"vocab_size={vocab} does not fit {logits.shape[-1]} logits on each of {comm.size} ranks")
     if comm.eager:
-        check_ids(target, vocab, "parallel_cross_entropy", ignore_index)
+        check_ids(target, vocab, "parallel_cross_entropy", ignore_index, read=comm.reads_are_cheap)
     if comm.eager and (checks := _checks()) is not None:
         checks.same("the targets of parallel_cross_entropy", target)
     flat = logits.reshape(-1, logits.shape[-1])

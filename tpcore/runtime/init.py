@@ -83,12 +83,13 @@ def whole_tensors_only() -> Iterator[None]:
 
 
 def default_backend() -> tuple[str, str]:
-    """The first of TPCORE_BACKEND, neuron if it can run here, cpu_gloo; and the reason for it."""
+    """The first of TPCORE_BACKEND, neuron or cuda if it can run here, cpu_gloo; and the reason for it."""
     chosen, why = settings.BACKEND.get(), f"{settings.BACKEND.name} is set"
     if not chosen:
-        usable = backend_class("neuron").unavailable() is None
-        chosen = "neuron" if usable else "cpu_gloo"
-        why = "it can run here" if usable else "no Neuron device is present"
+        usable = (name for name in ("neuron", "cuda") if backend_class(name).unavailable() is None)
+        chosen, why = next(usable, "cpu_gloo"), "it can run here"
+        if chosen == "cpu_gloo":
+            why = "no Neuron device and no GPU is present"
     return chosen, why
 
 
@@ -161,8 +162,8 @@ def init(
     ``ep``: ranks among which whole experts are divided, and ``cp``: ranks among which the tokens of each sequence
     are (``tpcore.parallelize``). Ranks of ep have other examples, like those of dp. The axes are between dp and
     tp, in this order, and a mesh has them above 1.
-    ``backend``: a plugin's name, an instance, or None to choose one (``TPCORE_BACKEND``, else neuron if a
-    Neuron device is present, else cpu_gloo). ``timeout``: seconds that a collective waits for a rank before
+    ``backend``: a plugin's name, an instance, or None to choose one (``TPCORE_BACKEND``, else neuron or cuda if
+    such a device is present, else cpu_gloo). ``timeout``: seconds that a collective waits for a rank before
     every rank gets an error; default ``TPCORE_TIMEOUT`` or 120.
 
     Raises ValueError if pp times ep times cp times tp does not divide the world, RuntimeError if called twice,

@@ -68,7 +68,7 @@ class GlooTransport(C10dTransport):
             return self.start_all_reduce(x, op, donate)()
         self._enter("all_reduce", x, op)
         out = x if donate and x.is_contiguous() else copied(x)
-        self._finish(self._calls.allreduce([out], REDUCE[op]))
+        self.finish(self._calls.allreduce([out], REDUCE[op]))
         return out
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:

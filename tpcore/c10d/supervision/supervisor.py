@@ -118,9 +118,10 @@ class Supervisor:
     def watch_exceptions(self) -> None:
         self._peers.hook()
 
-    def meet(self, what: str) -> None:
-        """Wait for all ranks: an error that all raise next must not cut off a rank that still connects."""
-        self._rendezvous.meet(what, "", self._lost)
+    def meet(self, what: str, mine: str = "") -> list[str]:
+        """Wait for all ranks, and return the text of each: an error that all raise next must not cut off a rank
+        that still connects."""
+        return self._rendezvous.meet(what, mine, self._lost)
 
     def agree_on_group(self, number: int, partition: tuple[Members, ...]) -> None:
         """Raise CollectiveMismatchError on all ranks if they are about to make different groups."""

@@ -57,6 +57,7 @@ class Waiting:
         self.seq += 1
         if self._closed:
             raise self._unusable()
+        self._raise_if_over()
         entry = (self, self.seq, op, x.shape, x.dtype, call_place(*self._library))
         self._entries.append(entry)
         if self.words is not None:
@@ -124,6 +125,7 @@ class Waiting:
 
     def settle(self) -> None:
         """Raise if the words received so far show that ranks have made different calls."""
+        self._raise_if_over()
         if self.words is not None and not self.words.settled:
             self.words.read()
             self._raise_if_differing(self.words)
@@ -163,6 +165,21 @@ class Waiting:
         if connection_broke(error):
             return self._peers.diagnose(self.members, error).error(self._recorder.last())
         return error
+
+    def expire(self) -> None:
+        """Post that a collective of this group was not complete in time. For a thread that watches a device."""
+        self._timed_out()
+
+    @property
+    def lost_job(self) -> BackendError | None:
+        """The error of the job's verdict; None while there is none."""
+        verdict = self._peers.verdict
+        return None if verdict is None else verdict.error(self._recorder.last())
+
+    def _raise_if_over(self) -> None:
+        """On a device with a queue nothing else raises the job's verdict: no wait fails."""
+        if self._lazy and (error := self.lost_job) is not None:
+            raise error
 
     def _timed_out(self) -> BackendError:
         peers = self._peers

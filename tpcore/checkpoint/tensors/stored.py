@@ -93,14 +93,15 @@ class Job:
 
     def run(self, *, check: bool = True) -> None:
         out = self.out.detach()
-        direct = out if out.device.type == "cpu" else torch.empty(out.shape, dtype=out.dtype)
+        # pinned, so that the next tensor is read while this one is on its way; torch keeps the memory until then
+        direct = out if out.device.type == "cpu" else torch.empty(out.shape, dtype=out.dtype, pin_memory=out.is_cuda)
         with torch.no_grad():
             if not self.covered:
                 direct.zero_()
             for shard, region in self.parts:
                 shard.read(region.src_start, narrowed(direct, region.dst_start, region.size), check)
             if direct is not out:
-                out.copy_(direct)
+                out.copy_(direct, non_blocking=out.is_cuda)
 
 
 @dataclass(frozen=True, eq=False)

@@ -42,8 +42,10 @@ class StateTensor:
         return [values.contiguous()]
 
     def copied(self) -> StateTensor:
-        """A copy in host memory. Cloned, because a CPU tensor's piece is the model's memory."""
-        return StateTensor(self.pieces()[0].clone(), self.cut)
+        """A copy in host memory, complete when this returns: later steps may change a device's tensor. A CPU
+        tensor's piece is the model's memory, and is cloned."""
+        piece = self.pieces()[0]
+        return StateTensor(piece.clone() if self._tensor.device.type == "cpu" else piece, self.cut)
 
 
 class GatheredTensor:

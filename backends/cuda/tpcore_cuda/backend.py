@@ -1,0 +1,198 @@
+"""The backend: a job over torch.distributed whose tensors are on GPUs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from tpcore import settings
+from tpcore.c10d.backend import C10dBackend
+from tpcore.c10d.supervision.host import sockets
+from tpcore.c10d.supervision.supervisor import Supervisor
+from tpcore.c10d.supervision.waiting import Waiting
+from tpcore.c10d.transport import C10dTransport
+from tpcore.comm.transport import Transport
+from tpcore.errors import BackendError
+from tpcore.layout.mesh import Group
+
+from .queue import Queue
+
+SHARE = settings.Variable(
+    "NCCL_MULTI_RANK_GPU_ENABLE",
+    settings.one_of({"1": True, "0": False}),
+    False,
+    "`1`, `0` (default)",
+    "Lets NCCL 2.30 and later run several ranks on one GPU. `cuda` then does not refuse them.",
+)
+ON_ERROR = settings.Variable(
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    str,
+    "2",
+    "`0` to `3`",
+    "What torch does when a collective of NCCL fails. `cuda` sets `2` if it is unset: abort the communicator "
+    "and leave the process, which raises tpcore's error.",
+)
+
+
+class CudaTransport(C10dTransport):
+    """The collectives of a torch.distributed group, on tensors of a GPU."""
+
+    @property
+    def reads_are_cheap(self) -> bool:
+        return False  # the host would wait for all kernels before it
+
+
+class CudaBackend(C10dBackend):
+    """One rank a GPU, over NCCL. The host never waits for a collective: a ``Queue`` watches them."""
+
+    interface = 2
+    transport = "nccl"
+    transport_class = CudaTransport
+    library = (os.path.dirname(__file__) + os.sep,)
+    capabilities = replace(
+        C10dBackend.capabilities,
+        moved=(torch.complex64, torch.complex128, torch.uint16, torch.float8_e4m3fn, torch.float8_e5m2),
+    )
+    kind: ClassVar[str] = "cuda"
+    """The type of ``device()``. ``cpu`` runs everything but the device's own calls where no GPU is."""
+
+    def __init__(self, *job: Any, **named: Any) -> None:
+        super().__init__(*job, **named)
+        self._queue: Queue | None = None
+        self._environment = ExitStack()
+
+    @classmethod
+    def unavailable(cls) -> str | None:
+        if cls.kind == "cuda":
+            if not torch.backends.cuda.is_built():
+                return f"torch {torch.__version__} was built without CUDA: install a build of torch for it"
+            if not torch.cuda.device_count():
+                return (
+                    f"torch {torch.__version__}, built for CUDA {torch.version.cuda}, sees no GPU: nvidia-smi "
+                    "must list one, and CUDA_VISIBLE_DEVICES must not hide it"
+                )
+        return super().unavailable()
+
+    @classmethod
+    def remark(cls) -> str:
+        names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        return f"{cls._carrier()} between ranks on {', '.join(names)}"
+
+    @classmethod
+    def _carrier(cls) -> str:
+        version = torch.cuda.nccl.version()
+        return f"NCCL {'.'.join(map(str, version))}, one rank a GPU,"
+
+    @classmethod
+    def most_ranks(cls) -> int | None:
+        return torch.cuda.device_count() or None
+
+    def device(self) -> torch.device:
+        if self.kind != "cuda":
+            return torch.device(self.kind)
+        return torch.device("cuda", settings.LOCAL_RANK.get() % torch.cuda.device_count())
+
+    # -- the job ------------------------------------------------------------------------------------------
+    def start(self, timeout: float) -> tuple[int, int]:
+        if self.kind == "cuda":
+            # before the group: a rank that leaves the current device at 0 opens a context there, and NCCL joins
+            # with the device that is current
+            torch.cuda.set_device(self.device())
+        if not ON_ERROR.is_set:
+            self._environment.enter_context(settings.changed({ON_ERROR.name: ON_ERROR.default}))
+        if self.lazy:
+            self._queue = Queue(timeout)
+            self._queue.start()
+        return super().start(timeout)
+
+    def _supervised(self, supervisor: Supervisor) -> None:
+        """BackendError on all ranks if two have one GPU, which NCCL would report as an invalid usage."""
+        if SHARE.get():
+            return
+        first: dict[str, int] = {}
+        for rank, place in enumerate(supervisor.meet("tell their GPUs", self._place())):
+            if first.setdefault(place, rank) != rank:
+                raise BackendError(
+                    f"ranks {first[place]} and {rank} are both on GPU {place}, and NCCL takes one rank a GPU: start "
+                    "as many ranks on a host as it has GPUs, or set TPCORE_CUDA_TRANSPORT=gloo, or with NCCL "
+                    f"2.30 or later {SHARE.name}=1"
+                )
+
+    def _place(self) -> str:
+        """The GPU of this rank, by the same name in all processes."""
+        properties: Any = torch.cuda.get_device_properties(self.device())
+        return f"{properties.name} {properties.uuid}"
+
+    @property
+    def _seconds(self) -> timedelta:
+        # torch's own watch must not end a rank before this one's verdict has named the reason
+        return timedelta(seconds=(2 if self.lazy else 1) * self._timeout)
+
+    def _made_over(self, group: Group, pg: Callable[[], Any], watch: Waiting | None) -> Transport:
+        made = super()._made_over(group, pg, watch)
+        if watch is not None and self._queue is not None and isinstance(made, C10dTransport):
+            made.finish = partial(self._queue.finish, watch)
+            watch.parting(partial(self._abort, watch, pg))
+        return made
+
+    def _abort(self, watch: Waiting, pg: Callable[[], Any]) -> None:
+        """In a lost job, end the kernels that wait for other ranks: the host would wait for them, and never
+        return. The job's monitor calls it; a program that ends well leaves its kernels to their end."""
+        abort = getattr(pg()._get_backend(self.device()), "abort", None)
+        if abort is not None and watch.lost_job is not None:
+            abort()
+
+    def _close(self, error: BaseException | None) -> None:
+        if self._queue is not None:
+            self._queue.close()
+            self._queue = None
+        super()._close(error)
+        self._environment.close()
+
+    # -- dropout draws from the GPU's generator -----------------------------------------------------------
+    def _generator(self) -> torch.Generator:
+        if self.kind != "cuda":
+            return torch.default_generator
+        torch.cuda.init()
+        return torch.cuda.default_generators[self.device().index]
+
+    def get_rng_state(self) -> Tensor:
+        return self._generator().get_state()
+
+    def set_rng_state(self, state: Tensor) -> None:
+        self._generator().set_state(state.cpu())
+
+    def manual_seed(self, seed: int) -> None:
+        self._generator().manual_seed(seed)
+
+
+class CudaOverGloo(CudaBackend):
+    """Any number of ranks a GPU. gloo copies through the host, and the host waits for it."""
+
+    transport = "gloo"
+
+    @property
+    def lazy(self) -> bool:
+        return False
+
+    @classmethod
+    def _carrier(cls) -> str:
+        return "gloo, which copies through the host,"
+
+    @classmethod
+    def most_ranks(cls) -> int | None:
+        return None
+
+    def _supervised(self, supervisor: Supervisor) -> None:
+        """Ranks may share a GPU."""
+
+    def _sockets(self) -> frozenset[int]:
+        return sockets()

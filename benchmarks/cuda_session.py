@@ -1,0 +1,281 @@
+"""All figures of the cuda backend, in one command of at most nine minutes.
+
+    python -m benchmarks.cuda_session --out session.json
+
+Each stage has processes of its own and a limit of its own; one that fails or is late is written down as that, and the
+others go on. The file holds all that was measured so far, whenever the session ends.
+
+    doctor    what `tpcore doctor` says
+    verify    `tpcore verify` at tp=1, and at tp=2 (over NCCL on two GPUs, else over gloo with both ranks on one)
+    curve     losses of a small Llama in float32, on the CPU and on the GPU at tp=1 and 2: 1e-4 apart at most
+    reads     a step under torch's own detector of synchronizations, set to raise
+    step      a training step of a Llama with a billion parameters in bfloat16: seconds, and peak of a rank's memory
+    loss      forward and backward of the loss alone, beside F.cross_entropy and Liger's, where that is installed
+    generate  tokens a second, by transformers' `generate`
+
+The contestants of a stage: `plain` is transformers alone, `tpcore` the same model after `tpcore.parallelize`,
+`compiled` after torch.compile too. At tp=1 tpcore ought to cost nothing. tp=2 on one GPU has twice the work of tp=1 for
+one device, so it shows costs, not gains. With ``--backend cpu_gloo --size tiny`` the session runs where no GPU is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor
+
+import tpcore
+
+from .harness import conditions
+from .transformers_tp import Size
+
+SIZES = {
+    "base": Size(22, 2048, 16, 32000, 4, 2048),  # a billion parameters
+    "tiny": Size(1, 32, 4, 64, 2, 8),  # for the tests
+}
+CURVE = Size(2, 128, 4, 512, 4, 64)
+APART = 1e-4
+"""Of a loss, relative: float32 sums in another order, which twenty steps carry on."""
+
+
+class Device:
+    """The device of this process, or a CPU, of which only the clock is asked."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.cuda = device.type == "cuda"
+
+    def seconds(self, run: Callable[[], object], rounds: int) -> float:
+        for _ in range(2):
+            run()
+        taken = []
+        for _ in range(rounds):
+            self.wait()
+            began = time.perf_counter()
+            run()
+            self.wait()
+            taken.append(time.perf_counter() - began)
+        return statistics.median(taken)
+
+    def wait(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
+
+    def peak(self) -> int:
+        return torch.cuda.max_memory_allocated() if self.cuda else 0
+
+
+def joined(options: Namespace) -> Device:
+    """The device, after ``tpcore.init`` unless the contestant is plain."""
+    if options.contestant == "plain":
+        return Device(torch.device("cuda" if options.backend == "cuda" else "cpu"))
+    return Device(tpcore.init(backend=options.backend, tp=options.tp).device)
+
+
+def llama(size: Size, options: Namespace, at: torch.device, dtype: torch.dtype) -> Any:
+    torch.manual_seed(0)
+    with at:
+        model: Any = transformers.LlamaForCausalLM(size.config())
+    model = model.to(dtype)
+    if options.contestant != "plain":
+        model = tpcore.parallelize(model).to(at)
+    return torch.compile(model) if options.contestant == "compiled" else model
+
+
+def stepping(model: Any, ids: Tensor, options: Namespace) -> Callable[[], Tensor]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+    step = optimizer.step if options.contestant == "plain" else lambda: tpcore.optimizer_step(optimizer)
+
+    def run() -> Tensor:
+        loss: Tensor = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return run
+
+
+def batch(size: Size, at: torch.device) -> Tensor:
+    made = torch.Generator().manual_seed(0)
+    return torch.randint(size.vocab, (size.batch, size.length), generator=made).to(at)
+
+
+def curve(options: Namespace) -> dict[str, Any]:
+    on = joined(options)
+    # made on the CPU, whose random numbers are the same everywhere
+    model = llama(CURVE, options, torch.device("cpu"), torch.float32).to(on.device)
+    run = stepping(model, batch(CURVE, on.device), options)
+    return {"losses": [float(run()) for _ in range(20)]}
+
+
+def reads(options: Namespace) -> dict[str, Any]:
+    on = joined(options)
+    run = stepping(llama(CURVE, options, on.device, torch.float32), batch(CURVE, on.device), options)
+    run()
+    if on.cuda:
+        torch.cuda.set_sync_debug_mode("error")
+    run()
+    if on.cuda:
+        torch.cuda.set_sync_debug_mode("default")
+    return {"reads": 0}
+
+
+def step(options: Namespace) -> dict[str, Any]:
+    on, size = joined(options), SIZES[options.size]
+    run = stepping(llama(size, options, on.device, torch.bfloat16), batch(size, on.device), options)
+    seconds = on.seconds(run, options.rounds)
+    return {"seconds": seconds, "peak": on.peak(), "loss": float(run())}
+
+
+def loss(options: Namespace) -> dict[str, Any]:
+    on, size = joined(options), SIZES[options.size]
+    logits = torch.randn(size.batch * size.length, 4 * size.vocab // options.tp, device=on.device, dtype=torch.bfloat16)
+    logits.requires_grad_()
+    target = torch.arange(len(logits), device=on.device) % size.vocab
+    total: Any = tpcore.parallel_cross_entropy
+    if options.contestant == "plain":
+        total = F.cross_entropy
+    if options.contestant == "liger":
+        total = importlib.import_module("liger_kernel.transformers.functional").liger_cross_entropy
+
+    def run() -> None:
+        total(logits, target).mean().backward()
+        logits.grad = None
+
+    return {"seconds": on.seconds(run, options.rounds), "peak": on.peak()}
+
+
+def generate(options: Namespace) -> dict[str, Any]:
+    on, size = joined(options), SIZES[options.size]
+    model = llama(size, options, on.device, torch.bfloat16).eval()
+    new = min(128, size.length // 2)
+    prompt = batch(size, on.device)[:, : size.length // 4]
+
+    def run() -> None:
+        model.generate(prompt, max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0)
+
+    return {"tokens a second": len(prompt) * new / on.seconds(run, 3)}
+
+
+WORK = {work.__name__: work for work in (curve, reads, step, loss, generate)}
+STAGES = ("doctor", *WORK, "verify")
+
+
+def stages(options: Namespace) -> list[tuple[str, list[str], dict[str, str], float]]:
+    """(name, command, variables, seconds at most), in the order of what is worth most."""
+    gpus = torch.cuda.device_count() if options.backend == "cuda" else 0
+    # two ranks on one GPU: NCCL refuses them
+    shared = {"TPCORE_CUDA_TRANSPORT": "gloo"} if gpus == 1 else {}
+    tool = [sys.executable, "-m", "tpcore"]
+    found: list[tuple[str, list[str], dict[str, str], float]] = [("doctor", [*tool, "doctor"], {}, 60.0)]
+
+    def add(work: str, contestant: str, tp: int = 1, limit: float = 60.0, backend: str = "") -> None:
+        given = ["--work", work, "--contestant", contestant, "--tp", str(tp), "--backend", backend or options.backend]
+        given += ["--size", options.size, "--rounds", str(options.rounds)]
+        ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={tp}", "-m"]
+        name = f"{work}, {contestant}, tp={tp}" + (", on the CPU" if backend else "")
+        found.append((name, [*ranks, "benchmarks.cuda_session", *given], shared if tp > 1 else {}, limit))
+
+    add("curve", "tpcore", backend="cpu_gloo")
+    for tp in (1, 2):
+        add("curve", "tpcore", tp)
+    for contestant in ("plain", "tpcore", "compiled"):
+        add("step", contestant, limit=90.0)
+    add("reads", "tpcore")
+    add("step", "tpcore", 2, 90.0)
+    for contestant in ("plain", "tpcore", "liger"):
+        add("loss", contestant)
+    for contestant in ("plain", "tpcore"):
+        add("generate", contestant)
+    for tp in (1, 2):
+        table = str(options.out.with_suffix(f".tp{tp}.json"))
+        command = [*tool, "verify", "--backend", options.backend, "--tp", str(tp), "--json", table]
+        found.append((f"verify, tp={tp}", command, shared if tp > 1 else {}, 150.0))
+    return [stage for stage in found if stage[0].partition(",")[0] in options.stages]
+
+
+def outcome(command: list[str], variables: dict[str, str], limit: float) -> dict[str, Any]:
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder, "result")
+        env = {**os.environ, "TPCORE_CHECK": "0", **variables, "CUDA_SESSION_RESULT": str(result)}
+        try:
+            done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=limit, check=False)
+        except subprocess.TimeoutExpired:
+            return {"error": f"not done after {limit:.0f} s"}
+        found: dict[str, Any] = json.loads(result.read_text()) if result.exists() else {}
+    if done.returncode:
+        found["error"] = (done.stderr or done.stdout)[-2000:]
+    elif not found:
+        found["printed"] = done.stdout[-4000:]
+    return {**found, "took": round(time.monotonic() - began, 1)}
+
+
+def session(options: Namespace) -> bool:
+    began, figures = time.monotonic(), dict[str, Any]()
+    for name, command, variables, limit in stages(options):
+        left = options.limit - (time.monotonic() - began)
+        figures[name] = outcome(command, variables, min(limit, left)) if left > 10 else {"error": "no time was left"}
+        options.out.write_text(json.dumps({"where": where(), "figures": figures}, indent=1))
+        print(f"{name}: {in_a_line(figures[name])}", flush=True)
+    curves = {name: found["losses"] for name, found in figures.items() if "losses" in found}
+    every: list[list[float]] = list(curves.values()) or [[]]
+    first, others = every[0], every[1:]
+    apart = max((abs(a / b - 1) for other in others for a, b in zip(first, other, strict=True)), default=float("nan"))
+    print(f"{len(curves)} of 3 curves, at most {apart:.1e} apart; everything is in {options.out}")
+    return len(curves) == 3 and apart <= APART
+
+
+def in_a_line(found: dict[str, Any]) -> str:
+    if "error" in found:
+        lines = found["error"].strip().splitlines()
+        return next((line for line in reversed(lines) if "Error: " in line), lines[-1] if lines else "failed")
+    return ", ".join(f"{key} {value:.6g}" for key, value in found.items() if isinstance(value, int | float))
+
+
+def where() -> str:
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    versions = f"transformers {transformers.__version__}, CUDA {torch.version.cuda}, {', '.join(gpus) or 'no GPU'}"
+    os.environ.setdefault("TPCORE_CHECK", "0")
+    return f"{conditions(1)}; {versions}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backend", default="cuda")
+    parser.add_argument("--size", default="base", choices=SIZES)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--limit", type=float, default=520.0, help="seconds for all stages")
+    parser.add_argument("--out", type=Path, default=Path("cuda-session.json"))
+    parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES)
+    parser.add_argument("--work", choices=WORK, help=argparse.SUPPRESS)
+    parser.add_argument("--contestant", help=argparse.SUPPRESS)
+    parser.add_argument("--tp", type=int, default=1, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.work is None:
+        sys.exit(not session(options))
+    found = WORK[options.work](options)
+    if int(os.environ.get("RANK", "0")) == 0:
+        Path(os.environ["CUDA_SESSION_RESULT"]).write_text(json.dumps(found))
+    if tpcore.is_initialized():
+        tpcore.shutdown()
+
+
+if __name__ == "__main__":
+    main()

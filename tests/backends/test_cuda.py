@@ -1,0 +1,290 @@
+"""The backend for GPUs where none is: its own code over gloo on CPUs, and no wait for values in a step.
+
+Not shown here: the device's own calls, NCCL, and tensors on a wrong device.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
+from torch.utils._python_dispatch import TorchDispatchMode
+from tpcore_cuda import CudaBackend, CudaOverGloo
+from tpcore_cuda.queue import Queue
+
+import tpcore
+from tpcore.backend.registry import backend_class
+from tpcore.errors import BackendError, CollectiveTimeoutError, PeerLostError
+from tpcore.layers import loss
+from tpcore.layout.mesh import Mesh
+from tpcore.runtime.context import ParallelContext
+from tpcore.testing import run_ranks
+from tpcore.testing.pool import RankPool
+
+TP2 = Mesh({"tp": 2})
+READS = {"tolist", "item", "numpy", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__"}
+
+
+class StandIn(CudaOverGloo):
+    kind = "cpu"
+
+
+class OneGpu(StandIn):
+    """NCCL's rule, and two ranks that have one GPU between them."""
+
+    _supervised = CudaBackend._supervised
+
+    def _place(self) -> str:
+        return "GPU-7"
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankPool]:
+    with RankPool(2, backend=StandIn) as made:
+        yield made
+
+
+# -- the host never waits for a value ---------------------------------------------------------------------
+class _Calls(TorchFunctionMode):
+    """Methods that read values, by name: some never reach the dispatcher on a CPU. And tensors that are made on the
+    default device, which would not be the other tensors' device.
+    """
+
+    def __init__(self) -> None:
+        self.found: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in READS:
+            self.found.append(name)
+        if func in _device_constructors() and (kwargs or {}).get("device") is None:
+            self.found.append(f"{name} without a device")
+        return func(*args, **(kwargs or {}))
+
+
+class _Operators(TorchDispatchMode):
+    """Operators whose result's shape, or whose result, is known to the host only when the device has run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        name = func.overloadpacket.__name__
+        masks = name in ("index", "index_put", "index_put_") and any(
+            t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1]
+        )
+        if masks or name in ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2"):
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def reads(fn: Any) -> tuple[list[str], int]:
+    """The reads of values in ``fn()``, and how many operators it ran."""
+    with _Calls() as calls, _Operators() as operators:
+        fn()
+    return calls.found + operators.found, operators.count
+
+
+class Model(torch.nn.Module):
+    def __init__(self, sequence_dim: int | None) -> None:
+        super().__init__()
+        self.embedding = tpcore.ParallelEmbedding(
+            50, 16, pad=True, shard_across_embedding=sequence_dim is not None, sequence_dim=sequence_dim
+        )
+        self.norm = torch.nn.LayerNorm(16)
+        self.up = tpcore.ColumnParallelLinear(16, 32, gather_output=False, sequence_dim=sequence_dim)
+        self.down = tpcore.RowParallelLinear(32, 16, input_is_parallel=True, sequence_dim=sequence_dim)
+        self.head = tpcore.ColumnParallelLinear(16, 51, gather_output=False, pad=True, sequence_dim=sequence_dim)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        return self.head(x + self.down(F.gelu(self.up(self.norm(x)))))
+
+
+def _step(ctx: ParallelContext, sequence_dim: int | None, dtype: torch.dtype) -> list[str]:
+    torch.manual_seed(0)
+    model = Model(sequence_dim)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # AdamW reads its count of steps, which is on the host
+    ids = torch.arange(8).view(2, 4)
+
+    def step() -> None:
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            logits = model(ids)
+            tpcore.parallel_cross_entropy(logits, ids, label_smoothing=0.1).mean().backward()
+        tpcore.optimizer_step(optimizer, max_norm=1.0)
+        optimizer.zero_grad()
+
+    step()
+    assert not ctx.comm("tp").reads_are_cheap
+    return reads(step)[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sequence_dim", [None, 1])
+def test_a_step_reads_no_value(ranks: RankPool, sequence_dim: int | None, dtype: torch.dtype) -> None:
+    env = {"TPCORE_CHECK": "warmup"}  # a checked run compares values
+    for found in ranks.run(TP2, _step, sequence_dim, dtype, env=env):
+        assert found == []
+
+
+def test_the_counter_sees_what_a_cpu_backend_reads() -> None:
+    (found,) = run_ranks(Mesh({"tp": 1}), lambda ctx: reads(lambda: tpcore.ParallelEmbedding(4, 2)(torch.arange(4)))[0])
+    assert found
+    x = torch.ones(3)
+    for fn in (
+        x.tolist,
+        lambda: float(x[0]),
+        lambda: x[x > 0],
+        lambda: bool(x.any()),
+        x.nonzero,
+        lambda: x.max().item(),
+        lambda: torch.ones(2),
+    ):
+        assert reads(fn)[0], fn
+
+
+def _kernels(ctx: ParallelContext, tokens: int) -> int:
+    logits = torch.randn(tokens, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    target = torch.arange(tokens) % 128
+    run = lambda: tpcore.parallel_cross_entropy(logits, target, vocab_size=128).sum().backward()  # noqa: E731
+    return reads(run)[1]
+
+
+def test_the_loss_is_a_few_kernels_however_many_tokens(ranks: RankPool) -> None:
+    few, many = (ranks.run(TP2, _kernels, tokens)[0] for tokens in (64, 4 * loss.CHUNK // 64))
+    assert few == many < 100  # views and what is compared in a checked run count too
+
+
+def _bad_input(ctx: ParallelContext, what: str) -> None:
+    if what == "id":
+        tpcore.ParallelEmbedding(4, 2)(torch.tensor([4]))
+    if what == "target":
+        tpcore.parallel_cross_entropy(torch.ones(1, 2), torch.tensor([4]), vocab_size=4)
+    logits = torch.ones(2, 2)
+    logits[:, 1] = ctx.coord("tp") == 0
+    tpcore.parallel_cross_entropy(logits, torch.tensor([0, 1]))
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("id", "ParallelEmbedding: an id does not fit a vocabulary of 4"),
+        ("target", "parallel_cross_entropy: an id does not fit a vocabulary of 4"),
+        ("padding", "the last of 4 logits is exactly 0 for every token"),
+    ],
+)
+def test_bad_input_is_an_assertion_in_the_queue(ranks: RankPool, what: str, said: str) -> None:
+    for outcome in ranks.outcomes(TP2, _bad_input, what):
+        assert said in str(outcome.error)
+
+
+# -- the job ----------------------------------------------------------------------------------------------
+def _streams(ctx: ParallelContext) -> tuple[list[float], list[float]]:
+    tpcore.random.manual_seed(3)
+    ones = torch.ones(64)
+    with tpcore.random.sharded():
+        inside = F.dropout(ones).tolist()
+    return inside, F.dropout(ones).tolist()
+
+
+def test_dropout_differs_by_rank_inside_sharded_alone(ranks: RankPool) -> None:
+    (inside, outside), (other_inside, other_outside) = ranks.run(TP2, _streams)
+    assert inside != other_inside
+    assert outside == other_outside
+
+
+def _killed(ctx: ParallelContext) -> None:
+    if ctx.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    ctx.comm("tp").all_reduce(torch.ones(2))
+
+
+def test_a_killed_rank_is_named(ranks: RankPool) -> None:
+    error = ranks.outcomes(TP2, _killed)[0].error
+    assert isinstance(error, PeerLostError)
+    assert re.match(r"rank 1 \(pid \d+ on .*\) (was killed by SIGKILL|is gone)", str(error))
+
+
+def test_two_ranks_on_one_gpu_are_refused_on_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    with RankPool(2, backend=OneGpu) as both:
+        for outcome in both.outcomes(TP2, _streams):
+            assert isinstance(outcome.error, BackendError)
+            assert "ranks 0 and 1 are both on GPU GPU-7, and NCCL takes one rank a GPU" in str(outcome.error)
+        assert len(both.run(TP2, _streams, env={"NCCL_MULTI_RANK_GPU_ENABLE": "1"})) == 2
+
+
+def _unfinished(ctx: ParallelContext) -> None:
+    """Rank 0 starts a sum that rank 1 never joins, and does not wait for it, as on a GPU."""
+    comm = ctx.comm("tp")
+    transport: Any = comm.transport
+    watch, aborted = transport._watch, threading.Event()
+    watch.parting(aborted.set)
+    watch._lazy = True
+    if ctx.rank == 0:
+        queue = Queue(0.5)
+        queue.follow(watch, transport._calls.allreduce([torch.ones(2)]).is_completed)
+        queue.start()
+        queue.join()
+    assert aborted.wait(30.0)
+    comm.all_reduce(torch.ones(2))
+
+
+def test_a_collective_that_the_device_never_completes_ends_the_job(ranks: RankPool) -> None:
+    """The queue's thread posts the verdict, the monitor aborts the groups, and the next collective raises."""
+    for outcome in ranks.outcomes(TP2, _unfinished):
+        assert isinstance(outcome.error, CollectiveTimeoutError)
+        assert "in a collective of group [0, 1]" in str(outcome.error)
+
+
+def test_a_queue_forgets_what_is_complete_and_ends_at_once() -> None:
+    queue, asked = Queue(1e-9), []
+    for _ in range(3):
+        queue.follow(None, lambda: not asked.append(True))  # type: ignore[arg-type,func-returns-value]
+    queue.start()
+    while len(asked) < 3:
+        time.sleep(0.01)
+    queue.close()
+    assert not queue.is_alive()
+
+
+# -- where it can run -------------------------------------------------------------------------------------
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_why_it_cannot_run_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    why = backend_class("cuda").unavailable()
+    assert why
+    assert "\n" not in why
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    assert "sees no GPU: nvidia-smi must list one" in str(backend_class("cuda").unavailable())
+    with pytest.raises(BackendError, match=r"backend 'cuda' cannot run here: .*sees no GPU"):
+        tpcore.init(backend="cuda")
+
+
+def test_the_transport_is_chosen_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert backend_class("cuda") is CudaBackend
+    monkeypatch.setenv("TPCORE_CUDA_TRANSPORT", "gloo")
+    assert backend_class("cuda") is CudaOverGloo
+    monkeypatch.setenv("TPCORE_CUDA_TRANSPORT", "mpi")
+    with pytest.raises(BackendError, match="TPCORE_CUDA_TRANSPORT must be one of nccl, gloo, not 'mpi'"):
+        backend_class("cuda")
+
+
+def test_no_backend_named_means_cuda_where_it_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tpcore.runtime.init import default_backend
+
+    monkeypatch.delenv("TPCORE_BACKEND", raising=False)
+    monkeypatch.setattr(CudaBackend, "unavailable", lambda: None)
+    assert default_backend() == ("cuda", "it can run here")

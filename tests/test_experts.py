@@ -37,7 +37,14 @@ def qwen(**options: Any) -> Any:
     return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes, **options))
 
 
-MAKES = {"mixtral": mixtral, "qwen3_moe": qwen}
+def shared(**options: Any) -> Any:
+    """With a shared expert, whose output a gate of its own weighs."""
+    sizes = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts": 4}
+    config = transformers.Qwen2MoeConfig(**{**SIZES, **sizes, "num_experts_per_tok": 2, **options})
+    return transformers.Qwen2MoeForCausalLM(config)
+
+
+MAKES = {"mixtral": mixtral, "qwen3_moe": qwen, "qwen2_moe": shared}
 
 
 @WAYS
@@ -45,6 +52,16 @@ MAKES = {"mixtral": mixtral, "qwen3_moe": qwen}
 def test_the_loss_of_routers_is_that_of_the_whole_batch(name: str, options: dict[str, Any]) -> None:
     make = MAKES[name]
     assert_equals_whole(lambda: make(output_router_logits=True), (2,), tolerance=ROUNDS, **options)
+
+
+@WAYS
+@pytest.mark.parametrize("name", tiers(["mixtral"], slow=["qwen3_moe", "qwen2_moe"]))
+def test_routers_see_all_tokens_where_tokens_are_sharded(name: str, options: dict[str, Any]) -> None:
+    make = MAKES[name]
+    assert_equals_whole(
+        lambda: make(output_router_logits=True), (2,), tolerance=ROUNDS, sequence_parallel=True, **options
+    )
+    assert_equals_whole(make, (2,), hf.text(length=7), tolerance=ROUNDS, sequence_parallel=True, **options)
 
 
 @WAYS

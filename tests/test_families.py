@@ -94,6 +94,13 @@ def test_whole_experts_are_distributed(family: str) -> None:
 
 
 @pytest.mark.slow
+@newest
+@pytest.mark.parametrize("family", sorted({*EXPERTS, *WHOLE_EXPERTS}))
+def test_experts_with_their_tokens_sharded_between_the_blocks(family: str) -> None:
+    verdict(family, sequence_parallel=True)  # works or is refused: raises where it differs
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("family", sorted({*EXPERTS, *WHOLE_EXPERTS}))
 @pytest.mark.parametrize("distributed", [False, True])
 def test_experts_on_four_ranks(family: str, distributed: bool) -> None:
@@ -108,7 +115,6 @@ def test_experts_on_four_ranks(family: str, distributed: bool) -> None:
         ("llama4_text", {"expert_parallel": True}, "computes with all experts at once"),
         ("gpt_oss", {"expert_parallel": True}, "computes with all experts at once"),
         ("llama", {"expert_parallel": True}, "LlamaForCausalLM has no layers of experts"),
-        ("mixtral", {"sequence_parallel": True}, "are experts, whose routers would see some of the tokens only"),
     ],
 )
 def test_what_experts_are_refused_is_said(family: str, options: dict[str, Any], words: str) -> None:

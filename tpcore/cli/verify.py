@@ -16,7 +16,7 @@ from ..processes.launch import launch
 from ..runtime.init import choose_backend
 
 if TYPE_CHECKING:
-    from ..testing.verify.model import Verdict
+    from ..testing.verify.model import ModelVerdict
     from ..testing.verify.report import Report
 
 
@@ -64,7 +64,7 @@ def verify(
     raise typer.Exit(1 if report.wrong else 0)
 
 
-def _tell(found: Verdict, first: bool) -> NoReturn:
+def _tell(found: ModelVerdict, first: bool) -> NoReturn:
     if first:
         for line in found.lines:
             typer.echo(line)

@@ -18,7 +18,7 @@ TOLERANCE = 1e-5  # norms and routers of transformers round to float32, whose st
 
 
 @dataclass
-class Verdict:
+class ModelVerdict:
     """What came of a model. ``wrong``: what differs first; ``refused``: why it was not sharded at all."""
 
     lines: list[str]
@@ -26,19 +26,20 @@ class Verdict:
     refused: str | None = None
 
 
-def verify_model(backend: str | None, tp: int, folder: str, options: dict[str, Any]) -> Verdict:
+def verify_model(backend: str | None, tp: int, folder: str, options: dict[str, Any]) -> ModelVerdict:
     """Start this rank, and compare a tiny copy of the model in ``folder``, sharded with ``options``, with the whole."""
     torch.set_num_threads(1)
     ctx = init(backend, tp=tp)
     try:
-        return _compared(ctx, folder, options)
+        return compared(ctx, folder, options)
     except ValueError as e:
-        return Verdict([], refused=str(e))
+        return ModelVerdict([], refused=str(e))
     finally:
         shutdown()
 
 
-def _compared(ctx: ParallelContext, folder: str, options: dict[str, Any]) -> Verdict:
+def compared(ctx: ParallelContext, folder: str, options: dict[str, Any]) -> ModelVerdict:
+    """Of the tp ranks of ``ctx``. ValueError for a model that is refused, or of which no tiny copy is known."""
     tp = ctx.comm("tp").size
     whole = tiny_model(folder, tp)
     inputs = inputs_of(whole, tp)
@@ -52,7 +53,7 @@ def _compared(ctx: ParallelContext, folder: str, options: dict[str, Any]) -> Ver
     try:
         compare(model.to(ctx.backend.device()), whole.to(ctx.backend.device()), moved, tolerance=TOLERANCE)
     except AssertionError as e:
-        return Verdict(lines, wrong=str(e))
+        return ModelVerdict(lines, wrong=str(e))
     named = dict(whole.named_parameters())
     without = [name for name, p in named.items() if p.grad is None]
     lines.append(
@@ -61,4 +62,4 @@ def _compared(ctx: ParallelContext, folder: str, options: dict[str, Any]) -> Ver
     )
     if without:
         lines.append(f"not compared, for text gives them no gradient: {', '.join(without[:3])}, {len(without)} in all")
-    return Verdict(lines)
+    return ModelVerdict(lines)

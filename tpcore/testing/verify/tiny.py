@@ -25,7 +25,7 @@ _WIDTHS = re.compile(
 )
 _HIDDEN = ("hidden_size", "d_model", "n_embd", "dim")
 _BESIDE = ("out_hidden_size", "word_embed_proj_dim")  # other names of the hidden size
-_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads")
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "decoder_attention_heads")
 _SMALL, _VOCABULARY = 16, 128
 
 

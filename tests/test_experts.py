@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -209,3 +210,40 @@ def test_generates_what_the_whole_model_does(options: dict[str, Any]) -> None:
         return out
 
     assert all(torch.equal(got, want) for got in run_ranks(Mesh({"tp": 2}), rank))
+
+
+@pytest.mark.parametrize("options", [FEATURES, WHOLE, {**WHOLE, "sequence_parallel": True}])
+def test_the_load_of_experts_is_that_of_all_data_ranks(options: dict[str, Any]) -> None:
+    whole, (step,) = hf.double(mixtral), batches(2)[:1]
+    logits = whole(**joined(step), output_router_logits=True).router_logits
+    want = [torch.bincount(one.topk(2).indices.flatten(), minlength=4).double() for one in logits]
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        model: Any = hf.double(mixtral)
+        if ctx.comm("tp").size > 1:
+            tpcore.parallelize(model, **options)
+        load = tpcore.ExpertLoad(model)
+        for _ in range(2):
+            model(**step[ctx.coord("dp")])
+        found = load.read()
+        assert list(found) == [f"model.layers.{i}.mlp.experts" for i in range(2)]
+        for (share, entropy), counts in zip(found.values(), want, strict=True):
+            torch.testing.assert_close(share, counts / counts.sum())
+            assert entropy == pytest.approx(
+                float(torch.distributions.Categorical(share).entropy() / torch.tensor(4).log())
+            )
+        assert load.read() == {}
+        load.close()
+        model(**step[ctx.coord("dp")])
+        assert load.read() == {}
+
+    for tp in (1, 2):
+        run_ranks(Mesh({"dp": 2, "tp": tp}), rank)
+
+
+def test_a_model_without_experts_has_no_load() -> None:
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        with pytest.raises(ValueError, match="LlamaForCausalLM has no layer of experts"):
+            tpcore.ExpertLoad(hf.llama())
+
+    run_ranks(Mesh({"tp": 1}), rank)

@@ -45,7 +45,7 @@ def tiny_model(folder: str | os.PathLike[str], tp: int) -> Any:
         raise ValueError(f"{kind.__name__} takes {model.main_input_name}, and --model compares models of text")
     depth = _depth(model)
     why: Exception | None = None
-    for shrink in (_separate_heads, _narrow_heads, _as_wide):
+    for shrink in (_separate_heads, _narrow_heads, _half_heads, _as_wide):
         for layers in (depth, None):  # all of them, if some layers refer to others
             try:
                 return _made(kind, _less(config, tp, shrink, layers))
@@ -161,23 +161,35 @@ def _width(size: int, tp: int) -> int:
 
 
 def _name(config: Any, names: tuple[str, ...]) -> str:
-    return next(name for name in names if type(getattr(config, name, None)) is int)
+    found = next((name for name in names if type(getattr(config, name, None)) is int), None)
+    if found is None:
+        raise ValueError(f"its configuration has none of {', '.join(names)}")
+    return found
 
 
 def _separate_heads(text: Any, tp: int) -> None:
     """The hidden size is less; the size of a head, which is an option of its own, stays."""
     name = _name(text, _HIDDEN)
     if not hasattr(text, "head_dim") and not hasattr(text, "qk_rope_head_dim"):
-        raise ValueError("the size of its heads is no option")
+        return _narrow_heads(text, tp)
     if getattr(text, "head_dim", 0) is None:
         text.head_dim = getattr(text, name) // getattr(text, _name(text, _HEADS))
     setattr(text, name, _width(getattr(text, name), tp))
+    return None
 
 
-def _narrow_heads(text: Any, tp: int) -> None:
+def _narrow_heads(text: Any, tp: int, most: int = _SMALL) -> None:
     """As many heads, of a smaller size."""
     name, heads = _name(text, _HIDDEN), getattr(text, _name(text, _HEADS))
-    setattr(text, name, heads * gcd(getattr(text, name) // heads, _SMALL))
+    size = gcd(getattr(text, name) // heads, most)
+    setattr(text, name, heads * size)
+    if hasattr(text, "head_dim"):
+        text.head_dim = size
+
+
+def _half_heads(text: Any, tp: int) -> None:
+    """Not as small, where a part of each head is rotated."""
+    _narrow_heads(text, tp, 4 * _SMALL)
 
 
 def _as_wide(text: Any, tp: int) -> None:

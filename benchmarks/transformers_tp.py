@@ -195,8 +195,9 @@ def show(options: Namespace) -> None:
         whole.save_pretrained(folder)
         del whole
         found = race(options, names, folder)
+    kind = "Mixtral" if size.experts else "Llama"
     lines = [
-        f"**tp 2, {'Mixtral' if size.experts else 'Llama'} of {entries:,} parameters** ({options.rounds} rounds of {options.steps} steps; "
+        f"**tp 2, {kind} of {entries:,} parameters** ({options.rounds} rounds of {options.steps} steps; "
         f"the losses of all {len(found)} are the same)",
         "",
         "| | step | ratio to tpcore | forward | ratio | opened | shard | peak of training |",

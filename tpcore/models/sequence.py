@@ -104,6 +104,17 @@ class _After:
 
 
 @dataclass(frozen=True)
+class _Leave:
+    """A hook that keeps this rank's tokens of a first output. Some modules give it as ``[batch * tokens, features]``."""
+
+    stack: Stack
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        entered = args[0] if args else kwargs["hidden_states"]
+        return _After(lambda tokens: self.stack.scatter(tokens.reshape(entered.shape)))(module, args, output)
+
+
+@dataclass(frozen=True)
 class _Asked:
     """A hook that notes whether the caller wants outputs from between the blocks."""
 
@@ -184,7 +195,7 @@ def _enter_whole(model: nn.Module, name: str, stack: Stack, draws: Draws) -> Non
     """Let a module have all tokens, and return this rank's: a router sees them all, as its loss is of the whole."""
     owner = model.get_submodule(name)
     _enter(owner, "experts", stack)
-    owner.register_forward_hook(_After(stack.scatter))
+    owner.register_forward_hook(_Leave(stack), with_kwargs=True)
     draw_inside(owner, draws)
 
 

@@ -105,7 +105,7 @@ class _After:
 
 @dataclass(frozen=True)
 class _Leave:
-    """A hook that keeps this rank's tokens of a first output. Some modules give it as ``[batch * tokens, features]``."""
+    """A hook that keeps this rank's tokens of a first output, be it ``[batch * tokens, features]``."""
 
     stack: Stack
 

@@ -167,12 +167,21 @@ def _name(config: Any, names: tuple[str, ...]) -> str:
     return found
 
 
+def _head_dim(text: Any) -> int | None:
+    """0 without that option, -1 where layers have their own."""
+    try:
+        return getattr(text, "head_dim", 0)
+    except Exception:  # noqa: BLE001  not an AttributeError, so that nobody takes one layer's for all
+        return -1
+
+
 def _separate_heads(text: Any, tp: int) -> None:
     """The hidden size is less; the size of a head, which is an option of its own, stays."""
     name = _name(text, _HIDDEN)
-    if not hasattr(text, "head_dim") and not hasattr(text, "qk_rope_head_dim"):
+    size = _head_dim(text)
+    if size == 0 and not hasattr(text, "qk_rope_head_dim"):
         return _narrow_heads(text, tp)
-    if getattr(text, "head_dim", 0) is None:
+    if size is None:
         text.head_dim = getattr(text, name) // getattr(text, _name(text, _HEADS))
     setattr(text, name, _width(getattr(text, name), tp))
     return None
@@ -183,7 +192,7 @@ def _narrow_heads(text: Any, tp: int, most: int = _SMALL) -> None:
     name, heads = _name(text, _HIDDEN), getattr(text, _name(text, _HEADS))
     size = gcd(getattr(text, name) // heads, most)
     setattr(text, name, heads * size)
-    if hasattr(text, "head_dim"):
+    if _head_dim(text) != 0:
         text.head_dim = size
 
 

@@ -1,4 +1,4 @@
-"""A Llama at tp=2: tpcore.parallelize beside the tensor parallelism of transformers itself.
+"""A Llama or a Mixtral at tp=2: tpcore.parallelize beside the tensor parallelism of transformers itself.
 
 Each contestant opens the same files in two fresh processes of one thread each. It takes training steps
 (forward, backward, AdamW), then forwards in evaluation, and the losses are compared. Jobs are interleaved, in
@@ -7,6 +7,11 @@ another order in each round.
     transformers                 from_pretrained with a DistributedConfig of tp_size=2
     tpcore                       tpcore.lazy, from_pretrained, tpcore.parallelize
     tpcore, sequence_parallel    the same with sequence_parallel=True
+
+and of a model of experts (``--size experts``) besides
+
+    transformers, ep_size        with ep_size=2: whole experts on each rank
+    tpcore, expert_parallel      with expert_parallel=True
 
 "opened" is the peak of a rank's memory while the model is opened, above what the process had before; "shard"
 what its parameters take afterwards. transformers' own needs accelerate, and is left out where that is not
@@ -54,30 +59,36 @@ class Size:
     vocab: int
     batch: int
     length: int
+    experts: int = 0
 
-    def config(self) -> transformers.LlamaConfig:
-        return transformers.LlamaConfig(
-            vocab_size=self.vocab,
-            hidden_size=self.hidden,
-            intermediate_size=self.hidden * 8 // 3 // 16 * 16,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.heads // 2,
-            max_position_embeddings=self.length,
-        )
+    def model(self) -> transformers.PreTrainedModel:
+        sizes: dict[str, Any] = {
+            "vocab_size": self.vocab,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.hidden * 8 // 3 // 16 * 16,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.heads // 2,
+            "max_position_embeddings": self.length,
+        }
+        if not self.experts:
+            return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+        return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, num_local_experts=self.experts))
 
 
 SIZES = {
     "large": Size(18, 1024, 16, 32000, 1, 256),  # 273 million parameters, 1.09 GB
     "base": Size(12, 768, 12, 32000, 2, 128),  # 131 million parameters
+    "experts": Size(6, 512, 8, 16000, 2, 128, experts=8),  # 123 million parameters, of which a token uses 45 million
     "tiny": Size(1, 32, 4, 64, 2, 8),  # for the tests
+    "tiny experts": Size(1, 32, 4, 64, 2, 8, experts=4),
 }
 
 
-def by_transformers(folder: str) -> nn.Module:
+def by_transformers(folder: str, **options: Any) -> nn.Module:
     from transformers.distributed.configuration_utils import DistributedConfig
 
-    config: Any = DistributedConfig(tp_size=TP)
+    config: Any = DistributedConfig(tp_size=TP, **options)
     return transformers.AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
 
 
@@ -92,7 +103,10 @@ CONTESTANTS: dict[str, Callable[[str], nn.Module]] = {
     "transformers": by_transformers,
     "tpcore": by_tpcore,
     "tpcore, sequence_parallel": lambda folder: by_tpcore(folder, sequence_parallel=True),
+    "transformers, ep_size": lambda folder: by_transformers(folder, ep_size=TP),
+    "tpcore, expert_parallel": lambda folder: by_tpcore(folder, expert_parallel=True),
 }
+OF_EXPERTS = {"transformers, ep_size", "tpcore, expert_parallel"}
 
 
 def local(p: Tensor) -> Tensor:
@@ -171,16 +185,19 @@ def race(options: Namespace, names: list[str], folder: str) -> dict[str, dict[st
 
 
 def show(options: Namespace) -> None:
-    names = [n for n in CONTESTANTS if n != "transformers" or importlib.util.find_spec("accelerate")]
+    size = SIZES[options.size]
+    names = [n for n in CONTESTANTS if size.experts or n not in OF_EXPERTS]
+    names = [n for n in names if n.startswith("tpcore") or importlib.util.find_spec("accelerate")]
     with tempfile.TemporaryDirectory(prefix="tpcore-bench-") as folder:
         torch.manual_seed(0)
-        whole = transformers.LlamaForCausalLM(SIZES[options.size].config())
+        whole = size.model()
         entries = sum(p.numel() for p in whole.parameters())
         whole.save_pretrained(folder)
         del whole
         found = race(options, names, folder)
+    kind = "Mixtral" if size.experts else "Llama"
     lines = [
-        f"**tp 2, Llama of {entries:,} parameters** ({options.rounds} rounds of {options.steps} steps; "
+        f"**tp 2, {kind} of {entries:,} parameters** ({options.rounds} rounds of {options.steps} steps; "
         f"the losses of all {len(found)} are the same)",
         "",
         "| | step | ratio to tpcore | forward | ratio | opened | shard | peak of training |",

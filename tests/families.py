@@ -140,6 +140,7 @@ FEATURES: dict[str, tuple[dict[str, Any], ...]] = {
         {"new_decoder_architecture": True, "bias": True},
         {"parallel_attn": False},
     ),
+    "gemma3n_text": ({"activation_sparsity_pattern": [0.9, 0.0]},),
     "gpt_bigcode": ({"multi_query": False},),
     "gpt_neox": ({"use_parallel_residual": False},),
     "llama": ({"attention_bias": True, "mlp_bias": True},),

@@ -90,6 +90,9 @@ def test_transformers_tp() -> None:
     assert "are the same)" in printed
     for contestant in ("tpcore", "tpcore, sequence_parallel"):
         assert f"| {contestant} |" in printed
+    printed = _run("transformers_tp", "--size", "tiny experts", "--rounds", "1", "--steps", "1", "--warm", "1")
+    assert "Mixtral" in printed
+    assert "| tpcore, expert_parallel |" in printed
 
 
 @pytest.mark.drill  # starts processes for a minute and a half

@@ -37,7 +37,14 @@ def qwen(**options: Any) -> Any:
     return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes, **options))
 
 
-MAKES = {"mixtral": mixtral, "qwen3_moe": qwen}
+def shared(**options: Any) -> Any:
+    """With a layer without experts, and a shared expert beside the others, sharded by features."""
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1}
+    sizes = {**SIZES, "head_dim": 8, "moe_intermediate_size": 32, **experts, "n_group": 1, "topk_group": 1, **options}
+    return transformers.Glm4MoeForCausalLM(transformers.Glm4MoeConfig(**sizes))
+
+
+MAKES = {"mixtral": mixtral, "qwen3_moe": qwen, "glm4_moe": shared}
 
 
 @WAYS
@@ -45,6 +52,16 @@ MAKES = {"mixtral": mixtral, "qwen3_moe": qwen}
 def test_the_loss_of_routers_is_that_of_the_whole_batch(name: str, options: dict[str, Any]) -> None:
     make = MAKES[name]
     assert_equals_whole(lambda: make(output_router_logits=True), (2,), tolerance=ROUNDS, **options)
+
+
+@WAYS
+@pytest.mark.parametrize("name", tiers(["mixtral"], slow=["qwen3_moe", "glm4_moe"]))
+def test_routers_see_all_tokens_where_tokens_are_sharded(name: str, options: dict[str, Any]) -> None:
+    make = MAKES[name]
+    assert_equals_whole(
+        lambda: make(output_router_logits=True), (2,), tolerance=ROUNDS, sequence_parallel=True, **options
+    )
+    assert_equals_whole(make, (2,), hf.text(length=7), tolerance=ROUNDS, sequence_parallel=True, **options)
 
 
 @WAYS
@@ -254,3 +271,48 @@ def test_generates_what_the_whole_model_does(options: dict[str, Any]) -> None:
         return out
 
     assert all(torch.equal(got, want) for got in run_ranks(Mesh({"tp": 2}), rank))
+
+
+@pytest.mark.parametrize("options", [FEATURES, WHOLE, {**WHOLE, "sequence_parallel": True}])
+def test_the_load_of_experts_is_that_of_all_data_ranks(options: dict[str, Any]) -> None:
+    whole, (step,) = hf.double(mixtral), batches(2)[:1]
+    logits = whole(**joined(step), output_router_logits=True).router_logits
+    want = [torch.bincount(one.topk(2).indices.flatten(), minlength=4).double() for one in logits]
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        model: Any = hf.double(mixtral)
+        if ctx.comm("tp").size > 1:
+            tpcore.parallelize(model, **options)
+        load = tpcore.ExpertLoad(model)
+        for _ in range(2):
+            model(**step[ctx.coord("dp")])
+        found = load.read()
+        assert list(found) == [f"model.layers.{i}.mlp.experts" for i in range(2)]
+        for (share, entropy), counts in zip(found.values(), want, strict=True):
+            torch.testing.assert_close(share, counts / counts.sum())
+            assert entropy == pytest.approx(
+                float(torch.distributions.Categorical(share).entropy() / torch.tensor(4).log())
+            )
+        assert load.read() == {}
+        load.close()
+        model(**step[ctx.coord("dp")])
+        assert load.read() == {}
+
+    for tp in (1, 2):
+        run_ranks(Mesh({"dp": 2, "tp": tp}), rank)
+
+
+def test_a_model_without_experts_has_no_load() -> None:
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        with pytest.raises(ValueError, match="LlamaForCausalLM has no layer of experts"):
+            tpcore.ExpertLoad(hf.llama())
+
+    run_ranks(Mesh({"tp": 1}), rank)
+
+
+def test_recomputed_layers_of_experts_have_the_same_tokens() -> None:
+    def run(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        hf.recompute(model)
+        return hf.step(model, batch)
+
+    assert_equals_whole(mixtral, (2,), run=run, tolerance=ROUNDS, sequence_parallel=True, expert_parallel=True)

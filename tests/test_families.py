@@ -10,6 +10,7 @@ import pytest
 import transformers
 from composed import CASES, composed
 from families import FEATURES, PARTS, families, row, short, verdict
+from tiers import tiers
 
 from tpcore.models.families import KINDS
 
@@ -93,6 +94,14 @@ def test_whole_experts_are_distributed(family: str) -> None:
     assert found.share < 0.65
 
 
+@newest
+@pytest.mark.parametrize("family", tiers(["qwen2_moe", "llama4_text"], slow=EXPERTS))
+def test_experts_where_tokens_are_sharded(family: str) -> None:
+    """Llama 4 gives tokens of all sequences in one dim."""
+    found = verdict(family, sequence_parallel=True)
+    assert found.works or "is whole and no norm" in found.text
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", sorted({*EXPERTS, *WHOLE_EXPERTS}))
 @pytest.mark.parametrize("distributed", [False, True])
@@ -108,7 +117,6 @@ def test_experts_on_four_ranks(family: str, distributed: bool) -> None:
         ("llama4_text", {"expert_parallel": True}, "computes with all experts at once"),
         ("gpt_oss", {"expert_parallel": True}, "computes with all experts at once"),
         ("llama", {"expert_parallel": True}, "LlamaForCausalLM has no layers of experts"),
-        ("mixtral", {"sequence_parallel": True}, "are experts, whose routers would see some of the tokens only"),
     ],
 )
 def test_what_experts_are_refused_is_said(family: str, options: dict[str, Any], words: str) -> None:

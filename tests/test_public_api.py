@@ -42,6 +42,7 @@ PUBLIC = {
         "CollectiveMismatchError",
         "CollectiveTimeoutError",
         "Comm",
+        "ExpertLoad",
         "Group",
         "LayerNorm",
         "Layout",

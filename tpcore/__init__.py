@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from . import checkpoint, trace
     from .checkpoint.dtensor import dtensor_state_dict
     from .diagnose.explain import explain
-    from .models import full_state_dict, lazy, parallelize
+    from .models import ExpertLoad, full_state_dict, lazy, parallelize
     from .models.cached import trace_causal_lm
     from .processes.launch import launch
 
@@ -62,7 +62,7 @@ def __getattr__(name: str) -> Any:
         from .diagnose.explain import explain
 
         return explain
-    if name in ("full_state_dict", "lazy", "parallelize"):
+    if name in ("ExpertLoad", "full_state_dict", "lazy", "parallelize"):
         from . import models as plans
 
         return getattr(plans, name)
@@ -86,6 +86,7 @@ __all__ = [
     "CollectiveMismatchError",
     "CollectiveTimeoutError",
     "Comm",
+    "ExpertLoad",
     "Group",
     "Layout",
     "Mesh",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import typer
 from rich.console import Console
@@ -16,6 +16,7 @@ from ..processes.launch import launch
 from ..runtime.init import choose_backend
 
 if TYPE_CHECKING:
+    from ..testing.verify.model import ModelVerdict
     from ..testing.verify.report import Report
 
 
@@ -25,28 +26,53 @@ def verify(
     save: Path | None = typer.Option(
         None, "--json", help="Where to save the table; default: tpcore-verify-BACKEND-tpN.json here."
     ),
+    model: Path | None = typer.Option(
+        None, help="A folder with the config.json of a transformers model: verify how that is sharded instead."
+    ),
+    sequence_parallel: bool = typer.Option(False, help="With --model: as of tpcore.parallelize."),
+    expert_parallel: bool = typer.Option(False, help="With --model: as of tpcore.parallelize."),
 ) -> None:
     """Compare layers, collectives, training steps, a checkpoint and a trace with the same on one CPU.
 
+    With --model: output, loss and every gradient of a tiny copy of that model, sharded, with those of the whole.
+
     Under torchrun every rank runs it; otherwise it starts its own. Exit status 1 if anything is wrong.
     """
-    from ..testing.verify.report import on_rank  # here: the other commands are spared all of it
+    # here: the other commands are spared all of it
+    from ..testing.verify.model import verify_model
+    from ..testing.verify.report import on_rank
 
     try:
         load_backend(choose_backend(backend))
     except BackendError as e:  # here once, before each rank says it
         typer.echo(f"tpcore verify: {e}", err=True)
         raise typer.Exit(2) from e
-    if settings.WORLD_SIZE.is_set:
-        report, first = on_rank(backend, tp), settings.RANK.get() == 0
-    else:
-        report, first = launch(on_rank, tp, args=(backend, tp))[0], True
+    started, first = settings.WORLD_SIZE.is_set, not settings.WORLD_SIZE.is_set or settings.RANK.get() == 0
+    if model is not None:
+        if not (model / "config.json").is_file():
+            typer.echo(f"tpcore verify: {model} has no config.json", err=True)
+            raise typer.Exit(2)
+        options = {"sequence_parallel": sequence_parallel, "expert_parallel": expert_parallel}
+        args = (backend, tp, str(model), options)
+        _tell(verify_model(*args) if started else launch(verify_model, tp, args=args)[0], first)
+    report = on_rank(backend, tp) if started else launch(on_rank, tp, args=(backend, tp))[0]
     if first:
         _show(report)
         place = save or Path(f"tpcore-verify-{report.backend}-tp{tp}.json")
         place.write_text(report.to_json())
         typer.echo(f"saved as {place}")
     raise typer.Exit(1 if report.wrong else 0)
+
+
+def _tell(found: ModelVerdict, first: bool) -> NoReturn:
+    if first:
+        for line in found.lines:
+            typer.echo(line)
+        if found.refused is not None:
+            typer.echo(f"tpcore verify: {found.refused}", err=True)
+        if found.wrong is not None:
+            typer.echo(f"WRONG: {found.wrong}")
+    raise typer.Exit(2 if found.refused is not None else 1 if found.wrong is not None else 0)
 
 
 def _show(report: Report) -> None:

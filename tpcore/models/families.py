@@ -81,6 +81,12 @@ def _vision(config: Any) -> Rules:
     }
 
 
+def _gemma3n(config: Any) -> Rules:
+    """Layers that pass only the largest gates measure them by mean and deviation over all features."""
+    sparse = [i for i, part in enumerate(config.activation_sparsity_pattern or ()) if part > 0]
+    return {f"layers.{i}.mlp.{{gate,up,down}}_proj": "replicate" for i in sparse}
+
+
 FAMILIES = (
     Family(
         "albert",
@@ -138,6 +144,7 @@ FAMILIES = (
         "axk2 deepseek_v32 dots3_note_text glm_moe_dsa hy_v4",
         {"layers.*.self_attn.{indexer,q_a_proj}": "replicate"},
     ),
+    Family("gemma3n_text", _gemma3n),
     Family("gpt_bigcode", _bigcode),
     Family(
         "gpt_oss",

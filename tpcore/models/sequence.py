@@ -104,6 +104,17 @@ class _After:
 
 
 @dataclass(frozen=True)
+class _Leave:
+    """A hook that keeps this rank's tokens of a first output, be it ``[batch * tokens, features]``."""
+
+    stack: Stack
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        entered = args[0] if args else kwargs["hidden_states"]
+        return _After(lambda tokens: self.stack.scatter(tokens.reshape(entered.shape)))(module, args, output)
+
+
+@dataclass(frozen=True)
 class _Asked:
     """A hook that notes whether the caller wants outputs from between the blocks."""
 
@@ -120,18 +131,22 @@ def cut_sequence(model: nn.Module, cuts: list[Cut], comm: Comm, draws: Draws) ->
     """Cut the tokens between the blocks of every stack that has cut layers."""
     if getattr(model.config, "layerdrop", 0) or getattr(model.config, "decoder_layerdrop", 0):
         raise ValueError("sequence_parallel=True: with layerdrop the last block may not run; set it to 0")
-    experts = next((cut.name for cut in cuts if cut.style == plan.EXPERTS), None)
-    if experts is not None:
-        raise ValueError(
-            f"sequence_parallel=True: {plan.wildcard(experts)} are experts, whose routers would see some of the tokens "
-            "only: models of experts work without"
-        )
     stacks = []
     for name, blocks in _stacks(model, cuts):
         inside = [cut for cut in cuts if cut.name.startswith(name + ".")]
-        rows = [m for m in blocks.modules() if isinstance(m, RowParallelLinear) and m.input_is_parallel]
+        routed = {cut.owner for cut in inside if cut.style == plan.EXPERTS}
+        of_experts = [cut for cut in inside if any(cut.name.startswith(f"{owner}.") for owner in routed)]
+        whole = {id(m) for owner in routed for m in model.get_submodule(owner).modules()}
+        rows = [
+            m
+            for m in blocks.modules()
+            if isinstance(m, RowParallelLinear) and m.input_is_parallel and id(m) not in whole
+        ]
         stack = Stack(comm, rows, blocks)
-        owners = _enter_owners(model, inside, stack)
+        owners = routed | _enter_owners(model, [cut for cut in inside if cut not in of_experts], stack)
+        share_inputs(model, of_experts)
+        for owner in sorted(routed):
+            _enter_whole(model, owner, stack, draws)
         _sum_norms(model, name, owners, stack)
         blocks[0].register_forward_pre_hook(_Before(stack.enter), with_kwargs=True)
         blocks[-1].register_forward_hook(_After(stack.gather))
@@ -161,16 +176,27 @@ def _enter_owners(model: nn.Module, cuts: list[Cut], stack: Stack) -> set[str]:
     shared = share_inputs(model, cuts, TokenCopy(comm, None, torch.float32, stack))
     gathered = {cut.owner for cut in cuts if cut.style == plan.COLUMN_GATHERED}
     for name in (columns.keys() | gathered) - shared:
-        owner = model.get_submodule(name)
-        if any(owner is block for block in stack.blocks.children()):
-            raise ValueError(
-                f"sequence_parallel=True: {type(owner).__name__} calls {', '.join(columns[name])} itself, so "
-                "that its tokens cannot enter whole there and stay cut elsewhere: this family works without"
-            )
-        owner.register_forward_pre_hook(_Before(stack.gather), with_kwargs=True)
+        _enter(model.get_submodule(name), ", ".join(columns[name]), stack)
     for name in gathered:  # the output of these is whole on every rank
         model.get_submodule(name).register_forward_hook(_After(stack.scatter))
     return columns.keys() | gathered
+
+
+def _enter(owner: nn.Module, calls: str, stack: Stack) -> None:
+    if any(owner is block for block in stack.blocks.children()):
+        raise ValueError(
+            f"sequence_parallel=True: {type(owner).__name__} calls {calls} itself, so "
+            "that its tokens cannot enter whole there and stay cut elsewhere: this family works without"
+        )
+    owner.register_forward_pre_hook(_Before(stack.gather), with_kwargs=True)
+
+
+def _enter_whole(model: nn.Module, name: str, stack: Stack, draws: Draws) -> None:
+    """Let a module have all tokens, and return this rank's: a router sees them all, as its loss is of the whole."""
+    owner = model.get_submodule(name)
+    _enter(owner, "experts", stack)
+    owner.register_forward_hook(_Leave(stack), with_kwargs=True)
+    draw_inside(owner, draws)
 
 
 def _sum_norms(model: nn.Module, stack_name: str, owners: set[str], stack: Stack) -> None:

@@ -67,7 +67,7 @@ def own_rules(model: Any) -> dict[str, Rule]:
     rules: dict[str, Rule] = {k: v for k, v in (getattr(model, "tp_plan", None) or {}).items() if k in names}
     for prefix, part in pretrained(model):
         own = families.rules_of(part.config)
-        rules |= {prefix + name: rule for name, rule in own.items() if wildcard(prefix) + name in names}
+        rules |= {prefix + name: rule for name, rule in own.items() if wildcard(prefix + name) in names}
     return rules
 
 

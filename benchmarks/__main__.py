@@ -13,6 +13,7 @@ for name in (
     "optimizer",
     "serve",
     "generate",
+    "decoding",
     "transformers_tp",
     "load_model",
     "pipeline",

@@ -76,6 +76,12 @@ def test_pipeline() -> None:
 
 
 @pytest.mark.drill  # starts processes for a minute and a half
+def test_decoding() -> None:
+    printed = _run("decoding", "--size", "tiny", "--rounds", "1", "--warm", "1")
+    assert "int8 over bfloat16, tp=2: " in printed
+    assert "MiB of parameters on a rank" in printed
+
+
 def test_generate() -> None:
     printed = _run("generate", "--size", "tiny", "--rounds", "2", "--warm", "1")
     assert "the tokens of all 3 are the same" in printed

@@ -75,13 +75,13 @@ def test_pipeline() -> None:
     assert many < 1.05 * few  # its memory does not grow with the microbatches
 
 
-@pytest.mark.drill  # starts processes for a minute and a half
 def test_decoding() -> None:
     printed = _run("decoding", "--size", "tiny", "--rounds", "1", "--warm", "1")
     assert "int8 over bfloat16, tp=2: " in printed
     assert "MiB of parameters on a rank" in printed
 
 
+@pytest.mark.drill  # starts processes for a minute and a half
 def test_generate() -> None:
     printed = _run("generate", "--size", "tiny", "--rounds", "2", "--warm", "1")
     assert "the tokens of all 3 are the same" in printed

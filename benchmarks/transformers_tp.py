@@ -61,7 +61,7 @@ class Size:
     length: int
     experts: int = 0
 
-    def model(self) -> transformers.PreTrainedModel:
+    def config(self) -> Any:
         sizes: dict[str, Any] = {
             "vocab_size": self.vocab,
             "hidden_size": self.hidden,
@@ -72,8 +72,8 @@ class Size:
             "max_position_embeddings": self.length,
         }
         if not self.experts:
-            return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
-        return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, num_local_experts=self.experts))
+            return transformers.LlamaConfig(**sizes)
+        return transformers.MixtralConfig(**sizes, num_local_experts=self.experts)
 
 
 SIZES = {
@@ -190,7 +190,7 @@ def show(options: Namespace) -> None:
     names = [n for n in names if n.startswith("tpcore") or importlib.util.find_spec("accelerate")]
     with tempfile.TemporaryDirectory(prefix="tpcore-bench-") as folder:
         torch.manual_seed(0)
-        whole = size.model()
+        whole = transformers.AutoModelForCausalLM.from_config(size.config())
         entries = sum(p.numel() for p in whole.parameters())
         whole.save_pretrained(folder)
         del whole

@@ -90,7 +90,7 @@ def joined(options: Namespace) -> Device:
 def llama(size: Size, options: Namespace, at: torch.device, dtype: torch.dtype) -> Any:
     torch.manual_seed(0)
     with at:
-        model: Any = size.model()
+        model: Any = transformers.LlamaForCausalLM(size.config())
     model = model.to(dtype)
     if options.contestant != "plain":
         model = tpcore.parallelize(model).to(at)

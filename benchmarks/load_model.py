@@ -85,7 +85,7 @@ def show(options: Namespace) -> bool:
     """Print the table; whether every rank of tpcore kept to the limit."""
     with tempfile.TemporaryDirectory(prefix="tpcore-bench-") as folder:
         torch.manual_seed(0)
-        model: Any = SIZES[options.size].model()
+        model: Any = transformers.LlamaForCausalLM(SIZES[options.size].config())
         entries = sum(p.numel() for p in model.parameters())
         size = sum(p.numel() * p.element_size() for p in model.parameters())
         model.save_pretrained(folder, max_shard_size="500MB")

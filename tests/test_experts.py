@@ -6,6 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import families
 import hf
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 import tpcore
 from tpcore import Mesh
 from tpcore.models.experts import ShardedExperts
+from tpcore.models.static import every_expert, has_known_form
 from tpcore.testing import run_ranks
 
 SIZES = {**TINY, "num_key_value_heads": 4, "num_hidden_layers": 2, "experts_implementation": "eager"}
@@ -130,6 +132,30 @@ def test_ranks_without_a_chosen_expert_have_gradients_of_zeros() -> None:
         return sum(not p.grad.any() for p in experts.values())
 
     assert sum(run_ranks(Mesh({"tp": 4}), rank)) > 0  # one token chooses two of four experts
+
+
+@pytest.mark.parametrize("name", tiers(["mixtral", "gpt_oss"], slow=["qwen3_moe", "aria_text", "deepseek_v3"]))
+def test_every_expert_on_every_token_is_what_the_chosen_ones_make(name: str) -> None:
+    """The form for compiled programs, against the family's own forward: loops over the chosen experts."""
+    torch.manual_seed(0)
+    kind: Any = families.class_of(name)
+    model = families.made(kind, families.config_of(name)).double()
+    experts = [m for m in model.modules() if has_known_form(m)]
+    assert experts
+    for layer in experts:
+        for p in layer.parameters():
+            torch.nn.init.normal_(p, std=0.1)
+        count, width = layer.down_proj.shape[0], layer.down_proj.shape[2 if layer.is_transposed else 1]
+        x = torch.randn(12, width, dtype=torch.float64, requires_grad=True)
+        numbers = torch.stack([torch.randperm(count)[:2] for _ in range(12)])
+        weights = torch.rand(12, 2, dtype=torch.float64, requires_grad=True)
+        of = (x, weights, *layer.parameters())
+        want = layer(x, numbers, weights)
+        got = every_expert(layer, x, numbers, weights)
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+        grads = [torch.autograd.grad(out.square().sum(), of, allow_unused=True) for out in (got, want)]
+        for a, b in zip(*grads, strict=True):
+            torch.testing.assert_close(torch.zeros(()) if a is None else a, torch.zeros(()) if b is None else b)
 
 
 def batches(dp: int) -> list[list[dict[str, Tensor]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -42,6 +43,9 @@ def make(family: str) -> Any:
         return transformers.T5ForConditionalGeneration(
             transformers.T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0)
         )
+    if family == "mixtral":
+        config = transformers.MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4)
+        return transformers.MixtralForCausalLM(config)
     sizes = {"vocab_size": 99, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
     dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **dropouts))
@@ -65,11 +69,11 @@ def clip_and_step(model: Any, optimizer: Any) -> None:
     optimizer.step()
 
 
-def train(ctx: ParallelContext, family: str, sequence_parallel: bool) -> None:
+def train(ctx: ParallelContext, family: str, sequence_parallel: bool, **ways: bool) -> None:
     warnings.simplefilter("ignore")
     whole = make(family).train()
     want = losses(whole, torch.optim.AdamW(whole.parameters(), lr=1e-2), clip_and_step, "cpu")
-    model = tpcore.parallelize(make(family), sequence_parallel=sequence_parallel).train()
+    model = tpcore.parallelize(make(family), sequence_parallel=sequence_parallel, **ways).train()
     tpcore.move_model_to_device(model, ctx.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     before = len(programs())
@@ -89,3 +93,8 @@ def cases() -> list[Any]:
 @pytest.mark.parametrize(("family", "sequence_parallel"), cases())
 def test_trains_as_the_whole_model(family: str, sequence_parallel: bool) -> None:
     on_replicas(2, 2, train, family, sequence_parallel)
+
+
+@pytest.mark.parametrize("ways", [{}, {"expert_parallel": True}], ids=["features", "experts"])
+def test_experts_are_one_program_whichever_are_chosen(ways: dict[str, bool]) -> None:
+    on_replicas(2, 2, partial(train, **ways), "mixtral", False)

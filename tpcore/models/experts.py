@@ -23,6 +23,7 @@ from ..layout.layout import AxisCut, Layout
 from ..layout.shard import Block, ShardSpec
 from . import plan
 from .fit import Need
+from .static import every_expert, has_known_form
 
 _NUMBERS, _WEIGHTS = "top_k_index", "top_k_weights"
 _DISTRIBUTED = "_is_expert_parallel"  # of experts that pass by the numbers of others: releases before 5.23 have none
@@ -55,6 +56,7 @@ class ShardedExperts(ParallelModule):
         """Whether a rank of tp has some experts, and not features of all."""
         self.of_a_rank = next(p for p in self._parameters.values() if p is not None).shape[0] if self._some else None
         """The number of experts that a rank has; None if it has features of all."""
+        self._static = not comm.eager and has_known_form(inner)
         if self.of_a_rank is not None:
             # transformers' own forwards pass by numbers of experts that are not here, in this mode
             inner.num_experts = self.of_a_rank  # type: ignore[assignment]
@@ -78,7 +80,7 @@ class ShardedExperts(ParallelModule):
         table = {name: self._used(name, p) for name, p in self._parameters.items()}
         self.inner.__dict__["_parameters"] = table
         try:
-            out = self.inner(**inputs)
+            out = every_expert(self.inner, **inputs) if self._static else self.inner(**inputs)
             if self.of_a_rank is not None:
                 # Where none of a rank's experts is chosen, the graph has no way back to inputs and parameters. The
                 # other ranks wait for its part of the inputs' gradients; those of parameters are zeros, not None.

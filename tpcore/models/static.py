@@ -1,0 +1,40 @@
+"""Experts as one program, whichever are chosen: for devices that compile what a step does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+_FORM = ("has_gate", "has_bias", "is_transposed", "_apply_gate")
+
+
+def has_known_form(experts: Any) -> bool:
+    """Whether transformers says of these experts how they compute, by the attributes of its experts' decorator."""
+    return all(hasattr(experts, name) for name in _FORM)
+
+
+def every_expert(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """What ``experts`` computes, each of them on all tokens: ``[T, H]``, ``[T, K]``, ``[T, K]`` -> ``[T, H]``.
+
+    Shapes do not depend on the choices, and no value is read; an expert that a token has not chosen has weight 0 for
+    it. No choice is dropped. It costs ``E / K`` times the products of the chosen alone, divided by the ranks that share
+    the experts.
+    """
+    up = "gate_up_proj" if experts.has_gate else "up_proj"
+    total = hidden_states.new_zeros(hidden_states.shape)
+    for number in range(len(getattr(experts, up))):
+        share = (top_k_weights * (top_k_index == number)).sum(-1, keepdim=True)
+        inner = _product(experts, up, hidden_states, number)
+        inner = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
+        out = _product(experts, "down_proj", inner, number)
+        if getattr(experts, "has_post_expert_norm", False):
+            out = experts.post_expert_norm(out)
+        total = total + (out * share).to(total.dtype)
+    return total
+
+
+def _product(experts: Any, name: str, x: Tensor, number: int) -> Tensor:
+    weight = getattr(experts, name)[number]
+    y: Tensor = x @ (weight if experts.is_transposed else weight.t())
+    return y + getattr(experts, f"{name}_bias")[number] if experts.has_bias else y

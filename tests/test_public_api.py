@@ -76,6 +76,7 @@ PUBLIC = {
         "parallelize",
         "random",
         "reduce_gradients",
+        "shard_sequence",
         "shard_specs",
         "shutdown",
         "trace",

@@ -6,6 +6,7 @@ import copy
 import inspect
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import families
@@ -103,7 +104,12 @@ def made(make: Callable[[], Any]) -> Any:
 
 
 def assert_equal(
-    make: Callable[[], nn.Module], mesh: dict[str, int], batch: dict[str, Any], way: str | None, **options: Any
+    make: Callable[[], nn.Module],
+    mesh: dict[str, int],
+    batch: dict[str, Any],
+    way: str | None,
+    dealt: bool = False,
+    **options: Any,
 ) -> None:
     whole = made(make)
     want = whole(**batch).loss
@@ -114,7 +120,8 @@ def assert_equal(
 
     def rank(ctx: tpcore.ParallelContext) -> None:
         model = tpcore.parallelize(made(make), context_parallel=way, **options)
-        loss = model(**batch).loss
+        given = tpcore.shard_sequence(batch, model) if dealt else batch
+        loss = model(**given).loss
         loss.backward()
         torch.testing.assert_close(loss, want, rtol=EXACT, atol=EXACT)
         tpcore.reduce_gradients(model)
@@ -127,7 +134,7 @@ def assert_equal(
             )
         model.eval()
         with torch.no_grad():
-            out = model(**batch)
+            out = model(**given)
         torch.testing.assert_close(out.loss, want, rtol=EXACT, atol=EXACT)
         torch.testing.assert_close(out.logits[seen], logits[seen], rtol=EXACT, atol=EXACT)
 
@@ -149,6 +156,41 @@ def test_of_documents_and_padding(name: str, batch: str, way: str) -> None:
     if name == "bert":  # of which transformers takes a row for one document in any case
         given.pop("use_cache", None)
     assert_equal(MODELS[name], CP4, given, way)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_of_tokens_that_the_loader_deals(name: str, batch: str, way: str) -> None:
+    given = BATCHES[batch]()
+    if name == "bert":
+        given.pop("use_cache", None)
+    assert_equal(MODELS[name], CP2, given, way, dealt=True)
+
+
+def test_tokens_are_dealt_once_and_counted_by_the_model(tmp_path: Path) -> None:
+    torch.save(plain(), tmp_path / "rows")
+    mapped = torch.load(tmp_path / "rows", mmap=True)
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        whole = made(llama)
+        assert tpcore.shard_sequence(mapped, whole) == mapped  # nothing is cut
+        model = tpcore.parallelize(whole, context_parallel="ring")
+        mine = tpcore.shard_sequence(mapped, model)
+        first = [0, 1, 2, 3, 12, 13, 14, 15]  # zig-zag: the first and the last quarter
+        places = first if ctx.coord("cp") == 0 else [4, 5, 6, 7, 8, 9, 10, 11]
+        assert mine["position_ids"].tolist() == [places]
+        assert torch.equal(mine["input_ids"], mapped["input_ids"][:, places])
+        with pytest.raises(ValueError, match="one rank's tokens already"):
+            tpcore.shard_sequence(mine, model)
+        with pytest.raises(ValueError, match="counts the labels of one rank"):
+            model(**mine, num_items_in_batch=7)
+        with pytest.raises(ValueError, match="cannot deal 15 tokens evenly"):
+            tpcore.shard_sequence({"input_ids": mapped["input_ids"][:, :15]}, model)
+        with pytest.raises(ValueError, match="not known by positions"):
+            model(**{**mine, "attention_mask": torch.ones(2, 1, 1, 8)})
+
+    run_ranks(Mesh(CP2), rank)
 
 
 @pytest.mark.slow

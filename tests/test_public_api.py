@@ -78,6 +78,7 @@ PUBLIC = {
         "parallelize",
         "random",
         "reduce_gradients",
+        "shard_sequence",
         "shard_specs",
         "shutdown",
         "trace",

@@ -199,3 +199,15 @@ def test_and_so_in_a_sequence_parallel_region(ranks: Ranks) -> None:
     mesh = Mesh({"dp": 1, "tp": 2})
     for want, got in zip(ranks(mesh, _sequence_parallel, False), ranks(mesh, _sequence_parallel, True), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+
+
+def test_sharded_numbers_differ_over_cp_too() -> None:
+    def draws(ctx: ParallelContext) -> tuple[float, float]:
+        tpcore.random.manual_seed(0)
+        with tpcore.random.sharded():
+            own = torch.rand(1).item()
+        return own, torch.rand(1).item()
+
+    found = run_ranks(Mesh({"dp": 2, "cp": 2, "tp": 2}), draws)
+    assert len({own for own, _ in found}) == 4  # dp ranks were seeded alike
+    assert len({after for _, after in found}) == 1

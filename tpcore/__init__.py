@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from . import checkpoint, trace
     from .checkpoint.dtensor import dtensor_state_dict
     from .diagnose.explain import explain
-    from .models import ExpertLoad, full_state_dict, lazy, parallelize
+    from .models import ExpertLoad, full_state_dict, lazy, parallelize, shard_sequence
     from .models.cached import trace_causal_lm
     from .processes.launch import launch
 
@@ -62,7 +62,7 @@ def __getattr__(name: str) -> Any:
         from .diagnose.explain import explain
 
         return explain
-    if name in ("ExpertLoad", "full_state_dict", "lazy", "parallelize"):
+    if name in ("ExpertLoad", "full_state_dict", "lazy", "parallelize", "shard_sequence"):
         from . import models as plans
 
         return getattr(plans, name)
@@ -119,6 +119,7 @@ __all__ = [
     "parallelize",
     "random",
     "reduce_gradients",
+    "shard_sequence",
     "shard_specs",
     "shutdown",
     "trace",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,7 +100,21 @@ class _Tokens:
         names = inspect.signature(type(model).forward).parameters
         kwargs = dict(zip([n for n in names if n != "self"], args, strict=False)) | kwargs
         self._check(model, kwargs)
-        given = next(kwargs[n] for n in ("input_ids", "inputs_embeds") if kwargs.get(n) is not None)
+        if not self._dealt(kwargs):
+            kwargs = self.deal(kwargs)
+        if kwargs["attention_mask"].numel() == 0:
+            kwargs["attention_mask"] = None
+        if "use_cache" in names:
+            kwargs["use_cache"] = False
+        if not self.shifted:
+            kwargs.pop("num_items_in_batch", None)
+        return (), kwargs
+
+    def deal(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """This rank's tokens of ``batch``; its ``attention_mask`` is ``[batch, 1, 1, tokens of all ranks]`` with the
+        segments, or has no tokens where there is one."""
+        kwargs = dict(batch)
+        given = _tokens_of(kwargs)
         length, places = given.shape[1], kwargs.get("position_ids")
         segments = self._segments(kwargs.get("attention_mask"), places, given.shape)
         if places is None:
@@ -113,15 +127,19 @@ class _Tokens:
                 kwargs[name] = self.order.cut(kwargs[name])
         kwargs["position_ids"] = self.order.cut(places)
         # 4-D masks are left as they are by every model, so this one arrives at its attention
-        kwargs["attention_mask"] = None if segments is None else segments[:, None, None]
-        if "use_cache" in names:
-            kwargs["use_cache"] = False
-        if not self.shifted:
-            kwargs.pop("num_items_in_batch", None)
-        return (), kwargs
+        segments = given.new_empty(given.shape[0], 0, dtype=torch.int64) if segments is None else segments
+        kwargs["attention_mask"] = segments[:, None, None]
+        return kwargs
+
+    def _dealt(self, kwargs: Mapping[str, Any]) -> bool:
+        """Whether ``deal`` made these arguments: no other mask has this shape."""
+        mask = kwargs.get("attention_mask")
+        if mask is None or mask.ndim != 4 or mask.shape[1:3] != (1, 1):
+            return False
+        return mask.shape[3] in (0, _tokens_of(kwargs).shape[1] * self.order.comm.size)
 
     def _check(self, model: nn.Module, kwargs: dict[str, Any]) -> None:
-        config: Any = model.config
+        config = getattr(model, "config", None)
         for name in ("output_attentions", "output_hidden_states"):
             if kwargs.get(name, getattr(config, name, False)):
                 raise ValueError(f"{name}=True with context parallelism: each rank has those of its tokens only")
@@ -136,7 +154,13 @@ class _Tokens:
         if others:
             raise ValueError(f"context parallelism does not know how to cut {', '.join(others)}: leave it out")
         mask, labels = kwargs.get("attention_mask"), kwargs.get("labels")
-        if mask is not None and mask.ndim != 2:
+        dealt = self._dealt(kwargs)
+        if dealt and self.shifted and kwargs.get("num_items_in_batch") is not None:
+            raise ValueError(
+                "num_items_in_batch with tokens of tpcore.shard_sequence: a loop counts the labels of one rank there; "
+                "leave it out, the model counts those of all ranks"
+            )
+        if mask is not None and mask.ndim != 2 and not dealt:
             raise ValueError(
                 f"an attention_mask of shape {tuple(mask.shape)} is not known by positions: pass [batch, tokens], or "
                 "position_ids that begin again at each document"
@@ -170,6 +194,29 @@ class _Tokens:
 
 
 _KNOWN = (*_SEQUENCES, "position_ids", "attention_mask", "num_items_in_batch")
+
+
+def _tokens_of(kwargs: Mapping[str, Any]) -> Tensor:
+    found: Tensor = next(kwargs[n] for n in ("input_ids", "inputs_embeds") if kwargs.get(n) is not None)
+    return found
+
+
+def shard_sequence(batch: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
+    """This rank's tokens of ``batch``, for ``model(**shard_sequence(batch, model))``, where a loader should not keep
+    whole sequences; loss and gradients are those of ``model(**batch)``.
+
+    ``batch``: tensors ``[batch, tokens]`` by the names of the model's arguments, memory-mapped for instance, of
+    which this rank's tokens are read. Returns a dict of ``[batch, tokens / cp]``: labels are shifted before,
+    ``position_ids`` made if missing, and ``attention_mask`` keeps padding and documents of all tokens. Without
+    context parallelism it is the batch. ValueError for what the model would refuse.
+    """
+    context: _Tokens | None = next((vars(m)[_OF] for m in model.modules() if _OF in vars(m)), None)
+    if context is None:
+        return dict(batch)
+    context._check(model, dict(batch))
+    if context._dealt(batch):
+        raise ValueError("this batch has one rank's tokens already: call tpcore.shard_sequence on the whole batch once")
+    return context.deal(batch)
 
 
 def _total(part: Tensor, comm: Comm) -> Tensor:

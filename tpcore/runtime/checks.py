@@ -70,8 +70,8 @@ def first_difference(ranks: Sequence[int], every: Sequence[Sequence[Note]]) -> s
                 return (
                     f"ranks {ranks[0]} and {other} of one tp group differ in {what}"
                     + (f" (rank {other}: {also})" if what != also else "")
-                    + ". The ranks of a tp group need the same batch and the same seed: count dp ranks "
-                    "in the sampler (ctx.coord('dp')), and call tpcore.random.manual_seed alike on all"
+                    + ". The ranks of a tp group need the same batch and the same seed: the sampler "
+                    "takes ctx.index(ctx.batch) of ctx.batch.size, and call tpcore.random.manual_seed alike on all"
                 )
     return None
 

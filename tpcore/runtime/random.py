@@ -31,12 +31,14 @@ def manual_seed(seed: int) -> None:
 def sharded() -> Iterator[None]:
     """Draw different numbers on each tp rank inside a ``with`` block, reproducible from the seed.
 
-    For dropout on activations that are cut over the tp group. All tp ranks must enter it.
+    For dropout on activations that are cut over the tp group, and over cp where ranks have other tokens. All
+    ranks of both must enter it.
     """
     ctx = current()
     seed = draw()
     state = ctx.backend.get_rng_state()
-    ctx.backend.manual_seed((seed + (ctx.coord("tp") + 1) * _GOLDEN) & _MASK)
+    place = ctx.coord("tp") + ctx.mesh.axes["tp"] * ctx.mesh.coords(ctx.rank).get("cp", 0)
+    ctx.backend.manual_seed((seed + (place + 1) * _GOLDEN) & _MASK)
     try:
         yield
     finally:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ... import checkpoint
+from ...layout.mesh import DATA
 from ...runtime.context import current
 from ...train.clip import check_max_norm, scale_to
 from ...train.zero import Zero1
@@ -47,7 +48,7 @@ class NeuronZero1Optimizer(Zero1):
         bucket_cap_mb_all_gather: float | None = None,
         **options: Any,
     ) -> None:
-        _check_groups("sharding_groups", sharding_groups, "dp")
+        _check_groups("sharding_groups", sharding_groups, *DATA)
         _check_groups("grad_norm_groups", grad_norm_groups, "tp")
         self._max_norm = (1.0 if max_norm is None else float(max_norm)) if grad_clipping else None
         if self._max_norm is not None:
@@ -116,14 +117,15 @@ class NeuronZero1Optimizer(Zero1):
         checkpoint.load(output_dir, model_or_optimizer=self, model_key="optimizer")
 
 
-def _check_groups(name: str, given: Groups | None, axis: str) -> None:
+def _check_groups(name: str, given: Groups | None, *axes: str) -> None:
     mesh = current().mesh
-    axes = [axis] if axis in mesh.axes else []
+    axes = mesh.present(axes)
     want = mesh.group(*axes).as_list()
     if given is not None and sorted(map(sorted, given)) != sorted(map(sorted, want)):
         raise ValueError(
-            f"NeuronZero1Optimizer({name}={given}): state is cut over dp, and norms are summed over the axes "
-            f"that cut a parameter; only the {axis} groups, {want}, say that, and so does leaving it out"
+            f"NeuronZero1Optimizer({name}={given}): state is cut over dp, ep and cp, and norms are summed over the "
+            f"axes that cut a parameter; only the {', '.join(axes)} groups, {want}, say that, and so does "
+            "leaving it out"
         )
 
 

@@ -7,10 +7,12 @@ import sys
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from ... import settings
 from ...backend.interface import Backend
 from ...backend.registry import load_backend
+from ...layers.tokens import TokenOrder
 from ...runtime.context import current, is_initialized
 from ...runtime.init import default_backend
 
@@ -50,8 +52,9 @@ def get_rank_info_str() -> str:
     """This rank's coordinates for names of logs: ``DP_0_TP_1_PP_0``."""
     if not is_initialized():
         return "model_parallel_uninitialized"
-    where = current().mesh.coords(current().rank)
-    return "_".join(f"{axis.upper()}_{where.get(axis, 0)}" for axis in ("dp", "tp", "pp"))
+    where, sizes = current().mesh.coords(current().rank), current().mesh.axes
+    others = [axis for axis in ("ep", "cp") if sizes.get(axis, 1) > 1]  # without them two ranks had one name
+    return "_".join(f"{axis.upper()}_{where.get(axis, 0)}" for axis in ("dp", "tp", "pp", *others))
 
 
 class _FirstRankOnly(logging.Filter):
@@ -69,5 +72,11 @@ def get_logger(name: str = "neuronx_distributed", rank0_only: bool = True) -> lo
 
 
 def get_batch_on_this_context_parallel_rank(batch: Any) -> Any:
-    """The batch itself: the sequence is cut over one context-parallel rank."""
-    return batch
+    """This rank's contiguous tokens of ``batch``, tensors ``[batch, tokens]`` by name with ``labels`` shifted before,
+    for a model on ``nki_ring_attn_func``; at cp 1 the batch itself. A model of ``tpcore.parallelize`` takes the
+    whole batch. ValueError if cp does not divide the tokens."""
+    comm = current().over_axis("cp") if is_initialized() else None
+    if comm is None:
+        return batch
+    labels = {"labels": F.pad(batch["labels"], (0, 1), value=-100)[:, 1:]} if "labels" in batch else {}
+    return {name: TokenOrder(comm).cut(t) for name, t in {**batch, **labels}.items()}

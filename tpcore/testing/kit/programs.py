@@ -58,8 +58,7 @@ def training_step(ctx: ParallelContext) -> Wrong:
     plain.load_state_dict(full)
     sgd, plain_sgd = (torch.optim.SGD(m.parameters(), lr=0.5) for m in (net, plain))
     out = Wrong()
-    dp = ctx.mesh.axes.get("dp", 1)
-    mine = batch.chunk(dp)[ctx.coord("dp") if dp > 1 else 0].to(ctx.device)
+    mine = batch.chunk(ctx.batch.size)[ctx.index(ctx.batch)].to(ctx.device)
     for step in range(2):
         for module, opt, x in ((net, sgd, mine), (plain, plain_sgd, batch)):
             opt.zero_grad()

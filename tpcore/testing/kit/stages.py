@@ -101,11 +101,11 @@ def _defaults(ctx: ParallelContext) -> Iterator[None]:
 def pipeline_step(ctx: ParallelContext) -> Wrong:
     """Loss and gradients of two stages equal those of the plain module on the whole batch: by each engine,
     with the backend's own permute and with the default one."""
-    out, plain, dp = Wrong(), _plain(), ctx.mesh.axes.get("dp", 1)
-    batch = torch.randn(BATCH * dp, WIDTH, generator=torch.Generator().manual_seed(3))
+    out, plain = Wrong(), _plain()
+    batch = torch.randn(BATCH * ctx.batch.size, WIDTH, generator=torch.Generator().manual_seed(3))
     want = plain(batch)
     want.backward()
-    mine = batch.chunk(dp)[ctx.coord("dp")].to(ctx.device)
+    mine = batch.chunk(ctx.batch.size)[ctx.index(ctx.batch)].to(ctx.device)
     for engine, run in {"layers": _by_layers, "engine": _by_engine}.items():
         _compare(ctx, engine, run, mine, plain, want, out)
         with _defaults(ctx):
@@ -137,7 +137,7 @@ def _compare(
     tpcore.move_model_to_device(model, ctx.device)
     loss = run(model, x)
     tpcore.reduce_gradients(model)
-    mean = ctx.comm("dp").all_reduce(loss.detach().reshape(1)) / ctx.comm("dp").size
+    mean = ctx.batch.all_reduce(loss.detach().reshape(1)) / ctx.batch.size
     out.measure(f"loss by the {how}", mean, want.detach().reshape(1), NEAR)
     for name, p in model.named_parameters():
         whole, mark = plain.get_parameter(name).grad, sharding(p)

@@ -111,15 +111,15 @@ def training_steps(ctx: ParallelContext) -> Wrong:
         return out
     exact, same = plain_bert().double(), plain_bert()
     model = tpcore.move_model_to_device(cut_bert(plain_bert(), ctx), ctx.device)
-    ids = torch.randint(VOCAB, (BATCH * ctx.mesh.axes["dp"], LENGTH), generator=torch.Generator().manual_seed(1))
-    mine = ids.chunk(ctx.mesh.axes["dp"])[ctx.coord("dp")].to(ctx.device)
+    ids = torch.randint(VOCAB, (BATCH * ctx.batch.size, LENGTH), generator=torch.Generator().manual_seed(1))
+    mine = ids.chunk(ctx.batch.size)[ctx.index(ctx.batch)].to(ctx.device)
     specs = tpcore.shard_specs(model)
     for step in range(STEPS):
         wanted, own = (_plain_step(m, ids) for m in (exact, same))
         loss = tpcore.parallel_cross_entropy(_logits(model, mine), mine, vocab_size=VOCAB).mean()
         loss.backward()
         norm = _stepped(model, ctx)
-        mean = ctx.comm("dp").all_reduce(loss.detach().reshape(1)) / ctx.mesh.axes["dp"]
+        mean = ctx.batch.all_reduce(loss.detach().reshape(1)) / ctx.batch.size
         for what, got, at in (("loss", mean, 0), ("gradient norm", norm.reshape(1), 1)):
             _compare(out, f"{what} of step {step}", got, wanted[at], own[at])
     full, plain = exact.state_dict(), same.state_dict()

@@ -230,3 +230,25 @@ def test_models_that_keep_something_else_are_refused() -> None:
     refused(lambda: T.MambaForCausalLM(mamba), 16, "no causal language model")
     bloom = T.BloomConfig(vocab_size=99, hidden_size=32, n_layer=1, n_head=4)
     refused(lambda: T.BloomForCausalLM(bloom), 16, "BloomForCausalLM takes no cache of keys and values alone")
+
+
+def _experts() -> Any:
+    torch.manual_seed(0)
+    sizes = {**TINY, "num_key_value_heads": 4, "num_hidden_layers": 2}
+    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, num_local_experts=8)).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(4)
+    return model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"expert_parallel": True}], ids=["features", "experts"])
+def test_a_model_of_experts_is_traced_and_served(options: dict[str, Any], tmp_path: Path) -> None:
+    lengths: dict[str, Any] = {"max_length": LENGTH, "prompt_lengths": (8,), "backend": "cpu_gloo"}
+    with tpcore.trace_causal_lm(lambda: tpcore.parallelize(_experts(), **options), 2, **lengths) as model:
+        parallel_model_save(model, tmp_path / "traced")
+    with parallel_model_load(tmp_path / "traced", timeout=60) as model:
+        assert listed(generate(model, [PROMPTS[0][:8]], max_new_tokens=12)) == [
+            expected(_experts(), PROMPTS[0][:8], 12)
+        ]

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 
-def _exporting() -> bool:
+def exporting() -> bool:
+    """Whether torch.export traces."""
     ask = getattr(torch.compiler, "is_exporting", None)  # torch 2.7
     return bool(ask and ask())
 
@@ -18,7 +19,7 @@ def check_ids(ids: Tensor, size: int, what: str, ignore: int | None = None, *, r
     torch.compile, and without ``read``, which a device's queue would wait for, it is an assertion in the graph
     or the queue, and the error is a RuntimeError.
     """
-    if not read or _exporting() or torch.compiler.is_dynamo_compiling():
+    if not read or exporting() or torch.compiler.is_dynamo_compiling():
         if ids.is_meta:
             return
         fits = (ids >= 0) & (ids < size)

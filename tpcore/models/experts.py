@@ -17,13 +17,14 @@ from torch import Tensor, nn
 
 from ..comm import mappings as ops
 from ..comm.comm import Comm
+from ..layers.ids import exporting
 from ..layers.module import ParallelModule
 from ..layers.plain import filled
 from ..layout.layout import AxisCut, Layout
 from ..layout.shard import Block, ShardSpec
 from . import plan
 from .fit import Need
-from .static import every_expert, has_known_form
+from .static import has_known_form, one_program
 
 _NUMBERS, _WEIGHTS = "top_k_index", "top_k_weights"
 _DISTRIBUTED = "_is_expert_parallel"  # of experts that pass by the numbers of others: releases before 5.23 have none
@@ -56,11 +57,16 @@ class ShardedExperts(ParallelModule):
         """Whether a rank of tp has some experts, and not features of all."""
         self.of_a_rank = next(p for p in self._parameters.values() if p is not None).shape[0] if self._some else None
         """The number of experts that a rank has; None if it has features of all."""
-        self._static = not comm.eager and has_known_form(inner)
+        self._known = has_known_form(inner)
         if self.of_a_rank is not None:
             # transformers' own forwards pass by numbers of experts that are not here, in this mode
             inner.num_experts = self.of_a_rank  # type: ignore[assignment]
             setattr(inner, _DISTRIBUTED, True)
+
+    @property
+    def _compiled(self) -> bool:
+        """Whether a forward becomes a program, which cannot depend on the experts that are chosen."""
+        return not self.tp.eager or exporting() or torch.compiler.is_dynamo_compiling()
 
     @property
     def _some(self) -> bool:
@@ -80,7 +86,7 @@ class ShardedExperts(ParallelModule):
         table = {name: self._used(name, p) for name, p in self._parameters.items()}
         self.inner.__dict__["_parameters"] = table
         try:
-            out = every_expert(self.inner, **inputs) if self._static else self.inner(**inputs)
+            out = one_program(self.inner, **inputs) if self._known and self._compiled else self.inner(**inputs)
             if self.of_a_rank is not None:
                 # Where none of a rank's experts is chosen, the graph has no way back to inputs and parameters. The
                 # other ranks wait for its part of the inputs' gradients; those of parameters are zeros, not None.

@@ -14,12 +14,24 @@ def has_known_form(experts: Any) -> bool:
     return all(hasattr(experts, name) for name in _FORM)
 
 
-def every_expert(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """What ``experts`` computes, each of them on all tokens: ``[T, H]``, ``[T, K]``, ``[T, K]`` -> ``[T, H]``.
+def one_program(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """What ``experts`` computes, by shapes alone: ``[T, H]``, ``[T, K]``, ``[T, K]`` -> ``[T, H]``. No value is read.
 
-    Shapes do not depend on the choices, and no value is read; an expert that a token has not chosen has weight 0 for
-    it. No choice is dropped. It costs ``E / K`` times the products of the chosen alone, divided by the ranks that share
-    the experts.
+    Of few choices, as while decoding, each gets a copy of its expert's weights; of many, all experts see all tokens.
+    """
+    if top_k_index.numel() > len(experts.down_proj):
+        return every_expert(experts, hidden_states, top_k_index, top_k_weights)
+    from transformers.integrations.moe import batched_mm_experts_forward
+
+    made: Tensor = batched_mm_experts_forward(experts, hidden_states, top_k_index, top_k_weights)
+    return made
+
+
+def every_expert(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """What ``experts`` computes, each of them on all tokens.
+
+    An expert that a token has not chosen has weight 0 for it. No choice is dropped. It costs ``E / K`` times the
+    products of the chosen alone, divided by the ranks that share the experts.
     """
     up = "gate_up_proj" if experts.has_gate else "up_proj"
     total = hidden_states.new_zeros(hidden_states.shape)

@@ -235,3 +235,52 @@ def test_what_cannot_be_quantized_is_refused_before_any_change(model: Any, optio
         assert not any(isinstance(m, tpcore.ParallelModule) for m in whole.modules())
 
     run_ranks(TWO, rank)
+
+
+def by_torchao() -> Any:
+    quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed: pip install torchao")
+    model = llama().bfloat16()
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    return model
+
+
+@pytest.mark.filterwarnings("ignore")  # torchao's own
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_what_torchao_has_quantized_is_sharded(tp: int) -> None:
+    torch.manual_seed(0)
+    whole = by_torchao()
+    with torch.no_grad():
+        want = whole(**INPUT).logits
+
+    def rank(_: tpcore.ParallelContext) -> None:
+        torch.manual_seed(0)
+        model = tpcore.parallelize(by_torchao())
+        down, like = model.model.layers[0].mlp.down_proj, whole.model.layers[0].mlp.down_proj.weight
+        assert torch.equal(down.weight, part(like.qdata, down.weight))
+        assert torch.equal(down.weight_scale, part(like.scale.flatten(), down.weight_scale))
+        with torch.no_grad():
+            got = model(**INPUT).logits
+        torch.testing.assert_close(got, want, rtol=0, atol=0.02)  # bfloat16 sums in another order; values of 1
+
+    run_ranks(Mesh({"tp": tp}), rank)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_torchao_has_quantized_otherwise_is_refused_and_stays() -> None:
+    quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed: pip install torchao")
+    fp8 = llama().bfloat16()
+    quantization.quantize_(fp8, quantization.Float8WeightOnlyConfig())
+
+    def rank(_: tpcore.ParallelContext) -> None:
+        before = fp8.model.layers[0].mlp.down_proj.weight
+        with pytest.raises(ValueError, match=r"q_proj: .* is not sharded; Int8WeightOnlyConfig"):
+            tpcore.parallelize(fp8)
+        assert fp8.model.layers[0].mlp.down_proj.weight is before
+        model = by_torchao()
+        with pytest.raises(ValueError, match="is quantized by torchao: leave out quantize="):
+            tpcore.parallelize(model, quantize=INT8)
+        with pytest.raises(ValueError, match=r"model.layers.*nothing"):
+            tpcore.parallelize(model, plan={"model.layers.*.nothing": "colwise"})
+        assert hasattr(model.model.layers[0].mlp.down_proj.weight, "qdata")
+
+    run_ranks(Mesh({"tp": 1}), rank)

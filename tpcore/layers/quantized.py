@@ -106,14 +106,23 @@ class QuantizableLinear(ParallelModule):
 
     def quantize(self, dtype: torch.dtype) -> None:
         """Replace the weight, frozen, by ``weight`` in ``dtype`` and ``weight_scale``. Collective over the group."""
-        cut = self.shard_specs["weight"]
-        by_rows = cut.dim == 0
-        self.shard_specs["weight_scale"] = (
-            ShardSpec(cut.shape[:1], 0, cut.blocks) if by_rows else ShardSpec(cut.shape[:1])
-        )
-        self._inits["weight"] = self._inits["weight_scale"] = _no_values
+        by_rows = self._declare_scale()
         alone = by_rows or self.tp.size == 1 or self.weight.is_meta
         freeze(self, dtype, (lambda t: t) if alone else lambda t: self.tp.all_reduce(t, "max"))
+
+    def take(self, weight: Tensor, scale: Tensor) -> None:
+        """Replace the weight, frozen, by this rank's part of a quantized ``weight`` [out, in] and ``scale`` [out]."""
+        self._declare_scale()
+        for name, full in (("weight", weight), ("weight_scale", scale)):
+            self.register_parameter(name, nn.Parameter(self.part_of(name, full), requires_grad=False))
+
+    def _declare_scale(self) -> bool:
+        """Whether the weight, and so its scale, is sharded by output channels."""
+        cut = self.shard_specs["weight"]
+        scale = ShardSpec(cut.shape[:1], 0, cut.blocks) if cut.dim == 0 else ShardSpec(cut.shape[:1])
+        self.shard_specs["weight_scale"] = scale
+        self._inits["weight"] = self._inits["weight_scale"] = _no_values
+        return cut.dim == 0
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """``F.linear`` on this rank."""
@@ -141,7 +150,10 @@ class QuantizedLinear(nn.Linear):
 @torch.no_grad()
 def freeze(module: Any, dtype: torch.dtype, largest: Callable[[Tensor], Tensor] = lambda t: t) -> None:
     """Put the quantized weight of ``module`` and its scale in place."""
-    weight, scale = quantized(module.weight, dtype, largest)
+    hold(module, *quantized(module.weight, dtype, largest))
+
+
+def hold(module: nn.Module, weight: Tensor, scale: Tensor) -> None:
     module.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
     module.register_parameter("weight_scale", nn.Parameter(scale, requires_grad=False))
 

@@ -93,8 +93,8 @@ def parallelize(
         raise ValueError(f"this {type(model).__name__} is sharded already: parallelize it once, from the whole")
     tokens = context_of(model, context, context_parallel, num_microbatches is not None)
     stages = number_of_stages(context, num_microbatches)
-    rules, cuts = _decided(model, dict(plan or {}), expert_parallel, context, stages)
-    with use(context):
+    with use(context), quantized.torchao_aside(model, quantize, staged=num_microbatches is not None):
+        rules, cuts = _decided(model, dict(plan or {}), expert_parallel, context, stages)
         weights = stored_weights(model, lazy_from, context)  # while the model has all names and shapes
         if cuts:
             over = groups(model, context, stages)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from ..layers import ColumnParallelLinear, RowParallelLinear
-from ..layers.quantized import QuantizedLinear, check_dtype, freeze
+from ..layers.quantized import QuantizedLinear, check_dtype, freeze, hold
 
 Named = tuple[str, Any]
 
@@ -55,6 +56,48 @@ def quantize_all(model: nn.Module, dtype: torch.dtype) -> None:
     """Quantize a model that has its values."""
     for _, layer in layers_of(model):
         quantize(model, layer, dtype)
+
+
+@contextmanager
+def torchao_aside(model: nn.Module, quantize: torch.dtype | None, *, staged: bool) -> Iterator[None]:
+    """Inside, linear layers that torchao has quantized to int8 have a weight without values, to be sharded; then they
+    have their entries and scales, this rank's part where they are sharded. If it fails, they are as they were.
+
+    ValueError for other kinds of torchao's weights, and with ``quantize`` or stages.
+    """
+    layers = {name: m for name, m in model.named_modules() if type(m) is nn.Linear and hasattr(m.weight, "qdata")}
+    if layers and (quantize is not None or staged):
+        raise ValueError(
+            f"{next(iter(layers))} is quantized by torchao: leave out quantize=, which would do it again, and "
+            "num_microbatches=, for quantized layers are not spread over stages"
+        )
+    before: dict[str, Any] = {name: layer.weight for name, layer in layers.items()}
+    for name, w in before.items():
+        zero, inputs = getattr(w, "zero_point", None), getattr(w, "act_quant_kwargs", None)
+        plain = (zero is None or not zero.any()) and inputs is None  # symmetric, of weights alone
+        if w.qdata.dtype is not torch.int8 or w.scale.shape != (len(w.qdata), 1) or not plain:
+            raise ValueError(
+                f"{name}: a weight of torchao's {type(w).__name__}, {w.qdata.dtype} with scales of "
+                f"{tuple(w.scale.shape)}, is not sharded; Int8WeightOnlyConfig's, with a scale for each channel, is"
+            )
+    try:
+        for name, layer in layers.items():
+            w = before[name]
+            layer.weight = nn.Parameter(torch.empty(w.shape, dtype=w.dtype, device="meta"), requires_grad=False)
+        yield
+    except BaseException:
+        for name, layer in layers.items():
+            layer.weight = before[name]
+        raise
+    for name, w in before.items():
+        sharded: Any = model.get_submodule(name)
+        values = w.qdata, w.scale.flatten().float()
+        if isinstance(sharded, nn.Linear):
+            sharded.__class__ = QuantizedLinear
+            hold(sharded, *values)
+        else:
+            sharded.take(*values)
+        model.__dict__["save_pretrained"] = _refuse_to_save
 
 
 def _refuse_to_save(*_: Any, **__: Any) -> NoReturn:

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import families
 import pytest
 import torch
 import transformers
@@ -21,6 +22,7 @@ import tpcore
 from tpcore.cli.app import app
 from tpcore.layers.sharding import sharding
 from tpcore.layout.mesh import Mesh
+from tpcore.models.families import REFUSED
 from tpcore.testing import run_ranks
 
 peft = pytest.importorskip("peft")
@@ -533,3 +535,51 @@ def test_adapters_come_before_stages() -> None:
             get_peft_model(model, config())
 
     run_ranks(Mesh({"pp": 2, "dp": 1, "tp": 1}), rank)
+
+
+WORK = [name for name in families.families() if name not in REFUSED]
+OLDER = {"falcon", "gpt2", "openai-gpt"}  # whose layers are of classes of their own
+
+
+def _of_family(name: str) -> Any:
+    kind: Any = families.class_of(name)
+    whole = families.made(kind, families.config_of(name))
+    head = getattr(whole, "get_output_embeddings", lambda: None)()
+    linear = [key for key, m in whole.named_modules() if type(m) is nn.Linear and m is not head]
+    inside = [key for key in linear if any(map(str.isdigit, key.split(".")))]
+    torch.manual_seed(1)
+    model = peft.get_peft_model(whole, peft.LoraConfig(r=2, target_modules=inside))
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for key, p in model.named_parameters():
+            if "lora_" in key:
+                p.copy_(0.1 * torch.randn(p.shape, generator=generator, dtype=p.dtype))
+    return model
+
+
+@pytest.mark.filterwarnings("ignore")  # of peft, on targets that a kind of model lacks
+@pytest.mark.parametrize("name", tiers(["minicpm3", "olmo2"], slow=sorted({*WORK} - OLDER - {"minicpm3", "olmo2"})))
+def test_families(name: str) -> None:
+    """Adapters of every linear layer: loss, output and the adapters' gradients. Experts' are refused."""
+    kind: Any = families.class_of(name)
+    if kind is None or families.refusal(kind, families.config_of(name), 2) is not None:
+        return
+    whole = _of_family(name)
+    batch = families.batch_of(whole.get_base_model())
+    want = families.step(whole.get_base_model(), batch)
+    grads = {key: p.grad for key, p in whole.named_parameters() if p.requires_grad}
+
+    def rank(ctx: tpcore.ParallelContext) -> float:
+        model = _of_family(name)
+        if any(type(m).__name__ == "ParamWrapper" for m in model.modules()):
+            with pytest.raises(ValueError, match=r"\(ParamWrapper\): the adapters of a sharded model are LoRA's"):
+                tpcore.parallelize(model)
+            return 0.0
+        got = families.step(tpcore.parallelize(model).get_base_model(), batch)
+        found = [families.distance(a, b) for a, b in zip(got, want, strict=True)]
+        for key, p in model.named_parameters():
+            if p.requires_grad and grads[key] is not None:
+                found.append(families.distance(p.grad, part(grads[key], p)))
+        return max(found)
+
+    assert max(run_ranks(TWO, rank)) < 1e-5  # norms of transformers round to float32

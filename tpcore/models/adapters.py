@@ -71,6 +71,9 @@ def check_targets(model: Any, config: Any) -> None:
 
 def bound(model: Any) -> Any:
     """The ``PeftModel``, which saves whole adapters, and takes further ones."""
+    for layer in model.modules():
+        if type(layer) in _INNER:
+            _hooks_outside(layer, getattr(layer, _INNER[type(layer)]))
     configs = Configs(model.peft_config)  # without refusals: these adapters are made, perhaps of whole weights
     for config in configs.values():
         config._register_custom_module(LAYERS)
@@ -186,6 +189,7 @@ def _sharded(layer: Any) -> nn.Module:
     """``layer`` with its adapters sharded as its base layer is; itself if that stayed whole."""
     inner = getattr(layer, _INNER[type(layer)])
     if not isinstance(inner, ParallelModule):
+        _hooks_outside(layer, inner)
         return layer  # type: ignore[no-any-return]
     if isinstance(layer, ModulesToSaveWrapper):
         for name, module in layer.modules_to_save.items():
@@ -197,6 +201,14 @@ def _sharded(layer: Any) -> nn.Module:
     for name in layer.lora_A:
         sharded.shard(name)
     return sharded  # type: ignore[no-any-return]
+
+
+def _hooks_outside(layer: nn.Module, inner: nn.Module) -> None:
+    """What ``parallelize`` does to the output of a whole layer, such as summing the gradient of a rotary key, it does
+    to its adapters' output too."""
+    for number, hook in list(inner._forward_hooks.items()):
+        if type(hook).__module__.startswith("tpcore."):
+            layer._forward_hooks[number] = inner._forward_hooks.pop(number)
 
 
 def _part_of(module: nn.Module, like: ParallelModule) -> nn.Module:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
 from ..layers.sharding import sharding
+from .loss import IS_HEAD
 from .summed import sum_gradients
 
 
@@ -48,9 +49,10 @@ class ShardedLora(lora.Linear):  # type: ignore[misc, unused-ignore]
         a, b = self.lora_A[name], self.lora_B[name]
         part: ColumnParallelLinear | RowParallelLinear
         if isinstance(base, ColumnParallelLinear):
-            if base.gather_output:
+            if base.__dict__.get(IS_HEAD):
                 raise ValueError(HEAD.format(f"of {base.out_features} features"))
-            self.lora_B[name] = part = ColumnParallelLinear.from_plain(b, gather_output=False, blocks=blocks, **own)
+            own |= {"gather_output": base.gather_output, "pad": base.features.padded}
+            self.lora_B[name] = part = ColumnParallelLinear.from_plain(b, blocks=blocks, **own)
             if base.input_is_copied:
                 # one copy of the input, for all layers that read it, sums its gradient: what A adds to it has
                 # to be this rank's part too, and A's own gradient is summed

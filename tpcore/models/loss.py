@@ -14,6 +14,8 @@ from .source import asks_loss_function
 
 READS_WHOLE_HEAD = "_tpcore_reads_whole_head"
 """The mark of a model of which a forward of TRL's gets the head's whole weight."""
+IS_HEAD = "_tpcore_is_head"
+"""The mark of a head of which the loss reads each rank's part."""
 _SHIFTS = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False}
 
 
@@ -61,6 +63,7 @@ def cut_loss(model: nn.Module, head: ColumnParallelLinear) -> bool:
     With labels the logits stay parts until the loss is computed. The output's logits are whole in eval mode.
     In training mode they stay this rank's part: gathering them costs more than the loss.
     """
+    head.__dict__[IS_HEAD] = True
     whole = getattr(model, "loss_function", None)
     shift = _SHIFTS.get(getattr(whole, "__name__", ""))
     if whole is None or shift is None or not asks_loss_function(type(model).forward):

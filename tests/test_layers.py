@@ -7,7 +7,6 @@ import inspect
 import re
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -306,23 +305,6 @@ def test_gradients_of_replicated_heads_are_clipped_as_the_whole_ones(tp: int) ->
         torch.testing.assert_close(tpcore.clip_grad_norm(ours, 1.0).double(), want)
 
     run_ranks(Mesh({"tp": tp}), rank)
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_replicated_heads_load_at_another_degree(fused: bool, tmp_path: Path) -> None:
-    plain, x = Attention(2, fused).double(), torch.randn(2, 5, WIDTH).double()
-
-    def save(ctx: ParallelContext) -> None:
-        tpcore.checkpoint.save({"model": plain.cut().state_dict()}, tmp_path / "c")
-
-    def load(ctx: ParallelContext) -> None:
-        ours = Attention(2, fused).double().cut()
-        tpcore.checkpoint.load(tmp_path / "c", ours)
-        torch.testing.assert_close(ours(x), plain(x))
-
-    run_ranks(Mesh({"tp": 4}), save)
-    for tp in (1, 2, 4):
-        run_ranks(Mesh({"tp": tp}), load)
 
 
 # -- from a plain module ----------------------------------------------------------------------------------

@@ -26,6 +26,8 @@ from tpcore.layout.shard import Block, ShardSpec
 from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
 
+pytestmark = pytest.mark.usefixtures("no_fsync")
+
 DTYPES = [
     torch.float64,
     torch.float32,
@@ -46,11 +48,6 @@ DTYPES = [
     torch.complex64,
     torch.complex128,
 ]
-
-
-@pytest.fixture(autouse=True)
-def _no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
 class Net(nn.Module):

@@ -35,12 +35,7 @@ from tpcore.testing import run_ranks
 
 TP = 2
 old_torch = pytest.mark.filterwarnings("ignore:.*is a pickle.*:UserWarning")
-pytestmark = old_torch
-
-
-@pytest.fixture(autouse=True)
-def _no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
+pytestmark = [pytest.mark.usefixtures("no_fsync"), old_torch]
 
 
 class Net(nn.Module):

@@ -305,31 +305,7 @@ def _clipping(_: ParallelContext) -> None:
     torch.testing.assert_close(positional, nn.utils.clip_grad_norm_(whole.parameters(), 0.5), rtol=1e-12, atol=0)
 
 
-def _loss(_: ParallelContext) -> None:
-    logits, target = torch.randn(3, 5, 8, dtype=torch.float64), torch.randint(8, (3, 5))
-    mine = logits.chunk(2, -1)[parallel_state.get_tensor_model_parallel_rank()]
-    expected = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none", label_smoothing=0.1)
-    for loss in (
-        pl.parallel_cross_entropy(mine, target, 0.1),
-        pl.parallel_cross_entropy(vocab_parallel_logits=mine, target=target, label_smoothing=0.1),
-    ):
-        torch.testing.assert_close(loss.flatten(), expected, rtol=1e-12, atol=0)
-
-
-def _moving(_: ParallelContext) -> None:
-    model = nn.ModuleDict({"a": pl.ColumnParallelLinear(4, 4), "b": pl.ColumnParallelLinear(4, 4)})
-    model["b"].weight = model["a"].weight
-    pl.move_model_to_device(model, "cpu")
-    pl.move_model_to_device(model=model, device=torch.device("meta"))
-    weight = model["a"].weight
-    assert weight is model["b"].weight
-    assert weight.is_meta
-    # what scripts of that family read
-    assert (weight.tensor_model_parallel, weight.partition_dim, weight.num_partitions) == (True, 0, 2)
-    assert weight.partition_stride == 1
-
-
-@pytest.mark.parametrize("check", [_layers, _embeddings, _clipping, _loss, _moving])
+@pytest.mark.parametrize("check", [_layers, _embeddings, _clipping])
 def test_documented_calls(check: Callable[[ParallelContext], None]) -> None:
     run_ranks(_mesh(2), check)
 

@@ -1,30 +1,23 @@
-"""Scripts written for NeuronX Distributed: every documented path, signature and call form; a whole script."""
+"""Scripts written for NeuronX Distributed: every documented path, signature and call form."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import inspect
-import json
 import os
 import subprocess
 import sys
 import textwrap
-from argparse import Namespace
 from collections.abc import Callable
-from contextvars import Context
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import forked
 import pytest
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import init
-from torch.utils.data import DataLoader, DistributedSampler
 
 import tpcore
 from tpcore.layout.mesh import Mesh
@@ -35,7 +28,6 @@ from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
 from tpcore.testing.pool import RankPool
 
-SCRIPT = Path(__file__).parent / "scripts" / "nxd_training.py"
 EMPTY = inspect.Parameter.empty
 
 
@@ -519,94 +511,3 @@ def test_master_copies_count_as_cut() -> None:
 
     for plain, cut in run_ranks(_mesh(2), norms):
         assert (plain, cut) == (8, 16)  # this rank's half of the 16 ones, and all of them
-
-
-# -- a whole script -----------------------------------------------------------------------------------
-class _Attention(nn.Module):
-    def __init__(self, script: Any) -> None:
-        super().__init__()
-        self.query, self.key, self.value, self.dense = (
-            nn.Linear(script.HIDDEN, script.HIDDEN, dtype=torch.float64) for _ in range(4)
-        )
-        self.heads = script.HEADS
-
-
-def _dense(script: Any) -> nn.Module:
-    """The script's model of plain torch modules, made in the same order."""
-    hidden, vocab = script.HIDDEN, script.VOCAB
-    linear = partial(nn.Linear, dtype=torch.float64)
-    model = nn.Module()
-    model.embedding = nn.Embedding(vocab, hidden, dtype=torch.float64)
-    model.attention = _Attention(script)
-    model.norm = nn.LayerNorm(hidden, dtype=torch.float64)
-    model.up, model.down = linear(hidden, 4 * hidden), linear(4 * hidden, hidden)
-    model.head = linear(hidden, vocab, bias=False)
-    return model
-
-
-def _dense_run(script: Any, flags: Namespace) -> dict[str, list[float]]:
-    torch.manual_seed(flags.seed)
-    model = _dense(script)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    data = script.dataset(flags.seed)
-    sampler = DistributedSampler(data, num_replicas=1, rank=0, seed=flags.seed)
-    losses, norms = [], []
-    for ids, labels in DataLoader(data, flags.batch_size, sampler=sampler):
-        x = model.embedding(ids)
-        x = model.norm(x + script.Attention.forward(model.attention, x))
-        x = x + model.down(F.gelu(model.up(x)))
-        loss = F.cross_entropy(model.head(x).flatten(0, 1), labels.flatten())
-        loss.backward()
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), flags.max_norm)))
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return {"losses": losses, "norms": norms}
-
-
-def _load(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location("nxd_training", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def _compare(result: dict[str, Any], expected: dict[str, list[float]]) -> None:
-    assert len(expected["losses"]) == result["global_step"] == 4
-    for name, values in expected.items():
-        # float64, the same sums in another order; AdamW divides by gradients' size and so keeps their
-        # relative error of some 1e-16 per operation
-        torch.testing.assert_close(result[name], values, rtol=1e-9, atol=0, msg=lambda m, n=name: f"{n}: {m}")
-    assert result["resumed"]
-
-
-@pytest.mark.slow
-def test_script_under_torchrun_trains_as_the_unsharded_model(tmp_path: Path) -> None:
-    script = _load(SCRIPT)
-    flags = script.parse(["--output_dir", str(tmp_path / "out")])
-    env = {**os.environ, "TPCORE_BACKEND": "cpu_gloo", "OMP_NUM_THREADS": "1"}
-    words = ["torchrun", "--standalone", "--nproc_per_node=2", str(SCRIPT), "--output_dir", flags.output_dir]
-    done = forked.run(words, tmp_path, env)
-    assert done.returncode == 0, done.stderr
-    _compare(json.loads(done.stdout), _dense_run(script, flags))
-
-
-def _train(ctx: ParallelContext, path: Path, out: str) -> Any:
-    """The script in a process that has joined its job already, without a context."""
-    script = _load(path)
-
-    def run() -> Any:
-        result = script.train(script.parse(["--output_dir", out]))
-        script.parallel_state.destroy_model_parallel()
-        return result
-
-    assert dist.is_initialized()
-    return Context().run(run)
-
-
-def test_script_with_data_parallel_trains_as_the_unsharded_model(pool: RankPool, tmp_path: Path) -> None:
-    script = _load(SCRIPT)
-    out = str(tmp_path / "out")
-    expected = _dense_run(script, script.parse(["--output_dir", out]))
-    for result in pool.run(_mesh(2, dp=2), _train, SCRIPT, out):
-        _compare(result, expected)

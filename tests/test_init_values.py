@@ -127,6 +127,27 @@ def test_an_error_of_the_init_method_is_the_callers() -> None:
 
 
 # -- layers ------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_what_is_drawn_after_a_layer_is_what_is_drawn_after_the_plain_one(tp: int) -> None:
+    """The matrix compares the values of each layer."""
+    pairs: list[tuple[Callable[..., nn.Module], Callable[..., nn.Module]]] = [
+        (tpcore.ColumnParallelLinear, nn.Linear),
+        (tpcore.RowParallelLinear, nn.Linear),
+        (tpcore.ParallelEmbedding, nn.Embedding),
+    ]
+
+    def after(make: Callable[..., nn.Module]) -> Tensor:
+        torch.manual_seed(5)
+        make(24, 36)
+        return torch.rand(3)
+
+    want = [after(plain) for _, plain in pairs]
+
+    def rank(ctx: ParallelContext) -> None:
+        assert all(map(torch.equal, want, [after(ours) for ours, _ in pairs]))
+
+    run_ranks(Mesh({"tp": tp}), rank)
+
 
 # slabs of all sizes are tested above; a layer makes its parts by the same function
 SOME_ROWS = pytest.mark.parametrize("slab", tiers(SLABS[1:2], SLABS), indirect=True)

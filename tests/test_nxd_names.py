@@ -94,6 +94,15 @@ def test_parallel_state_is_one_thing_under_two_paths() -> None:
 TP_REGION = {"x": EMPTY, "process_group": None}
 PUBLISHED: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     (
+        parallel_state.initialize_model_parallel,
+        {
+            **dict.fromkeys(("tensor_model_parallel_size", "pipeline_model_parallel_size"), 1),
+            **dict.fromkeys(("context_parallel_size", "expert_model_parallel_size"), 1),
+            "skip_collective_init": False,
+            "lnc_size": 1,
+        },
+    ),
+    (
         pl.ColumnParallelLinear,
         {
             "input_size": EMPTY,

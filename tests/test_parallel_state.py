@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Iterator
 from contextvars import Context
@@ -147,24 +146,6 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     if tpcore.is_initialized():
         tpcore.shutdown()
-
-
-def test_signature_is_the_published_one() -> None:
-    parameters = inspect.signature(ps.initialize_model_parallel).parameters
-    assert {name: p.default for name, p in parameters.items()} == {
-        "tensor_model_parallel_size": 1,
-        "pipeline_model_parallel_size": 1,
-        "context_parallel_size": 1,
-        "expert_model_parallel_size": 1,
-        "skip_collective_init": False,
-        "lnc_size": 1,
-    }
-    assert list(parameters)[:4] == [
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "context_parallel_size",
-        "expert_model_parallel_size",
-    ]
 
 
 def test_world_of_one(alone: None) -> None:

@@ -277,8 +277,14 @@ def _published(name: str) -> set[str]:
 @pytest.mark.parametrize("name", PUBLIC)
 def test_names_are_frozen(name: str) -> None:
     assert _published(name) == set(PUBLIC[name])
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_name_is_there(name: str) -> None:
     module = importlib.import_module(name)
-    assert all(getattr(module, public) is not None for public in PUBLIC[name])
+    for public in PUBLIC[name]:
+        assert getattr(module, public) is not None
+    assert len(PUBLIC[name]) == len(set(PUBLIC[name]))
 
 
 def test_the_trainer_answers_to_the_name_of_the_package() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from onreplicas import on_replicas
+from tiers import tiers
 from tpcore_neuron.testing import programs
 
 import tpcore
@@ -31,13 +32,19 @@ def make(family: str) -> Any:
     if family == "llama":
         config = transformers.LlamaConfig(**SIZES, num_key_value_heads=1, tie_word_embeddings=True)
         return transformers.LlamaForCausalLM(config)
+    if family == "qwen3":
+        return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=8))
     if family == "bert":
         dropouts = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
         return transformers.BertForMaskedLM(transformers.BertConfig(**SIZES, **dropouts))
-    sizes = {"vocab_size": 99, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
-    return transformers.T5ForConditionalGeneration(
-        transformers.T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0)
-    )
+    if family == "t5":
+        sizes = {"vocab_size": 99, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+        return transformers.T5ForConditionalGeneration(
+            transformers.T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0)
+        )
+    sizes = {"vocab_size": 99, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **dropouts))
 
 
 def losses(model: Any, optimizer: Any, update: Any, device: Any) -> list[float]:
@@ -72,7 +79,13 @@ def train(ctx: ParallelContext, family: str, sequence_parallel: bool) -> None:
     assert sum(bool(p.compiled) for p in ran) <= 2, "the first step, and the one with the optimizer's state"
 
 
-# other families say nothing of XLA that these do not say
-@pytest.mark.parametrize(("family", "sequence_parallel"), [("llama", True), ("bert", False), ("t5", True)])
+def cases() -> list[Any]:
+    """With the drills all families: the others say nothing of XLA that these do not say."""
+    quick = [("llama", True), ("bert", False), ("t5", True)]
+    every = [(f, tokens) for f in ("llama", "qwen3", "bert", "gpt2", "t5") for tokens in (False, True)]
+    return tiers(quick, drill=every)
+
+
+@pytest.mark.parametrize(("family", "sequence_parallel"), cases())
 def test_trains_as_the_whole_model(family: str, sequence_parallel: bool) -> None:
     on_replicas(2, 2, train, family, sequence_parallel)

@@ -70,6 +70,12 @@ def pool() -> Iterator[RankPool]:
         yield ranks
 
 
+@pytest.fixture
+def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No waiting for the disk: where a process ends, the system's cache outlives it."""
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+
+
 @pytest.fixture(params=["threads", "processes"])
 def ranks(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
     """``ranks(mesh, fn, *args)`` calls ``fn(ctx, *args)`` on every rank: the test runs on both kinds."""

@@ -85,13 +85,6 @@ def _averaged(ctx: ParallelContext, net: Net) -> nn.Module:
     return net
 
 
-def _copies(ctx: ParallelContext, net: Net) -> nn.Module:
-    heads = Heads()
-    if ctx.comm("tp").size == 4 and ctx.rank == 1:
-        heads.weight.data[-1, 0] += 1
-    return heads
-
-
 WRONG: dict[str, tuple[Callable[[ParallelContext, Net], nn.Module], str]] = {
     "seed": (_seed, r"parameter 'norm\.weight' differs between rank 0 .*another seed"),
     "weight": (

@@ -21,11 +21,12 @@ from torch import Tensor, nn
 import tpcore
 from tpcore.checkpoint import load, save
 from tpcore.errors import CheckpointError
-from tpcore.layout.layout import Layout
 from tpcore.layout.mesh import Mesh
 from tpcore.layout.shard import Block, ShardSpec
 from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
+
+pytestmark = pytest.mark.usefixtures("no_fsync")
 
 DTYPES = [
     torch.float64,
@@ -47,11 +48,6 @@ DTYPES = [
     torch.complex64,
     torch.complex128,
 ]
-
-
-@pytest.fixture(autouse=True)
-def _no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
 class Net(nn.Module):
@@ -464,33 +460,6 @@ def _specs(draw: st.DrawFn) -> ShardSpec:
 def _fits(spec: ShardSpec, n: int) -> bool:
     """Units that are held by several ranks are held by as many each."""
     return all(not b.replicate or b.size // b.unit >= n or n % (b.size // b.unit) == 0 for b in spec.blocks)
-
-
-def _recut(draw: st.DrawFn, spec: ShardSpec) -> ShardSpec:
-    """Another cut of a tensor of the same shape."""
-    dim = draw(st.none() | st.integers(0, len(spec.shape) - 1))
-    if dim is None:
-        return ShardSpec(spec.shape)
-    first = draw(st.integers(0, spec.shape[dim] - 1))
-    blocks = [Block(size) for size in (first, spec.shape[dim] - first) if size]
-    return ShardSpec(spec.shape, dim, tuple(blocks))
-
-
-@given(st.data(), _specs(), st.integers(1, 4), st.integers(1, 4))
-@settings(max_examples=150, deadline=None)
-def test_regions_reshard(data: st.DataObject, have: ShardSpec, m: int, n: int) -> None:
-    """Shards of one cut give shards of another, each entry once, from whatever ranks hold it."""
-    assume(_fits(have, m) and _fits(have, n))
-    want = data.draw(st.just(have) | st.composite(lambda draw: _recut(draw, have))())
-    full = torch.arange(1, have.numel + 1).reshape(have.shape)
-    shards = [have.shard(full, i, m) for i in range(m)]
-    for rank in range(n):
-        out = torch.zeros(want.local_shape(n), dtype=torch.int64)
-        layouts = Layout.of(have, "tp"), Layout.of(want, "tp")
-        for r in layouts[0].regions(Mesh({"tp": m}), layouts[1], rank, Mesh({"tp": n})):
-            box = shards[r.src][tuple(slice(a, a + s) for a, s in zip(r.src_start, r.size, strict=True))]
-            out[tuple(slice(a, a + s) for a, s in zip(r.dst_start, r.size, strict=True))] += box
-        assert torch.equal(out, want.shard(full, rank, n))
 
 
 class _Any(tpcore.ParallelModule):

@@ -22,13 +22,10 @@ from tpcore.layout.mesh import Mesh
 from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
 
+pytestmark = pytest.mark.usefixtures("no_fsync")
+
 State = Mapping[str, Any]
 TP, BOTH = Mesh({"tp": 2}), Mesh({"dp": 2, "tp": 2})
-
-
-@pytest.fixture(autouse=True)
-def _no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
 def net(width: int = 8, dtype: torch.dtype = torch.float32, stride: int = 1) -> nn.Sequential:

@@ -28,12 +28,9 @@ from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
 from tpcore.testing.pool import RankPool
 
+pytestmark = pytest.mark.usefixtures("no_fsync")
+
 MESH = Mesh({"dp": 2, "tp": 2})
-
-
-@pytest.fixture(autouse=True)
-def _no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
 def test_values_are_those_of_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,12 +23,7 @@ from tpcore.layout.mesh import Mesh
 from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*is a pickle.*:UserWarning")
-
-
-@pytest.fixture(autouse=True)
-def _no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
+pytestmark = [pytest.mark.usefixtures("no_fsync"), pytest.mark.filterwarnings("ignore:.*is a pickle.*:UserWarning")]
 
 
 class Net(nn.Module):

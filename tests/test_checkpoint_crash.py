@@ -21,6 +21,8 @@ from tpcore.layout.mesh import Mesh
 from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
 
+pytestmark = pytest.mark.usefixtures("no_fsync")
+
 MESH = Mesh({"tp": 2})
 
 
@@ -78,12 +80,6 @@ class Steps:
             return real(*args, **kwargs)
 
         return stopping
-
-
-@pytest.fixture(autouse=True)
-def _no_power_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What dies here is the process, and the system's cache outlives that: no need to wait for the disk."""
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
 @pytest.mark.parametrize("error", [OSError, Killed])

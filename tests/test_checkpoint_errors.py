@@ -28,12 +28,9 @@ from tpcore.testing import run_ranks
 from tpcore.trace.artifact import FORMAT as TRACED
 from tpcore.trace.artifact import PROGRAMS
 
+pytestmark = pytest.mark.usefixtures("no_fsync")
+
 MESH = Mesh({"dp": 2, "tp": 2})
-
-
-@pytest.fixture(autouse=True)
-def _no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
 class Net(nn.Module):

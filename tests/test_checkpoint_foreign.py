@@ -23,7 +23,6 @@ from tpcore.checkpoint import load
 from tpcore.checkpoint.forms.registry import open_source
 from tpcore.checkpoint.forms.source import Reading
 from tpcore.checkpoint.offline.consolidate import consolidate
-from tpcore.checkpoint.offline.inspect import inspect
 from tpcore.checkpoint.offline.reshard import convert, reshard
 from tpcore.checkpoint.read.source import CutRule, opened, part, tensors_of
 from tpcore.checkpoint.tensors.stored import Stored
@@ -35,12 +34,7 @@ from tpcore.testing import run_ranks
 
 TP = 2
 old_torch = pytest.mark.filterwarnings("ignore:.*is a pickle.*:UserWarning")
-pytestmark = old_torch
-
-
-@pytest.fixture(autouse=True)
-def _no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
+pytestmark = [pytest.mark.usefixtures("no_fsync"), old_torch]
 
 
 class Net(nn.Module):
@@ -170,117 +164,6 @@ def test_offline(layout: str, tmp_path: Path, reference: type) -> None:
         assert source.tp == 3
         for name, stored in tensors_of(source).items():
             assert torch.equal(part(stored, 0, 1), full()[name]), name
-
-
-HEADS, KV, SIZE = 8, 2, 3  # query and kv heads, entries of each
-ORDER = [0, 1, 4, 5, 2, 3, 6, 7]  # of the query heads over four ranks with two copies of each kv head
-ATTENTION = {
-    "gqa_qkv_projection_name": "qkv_proj",
-    "query_projection_name": "q_proj",
-    "key_projection_name": "k_proj",
-    "value_projection_name": "v_proj",
-    "output_projection_name": "o_proj",
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": KV,
-    "kv_size_multiplier": 2,
-    "q_output_size_per_partition": HEADS * SIZE // 4,
-    "kv_output_size_per_partition": 2 * KV * SIZE // 4,
-    "bias": True,
-    "tp_size": 4,
-    "peft_type": None,
-}
-MLP = {
-    "fused_linear_name": "gate_up",
-    "linear_names": ["gate", "up"],
-    "fuse_axis": 0,
-    "original_dims": [8, 8],
-}
-
-
-def optimum(path: Path, fuse: bool) -> dict[str, Tensor]:
-    """What optimum-neuron 0.4 writes at tp=4 of a layer whose linears it has fused; the original tensors."""
-    g = torch.Generator().manual_seed(0)
-    shapes = {"q_proj": (HEADS, 5), "k_proj": (KV, 5), "v_proj": (KV, 5)}
-    whole = {f"a.{n}.weight": torch.randn(h * SIZE, w, generator=g) for n, (h, w) in shapes.items()}
-    whole |= {f"a.{n}.bias": torch.randn(h * SIZE, generator=g) for n, (h, _) in shapes.items()}
-    whole["a.o_proj.weight"] = torch.randn(5, HEADS * SIZE, generator=g)
-    whole |= {f"mlp.{n}.weight": torch.randn(8, 5, generator=g) for n in ("gate", "up")}
-    for rank in range(4):
-        shard = {}
-        mine = ORDER[2 * rank : 2 * rank + 2]
-        for end in ("weight", "bias"):
-            q = [whole[f"a.q_proj.{end}"].split(SIZE)[head] for head in mine]
-            k, v = ([whole[f"a.{n}_proj.{end}"].split(SIZE)[rank % KV]] for n in "kv")
-            if fuse:
-                shard[f"a.qkv_proj.{end}_qkv"] = torch.cat([*q, *k, *v])
-            else:
-                shard |= {f"a.qkv_proj.{end}_{n}": torch.cat(t) for n, t in zip("qkv", (q, k, v), strict=True)}
-        o = whole["a.o_proj.weight"].split(SIZE, 1)
-        shard["a.o_proj.weight"] = torch.cat([o[head] for head in mine], 1)
-        gate_up = [whole[f"mlp.{n}.weight"].chunk(4)[rank] for n in ("gate", "up")]
-        shard["mlp.gate_up.weight"] = torch.cat(gate_up)
-        (path / "shards" / "model").mkdir(parents=True, exist_ok=True)
-        torch.save(shard, path / "shards" / "model" / f"dp_rank_00_tp_rank_{rank:02d}_pp_rank_00.pt")
-    specs = [
-        ("a", [["GQAQKVColumnParallelLinearSpec", {**ATTENTION, "fuse_qkv": fuse}]]),
-        ("mlp", [["FusedLinearsSpec", {**MLP, "bias": False, "tp_size": 4, "peft_type": None}]]),
-    ]
-    made = [{"module_fully_qualified_name": name, "specs": listed} for name, listed in specs]
-    parameters = {name: {"tensor_model_parallel": True, "partition_dim": 0} for name in shard}
-    text = json.dumps({"parameters": parameters, "model_weight_transformation_specs": made})
-    (path / "shards" / "mp_metadata_pp_rank_0.json").write_text(text)
-    return whole
-
-
-@pytest.mark.parametrize("fuse", [False, True])
-def test_what_optimum_neuron_has_fused(fuse: bool, tmp_path: Path) -> None:
-    """Under its original names and in its original order, at every degree."""
-    want = optimum(tmp_path / "c", fuse)
-    with opened(tmp_path / "c", Reading()) as source:
-        found = {name: part(stored, 0, 1) for name, stored in tensors_of(source).items()}
-    assert found.keys() == want.keys()
-    assert all(torch.equal(found[name], t) for name, t in want.items())
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.mlp = nn.Module(), nn.Module()
-            column = tpcore.ColumnParallelLinear
-            for name, heads in (("q_proj", HEADS), ("k_proj", KV), ("v_proj", KV)):
-                self.a.register_module(name, column(5, heads * SIZE, gather_output=False))
-            self.a.o_proj = tpcore.RowParallelLinear(HEADS * SIZE, 5, bias=False, input_is_parallel=True)
-            self.mlp.gate, self.mlp.up = (column(5, 8, bias=False, gather_output=False) for _ in range(2))
-
-    def read(ctx: ParallelContext) -> None:
-        model = Model()
-        load(tmp_path / "c", model)
-        for name, spec in tpcore.shard_specs(model).items():
-            assert torch.equal(model.state_dict()[name], spec.shard(want[name], ctx.rank, 2)), name
-
-    run_ranks(Mesh({"tp": 2}), read)
-    convert(tmp_path / "c", tmp_path / "ours")
-    with opened(tmp_path / "ours", Reading(trust=False)) as source:
-        assert source.tp == 4
-        found = {name: part(stored, 0, 1) for name, stored in tensors_of(source).items()}
-    assert all(torch.equal(found[name], t) for name, t in want.items())
-
-
-def test_what_optimum_neuron_says_of_adapters_is_refused(tmp_path: Path) -> None:
-    optimum(tmp_path / "c", False)
-    path = tmp_path / "c" / "shards" / "mp_metadata_pp_rank_0.json"
-    path.write_text(path.read_text().replace('"peft_type": null', '"peft_type": "lora"'))
-    with pytest.raises(CheckpointError, match=r"mp_metadata_pp_rank_0\.json is of adapters of the kind 'lora'"):
-        inspect(tmp_path / "c")
-
-
-@pytest.mark.parametrize("wrong", [('"num_key_value_heads": 2', '"num_key_value_heads": 0'), ("[8, 8]", "[8, 9000]")])
-def test_metadata_that_lie(wrong: tuple[str, str], tmp_path: Path) -> None:
-    optimum(tmp_path / "c", False)
-    path = tmp_path / "c" / "shards" / "mp_metadata_pp_rank_0.json"
-    assert wrong[0] in path.read_text()
-    path.write_text(path.read_text().replace(*wrong))
-    with pytest.raises(CheckpointError, match="are not as their metadata say"):
-        inspect(tmp_path / "c")
 
 
 def test_a_cut_that_nobody_knows(tmp_path: Path, reference: type) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_checkpoint_foreign import ATTENTION, HEADS, KV, MLP, ORDER, SIZE
 from torch import Tensor, nn
 
 import tpcore
@@ -26,6 +25,29 @@ from tpcore.testing import run_ranks
 pytestmark = pytest.mark.filterwarnings("ignore:.*is a pickle.*:UserWarning")
 TP, PP, LAYERS, WIDTH, VOCAB = 4, 2, 4, 5, 8
 METADATA = "mp_metadata_pp_rank_{}"
+HEADS, KV, SIZE = 8, 2, 3  # query and kv heads, entries of each
+ORDER = [0, 1, 4, 5, 2, 3, 6, 7]  # of the query heads over four ranks with two copies of each kv head
+ATTENTION = {
+    "gqa_qkv_projection_name": "qkv_proj",
+    "query_projection_name": "q_proj",
+    "key_projection_name": "k_proj",
+    "value_projection_name": "v_proj",
+    "output_projection_name": "o_proj",
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV,
+    "kv_size_multiplier": 2,
+    "q_output_size_per_partition": HEADS * SIZE // 4,
+    "kv_output_size_per_partition": 2 * KV * SIZE // 4,
+    "bias": True,
+    "tp_size": 4,
+    "peft_type": None,
+}
+MLP = {
+    "fused_linear_name": "gate_up",
+    "linear_names": ["gate", "up"],
+    "fuse_axis": 0,
+    "original_dims": [8, 8],
+}
 
 
 def whole() -> dict[str, Tensor]:
@@ -215,3 +237,21 @@ def test_what_is_wrong_with_the_metadata_of_a_stage(tmp_path: Path) -> None:
     torch.save(bad, (tmp_path / "b" / "shards" / METADATA.format(0)).with_suffix(".pt"))
     with pytest.raises(CheckpointError, match=r"mp_metadata_pp_rank_0\.pt is damaged: KeyError"):
         inspect(tmp_path / "b")
+
+
+def test_what_optimum_neuron_says_of_adapters_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "c", "new", fuse_qkv=False)
+    path = tmp_path / "c" / "shards" / "mp_metadata_pp_rank_0.json"
+    path.write_text(path.read_text().replace('"peft_type": null', '"peft_type": "lora"'))
+    with pytest.raises(CheckpointError, match=r"mp_metadata_pp_rank_0\.json is of adapters of the kind 'lora'"):
+        inspect(tmp_path / "c")
+
+
+@pytest.mark.parametrize("wrong", [('"num_key_value_heads": 2', '"num_key_value_heads": 0'), ("[8, 8]", "[8, 9000]")])
+def test_metadata_that_lie(wrong: tuple[str, str], tmp_path: Path) -> None:
+    write(tmp_path / "c", "new", fuse_qkv=False)
+    path = tmp_path / "c" / "shards" / "mp_metadata_pp_rank_0.json"
+    assert wrong[0] in path.read_text()
+    path.write_text(path.read_text().replace(*wrong))
+    with pytest.raises(CheckpointError, match="are not as their metadata say"):
+        inspect(tmp_path / "c")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from tpcore.checkpoint.read.source import CutRule
 from tpcore.errors import CheckpointError
 from tpcore.layout.shard import Block, ShardSpec
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*is a pickle.*:UserWarning")
+pytestmark = [pytest.mark.usefixtures("no_fsync"), pytest.mark.filterwarnings("ignore:.*is a pickle.*:UserWarning")]
 
 SPECS = {
     "up.weight": ShardSpec((6, 4), 0),
@@ -30,11 +29,6 @@ SPECS = {
 }
 RULES = [CutRule("up.*", 0), CutRule("gate_up.*", 0, 2), CutRule("down.*", 1)]
 KINDS = ["memory", "nested", ".safetensors", ".pt", "hf", "ours 1", "ours 2", "ours 3", "foreign"]
-
-
-@pytest.fixture(autouse=True)
-def _no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
 def full() -> dict[str, Tensor]:

@@ -17,49 +17,6 @@ import tpcore
 from tpcore.backend.registry import backend_class
 from tpcore.cli.app import app
 
-GOOD = """
-import torch, tpcore
-from tpcore.backend import Backend, hookimpl
-
-class Here(Backend):
-    interface = 2
-    def start(self, timeout): return 0, 1
-    def connect(self, group, rank): return None
-    def device(self): return torch.device("cpu")
-
-@hookimpl
-def tpcore_backend(): return Here
-"""
-# one way to fail per place where a listing runs a plugin's code
-BROKEN = {
-    "import_missing": ("import no_such_module_anywhere", "no_such_module_anywhere"),
-    "import_raises": ("raise OSError('driver version 3, library version 4')", "library version 4"),
-    "no_hook": ("", "has no hook"),
-    "exits": ("raise SystemExit('no licence')", "SystemExit: no licence"),
-    "other_version": (
-        GOOD.replace("interface = 2", "interface = 1"),
-        "written for version 1 of the plugin interface and this tpcore has version 2",
-    ),
-    "no_device": (GOOD.replace("def device", "def devise"), "Here lacks device"),
-    "no_primitive": (
-        GOOD.replace("class Here", "class Talk(tpcore.Transport): pass\nclass Here").replace(
-            "    def start", "    transport_class = Talk\n    def start"
-        ),
-        "Talk lacks all_gather, all_reduce, reduce_scatter",
-    ),
-    "undeclared_dtype": (
-        GOOD.replace("    def start", "    capabilities = tpcore.Capabilities(dtypes=(torch.float32,))\n    def start"),
-        "it does not sum int64, uint8",
-    ),
-    "misspelt_hook": (GOOD.replace("def tpcore_backend", "def tpcore_backends"), "tpcore_backends"),
-    "wrong_class": (GOOD.replace("return Here", "return dict"), "not a Backend class"),
-    "hook_raises": (GOOD.replace("return Here", "return 1 / 0"), "division by zero"),
-    "probe_raises": (
-        GOOD.replace("class Here(Backend):", "class Here(Backend):\n    unavailable = lambda *_: 1 / 0"),
-        "division by zero",
-    ),
-}
-
 
 @pytest.fixture
 def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -139,25 +96,6 @@ def test_backends_says_what_carries_the_collectives_and_why(monkeypatch):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert f"cpu_gloo: {remark}" == f"{over_gloo}[Errno 27] File too large"
-
-
-def test_a_third_partys_backend_is_listed_with_its_distribution(plugin):
-    plugin("elsewhere", GOOD)
-    row = listed()["elsewhere"]
-    assert (row["distribution"], row["version"], row["usable"]) == ("tpcore-elsewhere", "7.1", True)
-
-
-@pytest.mark.parametrize("kind", BROKEN)
-def test_a_broken_plugin_is_listed_with_its_error_and_hides_no_other(plugin, kind):
-    code, error = BROKEN[kind]
-    plugin(f"x_{kind}", code)
-    plugin("elsewhere", GOOD)
-    rows = listed()
-    assert not rows[f"x_{kind}"]["usable"]
-    assert error in rows[f"x_{kind}"]["reason"]
-    assert rows["cpu_gloo"]["usable"]
-    assert rows["elsewhere"]["usable"]
-    assert error in invoke("backends")
 
 
 def test_the_installed_script_and_the_module_print_the_same(plugin):

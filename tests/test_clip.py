@@ -138,27 +138,6 @@ def test_norm_of_half_precision_gradients_is_taken_in_float32(dtype: torch.dtype
     run_ranks(Mesh({"tp": 2}), rank)
 
 
-def test_what_is_replicated_over_some_ranks_counts_once() -> None:
-    """Two key heads on four ranks: each is held twice."""
-
-    class KeyHeads(ParallelModule):
-        def __init__(self) -> None:
-            super().__init__()
-            spec = ShardSpec((4, 3), 0, (Block(4, 2, replicate=True),))
-            self.shard_parameter("weight", spec, nn.init.normal_, torch.float64, None)
-
-    full = torch.randn(4, 3, dtype=torch.float64)
-
-    def rank(ctx: ParallelContext) -> None:
-        heads = KeyHeads()
-        heads.weight.grad = heads.shard_specs["weight"].shard(full, ctx.rank, 4)
-        for p in (1.0, 2.0, INF):
-            norm = tpcore.clip_grad_norm(heads, 1e9, p)
-            torch.testing.assert_close(norm, torch.linalg.vector_norm(full, p), rtol=1e-12, atol=0)
-
-    run_ranks(Mesh({"tp": 4}), rank)
-
-
 def test_layers_cut_over_different_groups() -> None:
     def rank(ctx: ParallelContext) -> None:
         over = [ctx.comm("tp"), ctx.comm("dp"), ctx.world]

@@ -306,16 +306,6 @@ def test_a_group_within_an_axis_is_not_taken_for_the_whole_axis() -> None:
     )
 
 
-def test_the_bug_hangs_or_fails_where_it_is_run() -> None:
-    """The planted bugs are bugs: the same model fails on threads."""
-    for how in BUGS:
-        with pytest.raises(tpcore.BackendError):
-            run_ranks(
-                Mesh({"pp": 1, "dp": 2, "tp": 2}),
-                lambda ctx, how=how: Wrong(how)(torch.zeros(4, 8)).sum().backward(),
-            )
-
-
 def test_ranks_of_a_large_mesh_are_sampled_at_its_ends() -> None:
     found = tpcore.explain(FACTORIES["columns"], tp=8, dp=64)
     assert found.ranks == (0, 7, 504, 511)

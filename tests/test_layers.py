@@ -7,7 +7,6 @@ import inspect
 import re
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,15 +36,51 @@ class Conv1D(nn.Module):
         return x @ self.weight + self.bias
 
 
-def equal(tp: int, plain: nn.Module, make: Callable[[], Any], x: Tensor) -> None:
-    """``make()``, on every rank, has the output, the input gradient and the weight gradients of ``plain``."""
-    plain, x = plain.double(), x.double() if x.is_floating_point() else x
-    whole = x.clone().requires_grad_(x.is_floating_point())
+LINEAR, UP, DOWN, HEADED, FUSED = nn.Linear(48, 6), Conv1D(24, 8), Conv1D(8, 24), nn.Linear(6, 48), nn.Linear(6, 30)
+TABLE, HEAD_BLOCKS = nn.Embedding(7, 4, padding_idx=1), (Block(24, 3), Block(12, 3), Block(12, 3))
+SHARED_BLOCKS = (Block(24, 3), Block(6, 3, replicate=True))  # at tp=4 two ranks hold each of two key heads
+EQUALS: dict[str, tuple[nn.Module, Callable[[Any], Any], Tensor]] = {
+    "row": (LINEAR, tpcore.RowParallelLinear.from_plain, torch.randn(5, 48)),
+    "embedding": (
+        TABLE,
+        lambda plain: tpcore.ParallelEmbedding.from_plain(plain, pad=True),
+        torch.tensor([[0, 6, 1], [3, 3, 2]]),
+    ),
+    "layer norm": (nn.LayerNorm(8, eps=0.1), tpcore.LayerNorm.from_plain, torch.randn(5, 8)),
+    "rms norm": (nn.RMSNorm(8, eps=0.1), tpcore.RMSNorm.from_plain, torch.randn(5, 8)),
+    "column conv1d": (UP, lambda p: tpcore.ColumnParallelConv1D.from_plain(p, blocks=3), torch.randn(5, 8)),
+    "row conv1d": (DOWN, tpcore.RowParallelConv1D.from_plain, torch.randn(5, 24)),
+    "column heads": (
+        HEADED,
+        lambda plain: tpcore.ColumnParallelLinear.from_plain(plain, blocks=HEAD_BLOCKS),
+        torch.randn(5, 6),
+    ),
+    "row heads": (
+        LINEAR,
+        lambda plain: tpcore.RowParallelLinear.from_plain(plain, blocks=HEAD_BLOCKS),
+        torch.randn(5, 48),
+    ),
+    "shared heads": (
+        FUSED,
+        lambda plain: tpcore.ColumnParallelLinear.from_plain(plain, blocks=SHARED_BLOCKS),
+        torch.randn(5, 6),
+    ),
+}
+
+
+@at_tp_1_2_4
+@pytest.mark.parametrize("name", EQUALS)
+def test_from_plain_equals_the_module(name: str, tp: int) -> None:
+    """Output, gradient of the input and of each parameter."""
+    module, from_plain, values = EQUALS[name]
+    plain, floating = copy.deepcopy(module).double(), values.is_floating_point()
+    x = values.double() if floating else values
+    whole = x.clone().requires_grad_(floating)
     want = plain(whole)
     want.square().sum().backward()
 
     def rank(ctx: ParallelContext) -> None:
-        layer, mine = make(), x.clone().requires_grad_(x.is_floating_point())
+        layer, mine = from_plain(plain), x.clone().requires_grad_(floating)
         y = layer(mine)
         y.square().sum().backward()
         torch.testing.assert_close(y, want)
@@ -55,56 +90,6 @@ def equal(tp: int, plain: nn.Module, make: Callable[[], Any], x: Tensor) -> None
             torch.testing.assert_close(p.grad, grad)
 
     run_ranks(Mesh({"tp": tp}), rank)
-
-
-@at_tp_1_2_4
-def test_column(tp: int) -> None:
-    plain = nn.Linear(6, 8)
-    equal(tp, plain, lambda: tpcore.ColumnParallelLinear.from_plain(plain), torch.randn(5, 6))
-
-
-@at_tp_1_2_4
-def test_row(tp: int) -> None:
-    plain = nn.Linear(8, 6)
-    equal(tp, plain, lambda: tpcore.RowParallelLinear.from_plain(plain), torch.randn(5, 8))
-
-
-@at_tp_1_2_4
-def test_embedding(tp: int) -> None:
-    plain = nn.Embedding(7, 4, padding_idx=1)
-    ids = torch.tensor([[0, 6, 1], [3, 3, 2]])
-    equal(tp, plain, lambda: tpcore.ParallelEmbedding.from_plain(plain, pad=True), ids)
-
-
-@at_tp_1_2_4
-@pytest.mark.parametrize(("plain", "layer"), [(nn.LayerNorm(8), tpcore.LayerNorm), (nn.RMSNorm(8), tpcore.RMSNorm)])
-def test_norm(tp: int, plain: nn.Module, layer: Any) -> None:
-    equal(tp, plain, lambda: layer.from_plain(plain), torch.randn(5, 8))
-    plain.zero_grad()
-
-
-@at_tp_1_2_4
-def test_conv1d(tp: int) -> None:
-    up, down = Conv1D(24, 8), Conv1D(8, 24)
-    x = torch.randn(5, 8)
-    equal(tp, up, lambda: tpcore.ColumnParallelConv1D.from_plain(up, blocks=3), x)
-    equal(tp, down, lambda: tpcore.RowParallelConv1D.from_plain(down), torch.randn(5, 24))
-
-
-@at_tp_1_2_4
-def test_blocks_of_unequal_sizes(tp: int) -> None:
-    """q|k|v in one weight: 8 query heads of 3 features, 4 key heads and 4 value heads."""
-    plain, heads = nn.Linear(6, 48), (Block(24, 3), Block(12, 3), Block(12, 3))
-    equal(tp, plain, lambda: tpcore.ColumnParallelLinear.from_plain(plain, blocks=heads), torch.randn(5, 6))
-    plain = nn.Linear(48, 6)
-    equal(tp, plain, lambda: tpcore.RowParallelLinear.from_plain(plain, blocks=heads), torch.randn(5, 48))
-
-
-@at_tp_1_2_4
-def test_blocks_that_several_ranks_hold(tp: int) -> None:
-    """Two key heads of 3 features: at tp=4 ranks 0 and 1 hold the first, and both get its whole gradient."""
-    plain, heads = nn.Linear(6, 30), (Block(24, 3), Block(6, 3, replicate=True))
-    equal(tp, plain, lambda: tpcore.ColumnParallelLinear.from_plain(plain, blocks=heads), torch.randn(5, 6))
 
 
 # -- attention ----------------------------------------------------------------------------------------
@@ -294,37 +279,6 @@ def test_what_cannot_be_shared() -> None:
 
 
 # -- training and saving heads that several ranks hold ----------------------------------------------------
-@at_tp_1_2_4
-def test_gradients_of_replicated_heads_are_clipped_as_the_whole_ones(tp: int) -> None:
-    plain, x = Attention(1, fused=True).double(), torch.randn(2, 5, WIDTH).double()
-    plain(x).square().sum().backward()
-    want = nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None])
-
-    def rank(ctx: ParallelContext) -> None:
-        ours = plain.cut()
-        ours(x).square().sum().backward()
-        torch.testing.assert_close(tpcore.clip_grad_norm(ours, 1.0).double(), want)
-
-    run_ranks(Mesh({"tp": tp}), rank)
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_replicated_heads_load_at_another_degree(fused: bool, tmp_path: Path) -> None:
-    plain, x = Attention(2, fused).double(), torch.randn(2, 5, WIDTH).double()
-
-    def save(ctx: ParallelContext) -> None:
-        tpcore.checkpoint.save({"model": plain.cut().state_dict()}, tmp_path / "c")
-
-    def load(ctx: ParallelContext) -> None:
-        ours = Attention(2, fused).double().cut()
-        tpcore.checkpoint.load(tmp_path / "c", ours)
-        torch.testing.assert_close(ours(x), plain(x))
-
-    run_ranks(Mesh({"tp": 4}), save)
-    for tp in (1, 2, 4):
-        run_ranks(Mesh({"tp": tp}), load)
-
-
 # -- from a plain module ----------------------------------------------------------------------------------
 PAIRS: dict[str, tuple[Callable[[], Any], Callable[..., Any]]] = {
     "column": (lambda: nn.Linear(8, 8), tpcore.ColumnParallelLinear.from_plain),

@@ -223,3 +223,122 @@ def test_bias_left_to_the_caller_is_the_one_to_add() -> None:
         assert torch.equal(ops.reduce(partial(mine), tp), whole(mine))
 
     on_two(rank)
+
+
+def _integers(*shape: int, seed: int) -> Tensor:
+    """-1, 0 and 1: sums of a few dozen products are exact."""
+    return torch.randint(-1, 2, shape, generator=torch.Generator().manual_seed(seed)).float()
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("lead", [(5,), (2, 1, 3, 2), ()])
+@pytest.mark.parametrize("layout", ["contiguous", "expanded"])
+def test_any_number_of_leading_dims_and_any_memory_order(tp: int, lead: tuple[int, ...], layout: str) -> None:
+    plain = {"column": nn.Linear(8, 16), "row": nn.Linear(8, 16)}
+    for seed, layer in enumerate(plain.values()):
+        nn.init._no_grad_uniform_(layer.bias, 0, 0)
+        layer.weight.data.copy_(_integers(16, 8, seed=seed))
+
+    def arranged(x: Tensor) -> Tensor:
+        return x[..., :1].expand_as(x) if layout == "expanded" else x
+
+    def grads(layer: nn.Module) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        x = arranged(_integers(*lead, 8, seed=5)).requires_grad_()
+        y = layer(x)
+        assert y.shape == (*lead, 16)
+        y.backward(arranged(_integers(*lead, 16, seed=6)))
+        return y.detach(), x.grad, layer.weight.grad
+
+    want = {name: grads(layer) for name, layer in plain.items()}
+
+    def rank(ctx: ParallelContext) -> None:
+        made = {"column": tpcore.ColumnParallelLinear(8, 16), "row": tpcore.RowParallelLinear(8, 16)}
+        for name, layer in made.items():
+            layer.load_state_dict(
+                {k: s.shard(plain[name].state_dict()[k], ctx.rank, tp) for k, s in layer.shard_specs.items()}
+            )
+            y, gx, _ = grads(layer)
+            assert torch.equal(y, want[name][0])
+            assert gx is not None
+            assert torch.equal(gx, want[name][1])
+            assert torch.equal(layer.weight.grad, layer.shard_specs["weight"].shard(want[name][2], ctx.rank, tp))
+
+    run_ranks(Mesh({"dp": 1, "tp": tp}), rank)
+
+
+def _sums_of_256_and_ones(ctx: ParallelContext) -> list[list[float]]:
+    """Every sum over ranks that a layer makes, of values that are 256 on one rank and 1 on the others."""
+    mine = torch.full((1, 1), 1.0 if ctx.rank else 256.0, dtype=torch.bfloat16)
+    ones = torch.ones(4, 1, dtype=torch.bfloat16)
+    out: list[Tensor | None] = []
+    for seq in ({}, {"sequence_dim": 0}):
+        column = tpcore.ColumnParallelLinear(1, 4, bias=False, gather_output=False, dtype=torch.bfloat16, **seq)
+        row = tpcore.RowParallelLinear(4, 1, bias=False, input_is_parallel=True, dtype=torch.bfloat16, **seq)
+        for layer in (column, row):
+            layer.load_state_dict({"weight": mine})
+        x = (ones[:1] if seq else ones).clone().requires_grad_()
+        column(x).backward(ones)
+        out += [x.grad, row(ones).detach()]
+
+    norm = tpcore.LayerNorm(4, dtype=torch.bfloat16, sequence_parallel=True)
+    norm(torch.randn(1, 4, dtype=torch.bfloat16)).backward(mine.expand(1, 4))
+    assert norm.bias is not None
+    row = tpcore.RowParallelLinear(
+        4,
+        1,
+        input_is_parallel=True,
+        dtype=torch.bfloat16,
+        skip_bias_add=True,
+        sequence_dim=0,
+    )
+    row(ones)[1].backward(mine[0])
+    return [[] if t is None else t.flatten().tolist() for t in (*out, norm.bias.grad, row.bias.grad)]
+
+
+def test_sums_over_ranks_are_taken_in_fp32(ranks: Callable[..., list[Any]]) -> None:
+    """256 + 1 + 1 + 1 = 259, which rounds to 260; in bfloat16, which has no 257, one by one it is 256."""
+    for column, row, column_seq, row_seq, norm, bias in ranks(Mesh({"dp": 1, "tp": 4}), _sums_of_256_and_ones):
+        assert column == row == [260.0] * 4
+        assert column_seq == row_seq == bias == [260.0]
+        assert norm == [260.0] * 4
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("across", [False, True])
+@pytest.mark.parametrize("padding_idx", [0, 5, -1])
+def test_a_padding_row_that_was_changed_is_looked_up_and_gets_no_gradient(
+    tp: int, across: bool, padding_idx: int
+) -> None:
+    ids = torch.tensor([[0, 5, 7, 3], [0, 0, 5, 7]])
+
+    def rank(ctx: ParallelContext) -> None:
+        layer = tpcore.ParallelEmbedding(8, 4, padding_idx, shard_across_embedding=across)
+        with torch.no_grad():
+            layer.weight.fill_(2.0)
+        y = layer(ids)
+        assert (y == 2.0).all()
+        y.sum().backward()
+        grad = layer.shard_specs["weight"].unshard(list(ctx.comm("tp").all_gather(layer.weight.grad.unsqueeze(0), 0)))
+        assert not grad[padding_idx].any()
+        assert grad.sum() == 4 * (ids != padding_idx % 8).sum()
+
+    run_ranks(Mesh({"tp": tp}), rank)
+
+
+def test_a_sequence_dim_may_be_counted_from_the_end() -> None:
+    """-2 of [4, 8, features] is 1, of the output of a look-up too."""
+
+    def rank(ctx: ParallelContext) -> None:
+        found = []
+        for dim in (1, -2):
+            torch.manual_seed(0)
+            embed = tpcore.ParallelEmbedding(16, 8, sequence_dim=dim)
+            up = tpcore.ColumnParallelLinear(8, 16, gather_output=False, sequence_dim=dim)
+            down = tpcore.RowParallelLinear(16, 8, input_is_parallel=True, sequence_dim=dim)
+            y = down(up(embed(torch.randint(16, (4, 8)))))
+            assert y.shape == (4, 4, 8)
+            y.square().sum().backward()
+            found.append([y, *(p.grad for layer in (embed, up, down) for p in layer.parameters())])
+        assert all(map(torch.equal, *found))
+
+    on_two(rank)

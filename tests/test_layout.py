@@ -10,13 +10,10 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from test_shard import specs
-from torch import Tensor, nn
+from torch import Tensor
 
-import tpcore
-from tpcore import Block, Layout, Mesh, ParallelContext, ShardSpec, current
-from tpcore.comm import mappings as ops
+from tpcore import Block, Layout, Mesh, ShardSpec
 from tpcore.layout.layout import AxisCut, Slot
-from tpcore.testing import run_ranks
 
 AXES = ["pp", "dp", "tp"]
 MESHES = st.dictionaries(st.sampled_from(AXES), st.integers(1, 4), min_size=1).map(Mesh)
@@ -198,46 +195,6 @@ def test_heads_held_by_different_numbers_of_ranks() -> None:
     with pytest.raises(ValueError, match=r"held by \[1, 2\] positions each, not alike"):
         layout.copies(mesh)
     assert len(layout.shares(Mesh({"tp": 2}))) == 1
-
-
-class KeyHeads(tpcore.ParallelModule):
-    """A hand-made layer: fewer key heads than ranks, each held by several, whose uses differ by rank."""
-
-    def __init__(self, heads: int) -> None:
-        super().__init__()
-        spec = ShardSpec((heads * 2, 3), 0, (Block(heads * 2, 2, replicate=True),))
-        self.shard_parameter("weight", spec, nn.init.normal_, torch.float64, None)
-        self.holders = current().comm("tp", within=spec.copies(self.tp.size))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ ops.copy(self.weight, self.holders).t()
-
-
-@pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("heads", [1, 2, 4])
-def test_gradients_of_copies_are_summed_over_the_ranks_that_hold_them(tp: int, heads: int) -> None:
-    """Four query heads share the key heads; each rank sees the queries of its own only."""
-    x = torch.randn(5, 3, dtype=torch.float64)
-    q = torch.randn(4, 5, 2, dtype=torch.float64)
-    full = torch.randn(heads * 2, 3, dtype=torch.float64, requires_grad=True)
-    keys = (x @ full.t()).view(5, heads, 2).transpose(0, 1).repeat_interleave(4 // heads, 0)
-    (q * keys).sum().backward()
-    want = full.grad
-    assert want is not None
-
-    def rank(ctx: ParallelContext) -> None:
-        layer = KeyHeads(heads)
-        spec = layer.shard_specs["weight"]
-        layer.load_state_dict({"weight": spec.shard(full.detach(), ctx.rank, tp)})
-        mine = max(1, heads // tp)
-        queries = q[ctx.rank * 4 // tp : (ctx.rank + 1) * 4 // tp]
-        k = layer(x).view(5, mine, 2).transpose(0, 1).repeat_interleave(len(queries) // mine, 0)
-        (queries * k).sum().backward()
-        torch.testing.assert_close(layer.weight.grad, spec.shard(want, ctx.rank, tp), rtol=1e-12, atol=1e-14)
-        norm = tpcore.clip_grad_norm(layer, 1e9)
-        torch.testing.assert_close(norm, want.norm(), rtol=1e-12, atol=0)
-
-    run_ranks(Mesh({"tp": tp}), rank)
 
 
 def test_text() -> None:

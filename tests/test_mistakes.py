@@ -49,29 +49,6 @@ def test_heads_that_tp_would_cut_are_refused_by_name(build: object, says: str) -
     run_ranks(Mesh({"tp": 4}), check)
 
 
-def test_units_lie_whole_on_a_rank() -> None:
-    plain = nn.Linear(8, 36)  # q|k|v of 4 heads of 3
-    x = torch.randn(5, 8)
-
-    def check(ctx: ParallelContext) -> None:
-        cut = tpcore.ColumnParallelLinear.from_plain(plain, gather_output=False, blocks=[Block(12, 3)] * 3)
-        heads = plain(x).view(5, 3, 4, 3)[:, :, 2 * ctx.rank : 2 * ctx.rank + 2]
-        torch.testing.assert_close(cut(x).view(5, 3, 2, 3), heads)
-
-    run_ranks(Mesh({"tp": 2}), check)
-
-
-def test_padded_units_are_those_of_the_plain_layers() -> None:
-    up, down, x = nn.Linear(8, 18).double(), nn.Linear(18, 8).double(), torch.randn(5, 8).double()
-
-    def check(ctx: ParallelContext) -> None:
-        first = tpcore.ColumnParallelLinear.from_plain(up, gather_output=False, blocks=[Block(18, 3)], pad=True)
-        second = tpcore.RowParallelLinear.from_plain(down, input_is_parallel=True, blocks=[Block(18, 3)], pad=True)
-        torch.testing.assert_close(second(first(x)), down(up(x)))
-
-    run_ranks(Mesh({"tp": 4}), check)
-
-
 # -- a padded head ------------------------------------------------------------------------------------------
 def _head(vocab: int, bias: bool = True) -> tuple[nn.Linear, Tensor, Tensor]:
     torch.manual_seed(0)

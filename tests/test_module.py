@@ -27,38 +27,6 @@ def on_two(fn: Callable[[ParallelContext], Any]) -> list[Any]:
     return run_ranks(TWO, fn)
 
 
-LAYERS: dict[str, tuple[Callable[..., nn.Module], Callable[..., nn.Module]]] = {
-    "column": (lambda **k: tpcore.ColumnParallelLinear(4, 8, **k), lambda: nn.Linear(4, 8)),
-    "column, not gathered": (
-        lambda **k: tpcore.ColumnParallelLinear(4, 8, gather_output=False, **k),
-        lambda: nn.Linear(4, 8),
-    ),
-    "column without bias": (
-        lambda **k: tpcore.ColumnParallelLinear(4, 8, bias=False, **k),
-        lambda: nn.Linear(4, 8, bias=False),
-    ),
-    "row": (lambda **k: tpcore.RowParallelLinear(4, 8, **k), lambda: nn.Linear(4, 8)),
-    "embedding": (lambda **k: tpcore.ParallelEmbedding(8, 4, **k), lambda: nn.Embedding(8, 4)),
-    "layer norm": (lambda **k: tpcore.LayerNorm(4, **k), lambda: nn.LayerNorm(4)),
-    "layer norm without bias": (
-        lambda **k: tpcore.LayerNorm(4, bias=False, **k),
-        lambda: nn.LayerNorm(4, bias=False),
-    ),
-    "rms norm": (lambda **k: tpcore.RMSNorm(4, **k), lambda: nn.RMSNorm(4)),
-}
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_state_dict_has_the_keys_of_the_plain_layer(name: str) -> None:
-    ours, plain = LAYERS[name]
-    on_two(lambda ctx: keys_are(ours(), list(plain().state_dict())))
-
-
-def keys_are(layer: nn.Module, keys: list[str]) -> None:
-    assert list(layer.state_dict()) == keys
-    assert [k for k, _ in layer.named_parameters()] == keys
-
-
 def test_repr_says_the_logical_and_the_local_shape() -> None:
     def rank(ctx: ParallelContext) -> None:
         assert repr(tpcore.ColumnParallelLinear(4, 8)) == (
@@ -142,20 +110,6 @@ def test_a_state_dict_is_plain_data() -> None:
         loaded = torch.load(file, weights_only=True)
         assert torch.equal(loaded["weight"], layer.weight)
         assert pickle.loads(pickle.dumps(layer.state_dict())).keys() == layer.state_dict().keys()
-
-    on_two(rank)
-
-
-def test_moving_keeps_ties_and_attributes() -> None:
-    def rank(ctx: ParallelContext) -> None:
-        model = nn.ModuleList([tpcore.ParallelEmbedding(8, 4), tpcore.ColumnParallelLinear(4, 8, bias=False)])
-        model[1].weight = model[0].weight
-        model[0].weight.mine = "kept"
-        assert tpcore.move_model_to_device(model, "meta") is model
-        assert model[0].weight is model[1].weight
-        assert model[0].weight.is_meta
-        assert model[0].weight.mine == "kept"
-        assert sharding(model[0].weight) is not None
 
     on_two(rank)
 

@@ -101,30 +101,6 @@ def test_backward_of_backward_is_forward(name: str, tp: int) -> None:
     run_ranks(Mesh({"tp": tp}), rank)
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
-def test_gradient_of_a_gradient_crosses_the_ranks(tp: int) -> None:
-    """A gradient penalty of a function that is not linear, with its features cut and gathered again."""
-    torch.manual_seed(0)
-    full = torch.randint(-3, 4, (4, 8)).double()
-
-    def penalty(x: Tensor, cube: Callable[[Tensor], Tensor]) -> Tensor:
-        (slope,) = torch.autograd.grad(cube(x).prod(-1).sum(), x, create_graph=True)
-        (curve,) = torch.autograd.grad(slope.square().sum(), x)
-        return curve
-
-    want = penalty(full.clone().requires_grad_(), lambda x: x.pow(3))
-
-    def rank(ctx: ParallelContext) -> None:
-        comm = ctx.comm("tp")
-        got = penalty(
-            full.clone().requires_grad_(),
-            lambda x: ops.gather(ops.scatter(x, comm).pow(3), comm),
-        )
-        assert torch.equal(got, want)
-
-    run_ranks(Mesh({"tp": tp}), rank)
-
-
 @pytest.mark.parametrize(("first", "second"), [("scatter", "gather"), ("reduce_scatter", "all_gather")])
 def test_pairs_compose(first: str, second: str) -> None:
     """gather . scatter is the identity, all_gather . reduce_scatter is the sum that reduce makes."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Iterator
 from contextvars import Context
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 import tpcore
 from tpcore.backend.interface import Backend
@@ -37,23 +36,6 @@ def _rule(world: int, tp: int) -> dict[str, list[list[int]]]:
         "single": [[rank] for rank in range(world)],
         "world": [list(range(world))],
     }
-
-
-@pytest.mark.parametrize(
-    ("world", "tp", "tp_groups", "dp_groups"),
-    [
-        (1, 1, [[0]], [[0]]),
-        (2, 2, [[0, 1]], [[0], [1]]),
-        (4, 2, [[0, 1], [2, 3]], [[0, 2], [1, 3]]),
-        (6, 3, [[0, 1, 2], [3, 4, 5]], [[0, 3], [1, 4], [2, 5]]),
-        (8, 2, [[0, 1], [2, 3], [4, 5], [6, 7]], [[0, 2, 4, 6], [1, 3, 5, 7]]),
-        # tp=4: the degree for which a rule with an exception would give another source rank
-        (8, 4, [[0, 1, 2, 3], [4, 5, 6, 7]], [[0, 4], [1, 5], [2, 6], [3, 7]]),
-    ],
-)
-def test_golden_tables(world: int, tp: int, tp_groups: list[list[int]], dp_groups: list[list[int]]) -> None:
-    rule = _rule(world, tp)
-    assert (rule["tp"], rule["dp"]) == (tp_groups, dp_groups)
 
 
 @pytest.mark.parametrize(("world", "tp"), [(1, 1), (2, 2), (4, 1), (4, 2), (6, 3), (8, 2), (8, 4), (32, 8), (64, 32)])
@@ -166,24 +148,6 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         tpcore.shutdown()
 
 
-def test_signature_is_the_published_one() -> None:
-    parameters = inspect.signature(ps.initialize_model_parallel).parameters
-    assert {name: p.default for name, p in parameters.items()} == {
-        "tensor_model_parallel_size": 1,
-        "pipeline_model_parallel_size": 1,
-        "context_parallel_size": 1,
-        "expert_model_parallel_size": 1,
-        "skip_collective_init": False,
-        "lnc_size": 1,
-    }
-    assert list(parameters)[:4] == [
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "context_parallel_size",
-        "expert_model_parallel_size",
-    ]
-
-
 def test_world_of_one(alone: None) -> None:
     ps.initialize_model_parallel(1, 1, 1, 1, False, 1)
     assert ps.model_parallel_is_initialized()
@@ -270,32 +234,6 @@ def _groups(ctx: ParallelContext) -> None:
 
 def test_groups_serve_torch_distributed(pool: RankPool) -> None:
     pool.run(_mesh(4, 2), _groups)
-
-
-def _mlp(column: type[nn.Module], row: type[nn.Module], **options: bool) -> nn.Module:
-    torch.manual_seed(3)
-    up = column(4, 6, **({"gather_output": False} if options else {}), dtype=torch.float64)
-    return nn.Sequential(up, nn.Tanh(), row(6, 2, **options, dtype=torch.float64))
-
-
-def _ddp(ctx: ParallelContext) -> list[Tensor]:
-    mlp = _mlp(tpcore.ColumnParallelLinear, tpcore.RowParallelLinear, input_is_parallel=True)
-    wrapped = nn.parallel.DistributedDataParallel(mlp, process_group=ps.get_data_parallel_group())
-    mine = torch.arange(16, dtype=torch.float64).view(4, 4).chunk(2)[ps.get_data_parallel_rank()]
-    wrapped(mine).pow(2).mean().backward()
-    return [p.grad for p in mlp.parameters()]
-
-
-def test_ddp_over_the_data_parallel_group(pool: RankPool) -> None:
-    results = pool.run(_mesh(4, 2), _ddp)
-    dense = _mlp(nn.Linear, nn.Linear)
-    dense(torch.arange(16, dtype=torch.float64).view(4, 4)).pow(2).mean().backward()
-    for rank, grads in enumerate(results):
-        up, up_bias, down, down_bias = (p.grad for p in dense.parameters())
-        half = slice(rank % 2 * 3, rank % 2 * 3 + 3)
-        expected = [up[half], up_bias[half], down[:, half], down_bias]
-        # the mean over all rows against the mean of two halves' means, in float64
-        torch.testing.assert_close(grads, expected, rtol=1e-12, atol=1e-14)
 
 
 def _adopt(ctx: ParallelContext) -> dict[str, Any]:

@@ -110,6 +110,18 @@ def test_only_the_named_plugin_is_imported(install: Install) -> None:
 
 
 HOOK = "from tpcore.backend import hookimpl, Backend\n\n@hookimpl\ndef tpcore_backend():\n    "
+LEAST = """
+import torch, tpcore
+
+class Mine(tpcore.Backend):
+    interface = 2
+    def start(self, timeout): return 0, 1
+    def connect(self, group, rank): return None
+    def device(self): return torch.device("cpu")
+
+@tpcore.hookimpl
+def tpcore_backend(): return Mine
+"""
 BROKEN: dict[str, tuple[str, str]] = {
     "import fails": ("import no_such_library", "ModuleNotFoundError: No module named 'no_such_library'"),
     "syntax": ("def :", "SyntaxError"),
@@ -121,6 +133,21 @@ BROKEN: dict[str, tuple[str, str]] = {
     "hook returns an instance": (HOOK + "return 'gloo'", "hook returned 'gloo', not a Backend class"),
     "hook returns another class": (HOOK + "return dict", "hook returned <class 'dict'>, not a Backend class"),
     "hook raises": (HOOK + "raise OSError('no driver')", "OSError: no driver"),
+    "exits": ("raise SystemExit('no licence')", "SystemExit: no licence"),
+    "other version": (LEAST.replace("interface = 2", "interface = 1"), "written for version 1 of the plugin interface"),
+    "no device": (LEAST.replace("def device", "def devise"), "Mine lacks device"),
+    "no primitive": (
+        LEAST.replace("class Mine", "class Talk(tpcore.Transport): pass\nclass Mine").replace(
+            "    def start", "    transport_class = Talk\n    def start"
+        ),
+        "Talk lacks all_gather, all_reduce, reduce_scatter",
+    ),
+    "undeclared dtype": (
+        LEAST.replace(
+            "    def start", "    capabilities = tpcore.Capabilities(dtypes=(torch.float32,))\n    def start"
+        ),
+        "it does not sum int64, uint8",
+    ),
 }
 
 
@@ -177,22 +204,8 @@ def test_a_probe_that_fails_is_a_reason(install: Install) -> None:
 )
 def test_a_transport_that_is_none_or_unfinished_is_told_at_init(comm: str, said: str, install: Install) -> None:
     """Also of a plugin that does not say beforehand which class its Transport is of."""
-    code = f"""
-    import torch, tpcore
-
-    class Half(tpcore.Transport):
-        def all_reduce(self, x, op, donate): return x
-        def reduce_scatter(self, x, dim): return x
-
-    class Mine(tpcore.Backend):
-        interface = 2
-        def start(self, timeout): return 0, 1
-        def connect(self, group, rank): return {comm}
-        def device(self): return torch.device("cpu")
-
-    @tpcore.hookimpl
-    def tpcore_backend(): return Mine
-    """
-    install("half", code)
+    half = "class Half(tpcore.Transport):\n    def all_reduce(self, x, op, donate): return x\n"
+    half += "    def reduce_scatter(self, x, dim): return x\n"
+    install("half", LEAST.replace("class Mine", f"{half}\nclass Mine").replace("return None", f"return {comm}"))
     with pytest.raises(BackendError, match=said):
         tpcore.init("half")

@@ -11,12 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tpcore.backend.interface import Capabilities
-from tpcore.comm import mappings as ops
 from tpcore.comm.comm import Comm
 from tpcore.comm.transport import Op, Transport
 from tpcore.comm.wrapper import Checked
 from tpcore.errors import CollectiveMismatchError
-from tpcore.layers import fused
 from tpcore.layout.mesh import Group, Mesh
 from tpcore.runtime.context import ParallelContext
 from tpcore.testing import ThreadBackend, run_ranks
@@ -180,51 +178,3 @@ def test_a_member_to_whom_nobody_sends_gets_zeros_and_no_nan() -> None:
 
     for backend in (TrustingBackend, ThreadBackend):
         assert run_ranks(Mesh({"tp": 3}), rank, backend=backend) == [[0.0], [1.0], [0.0]]
-
-
-# -- fused equals composed ---------------------------------------------------------------------------------
-Step = Callable[[Tensor, Tensor, Tensor, Comm, int | None], Tensor]
-
-
-def _column(x: Tensor, weight: Tensor, bias: Tensor, comm: Comm, seq: int | None) -> Tensor:
-    entered = ops.copy(x, comm) if seq is None else ops.all_gather(x, comm, seq)
-    return F.linear(entered, weight, bias)
-
-
-def _row(x: Tensor, weight: Tensor, bias: Tensor, comm: Comm, seq: int | None) -> Tensor:
-    y = F.linear(x, weight)
-    if seq is None:
-        return ops.reduce(y, comm) + bias
-    return ops.reduce_scatter(y, comm, seq) + ops.copy(bias, comm)
-
-
-PAIRS: dict[str, tuple[Callable[..., Tensor], Step]] = {
-    "column": (fused.column_linear, _column),
-    "row": (fused.row_linear, _row),
-}
-
-
-@pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("seq", [None, 0, 1])
-@pytest.mark.parametrize("kind", PAIRS)
-def test_fused_equals_composed(kind: str, seq: int | None, tp: int) -> None:
-    step, composed = PAIRS[kind]
-
-    def rank(ctx: ParallelContext) -> None:
-        comm, generator = ctx.comm("tp"), torch.Generator().manual_seed(ctx.rank)
-
-        def whole(*shape: int) -> Tensor:  # small whole numbers: sums are exact in any order
-            return torch.randint(-4, 5, shape, generator=generator).double()
-
-        given = [whole(4, 4, 6), whole(5, 6), whole(5)]
-        fused_in, plain_in = ([t.clone().requires_grad_() for t in given] for _ in range(2))
-        got = step(*fused_in, (comm, seq, torch.float64))
-        want = composed(*plain_in, comm, seq)
-        assert torch.equal(got, want)
-        grad = whole(*want.shape)
-        got.backward(grad)
-        want.backward(grad)
-        for a, b, name in zip(fused_in, plain_in, ("x", "weight", "bias"), strict=True):
-            assert torch.equal(a.grad, b.grad), f"gradient of {name}"  # type: ignore[arg-type]
-
-    run_ranks(Mesh({"tp": tp}), rank)

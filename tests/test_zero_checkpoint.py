@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from nets import cut_net, plain_net
-from test_checkpoint_layouts import Staged
+from test_checkpoint_layouts import Staged, filled
 from test_zero import assert_equals, cut, groups_of, mine, plainly, train
 from torch import Tensor, nn
 
@@ -86,7 +86,7 @@ def test_a_run_goes_on_at_another_mesh(
 
 def staged(ctx: ParallelContext, zero: bool, *, named: bool = True) -> tuple[Staged, torch.optim.Optimizer]:
     """A model of stages after two steps, by gradients that are functions of name and place."""
-    model = Staged(ctx)
+    model = filled(ctx)
     params = model.named_parameters() if named else model.parameters()
     optimizer = Zero1(AdamW, params) if zero else AdamW(params)
     for step in (1, 2):
@@ -113,6 +113,8 @@ def test_the_state_of_stages_opens_at_any_number_of_them(tmp_path: Path, here: t
         model = Staged(ctx)
         fresh = AdamW(model.named_parameters())
         rest = load(tmp_path / "c", model)
+        for name, value in want_model.state_dict().items():
+            assert torch.equal(model.state_dict()[name], value), name
         elsewhere = 1 < here[0] != ctx.mesh.axes["pp"] and ctx.rank == 0
         with pytest.warns(UserWarning, match=r"left out: model\.") if elsewhere else nullcontext():
             load(tmp_path / "c", model_or_optimizer=fresh, model_key="optimizer")

@@ -29,70 +29,6 @@ from tpcore.runtime.context import ParallelContext
 Program = Callable[[Comm, bool], object]
 
 
-def larger_shape(comm: Comm, odd: bool) -> object:
-    return comm.all_reduce(torch.ones(8 if odd else 4))
-
-
-def fewer_elements(comm: Comm, odd: bool) -> object:
-    return comm.all_reduce(torch.ones(3 if odd else 4))
-
-
-def transposed(comm: Comm, odd: bool) -> object:
-    return comm.all_reduce(torch.ones((3, 2) if odd else (2, 3)))
-
-
-def one_more_dim(comm: Comm, odd: bool) -> object:
-    return comm.all_reduce(torch.ones((6, 1) if odd else (6,)))
-
-
-def larger_dtype(comm: Comm, odd: bool) -> object:
-    return comm.all_reduce(torch.ones(4, dtype=torch.float64 if odd else torch.float32))
-
-
-def other_dtype_of_the_same_size(comm: Comm, odd: bool) -> object:
-    return comm.all_reduce(torch.ones(4, dtype=torch.int32 if odd else torch.float32))
-
-
-def bool_against_uint8(comm: Comm, odd: bool) -> object:
-    return comm.all_reduce(torch.ones(4, dtype=torch.bool if odd else torch.uint8), "max")
-
-
-def sum_against_max(comm: Comm, odd: bool) -> object:
-    return comm.all_reduce(torch.ones(4), "max" if odd else "sum")
-
-
-def gathered_sizes(comm: Comm, odd: bool) -> object:
-    return comm.all_gather(torch.ones(6 if odd else 4), 0)
-
-
-def gathered_dims(comm: Comm, odd: bool) -> object:
-    return comm.all_gather(torch.ones(4, 4), 1 if odd else 0)
-
-
-def scattered_dims(comm: Comm, odd: bool) -> object:
-    return comm.reduce_scatter(torch.ones(4, 4), 1 if odd else 0)
-
-
-def broadcast_sizes(comm: Comm, odd: bool) -> object:
-    return comm.broadcast(torch.ones(6 if odd else 4), 0)
-
-
-def broadcast_sources(comm: Comm, odd: bool) -> object:
-    return comm.broadcast(torch.ones(4), 1 if odd else 0)
-
-
-def all_reduce_against_all_gather(comm: Comm, odd: bool) -> object:
-    return comm.all_gather(torch.ones(4), 0) if odd else comm.all_reduce(torch.ones(4))
-
-
-def reduce_scatter_against_all_reduce(comm: Comm, odd: bool) -> object:
-    return comm.reduce_scatter(torch.ones(4), 0) if odd else comm.all_reduce(torch.ones(4))
-
-
-def broadcast_against_all_reduce(comm: Comm, odd: bool) -> object:
-    return comm.broadcast(torch.ones(4), 0) if odd else comm.all_reduce(torch.ones(4))
-
-
 def swapped_operations(comm: Comm, odd: bool) -> object:
     calls = [lambda: comm.all_reduce(torch.ones(4)), lambda: comm.broadcast(torch.ones(4), 0)]
     return [call() for call in (reversed(calls) if odd else calls)]
@@ -135,31 +71,43 @@ def between_two_layers_in_backward(comm: Comm, odd: bool) -> object:
 
 
 KINDS: dict[str, Program] = {
-    f.__name__: f
-    for f in (
-        larger_shape,
-        fewer_elements,
-        transposed,
-        one_more_dim,
-        larger_dtype,
-        other_dtype_of_the_same_size,
-        bool_against_uint8,
-        sum_against_max,
-        gathered_sizes,
-        gathered_dims,
-        scattered_dims,
-        broadcast_sizes,
-        broadcast_sources,
-        all_reduce_against_all_gather,
-        reduce_scatter_against_all_reduce,
-        broadcast_against_all_reduce,
-        swapped_operations,
-        swapped_calls_of_one_shape,
-        started_and_not_waited_for,
-        one_call_more,
-        in_backward,
-        between_two_layers_in_backward,
-    )
+    "larger_shape": lambda comm, odd: comm.all_reduce(torch.ones(8 if odd else 4)),
+    "fewer_elements": lambda comm, odd: comm.all_reduce(torch.ones(3 if odd else 4)),
+    "transposed": lambda comm, odd: comm.all_reduce(torch.ones((3, 2) if odd else (2, 3))),
+    "one_more_dim": lambda comm, odd: comm.all_reduce(torch.ones((6, 1) if odd else (6,))),
+    "larger_dtype": lambda comm, odd: comm.all_reduce(torch.ones(4, dtype=torch.float64 if odd else torch.float32)),
+    "other_dtype_of_the_same_size": lambda comm, odd: comm.all_reduce(
+        torch.ones(4, dtype=torch.int32 if odd else torch.float32)
+    ),
+    "bool_against_uint8": lambda comm, odd: comm.all_reduce(
+        torch.ones(4, dtype=torch.bool if odd else torch.uint8), "max"
+    ),
+    "sum_against_max": lambda comm, odd: comm.all_reduce(torch.ones(4), "max" if odd else "sum"),
+    "gathered_sizes": lambda comm, odd: comm.all_gather(torch.ones(6 if odd else 4), 0),
+    "gathered_dims": lambda comm, odd: comm.all_gather(torch.ones(4, 4), 1 if odd else 0),
+    "scattered_dims": lambda comm, odd: comm.reduce_scatter(torch.ones(4, 4), 1 if odd else 0),
+    "broadcast_sizes": lambda comm, odd: comm.broadcast(torch.ones(6 if odd else 4), 0),
+    "broadcast_sources": lambda comm, odd: comm.broadcast(torch.ones(4), 1 if odd else 0),
+    "all_reduce_against_all_gather": lambda comm, odd: (
+        comm.all_gather(torch.ones(4), 0) if odd else comm.all_reduce(torch.ones(4))
+    ),
+    "reduce_scatter_against_all_reduce": lambda comm, odd: (
+        comm.reduce_scatter(torch.ones(4), 0) if odd else comm.all_reduce(torch.ones(4))
+    ),
+    "broadcast_against_all_reduce": lambda comm, odd: (
+        comm.broadcast(torch.ones(4), 0) if odd else comm.all_reduce(torch.ones(4))
+    ),
+    **{
+        f.__name__: f
+        for f in (
+            swapped_operations,
+            swapped_calls_of_one_shape,
+            started_and_not_waited_for,
+            one_call_more,
+            in_backward,
+            between_two_layers_in_backward,
+        )
+    },
 }
 
 

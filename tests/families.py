@@ -414,6 +414,12 @@ anything is changed. This page is written by `python tests/families.py --table`.
 The last column is the part of the parameters that each of the two ranks holds: half, and what stays whole. In
 these tiny models tables of positions and patches, which stay whole, weigh more than in real ones.
 
+LoRA adapters of every linear layer were compared in each family that works, but Falcon and OpenAI GPT
+(`tests/test_peft.py`): loss, output and the adapters' gradients are those of one process. In `afmoe`, `beam`,
+`cohere2_moe`, `deepseek_v2`, `deepseek_v3`, `deepseek_v32`, `dots1`, `ernie4_5_moe`, `exaone_moe`, `glm4_moe`,
+`glm4_moe_lite`, `glm_moe_dsa`, `hunyuan_v1_moe`, `longcat_flash`, `mellum`, `qwen3_next`, `solar_open` peft
+makes adapters of bare parameters, which are refused by name.
+
 {works} families work and {refused} are refused. {unknown} more are parts of models, not models.
 
 | family (`model_type`) | model | | a rank holds |

@@ -148,9 +148,9 @@ def test_use_before_init(name: str) -> None:
         BEFORE_INIT[name]()
 
 
-@pytest.mark.parametrize("axis", ["ep", "sp"])
+@pytest.mark.parametrize("axis", ["sp", "etp"])
 def test_an_axis_that_is_not_there_is_an_error_that_says_which_are(axis: str) -> None:
-    with pytest.raises(TypeError, match=rf"not {axis}=2\. The axes of its mesh are pp, dp, cp and tp"):
+    with pytest.raises(TypeError, match=rf"not {axis}=2\. The axes of its mesh are pp, dp, ep, cp and tp"):
         tpcore.init(Recorded(), tp=1, **{axis: 2})
 
 

@@ -123,8 +123,8 @@ INTERFACE = {
         "rank", "reduce_scatter", "split", "start_all_reduce", "traced",
     ],
     tpcore.Transport: [
-        "all_gather", "all_reduce", "all_to_all", "at", "broadcast", "compares", "eager", "permute",
-        "process_group", "reduce_scatter", "start_all_reduce",
+        "all_gather", "all_reduce", "all_to_all", "at", "broadcast", "compares", "eager", "permute", "process_group",
+        "reads_are_cheap", "reduce_scatter", "start_all_reduce",
     ],
     Capabilities: [
         "dtypes", "dynamic_shapes", "group_sizes", "lack", "misfit", "moved", "sums", "to_json", "tracing",

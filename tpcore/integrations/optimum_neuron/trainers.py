@@ -43,7 +43,7 @@ class NeuronTrainer(Trainer):
         super().__init__(model, args=args, zero1=args.zero1_options, **dict(given), **options)
 
     def save_weights(self, where: str) -> None:
-        if hasattr(self.model, "peft_config"):
+        if isinstance(getattr(self.model, "peft_config", None), dict):
             super().save_weights(where)  # adapters are small: peft's files
         else:
             save_in_parts(self.model, where, in_background=self.args.async_save)

@@ -489,7 +489,7 @@ def _batches(dp: int) -> list[list[dict[str, Tensor]]]:
 
 
 def _kept(name: str, mesh: str) -> bool:
-    """GPT-2 and BERT do not run as stages; only Mixtral has experts, and it is not on the list of context parallelism."""
+    """GPT-2 and BERT do not run as stages; Mixtral alone has experts, and no context parallelism."""
     return (
         not (name in ("gpt2", "bert") and "pp" in mesh)
         and ("ep" not in mesh or name == "mixtral")

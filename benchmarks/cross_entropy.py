@@ -127,7 +127,7 @@ def main() -> None:
     parser.add_argument("--size", nargs="+", choices=SIZES, default=["large"])
     parser.add_argument("--rounds", type=int, help="default: 30")
     parser.add_argument("--warm", type=int, default=3, help="runs before the first round")
-    parser.add_argument("--keep", action="store_true", help="call tpcore.keep_freed_memory() first")
+    parser.add_argument("--keep", action="store_true", help="call tpcore.runtime.keep_freed_memory() first")
     start(run, parser.parse_args())
 
 

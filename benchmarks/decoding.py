@@ -128,7 +128,7 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="base")
     parser.add_argument("--rounds", type=int, help="default: 8")
     parser.add_argument("--warm", type=int, default=1, help="runs before the first round")
-    parser.add_argument("--keep", action="store_true", help="call tpcore.keep_freed_memory() first")
+    parser.add_argument("--keep", action="store_true", help="call tpcore.runtime.keep_freed_memory() first")
     start(run, parser.parse_args())
 
 

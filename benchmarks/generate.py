@@ -77,7 +77,7 @@ def traced(size: Size, folder: Path, tp: int) -> Path:
 
     started = time.perf_counter()
     length = size.prompt + size.new
-    with tpcore.trace_causal_lm(cut, tp, max_length=length, prompt_lengths=(size.prompt,)) as model:
+    with tpcore.models.trace_causal_lm(cut, tp, max_length=length, prompt_lengths=(size.prompt,)) as model:
         parallel_model_save(model, folder / f"tp{tp}")
     print(f"traced at tp={tp} and saved in {time.perf_counter() - started:.1f} s")
     return folder / f"tp{tp}"

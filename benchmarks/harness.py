@@ -26,7 +26,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from tpcore import keep_freed_memory
+from tpcore.runtime import keep_freed_memory
 
 TP = 2
 

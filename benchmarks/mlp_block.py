@@ -260,7 +260,7 @@ def main() -> None:
     parser.add_argument("--size", nargs="+", choices=SIZES, default=["large", "small"])
     parser.add_argument("--rounds", type=int, help="default: 60 of the large block, 200 of the small one")
     parser.add_argument("--warm", type=int, default=10, help="runs before the first round")
-    parser.add_argument("--keep", action="store_true", help="call tpcore.keep_freed_memory() first")
+    parser.add_argument("--keep", action="store_true", help="call tpcore.runtime.keep_freed_memory() first")
     start(run, parser.parse_args())
 
 

@@ -88,7 +88,7 @@ def train(arguments: argparse.Namespace) -> None:
         dropout=arguments.dropout,
     )
     model = build_bert(config, arguments.seed)
-    tpcore.move_model_to_device(model, ctx.device)
+    tpcore.layers.move_model_to_device(model, ctx.device)
     model.train()
     optimizer = _optimizer(model, arguments.lr)
     scheduler = LambdaLR(optimizer, lambda done: _share_of_lr(done, arguments))

@@ -128,7 +128,7 @@ def merged(folder: Path, adapters: Path, out: Path) -> Path:
 def serve(folder: Path, traced: Path) -> dict[str, str]:
     """The answers of the merged model, traced and served at tp=2, without transformers in the ranks."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    with tpcore.trace_causal_lm(
+    with tpcore.models.trace_causal_lm(
         partial(sharded, folder.absolute()), TP, max_length=LENGTH, prompt_lengths=(32,)
     ) as made:
         parallel_model_save(made, traced)

@@ -98,7 +98,7 @@ def serve(folder: Path, traced: Path, tp: int) -> None:
             model = AutoModelForCausalLM.from_pretrained(folder)
         return tpcore.parallelize(model)
 
-    with tpcore.trace_causal_lm(cut, tp, max_length=MAX_LENGTH, prompt_lengths=PROMPT_LENGTHS) as model:
+    with tpcore.models.trace_causal_lm(cut, tp, max_length=MAX_LENGTH, prompt_lengths=PROMPT_LENGTHS) as model:
         parallel_model_save(model, traced)
 
 

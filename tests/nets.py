@@ -55,7 +55,7 @@ def plain_net(sparse: bool = False) -> PlainNet:
 def cut_net(full: dict[str, Tensor], ctx: ParallelContext, sparse: bool = False) -> Net:
     net = Net(sparse).double()
     n, r = ctx.comm("tp").size, ctx.coord("tp")
-    net.load_state_dict({k: s.shard(full[k], r, n) for k, s in tpcore.shard_specs(net).items()})
+    net.load_state_dict({k: s.shard(full[k], r, n) for k, s in tpcore.layers.shard_specs(net).items()})
     return net
 
 
@@ -77,7 +77,7 @@ def assert_same_parameters(
 ) -> None:
     """This rank's shard of each, to the accuracy of float64 through a small net."""
     n, r = ctx.comm("tp").size, ctx.coord("tp")
-    specs = tpcore.shard_specs(net)
+    specs = tpcore.layers.shard_specs(net)
     for name, p in net.named_parameters():
         shard = specs[name].shard(want[name], r, n)
         torch.testing.assert_close(of(p), shard, rtol=rtol, atol=atol, msg=lambda m, k=name: f"{k}: {m}")

@@ -30,16 +30,16 @@ def test_ranks_that_agree(zero: bool) -> None:
         net = cut_net(full, ctx)
         params = net.named_parameters()
         optimizer = Zero1(torch.optim.AdamW, params) if zero else torch.optim.AdamW(params)
-        tpcore.check_replicas(net, optimizer)
+        tpcore.diagnose.check_replicas(net, optimizer)
         for step in range(2):
             backward(ctx, net, step)
-            tpcore.check_replicas(net)
+            tpcore.diagnose.check_replicas(net)
             tpcore.optimizer_step(optimizer, max_norm=1.0)
-            tpcore.check_replicas(net, optimizer)
+            tpcore.diagnose.check_replicas(net, optimizer)
             optimizer.zero_grad()
         sparse = cut_net(plain_net(sparse=True).state_dict(), ctx, sparse=True)
         backward(ctx, sparse)
-        tpcore.check_replicas(sparse)
+        tpcore.diagnose.check_replicas(sparse)
 
     run_ranks(MESH, rank)
 
@@ -108,7 +108,7 @@ def test_the_first_that_differs_is_named_on_every_rank(case: str) -> None:
 
     def rank(ctx: ParallelContext) -> None:
         with pytest.raises(ValueError, match=f"(?s){match}"):
-            tpcore.check_replicas(change(ctx, cut_net(full, ctx)))
+            tpcore.diagnose.check_replicas(change(ctx, cut_net(full, ctx)))
 
     run_ranks(MESH, rank)
 
@@ -116,11 +116,11 @@ def test_the_first_that_differs_is_named_on_every_rank(case: str) -> None:
 def test_key_heads_that_several_ranks_hold() -> None:
     def rank(ctx: ParallelContext) -> None:
         heads = Heads()
-        tpcore.check_replicas(heads)
+        tpcore.diagnose.check_replicas(heads)
         if ctx.rank == 1:
             heads.weight.data[-1, 0] += 1
         with pytest.raises(ValueError, match=r"'weight' differs between rank 0 \(tp 0\) and rank 1 \(tp 1\)"):
-            tpcore.check_replicas(heads)
+            tpcore.diagnose.check_replicas(heads)
 
     run_ranks(Mesh({"dp": 1, "tp": 4}), rank)
 
@@ -139,12 +139,12 @@ def test_a_state_that_differs(zero: bool) -> None:
         if ctx.rank == 3:
             state["exp_avg"].add_(1)
         with pytest.raises(ValueError, match=r"state 'exp_avg of norm\.weight' differs between rank . .*rank 3"):
-            tpcore.check_replicas(net, optimizer)
+            tpcore.diagnose.check_replicas(net, optimizer)
         if ctx.rank == 3:
             state["exp_avg"].sub_(1)
             state["step"].add_(1)
         with pytest.raises(ValueError, match=r"state '\w+ of norm\.weight' differs between rank . .*rank 3"):
-            tpcore.check_replicas(net, optimizer)
+            tpcore.diagnose.check_replicas(net, optimizer)
 
     run_ranks(MESH, rank)
 
@@ -155,13 +155,13 @@ def test_tp_ranks_with_different_batches() -> None:
 
     def rank(ctx: ParallelContext) -> None:
         net = cut_net(full, ctx)
-        tpcore.check_replicas(net, batch={"ids": ids_of(ctx.coord("dp")), "weights": [torch.ones(3), 2]})
+        tpcore.diagnose.check_replicas(net, batch={"ids": ids_of(ctx.coord("dp")), "weights": [torch.ones(3), 2]})
         wrong = ids_of(ctx.rank)
         loss_of(net, wrong).backward()
-        tpcore.check_replicas(net)
+        tpcore.diagnose.check_replicas(net)
         match = r"the batch \(tensor 1\) differs between rank 0 \(dp 0, tp 0\) and rank 1 .*counts all ranks"
         with pytest.raises(ValueError, match=match):
-            tpcore.check_replicas(net, batch=(torch.ones(2), wrong))
+            tpcore.diagnose.check_replicas(net, batch=(torch.ones(2), wrong))
 
     run_ranks(MESH, rank)
 
@@ -174,10 +174,10 @@ def test_an_option_that_differs(zero: bool) -> None:
         net = Net()
         params = [{"params": [p]} for p in net.parameters()]
         optimizer: Any = Zero1(torch.optim.AdamW, params) if zero else torch.optim.AdamW(params)
-        tpcore.check_replicas(net, optimizer)
+        tpcore.diagnose.check_replicas(net, optimizer)
         if ctx.rank == 0:
             optimizer.param_groups[1]["lr"] = torch.tensor(1e-5)
         with pytest.raises(ValueError, match=r"option 'lr of group 1' differs .* a scheduler that some ranks"):
-            tpcore.check_replicas(net, optimizer)
+            tpcore.diagnose.check_replicas(net, optimizer)
 
     run_ranks(MESH, rank)

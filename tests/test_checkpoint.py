@@ -318,7 +318,7 @@ def _continue(ctx: ParallelContext, path: Path, device: str | None) -> dict[str,
     step(model, optimizer)
     out = {}
     for name, t in model.state_dict().items():
-        spec = tpcore.shard_specs(model)[name]
+        spec = tpcore.layers.shard_specs(model)[name]
         shards = [t] if ctx.mesh.axes["tp"] == 1 else list(ctx.comm("tp").all_gather(t[None], 0))
         out[name] = spec.unshard(shards) if spec.dim is not None else t
         if spec.dim is not None:
@@ -375,7 +375,7 @@ def test_another_cut_of_the_same_tensor(tmp_path: Path) -> None:
         plain = nn.Linear(12, 12, bias=False)
         for layer in (fused, row, plain):
             load(tmp_path / "c", layer)
-            spec = tpcore.shard_specs(layer)["weight"]
+            spec = tpcore.layers.shard_specs(layer)["weight"]
             n = ctx.mesh.axes["tp"]
             assert torch.equal(layer.weight.detach(), spec.shard(full, ctx.coord("tp"), n))
 

@@ -82,7 +82,7 @@ def test_consolidate(tp: int, tmp_path: Path) -> None:
     def reload(ctx: ParallelContext) -> None:
         net = Net()
         load(tmp_path / "out" / "model.safetensors", net, sharded=False)
-        for name, spec in tpcore.shard_specs(net).items():
+        for name, spec in tpcore.layers.shard_specs(net).items():
             assert torch.equal(net.state_dict()[name], spec.shard(want[name], ctx.rank, 2)), name
 
     run_ranks(Mesh({"tp": 2}), reload)

@@ -139,7 +139,7 @@ def test_into_a_model(layout: str, tmp_path: Path, reference: type) -> None:
         model = Net()
         n = ctx.mesh.axes["tp"]
         rest = load(tmp_path / "c", model)
-        for name, spec in tpcore.shard_specs(model).items():
+        for name, spec in tpcore.layers.shard_specs(model).items():
             torch.testing.assert_close(model.state_dict()[name], spec.shard(values[name], ctx.rank, n), rtol=0, atol=0)
         assert rest == {"epoch": 3}
 
@@ -331,7 +331,7 @@ def test_several_files_and_prefixes(prefix: str, tmp_path: Path) -> None:
     def read(ctx: ParallelContext) -> None:
         model = Net()
         load(tmp_path / "hf", model, sharded=False)
-        for name, spec in tpcore.shard_specs(model).items():
+        for name, spec in tpcore.layers.shard_specs(model).items():
             assert torch.equal(model.state_dict()[name], spec.shard(full()[name], ctx.rank, TP)), name
 
     run_ranks(Mesh({"tp": TP}), read)

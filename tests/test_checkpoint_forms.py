@@ -93,7 +93,7 @@ def test_into_a_model_at_any_degree(tp: int, shards: Path) -> None:
     def rank(ctx: ParallelContext) -> None:
         net = Net()
         assert tpcore.checkpoint.load(shards, net) == {}
-        specs = tpcore.shard_specs(net)
+        specs = tpcore.layers.shard_specs(net)
         wanted = {name: (spec, torch.float32) for name, spec in specs.items()}
         by_name = read_shards(shards, wanted, ctx.coord("tp"), tp)
         for name, spec in specs.items():

@@ -56,7 +56,7 @@ def _check(ctx: ParallelContext, path: Path, full: dict[str, Tensor], rest: Any,
     for dtype in (torch.float32, torch.float64):
         model = Parallel(device, dtype)
         assert load(path, model, sharded=False) == rest
-        for name, spec in tpcore.shard_specs(model).items():
+        for name, spec in tpcore.layers.shard_specs(model).items():
             want = spec.shard(full[name], ctx.coord("tp"), ctx.mesh.axes["tp"]).to(dtype)
             assert torch.equal(model.state_dict()[name], want)
 

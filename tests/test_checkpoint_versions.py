@@ -44,7 +44,7 @@ def _filled(t: Tensor, spec: Any, rank: int, n: int, scale: float) -> Tensor:
 def written(ctx: ParallelContext) -> tuple[Net, torch.optim.Optimizer]:
     """Two steps of AdamW by gradients that are functions of the place in the full tensor."""
     model, rank, n = Net(), ctx.coord("tp"), ctx.mesh.axes["tp"]
-    specs = tpcore.shard_specs(model)
+    specs = tpcore.layers.shard_specs(model)
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.copy_(_filled(p, specs[name], rank, n, 0.25))

@@ -69,7 +69,7 @@ def test_backends_table_says_where_from_usable_and_why_not():
 
 def test_backends_json_is_the_listing_of_the_library():
     rows = listed()
-    assert rows.keys() == {info.name for info in tpcore.backends()}
+    assert rows.keys() == {info.name for info in tpcore.backend.backends()}
     assert rows["cpu_gloo"] == {
         "name": "cpu_gloo",
         "distribution": "tpcore",

@@ -200,7 +200,7 @@ CHANGES: dict[str, Callable[[nn.Module], nn.Module]] = {
     "load_state_dict": _loaded,
     "load_state_dict that swaps parameters": _with(SWAP, _loaded),
     "to(device)": lambda net: net.to("cpu"),
-    "move_model_to_device": lambda net: tpcore.move_model_to_device(net, "cpu"),
+    "move_model_to_device": lambda net: tpcore.layers.move_model_to_device(net, "cpu"),
     "deepcopy": copy.deepcopy,
     "load_state_dict(assign=True)": _assigned,
     "to meta and to_empty": _emptied,

@@ -185,7 +185,7 @@ def test_a_timeout_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_backend_that_cannot_make_its_groups_is_stopped() -> None:
     class NoGroups(Recorded):
-        def connect(self, group: tpcore.Group, rank: int) -> tpcore.Transport:
+        def connect(self, group: tpcore.layout.Group, rank: int) -> tpcore.comm.Transport:
             raise BackendError("no group today")
 
     backend = NoGroups()
@@ -252,10 +252,10 @@ def test_ranks_do_not_see_each_others_context() -> None:
 
 
 def test_a_hundred_layers_make_one_group_inside_an_axis() -> None:
-    asked: list[tpcore.Group] = []
+    asked: list[tpcore.layout.Group] = []
 
     class Counted(Recorded):
-        def comm(self, group: tpcore.Group, rank: int) -> tpcore.Comm:
+        def comm(self, group: tpcore.layout.Group, rank: int) -> tpcore.comm.Comm:
             asked.append(group)
             return super().comm(group, rank)
 

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from transformers import BertConfig, BertForPreTraining
 
-from tpcore import Mesh, shard_specs
+from tpcore import Mesh
+from tpcore.layers import shard_specs
 from tpcore.layers.sharding import sharding
 from tpcore.testing import run_ranks
 

@@ -230,7 +230,7 @@ def test_a_checkpoint_opens_however_experts_are_sharded(saved: str, tmp_path: Pa
         optimizer.zero_grad()
         model(**batch).loss.backward()
         tpcore.optimizer_step(optimizer, max_norm=0.5)
-        return {name: t.clone() for name, t in tpcore.full_state_dict(model).items()}
+        return {name: t.clone() for name, t in tpcore.models.full_state_dict(model).items()}
 
     def made(options: dict[str, Any], zero1: bool) -> tuple[Any, Any]:
         model: Any = tpcore.parallelize(hf.double(mixtral), **options)
@@ -246,7 +246,7 @@ def test_a_checkpoint_opens_however_experts_are_sharded(saved: str, tmp_path: Pa
     def load(ctx: tpcore.ParallelContext, options: dict[str, Any], zero1: bool) -> tuple[dict[str, Tensor], ...]:
         model, optimizer = made(options, zero1)
         tpcore.checkpoint.load(path, model, optimizer=optimizer)
-        before = {name: t.clone() for name, t in tpcore.full_state_dict(model).items()}
+        before = {name: t.clone() for name, t in tpcore.models.full_state_dict(model).items()}
         return before, stepped(model, optimizer)
 
     tp, ep, options = SAVED[saved]
@@ -309,7 +309,7 @@ def test_the_load_of_experts_is_that_of_all_data_ranks(options: dict[str, Any]) 
         model: Any = hf.double(mixtral)
         if ctx.comm("tp").size > 1:
             tpcore.parallelize(model, **options)
-        load = tpcore.ExpertLoad(model)
+        load = tpcore.models.ExpertLoad(model)
         for _ in range(2):
             model(**step[ctx.coord("dp")])
         found = load.read()
@@ -331,7 +331,7 @@ def test_the_load_of_experts_is_that_of_all_data_ranks(options: dict[str, Any]) 
 def test_a_model_without_experts_has_no_load() -> None:
     def rank(ctx: tpcore.ParallelContext) -> None:
         with pytest.raises(ValueError, match="LlamaForCausalLM has no layer of experts"):
-            tpcore.ExpertLoad(hf.llama())
+            tpcore.models.ExpertLoad(hf.llama())
 
     run_ranks(Mesh({"tp": 1}), rank)
 

@@ -53,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             model = transformers.AutoModelForCausalLM.from_pretrained(where / "whole")
         return tpcore.parallelize(model)
 
-    with tpcore.trace_causal_lm(
+    with tpcore.models.trace_causal_lm(
         cut, 2, max_length=LENGTH, prompt_lengths=(5,), batch_size=2, backend="cpu_gloo"
     ) as model:
         parallel_model_save(model, where / "traced")
@@ -246,7 +246,7 @@ def _experts() -> Any:
 @pytest.mark.parametrize("options", [{}, {"expert_parallel": True}], ids=["features", "experts"])
 def test_a_model_of_experts_is_traced_and_served(options: dict[str, Any], tmp_path: Path) -> None:
     lengths: dict[str, Any] = {"max_length": LENGTH, "prompt_lengths": (8,), "backend": "cpu_gloo"}
-    with tpcore.trace_causal_lm(lambda: tpcore.parallelize(_experts(), **options), 2, **lengths) as model:
+    with tpcore.models.trace_causal_lm(lambda: tpcore.parallelize(_experts(), **options), 2, **lengths) as model:
         parallel_model_save(model, tmp_path / "traced")
     with parallel_model_load(tmp_path / "traced", timeout=60) as model:
         assert listed(generate(model, [PROMPTS[0][:8]], max_new_tokens=12)) == [

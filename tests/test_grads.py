@@ -127,7 +127,7 @@ def _train(ctx: ParallelContext, full: dict[str, Tensor], optimizer: str, max_no
         dp = ctx.comm("dp").size
         loss_of(net, ids.chunk(dp)[ctx.coord("dp")]).backward()
         norms.append(tpcore.optimizer_step(opt, max_norm=max_norm))
-    tp, specs = ctx.comm("tp"), tpcore.shard_specs(net)
+    tp, specs = ctx.comm("tp"), tpcore.layers.shard_specs(net)
     weights = {k: specs[k].unshard(list(tp.all_gather(p.detach()[None], 0))) for k, p in net.named_parameters()}
     return weights, norms
 
@@ -163,7 +163,7 @@ def _ddp(ctx: ParallelContext, full: dict[str, Tensor]) -> dict[str, Tensor]:
     del net.unused  # DDP wants every parameter used
     ddp = nn.parallel.DistributedDataParallel(net, process_group=ctx.comm("dp").process_group)
     loss_of(ddp, ids_of(batch=8).chunk(2)[ctx.coord("dp")]).backward()
-    tp, specs = ctx.comm("tp"), tpcore.shard_specs(net)
+    tp, specs = ctx.comm("tp"), tpcore.layers.shard_specs(net)
     return {k: specs[k].unshard(list(tp.all_gather(p.grad[None], 0))) for k, p in net.named_parameters()}
 
 

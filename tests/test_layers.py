@@ -48,8 +48,8 @@ EQUALS: dict[str, tuple[nn.Module, Callable[[Any], Any], Tensor]] = {
     ),
     "layer norm": (nn.LayerNorm(8, eps=0.1), tpcore.LayerNorm.from_plain, torch.randn(5, 8)),
     "rms norm": (nn.RMSNorm(8, eps=0.1), tpcore.RMSNorm.from_plain, torch.randn(5, 8)),
-    "column conv1d": (UP, lambda p: tpcore.ColumnParallelConv1D.from_plain(p, blocks=3), torch.randn(5, 8)),
-    "row conv1d": (DOWN, tpcore.RowParallelConv1D.from_plain, torch.randn(5, 24)),
+    "column conv1d": (UP, lambda p: tpcore.layers.ColumnParallelConv1D.from_plain(p, blocks=3), torch.randn(5, 8)),
+    "row conv1d": (DOWN, tpcore.layers.RowParallelConv1D.from_plain, torch.randn(5, 24)),
     "column heads": (
         HEADED,
         lambda plain: tpcore.ColumnParallelLinear.from_plain(plain, blocks=HEAD_BLOCKS),
@@ -136,7 +136,7 @@ def test_qkv(tp: int, kv_heads: int, fused: bool) -> None:
         ours, mine = plain.cut(), x.detach().clone().requires_grad_()
         ours(mine).square().sum().backward()
         torch.testing.assert_close(mine.grad, x.grad)
-        specs = tpcore.shard_specs(ours)
+        specs = tpcore.layers.shard_specs(ours)
         theirs = [p.grad for p in plain.parameters()]
         for (name, p), grad in zip(ours.named_parameters(), theirs, strict=True):
             torch.testing.assert_close(p.grad, specs[name].shard(grad, ctx.coord("tp"), tp))
@@ -173,7 +173,7 @@ class Reader(nn.Module):
         self.one, self.two = (tpcore.ColumnParallelLinear(WIDTH, WIDTH, gather_output=False) for _ in range(2))
         self.down = tpcore.RowParallelLinear(WIDTH, WIDTH, input_is_parallel=True)
         if shared:
-            tpcore.share_input(self, self.one, self.two)
+            tpcore.layers.share_input(self, self.one, self.two)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         out: Tensor = self.down(F.silu(self.one(hidden_states)) * self.two(hidden_states))
@@ -208,7 +208,7 @@ class Llama(nn.Module):
         self.o = tpcore.RowParallelLinear(WIDTH, WIDTH, bias=False, input_is_parallel=True)
         self.mlp = Reader(shared)
         if shared:
-            tpcore.share_input(self, self.q, self.k, self.v, argument="x")
+            tpcore.layers.share_input(self, self.q, self.k, self.v, argument="x")
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.o(F.scaled_dot_product_attention(self.q(x), self.k(x), self.v(x)))
@@ -256,7 +256,7 @@ def test_a_shared_input_in_other_modes(how: str) -> None:
                     layer.sequence_dim = 0
                 x = x.chunk(2)[ctx.rank]
             if shared:
-                tpcore.share_input(reader, reader.one, reader.two)
+                tpcore.layers.share_input(reader, reader.one, reader.two)
             reader, x = copy.deepcopy(reader) if how == "deepcopy" else reader, x.clone().requires_grad_()
             reader(x).square().sum().backward()
             grads.append([x.grad, *(p.grad for p in reader.parameters())])
@@ -270,10 +270,10 @@ def test_what_cannot_be_shared() -> None:
     def rank(ctx: ParallelContext) -> None:
         reader = Reader(True)
         with pytest.raises(ValueError, match=r"share_input: .* Reader .* no copies yet: .*input_is_copied=True"):
-            tpcore.share_input(reader, reader.one, reader.two)
+            tpcore.layers.share_input(reader, reader.one, reader.two)
         reader = Reader(False)
         with pytest.raises(ValueError, match=r"Reader.forward has no argument 'x' but \['hidden_states'\]"):
-            tpcore.share_input(reader, reader.one, reader.two, argument="x")
+            tpcore.layers.share_input(reader, reader.one, reader.two, argument="x")
 
     run_ranks(Mesh({"tp": 2}), rank)
 
@@ -283,8 +283,8 @@ def test_what_cannot_be_shared() -> None:
 PAIRS: dict[str, tuple[Callable[[], Any], Callable[..., Any]]] = {
     "column": (lambda: nn.Linear(8, 8), tpcore.ColumnParallelLinear.from_plain),
     "row": (lambda: nn.Linear(8, 8), tpcore.RowParallelLinear.from_plain),
-    "column conv1d": (lambda: Conv1D(8, 8), tpcore.ColumnParallelConv1D.from_plain),
-    "row conv1d": (lambda: Conv1D(8, 8), tpcore.RowParallelConv1D.from_plain),
+    "column conv1d": (lambda: Conv1D(8, 8), tpcore.layers.ColumnParallelConv1D.from_plain),
+    "row conv1d": (lambda: Conv1D(8, 8), tpcore.layers.RowParallelConv1D.from_plain),
     "embedding": (lambda: nn.Embedding(8, 8), tpcore.ParallelEmbedding.from_plain),
     "layer norm": (lambda: nn.LayerNorm(8), tpcore.LayerNorm.from_plain),
     "rms norm": (lambda: nn.RMSNorm(8), tpcore.RMSNorm.from_plain),
@@ -329,7 +329,7 @@ MISFITS: dict[str, tuple[Callable[[], Any], str]] = {
         "Scaled has a forward of its own",
     ),
     "no Conv1D": (
-        lambda: tpcore.RowParallelConv1D.from_plain(nn.Linear(4, 4)),
+        lambda: tpcore.layers.RowParallelConv1D.from_plain(nn.Linear(4, 4)),
         "RowParallelConv1D.from_plain takes transformers' Conv1D, .* not Linear",
     ),
     "a size": (
@@ -401,7 +401,7 @@ def test_features_of_a_forward_are_made_by_the_constructor() -> None:
     run_ranks(Mesh({"tp": 2}), rank)
 
 
-@pytest.mark.parametrize("layer", [tpcore.ColumnParallelConv1D, tpcore.RowParallelConv1D])
+@pytest.mark.parametrize("layer", [tpcore.layers.ColumnParallelConv1D, tpcore.layers.RowParallelConv1D])
 def test_conv1d_has_the_arguments_of_linear(layer: type[nn.Module]) -> None:
     assert issubclass(layer, linear.ColumnParallelLinear | linear.RowParallelLinear)
     assert {"blocks", "pad", "reduce_dtype"} <= set(inspect.signature(layer).parameters)

@@ -41,8 +41,8 @@ CALLS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
         tpcore.ColumnParallelLinear(8, 6, gather_output=False, blocks=[Block(4), Block(2, 2, replicate=True)]),
         torch.randn(4, 8),
     ),
-    "column, conv1d": lambda: (tpcore.ColumnParallelConv1D(8, 8), torch.randn(4, 8)),
-    "row, conv1d": lambda: (tpcore.RowParallelConv1D(8, 8), torch.randn(4, 8)),
+    "column, conv1d": lambda: (tpcore.layers.ColumnParallelConv1D(8, 8), torch.randn(4, 8)),
+    "row, conv1d": lambda: (tpcore.layers.RowParallelConv1D(8, 8), torch.randn(4, 8)),
     "column, sequence parallel": lambda: (
         tpcore.ColumnParallelLinear(8, 8, sequence_dim=0),
         torch.randn(4, 8),

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from test_shard import specs
 from torch import Tensor
 
-from tpcore import Block, Layout, Mesh, ShardSpec
+from tpcore import Block, Mesh, ShardSpec
+from tpcore.layout import Layout
 from tpcore.layout.layout import AxisCut, Slot
 
 AXES = ["pp", "dp", "tp"]

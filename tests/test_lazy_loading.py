@@ -51,7 +51,7 @@ def assert_read_alike(
         unread = sum(p.numel() for p in model.parameters() if p.is_meta)
         assert unread >= 0.9 * model.num_parameters(), "only what no file has is made before the cut"
         tpcore.parallelize(model, plan=plan)
-        state = tpcore.full_state_dict(model)
+        state = tpcore.models.full_state_dict(model)
         assert {n: t.dtype for n, t in state.items()} == {n: t.dtype for n, t in want.items()}
         assert all(torch.equal(t, want[n]) for n, t in state.items())
         assert dict(whole.named_buffers()).keys() == dict(model.named_buffers()).keys()

@@ -35,7 +35,7 @@ from tpcore.testing import run_ranks
             "unit=20.* is not a whole number of units",
         ),
         (
-            lambda: tpcore.divide(6, tpcore.current().comm("tp").size, "heads"),
+            lambda: tpcore.layout.divide(6, tpcore.current().comm("tp").size, "heads"),
             "heads=6 is not divisible by 4",
         ),
     ],
@@ -68,7 +68,7 @@ def test_the_loss_of_a_padded_head_knows_the_padding(vocab: int) -> None:
         loss.backward()
         assert head.bias is not None
         torch.testing.assert_close(
-            head.bias.grad, tpcore.shard_specs(head)["bias"].shard(grad, ctx.rank, ctx.mesh.size)
+            head.bias.grad, tpcore.layers.shard_specs(head)["bias"].shard(grad, ctx.rank, ctx.mesh.size)
         )
 
     run_ranks(Mesh({"tp": 4}), check)
@@ -125,7 +125,7 @@ def test_padding_that_no_value_shows_is_refused_too(how: str, tied: bool) -> Non
     run_ranks(Mesh({"tp": 4}), check)
 
 
-def _loss_of(logits: Tensor, target: Tensor, comm: tpcore.Comm) -> Tensor:
+def _loss_of(logits: Tensor, target: Tensor, comm: tpcore.comm.Comm) -> Tensor:
     return tpcore.parallel_cross_entropy(logits, target, group=comm)
 
 
@@ -253,7 +253,7 @@ class _Heads(nn.Module):
     def __init__(self, heads: int, then: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.up = tpcore.ColumnParallelLinear(8, 4 * heads, gather_output=False, blocks=[Block(4 * heads, 4)])
-        self.heads, self.then = tpcore.divide(heads, 2), then
+        self.heads, self.then = tpcore.layout.divide(heads, 2), then
 
     def forward(self, x: Tensor) -> Tensor:
         return self.then(self.up(x).view(*x.shape[:2], self.heads, 4)).sum()

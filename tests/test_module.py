@@ -54,7 +54,7 @@ def test_specs_of_a_model_cover_its_state() -> None:
             self.register_buffer("count", torch.zeros(3))
 
     def rank(ctx: ParallelContext) -> None:
-        assert tpcore.shard_specs(Model()) == {
+        assert tpcore.layers.shard_specs(Model()) == {
             "up.weight": ShardSpec.strided((8, 4), 0, 2),
             "up.bias": ShardSpec.strided((8,), 0, 2),
             "plain.weight": ShardSpec((4, 4)),

@@ -143,7 +143,7 @@ def training() -> None:
         torch.testing.assert_close(y, dense(x))
         y.square().sum().backward()
         torch.testing.assert_close(tpcore.clip_grad_norm(cut.parameters(), 1.0), want)
-        specs = tpcore.shard_specs(cut)
+        specs = tpcore.layers.shard_specs(cut)
         for name, p in dense.named_parameters():
             part = specs[name].shard(p.grad, ctx.rank, 2)
             torch.testing.assert_close(cut.get_parameter(name).grad, part)

@@ -65,7 +65,7 @@ def test_read_by_parts_and_written_whole(name: str, tmp_path: Path) -> None:
         assert all(a is b for a, b in zip(known, model.parameters(), strict=True))
         # float32: the order of sums
         torch.testing.assert_close(logits(model), expected, rtol=1e-5, atol=1e-5)
-        full = tpcore.full_state_dict(model)
+        full = tpcore.models.full_state_dict(model)
         assert full.keys() == state.keys()
         assert all(torch.equal(full[n], t) for n, t in state.items())
         model.save_pretrained(tmp_path / "again", max_shard_size="20KB")

@@ -71,7 +71,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
 
 def test_a_third_partys_backend_needs_only_to_be_installed(install: Install) -> None:
     install("mine", GOOD)
-    (info,) = [b for b in tpcore.backends() if b.name == "mine"]
+    (info,) = [b for b in tpcore.backend.backends() if b.name == "mine"]
     assert (info.distribution, info.version, info.module) == ("tpcore-mine", "1.2", "tpcore_mine_plugin")
     assert (info.usable, info.reason) == (True, "")
     ctx = tpcore.init("mine")
@@ -113,13 +113,13 @@ HOOK = "from tpcore.backend import hookimpl, Backend\n\n@hookimpl\ndef tpcore_ba
 LEAST = """
 import torch, tpcore
 
-class Mine(tpcore.Backend):
+class Mine(tpcore.backend.Backend):
     interface = 2
     def start(self, timeout): return 0, 1
     def connect(self, group, rank): return None
     def device(self): return torch.device("cpu")
 
-@tpcore.hookimpl
+@tpcore.backend.hookimpl
 def tpcore_backend(): return Mine
 """
 BROKEN: dict[str, tuple[str, str]] = {
@@ -137,14 +137,14 @@ BROKEN: dict[str, tuple[str, str]] = {
     "other version": (LEAST.replace("interface = 2", "interface = 1"), "written for version 1 of the plugin interface"),
     "no device": (LEAST.replace("def device", "def devise"), "Mine lacks device"),
     "no primitive": (
-        LEAST.replace("class Mine", "class Talk(tpcore.Transport): pass\nclass Mine").replace(
+        LEAST.replace("class Mine", "class Talk(tpcore.comm.Transport): pass\nclass Mine").replace(
             "    def start", "    transport_class = Talk\n    def start"
         ),
         "Talk lacks all_gather, all_reduce, reduce_scatter",
     ),
     "undeclared dtype": (
         LEAST.replace(
-            "    def start", "    capabilities = tpcore.Capabilities(dtypes=(torch.float32,))\n    def start"
+            "    def start", "    capabilities = tpcore.backend.Capabilities(dtypes=(torch.float32,))\n    def start"
         ),
         "it does not sum int64, uint8",
     ),
@@ -158,7 +158,7 @@ def test_a_broken_plugin_names_itself_and_hides_no_other(how: str, install: Inst
     install("mine", GOOD)
     with pytest.raises(BackendError, match=rf"(?s)backend 'broken' of tpcore-broken 1\.2.*{said}"):
         tpcore.init("broken")
-    infos = {b.name: b for b in tpcore.backends()}
+    infos = {b.name: b for b in tpcore.backend.backends()}
     assert {"broken", "cpu_gloo", "cuda", "mine", "neuron"} <= set(infos)
     assert infos["mine"].usable
     assert infos["cpu_gloo"].usable
@@ -180,13 +180,13 @@ def test_a_backend_that_cannot_run_here_says_why(install: Install) -> None:
     install("mine", GOOD + PROBE.format("return 'no device: buy one'"))
     with pytest.raises(BackendError, match="backend 'mine' cannot run here: no device: buy one"):
         tpcore.init("mine")
-    (info,) = [b for b in tpcore.backends() if b.name == "mine"]
+    (info,) = [b for b in tpcore.backend.backends() if b.name == "mine"]
     assert (info.usable, info.reason) == (False, "no device: buy one")
 
 
 def test_a_probe_that_fails_is_a_reason(install: Install) -> None:
     install("mine", GOOD + PROBE.format("raise OSError('bus error')"))
-    (info,) = [b for b in tpcore.backends() if b.name == "mine"]
+    (info,) = [b for b in tpcore.backend.backends() if b.name == "mine"]
     assert (info.usable, info.reason) == (False, "OSError: bus error")
     with pytest.raises(BackendError, match=r"backend 'mine' cannot tell if it can run: OSError: bus error"):
         tpcore.init("mine")
@@ -204,7 +204,7 @@ def test_a_probe_that_fails_is_a_reason(install: Install) -> None:
 )
 def test_a_transport_that_is_none_or_unfinished_is_told_at_init(comm: str, said: str, install: Install) -> None:
     """Also of a plugin that does not say beforehand which class its Transport is of."""
-    half = "class Half(tpcore.Transport):\n    def all_reduce(self, x, op, donate): return x\n"
+    half = "class Half(tpcore.comm.Transport):\n    def all_reduce(self, x, op, donate): return x\n"
     half += "    def reduce_scatter(self, x, dim): return x\n"
     install("half", LEAST.replace("class Mine", f"{half}\nclass Mine").replace("return None", f"return {comm}"))
     with pytest.raises(BackendError, match=said):

@@ -193,7 +193,7 @@ def test_adapters_of_a_quantized_model_train_as_in_one_process(how: str) -> None
         if sharding(trained["base_model.model.model.layers.0.mlp.up_proj.lora_B.default.weight"]) is not None:
             with pytest.raises(ValueError, match="not merged into a weight of torch"):
                 model.merge_and_unload()
-        return losses, {name: p.detach() for name, p in tpcore.full_state_dict(model).items() if "lora_" in name}
+        return losses, {name: p.detach() for name, p in tpcore.models.full_state_dict(model).items() if "lora_" in name}
 
     losses, tensors = run_ranks(Mesh({"tp": 1}), rank)[0]
     assert losses[-1] < losses[0]

@@ -147,7 +147,7 @@ def test_backward_of_a_penalty_on_all_gradients(net: type[nn.Module], tp: int) -
         for one, leaf in zip((whole, sharded), xs, strict=True):
             penalty(one, leaf).backward()
         torch.testing.assert_close(xs[1].grad, xs[0].grad)
-        specs, full = tpcore.shard_specs(sharded), dict(whole.named_parameters())
+        specs, full = tpcore.layers.shard_specs(sharded), dict(whole.named_parameters())
         for name, p in sharded.named_parameters():
             of = full[name.replace("qkv.qkv_proj", "qkv")].grad
             torch.testing.assert_close(p.grad, specs[name].shard(of, ctx.coord("tp"), tp))

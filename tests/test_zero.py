@@ -87,7 +87,7 @@ def mine(ctx: ParallelContext) -> Callable[[Tensor], Tensor]:
 
 
 def assert_equals(net: nn.Module, plain: nn.Module, ctx: ParallelContext, tolerance: float) -> None:
-    n, r, specs = ctx.comm("tp").size, ctx.coord("tp"), tpcore.shard_specs(net)
+    n, r, specs = ctx.comm("tp").size, ctx.coord("tp"), tpcore.layers.shard_specs(net)
     want = dict(plain.named_parameters())
     for name, p in net.named_parameters():
         shard = specs[name].shard(want[name].detach(), r, n)
@@ -125,7 +125,7 @@ def test_state_is_that_of_the_plain_optimizer_and_a_share_of_it_lies_here() -> N
         dp = ctx.comm("dp").size
         for p, values in optimizer.state.items():
             assert values["exp_avg"].shape == (-(-p.numel() // dp),)
-        n, r, specs = ctx.comm("tp").size, ctx.coord("tp"), tpcore.shard_specs(net)
+        n, r, specs = ctx.comm("tp").size, ctx.coord("tp"), tpcore.layers.shard_specs(net)
         got = optimizer.state_dict()
         assert got["param_groups"][0]["param_names"] == [n for n, _ in net.named_parameters()]
         assert got["state"].keys() == whole.state_dict()["state"].keys()
@@ -525,8 +525,8 @@ def _on_gloo(ctx: ParallelContext, full: dict[str, Tensor], kind: str) -> dict[s
     cls, options = OPTIMIZERS[kind]
     net = cut_net(full, ctx)
     train(net, Zero1(cls, groups_of(net), bucket_mb=1e-3, **options), mine(ctx), range(5), cut)
-    tpcore.check_replicas(net)
-    tp, specs = ctx.comm("tp"), tpcore.shard_specs(net)
+    tpcore.diagnose.check_replicas(net)
+    tp, specs = ctx.comm("tp"), tpcore.layers.shard_specs(net)
     return {k: specs[k].unshard(list(tp.all_gather(p.detach()[None], 0))) for k, p in net.named_parameters()}
 
 
@@ -582,7 +582,7 @@ def test_a_rank_that_is_lost_in_the_step_leaves_the_checkpoint_before_it(tmp_pat
         optimizer = Zero1(torch.optim.AdamW, net.named_parameters(), lr=1e-2)
         optimizer.load_state_dict(tpcore.checkpoint.load(tmp_path / "c", net)["optimizer"])
         assert optimizer.state_dict()["state"][0]["step"] == 2
-        tpcore.check_replicas(net, optimizer)
+        tpcore.diagnose.check_replicas(net, optimizer)
 
     run_ranks(Mesh({"dp": 2, "tp": 2}), again)
 
@@ -599,7 +599,7 @@ def test_moving_keeps_parameters_the_objects_that_they_are() -> None:
         weight = layer.weight
         weight.note = "kept"  # type: ignore[attr-defined]
         optimizer = torch.optim.AdamW(tied.named_parameters())
-        tpcore.move_model_to_device(tied, "meta")
+        tpcore.layers.move_model_to_device(tied, "meta")
         assert weight.is_meta
         assert tied.a.weight is tied.b.weight is weight
         assert weight.note == "kept"  # type: ignore[attr-defined]
@@ -607,7 +607,7 @@ def test_moving_keeps_parameters_the_objects_that_they_are() -> None:
 
         seen = tpcore.ColumnParallelLinear(4, 4)
         held = weakref.ref(seen.weight)  # torch cannot exchange its contents
-        tpcore.move_model_to_device(seen, "meta")
+        tpcore.layers.move_model_to_device(seen, "meta")
         assert seen.weight.is_meta
         assert held() is not seen.weight
 

@@ -57,7 +57,7 @@ def test_steps_of_a_pipeline_and_its_checkpoint_elsewhere(tmp_path: Path, engine
         model = staged(ctx)
         made = Zero1(AdamW, model.named_parameters(), lr=0.02, bucket_mb=1e-2)
         seen = trained(model, made, ctx, engine, range(4))
-        tpcore.check_replicas(model, made)
+        tpcore.diagnose.check_replicas(model, made)
         tpcore.checkpoint.save({"model": model.state_dict(), "optimizer": made}, tmp_path / "c")
         return seen + trained(model, made, ctx, engine, range(4, 6))
 

@@ -83,7 +83,7 @@ def on_mesh(
     trainer = Trainer(made, arguments(where, **options), **data(), zero1=zero1)
     trainer.train(resume_from_checkpoint=resume)
     trainer.evaluate()
-    return history(trainer), tpcore.full_state_dict(made) if ctx.comm("pp").size == 1 else {}
+    return history(trainer), tpcore.models.full_state_dict(made) if ctx.comm("pp").size == 1 else {}
 
 
 def assert_same_history(got: list[dict[str, float]], want: list[dict[str, float]], **tolerance: float) -> None:

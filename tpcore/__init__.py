@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from . import layers
-from .backend.interface import Backend, Capabilities, hookimpl
-from .backend.registry import backends
-from .comm.comm import Comm
-from .comm.transport import Transport
-from .diagnose.replicas import check_replicas
 from .errors import (
     BackendError,
     CheckpointError,
@@ -17,17 +12,13 @@ from .errors import (
     CollectiveTimeoutError,
     PeerLostError,
 )
-from .layers import *  # noqa: F403  a layer is exported in one place, there
+from .layers import ColumnParallelLinear, LayerNorm, ParallelEmbedding, ParallelQKV, RMSNorm, RowParallelLinear
 from .layers.loss import parallel_cross_entropy
-from .layers.module import ParallelModule, move_model_to_device
-from .layers.sharding import shard_specs
-from .layout.layout import Layout
-from .layout.mesh import Group, Mesh
-from .layout.shard import Block, ShardSpec, divide
+from .layers.module import ParallelModule
+from .layout import Block, Mesh, ShardSpec
 from .runtime import random
 from .runtime.context import ParallelContext, current, is_initialized, use
 from .runtime.init import init, shutdown
-from .runtime.memory import keep_freed_memory
 from .settings import __version__ as __version__
 from .train.clip import clip_grad_norm
 from .train.data_parallel import reduce_gradients
@@ -37,93 +28,81 @@ from .train.zero import Zero1
 
 if TYPE_CHECKING:
     from . import checkpoint, trace
-    from .checkpoint.dtensor import dtensor_state_dict
     from .diagnose.explain import explain
-    from .models import ExpertLoad, full_state_dict, lazy, parallelize, shard_sequence
-    from .models.cached import trace_causal_lm
+    from .models import lazy, parallelize, shard_sequence
     from .processes.launch import launch
 
 
 # where an import of a path that scripts of older releases have is told the new one
-__path__.append(f"{__path__[0]}/nxd/moved")  # noqa: F405  each package has it
+__path__.append(f"{__path__[0]}/nxd/moved")
+
+# on first use: the launcher pulls in torch's elastic agent, and few programs need all of these
+_LATER = {
+    "explain": "diagnose.explain",
+    "launch": "processes.launch",
+    **dict.fromkeys(("lazy", "parallelize", "shard_sequence"), "models"),
+}
+_MOVED = {
+    name: room
+    for room, names in {
+        "backend": "Backend Capabilities backends hookimpl",
+        "checkpoint": "dtensor_state_dict",
+        "comm": "Comm Transport",
+        "diagnose": "check_replicas",
+        "layers": "ColumnParallelConv1D ContextParallelAttention RowParallelConv1D move_model_to_device shard_specs "
+        "share_input",
+        "layout": "Group Layout divide",
+        "models": "ExpertLoad full_state_dict trace_causal_lm",
+        "runtime": "keep_freed_memory",
+    }.items()
+    for name in names.split()
+}
 
 
 def __getattr__(name: str) -> Any:
-    # on first use: the launcher pulls in torch's elastic agent, few programs need all of them
-    if name == "launch":
-        from .processes.launch import launch
-
-        return launch
-    if name == "dtensor_state_dict":
-        from .checkpoint.dtensor import dtensor_state_dict
-
-        return dtensor_state_dict
-    if name == "explain":
-        from .diagnose.explain import explain
-
-        return explain
-    if name in ("ExpertLoad", "full_state_dict", "lazy", "parallelize", "shard_sequence"):
-        from . import models as plans
-
-        return getattr(plans, name)
-    if name == "trace_causal_lm":
-        from .models.cached import trace_causal_lm
-
-        return trace_causal_lm
-    if name in ("checkpoint", "nxd", "trace"):
-        from importlib import import_module
-
+    if name in ("checkpoint", "diagnose", "models", "nxd", "trace"):
         return import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name in _LATER:
+        return getattr(import_module(f"{__name__}.{_LATER[name]}"), name)
+    moved = f": it is tpcore.{_MOVED[name]}.{name}" if name in _MOVED else ""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{moved}")
 
 
 __all__ = [
-    "Backend",
     "BackendError",
     "Block",
-    "Capabilities",
     "CheckpointError",
     "CollectiveMismatchError",
     "CollectiveTimeoutError",
-    "Comm",
-    "ExpertLoad",
-    "Group",
-    "Layout",
+    "ColumnParallelLinear",
+    "LayerNorm",
     "Mesh",
     "ParallelContext",
+    "ParallelEmbedding",
     "ParallelModule",
+    "ParallelQKV",
     "PeerLostError",
     "PipelineModel",
     "PipelinedLayers",
+    "RMSNorm",
+    "RowParallelLinear",
     "ShardSpec",
-    "Transport",
     "Zero1",
-    "backends",
-    "check_replicas",
     "checkpoint",
     "clip_grad_norm",
     "current",
-    "divide",
-    "dtensor_state_dict",
     "explain",
-    "full_state_dict",
-    "hookimpl",
     "init",
     "is_initialized",
-    "keep_freed_memory",
     "launch",
     "lazy",
-    "move_model_to_device",
     "optimizer_step",
     "parallel_cross_entropy",
     "parallelize",
     "random",
     "reduce_gradients",
     "shard_sequence",
-    "shard_specs",
     "shutdown",
     "trace",
-    "trace_causal_lm",
     "use",
 ]
-__all__ += layers.__all__

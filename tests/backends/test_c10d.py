@@ -113,16 +113,16 @@ def test_importing_tpcore_does_not_load_the_base_of_others(tmp_path) -> None:
 
 
 INTERFACE = {
-    tpcore.Backend: [
+    tpcore.backend.Backend: [
         "adopt", "capabilities", "comm", "comm_of", "compile_ahead", "compile_with", "connect", "device",
         "get_rng_state", "gone", "interface", "job", "load_program", "manual_seed", "mark_step", "memory_of",
         "most_ranks", "remark", "set_rng_state", "start", "stop", "trace", "transport_class", "unavailable",
     ],
-    tpcore.Comm: [
+    tpcore.comm.Comm: [
         "all_gather", "all_reduce", "all_to_all", "broadcast", "called", "chunk", "permute", "process_group",
         "rank", "reduce_scatter", "split", "start_all_reduce", "traced",
     ],
-    tpcore.Transport: [
+    tpcore.comm.Transport: [
         "all_gather", "all_reduce", "all_to_all", "at", "broadcast", "compares", "eager", "permute", "process_group",
         "reads_are_cheap", "reduce_scatter", "start_all_reduce",
     ],

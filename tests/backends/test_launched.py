@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("launched"), pytest.mark
 PLUGIN = """
 import torch
 from tpcore.c10d import C10dBackend
-from tpcore import hookimpl
+from tpcore.backend import hookimpl
 
 class Plain(C10dBackend):
     interface = 2

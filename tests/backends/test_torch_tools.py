@@ -71,7 +71,7 @@ def _model(seed: int) -> Model:
 
 
 def _save(ctx: ParallelContext, path: str) -> None:
-    state = tpcore.dtensor_state_dict(_model(1))
+    state = tpcore.checkpoint.dtensor_state_dict(_model(1))
     assert [name for name in state if name.startswith("gate.w")] == ["gate.weight.0", "gate.weight.1"]
     assert state["embed.weight"].full_tensor().shape == (10, 4)
     dcp.save(state, checkpoint_id=path)
@@ -80,7 +80,7 @@ def _save(ctx: ParallelContext, path: str) -> None:
 def _load(ctx: ParallelContext, path: str) -> None:
     model, want = _model(2), _model(1)
     assert not torch.equal(model.out.weight, want.out.weight)
-    dcp.load(tpcore.dtensor_state_dict(model), checkpoint_id=path)
+    dcp.load(tpcore.checkpoint.dtensor_state_dict(model), checkpoint_id=path)
     for name, value in want.state_dict().items():
         torch.testing.assert_close(model.state_dict()[name], value, rtol=0, atol=0, msg=name)
 
@@ -93,16 +93,16 @@ def test_a_model_saved_by_torch_at_one_degree_is_loaded_by_torch_at_another(pool
 def _cannot_say(ctx: ParallelContext) -> None:
     heads = tpcore.ColumnParallelLinear(4, 18, blocks=[tpcore.Block(18, 3)], pad=True)
     with pytest.raises(ValueError, match=r"'weight' is cut by units of 3 and padded at tp=4"):
-        tpcore.dtensor_state_dict(heads)
+        tpcore.checkpoint.dtensor_state_dict(heads)
 
 
 def test_an_optimizer_is_sent_to_the_checkpoints_of_tpcore() -> None:
     optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
     with pytest.raises(TypeError, match=r"takes a module, not SGD.* use tpcore\.checkpoint\.save"):
-        tpcore.dtensor_state_dict(optimizer)  # type: ignore[arg-type]
+        tpcore.checkpoint.dtensor_state_dict(optimizer)  # type: ignore[arg-type]
 
 
 def test_what_no_dtensor_can_say_is_refused(pool: RankPool) -> None:
     pool.run(Mesh({"dp": 1, "tp": 4}), _cannot_say)
     with pytest.raises(tpcore.BackendError, match="ThreadBackend is none"):
-        run_ranks(Mesh({"tp": 1}), lambda ctx: tpcore.dtensor_state_dict(nn.Linear(2, 2)))
+        run_ranks(Mesh({"tp": 1}), lambda ctx: tpcore.checkpoint.dtensor_state_dict(nn.Linear(2, 2)))

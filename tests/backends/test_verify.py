@@ -19,7 +19,7 @@ import sys
 sys.modules["transformers"] = None  # as if it were not installed: the BERT is then torch's
 import torch
 from tpcore.c10d import C10dBackend, C10dTransport
-from tpcore import Capabilities, hookimpl
+from tpcore.backend import Capabilities, hookimpl
 
 class Reversed(C10dTransport):
     def all_gather(self, x, dim):

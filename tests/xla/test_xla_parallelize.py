@@ -74,7 +74,7 @@ def train(ctx: ParallelContext, family: str, sequence_parallel: bool, **ways: bo
     whole = make(family).train()
     want = losses(whole, torch.optim.AdamW(whole.parameters(), lr=1e-2), clip_and_step, "cpu")
     model = tpcore.parallelize(make(family), sequence_parallel=sequence_parallel, **ways).train()
-    tpcore.move_model_to_device(model, ctx.device)
+    tpcore.layers.move_model_to_device(model, ctx.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     before = len(programs())
     got = losses(model, optimizer, lambda _, o: tpcore.optimizer_step(o, max_norm=0.5), ctx.device)

@@ -33,7 +33,7 @@ def equal(ctx: tpcore.ParallelContext, count: int) -> None:
     for engine in ("layers", "lockstep"):
         model = cut(4, ctx, tied=True)
         pipe = tpcore.PipelineModel(model, count)
-        tpcore.move_model_to_device(model, ctx.device)
+        tpcore.layers.move_model_to_device(model, ctx.device)
         batch = {k: v.to(ctx.device) for k, v in batch_of(8).items()}
         pipe.layers.shared = ["mix"]
         if engine == "layers":
@@ -44,7 +44,7 @@ def equal(ctx: tpcore.ParallelContext, count: int) -> None:
         ctx.backend.mark_step()
         torch.testing.assert_close(loss.detach().cpu(), want.detach(), rtol=FLOAT64, atol=FLOAT64)
         grads = {n: p.grad.cpu() for n, p in model.named_parameters()}
-        tpcore.move_model_to_device(model, "cpu")
+        tpcore.layers.move_model_to_device(model, "cpu")
         for name, p in model.named_parameters():
             p.grad = grads[name]
         assert_same_gradients(model, dense, ctx, rtol=FLOAT64, atol=FLOAT64)
@@ -61,7 +61,7 @@ def counted(ctx: tpcore.ParallelContext) -> list[list[tuple[int, int, int]]]:
     for count in (4, 8, 16):
         model = cut(2, ctx)
         pipe = tpcore.PipelineModel(model, count)
-        tpcore.move_model_to_device(model, ctx.device)
+        tpcore.layers.move_model_to_device(model, ctx.device)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         steps = []
         for step in range(3):

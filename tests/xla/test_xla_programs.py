@@ -27,7 +27,7 @@ def grads(module: torch.nn.Module) -> list[torch.Tensor]:
 def whole_step(ctx: ParallelContext, sequence_parallel: bool, dtype: torch.dtype) -> Program:
     """Forward, backward, the mean over dp, clipping and AdamW, as one program. Lowered, not compiled."""
     model = Block(sequence_parallel, ctx.comm("tp").size, dtype)
-    tpcore.move_model_to_device(model, ctx.device)
+    tpcore.layers.move_model_to_device(model, ctx.device)
     optimizer = torch.optim.AdamW(model.parameters())
     ids = torch.randint(VOCAB, (BATCH, LENGTH), generator=torch.Generator().manual_seed(ctx.coord("dp")))
     loss = model(ids.to(ctx.device))
@@ -162,7 +162,7 @@ def test_cross_entropy_is_one_exchange_of_a_few_numbers_a_token(process, smoothi
 
 def block_collectives(ctx: ParallelContext, sequence_parallel: bool) -> tuple[Program, Program]:
     block = Block(sequence_parallel, 4)
-    tpcore.move_model_to_device(block, ctx.device)
+    tpcore.layers.move_model_to_device(block, ctx.device)
     length = LENGTH // 4 if sequence_parallel else LENGTH
     h = torch.rand(BATCH, length, HIDDEN).to(ctx.device).requires_grad_()
     y = block.body(h)
@@ -190,7 +190,7 @@ def test_a_sequence_parallel_block_gathers_and_scatters_instead(process):
 def training(ctx: ParallelContext) -> list[tuple[bool, str]]:
     """Six steps whose number, learning rate, data and logging differ."""
     model = Block(True, ctx.comm("tp").size)
-    tpcore.move_model_to_device(model, ctx.device)
+    tpcore.layers.move_model_to_device(model, ctx.device)
     model.embed.weight.data.mul_(1.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))

@@ -30,7 +30,7 @@ def one_step(ctx: ParallelContext, norm_type: float) -> None:
     torch.optim.SGD(plain.parameters(), lr=1.0).step()
 
     net = cut_net(full, ctx)
-    tpcore.move_model_to_device(net, ctx.device)
+    tpcore.layers.move_model_to_device(net, ctx.device)
     assert net.head.weight is net.embed.weight
     for seed in range(2):
         ids = ids_of(2 * ctx.coord("dp") + seed).to(ctx.device)
@@ -40,7 +40,7 @@ def one_step(ctx: ParallelContext, norm_type: float) -> None:
     torch.optim.SGD(net.parameters(), lr=1.0).step()
     ctx.backend.mark_step()
     torch.testing.assert_close(norm.cpu(), want_norm, rtol=FLOAT64, atol=0)
-    tpcore.move_model_to_device(net, "cpu")  # .cpu() would untie its weights
+    tpcore.layers.move_model_to_device(net, "cpu")  # .cpu() would untie its weights
     assert_same_parameters(net, dict(plain.named_parameters()), ctx, rtol=FLOAT64, atol=1e-10)
 
 

@@ -42,7 +42,7 @@ def training(ctx: ParallelContext, optimizer: str) -> list[tuple[bool, str, Any]
     net = cut_net(full, ctx).float()
     cls, options = OPTIMIZERS[optimizer]
     opt = Zero1(cls, net.named_parameters(), **options)  # before the model is moved
-    tpcore.move_model_to_device(net, ctx.device)
+    tpcore.layers.move_model_to_device(net, ctx.device)
     dp = ctx.comm("dp").size
     for step in range(STEPS):
         opt.zero_grad()
@@ -54,8 +54,8 @@ def training(ctx: ParallelContext, optimizer: str) -> list[tuple[bool, str, Any]
         for p in programs()
         if p.what == "sync"
     ]
-    tpcore.move_model_to_device(net, "cpu")
-    n, r, specs = ctx.comm("tp").size, ctx.coord("tp"), tpcore.shard_specs(net)
+    tpcore.layers.move_model_to_device(net, "cpu")
+    n, r, specs = ctx.comm("tp").size, ctx.coord("tp"), tpcore.layers.shard_specs(net)
     for name, p in net.named_parameters():
         shard = specs[name].shard(want[name].detach(), r, n)
         torch.testing.assert_close(p.detach(), shard, rtol=0, atol=1e-6, msg=lambda m, k=name: f"{k}: {m}")

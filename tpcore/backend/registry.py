@@ -58,7 +58,7 @@ def _load(ep: EntryPoint) -> type[Backend]:
         raise BackendError(f"{where} cannot be loaded: {type(e).__name__}: {e}") from e
     if not hooked:
         raise BackendError(
-            f"{where}: {ep.value} has no hook: define tpcore_backend() there, decorated with tpcore.hookimpl"
+            f"{where}: {ep.value} has no hook: define tpcore_backend() there, decorated with tpcore.backend.hookimpl"
         )
     if not (isinstance(cls, type) and issubclass(cls, Backend)):
         raise BackendError(f"{where}: its tpcore_backend hook returned {cls!r}, not a Backend class")

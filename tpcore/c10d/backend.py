@@ -77,7 +77,7 @@ class C10dBackend(Backend):
         self._supervisor: Supervisor | None = None
         self._hooks: list[RemovableHandle] = []
         self.device_meshes: dict[tuple[tuple[str, int], ...], Any] = {}
-        """The DeviceMeshes of ``tpcore.dtensor_state_dict``, by axes and sizes: making one is collective."""
+        """The DeviceMeshes of ``tpcore.checkpoint.dtensor_state_dict``, by axes and sizes: making one is collective."""
 
     @classmethod
     def unavailable(cls) -> str | None:

@@ -5,7 +5,9 @@ from .context_parallel import ContextParallelAttention
 from .conv1d import ColumnParallelConv1D, RowParallelConv1D
 from .embedding import ParallelEmbedding
 from .linear import ColumnParallelLinear, RowParallelLinear
+from .module import move_model_to_device
 from .norm import LayerNorm, RMSNorm
+from .sharding import shard_specs
 from .shared_input import share_input
 
 __all__ = [
@@ -18,5 +20,7 @@ __all__ = [
     "RMSNorm",
     "RowParallelConv1D",
     "RowParallelLinear",
+    "move_model_to_device",
+    "shard_specs",
     "share_input",
 ]

@@ -134,7 +134,7 @@ class ColumnParallelLinear(ParallelLinear):
 
     input_is_copied = False
     """Whether the input comes from ``mappings.copy`` or ``all_gather``, which sum its gradient once for all layers
-    that read it (``tpcore.share_input``)."""
+    that read it (``tpcore.layers.share_input``)."""
 
     def __init__(
         self,

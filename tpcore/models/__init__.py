@@ -1,9 +1,10 @@
 """``tpcore.parallelize``: a model of transformers, cut in place by a plan."""
 
 from .api import parallelize
+from .cached import trace_causal_lm
 from .context import shard_sequence
 from .load import ExpertLoad
 from .loading import lazy
 from .whole import full_state_dict
 
-__all__ = ["ExpertLoad", "full_state_dict", "lazy", "parallelize", "shard_sequence"]
+__all__ = ["ExpertLoad", "full_state_dict", "lazy", "parallelize", "shard_sequence", "trace_causal_lm"]

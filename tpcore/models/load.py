@@ -27,7 +27,7 @@ class Load(NamedTuple):
 class ExpertLoad:
     """Counts the choices of routers in every forward of ``model`` until ``close()``, also without ``parallelize``.
 
-    >>> load = tpcore.ExpertLoad(model)
+    >>> load = tpcore.models.ExpertLoad(model)
     >>> ...                        # some steps
     >>> for layer, (share, entropy) in load.read().items():
     ...     print(layer, share.max(), entropy)

@@ -26,8 +26,8 @@ def stored_as(model: Any, name: str, tensor: Tensor) -> dict[str, Tensor]:
         answer: dict[str, Tensor] = revert_weight_conversion(model, {name: tensor})
     except Exception as e:
         raise CheckpointError(
-            f"{type(model).__name__} is stored with {name} merged with others, which is not done one by one: "
-            f"model.save_pretrained(dir, state_dict=tpcore.full_state_dict(model)) holds all of it in memory: {e}"
+            f"{type(model).__name__} is stored with {name} merged with others, which is not done one by one: model."
+            f"save_pretrained(dir, state_dict=tpcore.models.full_state_dict(model)) holds all of it in memory: {e}"
         ) from e
     return answer
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tpcore import Backend, hookimpl
+from tpcore.backend import Backend, hookimpl
 
 from .backend import MPIBackend
 

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpcore import Backend, Capabilities, Group, Transport
+from tpcore.backend import Backend, Capabilities
+from tpcore.comm import Transport
 from tpcore.comm.transport import Op
+from tpcore.layout import Group
 
 
 class MPITransport(Transport):

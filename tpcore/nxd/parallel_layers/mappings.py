@@ -1,7 +1,7 @@
 """The mappings of ``tpcore.comm.mappings`` under their NeuronX Distributed names.
 
 ``process_group``: a group from ``parallel_state``, a group made with the backend's own library, a
-``tpcore.Comm``, or None for the tp group. A name describes the forward map; backward is its transpose.
+``tpcore.comm.Comm``, or None for the tp group. A name describes the forward map; backward is its transpose.
 Differentiable any number of times.
 """
 

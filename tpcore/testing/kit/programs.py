@@ -41,7 +41,7 @@ def _full_state() -> dict[str, Tensor]:
 
 
 def _load(net: nn.Module, full: dict[str, Tensor], ctx: ParallelContext) -> nn.Module:
-    specs, n, r = tpcore.shard_specs(net), ctx.comm("tp").size, ctx.coord("tp")
+    specs, n, r = tpcore.layers.shard_specs(net), ctx.comm("tp").size, ctx.coord("tp")
     net.load_state_dict({k: s.shard(full[k], r, n) for k, s in specs.items()})
     return net.to(ctx.device)
 
@@ -69,7 +69,7 @@ def training_step(ctx: ParallelContext) -> Wrong:
         out.measure(f"gradient norm of step {step}", norm.cpu() / want, torch.tensor(1.0), NEAR)
         sgd.step()
         plain_sgd.step()
-    specs, n, r = tpcore.shard_specs(net), ctx.comm("tp").size, ctx.coord("tp")
+    specs, n, r = tpcore.layers.shard_specs(net), ctx.comm("tp").size, ctx.coord("tp")
     for name, p in net.named_parameters():
         whole = plain.get_parameter(name).detach()
         out.measure(f"{name} after two steps", p, specs[name].shard(whole, r, n), NEAR)

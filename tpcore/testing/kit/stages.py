@@ -134,7 +134,7 @@ def _compare(
 ) -> None:
     model = _cut(ctx)
     model.layers = tpcore.PipelinedLayers(model.layers, MICROBATCHES)  # type: ignore[assignment]
-    tpcore.move_model_to_device(model, ctx.device)
+    tpcore.layers.move_model_to_device(model, ctx.device)
     loss = run(model, x)
     tpcore.reduce_gradients(model)
     mean = ctx.batch.all_reduce(loss.detach().reshape(1)) / ctx.batch.size

@@ -131,7 +131,7 @@ def column(ctx: ParallelContext, case: Case, found: Findings) -> None:
     (size,), skip_bias_add = out_spec.shape, ("skip_bias_add", True) in case.options
     plain = _plain(case, IN_FEATURES, size)
     torch.manual_seed(7)
-    make = tpcore.ColumnParallelConv1D if _conv(case) else tpcore.ColumnParallelLinear
+    make = tpcore.layers.ColumnParallelConv1D if _conv(case) else tpcore.ColumnParallelLinear
     layer = make(
         IN_FEATURES,
         size,
@@ -178,7 +178,7 @@ def row(ctx: ParallelContext, case: Case, found: Findings) -> None:
     skip_bias_add = options.get("skip_bias_add", False)
     plain = _plain(case, size, IN_FEATURES)
     torch.manual_seed(7)
-    make = tpcore.RowParallelConv1D if _conv(case) else tpcore.RowParallelLinear
+    make = tpcore.layers.RowParallelConv1D if _conv(case) else tpcore.RowParallelLinear
     layer = make(
         size,
         IN_FEATURES,
@@ -262,13 +262,13 @@ ROW_BLOCKS = MatrixRow(
 )
 COLUMN_CONV1D = MatrixRow(
     "column conv1d",
-    tpcore.ColumnParallelConv1D,
+    tpcore.layers.ColumnParallelConv1D,
     {"seq": (None, 1), "bias": (True,), "gather_output": (True, False), **SIZES},
     column,
 )
 ROW_CONV1D = MatrixRow(
     "row conv1d",
-    tpcore.RowParallelConv1D,
+    tpcore.layers.RowParallelConv1D,
     {"seq": (None, 1), "bias": (True,), "input_is_parallel": (True, False), **SIZES},
     row,
     _row_accepts,

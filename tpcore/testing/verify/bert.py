@@ -110,10 +110,10 @@ def training_steps(ctx: ParallelContext) -> Wrong:
     if HEADS % ctx.comm("tp").size:
         return out
     exact, same = plain_bert().double(), plain_bert()
-    model = tpcore.move_model_to_device(cut_bert(plain_bert(), ctx), ctx.device)
+    model = tpcore.layers.move_model_to_device(cut_bert(plain_bert(), ctx), ctx.device)
     ids = torch.randint(VOCAB, (BATCH * ctx.batch.size, LENGTH), generator=torch.Generator().manual_seed(1))
     mine = ids.chunk(ctx.batch.size)[ctx.index(ctx.batch)].to(ctx.device)
-    specs = tpcore.shard_specs(model)
+    specs = tpcore.layers.shard_specs(model)
     for step in range(STEPS):
         wanted, own = (_plain_step(m, ids) for m in (exact, same))
         loss = tpcore.parallel_cross_entropy(_logits(model, mine), mine, vocab_size=VOCAB).mean()

@@ -10,62 +10,39 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-_PREPARED = "_is_accelerate_prepared"
-
 
 @dataclass(frozen=True)
-class RefusedByName:
-    """The model's list of parameters for DistributedDataParallel to ignore: reading it raises the refusal.
+class Refusal:
+    """A value in a model's ``__dict__`` under a name that another library reads: reading it raises the error."""
 
-    DistributedDataParallel's constructor reads it, and then copies rank 0's parameters to all ranks. The
-    shapes match, so every rank would have the same part of the model, and training would go on.
-    """
+    message: str
 
-    model: str
-
-    def __iter__(self) -> Iterator[str]:
-        raise ValueError(
-            f"DistributedDataParallel would copy rank 0's part of this {self.model} to ranks that hold other "
-            "parts, and so would accelerate: leave the model as it is and call tpcore.reduce_gradients() "
-            "before each optimizer step, or tpcore.optimizer_step()"
-        )
-
-
-@dataclass(frozen=True)
-class RefusedByBool:
-    """What accelerate asks a model before it places or wraps it, in training and in evaluation: an error.
-
-    Its data loaders would give the ranks of one tp group different batches. Nothing else reads it.
-    """
-
-    model: str
-
-    def __bool__(self) -> bool:
-        raise ValueError(
-            f"this {self.model} is cut over ranks, and accelerate, by which the Trainer of transformers "
-            "works, would wrap it and give each rank other batches: use Trainer of "
-            "tpcore.integrations.transformers, or Accelerator of tpcore.integrations.accelerate"
-        )
-
-
-@dataclass(frozen=True)
-class RefusedAdapters:
-    """The adapters of a cut model, which peft asks for before it adds one: an error.
-
-    An adapter of a cut parameter would be made of this rank's part, and each rank's factors would learn by
-    themselves. peft refuses modules that it does not know, but not every parameter of them.
-    """
-
-    model: str
+    def __bool__(self) -> NoReturn:
+        raise ValueError(self.message)
 
     def update(self, *_: Any, **__: Any) -> NoReturn:
-        raise ValueError(
-            f"an adapter that peft adds to this sharded {self.model} would see one rank's part of its "
-            "parameters: add it by tpcore.integrations.peft.get_peft_model (or from_pretrained), or before "
-            "tpcore.parallelize"
-        )
+        raise ValueError(self.message)
 
-    __setitem__ = __getitem__ = __iter__ = __contains__ = update
+    __iter__ = __contains__ = __getitem__ = __setitem__ = update
+
+
+_PREPARED, _ADAPTERS = "_is_accelerate_prepared", "peft_config"
+_MESSAGES = {
+    # read by DistributedDataParallel's constructor, which then copies rank 0's parameters to all ranks. The shapes
+    # match, so every rank would have the same part of the model, and training would go on
+    "_ddp_params_and_buffers_to_ignore": "DistributedDataParallel would copy rank 0's part of this {} to ranks that "
+    "hold other parts, and so would accelerate: leave the model as it is and call tpcore.reduce_gradients() before "
+    "each optimizer step, or tpcore.optimizer_step()",
+    # asked by accelerate before it places or wraps a model, in training and in evaluation. Its data loaders would give
+    # the ranks of one tp group other batches
+    _PREPARED: "this {} is cut over ranks, and accelerate, by which the Trainer of transformers works, would wrap it "
+    "and give each rank other batches: use Trainer of tpcore.integrations.transformers, or Accelerator of "
+    "tpcore.integrations.accelerate",
+    # asked by peft before it adds an adapter, which would be made of this rank's part, and each rank's factors would
+    # learn by themselves. peft refuses modules that it does not know, but not every parameter of them
+    _ADAPTERS: "an adapter that peft adds to this sharded {} would see one rank's part of its parameters: add it by "
+    "tpcore.integrations.peft.get_peft_model (or from_pretrained), or before tpcore.parallelize",
+}
 
 
 def _resize(model: nn.Module, *args: Any, **kwargs: Any) -> NoReturn:
@@ -76,23 +53,22 @@ def _resize(model: nn.Module, *args: Any, **kwargs: Any) -> NoReturn:
 
 
 def guard(model: nn.Module) -> None:
-    """Make DistributedDataParallel and ``resize_token_embeddings`` raise errors for ``model``."""
-    model.__dict__["_ddp_params_and_buffers_to_ignore"] = RefusedByName(type(model).__name__)
-    model.__dict__[_PREPARED] = RefusedByBool(type(model).__name__)
-    model.__dict__.setdefault("peft_config", RefusedAdapters(type(model).__name__))
+    """Let ``model`` refuse what other libraries would do to it, and ``resize_token_embeddings``."""
+    for name, message in _MESSAGES.items():
+        model.__dict__.setdefault(name, Refusal(message.format(type(model).__name__)))
     model.__dict__["resize_token_embeddings"] = MethodType(_resize, model)
 
 
 @contextmanager
 def permit_adapters(model: nn.Module) -> Iterator[None]:
     """Inside, peft may add the first adapters; if it fails, the refusal is back."""
-    configs = model.__dict__.pop("peft_config")
-    if not isinstance(configs, RefusedAdapters):
-        model.__dict__["peft_config"] = configs
+    configs = model.__dict__.pop(_ADAPTERS)
+    if not isinstance(configs, Refusal):
+        model.__dict__[_ADAPTERS] = configs
     try:
         yield
     except BaseException:
-        model.__dict__["peft_config"] = configs
+        model.__dict__[_ADAPTERS] = configs
         raise
 
 
@@ -104,5 +80,5 @@ def is_guarded(model: nn.Module) -> bool:
 def admit(model: nn.Module) -> None:
     """Let an accelerator have ``model`` that knows its mesh."""
     for module in model.modules():
-        if isinstance(module.__dict__.get(_PREPARED), RefusedByBool):
+        if isinstance(module.__dict__.get(_PREPARED), Refusal):
             del module.__dict__[_PREPARED]

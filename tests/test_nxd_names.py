@@ -73,7 +73,7 @@ def test_every_import_form_in_a_fresh_process() -> None:
     ("module", "name", "origin"),
     [
         ("loss_functions", "parallel_cross_entropy", "tpcore"),
-        ("utils", "move_model_to_device", "tpcore"),
+        ("utils", "move_model_to_device", "tpcore.layers"),
         ("checkpointing", "save", "tpcore.checkpoint"),
         ("checkpointing", "load", "tpcore.checkpoint"),
     ],

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import socket
+import time
 from dataclasses import astuple
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -18,6 +19,7 @@ import torch.distributed as dist
 import tpcore
 from tpcore import BackendError
 from tpcore.c10d.supervision.host import Identity
+from tpcore.c10d.supervision.rendezvous import Rendezvous
 from tpcore.c10d.supervision.supervisor import claim, job_ids, twice
 from tpcore.layout.mesh import Mesh
 from tpcore.testing.pool import RankPool
@@ -67,6 +69,9 @@ def test_ids_of_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _rank(environment: dict[str, str], answers: Connection) -> None:
     os.environ.update(environment)
+    if "TPCORE_TEST_READS_LATE" in environment:
+        wait = Rendezvous._wait
+        Rendezvous._wait = lambda *args: (wait(*args), time.sleep(1))  # type: ignore[method-assign]
     try:
         ctx = tpcore.init("cpu_gloo", tp=2, timeout=60)
         answers.send("started")
@@ -106,7 +111,8 @@ def test_a_rank_that_comes_late_to_its_job_ends_both() -> None:
 @pytest.mark.processes
 def test_jobs_that_their_launchers_name_do_not_meet() -> None:
     port = _port()
-    ranks = [_started(port, rank, SLURM_JOB_ID=str(7 + rank)) for rank in (0, 1)]
+    late = {"TPCORE_TEST_READS_LATE": "1"}  # rank 0, whose process has the store, waits for it
+    ranks = [_started(port, 0, SLURM_JOB_ID="7"), _started(port, 1, SLURM_JOB_ID="8", **late)]
     for process, answers in ranks:
         assert answers.recv().startswith("rank 0 has SLURM_JOB_ID=7 and rank 1 8: two jobs were given one address")
         process.join()

@@ -102,7 +102,7 @@ def _over(
     placements = [cuts.get(a, Replicate()) for a in axes]
     size = torch.Size(shape)
     stride = torch.empty(size, device="meta").stride()
-    return DTensor.from_local(local, _device_mesh(ctx, axes), placements, run_check=False, shape=size, stride=stride)
+    return DTensor.from_local(local, device_mesh(ctx, axes), placements, run_check=False, shape=size, stride=stride)
 
 
 def _divided(name: str, size: int, axis: str, copies: int) -> dict[str, int]:
@@ -112,13 +112,14 @@ def _divided(name: str, size: int, axis: str, copies: int) -> dict[str, int]:
 def _known_meshes(ctx: ParallelContext) -> dict[tuple[tuple[str, int], ...], Any]:
     if not isinstance(ctx.backend, C10dBackend):
         raise BackendError(
-            f"dtensor_state_dict needs a backend over torch.distributed, and {type(ctx.backend).__name__} is "
-            "none: use tpcore.checkpoint"
+            f"a DeviceMesh needs a backend over torch.distributed, and {type(ctx.backend).__name__} is none: for "
+            "dtensor_state_dict use tpcore.checkpoint, for generate_batch use generate"
         )
     return ctx.backend.device_meshes
 
 
-def _device_mesh(ctx: ParallelContext, axes: dict[str, int]) -> DeviceMesh:
+def device_mesh(ctx: ParallelContext, axes: dict[str, int]) -> DeviceMesh:
+    """A mesh with ``axes``, of the groups of ``ctx`` where these are its axes. Collective at the first call."""
     known, key = _known_meshes(ctx), tuple(axes.items())
     if key not in known:
         grid, kind, names = torch.arange(ctx.mesh.size).view(*axes.values()), ctx.device.type, tuple(axes)

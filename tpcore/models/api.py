@@ -17,6 +17,7 @@ from ..runtime.context import ParallelContext, current, use
 from . import plan as styles
 from . import quantized
 from .attentions import gather_attentions
+from .batching import batch_alike
 from .context import context_of, cut_context
 from .cuts import Cut, attentions, decide
 from .dropout import drop_by_rank
@@ -106,6 +107,7 @@ def parallelize(
         if comm.size * stages > 1 or cuts:
             _connect(model, cuts, comm, rules, sequence_parallel)
             generate_alike(model, context.comm("pp", "tp") if stages > 1 else comm)
+            batch_alike(model, context)
         if tokens is not None:
             cut_context(model, *tokens)
         if weights is not None:

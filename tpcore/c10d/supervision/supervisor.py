@@ -7,7 +7,7 @@ import json
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import astuple
 from functools import partial
 from typing import Any
@@ -63,6 +63,21 @@ class Supervisor:
         own = json.dumps([astuple(Identity.own()), self._checked, self._token, f"tpcore {settings.__version__}", ids])
         texts = self._rendezvous.meet("start", own, lambda _: self._twice())
         found = [json.loads(text) for text in texts]
+        try:
+            self._alike(found)
+        except ValueError:
+            with suppress(BackendError):  # rank 0 may host the store, which ends with it: until all have read it
+                self._rendezvous.meet("refuse to start", "", _nobody)
+            raise
+        connect = partial(own_client, store, monitor_of(found[0][2]), self._timeout)
+        identities = [Identity(*peer) for peer, *_ in found]
+        self._address = address_towards(store, all(i.hostname == identities[0].hostname for i in identities))
+        silent, place = min(SECONDS, self._timeout), place_of_server(store)
+        status = StatusStore(connect, folder_beside(store, f"reports-{found[0][2]}"), place, silent)
+        return Peers(status, self._rank, identities, self._recorder, self._linked(identities, silent))
+
+    @staticmethod
+    def _alike(found: Sequence[Any]) -> None:
         jobs = [theirs for *_, theirs in found]
         for name in jobs[0]:
             agree(
@@ -84,12 +99,6 @@ class Supervisor:
                 f"rank 0 runs {first} and rank {rank} {other}: install the same on all"
             ),
         )
-        connect = partial(own_client, store, monitor_of(found[0][2]), self._timeout)
-        identities = [Identity(*peer) for peer, *_ in found]
-        self._address = address_towards(store, all(i.hostname == identities[0].hostname for i in identities))
-        silent, place = min(SECONDS, self._timeout), place_of_server(store)
-        status = StatusStore(connect, folder_beside(store, f"reports-{found[0][2]}"), place, silent)
-        return Peers(status, self._rank, identities, self._recorder, self._linked(identities, silent))
 
     def _linked(self, identities: Sequence[Identity], silent: float) -> Links:
         """The first ranks of all hosts, connected, if there are several hosts."""

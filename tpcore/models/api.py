@@ -107,7 +107,7 @@ def parallelize(
         if comm.size * stages > 1 or cuts:
             _connect(model, cuts, comm, rules, sequence_parallel)
             generate_alike(model, context.comm("pp", "tp") if stages > 1 else comm)
-            batch_alike(model, context)
+        batch_alike(model, context)
         if tokens is not None:
             cut_context(model, *tokens)
         if weights is not None:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from threading import Event
 from types import MethodType
 from typing import Any
 
@@ -40,12 +41,17 @@ def batch_alike(model: nn.Module, ctx: ParallelContext) -> None:
         workload_hints: Any = None,
     ) -> Any:
         config = _sized(continuous_batching_config, self, workload_hints, ctx)
+        tp = ctx.comm("tp").size
+        if tp == 1:
+            return original(self, generation_config, config, workload_hints)
         self.__dict__["_device_mesh"] = device_mesh(ctx, {axis: n for axis, n in ctx.mesh.axes.items() if n > 1})
         try:
             manager = original(self, generation_config, config, workload_hints)
         finally:
             del self.__dict__["_device_mesh"]
-        return _over_heads(manager, ctx.comm("tp").size)
+        if not manager.is_tp_driver:
+            manager._wake_up_loop = _Awake()
+        return _over_heads(manager, tp)
 
     model.__dict__["init_continuous_batching"] = MethodType(init_continuous_batching, model)
 
@@ -76,6 +82,13 @@ def _bytes(model: Any, tp: int) -> int:
     size = getattr(config, "head_dim", None) or config.hidden_size // queries
     total: int = 2 * config.num_hidden_layers * heads * size * model.dtype.itemsize
     return total
+
+
+class _Awake(Event):
+    """Of a rank that takes no requests: between steps it waits for the first rank, in a collective, and not here."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        return True
 
 
 def _over_heads(manager: Any, tp: int) -> Any:

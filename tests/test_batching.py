@@ -1,0 +1,92 @@
+"""transformers' continuous batching on a sharded model: each request's tokens are those of ``generate`` alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tiers import tiers
+
+import tpcore
+from tpcore.layout.mesh import Mesh
+from tpcore.models.batching import _ROWS, _sized
+from tpcore.testing import run_ranks
+from tpcore.testing.pool import RankPool
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.filterwarnings("ignore:.*monitored_barrier|.*is deprecated"),  # transformers' own
+]
+NEW, LENGTHS = 12, (5, 17, 9, 33, 12, 7)
+
+
+def model(kv: int, **options: Any) -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": kv, "intermediate_size": 96}
+    config = transformers.LlamaConfig(**sizes, vocab_size=199, num_hidden_layers=2, eos_token_id=None, **options)
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def prompts() -> list[list[int]]:
+    numbers = torch.Generator().manual_seed(1)
+    return [torch.randint(3, 199, (n,), generator=numbers).tolist() for n in LENGTHS]
+
+
+def greedy() -> Any:
+    return transformers.GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)
+
+
+def batched(model: Any, **options: Any) -> list[list[int]]:
+    answers = model.generate_batch(prompts(), generation_config=greedy(), **options).values()
+    ordered = sorted(answers, key=lambda answer: int(answer.request_id.rpartition("_")[2]))
+    return [list(answer.generated_tokens) for answer in ordered]
+
+
+def _rank(ctx: tpcore.ParallelContext, kv: int) -> tuple[list[list[int]], int]:
+    sharded = tpcore.parallelize(model(kv))
+    found = batched(sharded)
+    assert "_device_mesh" not in vars(sharded)
+    return found, sharded.config.num_key_value_heads
+
+
+@pytest.fixture(scope="module", params=tiers([2], slow=[4]))
+def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+    with RankPool(request.param) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize("kv", tiers([4, 1], slow=[8, 2]))
+def test_tokens_are_those_of_generate(pool: RankPool, kv: int) -> None:
+    dense, want = model(kv), []
+    for prompt in prompts():
+        ids = torch.tensor([prompt])
+        answer = dense.generate(ids, attention_mask=torch.ones_like(ids), generation_config=greedy())
+        want.append(answer[0, len(prompt) :].tolist())
+    found = pool.run(Mesh({"dp": 1, "tp": pool.size}), _rank, kv)
+    assert found[0] == (want, kv)  # the first rank takes the requests; the configuration is as it was
+
+
+def test_caches_take_what_the_requests_need_and_what_fits() -> None:
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        sharded = tpcore.parallelize(model(4))
+        settings = _sized(None, sharded, None, ctx)
+        assert settings.num_blocks == _ROWS * (1 + 4096 // settings.page_size)
+        fits = transformers.ContinuousBatchingConfig(page_size=2**30)  # a block of 2^41 bytes
+        assert _sized(fits, sharded, None, ctx).num_blocks == 1
+        given = transformers.ContinuousBatchingConfig(num_blocks=7, max_batch_tokens=9)
+        assert (_sized(given, sharded, None, ctx).num_blocks, given.max_batch_tokens) == (7, 9)
+
+    run_ranks(Mesh({"dp": 1, "tp": 2}), rank)
+
+
+def test_without_process_groups_it_says_what_to_call() -> None:
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        with pytest.raises(
+            tpcore.BackendError, match="a DeviceMesh needs a backend over torch.distributed, and Thread"
+        ):
+            batched(tpcore.parallelize(model(4)))
+
+    run_ranks(Mesh({"dp": 1, "tp": 2}), rank)

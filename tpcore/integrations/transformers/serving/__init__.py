@@ -1,0 +1,1 @@
+"""OpenAI's completions and chat over a sharded model, by transformers' handlers and its continuous batching."""

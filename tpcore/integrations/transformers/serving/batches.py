@@ -1,0 +1,135 @@
+"""Requests in the engine: their limits, their sampling, the strings at which they stop, and their end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from typing import Any
+
+from transformers.cli.serving.utils import CBGenerateManager, CBStreamer, CBWorkerDeadError, _StreamError
+
+
+class Batches(CBGenerateManager):  # type: ignore[misc]  # transformers is not typed
+    """transformers' manager of one engine that runs already."""
+
+    def __init__(self, engine: Any, limit: int) -> None:
+        """``limit``: tokens of a prompt and its answer."""
+        super().__init__()
+        self._cb, self.limit = engine, limit
+
+    def init_cb(self, model: Any, gen_config: Any) -> None:
+        """The engine runs since before the first request."""
+
+    def open(self) -> int:
+        """How many requests have no answer yet."""
+        return len(self._cb.output_router.result_handlers)
+
+    def generate_streaming(
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, response_parser: Any = None
+    ) -> tuple[asyncio.Queue[Any], Stream]:
+        self._check_alive(request_id)
+        ids = inputs["input_ids"]
+        if not ids:
+            raise ValueError("the prompt has no tokens")
+        if len(ids) >= self.limit:
+            raise ValueError(f"the prompt has {len(ids)} tokens, and prompt and answer may have {self.limit} together")
+        gen_config.max_new_tokens = min(gen_config.max_new_tokens, self.limit - len(ids))
+        sampled = gen_config.do_sample and gen_config.temperature != 0
+        found: asyncio.Queue[Any] = asyncio.Queue()
+        tokenizer = getattr(processor, "tokenizer", processor)
+        stops = gen_config.stop_strings or []
+        stream = Stream(
+            self._cb,
+            request_id,
+            tokenizer._tokenizer,
+            asyncio.get_running_loop(),
+            found,
+            response_parser=response_parser,
+            stops=[stops] if isinstance(stops, str) else stops,
+        )
+        self._cb.register_result_handler(request_id, stream.take)
+        self._cb.add_request(
+            ids,
+            request_id=request_id,
+            streaming=True,
+            max_new_tokens=gen_config.max_new_tokens,
+            eos_token_id=gen_config.eos_token_id,
+            temperature=float(1.0 if gen_config.temperature is None else gen_config.temperature) if sampled else 0.0,
+            top_k=int(gen_config.top_k or 0),
+            top_p=float(1.0 if gen_config.top_p is None else gen_config.top_p),
+            seed=getattr(gen_config, "seed", None) or random.getrandbits(32),  # of the first rank, for all
+        )
+        return found, stream
+
+    async def generate_non_streaming(
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
+    ) -> tuple[str, int, list[int]]:
+        found, stream = self.generate_streaming(model, processor, inputs, gen_config, request_id)
+        parts: list[str] = []
+        try:
+            while (part := await found.get()) is not None:
+                if isinstance(part, _StreamError):
+                    raise CBWorkerDeadError(part.msg)
+                parts.append(part)
+        except asyncio.CancelledError:
+            stream.cancel()
+            raise
+        return "".join(parts), len(inputs["input_ids"]), stream.tokens
+
+
+class Stream(CBStreamer):  # type: ignore[misc]
+    """The text of one request, up to the first of its ``stops``."""
+
+    def __init__(self, *args: Any, stops: list[str], **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._stops, self._held, self._over = stops, "", False
+        self.tokens: list[int] = []
+
+    def take(self, output: Any) -> None:
+        """The engine's callback, in the loop of the server."""
+        if self._over:
+            return
+        if output.error is not None:
+            self._over = True
+            self._queue.put_nowait(_StreamError(json.dumps(f"the engine has stopped: {output.error}")[1:-1]))
+            return
+        for token in output.generated_tokens[len(self.tokens) :]:
+            self.tokens.append(token)
+            self.total_tokens += 1
+            self._feed(self._decode_stream.step(self._tokenizer, token) or "")
+            if self._over:
+                return
+        if output.is_finished():
+            self._end(self._held)
+
+    def _feed(self, text: str) -> None:
+        text = self._held + text
+        at = min((i for stop in self._stops if (i := text.find(stop)) >= 0), default=None)
+        if at is not None:
+            self.cancel()
+            self._end(text[:at])
+            return
+        begun = max((n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
+        self._held = text[len(text) - begun :]
+        self._send(text[: len(text) - begun])
+
+    def _send(self, text: str) -> None:
+        if text and self._parser is None:
+            self._queue.put_nowait(text)
+        elif text:
+            from transformers.cli.serving.utils import response_events_to_chunks
+
+            for item in response_events_to_chunks(self._parser.feed(text)):
+                self._queue.put_nowait(item)
+
+    def _end(self, rest: str) -> None:
+        self._send(rest)
+        self._over = True
+        self.end()
+
+    def cancel(self) -> None:
+        """Take the request out of the engine, and let it be forgotten here."""
+        self._over = True
+        super().cancel()
+        self._cb.output_router.result_handlers.pop(self._request_id, None)

@@ -1,0 +1,97 @@
+"""The program that ``tpcore serve`` starts once per rank. Arguments: LIFELINE SOCKET READY OPTIONS."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+from typing import Any
+
+import torch
+import transformers
+import uvicorn
+
+from ....errors import BackendError
+from ....log import inform, log
+from ....models import lazy, parallelize
+from ....processes.spawn import follow
+from ....runtime.init import init
+from ....runtime.memory import keep_freed_memory
+from .batches import Batches
+from .sampling import sample_by_request
+from .server import application
+
+_PATIENCE = 10  # seconds for open requests, when the server is told to end
+_POLL = 0.1
+
+
+def engine_of(folder: str, dtype: str, length: int | None, timeout: float) -> tuple[Any, Any, int]:
+    """The sharded model, its engine, and how many tokens a prompt and its answer may have. Collective."""
+    named = dtype if dtype == "auto" else getattr(torch, dtype)
+    with lazy():
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=named)
+    parallelize(model.eval())
+    config = model.generation_config
+    if (config.repetition_penalty or 1.0) != 1.0:
+        inform(f"repetition_penalty={config.repetition_penalty} of the generation config is not applied")
+    settings = transformers.ContinuousBatchingConfig(
+        use_async_batching=False, use_cuda_graph=False, cpu_group_timeout=timeout
+    )
+    engine = model.init_continuous_batching(
+        transformers.GenerationConfig(max_new_tokens=1, do_sample=False, eos_token_id=config.eos_token_id or -1),
+        settings,
+    )
+    sample_by_request(engine)
+    sizes = engine.continuous_batching_config
+    most = model.config.get_text_config().max_position_embeddings
+    room = sizes.num_blocks * sizes.page_size if sizes.num_blocks else most
+    return model, engine, min(most, room, length or most)
+
+
+async def _served(app: Any, engine: Any, listener: socket.socket, ready: int) -> bool:
+    """Serve until a signal, or until the engine stops. Whether it was a signal."""
+    server = uvicorn.Server(
+        uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_PATIENCE, access_log=False)
+    )
+    serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+    told = False
+    while not serving.done():
+        if server.started and not told:
+            os.write(ready, b"1")
+            told = True
+        if not engine.is_running():
+            server.should_exit = True
+        await asyncio.wait({serving}, timeout=_POLL)
+    return engine.is_running()
+
+
+def main(lifeline: int, fd: int, ready: int, options: dict[str, Any]) -> int:
+    follow(lifeline)
+    keep_freed_memory()
+    for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn has its own while it runs, and raises the signal again
+        signal.signal(number, lambda *_: None)
+    ctx = init(backend=options["backend"], tp=options["tp"], timeout=options["timeout"])
+    model, engine, limit = engine_of(options["folder"], options["dtype"], options["length"], options["timeout"])
+    engine.start()
+    if ctx.rank > 0:
+        engine._generation_thread.join()
+        return int(engine.background_thread_status.fatal_error is not None)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(options["folder"])
+    batches = Batches(engine, limit)
+    app = application(options["name"], model, tokenizer, batches, options["requests"])
+    told = asyncio.run(_served(app, engine, socket.socket(fileno=fd), ready))
+    engine.stop(block=True, timeout=_PATIENCE, hard_stop=True)
+    return 0 if told else 1
+
+
+if __name__ == "__main__":
+    try:
+        code = main(*map(int, sys.argv[1:4]), json.loads(sys.argv[4]))
+    except (BackendError, ValueError, OSError) as error:
+        log.error("%s: %s", type(error).__name__, error)
+        code = 1
+    sys.stdout.flush()
+    os._exit(code)  # threads of an engine that lost a rank may wait for it

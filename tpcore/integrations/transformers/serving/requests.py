@@ -1,0 +1,96 @@
+"""What a request may say: each wrong value is one sentence, with the value and what there is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_NUMBERS: dict[str, tuple[type, float, float]] = {
+    "max_tokens": (int, 1, 2**31 - 1),
+    "max_completion_tokens": (int, 1, 2**31 - 1),
+    "temperature": (float, 0, 2),
+    "top_p": (float, 0, 1),
+    "seed": (int, 0, 2**63 - 1),
+}
+_NO_EFFECT = ("user", "metadata", "store", "service_tier", "stream_options", "parallel_tool_calls")
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": (None,),
+    "logprobs": (None, False),
+    "top_logprobs": (None, 0),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": (None, {}),
+    "response_format": (None, {"type": "text"}),
+    "tool_choice": (None, "auto"),
+    "modalities": (None, ["text"]),
+    "reasoning_effort": (None,),
+    "generation_config": (None,),
+    **dict.fromkeys(("audio", "functions", "function_call", "prediction", "web_search_options"), (None,)),
+}
+"""Options that nothing here follows: the values at which that makes no difference."""
+_STOPS = 4
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def malformed(body: Any, content: str) -> str | None:
+    """What is wrong with ``body``, whose text is in ``content``: "prompt" or "messages". None if nothing is."""
+    if not isinstance(body, Mapping):
+        return f"the body must be a JSON object, not {type(body).__name__}"
+    known = {"model", "stream", "stop", "tools", "chat_template_kwargs", content, *_NUMBERS, *_ONLY, *_NO_EFFECT}
+    unknown = sorted(map(str, body.keys() - known))
+    if unknown:
+        return f"there is no option {', '.join(unknown)}"
+    for name, values in _ONLY.items():
+        if name in body and body[name] not in values:
+            return f"{name}={body[name]!r} is not supported: leave it out"
+    return _numbers(body) or _stop(body) or (_prompt(body) if content == "prompt" else _messages(body))
+
+
+def _numbers(body: Mapping[str, Any]) -> str | None:
+    for name, (kind, low, high) in _NUMBERS.items():
+        value = body.get(name)
+        if value is None:
+            continue
+        wanted = (int,) if kind is int else (int, float)
+        if isinstance(value, bool) or not isinstance(value, wanted) or not low <= value <= high:
+            called = "a whole number" if kind is int else "a number"
+            return f"{name}={value!r} is not {called} from {low} to {high}"
+    if body.get("top_p") == 0:
+        return "top_p=0 leaves no token: temperature=0 takes the most likely one"
+    return None
+
+
+def _stop(body: Mapping[str, Any]) -> str | None:
+    if not isinstance(body.get("stream") or False, bool):
+        return f"stream={body['stream']!r} is not true or false"
+    if not isinstance(body.get("chat_template_kwargs") or {}, dict):
+        return "chat_template_kwargs must be an object"
+    stop = body.get("stop")
+    stops = [stop] if isinstance(stop, str) else stop
+    if stop is not None and not (isinstance(stops, list) and all(isinstance(s, str) and s for s in stops)):
+        return f"stop={stop!r} is not a string or a list of strings"
+    return f"stop has {len(stops)} strings, and may have {_STOPS}" if stops and len(stops) > _STOPS else None
+
+
+def _prompt(body: Mapping[str, Any]) -> str | None:
+    prompt = body.get("prompt")
+    return None if isinstance(prompt, str) and prompt else f"prompt={prompt!r} is not a string that says something"
+
+
+def _messages(body: Mapping[str, Any]) -> str | None:
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        return "messages must be a list of one or more messages"
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict) or message.get("role") not in _ROLES:
+            return f"messages[{i}] must be an object whose role is one of {', '.join(_ROLES)}"
+        content = message.get("content")
+        parts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+        for part in parts:
+            if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
+                return f"the content of messages[{i}] must be text"
+    tools = body.get("tools") or []
+    return None if isinstance(tools, list) and all(isinstance(t, dict) for t in tools) else "tools must be objects"

@@ -1,0 +1,61 @@
+"""Which token each request goes on with: every rank draws the same, whatever requests are beside it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessor
+from transformers.generation.logits_process import LogitsProcessorList
+
+
+class Sampling(ContinuousBatchingLogitsProcessor):  # type: ignore[misc]  # transformers is not typed
+    """Leaves each row one token, which the engine's argmax takes.
+
+    A request has ``temperature`` (0: the most likely token), ``top_k`` (0: all), ``top_p`` (1: all) and ``seed``. Its
+    numbers are drawn from the seed and the number of its token, not from a stream that other requests use too.
+    """
+
+    supported_kwargs = {"temperature": float, "top_k": int, "top_p": float, "seed": int}
+    ignored_kwargs = ()
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[dict[str, Any], int]] = []
+
+    def fill_defaults(self, int32_tensor: Tensor) -> None:
+        int32_tensor.zero_()
+
+    def prepare_tensor_args(self, requests_with_new_token: list[Any]) -> Tensor:
+        states = [request.state for request in requests_with_new_token]
+        self._rows = [(state.logit_processor_kwargs, state.generated_len()) for state in states]
+        return torch.zeros(len(states), dtype=torch.int32)
+
+    def __call__(self, scores: Tensor, tensor_arg: Tensor) -> Tensor:
+        tokens = [int(choose(row, number, **how)) for row, (how, number) in zip(scores, self._rows, strict=False)]
+        chosen = torch.zeros_like(scores)
+        chosen[torch.arange(len(tokens)), tokens] = 1
+        return chosen
+
+
+def choose(
+    scores: Tensor, number: int, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0
+) -> Tensor:
+    """The token after ``scores`` [vocabulary]: softmax with temperature, of the ``top_k`` best, of the fewest whose
+    probabilities sum to ``top_p`` (nucleus sampling, Holtzman et al. 2020, arXiv:1904.09751)."""
+    if temperature == 0:
+        return scores.argmax()
+    k = min(top_k, len(scores)) if top_k > 0 else len(scores)
+    best, tokens = (scores.float() / temperature).topk(k)
+    chances = best.softmax(0)
+    chances = torch.where(chances.cumsum(0) - chances < top_p, chances, 0.0)
+    generator = torch.Generator(scores.device).manual_seed((seed * 1_000_003 + number) % 2**63)
+    return tokens[torch.multinomial(chances, 1, generator=generator)]
+
+
+def sample_by_request(manager: Any) -> None:
+    """Let the requests of ``manager``, which has not started, have their own ``Sampling``."""
+    processors = manager.logit_processor
+    processors.logits_processor, processors.tensors_required = LogitsProcessorList([Sampling()]), 1
+    processors._retrieve_processors_kwargs()
+    processors.do_processing = True

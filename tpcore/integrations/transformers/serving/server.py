@@ -1,0 +1,135 @@
+"""The web application of the first rank: OpenAI's routes over transformers' handlers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from typing import Any
+
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.responses import JSONResponse, Response
+from transformers.cli.serving.chat_completion import ChatCompletionHandler
+from transformers.cli.serving.completion import CompletionHandler
+from transformers.cli.serving.utils import CBWorkerDeadError, Modality
+
+from .batches import Batches
+from .requests import malformed
+
+_BYTES = 2**23  # of a body
+_CLOSED = 499  # nginx's status for a client that left
+_POLL = 0.25  # seconds between looks whether a client is there
+
+
+class _One:
+    """What transformers' handlers ask their models and generation state for: the one model here."""
+
+    def __init__(self, name: str, model: Any, tokenizer: Any, batches: Batches) -> None:
+        self.force_model, self._model, self._tokenizer, self._batches = name, model, tokenizer, batches
+        self._compile = False
+
+    def process_model_name(self, name: str) -> str:
+        return name
+
+    def load_model_and_processor(self, *_: Any, **__: Any) -> tuple[Any, Any]:
+        return self._model, self._tokenizer
+
+    def get_model_modality(self, *_: Any, **__: Any) -> Modality:
+        return Modality.LLM
+
+    def use_continuous_batching(self, *_: Any) -> bool:
+        return True
+
+    def get_manager(self, *_: Any, **__: Any) -> Batches:
+        return self._batches
+
+
+class _Sampled:
+    """A temperature above 0 samples, whatever the model's default is."""
+
+    def _build_generation_config(self, body: dict[str, Any], *args: Any, **options: Any) -> Any:
+        config = super()._build_generation_config(body, *args, **options)  # type: ignore[misc]
+        if body.get("temperature"):
+            config.do_sample = True
+        config.seed = body.get("seed")
+        return config
+
+
+class _Chat(_Sampled, ChatCompletionHandler):  # type: ignore[misc]
+    pass
+
+
+class _Completions(_Sampled, CompletionHandler):  # type: ignore[misc]
+    pass
+
+
+def application(name: str, model: Any, tokenizer: Any, batches: Batches, most: int) -> FastAPI:
+    """``name``: the model's in requests. ``most``: how many requests may be open."""
+    app, one = FastAPI(openapi_url=None), _One(name, model, tokenizer, batches)
+    chat, completions = _Chat(one, one), _Completions(one, one)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        return await _answer(chat, "messages", request)
+
+    @app.post("/v1/completions")
+    async def text_completions(request: Request) -> Response:
+        return await _answer(completions, "prompt", request)
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return JSONResponse({"object": "list", "data": [{"id": name, "object": "model", "owned_by": "tpcore"}]})
+
+    @app.get("/health")
+    async def health() -> Response:
+        return JSONResponse({"status": "ok"}) if batches.is_alive() else _error(503, "the engine has stopped")
+
+    async def _answer(handler: Any, content: str, request: Request) -> Response:
+        if batches.open() >= most:
+            return _error(429, f"{most} requests are open, and no more are taken: try again later")
+        try:
+            body = json.loads(await _read(request))
+            wrong = malformed(body, content)
+            if wrong is not None:
+                return _error(400, wrong)
+            return await _while_there(request, handler.handle_request(_plain(body), uuid.uuid4().hex))
+        except json.JSONDecodeError as e:
+            return _error(400, f"the body is not JSON: {e}")
+        except HTTPException as e:
+            return _error(e.status_code, str(e.detail))
+        except CBWorkerDeadError as e:
+            return _error(503, str(e))
+        except Exception as e:  # noqa: BLE001  a template may raise anything for messages that it does not take
+            return _error(400, f"{type(e).__name__}: {e}".splitlines()[0])
+
+    return app
+
+
+def _plain(body: dict[str, Any]) -> dict[str, Any]:
+    """``body`` without what is null, which OpenAI's clients send for what is not said."""
+    return {name: value for name, value in body.items() if value is not None}
+
+
+async def _read(request: Request) -> bytes:
+    found = b""
+    async for chunk in request.stream():
+        found += chunk
+        if len(found) > _BYTES:
+            raise HTTPException(413, f"the body has more than {_BYTES} bytes")
+    return found
+
+
+async def _while_there(request: Request, work: Any) -> Response:
+    """The answer; nobody's, if the client leaves before it is there."""
+    task = asyncio.ensure_future(work)
+    while not (await asyncio.wait({task}, timeout=_POLL))[0]:
+        if await request.is_disconnected():
+            task.cancel()
+            return Response(status_code=_CLOSED)
+    answer: Response = task.result()
+    return answer
+
+
+def _error(status: int, message: str) -> Response:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": status}}, status)

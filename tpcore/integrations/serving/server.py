@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
+from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.utils import CBWorkerDeadError, Modality
@@ -55,17 +56,18 @@ class _Sampled:
         return config
 
 
-class _Chat(_Sampled, ChatCompletionHandler):  # type: ignore[misc]
+class _Chat(_Sampled, ChatCompletionHandler):
     pass
 
 
-class _Completions(_Sampled, CompletionHandler):  # type: ignore[misc]
+class _Completions(_Sampled, CompletionHandler):
     pass
 
 
 def application(name: str, model: Any, tokenizer: Any, batches: Batches, most: int) -> FastAPI:
     """``name``: the model's in requests. ``most``: how many requests may be open."""
-    app, one = FastAPI(openapi_url=None), _One(name, model, tokenizer, batches)
+    app = FastAPI(openapi_url=None)
+    one: Any = _One(name, model, tokenizer, batches)
     chat, completions = _Chat(one, one), _Completions(one, one)
 
     @app.post("/v1/chat/completions")
@@ -100,7 +102,7 @@ def application(name: str, model: Any, tokenizer: Any, batches: Batches, most: i
         except CBWorkerDeadError as e:
             return _error(503, str(e))
         except Exception as e:  # noqa: BLE001  a template may raise anything for messages that it does not take
-            return _error(400, f"{type(e).__name__}: {e}".splitlines()[0])
+            return _error(400, (str(e) or type(e).__name__).splitlines()[0])
 
     return app
 
@@ -127,9 +129,28 @@ async def _while_there(request: Request, work: Any) -> Response:
             task.cancel()
             return Response(status_code=_CLOSED)
     answer: Response = task.result()
+    if isinstance(answer, StreamingResponse):
+        answer.body_iterator = _done(answer.body_iterator)
     return answer
 
 
+async def _done(events: Any) -> AsyncIterator[Any]:
+    """``events``, and the one by which OpenAI's clients know the end."""
+    try:
+        async for event in events:
+            if event.startswith('data: {"error": "'):
+                yield f"data: {json.dumps(_body(503, json.loads(event[6:])['error']))}\n\n"
+                return
+            yield event
+        yield "data: [DONE]\n\n"
+    finally:
+        await events.aclose()
+
+
 def _error(status: int, message: str) -> Response:
+    return JSONResponse(_body(status, message), status)
+
+
+def _body(status: int, message: str) -> dict[str, Any]:
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": status}}, status)
+    return {"error": {"message": message, "type": kind, "param": None, "code": status}}

@@ -8,18 +8,20 @@ import os
 import signal
 import socket
 import sys
+import threading
 from typing import Any
 
 import torch
 import transformers
 import uvicorn
+from transformers.generation.continuous_batching.utils import logger as engine_log
 
-from ....errors import BackendError
-from ....log import inform, log
-from ....models import lazy, parallelize
-from ....processes.spawn import follow
-from ....runtime.init import init
-from ....runtime.memory import keep_freed_memory
+from ...errors import BackendError
+from ...log import inform, log
+from ...models import lazy, parallelize
+from ...processes.spawn import follow
+from ...runtime.init import init
+from ...runtime.memory import keep_freed_memory
 from .batches import Batches
 from .sampling import sample_by_request
 from .server import application
@@ -65,12 +67,20 @@ async def _served(app: Any, engine: Any, listener: socket.socket, ready: int) ->
         if not engine.is_running():
             server.should_exit = True
         await asyncio.wait({serving}, timeout=_POLL)
-    return engine.is_running()
+    return bool(engine.is_running())
+
+
+def _quiet() -> None:
+    """The engine logs the error of its thread with two tracebacks; whoever waits for it is told, and so is the log."""
+    transformers.logging.set_verbosity_error()
+    engine_log.setLevel("CRITICAL")
+    threading.excepthook = lambda hook: log.error("%s", hook.exc_value)
 
 
 def main(lifeline: int, fd: int, ready: int, options: dict[str, Any]) -> int:
     follow(lifeline)
     keep_freed_memory()
+    _quiet()
     for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn has its own while it runs, and raises the signal again
         signal.signal(number, lambda *_: None)
     ctx = init(backend=options["backend"], tp=options["tp"], timeout=options["timeout"])
@@ -89,7 +99,7 @@ def main(lifeline: int, fd: int, ready: int, options: dict[str, Any]) -> int:
 
 if __name__ == "__main__":
     try:
-        code = main(*map(int, sys.argv[1:4]), json.loads(sys.argv[4]))
+        code = main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4]))
     except (BackendError, ValueError, OSError) as error:
         log.error("%s: %s", type(error).__name__, error)
         code = 1

@@ -7,19 +7,30 @@ import json
 import random
 from typing import Any
 
-from transformers.cli.serving.utils import CBGenerateManager, CBStreamer, CBWorkerDeadError, _StreamError
+from transformers.cli.serving.utils import (
+    CBGenerateManager,
+    CBStreamer,
+    CBWorkerDeadError,
+    _StreamError,
+    response_events_to_chunks,
+)
 
 
-class Batches(CBGenerateManager):  # type: ignore[misc]  # transformers is not typed
+class Batches(CBGenerateManager):
     """transformers' manager of one engine that runs already."""
 
     def __init__(self, engine: Any, limit: int) -> None:
         """``limit``: tokens of a prompt and its answer."""
         super().__init__()
-        self._cb, self.limit = engine, limit
+        self._cb: Any = engine
+        self.limit = limit
 
     def init_cb(self, model: Any, gen_config: Any) -> None:
         """The engine runs since before the first request."""
+
+    def _check_alive(self, request_id: str) -> None:
+        if not self.is_alive():
+            raise CBWorkerDeadError("a rank failed, and the ranks start again: ask again")
 
     def open(self) -> int:
         """How many requests have no answer yet."""
@@ -70,7 +81,7 @@ class Batches(CBGenerateManager):  # type: ignore[misc]  # transformers is not t
         try:
             while (part := await found.get()) is not None:
                 if isinstance(part, _StreamError):
-                    raise CBWorkerDeadError(part.msg)
+                    raise CBWorkerDeadError(json.loads(f'"{part.msg}"'))
                 parts.append(part)
         except asyncio.CancelledError:
             stream.cancel()
@@ -78,7 +89,7 @@ class Batches(CBGenerateManager):  # type: ignore[misc]  # transformers is not t
         return "".join(parts), len(inputs["input_ids"]), stream.tokens
 
 
-class Stream(CBStreamer):  # type: ignore[misc]
+class Stream(CBStreamer):
     """The text of one request, up to the first of its ``stops``."""
 
     def __init__(self, *args: Any, stops: list[str], **options: Any) -> None:
@@ -92,7 +103,8 @@ class Stream(CBStreamer):  # type: ignore[misc]
             return
         if output.error is not None:
             self._over = True
-            self._queue.put_nowait(_StreamError(json.dumps(f"the engine has stopped: {output.error}")[1:-1]))
+            why = f"a rank failed, and the ranks start again: {output.error.splitlines()[0]}"
+            self._queue.put_nowait(_StreamError(json.dumps(why)[1:-1]))  # transformers puts it between quotes
             return
         for token in output.generated_tokens[len(self.tokens) :]:
             self.tokens.append(token)
@@ -115,12 +127,11 @@ class Stream(CBStreamer):  # type: ignore[misc]
         self._send(text[: len(text) - begun])
 
     def _send(self, text: str) -> None:
-        if text and self._parser is None:
+        parser: Any = self._parser
+        if text and parser is None:
             self._queue.put_nowait(text)
         elif text:
-            from transformers.cli.serving.utils import response_events_to_chunks
-
-            for item in response_events_to_chunks(self._parser.feed(text)):
+            for item in response_events_to_chunks(parser.feed(text)):
                 self._queue.put_nowait(item)
 
     def _end(self, rest: str) -> None:

@@ -10,7 +10,7 @@ from transformers.generation.continuous_batching.cb_logits_processors import Con
 from transformers.generation.logits_process import LogitsProcessorList
 
 
-class Sampling(ContinuousBatchingLogitsProcessor):  # type: ignore[misc]  # transformers is not typed
+class Sampling(ContinuousBatchingLogitsProcessor):
     """Leaves each row one token, which the engine's argmax takes.
 
     A request has ``temperature`` (0: the most likely token), ``top_k`` (0: all), ``top_p`` (1: all) and ``seed``. Its

@@ -1,0 +1,338 @@
+"""``tpcore serve``: OpenAI's client against two ranks. Tokens are those of ``generate``, whatever happens to others."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
+from typer.testing import CliRunner
+
+from tpcore.cli.app import app
+from tpcore.integrations.serving.requests import malformed
+from tpcore.integrations.serving.sampling import choose
+
+WORDS, NEW = 60, 8
+LONG = 400
+
+
+def written(folder: Path) -> Any:
+    """A model without an end, and its tokenizer, in ``folder``."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
+    config = transformers.LlamaConfig(**sizes, vocab_size=64, num_hidden_layers=2, max_position_embeddings=512)
+    config.eos_token_id = None
+    model = transformers.LlamaForCausalLM(config).eval()
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(folder)
+    words = ["<unk>", "<s>", "</s>", "<pad>", *(f"w{i}" for i in range(WORDS))]
+    text = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    text.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=text, unk_token="<unk>", pad_token="<pad>")
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
+    tokenizer.save_pretrained(folder)
+    return model
+
+
+class Server:
+    def __init__(self, folder: Path, *options: str) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as s:
+            port = s.getsockname()[1]
+        command = [
+            sys.executable,
+            "-m",
+            "tpcore",
+            "serve",
+            str(folder),
+            "--name",
+            "tiny",
+            "--port",
+            str(port),
+            *options,
+        ]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="-", max_retries=0, timeout=60)
+        self.log: list[str] = []
+        self._reader = threading.Thread(target=lambda: self.log.extend(self.process.stderr or ()), daemon=True)
+        self._reader.start()
+        assert "tiny at http://127.0.0.1:" in (self.process.stdout.readline() if self.process.stdout else "")
+
+    def text(self, prompt: str = "w1 w2 w3", tokens: int = NEW, **options: Any) -> str:
+        options = {"temperature": 0} | options
+        answer = self.client.completions.create(model="tiny", prompt=prompt, max_tokens=tokens, **options)
+        return str(answer.choices[0].text)
+
+    def streamed(self, prompt: str = "w1 w2 w3", tokens: int = NEW) -> Iterator[str]:
+        options: Any = {"temperature": 0, "stream": True, "max_tokens": tokens}
+        for part in self.client.completions.create(model="tiny", prompt=prompt, **options):
+            yield part.choices[0].text
+
+    def rank(self, number: int) -> int:
+        """The pid of a rank."""
+        for pid in filter(str.isdigit, os.listdir("/proc")):
+            try:
+                status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+                environment = Path(f"/proc/{pid}/environ").read_text().split("\0")
+            except OSError:
+                continue
+            if int(status[1]) == self.process.pid and f"RANK={number}" in environment:
+                return int(pid)
+        raise AssertionError(self.log)
+
+    def end(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(30)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._reader.join()
+        for pipe in (self.process.stdout, self.process.stderr):
+            if pipe is not None:
+                pipe.close()
+        self.client.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    written(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
+    served = Server(folder, "--max-requests", "8")
+    try:
+        yield served
+        assert served.end() == 0, served.log
+    finally:
+        served.close()
+
+
+def expected(folder: Path, prompt: str, tokens: int = NEW) -> str:
+    model = transformers.LlamaForCausalLM.from_pretrained(folder).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    ids = torch.tensor([tokenizer(prompt)["input_ids"]])
+    answer = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False)
+    return str(tokenizer.decode(answer[0, ids.shape[1] :], skip_special_tokens=True))
+
+
+class TestServer:
+    """In order, on one server."""
+
+    pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.xdist_group("serve")]
+
+    def test_the_first_request_and_many_at_once_are_those_of_generate(self, folder: Path, server: Server) -> None:
+        prompts = [" ".join(f"w{(i * j) % WORDS}" for j in range(1, 3 + i)) for i in range(1, 7)]
+        want = [expected(folder, prompt) for prompt in prompts]
+        assert server.text(prompts[0]) == want[0]
+        found: dict[str, str] = {}
+        threads = [threading.Thread(target=lambda p=p: found.update({p: server.text(p)})) for p in prompts]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert [found[prompt] for prompt in prompts] == want
+        assert "".join(server.streamed(prompts[2])) == want[2]
+
+    def test_chat_models_and_stops(self, server: Server) -> None:
+        assert [model.id for model in server.client.models.list()] == ["tiny"]
+        whole = server.text()
+        messages: Any = [{"role": "user", "content": "w1 w2"}, {"role": "user", "content": "w3"}]
+        options: Any = {"model": "tiny", "messages": messages, "max_tokens": NEW, "temperature": 0}
+        answer = server.client.chat.completions.create(**options)
+        assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (whole, "length")
+        parts = server.client.chat.completions.create(**options, stream=True)
+        assert "".join(part.choices[0].delta.content or "" for part in parts) == whole
+        words = whole.split(" ")
+        stop = f"{words[3]} {words[4]}"
+        assert server.text(stop=["nothing", stop]) == whole[: whole.index(stop)]
+
+    def test_samples_depend_on_their_seed_alone(self, server: Server) -> None:
+        one = server.text(temperature=1.3, seed=5, top_p=0.9)
+        assert server.text(temperature=1.3, seed=5, top_p=0.9) == one
+        assert len({server.text(temperature=1.3, seed=seed) for seed in range(5)}) > 1
+        assert len({server.text(temperature=1.3) for _ in range(5)}) > 1
+
+    @pytest.mark.parametrize(
+        ("options", "status", "message"),
+        [
+            ({"max_tokens": 0}, 400, "max_tokens=0 is not a whole number from 1"),
+            ({"n": 2}, 400, "n=2 is not supported: leave it out"),
+            ({"prompt": "w1 " * 600}, 400, "the prompt has 600 tokens, and prompt and answer may have 512 together"),
+            ({"model": "other"}, 400, "'tiny'; requested 'other'"),
+            ({"prompt": 4}, 400, "prompt=4 is not a string"),
+            ({"extra_body": {"odd": 1}}, 400, "there is no option odd"),
+            ({"extra_body": {"suffix": "x"}}, 400, "suffix='x' is not supported"),
+        ],
+    )
+    def test_a_wrong_request_is_one_sentence(
+        self, server: Server, options: dict[str, Any], status: int, message: str
+    ) -> None:
+        with pytest.raises(openai.APIStatusError) as caught:
+            server.client.completions.create(**{"model": "tiny", "prompt": "w1", **options})
+        assert caught.value.status_code == status
+        body: Any = caught.value.body
+        assert message in body["message"]
+        assert "\n" not in body["message"]
+
+    def test_clients_that_leave_free_their_places(self, server: Server) -> None:
+        for _ in range(12):  # more than may be open
+            parts = server.streamed(tokens=LONG)
+            next(parts)
+            parts.close()
+        impatient = server.client.with_options(timeout=0.3)
+        for _ in range(12):
+            with pytest.raises(openai.APITimeoutError):
+                impatient.completions.create(model="tiny", prompt="w1", max_tokens=LONG, temperature=0)
+        deadline = time.monotonic() + 20
+        while True:
+            try:
+                assert server.text()
+                break
+            except openai.RateLimitError:
+                assert time.monotonic() < deadline
+                time.sleep(0.2)
+
+    def test_too_many_are_told_to_come_again(self, server: Server) -> None:
+        told: list[str] = []
+
+        def one() -> None:
+            try:
+                server.text(tokens=LONG)
+            except openai.RateLimitError as e:
+                told.append(str(e))
+
+        threads = [threading.Thread(target=one) for _ in range(24)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert told
+        assert all("8 requests are open, and no more are taken" in text for text in told)
+
+    @pytest.mark.parametrize("rank", [1, 0])
+    def test_a_lost_rank_fails_what_is_open_and_the_ranks_start_again(self, server: Server, rank: int) -> None:
+        want, errors = server.text(), []
+
+        def one() -> None:
+            try:
+                server.text(tokens=LONG)
+            except openai.APIError as e:
+                errors.append(e)
+
+        threads = [threading.Thread(target=one) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.3)  # one that has not been taken yet would be the new ranks'
+        parts = server.streamed(tokens=LONG)
+        next(parts)
+        os.kill(server.rank(rank), signal.SIGKILL)
+        killed = time.monotonic()
+        for thread in threads:
+            thread.join()
+        # of an open stream the first rank's end is seen by the transport
+        with pytest.raises(Exception, match=r"a rank failed, and the ranks start again|peer closed|[Cc]onnection"):
+            list(parts)
+        assert time.monotonic() - killed < 5  # what is promised: no wait for a time-out
+        assert len(errors) == 2
+        if rank == 1:
+            assert all("a rank failed, and the ranks start again" in str(e) for e in errors), errors
+        again = None
+        while again is None:
+            with suppress(openai.InternalServerError, openai.APIConnectionError):  # until the first rank ends
+                again = server.text()  # waits for the new ranks
+            assert again or time.monotonic() - killed < 10
+        assert again == want
+        assert any(f"rank {rank} was killed by SIGKILL" in line for line in server.log)
+
+
+def run(*arguments: object) -> str:
+    result = CliRunner().invoke(app, ["serve", *map(str, arguments)])
+    assert result.exit_code == 2
+    return " ".join(result.output.replace("│", " ").split())
+
+
+def test_what_cannot_be_served_is_said_before_anything_starts(folder: Path, tmp_path: Path) -> None:
+    assert "has no config.json: it is no model in transformers' files" in run(tmp_path)
+    assert "--dtype int9: there are auto, float32, bfloat16 and float16" in run(folder, "--dtype", "int9")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert "cannot listen at 127.0.0.1" in run(folder, "--port", taken.getsockname()[1])
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_ranks_that_cannot_start_end_it(folder: Path) -> None:
+    command = [sys.executable, "-m", "tpcore", "serve", str(folder), "--tp", "3", "--port", "0"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 1
+    assert "tp=3 does not fit LlamaForCausalLM" in ended.stderr
+    assert "exited with status 1 before it could serve" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ([], "the body must be a JSON object, not list"),
+        ({**CHAT, "temperature": "hot"}, "temperature='hot' is not a number from 0 to 2"),
+        ({**CHAT, "temperature": True}, "temperature=True is not a number"),
+        ({**CHAT, "top_p": 0}, "top_p=0 leaves no token"),
+        ({**CHAT, "seed": -1}, "seed=-1 is not a whole number from 0"),
+        ({**CHAT, "stream": "yes"}, "stream='yes' is not true or false"),
+        ({**CHAT, "stop": [""]}, "is not a string or a list of strings"),
+        ({**CHAT, "stop": list("abcde")}, "stop has 5 strings, and may have 4"),
+        ({**CHAT, "tools": ["x"]}, "tools must be objects"),
+        ({**CHAT, "chat_template_kwargs": 1}, "chat_template_kwargs must be an object"),
+        ({"messages": []}, "messages must be a list of one or more messages"),
+        ({"messages": [{"role": "king", "content": "x"}]}, r"messages\[0\] must be an object whose role is one of"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            r"content of messages\[0\] must be text",
+        ),
+    ],
+)
+def test_malformed(body: Any, message: str) -> None:
+    said = malformed(body, "messages")
+    assert said is not None
+    assert re.search(message, said)
+
+
+def test_what_is_well_formed_passes() -> None:
+    parts = [{"type": "text", "text": "hello"}]
+    assert malformed({"messages": [{"role": "user", "content": parts}], "n": 1, "temperature": 0.5}, "messages") is None
+    assert malformed({"prompt": "hello", "stop": "x", "stream": True, "user": "me", "logprobs": None}, "prompt") is None
+
+
+def test_tokens_are_drawn_as_the_distribution_says() -> None:
+    """Against softmax by hand: of 4,000 draws, four standard deviations of a share are at most 0.032."""
+    scores = torch.tensor([2.0, 1.0, 0.0, -1.0])
+
+    def shares(**how: Any) -> torch.Tensor:
+        drawn = torch.tensor([int(choose(scores, 0, seed=seed, **how)) for seed in range(4000)])
+        return torch.bincount(drawn, minlength=4) / 4000
+
+    torch.testing.assert_close(shares(temperature=0.7), (scores / 0.7).softmax(0), rtol=0, atol=0.032)
+    two = torch.cat([scores[:2].softmax(0), torch.zeros(2)])
+    torch.testing.assert_close(shares(temperature=1.0, top_k=2), two, rtol=0, atol=0.032)
+    # the shares are 0.64, 0.24, 0.09, 0.03: the fewest that sum to 0.7 are two
+    torch.testing.assert_close(shares(temperature=1.0, top_p=0.7), two, rtol=0, atol=0.032)
+    assert int(choose(scores, 3)) == 0

@@ -282,9 +282,22 @@ def test_a_call_that_would_be_wrong_is_refused(what: str) -> None:
     run_ranks(Mesh(CP2), rank)
 
 
+@pytest.mark.parametrize("dealt", [False, True])
+@pytest.mark.parametrize(("length", "way"), [(16, "gather"), (256, "ring")])
+def test_the_way_is_chosen_for_each_length(
+    length: int, way: str, dealt: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    ids = torch.randint(3, 99, (2, length), generator=torch.Generator().manual_seed(1))
+    assert_equal(
+        lambda: llama(max_position_embeddings=256), CP4, {"input_ids": ids, "labels": ids}, "auto", dealt=dealt
+    )
+    assert caplog.text.count(f"context_parallel='auto' is {way!r} for {length} tokens over cp=4") == 1
+
+
 def test_ways_and_degrees_that_do_not_fit() -> None:
     def rank(ctx: tpcore.ParallelContext) -> None:
-        with pytest.raises(ValueError, match="'gather' or 'ulysses' or 'ring', not 'rings'"):
+        with pytest.raises(ValueError, match="'gather' or 'ulysses' or 'ring' or 'auto', not 'rings'"):
             tpcore.parallelize(llama(), context_parallel="rings")
         with pytest.raises(ValueError, match="4 heads fit cp=1, 2, 4 only"):
             tpcore.parallelize(llama(), context_parallel="ulysses")

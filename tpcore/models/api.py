@@ -69,8 +69,9 @@ def parallelize(
     same at every degree.
 
     ``context_parallel``: how attention sees the tokens of the other cp ranks, "gather" (the default), "ulysses" or
-    "ring" (``tpcore.layers.ContextParallelAttention``). At ``cp`` above 1 every rank of cp passes the same whole
-    sequences, the model takes its tokens of them, and the loss is that of the whole batch.
+    "ring" (``tpcore.layers.ContextParallelAttention``), or "auto": for each length the one that sends the fewest bytes
+    of those that keep no more for backward than the rest of a layer; rank 0 says why. At ``cp`` above 1 every rank of
+    cp passes the same whole sequences, the model takes its tokens of them, and the loss is that of the whole batch.
 
     ``num_microbatches``: the model's layers become ``tpcore.PipelinedLayers``, each stage keeps its own, and
     the vocabulary is cut over stages and tp together. Required at ``pp`` above 1, where the optimizer has to

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,11 +17,12 @@ import torch
 import torch.nn.functional as F
 import transformers
 from hf import GPT2, NO_DROPOUT, TINY, llama
+from pipelines import part_of
+from tiers import tiers
 from torch import Tensor, nn
 
 import tpcore
 from tpcore import Mesh
-from tpcore.layers.sharding import sharding
 from tpcore.models.context import FAMILIES
 from tpcore.testing import run_ranks
 
@@ -103,6 +105,15 @@ def made(make: Callable[[], Any]) -> Any:
     return make().double()
 
 
+def assert_gradients(ctx: tpcore.ParallelContext, model: Any, whole: Any) -> None:
+    tpcore.reduce_gradients(model)
+    full = dict(whole.named_parameters())
+    assert ctx.mesh.axes.get("pp", 1) > 1 or full.keys() == dict(model.named_parameters()).keys()
+    for name, p in model.named_parameters():
+        expected = part_of(full[name].grad, p, ctx)
+        torch.testing.assert_close(p.grad, expected, rtol=EXACT, atol=EXACT, msg=lambda m, name=name: f"{name}: {m}")
+
+
 def assert_equal(
     make: Callable[[], nn.Module],
     mesh: dict[str, int],
@@ -124,14 +135,7 @@ def assert_equal(
         loss = model(**given).loss
         loss.backward()
         torch.testing.assert_close(loss, want, rtol=EXACT, atol=EXACT)
-        tpcore.reduce_gradients(model)
-        for (name, p), q in zip(model.named_parameters(), whole.parameters(), strict=True):
-            found, expected = sharding(p), q.grad
-            if found is not None:
-                expected = found.layout.shard(expected, ctx.rank, ctx.mesh)
-            torch.testing.assert_close(
-                p.grad, expected, rtol=EXACT, atol=EXACT, msg=lambda m, name=name: f"{name}: {m}"
-            )
+        assert_gradients(ctx, model, whole)
         model.eval()
         with torch.no_grad():
             out = model(**given)
@@ -220,6 +224,46 @@ def test_with_cut_tokens_between_the_blocks_and_recomputation(name: str, way: st
         return model
 
     assert_equal(make, CP2_TP2, plain(), way, sequence_parallel=True)
+
+
+CP2_PP2 = {"pp": 2, "dp": 1, "cp": 2, "tp": 1}
+
+
+STAGED = ("llama", "mistral, window", "gpt2", "bert")
+STAGES = tiers(
+    [("llama", "plain", "gather"), ("mistral, window", "padded", "ulysses"), ("gpt2", "packed", "ring")],
+    itertools.product(STAGED, BATCHES, WAYS),
+)
+
+
+@pytest.mark.parametrize(("name", "batch", "way"), STAGES)
+def test_in_pipeline_stages(name: str, batch: str, way: str) -> None:
+    given = BATCHES[batch]()
+    if name == "bert":
+        given.pop("use_cache", None)
+    assert_equal(MODELS[name], CP2_PP2, given, way, num_microbatches=2)
+    if (batch, way) == ("packed", "ring"):
+        assert_equal(MODELS[name], CP2_PP2 | {"tp": 2}, given, way, num_microbatches=2, sequence_parallel=True)
+
+
+@pytest.mark.parametrize("way", [*WAYS, "auto"])
+def test_one_forward_one_backward(way: str) -> None:
+    """Microbatches of as many labels, so that the mean of their losses is the batch's."""
+    batch = {**packed(), "labels": packed()["input_ids"].clone()}
+    batch["labels"][:, 5] = -100
+    whole = made(llama)
+    want = whole(**batch).loss
+    want.backward()
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        for dealt in (False, True):
+            model = tpcore.parallelize(made(llama), context_parallel=way, num_microbatches=2)
+            given = tpcore.shard_sequence(batch, model) if dealt else batch
+            loss = tpcore.PipelineModel(model, 2).run_train(**given)
+            torch.testing.assert_close(loss, want, rtol=EXACT, atol=EXACT)
+            assert_gradients(ctx, model, whole)
+
+    run_ranks(Mesh(CP2_PP2), rank)
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {

@@ -92,7 +92,7 @@ def parallelize(
     quantized.check(model, quantize, staged=num_microbatches is not None)
     if is_guarded(model):
         raise ValueError(f"this {type(model).__name__} is sharded already: parallelize it once, from the whole")
-    tokens = context_of(model, context, context_parallel, num_microbatches is not None)
+    tokens = context_of(model, context, context_parallel)
     stages = number_of_stages(context, num_microbatches)
     with use(context), quantized.torchao_aside(model, quantize, staged=num_microbatches is not None):
         rules, cuts = _decided(model, dict(plan or {}), expert_parallel, context, stages)

@@ -36,9 +36,7 @@ _STATES = ("Mamba", "SSM", "Rwkv", "RWKV", "DeltaNet", "LinearAttention", "Recur
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
 
-def context_of(
-    model: Any, ctx: ParallelContext, way: str | None, stages: bool
-) -> tuple[Comm, Callable[[int], Way]] | None:
+def context_of(model: Any, ctx: ParallelContext, way: str | None) -> tuple[Comm, Callable[[int], Way]] | None:
     """Over which ranks, and how, the tokens of ``model`` are to be cut; None: not at all.
 
     ValueError for a model that would be wrong if each rank had some of the tokens.
@@ -46,7 +44,7 @@ def context_of(
     checked, comm = checked_choice(way or "gather"), ctx.comm(*ctx.mesh.present(("cp",)))
     if comm.size == 1:
         return None
-    why = "there are no pipeline stages with context parallelism" if stages else _reason(model)
+    why = _reason(model)
     if why is not None:
         raise ValueError(
             f"{type(model).__name__} ({model.config.model_type}) cannot have its tokens cut over cp={comm.size} ranks: "

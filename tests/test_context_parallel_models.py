@@ -54,6 +54,18 @@ def _widen(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(module, "torch", _Wide())
 
 
+Widen = Callable[[Callable[[], Any]], None]
+
+
+@pytest.fixture
+def exact(monkeypatch: pytest.MonkeyPatch) -> Widen:
+    def widen(make: Callable[[], Any]) -> None:
+        make()  # imports its module
+        _widen(monkeypatch)
+
+    return widen
+
+
 def mistral() -> Any:
     config = transformers.MistralConfig(**QWEN3, sliding_window=5, attn_implementation="sdpa")
     return transformers.MistralForCausalLM(config)
@@ -199,16 +211,20 @@ def test_tokens_are_dealt_once_and_counted_by_the_model(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_every_family_of_the_list(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_family_of_the_list(family: str, exact: Widen) -> None:
     kind, config = families.class_of(family), families.config_of(family)
 
     def make() -> Any:
         return kind(copy.deepcopy(config))
 
+    for name in ("router_jitter_noise", "input_jitter_noise"):  # other numbers on each rank
+        if hasattr(config, name):
+            setattr(config, name, 0.0)
+    if hasattr(config, "output_router_logits"):
+        config.output_router_logits = True
     if getattr(config, "attn_logit_softcapping", None):
         config._attn_implementation = "eager"  # which alone caps scores
-    make()  # imports its module
-    _widen(monkeypatch)
+    exact(make)
     for way, batch in (("gather", plain()), ("ring", packed()), ("ulysses", padded())):
         if "use_cache" not in inspect.signature(kind.forward).parameters:
             batch.pop("use_cache", None)
@@ -264,6 +280,56 @@ def test_one_forward_one_backward(way: str) -> None:
             assert_gradients(ctx, model, whole)
 
     run_ranks(Mesh(CP2_PP2), rank)
+
+
+def mixtral() -> Any:
+    """With a loss of routers of nearly the size of the other one."""
+    experts = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.5}
+    config = transformers.MixtralConfig(**TINY, num_key_value_heads=4, experts_implementation="eager", **experts)
+    return transformers.MixtralForCausalLM(config)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("dealt", [False, True])
+def test_the_loss_of_routers_is_that_of_all_tokens(dealt: bool, batch: str, way: str, exact: Widen) -> None:
+    exact(mixtral)
+    assert_equal(mixtral, CP2, BATCHES[batch](), way, dealt=dealt)
+
+
+@pytest.mark.parametrize("options", [{}, {"expert_parallel": True}, {"sequence_parallel": True}], ids=str)
+def test_experts_on_cp_and_tp(options: dict[str, bool], exact: Widen) -> None:
+    exact(mixtral)
+    assert_equal(mixtral, CP2_TP2, padded(), "ring", **options)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "way"),
+    tiers(
+        [({"dp": 1, "ep": 2, "cp": 2, "tp": 1}, "ring")],
+        [({"dp": 1, "ep": 2, "cp": 2, "tp": 2}, w) for w in WAYS] + [({"dp": 2, "ep": 2, "cp": 2, "tp": 1}, "gather")],
+    ),
+    ids=str,
+)
+def test_experts_on_ep_and_cp(mesh: dict[str, int], way: str, exact: Widen) -> None:
+    """Each ep rank has a row of its own, and a loss of its routers for that row."""
+    exact(mixtral)
+    batch = {name: torch.cat([t, t.flip(1)]) for name, t in plain().items()}
+    ranks = mesh["dp"] * mesh["ep"]
+    parts = [{name: t.chunk(ranks)[i] for name, t in batch.items()} for i in range(ranks)]
+    whole = made(mixtral)
+    losses = [whole(**part).loss for part in parts]
+    torch.stack(losses).mean().backward()
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        model = tpcore.parallelize(made(mixtral), context_parallel=way)
+        at = ctx.index(ctx.batch)
+        loss = model(**parts[at]).loss
+        torch.testing.assert_close(loss, losses[at], rtol=EXACT, atol=EXACT)
+        loss.backward()
+        assert_gradients(ctx, model, whole)
+
+    run_ranks(Mesh(mesh), rank)
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {

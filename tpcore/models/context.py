@@ -24,16 +24,17 @@ from .ways import AttentionSizes, Automatic, checked_choice
 _NAME = "tpcore_context_parallel"
 
 _FAMILIES = """
-albert apertus arcee bert cohere cohere2 cwm distilbert electra ernie ernie4_5 exaone4 gemma gemma2 gemma3_text glm glm4
-gpt2 gpt_bigcode gpt_neox granite helium hunyuan_v1_dense llama ministral ministral3 mistral modernbert
-modernbert-decoder nanochat nemotron olmo olmo2 olmo3 persimmon phi phi3 qwen2 qwen3 seed_oss smollm3 stablelm
-starcoder2 vaultgemma
+albert apertus arcee bert cohere cohere2 cohere2_moe cwm deepseek_v2 deepseek_v3 distilbert dots1 electra ernie ernie4_5
+ernie4_5_moe exaone4 exaone_moe flex_olmo gemma gemma2 gemma3_text glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode
+gpt_neox granite helium hunyuan_v1_dense hunyuan_v1_moe laguna llama mellum minimax_m2 ministral ministral3 mistral
+mixtral modernbert modernbert-decoder nanochat nemotron olmo olmo2 olmo3 olmoe persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3
+qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma
 """
 FAMILIES = frozenset(_FAMILIES.split())
 """Model types whose loss and gradients were compared with the whole model's."""
 _HEADS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM")
 _STATES = ("Mamba", "SSM", "Rwkv", "RWKV", "DeltaNet", "LinearAttention", "Recurrent", "ShortConv")
-_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "router_jitter_noise")
 
 
 def context_of(model: Any, ctx: ParallelContext, way: str | None) -> tuple[Comm, Callable[[int], Way]] | None:
@@ -70,7 +71,7 @@ def _reason(model: Any) -> str | None:
         "its attention adds a learned bias for each distance": any(
             "relative_attention_bias" in name for name, _ in model.named_modules()
         ),
-        f"{dropped}: ranks would draw other numbers for attention weights than one process; set it to 0": dropped,
+        f"{dropped}: ranks would draw other numbers than one process; set it to 0": dropped,
         f"rotary positions of type {rope and rope[1]} depend on the longest sequence of a batch": rope,
         f"it is none of {', '.join(_HEADS)}, whose loss is of each token": not type(model).__name__.endswith(_HEADS),
         "its attention is not causal by its configuration": getattr(config, "is_causal", True) is False,
@@ -116,7 +117,11 @@ def cut_context(model: Any, comm: Comm, way: Callable[[int], Way]) -> None:
     shifted = not type(model).__name__.endswith("ForMaskedLM")
     attentions = [m for m in model.modules() if "Attention" in type(m).__name__]
     causal = all(getattr(m, "is_causal", True) for m in attentions)
-    context = DealtTokens(comm, way, shifted, causal)
+    routed = hasattr(model.config, "output_router_logits")
+    context = DealtTokens(comm, way, shifted, causal, routed)
+    if routed:
+        model.base_model.register_forward_pre_hook(context.enter, with_kwargs=True, prepend=True)
+        model.base_model.register_forward_hook(context.leave)
     ALL_ATTENTION_FUNCTIONS.register(_NAME, _attention)
     model.set_attn_implementation(_NAME)
     for module in attentions:

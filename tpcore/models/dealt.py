@@ -20,6 +20,7 @@ IGNORED = -100
 """The label of tokens that no loss counts: transformers' own."""
 CONTEXT = "_tpcore_context"
 """Where attention modules find their model's ``DealtTokens``."""
+_DOCUMENTS = "tpcore_documents"
 _SEQUENCES = ("input_ids", "inputs_embeds", "token_type_ids", "labels", "shift_labels")
 
 
@@ -34,6 +35,8 @@ class DealtTokens:
     """Whether a token's label is the next token, as of a causal model, and not its own."""
     causal: bool
     """Whether all attention is. Positions that begin again begin another document then: transformers says so."""
+    routed: bool = False
+    """Whether a loss of the experts' routers weights tokens by ``attention_mask``."""
 
     def order(self, length: int) -> TokenOrder:
         """Which of ``length`` tokens each rank has."""
@@ -48,11 +51,27 @@ class DealtTokens:
             kwargs = self.deal(kwargs)
         if kwargs["attention_mask"].numel() == 0:
             kwargs["attention_mask"] = None
+        elif self.routed and kwargs["attention_mask"].dtype != torch.bool:
+            kwargs[_DOCUMENTS] = kwargs.pop("attention_mask")  # whose numbers are no weights
         if "use_cache" in names:
             kwargs["use_cache"] = False
         if not self.shifted:
             kwargs.pop("num_items_in_batch", None)
         return (), kwargs
+
+    def enter(self, base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A hook of the model below the head, where routers are."""
+        documents = kwargs.pop(_DOCUMENTS, None)
+        return args, kwargs if documents is None else {**kwargs, "attention_mask": documents}
+
+    def leave(self, base: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """A hook: what routers say of all tokens, ``[batch * tokens, experts]``, whose loss is of means over them."""
+        routers = output.get("router_logits")
+        if routers is not None:
+            rows, tokens = output["last_hidden_state"].shape[:2]
+            order = self.order(tokens * self.comm.size)
+            output["router_logits"] = tuple(order.whole(t.view(rows, tokens, -1)).flatten(0, 1) for t in routers)
+        return output
 
     def deal(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """This rank's tokens of ``batch``; its ``attention_mask`` is ``[batch, 1, 1, tokens of all ranks]`` with the
@@ -114,9 +133,9 @@ class DealtTokens:
             raise ValueError(f"labels of shape {tuple(labels.shape)} are not [batch, tokens]")
 
     def _segments(self, mask: Tensor | None, places: Tensor | None, shape: torch.Size) -> Tensor | None:
-        """``[batch, tokens]``: a number for each document of a row and one for padding; None: one document."""
+        """``[batch, tokens]``: a number for each document of a row, or False for padding; None: one document."""
         if mask is not None:
-            return mask.to(torch.int64).ne(0).to(torch.int64)
+            return mask.ne(0)
         if places is None or not self.causal:
             return None
         # where a position does not follow the one before: transformers' own sign of packed documents
@@ -187,6 +206,7 @@ class SequenceLoss:
         **options: Any,
     ) -> Tensor:
         labels = labels if shift_labels is None else shift_labels
+        options.pop(_DOCUMENTS, None)
         if labels is None:
             raise ValueError("a loss needs labels, or shift_labels")
         count = self._context.count(labels) if num_items_in_batch is None else num_items_in_batch

@@ -24,11 +24,11 @@ from .ways import AttentionSizes, Automatic, checked_choice
 _NAME = "tpcore_context_parallel"
 
 _FAMILIES = """
-albert apertus arcee bert cohere cohere2 cohere2_moe cwm deepseek_v2 deepseek_v3 distilbert dots1 electra ernie ernie4_5
-ernie4_5_moe exaone4 exaone_moe flex_olmo gemma gemma2 gemma3_text glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode
-gpt_neox granite helium hunyuan_v1_dense hunyuan_v1_moe laguna llama mellum minimax_m2 ministral ministral3 mistral
-mixtral modernbert modernbert-decoder nanochat nemotron olmo olmo2 olmo3 olmoe persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3
-qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma
+albert apertus arcee bert cohere cohere2 cohere2_moe cwm deepseek_v2 deepseek_v3 distilbert dots1 electra ernie
+ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo gemma gemma2 gemma3_text glm glm4 glm4_moe glm4_moe_lite gpt2
+gpt_bigcode gpt_neox granite helium hunyuan_v1_dense hunyuan_v1_moe laguna llama mellum minimax_m2 ministral ministral3
+mistral mixtral modernbert modernbert-decoder nanochat nemotron olmo olmo2 olmo3 olmoe persimmon phi phi3 phimoe qwen2
+qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma
 """
 FAMILIES = frozenset(_FAMILIES.split())
 """Model types whose loss and gradients were compared with the whole model's."""

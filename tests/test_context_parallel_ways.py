@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from typer.testing import CliRunner
 
 import tpcore
 from tpcore import Mesh
 from tpcore.cli.app import app
+from tpcore.layers import ring
 from tpcore.layers.context_parallel import ContextParallelAttention, Way
 from tpcore.models.ways import AttentionSizes
 from tpcore.testing import run_ranks
@@ -77,6 +81,51 @@ def test_what_backward_keeps(cp: int) -> None:
         assert kept(ring, 512, 2) == 2 * kept(ring, 256, 2) == kept(ring, 256 * cp, 2) * 2 // cp
 
     run_ranks(Mesh({"dp": 1, "cp": cp}), rank)
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes at a time of what is made inside, backward included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self.seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for storage in {t.untyped_storage() for t in tree_leaves(out) if isinstance(t, Tensor)}:
+            if id(storage) not in self.seen:  # a storage is one object as long as any tensor has it
+                self.seen.add(id(storage))
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self._freed, id(storage), storage.nbytes())
+        self.most = max(self.most, self.now)
+        return out
+
+    def _freed(self, key: int, nbytes: int) -> None:
+        self.seen.remove(key)
+        self.now -= nbytes
+
+
+def peak(way: Way, cp: int, length: int) -> int:
+    """Of forward and backward on the rank that needs most."""
+
+    def rank(ctx: tpcore.ParallelContext) -> int:
+        layer = ContextParallelAttention(way)
+        made = [torch.randn(1, heads, length // cp, HEAD_DIM, requires_grad=True) for heads in (HEADS, 2, 2)]
+        with Peak() as found:
+            layer(*made).sum().backward()
+        return found.most
+
+    return max(run_ranks(Mesh({"dp": 1, "cp": cp}), rank))
+
+
+def test_the_rings_peak_is_of_a_ranks_own_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside what backward keeps there are the scores of a fixed number of queries with one block of keys."""
+    monkeypatch.setattr(ring, "ROWS", 16)
+    short = peak("ring", 2, 256)
+    assert peak("ring", 2, 512) < 2.1 * short  # twice the tokens; masks and places add little
+    assert peak("ring", 4, 512) < 1.2 * short  # as many tokens of a rank, in more steps
+    assert peak("gather", 2, 512) > 3 * peak("gather", 2, 256)  # a mask of queries by keys: 4 times in the limit
 
 
 def test_the_choice_is_of_fewest_bytes_that_fit() -> None:

@@ -102,7 +102,7 @@ def _gradients(
 
 
 def _merged(out: Tensor, total: Tensor, more: Tensor, its: Tensor) -> tuple[Tensor, Tensor]:
-    both = torch.logaddexp(total, its)
+    both = torch.stack([total, its]).logsumexp(0)  # logaddexp would leave the program on torch_xla, which has none
     old, new = ((t - both).exp().nan_to_num(0.0).unsqueeze(-1) for t in (total, its))
     return out * old + more * new, both
 

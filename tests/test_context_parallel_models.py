@@ -7,6 +7,7 @@ import inspect
 import itertools
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -454,6 +455,84 @@ def test_steps_on_dp_and_cp_with_zero1() -> None:
             torch.testing.assert_close(mean, expected, rtol=1e-9, atol=1e-9)
 
     run_ranks(Mesh({"dp": 2, "cp": 2, "tp": 1}), rank)
+
+
+DP2_CP2 = {"dp": 2, "cp": 2, "tp": 1}
+TWENTY: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "cp2": (CP2, {}),
+    "cp4": (CP4, {}),
+    "cp2 tp2 tokens": (CP2_TP2, {"sequence_parallel": True}),
+    "dp2 cp2 zero1": (DP2_CP2, {}),
+    "pp2 cp2": (CP2_PP2, {"num_microbatches": 2}),
+}
+
+
+def stepped(name: str, batch: str, step: int) -> dict[str, Any]:
+    """Other tokens in each step. Rows have as many labels, so that the mean of their losses is the batch's."""
+    given: dict[str, Any] = BATCHES[batch]()
+    made = torch.Generator().manual_seed(step)
+    given["input_ids"] = torch.randint(3, 99, given["input_ids"].shape, generator=made)
+    unseen = torch.zeros(2, 16, dtype=torch.bool)
+    unseen[0, :7], unseen[1, -7:] = True, True
+    given["labels"] = given["input_ids"].masked_fill(unseen, -100)
+    if name == "bert":
+        given.pop("use_cache", None)
+    return given
+
+
+def trained(model: Any, optimizer: Any, batches: list[list[dict[str, Any]]], update: Callable[[], Any]) -> list[Tensor]:
+    """The loss of each step, the mean of its parts'."""
+    losses = []
+    for parts in batches:
+        loss = torch.stack([model(**part).loss for part in parts]).mean()
+        loss.backward()
+        update()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+def rows_of(batch: dict[str, Any], count: int) -> list[dict[str, Any]]:
+    cut = [{k: t.chunk(count)[i] if isinstance(t, Tensor) else t for k, t in batch.items()} for i in range(count)]
+    return cut
+
+
+# gemma 2 has layers of two kinds, of which no stages are made
+_MANY = [(n, b, m) for n in MODELS for b in BATCHES for m in TWENTY if not (n.startswith("gemma") and "pp" in m)]
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "mesh"), tiers([("llama", "padded", "dp2 cp2 zero1"), ("gpt2", "plain", "cp4")], slow=_MANY)
+)
+def test_twenty_steps(name: str, batch: str, mesh: str) -> None:
+    axes, options = TWENTY[mesh]
+    way = (*WAYS, "auto")[_MANY.index((name, batch, mesh)) % 4]
+    batches = [stepped(name, batch, step) for step in range(20)]
+    whole = made(MODELS[name])
+    # a large eps: AdamW divides by the root of small gradients, which enlarges what the order of sums changes
+    adamw: dict[str, Any] = {"lr": 0.01, "eps": 1e-3}
+    plainly = torch.optim.AdamW(whole.parameters(), **adamw)
+
+    def plain_step() -> None:
+        nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
+        plainly.step()
+
+    want = trained(whole, plainly, [rows_of(b, axes["dp"]) for b in batches], plain_step)
+    full = dict(whole.named_parameters())
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        model = tpcore.parallelize(made(MODELS[name]), context_parallel=way, **options)
+        make = partial(tpcore.Zero1, torch.optim.AdamW) if axes["dp"] > 1 else torch.optim.AdamW
+        optimizer = make(model.named_parameters(), **adamw)
+        mine = [rows_of(b, axes["dp"])[ctx.index(ctx.batch)] for b in batches]
+        losses = trained(model, optimizer, [[b] for b in mine], lambda: tpcore.optimizer_step(optimizer, max_norm=0.5))
+        means = ctx.batch.all_reduce(torch.stack(losses)) / ctx.batch.size
+        torch.testing.assert_close(means, torch.stack(want), rtol=EXACT, atol=EXACT)
+        for key, p in model.named_parameters():
+            # what steps divided by small numbers, 20 times
+            torch.testing.assert_close(p.detach(), part_of(full[key].detach(), p, ctx), rtol=1e-10, atol=1e-11)
+
+    run_ranks(Mesh(axes), rank)
 
 
 def test_gradients_of_logits_that_a_loop_scores_itself() -> None:

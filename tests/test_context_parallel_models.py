@@ -290,10 +290,11 @@ def mixtral() -> Any:
     return transformers.MixtralForCausalLM(config)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("dealt", [False, True])
-def test_the_loss_of_routers_is_that_of_all_tokens(dealt: bool, batch: str, way: str, exact: Widen) -> None:
+ROUTED = [("plain", "ulysses", False), ("padded", "ring", False), ("packed", "ring", True), ("packed", "gather", False)]
+
+
+@pytest.mark.parametrize(("batch", "way", "dealt"), tiers(ROUTED, slow=itertools.product(BATCHES, WAYS, (False, True))))
+def test_the_loss_of_routers_is_that_of_all_tokens(batch: str, way: str, dealt: bool, exact: Widen) -> None:
     exact(mixtral)
     assert_equal(mixtral, CP2, BATCHES[batch](), way, dealt=dealt)
 

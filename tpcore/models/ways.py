@@ -81,14 +81,14 @@ class Automatic:
 
     sizes: AttentionSizes
     speaks: bool
-    told: set[int] = field(default_factory=set)
+    chosen: dict[int, Way] = field(default_factory=dict)
 
     def __call__(self, tokens: int) -> Way:
-        way, why = self.sizes.choose(tokens)
-        if self.speaks and tokens not in self.told:
-            self.told.add(tokens)
-            inform(why)
-        return way
+        if tokens not in self.chosen:
+            self.chosen[tokens], why = self.sizes.choose(tokens)
+            if self.speaks:
+                inform(why)
+        return self.chosen[tokens]
 
 
 def checked_choice(way: str) -> Way | None:

@@ -1,7 +1,7 @@
 """Causal attention over a long sequence whose tokens are dealt to ranks: time, bytes sent, and peak memory.
 
 One attention layer, forward and backward, in float32 over gloo: ``scaled_dot_product_attention`` in one process, and
-each way of ``tpcore.ContextParallelAttention`` at each degree. Every job has processes of its own, so that its peak of
+each way of ``ContextParallelAttention`` at each degree. Every job has processes of its own, so that its peak of
 memory is its own: how far a rank's resident memory grows above what its inputs take, the largest of the ranks. Time is
 the slower rank's, the median of the steps. What is sent is what tpcore's formulas say, which its tests compare with
 recorded steps. All jobs of a length must find the same output and gradients.
@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tpcore
-from tpcore.layers.context_parallel import checked_way
+from tpcore.layers.context_parallel import ContextParallelAttention, checked_way
 from tpcore.models.ways import AttentionSizes
 
 from .harness import conditions, grown, resident, start
@@ -47,7 +47,7 @@ def _piece(number: int, heads: int, tokens: int) -> Tensor:
 def job(rank: int, options: Namespace) -> None:
     """One way at one degree, on one rank."""
     tpcore.init(backend="cpu_gloo", cp=options.degree)
-    attention = tpcore.ContextParallelAttention("gather" if options.way == PLAIN else options.way)
+    attention = ContextParallelAttention("gather" if options.way == PLAIN else options.way)
     size = options.length // PIECES
     mine = (attention.order.places(options.length)[::size] // size).tolist()
     q, k, v = (

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from roads import OverRoad, each_road  # noqa: F401  a fixture
 
-import tpcore
+from tpcore.layers import ContextParallelAttention
 from tpcore.layout.mesh import Mesh
 from tpcore.runtime.context import ParallelContext
 
@@ -81,7 +81,7 @@ def _ring(ctx: ParallelContext) -> None:
     whole = [torch.randn(1, 2, 16, 4, dtype=torch.float64, generator=made).requires_grad_() for _ in range(3)]
     want = torch.nn.functional.scaled_dot_product_attention(*whole, is_causal=True)
     gradients = torch.autograd.grad(want.square().sum(), whole)
-    attention = tpcore.ContextParallelAttention("ring", context_parallel_group=ctx.comm("tp"))
+    attention = ContextParallelAttention("ring", context_parallel_group=ctx.comm("tp"))
     for _ in range(3):  # blocks of one call under way beside those of the next
         mine = [attention.order.cut(t.detach(), 2).requires_grad_() for t in whole]
         out = attention(*mine)

@@ -15,7 +15,7 @@ from network import Network, why_not
 
 import tpcore
 from tpcore.comm.transport import Pending, Transport
-from tpcore.layers import ring
+from tpcore.layers import ContextParallelAttention, ring
 
 pytestmark = [
     pytest.mark.slow,
@@ -41,7 +41,7 @@ def timeline(overlaps: bool) -> list[Event]:
 
         return noted
 
-    attention = tpcore.ContextParallelAttention("ring")
+    attention = ContextParallelAttention("ring")
     transport: Any = attention.order.comm.transport
     start = transport.start_permute if overlaps else lambda x, to: Transport.start_permute(transport, x, to)
 

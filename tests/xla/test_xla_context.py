@@ -12,6 +12,7 @@ from test_xla_parallelize import SIZES, clip_and_step, losses, programs
 from tpcore_neuron.testing import Program, lower
 
 import tpcore
+from tpcore.layers.module import move_model_to_device
 from tpcore.runtime.context import ParallelContext
 
 transformers = pytest.importorskip("transformers")
@@ -29,7 +30,7 @@ def train(ctx: ParallelContext, way: str) -> None:
     whole = llama()
     want = losses(whole, torch.optim.AdamW(whole.parameters(), lr=1e-2), clip_and_step, "cpu")
     model = tpcore.parallelize(llama(), context_parallel=way)
-    tpcore.move_model_to_device(model, ctx.device)
+    move_model_to_device(model, ctx.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     before = len(programs())
     got = losses(model, optimizer, lambda _, o: tpcore.optimizer_step(o, max_norm=0.5), ctx.device)
@@ -46,7 +47,7 @@ def step(ctx: ParallelContext, way: str, layers: int, length: int = 64) -> Progr
     """Forward and backward of a model, lowered and not compiled."""
     warnings.simplefilter("ignore")
     model = tpcore.parallelize(llama(layers), context_parallel=way)
-    tpcore.move_model_to_device(model, ctx.device)
+    move_model_to_device(model, ctx.device)
     ids = torch.randint(3, 99, (1, length), generator=torch.Generator().manual_seed(1)).to(ctx.device)
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward()

@@ -1,7 +1,7 @@
 """``tpcore.parallelize``: a model of transformers, cut in place by a plan."""
 
 from .api import parallelize
-from .dealt import shard_sequence
+from .context import shard_sequence
 from .load import ExpertLoad
 from .loading import lazy
 from .whole import full_state_dict

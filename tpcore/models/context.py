@@ -8,20 +8,22 @@ over both is the gradient, which ``tpcore.reduce_gradients`` and ``optimizer_ste
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..comm.comm import Comm
 from ..layers.context_parallel import Way, attention, check_heads
 from ..layers.tokens import Visible
 from ..runtime.context import ParallelContext
-from .dealt import CONTEXT, DealtTokens, SequenceLoss
+from .dealt import DealtTokens, SequenceLoss
 from .guards import guard
 from .ways import AttentionSizes, Automatic, checked_choice
 
 _NAME = "tpcore_context_parallel"
+_CONTEXT = "_tpcore_context"
+"""Where attention modules find their model's ``DealtTokens``."""
 
 _FAMILIES = """
 albert apertus arcee bert cohere cohere2 cohere2_moe cwm deepseek_v2 deepseek_v3 distilbert dots1 electra ernie
@@ -100,7 +102,7 @@ def _attention(
     if dropout or unknown:
         what = f"dropout={dropout}" if dropout else ", ".join(unknown)
         raise ValueError(f"context parallelism has no attention with {what}, which {type(module).__name__} asks for")
-    context: DealtTokens = getattr(module, CONTEXT)
+    context: DealtTokens = getattr(module, _CONTEXT)
     segments = None if attention_mask is None else attention_mask[:, 0, 0]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     visible = Visible(causal, sliding_window, segments)
@@ -125,9 +127,22 @@ def cut_context(model: Any, comm: Comm, way: Callable[[int], Way]) -> None:
     ALL_ATTENTION_FUNCTIONS.register(_NAME, _attention)
     model.set_attn_implementation(_NAME)
     for module in attentions:
-        object.__setattr__(module, CONTEXT, context)
+        object.__setattr__(module, _CONTEXT, context)
     if shifted:
         model.loss_function = SequenceLoss(model.loss_function, context)
     model.register_forward_pre_hook(context.before, with_kwargs=True, prepend=True)
     model.register_forward_hook(context.after, with_kwargs=True)
     guard(model)
+
+
+def shard_sequence(batch: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
+    """This rank's tokens of ``batch``, for ``model(**shard_sequence(batch, model))``, where a loader should not keep
+    whole sequences; loss and gradients are those of ``model(**batch)``.
+
+    ``batch``: tensors ``[batch, tokens]`` by the names of the model's arguments, memory-mapped for instance, of
+    which this rank's tokens are read. Returns a dict of ``[batch, tokens / cp]``: labels are shifted before,
+    ``position_ids`` made if missing, and ``attention_mask`` keeps padding and documents of all tokens. Without
+    context parallelism it is the batch. ValueError for what the model would refuse.
+    """
+    context: DealtTokens | None = next((vars(m)[_CONTEXT] for m in model.modules() if _CONTEXT in vars(m)), None)
+    return dict(batch) if context is None else context.deal_once(model, batch)

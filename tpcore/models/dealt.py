@@ -18,8 +18,6 @@ from ..layers.tokens import TokenOrder
 
 IGNORED = -100
 """The label of tokens that no loss counts: transformers' own."""
-CONTEXT = "_tpcore_context"
-"""Where attention modules find their model's ``DealtTokens``."""
 _DOCUMENTS = "tpcore_documents"
 _SEQUENCES = ("input_ids", "inputs_embeds", "token_type_ids", "labels", "shift_labels")
 
@@ -72,6 +70,15 @@ class DealtTokens:
             order = self.order(tokens * self.comm.size)
             output["router_logits"] = tuple(order.whole(t.view(rows, tokens, -1)).flatten(0, 1) for t in routers)
         return output
+
+    def deal_once(self, model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """As ``deal``. ValueError for what the model would refuse, and for a batch that is dealt."""
+        self._check(model, dict(batch))
+        if self._dealt(batch):
+            raise ValueError(
+                "this batch has one rank's tokens already: call tpcore.shard_sequence on the whole batch once"
+            )
+        return self.deal(batch)
 
     def deal(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """This rank's tokens of ``batch``; its ``attention_mask`` is ``[batch, 1, 1, tokens of all ranks]`` with the
@@ -164,24 +171,6 @@ _KNOWN = (*_SEQUENCES, "position_ids", "attention_mask", "num_items_in_batch")
 def _tokens_of(kwargs: Mapping[str, Any]) -> Tensor:
     found: Tensor = next(kwargs[n] for n in ("input_ids", "inputs_embeds") if kwargs.get(n) is not None)
     return found
-
-
-def shard_sequence(batch: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """This rank's tokens of ``batch``, for ``model(**shard_sequence(batch, model))``, where a loader should not keep
-    whole sequences; loss and gradients are those of ``model(**batch)``.
-
-    ``batch``: tensors ``[batch, tokens]`` by the names of the model's arguments, memory-mapped for instance, of
-    which this rank's tokens are read. Returns a dict of ``[batch, tokens / cp]``: labels are shifted before,
-    ``position_ids`` made if missing, and ``attention_mask`` keeps padding and documents of all tokens. Without
-    context parallelism it is the batch. ValueError for what the model would refuse.
-    """
-    context: DealtTokens | None = next((vars(m)[CONTEXT] for m in model.modules() if CONTEXT in vars(m)), None)
-    if context is None:
-        return dict(batch)
-    context._check(model, dict(batch))
-    if context._dealt(batch):
-        raise ValueError("this batch has one rank's tokens already: call tpcore.shard_sequence on the whole batch once")
-    return context.deal(batch)
 
 
 def _total(part: Tensor, comm: Comm) -> Tensor:

@@ -17,5 +17,6 @@ for name in (
     "transformers_tp",
     "load_model",
     "pipeline",
+    "context",
 ):
     subprocess.run([sys.executable, "-m", f"benchmarks.{name}"], check=True)

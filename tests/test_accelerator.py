@@ -11,6 +11,7 @@ import accelerate
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
+from tiers import tiers
 from trainers import examples, model
 
 import tpcore
@@ -20,6 +21,8 @@ from tpcore.testing.pool import RankPool
 
 TP = Mesh({"pp": 1, "dp": 1, "tp": 2})
 BOTH = Mesh({"pp": 1, "dp": 2, "tp": 2})
+CONTEXT = Mesh({"pp": 1, "dp": 2, "cp": 2, "tp": 1})
+CONTEXT_TP = Mesh({"pp": 1, "dp": 1, "cp": 2, "tp": 2})
 FOUR = Mesh({"pp": 1, "dp": 1, "tp": 4})
 OWN = {"of"}
 
@@ -79,10 +82,10 @@ def whole() -> list[float]:
     return loop(accelerator, made, torch.optim.AdamW(made.parameters(), lr=1e-2), None)
 
 
-def cut(ctx: tpcore.ParallelContext, where: Path | None, stops: int, zero1: bool) -> list[float]:
+def cut(ctx: tpcore.ParallelContext, where: Path | None, stops: int, zero1: bool, **ways: Any) -> list[float]:
     reset()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    made = tpcore.parallelize(model())
+    made = tpcore.parallelize(model(), **ways)
     kind = partial(tpcore.Zero1, torch.optim.AdamW) if zero1 else torch.optim.AdamW
     return loop(accelerator, made, kind(made.parameters(), lr=1e-2), where, stops)
 
@@ -95,6 +98,25 @@ def assert_near(got: list[float], want: list[float]) -> None:
 def test_equals_a_loop_in_one_process(pool: RankPool, mesh: Mesh, zero1: bool) -> None:
     want = whole()
     for got in pool.run(mesh, cut, None, 0, zero1):
+        assert_near(got, want)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "zero1", "ways"),
+    tiers(
+        [(CONTEXT, True, {"context_parallel": "ring"})],
+        [
+            (CONTEXT, False, {"context_parallel": "ulysses"}),
+            (CONTEXT_TP, True, {"context_parallel": "auto", "sequence_parallel": True}),
+        ],
+    ),
+    ids=str,
+)
+def test_equals_a_loop_in_one_process_with_tokens_on_cp(
+    pool: RankPool, mesh: Mesh, zero1: bool, ways: dict[str, Any]
+) -> None:
+    want = whole()
+    for got in pool.run(mesh, partial(cut, **ways), None, 0, zero1):
         assert_near(got, want)
 
 

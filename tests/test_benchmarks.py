@@ -60,6 +60,13 @@ def test_optimizer() -> None:
         assert f"| {contestant} |" in printed
 
 
+def test_context() -> None:
+    printed = _run("context", "--tokens", "256", "--cp", "1", "2", "--steps", "1")
+    assert "all 7 find equal outputs and gradients" in printed
+    for way, degree in (("one process", 1), ("gather", 2), ("ulysses", 2), ("ring", 2)):
+        assert f"| {way} | {degree} | " in printed
+
+
 def test_pipeline() -> None:
     printed = _run("pipeline", "--pp", "2", "--microbatches", "2", "6", "--rounds", "1")
     for count in (2, 6):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -11,10 +12,13 @@ from torch import Tensor
 
 import tpcore
 from tpcore import Mesh
+from tpcore.comm.transport import Pending
 from tpcore.layers import ContextParallelAttention, ring
 from tpcore.layers.ring import put, take
 from tpcore.layers.tokens import TokenOrder, Visible
-from tpcore.testing import run_ranks
+from tpcore.layout.mesh import Group
+from tpcore.testing import ThreadBackend, run_ranks
+from tpcore.testing.threads import ThreadTransport
 
 TOKENS, EXACT = 24, 1e-12  # float64, in which the order of sums is all that differs
 MASKS: dict[str, dict[str, Any]] = {
@@ -97,6 +101,63 @@ def test_in_bfloat16_sums_are_in_float32() -> None:
         torch.testing.assert_close(layer.order.whole(got, 2).double(), want, rtol=2**-8, atol=2**-9)
 
     run_ranks(Mesh({"dp": 1, "cp": 2}), rank)
+
+
+class NotesPermutes(ThreadTransport):
+    """Notes when a permute is started, and when its result is waited for."""
+
+    notes: ClassVar[dict[int, str]] = {}
+
+    def start_permute(self, x: Tensor, to: tuple[int, ...]) -> Pending:
+        self.notes[self.index] += "s"
+        wait = super().start_permute(x, to)
+
+        def noted() -> Tensor:
+            self.notes[self.index] += "w"
+            return wait()
+
+        return noted
+
+
+class Noting(ThreadBackend):
+    transport_class = NotesPermutes
+
+    def connect(self, group: Group, rank: int) -> NotesPermutes:
+        return NotesPermutes(group, rank, self._world)
+
+
+def test_blocks_travel_while_others_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    cp = 3
+
+    def noting(function: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*arguments: Any) -> Any:
+            NotesPermutes.notes[tpcore.current().rank] += "c"
+            return function(*arguments)
+
+        return noted
+
+    for name in ("_attended", "_gradients"):
+        monkeypatch.setattr(ring, name, noting(getattr(ring, name)))
+    monkeypatch.setattr(NotesPermutes, "notes", dict.fromkeys(range(cp), ""))
+    q, k, v, _ = (t.requires_grad_(t.is_floating_point()) for t in inputs(4))
+    want = whole(q, k, v, True, None, None)
+    gradients = torch.autograd.grad(want.sum(), (q, k, v))
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        layer = ContextParallelAttention("ring", scale=0.3)
+        mine = [layer.order.cut(t.detach(), 2).requires_grad_() for t in (q, k, v)]
+        out = layer(*mine)
+        torch.testing.assert_close(out, layer.order.cut(want, 2), rtol=EXACT, atol=EXACT)
+        # keys and values start, the block they came with is computed (zig-zag: two halves), then they are here
+        assert NotesPermutes.notes[ctx.rank] == "sscwwssccwwcc"
+        NotesPermutes.notes[ctx.rank] = ""
+        out.sum().backward()
+        # gradients start when they are computed, and are waited for after the next block
+        assert NotesPermutes.notes[ctx.rank] == "sscsswwssccwwsswwccwwssww"
+        for t, expected in zip(mine, gradients, strict=True):
+            torch.testing.assert_close(t.grad, layer.order.cut(expected, 2), rtol=EXACT, atol=EXACT)
+
+    run_ranks(Mesh({"cp": cp}), rank, backend=Noting)
 
 
 def test_zig_zag_deals_equal_work() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,12 @@ import torch
 import torch.nn.functional as F
 import transformers
 from hf import GPT2, NO_DROPOUT, TINY, llama
+from pipelines import part_of
+from tiers import tiers
 from torch import Tensor, nn
 
 import tpcore
 from tpcore import Mesh
-from tpcore.layers.sharding import sharding
 from tpcore.models.context import FAMILIES
 from tpcore.testing import run_ranks
 
@@ -50,6 +53,18 @@ def _widen(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("transformers.") and "experts" not in name and getattr(module, "torch", None) is torch:
             monkeypatch.setattr(module, "torch", _Wide())
+
+
+Widen = Callable[[Callable[[], Any]], None]
+
+
+@pytest.fixture
+def exact(monkeypatch: pytest.MonkeyPatch) -> Widen:
+    def widen(make: Callable[[], Any]) -> None:
+        make()  # imports its module
+        _widen(monkeypatch)
+
+    return widen
 
 
 def mistral() -> Any:
@@ -103,6 +118,15 @@ def made(make: Callable[[], Any]) -> Any:
     return make().double()
 
 
+def assert_gradients(ctx: tpcore.ParallelContext, model: Any, whole: Any) -> None:
+    tpcore.reduce_gradients(model)
+    full = dict(whole.named_parameters())
+    assert ctx.mesh.axes.get("pp", 1) > 1 or full.keys() == dict(model.named_parameters()).keys()
+    for name, p in model.named_parameters():
+        expected = part_of(full[name].grad, p, ctx)
+        torch.testing.assert_close(p.grad, expected, rtol=EXACT, atol=EXACT, msg=lambda m, name=name: f"{name}: {m}")
+
+
 def assert_equal(
     make: Callable[[], nn.Module],
     mesh: dict[str, int],
@@ -124,14 +148,7 @@ def assert_equal(
         loss = model(**given).loss
         loss.backward()
         torch.testing.assert_close(loss, want, rtol=EXACT, atol=EXACT)
-        tpcore.reduce_gradients(model)
-        for (name, p), q in zip(model.named_parameters(), whole.parameters(), strict=True):
-            found, expected = sharding(p), q.grad
-            if found is not None:
-                expected = found.layout.shard(expected, ctx.rank, ctx.mesh)
-            torch.testing.assert_close(
-                p.grad, expected, rtol=EXACT, atol=EXACT, msg=lambda m, name=name: f"{name}: {m}"
-            )
+        assert_gradients(ctx, model, whole)
         model.eval()
         with torch.no_grad():
             out = model(**given)
@@ -195,16 +212,20 @@ def test_tokens_are_dealt_once_and_counted_by_the_model(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_every_family_of_the_list(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_family_of_the_list(family: str, exact: Widen) -> None:
     kind, config = families.class_of(family), families.config_of(family)
 
     def make() -> Any:
         return kind(copy.deepcopy(config))
 
+    for name in ("router_jitter_noise", "input_jitter_noise"):  # other numbers on each rank
+        if hasattr(config, name):
+            setattr(config, name, 0.0)
+    if hasattr(config, "output_router_logits"):
+        config.output_router_logits = True
     if getattr(config, "attn_logit_softcapping", None):
         config._attn_implementation = "eager"  # which alone caps scores
-    make()  # imports its module
-    _widen(monkeypatch)
+    exact(make)
     for way, batch in (("gather", plain()), ("ring", packed()), ("ulysses", padded())):
         if "use_cache" not in inspect.signature(kind.forward).parameters:
             batch.pop("use_cache", None)
@@ -220,6 +241,97 @@ def test_with_cut_tokens_between_the_blocks_and_recomputation(name: str, way: st
         return model
 
     assert_equal(make, CP2_TP2, plain(), way, sequence_parallel=True)
+
+
+CP2_PP2 = {"pp": 2, "dp": 1, "cp": 2, "tp": 1}
+
+
+STAGED = ("llama", "mistral, window", "gpt2", "bert")
+STAGES = tiers(
+    [("llama", "plain", "gather"), ("mistral, window", "padded", "ulysses"), ("gpt2", "packed", "ring")],
+    itertools.product(STAGED, BATCHES, WAYS),
+)
+
+
+@pytest.mark.parametrize(("name", "batch", "way"), STAGES)
+def test_in_pipeline_stages(name: str, batch: str, way: str) -> None:
+    given = BATCHES[batch]()
+    if name == "bert":
+        given.pop("use_cache", None)
+    assert_equal(MODELS[name], CP2_PP2, given, way, num_microbatches=2)
+    if (batch, way) == ("packed", "ring"):
+        assert_equal(MODELS[name], CP2_PP2 | {"tp": 2}, given, way, num_microbatches=2, sequence_parallel=True)
+
+
+@pytest.mark.parametrize("way", [*WAYS, "auto"])
+def test_one_forward_one_backward(way: str) -> None:
+    """Microbatches of as many labels, so that the mean of their losses is the batch's."""
+    batch = {**packed(), "labels": packed()["input_ids"].clone()}
+    batch["labels"][:, 5] = -100
+    whole = made(llama)
+    want = whole(**batch).loss
+    want.backward()
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        for dealt in (False, True):
+            model = tpcore.parallelize(made(llama), context_parallel=way, num_microbatches=2)
+            given = tpcore.shard_sequence(batch, model) if dealt else batch
+            loss = tpcore.PipelineModel(model, 2).run_train(**given)
+            torch.testing.assert_close(loss, want, rtol=EXACT, atol=EXACT)
+            assert_gradients(ctx, model, whole)
+
+    run_ranks(Mesh(CP2_PP2), rank)
+
+
+def mixtral() -> Any:
+    """With a loss of routers of nearly the size of the other one."""
+    experts = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.5}
+    config = transformers.MixtralConfig(**TINY, num_key_value_heads=4, experts_implementation="eager", **experts)
+    return transformers.MixtralForCausalLM(config)
+
+
+ROUTED = [("plain", "ulysses", False), ("padded", "ring", False), ("packed", "ring", True), ("packed", "gather", False)]
+
+
+@pytest.mark.parametrize(("batch", "way", "dealt"), tiers(ROUTED, slow=itertools.product(BATCHES, WAYS, (False, True))))
+def test_the_loss_of_routers_is_that_of_all_tokens(batch: str, way: str, dealt: bool, exact: Widen) -> None:
+    exact(mixtral)
+    assert_equal(mixtral, CP2, BATCHES[batch](), way, dealt=dealt)
+
+
+@pytest.mark.parametrize("options", [{}, {"expert_parallel": True}, {"sequence_parallel": True}], ids=str)
+def test_experts_on_cp_and_tp(options: dict[str, bool], exact: Widen) -> None:
+    exact(mixtral)
+    assert_equal(mixtral, CP2_TP2, padded(), "ring", **options)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "way"),
+    tiers(
+        [({"dp": 1, "ep": 2, "cp": 2, "tp": 1}, "ring")],
+        [({"dp": 1, "ep": 2, "cp": 2, "tp": 2}, w) for w in WAYS] + [({"dp": 2, "ep": 2, "cp": 2, "tp": 1}, "gather")],
+    ),
+    ids=str,
+)
+def test_experts_on_ep_and_cp(mesh: dict[str, int], way: str, exact: Widen) -> None:
+    """Each ep rank has a row of its own, and a loss of its routers for that row."""
+    exact(mixtral)
+    batch = {name: torch.cat([t, t.flip(1)]) for name, t in plain().items()}
+    ranks = mesh["dp"] * mesh["ep"]
+    parts = [{name: t.chunk(ranks)[i] for name, t in batch.items()} for i in range(ranks)]
+    whole = made(mixtral)
+    losses = [whole(**part).loss for part in parts]
+    torch.stack(losses).mean().backward()
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        model = tpcore.parallelize(made(mixtral), context_parallel=way)
+        at = ctx.index(ctx.batch)
+        loss = model(**parts[at]).loss
+        torch.testing.assert_close(loss, losses[at], rtol=EXACT, atol=EXACT)
+        loss.backward()
+        assert_gradients(ctx, model, whole)
+
+    run_ranks(Mesh(mesh), rank)
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
@@ -282,9 +394,22 @@ def test_a_call_that_would_be_wrong_is_refused(what: str) -> None:
     run_ranks(Mesh(CP2), rank)
 
 
+@pytest.mark.parametrize("dealt", [False, True])
+@pytest.mark.parametrize(("length", "way"), [(16, "gather"), (256, "ring")])
+def test_the_way_is_chosen_for_each_length(
+    length: int, way: str, dealt: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    ids = torch.randint(3, 99, (2, length), generator=torch.Generator().manual_seed(1))
+    assert_equal(
+        lambda: llama(max_position_embeddings=256), CP4, {"input_ids": ids, "labels": ids}, "auto", dealt=dealt
+    )
+    assert caplog.text.count(f"context_parallel='auto' is {way!r} for {length} tokens over cp=4") == 1
+
+
 def test_ways_and_degrees_that_do_not_fit() -> None:
     def rank(ctx: tpcore.ParallelContext) -> None:
-        with pytest.raises(ValueError, match="'gather' or 'ulysses' or 'ring', not 'rings'"):
+        with pytest.raises(ValueError, match="'gather' or 'ulysses' or 'ring' or 'auto', not 'rings'"):
             tpcore.parallelize(llama(), context_parallel="rings")
         with pytest.raises(ValueError, match="4 heads fit cp=1, 2, 4 only"):
             tpcore.parallelize(llama(), context_parallel="ulysses")
@@ -331,6 +456,84 @@ def test_steps_on_dp_and_cp_with_zero1() -> None:
             torch.testing.assert_close(mean, expected, rtol=1e-9, atol=1e-9)
 
     run_ranks(Mesh({"dp": 2, "cp": 2, "tp": 1}), rank)
+
+
+DP2_CP2 = {"dp": 2, "cp": 2, "tp": 1}
+TWENTY: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "cp2": (CP2, {}),
+    "cp4": (CP4, {}),
+    "cp2 tp2 tokens": (CP2_TP2, {"sequence_parallel": True}),
+    "dp2 cp2 zero1": (DP2_CP2, {}),
+    "pp2 cp2": (CP2_PP2, {"num_microbatches": 2}),
+}
+
+
+def stepped(name: str, batch: str, step: int) -> dict[str, Any]:
+    """Other tokens in each step. Rows have as many labels, so that the mean of their losses is the batch's."""
+    given: dict[str, Any] = BATCHES[batch]()
+    made = torch.Generator().manual_seed(step)
+    given["input_ids"] = torch.randint(3, 99, given["input_ids"].shape, generator=made)
+    unseen = torch.zeros(2, 16, dtype=torch.bool)
+    unseen[0, :7], unseen[1, -7:] = True, True
+    given["labels"] = given["input_ids"].masked_fill(unseen, -100)
+    if name == "bert":
+        given.pop("use_cache", None)
+    return given
+
+
+def trained(model: Any, optimizer: Any, batches: list[list[dict[str, Any]]], update: Callable[[], Any]) -> list[Tensor]:
+    """The loss of each step, the mean of its parts'."""
+    losses = []
+    for parts in batches:
+        loss = torch.stack([model(**part).loss for part in parts]).mean()
+        loss.backward()
+        update()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+def rows_of(batch: dict[str, Any], count: int) -> list[dict[str, Any]]:
+    cut = [{k: t.chunk(count)[i] if isinstance(t, Tensor) else t for k, t in batch.items()} for i in range(count)]
+    return cut
+
+
+# gemma 2 has layers of two kinds, of which no stages are made
+_MANY = [(n, b, m) for n in MODELS for b in BATCHES for m in TWENTY if not (n.startswith("gemma") and "pp" in m)]
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "mesh"), tiers([("llama", "padded", "dp2 cp2 zero1"), ("gpt2", "plain", "cp4")], slow=_MANY)
+)
+def test_twenty_steps(name: str, batch: str, mesh: str) -> None:
+    axes, options = TWENTY[mesh]
+    way = (*WAYS, "auto")[_MANY.index((name, batch, mesh)) % 4]
+    batches = [stepped(name, batch, step) for step in range(20)]
+    whole = made(MODELS[name])
+    # a large eps: AdamW divides by the root of small gradients, which enlarges what the order of sums changes
+    adamw: dict[str, Any] = {"lr": 0.01, "eps": 1e-3}
+    plainly = torch.optim.AdamW(whole.parameters(), **adamw)
+
+    def plain_step() -> None:
+        nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
+        plainly.step()
+
+    want = trained(whole, plainly, [rows_of(b, axes["dp"]) for b in batches], plain_step)
+    full = dict(whole.named_parameters())
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        model = tpcore.parallelize(made(MODELS[name]), context_parallel=way, **options)
+        make = partial(tpcore.Zero1, torch.optim.AdamW) if axes["dp"] > 1 else torch.optim.AdamW
+        optimizer = make(model.named_parameters(), **adamw)
+        mine = [rows_of(b, axes["dp"])[ctx.index(ctx.batch)] for b in batches]
+        losses = trained(model, optimizer, [[b] for b in mine], lambda: tpcore.optimizer_step(optimizer, max_norm=0.5))
+        means = ctx.batch.all_reduce(torch.stack(losses)) / ctx.batch.size
+        torch.testing.assert_close(means, torch.stack(want), rtol=EXACT, atol=EXACT)
+        for key, p in model.named_parameters():
+            # what steps divided by small numbers, 20 times
+            torch.testing.assert_close(p.detach(), part_of(full[key].detach(), p, ctx), rtol=1e-10, atol=1e-11)
+
+    run_ranks(Mesh(axes), rank)
 
 
 def test_gradients_of_logits_that_a_loop_scores_itself() -> None:

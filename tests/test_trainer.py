@@ -34,6 +34,7 @@ from tpcore.testing.pool import RankPool
 TP = Mesh({"pp": 1, "dp": 1, "tp": 2})
 BOTH = Mesh({"pp": 1, "dp": 2, "tp": 2})
 CONTEXT = Mesh({"pp": 1, "dp": 2, "cp": 2, "tp": 1})
+CONTEXT_STAGES = Mesh({"pp": 2, "dp": 1, "cp": 2, "tp": 1})
 STAGES = Mesh({"pp": 2, "dp": 1, "tp": 2})
 HALF = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
 EPOCH = {"max_steps": -1, "num_train_epochs": 1}  # 22 examples by 4: the last batch has 2
@@ -75,6 +76,9 @@ def test_all_that_is_overridden_is_listed() -> None:
         (BOTH, {"sequence_parallel": True}, {"bucket_mb": 1e-3}, HALF, {"weight_decay": 0.1}),
         (STAGES, {"num_microbatches": 4}, True, {}, EPOCH),
         (CONTEXT, {"context_parallel": "ring"}, True, HALF, {}),
+        pytest.param(
+            CONTEXT_STAGES, {"context_parallel": "auto", "num_microbatches": 4}, True, {}, {}, marks=pytest.mark.slow
+        ),
     ],
     ids=[
         "tp zero1 tokens accumulation",
@@ -83,6 +87,7 @@ def test_all_that_is_overridden_is_listed() -> None:
         "dp tp zero1 tokens",
         "pp tp zero1",
         "dp cp zero1",
+        "pp cp zero1",
     ],
 )
 def test_equals_the_stock_trainer(

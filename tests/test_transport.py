@@ -89,6 +89,7 @@ MISMATCHES: dict[str, Callable[[Comm, int], object]] = {
         torch.zeros(2), (1, 2, 0)
     ),
     "started": lambda comm, rank: comm.start_all_reduce(torch.zeros(2 + rank)),
+    "started permute": lambda comm, rank: comm.start_permute(torch.zeros(2 + rank), (1, 2, 0)),
     "permutation": lambda comm, rank: comm.permute(torch.zeros(2), (1, 2, 0) if rank else (2, 0, 1)),
     "dims": lambda comm, rank: comm.all_to_all(torch.zeros(3, 3), int(rank == 1), 0),
 }  # fmt: skip

@@ -100,6 +100,13 @@ class StartedReduceForgetsTheOp(ThreadTransport):
         return lambda: out
 
 
+@mutant("test_values start_permute")
+class StartedPermuteGoesBackwards(ThreadTransport):
+    def start_permute(self, x: Tensor, to: tuple[int, ...]) -> Pending:
+        out = self.permute(x, tuple(to.index(i) if i in to else -1 for i in range(len(to))))
+        return lambda: out
+
+
 @mutant("test_values reduce_scatter")
 class KeepsTheNextRanksChunk(ThreadTransport):
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:

@@ -13,13 +13,13 @@ WORLDS = [("n2", 2, 1), ("n2", 2, 2), ("n4", 4, 2), ("n4", 4, 4)]
 """(which process, world, tp): the ids keep the tests of one process together, see OnePool in conftest."""
 
 
-def on_replicas(world: int, tp: int, fn: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
-    """``fn(ctx, *args)`` on every rank of dp x tp replicas."""
-    return run_replicas(_with_context, world, tp, fn, args, **options)
+def on_replicas(world: int, tp: int, fn: Callable[..., Any], *args: Any, cp: int = 1, **options: Any) -> list[Any]:
+    """``fn(ctx, *args)`` on every rank of dp x cp x tp replicas."""
+    return run_replicas(_with_context, world, tp, cp, fn, args, **options)
 
 
-def _with_context(tp: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    ctx = tpcore.init(backend="neuron", tp=tp)
+def _with_context(tp: int, cp: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    ctx = tpcore.init(backend="neuron", tp=tp, cp=cp)
     try:
         return fn(ctx, *args)
     finally:

@@ -54,6 +54,7 @@ def primitives(ctx: ParallelContext, axis: str, dtype: torch.dtype) -> dict[str,
         chunks = [m.chunk(n, 1)[me] for m in mine]
         out["all_to_all"] = comm.all_to_all(x, 1, 0), torch.cat(chunks, 0)
         out["permute"] = comm.permute(x, [(i + 1) % n for i in range(n)]), mine[me - 1]
+        out["started permute"] = comm.start_permute(x, [(i + 1) % n for i in range(n)])(), mine[me - 1]
     out["input"] = x, every[ctx.rank]
     ctx.backend.mark_step()
     return {name: (got.cpu(), want) for name, (got, want) in out.items()}

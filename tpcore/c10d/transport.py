@@ -144,18 +144,30 @@ class C10dTransport(Transport):
         return got.movedim(0, concat_dim).flatten(concat_dim, concat_dim + 1).contiguous()
 
     def permute(self, x: Tensor, to: tuple[int, ...]) -> Tensor:
+        return self._started_permute(x.detach().contiguous(), to)()
+
+    def start_permute(self, x: Tensor, to: tuple[int, ...]) -> Pending:
+        return self._started_permute(copied(x), to)
+
+    def _started_permute(self, x: Tensor, to: tuple[int, ...]) -> Pending:
+        """Of contiguous ``x``, which stays as it is until the wait."""
         self._enter("permute", x, to)
         target, source = to[self.index], inverse(to)[self.index]
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        sent, got = self._wire(x.detach().contiguous()).view(-1), self._wire(out).view(-1)
+        sent, got = self._wire(x).view(-1), self._wire(out).view(-1)
         # one all-to-all of unequal parts: sends and receives start together, and ``finish`` can wait for it
         # in slices, which gloo's work object for a single receive does not allow
         given = [sent.numel() if r == target else 0 for r in range(self.size)]
         taken = [got.numel() if r == source else 0 for r in range(self.size)]
         if source < 0:
             out.zero_()
-        self.finish(self._calls.alltoall_base(got[: sum(taken)], sent[: sum(given)], taken, given, _ALL_TO_ALL))
-        return out
+        work = self._calls.alltoall_base(got[: sum(taken)], sent[: sum(given)], taken, given, _ALL_TO_ALL)
+
+        def wait() -> Tensor:
+            self.finish(work)
+            return out
+
+        return wait
 
     def _exchanged(self, sent: Tensor) -> Tensor:
         """Send row ``i`` of ``sent`` to member ``i``; return the received rows in the group's order."""

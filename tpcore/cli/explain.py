@@ -43,7 +43,9 @@ def explain_step(
         False, "--sequence-parallel", help="With --plan: each rank keeps some of the tokens."
     ),
     context_parallel: str | None = typer.Option(
-        None, help="With --plan and --cp: how attention sees other ranks' tokens: gather, ulysses or ring."
+        None,
+        help="With --plan and --cp: how attention sees other ranks' tokens: gather, ulysses, ring, or auto, which says "
+        "why.",
     ),
     dtype: str | None = typer.Option(None, help="Convert the parameters: bfloat16, say."),
     optimizer: str = typer.Option(

@@ -112,6 +112,19 @@ class Comm:
     def permute(self, x: Tensor, to: Sequence[int | None]) -> Tensor:
         """Send ``x`` of member ``i`` to member ``to[i]``, or nowhere if that is None or -1. A member that
         receives nothing gets zeros."""
+        targets = self._targets(to)
+        if self.size == 1:
+            return x if 0 in targets else torch.zeros_like(x)
+        return self._active.permute(x, targets)
+
+    def start_permute(self, x: Tensor, to: Sequence[int | None]) -> Pending:
+        """Begin a ``permute`` so that local work can overlap with it; call the result to wait."""
+        if self.size == 1:
+            out = self.permute(x, to)
+            return lambda: out
+        return self._active.start_permute(x, self._targets(to))
+
+    def _targets(self, to: Sequence[int | None]) -> tuple[int, ...]:
         targets = tuple(-1 if t is None else int(t) for t in to)
         used = [t for t in targets if t != -1]
         if len(targets) != self.size or len(set(used)) != len(used) or not set(used) <= {*range(self.size)}:
@@ -119,9 +132,7 @@ class Comm:
                 f"to={tuple(to)} does not send from each of the {self.size} members of {self.group.axes} to "
                 f"another: give {self.size} different positions, or None for who sends nothing"
             )
-        if self.size == 1:
-            return x if used else torch.zeros_like(x)
-        return self._active.permute(x, targets)
+        return targets
 
     def split(self, x: Tensor, dim: int) -> Tensor:
         """This rank's chunk of ``x``, selected with the tensor ``position``."""

@@ -148,7 +148,7 @@ class Transport(ABC):
 
     The contract: a group has more than one member; dims exist and are not negative; sizes to split are divisible.
     Tensors may have any strides, zero elements or no dims. Inputs stay unchanged unless donated, and the caller may
-    change them as soon as a method, ``start_all_reduce`` too, has returned. Outputs have the input's dtype; they are
+    change them as soon as a method, one that starts too, has returned. Outputs have the input's dtype; they are
     the caller's own memory, contiguous, and outside of autograd: no later call writes to them. Values that are moved
     and not summed arrive bit for bit, NaN too; a library that cannot keep the sign of zero, as XLA, says so in
     ``loses`` of its conformance test. A sum rounds to the nearest number, denormal ones too. Every rank of a group gets
@@ -203,6 +203,11 @@ class Transport(ABC):
     def start_all_reduce(self, x: Tensor, op: Op, donate: bool) -> Pending:
         """Start an ``all_reduce``; call the result to wait for it."""
         out = self.all_reduce(x, op, donate)
+        return lambda: out
+
+    def start_permute(self, x: Tensor, to: tuple[int, ...]) -> Pending:
+        """Start a ``permute``; call the result to wait for it."""
+        out = self.permute(x, to)
         return lambda: out
 
     def broadcast(self, x: Tensor, src: int) -> Tensor:

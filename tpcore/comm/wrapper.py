@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..layout.mesh import Group
 from .signature import ALL, Call, call_place, checked_calls, compare
-from .transport import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, TABLE, Op, Pending, Primitive, Transport
+from .transport import ALL_GATHER, ALL_REDUCE, PERMUTE, REDUCE_SCATTER, TABLE, Op, Pending, Primitive, Transport
 
 
 class Relay(Transport):
@@ -73,6 +73,10 @@ class Checked(Relay):
     def start_all_reduce(self, x: Tensor, op: Op, donate: bool) -> Pending:
         self._enter(ALL_REDUCE, x, (op, donate))
         return self._inner.start_all_reduce(x, op, donate)
+
+    def start_permute(self, x: Tensor, to: tuple[int, ...]) -> Pending:
+        self._enter(PERMUTE, x, (to,))
+        return self._inner.start_permute(x, to)
 
     def _enter(self, primitive: Primitive, x: Tensor, arguments: tuple[Any, ...]) -> None:
         if not self._checked:

@@ -16,9 +16,9 @@ from .tokens import HeadGroups, Scoring, TokenOrder, Visible, hidden
 Way = Literal["gather", "ulysses", "ring"]
 
 
-def checked_way(way: str) -> Way:
+def checked_way(way: str, *others: str) -> Way:
     if way not in get_args(Way):
-        raise ValueError(f"context_parallel is {' or '.join(map(repr, get_args(Way)))}, not {way!r}")
+        raise ValueError(f"context_parallel is {' or '.join(map(repr, (*get_args(Way), *others)))}, not {way!r}")
     return cast(Way, way)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.comm import Comm
+from ..comm.comm import Comm, Pending
 from .tokens import HeadGroups, Scoring, TokenOrder, Visible, hidden
 
 Half = Tensor | int | None
@@ -102,14 +102,15 @@ def _gradients(
 
 
 def _merged(out: Tensor, total: Tensor, more: Tensor, its: Tensor) -> tuple[Tensor, Tensor]:
-    both = torch.logaddexp(total, its)
+    both = torch.stack([total, its]).logsumexp(0)  # logaddexp would leave the program on torch_xla, which has none
     old, new = ((t - both).exp().nan_to_num(0.0).unsqueeze(-1) for t in (total, its))
     return out * old + more * new, both
 
 
-def _around(comm: Comm) -> Callable[[Tensor], Tensor]:
+def _around(comm: Comm) -> Callable[[Tensor], Pending]:
+    """Starts to send a tensor to the next rank; what is returned waits for that of the rank before."""
     to = tuple((i + 1) % comm.size for i in range(comm.size))
-    return lambda x: comm.permute(x, to)
+    return lambda x: comm.start_permute(x, to)
 
 
 class _Ring(torch.autograd.Function):
@@ -122,9 +123,9 @@ class _Ring(torch.autograd.Function):
         out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=wide)
         total = torch.full_like(q[..., 0], -torch.inf, dtype=wide)
         own, keys, values = order.places(length), k, v
-        for step, (source, blocks) in enumerate(steps(order)):
-            if step:
-                keys, values = send(keys), send(values)
+        for step, (source, blocks) in enumerate(steps(order), 1):
+            # the next rank computes with these after its own: they travel meanwhile
+            coming = [send(t) for t in (keys, values)] if step < order.comm.size else []
             theirs = order.places(length, source)
             for asking, asked in blocks:
                 some = take(q, asking, 2).to(wide)
@@ -133,24 +134,25 @@ class _Ring(torch.autograd.Function):
                 more = _attended(some, part[0], part[1], masks, scoring)
                 merged = _merged(take(out, asking, 2), take(total, asking, 2), *more)
                 out, total = (put(t, asking, 2, m) for t, m in zip((out, total), merged, strict=True))
+            keys, values = (wait() for wait in coming) if coming else (keys, values)
         ctx.save_for_backward(q, k, v, out, total)
         ctx.arguments = visible, order, scoring
         return out.to(q.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """A second ring: the gradients of keys and values travel with them, and one step more brings them home."""
+        """A second ring: the gradients of keys and values follow them, and one step more brings them home."""
         q, k, v, out, total = ctx.saved_tensors
         visible, order, scoring = ctx.arguments
         heads, send, length = HeadGroups(q.shape[1], k.shape[1]), _around(order.comm), q.shape[2] * order.comm.size
         wide, grad = out.dtype, grad.to(out.dtype)
         inner = (grad * out).sum(-1, keepdim=True)
-        dq, dk, dv = (torch.zeros_like(t, dtype=wide) for t in (q, k, v))
-        keys, values = k, v
+        dq, keys, values = torch.zeros_like(q, dtype=wide), k, v
+        home: list[Pending] = []
         own = order.places(length)
-        for step, (source, blocks) in enumerate(steps(order)):
-            if step:
-                keys, values, dk, dv = (send(t) for t in (keys, values, dk, dv))
+        for step, (source, blocks) in enumerate(steps(order), 1):
+            coming = [send(t) for t in (keys, values)] if step < order.comm.size else []
+            found = [torch.zeros_like(t, dtype=wide) for t in (k, v)]
             theirs = order.places(length, source)
             for asking, asked in blocks:
                 some, *results = (take(t, asking, 2) for t in (q.to(wide), grad, total, inner))
@@ -158,10 +160,13 @@ class _Ring(torch.autograd.Function):
                 part = [heads.repeat(take(t, asked, 2)).to(wide) for t in (keys, values)]
                 mine, *more = _gradients(some, part[0], part[1], results, masks, scoring)
                 dq = put(dq, asking, 2, take(dq, asking, 2) + mine)
-                dk, dv = (
-                    put(t, asked, 2, take(t, asked, 2) + heads.fold(m)) for t, m in zip((dk, dv), more, strict=True)
-                )
-        return dq.to(q.dtype), send(dk).to(k.dtype), send(dv).to(v.dtype), None, None, None
+                found = [put(t, asked, 2, take(t, asked, 2) + heads.fold(m)) for t, m in zip(found, more, strict=True)]
+            # what earlier ranks found has travelled meanwhile
+            found = [t + wait() for t, wait in zip(found, home, strict=True)] if home else found
+            home = [send(t) for t in found]
+            keys, values = (wait() for wait in coming) if coming else (keys, values)
+        dk, dv = (wait() for wait in home)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, visible: Visible, order: TokenOrder, scoring: Scoring) -> Tensor:

@@ -70,8 +70,9 @@ def parallelize(
     same at every degree.
 
     ``context_parallel``: how attention sees the tokens of the other cp ranks, "gather" (the default), "ulysses" or
-    "ring" (``tpcore.layers.ContextParallelAttention``). At ``cp`` above 1 every rank of cp passes the same whole
-    sequences, the model takes its tokens of them, and the loss is that of the whole batch.
+    "ring" (``tpcore.layers.ContextParallelAttention``), or "auto": for each length the one that sends the fewest bytes
+    of those that keep no more for backward than the rest of a layer; rank 0 says why. At ``cp`` above 1 every rank of
+    cp passes the same whole sequences, the model takes its tokens of them, and the loss is that of the whole batch.
 
     ``num_microbatches``: the model's layers become ``tpcore.PipelinedLayers``, each stage keeps its own, and
     the vocabulary is cut over stages and tp together. Required at ``pp`` above 1, where the optimizer has to
@@ -92,7 +93,7 @@ def parallelize(
     quantized.check(model, quantize, staged=num_microbatches is not None)
     if is_guarded(model):
         raise ValueError(f"this {type(model).__name__} is sharded already: parallelize it once, from the whole")
-    tokens = context_of(model, context, context_parallel, num_microbatches is not None)
+    tokens = context_of(model, context, context_parallel)
     stages = number_of_stages(context, num_microbatches)
     with use(context), quantized.torchao_aside(model, quantize, staged=num_microbatches is not None):
         rules, cuts = _decided(model, dict(plan or {}), expert_parallel, context, stages)

@@ -7,58 +7,58 @@ over both is the gradient, which ``tpcore.reduce_gradients`` and ``optimizer_ste
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..comm import mappings as ops
 from ..comm.comm import Comm
-from ..layers.context_parallel import Way, attention, check_heads, checked_way
-from ..layers.tokens import TokenOrder, Visible
+from ..layers.context_parallel import Way, attention, check_heads
+from ..layers.tokens import Visible
 from ..runtime.context import ParallelContext
+from .dealt import DealtTokens, SequenceLoss
 from .guards import guard
+from .ways import AttentionSizes, Automatic, checked_choice
 
-IGNORED = -100
-"""The label of tokens that no loss counts: transformers' own."""
-_NAME, _OF = "tpcore_context_parallel", "_tpcore_context"
+_NAME = "tpcore_context_parallel"
+_CONTEXT = "_tpcore_context"
+"""Where attention modules find their model's ``DealtTokens``."""
 
 _FAMILIES = """
-albert apertus arcee bert cohere cohere2 cwm distilbert electra ernie ernie4_5 exaone4 gemma gemma2 gemma3_text glm glm4
-gpt2 gpt_bigcode gpt_neox granite helium hunyuan_v1_dense llama ministral ministral3 mistral modernbert
-modernbert-decoder nanochat nemotron olmo olmo2 olmo3 persimmon phi phi3 qwen2 qwen3 seed_oss smollm3 stablelm
-starcoder2 vaultgemma
+albert apertus arcee bert cohere cohere2 cohere2_moe cwm deepseek_v2 deepseek_v3 distilbert dots1 electra ernie
+ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo gemma gemma2 gemma3_text glm glm4 glm4_moe glm4_moe_lite gpt2
+gpt_bigcode gpt_neox granite helium hunyuan_v1_dense hunyuan_v1_moe laguna llama mellum minimax_m2 ministral ministral3
+mistral mixtral modernbert modernbert-decoder nanochat nemotron olmo olmo2 olmo3 olmoe persimmon phi phi3 phimoe qwen2
+qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma
 """
 FAMILIES = frozenset(_FAMILIES.split())
 """Model types whose loss and gradients were compared with the whole model's."""
 _HEADS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM")
 _STATES = ("Mamba", "SSM", "Rwkv", "RWKV", "DeltaNet", "LinearAttention", "Recurrent", "ShortConv")
-_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
-_SEQUENCES = ("input_ids", "inputs_embeds", "token_type_ids", "labels", "shift_labels")
+_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "router_jitter_noise")
 
 
-def context_of(model: Any, ctx: ParallelContext, way: str | None, stages: bool) -> tuple[Comm, Way] | None:
+def context_of(model: Any, ctx: ParallelContext, way: str | None) -> tuple[Comm, Callable[[int], Way]] | None:
     """Over which ranks, and how, the tokens of ``model`` are to be cut; None: not at all.
 
     ValueError for a model that would be wrong if each rank had some of the tokens.
     """
-    checked, comm = checked_way(way or "gather"), ctx.comm(*ctx.mesh.present(("cp",)))
+    checked, comm = checked_choice(way or "gather"), ctx.comm(*ctx.mesh.present(("cp",)))
     if comm.size == 1:
         return None
-    why = "there are no pipeline stages with context parallelism" if stages else _reason(model)
+    why = _reason(model)
     if why is not None:
         raise ValueError(
             f"{type(model).__name__} ({model.config.model_type}) cannot have its tokens cut over cp={comm.size} ranks: "
             f"{why}"
         )
+    tp = ctx.comm("tp").size
+    if checked is None:
+        return comm, Automatic(AttentionSizes.of(model, comm.size, tp), speaks=ctx.rank == 0)
     if checked == "ulysses":
-        check_heads(model.config.num_attention_heads // ctx.comm("tp").size, comm.size)
-    return comm, checked
+        check_heads(model.config.num_attention_heads // tp, comm.size)
+    return comm, lambda tokens: checked
 
 
 def _reason(model: Any) -> str | None:
@@ -73,7 +73,7 @@ def _reason(model: Any) -> str | None:
         "its attention adds a learned bias for each distance": any(
             "relative_attention_bias" in name for name, _ in model.named_modules()
         ),
-        f"{dropped}: ranks would draw other numbers for attention weights than one process; set it to 0": dropped,
+        f"{dropped}: ranks would draw other numbers than one process; set it to 0": dropped,
         f"rotary positions of type {rope and rope[1]} depend on the longest sequence of a batch": rope,
         f"it is none of {', '.join(_HEADS)}, whose loss is of each token": not type(model).__name__.endswith(_HEADS),
         "its attention is not causal by its configuration": getattr(config, "is_causal", True) is False,
@@ -82,171 +82,6 @@ def _reason(model: Any) -> str | None:
         ),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
-
-
-@dataclass(frozen=True, eq=False)
-class _Tokens:
-    """What a model's attention, loss and hooks share."""
-
-    way: Way
-    order: TokenOrder
-    shifted: bool
-    """Whether a token's label is the next token, as of a causal model, and not its own."""
-    packs: bool
-    """Whether positions that begin again begin another document: transformers says so where attention is causal."""
-
-    def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A hook: this rank's part of the arguments of the model's forward."""
-        names = inspect.signature(type(model).forward).parameters
-        kwargs = dict(zip([n for n in names if n != "self"], args, strict=False)) | kwargs
-        self._check(model, kwargs)
-        if not self._dealt(kwargs):
-            kwargs = self.deal(kwargs)
-        if kwargs["attention_mask"].numel() == 0:
-            kwargs["attention_mask"] = None
-        if "use_cache" in names:
-            kwargs["use_cache"] = False
-        if not self.shifted:
-            kwargs.pop("num_items_in_batch", None)
-        return (), kwargs
-
-    def deal(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """This rank's tokens of ``batch``; its ``attention_mask`` is ``[batch, 1, 1, tokens of all ranks]`` with the
-        segments, or has no tokens where there is one."""
-        kwargs = dict(batch)
-        given = _tokens_of(kwargs)
-        length, places = given.shape[1], kwargs.get("position_ids")
-        segments = self._segments(kwargs.get("attention_mask"), places, given.shape)
-        if places is None:
-            places = torch.arange(length, device=given.device)[None]
-        if kwargs.get("labels") is not None and kwargs.get("shift_labels") is None and self.shifted:
-            # before the cut: the next token may be another rank's
-            kwargs["labels"] = F.pad(kwargs["labels"], (0, 1), value=IGNORED)[:, 1:]
-        for name in _SEQUENCES:
-            if kwargs.get(name) is not None:
-                kwargs[name] = self.order.cut(kwargs[name])
-        kwargs["position_ids"] = self.order.cut(places)
-        # 4-D masks are left as they are by every model, so this one arrives at its attention
-        segments = given.new_empty(given.shape[0], 0, dtype=torch.int64) if segments is None else segments
-        kwargs["attention_mask"] = segments[:, None, None]
-        return kwargs
-
-    def _dealt(self, kwargs: Mapping[str, Any]) -> bool:
-        """Whether ``deal`` made these arguments: no other mask has this shape."""
-        mask = kwargs.get("attention_mask")
-        if mask is None or mask.ndim != 4 or mask.shape[1:3] != (1, 1):
-            return False
-        return mask.shape[3] in (0, _tokens_of(kwargs).shape[1] * self.order.comm.size)
-
-    def _check(self, model: nn.Module, kwargs: dict[str, Any]) -> None:
-        config = getattr(model, "config", None)
-        for name in ("output_attentions", "output_hidden_states"):
-            if kwargs.get(name, getattr(config, name, False)):
-                raise ValueError(f"{name}=True with context parallelism: each rank has those of its tokens only")
-        if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
-            raise ValueError(
-                "use_cache=True or past_key_values with context parallelism, which is for whole sequences: generate "
-                "on a model that was parallelized without it"
-            )
-        others = [n for n, v in kwargs.items() if isinstance(v, Tensor) and v.ndim and n not in _KNOWN]
-        if kwargs.get("logits_to_keep") is not None and not isinstance(kwargs["logits_to_keep"], Tensor):
-            others += ["logits_to_keep"] if kwargs["logits_to_keep"] else []
-        if others:
-            raise ValueError(f"context parallelism does not know how to cut {', '.join(others)}: leave it out")
-        mask, labels = kwargs.get("attention_mask"), kwargs.get("labels")
-        dealt = self._dealt(kwargs)
-        if dealt and self.shifted and kwargs.get("num_items_in_batch") is not None:
-            raise ValueError(
-                "num_items_in_batch with tokens of tpcore.shard_sequence: a loop counts the labels of one rank there; "
-                "leave it out, the model counts those of all ranks"
-            )
-        if mask is not None and mask.ndim != 2 and not dealt:
-            raise ValueError(
-                f"an attention_mask of shape {tuple(mask.shape)} is not known by positions: pass [batch, tokens], or "
-                "position_ids that begin again at each document"
-            )
-        if labels is not None and labels.ndim != 2:
-            raise ValueError(f"labels of shape {tuple(labels.shape)} are not [batch, tokens]")
-
-    def _segments(self, mask: Tensor | None, places: Tensor | None, shape: torch.Size) -> Tensor | None:
-        """``[batch, tokens]``: a number for each document of a row and one for padding; None: one document."""
-        if mask is not None:
-            return mask.to(torch.int64).ne(0).to(torch.int64)
-        if places is None or not self.packs:
-            return None
-        # where a position does not follow the one before: transformers' own sign of packed documents
-        return F.pad(places.diff(dim=-1) != 1, (1, 0)).cumsum(-1).expand(shape[:2])
-
-    def after(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """A hook: logits of all tokens where no training step keeps them apart, and a masked model's loss."""
-        labels = kwargs.get("labels")
-        if not self.shifted and labels is not None:
-            count = (labels != IGNORED).sum()
-            part = torch.where(count > 0, output["loss"], 0.0) * count
-            output["loss"] = _total(part, self.order.comm) / self.count(labels)
-        if (labels is None and kwargs.get("shift_labels") is None) or not model.training:
-            output["logits"] = self.order.whole(output["logits"])
-        return output
-
-    def count(self, labels: Tensor) -> Tensor:
-        """The number of labels that count, of all ranks."""
-        return self.order.comm.all_reduce((labels != IGNORED).sum().reshape(1)).squeeze(0)
-
-
-_KNOWN = (*_SEQUENCES, "position_ids", "attention_mask", "num_items_in_batch")
-
-
-def _tokens_of(kwargs: Mapping[str, Any]) -> Tensor:
-    found: Tensor = next(kwargs[n] for n in ("input_ids", "inputs_embeds") if kwargs.get(n) is not None)
-    return found
-
-
-def shard_sequence(batch: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """This rank's tokens of ``batch``, for ``model(**shard_sequence(batch, model))``, where a loader should not keep
-    whole sequences; loss and gradients are those of ``model(**batch)``.
-
-    ``batch``: tensors ``[batch, tokens]`` by the names of the model's arguments, memory-mapped for instance, of
-    which this rank's tokens are read. Returns a dict of ``[batch, tokens / cp]``: labels are shifted before,
-    ``position_ids`` made if missing, and ``attention_mask`` keeps padding and documents of all tokens. Without
-    context parallelism it is the batch. ValueError for what the model would refuse.
-    """
-    context: _Tokens | None = next((vars(m)[_OF] for m in model.modules() if _OF in vars(m)), None)
-    if context is None:
-        return dict(batch)
-    context._check(model, dict(batch))
-    if context._dealt(batch):
-        raise ValueError("this batch has one rank's tokens already: call tpcore.shard_sequence on the whole batch once")
-    return context.deal(batch)
-
-
-def _total(part: Tensor, comm: Comm) -> Tensor:
-    """The sum over ranks, on each, as a loss: backward sums the gradients of all ranks' losses."""
-    # sum: no view, which a Trainer could not change in place
-    return ops.copy(ops.reduce(part.reshape(1), comm), comm).sum()
-
-
-class SequenceLoss:
-    """``model.loss_function`` of the whole batch, of labels that are shifted and cut already."""
-
-    def __init__(self, inner: Callable[..., Tensor], context: _Tokens) -> None:
-        self._inner, self._context = inner, context
-
-    def __call__(
-        self,
-        logits: Tensor,
-        labels: Tensor | None = None,
-        vocab_size: int | None = None,
-        num_items_in_batch: Tensor | int | None = None,
-        shift_labels: Tensor | None = None,
-        **options: Any,
-    ) -> Tensor:
-        labels = labels if shift_labels is None else shift_labels
-        if labels is None:
-            raise ValueError("a loss needs labels, or shift_labels")
-        count = self._context.count(labels) if num_items_in_batch is None else num_items_in_batch
-        options |= {"num_items_in_batch": count, "shift_labels": labels}
-        part = self._inner(logits, labels=labels, vocab_size=vocab_size, **options)
-        return _total(part, self._context.order.comm)
 
 
 def _attention(
@@ -267,28 +102,47 @@ def _attention(
     if dropout or unknown:
         what = f"dropout={dropout}" if dropout else ", ".join(unknown)
         raise ValueError(f"context parallelism has no attention with {what}, which {type(module).__name__} asks for")
-    context: _Tokens = getattr(module, _OF)
+    context: DealtTokens = getattr(module, _CONTEXT)
     segments = None if attention_mask is None else attention_mask[:, 0, 0]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     visible = Visible(causal, sliding_window, segments)
-    out = attention(context.way, query, key, value, visible, context.order, scaling, softcap)
+    length = query.shape[2] * context.comm.size
+    way, order = context.way(length), context.order(length)
+    out = attention(way, query, key, value, visible, order, scaling, softcap)
     return out.transpose(1, 2).contiguous(), None
 
 
-def cut_context(model: Any, comm: Comm, way: Way) -> None:
+def cut_context(model: Any, comm: Comm, way: Callable[[int], Way]) -> None:
     """Deal the tokens of every forward of ``model`` to the ranks of ``comm``."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     shifted = not type(model).__name__.endswith("ForMaskedLM")
     attentions = [m for m in model.modules() if "Attention" in type(m).__name__]
     causal = all(getattr(m, "is_causal", True) for m in attentions)
-    context = _Tokens(way, TokenOrder(comm, way == "ring" and causal), shifted, causal)
+    routed = hasattr(model.config, "output_router_logits")
+    context = DealtTokens(comm, way, shifted, causal, routed)
+    if routed:
+        model.base_model.register_forward_pre_hook(context.enter, with_kwargs=True, prepend=True)
+        model.base_model.register_forward_hook(context.leave)
     ALL_ATTENTION_FUNCTIONS.register(_NAME, _attention)
     model.set_attn_implementation(_NAME)
     for module in attentions:
-        object.__setattr__(module, _OF, context)
+        object.__setattr__(module, _CONTEXT, context)
     if shifted:
         model.loss_function = SequenceLoss(model.loss_function, context)
     model.register_forward_pre_hook(context.before, with_kwargs=True, prepend=True)
     model.register_forward_hook(context.after, with_kwargs=True)
     guard(model)
+
+
+def shard_sequence(batch: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
+    """This rank's tokens of ``batch``, for ``model(**shard_sequence(batch, model))``, where a loader should not keep
+    whole sequences; loss and gradients are those of ``model(**batch)``.
+
+    ``batch``: tensors ``[batch, tokens]`` by the names of the model's arguments, memory-mapped for instance, of
+    which this rank's tokens are read. Returns a dict of ``[batch, tokens / cp]``: labels are shifted before,
+    ``position_ids`` made if missing, and ``attention_mask`` keeps padding and documents of all tokens. Without
+    context parallelism it is the batch. ValueError for what the model would refuse.
+    """
+    context: DealtTokens | None = next((vars(m)[_CONTEXT] for m in model.modules() if _CONTEXT in vars(m)), None)
+    return dict(batch) if context is None else context.deal_once(model, batch)

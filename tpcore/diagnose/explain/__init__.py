@@ -124,7 +124,7 @@ def explain(
     def made() -> tuple[nn.Module, Inputs]:
         model, inputs = build(target, batch_size, seq_len)
         if plan is not None:
-            inputs = with_labels(model, inputs)
+            model, inputs = model.to(dtype=dtype), with_labels(model, inputs)
         return (model if change is None else change(model) or model), inputs
 
     for rank in ranks or ():

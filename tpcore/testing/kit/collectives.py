@@ -63,13 +63,14 @@ _VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "all_reduce max": ("all_reduce", {"op": "max"}),
     "all_reduce donate": ("all_reduce", {"donate": True}),
     "start_all_reduce": ("all_reduce", {}),
+    "start_permute": ("permute", {}),
 }
 REDUCING = tuple(p.name for p in TABLE if p.sums)
 MOVING = tuple(p.name for p in TABLE if not p.sums)
 _AFTER = list(PRIMITIVES_BY_NAME).index("all_reduce") + 1
 PRIMITIVES = (*list(PRIMITIVES_BY_NAME)[:_AFTER], *_VARIANTS, *list(PRIMITIVES_BY_NAME)[_AFTER:])
 """Primitives and variants, in the order in which the kit tests them."""
-METHODS = (*PRIMITIVES_BY_NAME, "start_all_reduce")
+METHODS = (*PRIMITIVES_BY_NAME, "start_all_reduce", "start_permute")
 """The methods of a transport."""
 
 
@@ -116,8 +117,8 @@ def _plain(name: str, value: Any, ndim: int) -> Any:
 
 
 def _call(comm: Comm, name: str, of: str, given: dict[str, Any]) -> Callable[[Tensor], Tensor]:
-    if name == "start_all_reduce":
-        return lambda x: comm.start_all_reduce(x, **given)()
+    if name.startswith("start_"):
+        return lambda x: getattr(comm, name)(x, **given)()
     return partial(getattr(comm, of), **given)
 
 
@@ -204,16 +205,20 @@ def eager_dtypes(ctx: ParallelContext) -> tuple[torch.dtype, ...]:
 
 
 def overlapped(ctx: ParallelContext) -> Wrong:
-    """Several all-reduces under way, with a gather in between. Ranks wait for them in different orders."""
+    """Several all-reduces under way and a permute, with a gather in between. Ranks wait for them in different
+    orders."""
     comm, out = ctx.comm("tp"), Wrong()
     n, me = comm.size, comm.position.float()  # a tensor: one program for all ranks of a compiling backend
     waits = [comm.start_all_reduce(me.repeat(9) + i) for i in range(4)]
+    moved = comm.start_permute(me.repeat(9), [*range(1, n), 0])
     gathered = comm.all_gather(me, 0)
     forward = comm.eager and int(comm.position.cpu()) % 2
     for i, wait in sorted(enumerate(waits), reverse=not forward):
         problem = differs(wait(), torch.full((9,), float(n * i + n * (n - 1) // 2)))
         if problem:
             out.append(f"all-reduce {i} of 4 under way {problem}")
+    if differs(moved(), ((comm.position.cpu() - 1) % n).float().repeat(9)):
+        out.append("a permute under way beside all-reduces is wrong")
     if differs(gathered, torch.arange(n).float()):
         out.append("a gather between the start of an all-reduce and its wait is wrong")
     return out

@@ -143,7 +143,7 @@ class Contract:
         self._check(run(line, memory.donated))
 
     def test_overlap(self, run: Run, line: Mesh) -> None:
-        """A failure is in ``start_all_reduce``: results mixed up between several under way."""
+        """A failure is in ``start_all_reduce`` or ``start_permute``: results mixed up between several under way."""
         self._check(run(line, bodies.overlapped))
 
     def test_large(self, run: Run, line: Mesh, primitive: str) -> None:
@@ -179,7 +179,7 @@ class Contract:
         self._check(run(line, edges.precise, summed))
 
     def test_started(self, run: Run, line: Mesh) -> None:
-        """A failure is in when ``start_all_reduce`` reads its input, or in a second wait."""
+        """A failure is in when a method that starts reads its input, or in a second wait."""
         self._check(run(line, edges.started))
 
     def test_mixed(self, run: Run, line: Mesh) -> None:

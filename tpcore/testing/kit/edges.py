@@ -182,6 +182,12 @@ def started(ctx: ParallelContext) -> Wrong:
             out.append(f"start_all_reduce of {n} {dtype} whose input changes meanwhile {problem}")
         if problem := differs(second, want):
             out.append(f"a second wait for start_all_reduce of {n} {dtype} {problem}")
+        x = (comm.position + 1).to(dtype).repeat(n)
+        moved = comm.start_permute(x, [*range(1, comm.size), 0])
+        x.zero_()
+        want = ((comm.position.cpu() - 1) % comm.size + 1).to(dtype).repeat(n)
+        if problem := differs(moved(), want) or differs(moved(), want):
+            out.append(f"start_permute of {n} {dtype} whose input changes meanwhile {problem}")
     return out
 
 

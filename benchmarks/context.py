@@ -1,0 +1,133 @@
+"""Causal attention over a long sequence whose tokens are dealt to ranks: time, bytes sent, and peak memory.
+
+One attention layer, forward and backward, in float32 over gloo: ``scaled_dot_product_attention`` in one process, and
+each way of ``ContextParallelAttention`` at each degree. Every job has processes of its own, so that its peak of
+memory is its own: how far a rank's resident memory grows above what its inputs take, the largest of the ranks. Time is
+the slower rank's, the median of the steps. What is sent is what tpcore's formulas say, which its tests compare with
+recorded steps. All jobs of a length must find the same output and gradients.
+
+``torch.distributed.tensor.experimental.context_parallel`` is no contestant: on CPU it has no attention (torch 2.13:
+"Operator aten._scaled_dot_product_flash_attention_for_cpu.default does not have a sharding strategy registered").
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from argparse import Namespace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+import tpcore
+from tpcore.layers.context_parallel import ContextParallelAttention, checked_way
+from tpcore.models.ways import AttentionSizes
+
+from .harness import conditions, grown, resident, start
+
+HEADS, KEYS, HEAD_DIM, PIECES = 8, 2, 64, 16
+PLAIN, WAYS = "one process", ("gather", "ulysses", "ring")
+TOLERANCE = 1e-5
+"""Of a sum of squares: sums of float32 in another order."""
+
+
+def _piece(number: int, heads: int, tokens: int) -> Tensor:
+    """The same numbers wherever it is: no rank makes the whole."""
+    made = torch.Generator().manual_seed(100 * number + heads)
+    return torch.randn(1, heads, tokens, HEAD_DIM, generator=made)
+
+
+def job(rank: int, options: Namespace) -> None:
+    """One way at one degree, on one rank."""
+    tpcore.init(backend="cpu_gloo", cp=options.degree)
+    attention = ContextParallelAttention("gather" if options.way == PLAIN else options.way)
+    size = options.length // PIECES
+    mine = (attention.order.places(options.length)[::size] // size).tolist()
+    q, k, v = (
+        torch.cat([_piece(PIECES * i + n, heads, size) for n in mine], 2).requires_grad_()
+        for i, heads in enumerate((HEADS, KEYS, KEYS))
+    )
+    before, seconds = resident(), []
+    for _ in range(1 + options.steps):
+        q.grad = k.grad = v.grad = None
+        dist.barrier()
+        began = time.perf_counter()
+        if options.way == PLAIN:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        else:
+            out = attention(q, k, v)
+        out.square().mean().backward()
+        seconds.append(time.perf_counter() - began)
+    peak = grown(before)
+    found = torch.tensor([statistics.median(seconds[1:]), peak], dtype=torch.float64)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    squares = torch.stack([t.detach().double().square().sum() for t in (out, q.grad, k.grad, v.grad) if t is not None])
+    squares *= torch.tensor([1, *[options.degree**-2] * 3])  # the mean is of a rank's tokens
+    dist.all_reduce(squares)
+    if rank == 0:
+        result = {"seconds": float(found[0]), "peak": float(found[1]), "squares": squares.tolist()}
+        Path(options.result).write_text(json.dumps(result))
+    tpcore.shutdown()
+
+
+def measure(options: Namespace, length: int) -> None:
+    lines = [f"**{length:,} tokens** ({options.steps} steps)", ""]
+    lines += ["| | cp | step | sent by a rank | peak memory |", "|---|---:|---:|---:|---:|"]
+    want: Tensor | None = None
+    for way, degree in [(PLAIN, 1), *((way, cp) for way in WAYS for cp in options.cp)]:
+        with tempfile.TemporaryDirectory(prefix="tpcore-bench-") as folder:
+            one = Namespace(**vars(options), way=way, degree=degree, length=length, result=f"{folder}/result.json")
+            start(job, one, degree)
+            found = json.loads(Path(one.result).read_text())
+        got = torch.tensor(found["squares"], dtype=torch.float64)
+        want = got if want is None else want
+        if not torch.allclose(got, want, rtol=TOLERANCE):
+            raise ValueError(f"{way}, cp {degree}: squares sum to {got.tolist()}, not {want.tolist()}")
+        sizes = AttentionSizes(HEADS, KEYS, HEAD_DIM, HEADS * HEAD_DIM, 4, degree, 1)
+        sent = 0 if degree == 1 else sizes.sent(checked_way(way), length)
+        lines.append(
+            f"| {way} | {degree} | {found['seconds'] * 1e3:.4g} ms | {sent / 2**20:.4g} MiB | "
+            f"{found['peak'] / 2**20:.4g} MiB |"
+        )
+    sys.stdout.write("\n".join(lines) + f"\n\nall {len(lines) - 4} find equal outputs and gradients\n\n")
+
+
+def longest(memory: float, degrees: list[int]) -> None:
+    """The longest sequence whose activations fit ``memory`` GiB of a rank, by tpcore's formulas: Llama 3.1 8B, tp 8,
+    bfloat16, nothing recomputed. At cp 1 there is no mask."""
+    lines = [f"**tokens of one sequence that fit {memory:g} GiB a rank**", ""]
+    lines += ["| | " + " | ".join(f"cp {cp}" for cp in degrees) + " |", "|---|" + "---:|" * len(degrees)]
+    for way in map(checked_way, WAYS):
+        found = []
+        for cp in degrees:
+            sizes, tokens, step = AttentionSizes(4, 1, 128, 4096, 2, cp, 8), 0, 1024 * cp
+            while 32 * (sizes.rest(tokens) + sizes.kept("ring" if cp == 1 else way, tokens)) <= memory * 2**30:
+                tokens += step
+            found.append(f"{tokens - step:,}" if sizes.heads % cp == 0 or way != "ulysses" else "-")
+        lines.append(f"| {way} | {' | '.join(found)} |")
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--tokens", nargs="+", type=int, default=[4096, 8192, 16384, 32768, 65536])
+    parser.add_argument("--cp", nargs="+", type=int, default=[1, 2, 4])
+    parser.add_argument("--steps", type=int, default=3, help="that are timed in one job, after one that is not")
+    parser.add_argument("--memory", type=float, help="GiB of a rank: print what fits, and measure nothing")
+    options = parser.parse_args()
+    if options.memory:
+        return longest(options.memory, options.cp)
+    for length in options.tokens:
+        measure(options, length)
+    sys.stdout.write(f"{conditions(max(options.cp))}\n")
+
+
+if __name__ == "__main__":
+    main()

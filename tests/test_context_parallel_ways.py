@@ -1,0 +1,150 @@
+"""What the ways send and keep: by their formulas, as recorded, and the choice that follows."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from typer.testing import CliRunner
+
+import tpcore
+from tpcore import Mesh
+from tpcore.cli.app import app
+from tpcore.layers import ring
+from tpcore.layers.context_parallel import ContextParallelAttention, Way
+from tpcore.models.ways import AttentionSizes
+from tpcore.testing import run_ranks
+
+HEADS, HEAD_DIM, LAYERS = 8, 4, 2
+WAYS = get_args(Way)
+
+
+def sizes(keys: int, cp: int, itemsize: int = 4, hidden: int = HEADS * HEAD_DIM) -> AttentionSizes:
+    return AttentionSizes(HEADS, keys, HEAD_DIM, hidden, itemsize, cp, 1)
+
+
+def config(folder: Path, keys: int, **more: Any) -> str:
+    made = {"hidden_size": HEADS * HEAD_DIM, "intermediate_size": 64, "num_hidden_layers": LAYERS, "vocab_size": 16}
+    made |= {"num_attention_heads": HEADS, "num_key_value_heads": keys, "model_type": "llama"}
+    (folder / "config.json").write_text(json.dumps({**made, "architectures": ["LlamaForCausalLM"], **more}))
+    return str(folder)
+
+
+@pytest.mark.parametrize("keys", [8, 2])
+@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize("way", WAYS)
+def test_bytes_are_those_of_a_recorded_step(way: Way, cp: int, keys: int, tmp_path: Path) -> None:
+    where = config(tmp_path, keys)
+    for dtype in (torch.float32, torch.bfloat16):
+        found = tpcore.explain(
+            where, cp=cp, seq_len=64, plan="auto", context_parallel=way, ranks=[0], dtype=dtype, max_norm=None
+        )
+        calls = [c for c in found.program(0).collectives if c.axes == ("cp",) and len(c.shape) == 4]
+        assert sum(c.sent for c in calls) == LAYERS * sizes(keys, cp, dtype.itemsize).sent(way, 64)
+
+
+def kept(layer: ContextParallelAttention, length: int, keys: int) -> int:
+    """Bytes that autograd keeps of one attention, each memory once."""
+    found: dict[int, int] = {}
+
+    def note(t: Tensor) -> Tensor:
+        found[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    made = [torch.randn(1, heads, length, HEAD_DIM) for heads in (HEADS, keys, keys)]
+    mine = [layer.order.cut(t, 2).requires_grad_() for t in made]
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+        out = layer(*mine)
+    assert out.shape == mine[0].shape
+    return sum(found.values())
+
+
+@pytest.mark.parametrize("cp", [1, 2, 4])
+def test_what_backward_keeps(cp: int) -> None:
+    """The formulas, beside which are the logarithms of sums, one of each query and head; and what the ring keeps
+    grows with a rank's own tokens."""
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        for way in WAYS:
+            layer = ContextParallelAttention(way)
+            for length in (256, 512):
+                least = sizes(2, cp).kept(way, length)
+                assert 0 <= kept(layer, length, 2) - least <= 4 * HEADS * length // cp + 1024, (way, length)
+        ring = ContextParallelAttention("ring")
+        assert kept(ring, 512, 2) == 2 * kept(ring, 256, 2) == kept(ring, 256 * cp, 2) * 2 // cp
+
+    run_ranks(Mesh({"dp": 1, "cp": cp}), rank)
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes at a time of what is made inside, backward included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self.seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for storage in {t.untyped_storage() for t in tree_leaves(out) if isinstance(t, Tensor)}:
+            if id(storage) not in self.seen:  # a storage is one object as long as any tensor has it
+                self.seen.add(id(storage))
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self._freed, id(storage), storage.nbytes())
+        self.most = max(self.most, self.now)
+        return out
+
+    def _freed(self, key: int, nbytes: int) -> None:
+        self.seen.remove(key)
+        self.now -= nbytes
+
+
+def peak(way: Way, cp: int, length: int) -> int:
+    """Of forward and backward on the rank that needs most."""
+
+    def rank(ctx: tpcore.ParallelContext) -> int:
+        layer = ContextParallelAttention(way)
+        made = [torch.randn(1, heads, length // cp, HEAD_DIM, requires_grad=True) for heads in (HEADS, 2, 2)]
+        with Peak() as found:
+            layer(*made).sum().backward()
+        return found.most
+
+    return max(run_ranks(Mesh({"dp": 1, "cp": cp}), rank))
+
+
+def test_the_rings_peak_is_of_a_ranks_own_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside what backward keeps there are the scores of a fixed number of queries with one block of keys."""
+    monkeypatch.setattr(ring, "ROWS", 16)
+    short = peak("ring", 2, 256)
+    assert peak("ring", 2, 512) < 2.1 * short  # twice the tokens; masks and places add little
+    assert peak("ring", 4, 512) < 1.2 * short  # as many tokens of a rank, in more steps
+    assert peak("gather", 2, 512) > 3 * peak("gather", 2, 256)  # a mask of queries by keys: 4 times in the limit
+
+
+def test_the_choice_is_of_fewest_bytes_that_fit() -> None:
+    large = {"hidden": 4096}
+    assert sizes(8, 4, **large).choose(1024)[0] == "ulysses"  # as many key heads as heads
+    assert sizes(2, 4, **large).choose(1024)[0] == "gather"
+    assert sizes(8, 3, **large).choose(1023)[0] == "gather"  # 3 does not divide the heads
+    for keys in (8, 2):
+        way, why = sizes(keys, 4, **large).choose(2**20)
+        assert way == "ring"
+        sent, mask = sizes(keys, 4).sent("ring", 2**20), sizes(keys, 4).kept("gather", 2**20)
+        assert f"ring {sent / 2**20:,.1f} MiB" in why
+        assert f"and {mask / 2**20:,.1f} MiB, ulysses" in why
+
+
+def test_explain_says_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    options = ["--cp", "4", "--plan", "auto", "--context-parallel", "auto", "--ranks", "0"]
+    for length, way in ((64, "gather"), (4096, "ring")):
+        done = CliRunner().invoke(app, ["explain", config(tmp_path, 2), "--seq-len", str(length), *options])
+        assert done.exit_code == 0, done.output
+        assert f"context_parallel='auto' is '{way}' for {length} tokens over cp=4: an attention sends" in caplog.text

@@ -1,0 +1,204 @@
+"""Tokens of a batch that a model deals to the ranks of cp in every forward, and the loss of them all."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..comm import mappings as ops
+from ..comm.comm import Comm
+from ..layers.context_parallel import Way
+from ..layers.tokens import TokenOrder
+
+IGNORED = -100
+"""The label of tokens that no loss counts: transformers' own."""
+_DOCUMENTS = "tpcore_documents"
+_SEQUENCES = ("input_ids", "inputs_embeds", "token_type_ids", "labels", "shift_labels")
+
+
+@dataclass(frozen=True, eq=False)
+class DealtTokens:
+    """What a model's attention, loss and hooks share."""
+
+    comm: Comm
+    way: Callable[[int], Way]
+    """Of a number of tokens."""
+    shifted: bool
+    """Whether a token's label is the next token, as of a causal model, and not its own."""
+    causal: bool
+    """Whether all attention is. Positions that begin again begin another document then: transformers says so."""
+    routed: bool = False
+    """Whether a loss of the experts' routers weights tokens by ``attention_mask``."""
+
+    def order(self, length: int) -> TokenOrder:
+        """Which of ``length`` tokens each rank has."""
+        return TokenOrder(self.comm, self.way(length) == "ring" and self.causal)
+
+    def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A hook: this rank's part of the arguments of the model's forward."""
+        names = inspect.signature(type(model).forward).parameters
+        kwargs = dict(zip([n for n in names if n != "self"], args, strict=False)) | kwargs
+        self._check(model, kwargs)
+        if not self._dealt(kwargs):
+            kwargs = self.deal(kwargs)
+        if kwargs["attention_mask"].numel() == 0:
+            kwargs["attention_mask"] = None
+        elif self.routed and kwargs["attention_mask"].dtype != torch.bool:
+            kwargs[_DOCUMENTS] = kwargs.pop("attention_mask")  # whose numbers are no weights
+        if "use_cache" in names:
+            kwargs["use_cache"] = False
+        if not self.shifted:
+            kwargs.pop("num_items_in_batch", None)
+        return (), kwargs
+
+    def enter(self, base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A hook of the model below the head, where routers are."""
+        documents = kwargs.pop(_DOCUMENTS, None)
+        return args, kwargs if documents is None else {**kwargs, "attention_mask": documents}
+
+    def leave(self, base: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """A hook: what routers say of all tokens, ``[batch * tokens, experts]``, whose loss is of means over them."""
+        routers = output.get("router_logits")
+        if routers is not None:
+            rows, tokens = output["last_hidden_state"].shape[:2]
+            order = self.order(tokens * self.comm.size)
+            output["router_logits"] = tuple(order.whole(t.view(rows, tokens, -1)).flatten(0, 1) for t in routers)
+        return output
+
+    def deal_once(self, model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """As ``deal``. ValueError for what the model would refuse, and for a batch that is dealt."""
+        self._check(model, dict(batch))
+        if self._dealt(batch):
+            raise ValueError(
+                "this batch has one rank's tokens already: call tpcore.shard_sequence on the whole batch once"
+            )
+        return self.deal(batch)
+
+    def deal(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """This rank's tokens of ``batch``; its ``attention_mask`` is ``[batch, 1, 1, tokens of all ranks]`` with the
+        segments, or has no tokens where there is one."""
+        kwargs = dict(batch)
+        given = _tokens_of(kwargs)
+        length, places = given.shape[1], kwargs.get("position_ids")
+        order = self.order(length)
+        segments = self._segments(kwargs.get("attention_mask"), places, given.shape)
+        if places is None:
+            places = torch.arange(length, device=given.device)[None]
+        if kwargs.get("labels") is not None and kwargs.get("shift_labels") is None and self.shifted:
+            # before the cut: the next token may be another rank's
+            kwargs["labels"] = F.pad(kwargs["labels"], (0, 1), value=IGNORED)[:, 1:]
+        for name in _SEQUENCES:
+            if kwargs.get(name) is not None:
+                kwargs[name] = order.cut(kwargs[name])
+        kwargs["position_ids"] = order.cut(places)
+        # 4-D masks are left as they are by every model, so this one arrives at its attention
+        segments = given.new_empty(given.shape[0], 0, dtype=torch.int64) if segments is None else segments
+        kwargs["attention_mask"] = segments[:, None, None]
+        return kwargs
+
+    def _dealt(self, kwargs: Mapping[str, Any]) -> bool:
+        """Whether ``deal`` made these arguments: no other mask has this shape."""
+        mask = kwargs.get("attention_mask")
+        if mask is None or mask.ndim != 4 or mask.shape[1:3] != (1, 1):
+            return False
+        return mask.shape[3] in (0, _tokens_of(kwargs).shape[1] * self.comm.size)
+
+    def _check(self, model: nn.Module, kwargs: dict[str, Any]) -> None:
+        config = getattr(model, "config", None)
+        for name in ("output_attentions", "output_hidden_states"):
+            if kwargs.get(name, getattr(config, name, False)):
+                raise ValueError(f"{name}=True with context parallelism: each rank has those of its tokens only")
+        if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
+            raise ValueError(
+                "use_cache=True or past_key_values with context parallelism, which is for whole sequences: generate "
+                "on a model that was parallelized without it"
+            )
+        others = [n for n, v in kwargs.items() if isinstance(v, Tensor) and v.ndim and n not in _KNOWN]
+        if kwargs.get("logits_to_keep") is not None and not isinstance(kwargs["logits_to_keep"], Tensor):
+            others += ["logits_to_keep"] if kwargs["logits_to_keep"] else []
+        if others:
+            raise ValueError(f"context parallelism does not know how to cut {', '.join(others)}: leave it out")
+        mask, labels = kwargs.get("attention_mask"), kwargs.get("labels")
+        dealt = self._dealt(kwargs)
+        if dealt and self.shifted and kwargs.get("num_items_in_batch") is not None:
+            raise ValueError(
+                "num_items_in_batch with tokens of tpcore.shard_sequence: a loop counts the labels of one rank there; "
+                "leave it out, the model counts those of all ranks"
+            )
+        if mask is not None and mask.ndim != 2 and not dealt:
+            raise ValueError(
+                f"an attention_mask of shape {tuple(mask.shape)} is not known by positions: pass [batch, tokens], or "
+                "position_ids that begin again at each document"
+            )
+        if labels is not None and labels.ndim != 2:
+            raise ValueError(f"labels of shape {tuple(labels.shape)} are not [batch, tokens]")
+
+    def _segments(self, mask: Tensor | None, places: Tensor | None, shape: torch.Size) -> Tensor | None:
+        """``[batch, tokens]``: a number for each document of a row, or False for padding; None: one document."""
+        if mask is not None:
+            return mask.ne(0)
+        if places is None or not self.causal:
+            return None
+        # where a position does not follow the one before: transformers' own sign of packed documents
+        return F.pad(places.diff(dim=-1) != 1, (1, 0)).cumsum(-1).expand(shape[:2])
+
+    def after(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """A hook: logits of all tokens where no training step keeps them apart, and a masked model's loss."""
+        labels = kwargs.get("labels")
+        if not self.shifted and labels is not None:
+            count = (labels != IGNORED).sum()
+            part = torch.where(count > 0, output["loss"], 0.0) * count
+            output["loss"] = _total(part, self.comm) / self.count(labels)
+        if (labels is None and kwargs.get("shift_labels") is None) or not model.training:
+            logits = output["logits"]
+            output["logits"] = self.order(logits.shape[1] * self.comm.size).whole(logits)
+        return output
+
+    def count(self, labels: Tensor) -> Tensor:
+        """The number of labels that count, of all ranks."""
+        return self.comm.all_reduce((labels != IGNORED).sum().reshape(1)).squeeze(0)
+
+
+_KNOWN = (*_SEQUENCES, "position_ids", "attention_mask", "num_items_in_batch")
+
+
+def _tokens_of(kwargs: Mapping[str, Any]) -> Tensor:
+    found: Tensor = next(kwargs[n] for n in ("input_ids", "inputs_embeds") if kwargs.get(n) is not None)
+    return found
+
+
+def _total(part: Tensor, comm: Comm) -> Tensor:
+    """The sum over ranks, on each, as a loss: backward sums the gradients of all ranks' losses."""
+    # sum: no view, which a Trainer could not change in place
+    return ops.copy(ops.reduce(part.reshape(1), comm), comm).sum()
+
+
+class SequenceLoss:
+    """``model.loss_function`` of the whole batch, of labels that are shifted and cut already."""
+
+    def __init__(self, inner: Callable[..., Tensor], context: DealtTokens) -> None:
+        self._inner, self._context = inner, context
+
+    def __call__(
+        self,
+        logits: Tensor,
+        labels: Tensor | None = None,
+        vocab_size: int | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        shift_labels: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
+        labels = labels if shift_labels is None else shift_labels
+        options.pop(_DOCUMENTS, None)
+        if labels is None:
+            raise ValueError("a loss needs labels, or shift_labels")
+        count = self._context.count(labels) if num_items_in_batch is None else num_items_in_batch
+        options |= {"num_items_in_batch": count, "shift_labels": labels}
+        part = self._inner(logits, labels=labels, vocab_size=vocab_size, **options)
+        return _total(part, self._context.comm)

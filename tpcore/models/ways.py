@@ -1,0 +1,96 @@
+"""Which way of context parallelism suits a length: what one attention sends and keeps, by the sizes of a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+from ..layers.context_parallel import Way, checked_way
+from ..log import inform
+
+AUTO = "auto"
+
+
+def _mib(count: float) -> str:
+    return f"{count / 2**20:,.1f} MiB"
+
+
+@dataclass(frozen=True)
+class AttentionSizes:
+    """Of one rank of ``cp`` and ``tp``; counts are of bytes, for one sequence."""
+
+    heads: int
+    keys: int
+    head_dim: int
+    hidden: int
+    itemsize: int
+    cp: int
+    tp: int
+
+    @classmethod
+    def of(cls, model: Any, cp: int, tp: int) -> AttentionSizes:
+        config = model.config
+        heads, hidden = config.num_attention_heads, config.hidden_size
+        keys = 1 if getattr(config, "multi_query", False) else getattr(config, "num_key_value_heads", None) or heads
+        width = getattr(config, "head_dim", None) or hidden // heads
+        return cls(heads // tp, max(keys // tp, 1), width, hidden, model.dtype.itemsize, cp, tp)
+
+    def sent(self, way: Way, tokens: int) -> int:
+        """What a rank sends in forward and backward."""
+        n, wide = self.cp, max(self.itemsize, 4)  # the ring's gradients travel as sums of many
+        exchanged = self.heads if self.keys % n else self.keys
+        heads = {
+            "gather": 4 * (n - 1) * self.keys * self.itemsize,
+            "ulysses": 4 * (n - 1) * (self.heads + exchanged) * self.itemsize // n,
+            "ring": (4 * (n - 1) * self.itemsize + 2 * n * wide) * self.keys,
+        }[way]
+        return heads * self.head_dim * tokens // n
+
+    def kept(self, way: Way, tokens: int) -> int:
+        """What a rank keeps for backward where a mask says what is seen: scaled_dot_product_attention keeps
+        the mask, and keys for each query head."""
+        mine = tokens // self.cp
+        numbers = {
+            "gather": 2 * (mine + tokens) * self.heads * self.head_dim + mine * tokens,
+            "ulysses": 4 * mine * self.heads * self.head_dim + tokens * tokens,
+            "ring": 2 * mine * (self.heads + self.keys) * self.head_dim,
+        }[way]
+        return numbers * self.itemsize
+
+    def rest(self, tokens: int) -> int:
+        """What the rest of a layer keeps, in 16 bits ``(10 + 24 / tp)`` bytes per token and hidden feature: Korthikanti
+        et al. 2022, arXiv:2205.05198, equation 2."""
+        return round((10 + 24 / self.tp) / 2 * self.hidden * self.itemsize) * (tokens // self.cp)
+
+    def choose(self, tokens: int) -> tuple[Way, str]:
+        """The way that sends the fewest bytes of those that keep no more than the rest of a layer; and why."""
+        ways = [w for w in get_args(Way) if w != "ulysses" or self.heads % self.cp == 0]
+        limit = self.rest(tokens)
+        fit = [w for w in ways if w == "ring" or self.kept(w, tokens) <= limit]
+        found = min(fit, key=lambda way: self.sent(way, tokens))
+        costs = ", ".join(f"{w} {_mib(self.sent(w, tokens))} and {_mib(self.kept(w, tokens))}" for w in ways)
+        return found, (
+            f"context_parallel='auto' is {found!r} for {tokens} tokens over cp={self.cp}: an attention sends and keeps "
+            f"for each sequence {costs}, and the rest of its layer keeps about {_mib(limit)}"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Automatic:
+    """The way of each length; ``speaks``: it is said, once for a length, why."""
+
+    sizes: AttentionSizes
+    speaks: bool
+    chosen: dict[int, Way] = field(default_factory=dict)
+
+    def __call__(self, tokens: int) -> Way:
+        if tokens not in self.chosen:
+            self.chosen[tokens], why = self.sizes.choose(tokens)
+            if self.speaks:
+                inform(why)
+        return self.chosen[tokens]
+
+
+def checked_choice(way: str) -> Way | None:
+    """``way``; None: it depends on the length."""
+    return None if way == AUTO else checked_way(way, AUTO)

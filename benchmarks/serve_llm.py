@@ -101,7 +101,7 @@ def one_by_one(folder: Path, work: list[Asked]) -> float:
         ids = tokenizer(asked.prompt, return_tensors="pt")
         with torch.no_grad():
             out = model.generate(**ids, max_new_tokens=asked.new, do_sample=False)
-        asked.text = tokenizer.decode(out[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
+        asked.text = str(tokenizer.decode(out[0, ids["input_ids"].shape[1] :], skip_special_tokens=True))
         asked.times = [start + asked.at, time.perf_counter()]
     return time.perf_counter() - start
 

@@ -39,7 +39,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MARK = "\x1e"  # ASCII record separator: begins each snippet's output
 DECIMAL = re.compile(r"[-+]?\d+\.\d+(?:e[-+]?\d+)?")
 FENCE = re.compile(r"^ *```(\w*)(.*)$")
-STARTS = re.compile(r"\b(launch|parallel_model_trace|trace_causal_lm|run_replicas)\(")
+STARTS = re.compile(r"\b(launch|parallel_model_trace|trace_causal_lm|run_replicas)\(|\"serve\"")
 RUN, CHECKED, SHOWN = {"python", "torchrun", "tpcore"}, {"make", "pip"}, {"text", "toml", "json"}
 Done = subprocess.CompletedProcess[str]
 

@@ -32,7 +32,7 @@ def serve(
     port: int = typer.Option(8000, min=0, max=65535, help="0 takes a free one."),
     dtype: str = typer.Option("auto", help="float32, bfloat16, float16, or the files'."),
     name: str = typer.Option("", help="The model's name in requests. Default: the folder's."),
-    max_length: int | None = typer.Option(None, min=2, help="Tokens of a prompt and its answer. Default: the model's."),
+    max_length: int = typer.Option(2048, min=2, help="Tokens of a prompt and its answer, at most the model's."),
     max_requests: int = typer.Option(64, min=1, help="Open requests; more are told to try again."),
     backend: str = typer.Option("", help="Default: what tpcore.init takes here."),
     timeout: float = typer.Option(60.0, min=1, help="Seconds that a rank waits for the others."),

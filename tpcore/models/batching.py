@@ -18,7 +18,7 @@ from ..settings import LOCAL_WORLD_SIZE
 
 _SHARE = 0.5
 """The share of a host's free memory that the caches of its ranks may take together."""
-_ROWS, _LENGTH = 32, 4096
+_ROWS, _LENGTH = 16, 2048
 """Requests at a time, and tokens of each, where nothing is known of them."""
 _TOKENS = 512
 """In one step on a CPU: each costs activations, and a longer step lets all who decode wait."""
@@ -64,23 +64,28 @@ def _sized(config: Any, model: Any, hints: Any, ctx: ParallelContext) -> Any:
 
     config = config or ContinuousBatchingConfig()
     if ctx.device.type == "cpu":
-        config.max_batch_tokens = config.max_batch_tokens or _TOKENS
+        step = config.max_batch_tokens = config.max_batch_tokens or _TOKENS
+        config.max_requests_per_batch = config.max_requests_per_batch or (hints.num_requests if hints else _ROWS)
         if config.num_blocks is None and config.max_memory_percent is None:
             tokens = hints.max_prompt_length + hints.max_generated_length if hints else _LENGTH
             rows = hints.num_requests if hints else _ROWS
             free = int(psutil.virtual_memory().available * _SHARE) // LOCAL_WORLD_SIZE.get()
             needed = rows * (1 + math.ceil(tokens / config.page_size))
-            config.num_blocks = max(1, min(needed, free // (config.page_size * _bytes(model, ctx.comm("tp").size))))
+            config.num_blocks = max(
+                1, min(needed, free // (config.page_size * _bytes(model, ctx.comm("tp").size, step)))
+            )
     return config
 
 
-def _bytes(model: Any, tp: int) -> int:
-    """What one token takes in the caches of one rank."""
+def _bytes(model: Any, tp: int, step: int) -> int:
+    """What one token of the caches takes on a rank: its keys and values there, and, as the engine counts it, their copy
+    for attention and its column in two masks of ``step`` rows."""
     config = model.config.get_text_config()
     queries: int = config.num_attention_heads
-    heads = max(1, (getattr(config, "num_key_value_heads", None) or queries) // tp)
+    heads: int = getattr(config, "num_key_value_heads", None) or queries
     size = getattr(config, "head_dim", None) or config.hidden_size // queries
-    total: int = 2 * config.num_hidden_layers * heads * size * model.dtype.itemsize
+    kept = 2 * config.num_hidden_layers * max(1, heads // tp) * size
+    total: int = (kept + (2 * queries + heads) * size + 2 * step) * model.dtype.itemsize
     return total
 
 

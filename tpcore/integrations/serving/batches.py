@@ -7,6 +7,7 @@ import json
 import random
 from typing import Any
 
+from fastapi import HTTPException
 from transformers.cli.serving.utils import (
     CBGenerateManager,
     CBStreamer,
@@ -19,11 +20,11 @@ from transformers.cli.serving.utils import (
 class Batches(CBGenerateManager):
     """transformers' manager of one engine that runs already."""
 
-    def __init__(self, engine: Any, limit: int) -> None:
-        """``limit``: tokens of a prompt and its answer."""
+    def __init__(self, engine: Any, limit: int, most: int) -> None:
+        """``limit``: tokens of a prompt and its answer. ``most``: how many requests may be open."""
         super().__init__()
         self._cb: Any = engine
-        self.limit = limit
+        self.limit, self._most = limit, most
 
     def init_cb(self, model: Any, gen_config: Any) -> None:
         """The engine runs since before the first request."""
@@ -32,14 +33,12 @@ class Batches(CBGenerateManager):
         if not self.is_alive():
             raise CBWorkerDeadError("a rank failed, and the ranks start again: ask again")
 
-    def open(self) -> int:
-        """How many requests have no answer yet."""
-        return len(self._cb.output_router.result_handlers)
-
     def generate_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, response_parser: Any = None
     ) -> tuple[asyncio.Queue[Any], Stream]:
         self._check_alive(request_id)
+        if len(self._cb.output_router.result_handlers) >= self._most:
+            raise HTTPException(429, f"{self._most} requests are open, and no more are taken: try again later")
         ids = inputs["input_ids"]
         if not ids:
             raise ValueError("the prompt has no tokens")

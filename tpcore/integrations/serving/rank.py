@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import transformers
 import uvicorn
+from transformers.generation.continuous_batching.utils import WorkloadHints
 from transformers.generation.continuous_batching.utils import logger as engine_log
 
 from ...errors import BackendError
@@ -28,9 +29,11 @@ from .server import application
 
 _PATIENCE = 10  # seconds for open requests, when the server is told to end
 _POLL = 0.1
+_FULL = 16
+"""Requests of the full length that the caches hold, where memory lets them."""
 
 
-def engine_of(folder: str, dtype: str, length: int | None, timeout: float) -> tuple[Any, Any, int]:
+def engine_of(folder: str, dtype: str, length: int, rows: int, timeout: float) -> tuple[Any, Any, int]:
     """The sharded model, its engine, and how many tokens a prompt and its answer may have. Collective."""
     named = dtype if dtype == "auto" else getattr(torch, dtype)
     with lazy():
@@ -39,18 +42,18 @@ def engine_of(folder: str, dtype: str, length: int | None, timeout: float) -> tu
     config = model.generation_config
     if (config.repetition_penalty or 1.0) != 1.0:
         inform(f"repetition_penalty={config.repetition_penalty} of the generation config is not applied")
+    most = min(model.config.get_text_config().max_position_embeddings, length)
     settings = transformers.ContinuousBatchingConfig(
         use_async_batching=False, use_cuda_graph=False, cpu_group_timeout=timeout
     )
     engine = model.init_continuous_batching(
         transformers.GenerationConfig(max_new_tokens=1, do_sample=False, eos_token_id=config.eos_token_id or -1),
         settings,
+        WorkloadHints(max_prompt_length=most, max_generated_length=0, num_requests=rows),
     )
     sample_by_request(engine)
     sizes = engine.continuous_batching_config
-    most = model.config.get_text_config().max_position_embeddings
-    room = sizes.num_blocks * sizes.page_size if sizes.num_blocks else most
-    return model, engine, min(most, room, length or most)
+    return model, engine, min(most, sizes.num_blocks * sizes.page_size) if sizes.num_blocks else most
 
 
 async def _served(app: Any, engine: Any, listener: socket.socket, ready: int) -> bool:
@@ -84,17 +87,28 @@ def main(lifeline: int, fd: int, ready: int, options: dict[str, Any]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn has its own while it runs, and raises the signal again
         signal.signal(number, lambda *_: None)
     ctx = init(backend=options["backend"], tp=options["tp"], timeout=options["timeout"])
-    model, engine, limit = engine_of(options["folder"], options["dtype"], options["length"], options["timeout"])
+    wanted = options["folder"], options["dtype"], options["length"], min(options["requests"], _FULL)
+    model, engine, limit = engine_of(*wanted, options["timeout"])
     engine.start()
     if ctx.rank > 0:
         engine._generation_thread.join()
-        return int(engine.background_thread_status.fatal_error is not None)
+        return _failed(engine)
     tokenizer = transformers.AutoTokenizer.from_pretrained(options["folder"])
-    batches = Batches(engine, limit)
-    app = application(options["name"], model, tokenizer, batches, options["requests"])
-    told = asyncio.run(_served(app, engine, socket.socket(fileno=fd), ready))
-    engine.stop(block=True, timeout=_PATIENCE, hard_stop=True)
-    return 0 if told else 1
+    batches = Batches(engine, limit, options["requests"])
+    app = application(options["name"], model, tokenizer, batches)
+    if asyncio.run(_served(app, engine, socket.socket(fileno=fd), ready)):
+        engine.stop(block=True, timeout=_PATIENCE, hard_stop=True)
+        return 0
+    return _failed(engine)
+
+
+def _failed(engine: Any) -> int:
+    """The exit code of a rank whose engine has ended: of an error, which is logged, or as it was told."""
+    error = engine.background_thread_status.fatal_error
+    if error is None:
+        return 0
+    log.error("%s: %s", type(error).__name__, error)
+    return 1
 
 
 if __name__ == "__main__":

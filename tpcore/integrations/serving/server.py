@@ -64,8 +64,8 @@ class _Completions(_Sampled, CompletionHandler):
     pass
 
 
-def application(name: str, model: Any, tokenizer: Any, batches: Batches, most: int) -> FastAPI:
-    """``name``: the model's in requests. ``most``: how many requests may be open."""
+def application(name: str, model: Any, tokenizer: Any, batches: Batches) -> FastAPI:
+    """``name``: the model's in requests."""
     app = FastAPI(openapi_url=None)
     one: Any = _One(name, model, tokenizer, batches)
     chat, completions = _Chat(one, one), _Completions(one, one)
@@ -87,8 +87,6 @@ def application(name: str, model: Any, tokenizer: Any, batches: Batches, most: i
         return JSONResponse({"status": "ok"}) if batches.is_alive() else _error(503, "the engine has stopped")
 
     async def _answer(handler: Any, content: str, request: Request) -> Response:
-        if batches.open() >= most:
-            return _error(429, f"{most} requests are open, and no more are taken: try again later")
         try:
             body = json.loads(await _read(request))
             wrong = malformed(body, content)

@@ -87,7 +87,7 @@ def test_what_decides_the_sharding_stays(tmp_path: Path) -> None:
 
 
 def test_a_wrong_gradient_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ShardedExperts, "_entered", lambda self, value, route: value)  # gradients of inputs are not summed
+    monkeypatch.setattr(ShardedExperts, "_entered", lambda self, value, _: value)  # gradients of inputs are not summed
     found = verdict(folder_of("mixtral", tmp_path))
     assert found.wrong is not None
     assert found.wrong.startswith("the gradient of '")

@@ -112,7 +112,7 @@ def seated(chosen: Tensor, parts: int, seats: int) -> tuple[Tensor, Tensor]:
     rows, device = len(chosen), chosen.device
     counts = torch.zeros(rows, parts + 1, dtype=torch.int64, device=device)
     counts = counts.scatter_add(1, chosen.long(), torch.ones_like(chosen, dtype=torch.int64))[:, :parts]
-    place = (counts > 0).cumsum(0) - 1
+    place = (counts > 0).to(torch.int64).cumsum(0) - 1  # torch_xla sums bools as bools
     sits = (counts > 0) & (place < seats)
     seat = torch.where(sits, torch.arange(parts, device=device) * seats + place, parts * seats)
     row = torch.arange(rows, device=device).unsqueeze(1).expand_as(seat)

@@ -8,7 +8,8 @@ experts and features.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -186,6 +187,19 @@ def dispatch_by(model: nn.Module, dispatch: Dispatch) -> None:
     """Let all layers of experts in ``model`` send their tokens so."""
     for layer in model.modules():
         if isinstance(layer, ShardedExperts):
+            layer.dispatch = dispatch
+
+
+@contextmanager
+def dropping_nothing(model: nn.Module) -> Iterator[None]:
+    """Where a token counts alone: no choice is dropped for those of other tokens."""
+    before = {layer: layer.dispatch for layer in model.modules() if isinstance(layer, ShardedExperts)}
+    for layer, dispatch in before.items():
+        layer.dispatch = replace(dispatch, capacity_factor=None)
+    try:
+        yield
+    finally:
+        for layer, dispatch in before.items():
             layer.dispatch = dispatch
 
 

@@ -12,6 +12,8 @@ and of a model of experts (``--size experts``) besides
 
     transformers, ep_size        with ep_size=2: whole experts on each rank
     tpcore, expert_parallel      with expert_parallel=True
+    tpcore, ep                   with ep=2 and no tp: each rank has half of the examples, and sends all tokens
+    tpcore, ep all_to_all        the same with dispatch="all_to_all" and room for all tokens
 
 "opened" is the peak of a rank's memory while the model is opened, above what the process had before; "shard"
 what its parameters take afterwards. transformers' own needs accelerate, and is left out where that is not
@@ -92,8 +94,8 @@ def by_transformers(folder: str, **options: Any) -> nn.Module:
     return transformers.AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
 
 
-def by_tpcore(folder: str, **options: Any) -> nn.Module:
-    tpcore.init(backend="cpu_gloo", tp=TP)
+def by_tpcore(folder: str, ep: int = 1, **options: Any) -> nn.Module:
+    tpcore.init(backend="cpu_gloo", tp=TP // ep, ep=ep)
     with tpcore.lazy():
         model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     return tpcore.parallelize(model, **options)
@@ -105,8 +107,10 @@ CONTESTANTS: dict[str, Callable[[str], nn.Module]] = {
     "tpcore, sequence_parallel": lambda folder: by_tpcore(folder, sequence_parallel=True),
     "transformers, ep_size": lambda folder: by_transformers(folder, ep_size=TP),
     "tpcore, expert_parallel": lambda folder: by_tpcore(folder, expert_parallel=True),
+    "tpcore, ep": lambda folder: by_tpcore(folder, ep=TP),
+    "tpcore, ep all_to_all": lambda folder: by_tpcore(folder, ep=TP, dispatch="all_to_all"),
 }
-OF_EXPERTS = {"transformers, ep_size", "tpcore, expert_parallel"}
+OF_EXPERTS = {n for n in CONTESTANTS if "ep_size" in n or "expert" in n or "tpcore, ep" in n}
 
 
 def local(p: Tensor) -> Tensor:
@@ -125,12 +129,18 @@ def job(rank: int, options: Namespace) -> None:
     model: Any = CONTESTANTS[options.contestant](options.folder)
     opened = grown(before)
     shard = sum(local(p).numel() * p.element_size() for p in model.parameters())
+    batch = tpcore.current().batch if tpcore.is_initialized() else None
+    if batch is not None and batch.size > 1:
+        ids = ids.chunk(batch.size)[tpcore.current().index(batch)]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     losses: list[float] = []
 
     def step() -> None:
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
+        if batch is not None and batch.size > 1:
+            tpcore.reduce_gradients(model)
+            loss = batch.all_reduce(loss.detach().reshape(1))[0] / batch.size
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))

@@ -106,6 +106,8 @@ def test_transformers_tp() -> None:
     printed = _run("transformers_tp", "--size", "tiny experts", "--rounds", "1", "--steps", "1", "--warm", "1")
     assert "Mixtral" in printed
     assert "| tpcore, expert_parallel |" in printed
+    assert "| tpcore, ep |" in printed
+    assert "| tpcore, ep all_to_all |" in printed
 
 
 @pytest.mark.drill  # starts processes for a minute and a half

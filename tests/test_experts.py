@@ -314,8 +314,9 @@ def test_the_load_of_experts_is_that_of_all_data_ranks(options: dict[str, Any]) 
             model(**step[ctx.coord("dp")])
         found = load.read()
         assert list(found) == [f"model.layers.{i}.mlp.experts" for i in range(2)]
-        for (share, entropy), counts in zip(found.values(), want, strict=True):
+        for (share, entropy, dropped), counts in zip(found.values(), want, strict=True):
             torch.testing.assert_close(share, counts / counts.sum())
+            assert dropped == 0
             assert entropy == pytest.approx(
                 float(torch.distributions.Categorical(share).entropy() / torch.tensor(4).log())
             )

@@ -482,6 +482,16 @@ def test_a_model_of_transformers_by_its_own_plan(name: str, tmp_path: Path) -> N
     assert found.mistakes == ()
     program = found.program(1)
     assert sum(p.nbytes for p in program.parameters if p.cut) > sum(p.nbytes for p in program.parameters if not p.cut)
+    if name == "mixtral":
+        ways = {"dispatch": "auto", "capacity_factor": 0.5}
+        sent = tpcore.explain(str(tmp_path), ep=2, seq_len=8, plan="auto", **ways).program(1)
+        assert dict(sent.routes)["model.layers.0.mlp.experts"].startswith("all_to_all: all-to-all sends 1,120 bytes")
+        assert {c.op for c in sent.collectives if "experts" in c.module} == {"all_to_all dim 0 to 0"}
+        first = sum(c.sent for c in sent.collectives if c.phase == "forward" and "layers.0.mlp.experts" in c.module)
+        assert first == 1120  # 4 of 8 tokens: 32 numbers there and back, 2 numbers of experts and 2 weights there
+        code, out = invoke(str(tmp_path), "--ep", "2", "--seq-len", "8", "--plan", "auto", "--dispatch", "all_to_all")
+        assert code == 0
+        assert "model.layers.*.mlp.experts: all_to_all: all-to-all sends" in out
     if name == "llama":
         # the embedding, then two in each layer; the loss of a cut vocabulary: three numbers of each token
         forward = [c for c in program.collectives if c.phase == "forward"]
@@ -512,7 +522,7 @@ def test_a_plan_in_a_file_and_what_is_wrong_with_one(tmp_path: Path) -> None:
         assert wrong in out
     with pytest.raises(ValueError, match="two ways to cut"):
         tpcore.explain("GPT2LMHeadModel", tp=2, plan="auto", parallelize=SHARD_BERT)
-    with pytest.raises(ValueError, match="sequence_parallel and context_parallel are of a plan"):
+    with pytest.raises(ValueError, match="sequence_parallel can only be given with a plan"):
         tpcore.explain("GPT2LMHeadModel", tp=2, sequence_parallel=True)
 
 

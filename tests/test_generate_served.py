@@ -243,12 +243,19 @@ def _experts() -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"expert_parallel": True}], ids=["features", "experts"])
+@pytest.mark.parametrize(
+    "options", [{}, {"expert_parallel": True}, {"capacity_factor": 0.75}], ids=["features", "experts", "capacity"]
+)
 def test_a_model_of_experts_is_traced_and_served(options: dict[str, Any], tmp_path: Path) -> None:
     lengths: dict[str, Any] = {"max_length": LENGTH, "prompt_lengths": (8,), "backend": "cpu_gloo"}
     with tpcore.models.trace_causal_lm(lambda: tpcore.parallelize(_experts(), **options), 2, **lengths) as model:
         parallel_model_save(model, tmp_path / "traced")
+
+    def whole(ctx: tpcore.ParallelContext) -> list[int]:
+        kept = options if "capacity_factor" in options else {}
+        return expected(tpcore.parallelize(_experts(), **kept), PROMPTS[0][:8], 12)
+
+    (want,) = run_ranks(Mesh({"tp": 1}), whole)
+    assert "capacity_factor" not in options or want != expected(_experts(), PROMPTS[0][:8], 12)  # it drops some
     with parallel_model_load(tmp_path / "traced", timeout=60) as model:
-        assert listed(generate(model, [PROMPTS[0][:8]], max_new_tokens=12)) == [
-            expected(_experts(), PROMPTS[0][:8], 12)
-        ]
+        assert listed(generate(model, [PROMPTS[0][:8]], max_new_tokens=12)) == [want]

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tpcore.cli.app import app
-from tpcore.nxd.migrate.names import OPTIMUM, TABLES, TRANSFORMERS
+from tpcore.nxd.migrate.names import OPTIMUM, TABLES, TRANSFORMERS, counterpart
 from tpcore.nxd.migrate.script import Finding, Script
 
 NXD_01 = """\
@@ -307,6 +307,21 @@ def test_formatting_stays() -> None:
     assert Script(several).rewritten() == (
         "import os, tpcore.nxd as neuronx_distributed, tpcore.nxd.parallel_layers.grads, sys\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("expert_mlps.ExpertMLPs", "capacity_factor="),
+        ("loss_function.load_balancing_loss_func", "output_router_logits=True"),
+        ("routing.RouterTopK", "docs/experts.md"),
+    ],
+)
+def test_modules_of_experts_are_those_of_transformers(name: str, instead: str) -> None:
+    found = counterpart(f"neuronx_distributed.modules.moe.{name}")
+    assert found is not None
+    assert found.new is None
+    assert instead in found.note
 
 
 def test_every_counterpart_is_there() -> None:

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 import tpcore
 from tpcore import Mesh
 from tpcore.cli.app import app
+from tpcore.models.dispatch import SendTokens, put
 from tpcore.models.experts import ShardedExperts
 from tpcore.testing import run_ranks
 from tpcore.testing.verify.model import ModelVerdict, compared
@@ -56,6 +57,25 @@ def test_options_are_those_of_parallelize(options: dict[str, Any], tmp_path: Pat
     assert verdict(folder_of("mixtral", tmp_path), **options).wrong is None
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("options", [{}, {"expert_parallel": True, "dispatch": "all_to_all"}], ids=["", "all_to_all"])
+def test_experts_that_ranks_with_other_examples_share(options: dict[str, Any], tp: int, tmp_path: Path) -> None:
+    folder, mesh = folder_of("mixtral", tmp_path, output_router_logits=True), Mesh({"dp": 1, "ep": 2, "tp": tp})
+    if tp == 1:
+        options = {**options, "expert_parallel": False}
+    found = run_ranks(mesh, lambda ctx: compared(ctx, folder, options))[1]
+    assert (found.wrong, found.refused) == (None, None)
+    assert f"of which a rank of tp={tp}, ep=2 holds" in found.lines[0]
+
+
+def test_tokens_that_come_to_other_ranks_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, mesh = folder_of("mixtral", tmp_path), Mesh({"dp": 1, "ep": 2, "tp": 1})
+    monkeypatch.setattr(SendTokens, "leave", lambda self, out: put(out, self.source, self.tokens))  # not sent back
+    found = run_ranks(mesh, lambda ctx: compared(ctx, folder, {"dispatch": "all_to_all"}))[0]
+    assert found.wrong is not None
+    assert "differs" in found.wrong
+
+
 def test_what_decides_the_sharding_stays(tmp_path: Path) -> None:
     made = tiny_model(folder_of("deepseek_v3", tmp_path), 2)
     config = made.config
@@ -67,7 +87,7 @@ def test_what_decides_the_sharding_stays(tmp_path: Path) -> None:
 
 
 def test_a_wrong_gradient_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ShardedExperts, "_entered", lambda self, value: value)  # gradients of inputs are not summed
+    monkeypatch.setattr(ShardedExperts, "_entered", lambda self, value, _: value)  # gradients of inputs are not summed
     found = verdict(folder_of("mixtral", tmp_path))
     assert found.wrong is not None
     assert found.wrong.startswith("the gradient of '")
@@ -104,6 +124,9 @@ def test_the_command(tmp_path: Path) -> None:
     done = forked.run(["tpcore", "verify", *tail], tmp_path, env)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("a tiny copy of MixtralForCausalLM (mixtral): ")
+    done = forked.run(["tpcore", "verify", *tail, "--ep", "2", "--tp", "1", "--dispatch", "auto"], tmp_path, env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "of tp=1, ep=2 holds" in done.stdout
     done = forked.run(["tpcore", "verify", *tail, "--tp", "3"], tmp_path, env)
     assert (done.returncode, done.stdout) == (2, "")
     assert "Degrees that fit: 1, 2, 4, 8" in done.stderr

@@ -10,10 +10,12 @@ import pytest
 import torch
 from onreplicas import on_replicas
 from tiers import tiers
-from tpcore_neuron.testing import programs
+from tpcore_neuron.testing import programs, run_replicas
 
 import tpcore
+from tpcore import Mesh
 from tpcore.runtime.context import ParallelContext
+from tpcore.testing import run_ranks
 
 transformers = pytest.importorskip("transformers")
 
@@ -98,3 +100,48 @@ def test_trains_as_the_whole_model(family: str, sequence_parallel: bool) -> None
 @pytest.mark.parametrize("ways", [{}, {"expert_parallel": True}], ids=["features", "experts"])
 def test_experts_are_one_program_whichever_are_chosen(ways: dict[str, bool]) -> None:
     on_replicas(2, 2, partial(train, **ways), "mixtral", False)
+
+
+def steps_of_experts(ctx: ParallelContext, ways: dict[str, Any]) -> list[float]:
+    """Losses of four steps, and the parts of the choices that each layer dropped."""
+    model = tpcore.parallelize(make("mixtral"), **ways).train()
+    tpcore.layers.move_model_to_device(model, ctx.device)
+    load, optimizer = tpcore.models.ExpertLoad(model), torch.optim.AdamW(model.parameters(), lr=1e-2)
+    ids = torch.randint(3, 99, (4, 8), generator=torch.Generator().manual_seed(1))
+    mine, found = ids.chunk(ctx.batch.size)[ctx.index(ctx.batch)].to(ctx.device), []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(input_ids=mine, labels=mine, use_cache=False).loss
+        loss.backward()
+        tpcore.optimizer_step(optimizer, max_norm=0.5)
+        found.append(loss.detach())
+    return [*(loss.item() for loss in found), *(one.dropped for one in load.read().values())]
+
+
+def on_the_device(tp: int, ep: int, ways: dict[str, Any]) -> list[float]:
+    warnings.simplefilter("ignore")
+    ctx = tpcore.init(backend="neuron", tp=tp, ep=ep)
+    before = len(programs())
+    try:
+        found = steps_of_experts(ctx, ways)
+        assert sum(bool(p.compiled) for p in programs()[before:]) <= 4  # two steps, and the counts of two layers
+        return found
+    finally:
+        tpcore.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("tp", "ep", "ways"),
+    [
+        (2, 1, {"capacity_factor": 0.75}),
+        (1, 2, {"capacity_factor": 0.75, "dispatch": "all_to_all"}),
+        (1, 2, {"dispatch": "all_to_all"}),
+    ],
+)
+def test_a_capacity_drops_what_it_does_on_the_cpu(tp: int, ep: int, ways: dict[str, Any]) -> None:
+    """Compiled once, with static shapes: experts of few seats, and tokens in the seats of an all-to-all."""
+    want = run_ranks(Mesh({"dp": 1, "ep": ep, "tp": tp}), lambda ctx: steps_of_experts(ctx, ways))
+    got = run_replicas(on_the_device, 2, tp, ep, ways)
+    for mine, of_threads in zip(got, want, strict=True):
+        assert mine == pytest.approx(of_threads, abs=1e-5)  # float32, four steps
+    assert all((dropped > 0) == ("capacity_factor" in ways) for dropped in want[0][STEPS:])

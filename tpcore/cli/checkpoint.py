@@ -278,12 +278,12 @@ def _rules(cuts: list[str]) -> list[Any]:
 
 def _named_by(config: str, adapter: str) -> dict[str, Any]:
     """For ``consolidate``: names as transformers or peft stores what a configuration is of, which is copied too."""
-    from ..models.stored import adapter_names, stored_names
+    from ..models.stored import adapter_tensors, stored_tensors
 
     given = adapter or config
     folder = given if Path(given).is_dir() else str(Path(given).parent)
-    names = adapter_names if adapter else stored_names
-    return {"stored_names": partial(names, given), "beside": folder, "adapter": bool(adapter)}
+    tensors = adapter_tensors if adapter else stored_tensors
+    return {"stored_as": partial(tensors, given), "beside": folder, "adapter": bool(adapter)}
 
 
 def _bytes(text: str) -> int:

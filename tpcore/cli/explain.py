@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..diagnose.explain import Collective, Explanation, Program, StageCost, explain
-from ..diagnose.explain.summary import kinds, replicated, size, sizes
+from ..diagnose.explain.summary import kinds, pattern, replicated, size, sizes
 from ..errors import extra
 from .console import wide_console
 
@@ -47,6 +47,12 @@ def explain_step(
         help="With --plan and --cp: how attention sees other ranks' tokens: gather, ulysses, ring, or auto, which says "
         "why.",
     ),
+    dispatch: str = typer.Option(
+        "gathered", help="With --plan and --ep: how tokens come to experts: gathered, all_to_all or auto."
+    ),
+    capacity_factor: float | None = typer.Option(
+        None, help="With --plan: how many times its even share of tokens an expert takes; others are dropped."
+    ),
     dtype: str | None = typer.Option(None, help="Convert the parameters: bfloat16, say."),
     optimizer: str = typer.Option(
         "AdamW", help="A class of torch.optim; zero1: tpcore.Zero1 over AdamW; zero1:SGD: over another."
@@ -78,6 +84,8 @@ def explain_step(
             plan=plan,
             sequence_parallel=sequence_parallel,
             context_parallel=context_parallel,
+            dispatch=dispatch,
+            capacity_factor=capacity_factor,
             dtype=None if dtype is None else _dtype(dtype),
             optimizer=optimizer,
             master_dtype=None if master_dtype is None else _dtype(master_dtype),
@@ -134,6 +142,8 @@ def _show(found: Explanation) -> None:
         idle = [p.name for p in program.parameters if not p.gradient]
         if idle:
             console.print(f"Without a gradient: {', '.join(idle[:8])}", soft_wrap=True)
+        for name, route in dict.fromkeys((pattern(name), route) for name, route in program.routes):
+            console.print(f"{name}: {route}", soft_wrap=True)
         for cost in program.pipelines:
             console.print(_stage(cost), soft_wrap=True)
         console.print()

@@ -31,6 +31,8 @@ def verify(
     ),
     sequence_parallel: bool = typer.Option(False, help="With --model: as of tpcore.parallelize."),
     expert_parallel: bool = typer.Option(False, help="With --model: as of tpcore.parallelize."),
+    ep: int = typer.Option(1, min=1, help="With --model: ranks with other examples that share the experts."),
+    dispatch: str = typer.Option("gathered", help="With --model and --ep: as of tpcore.parallelize."),
 ) -> None:
     """Compare layers, collectives, training steps, a checkpoint and a trace with the same on one CPU.
 
@@ -52,9 +54,9 @@ def verify(
         if not (model / "config.json").is_file():
             typer.echo(f"tpcore verify: {model} has no config.json", err=True)
             raise typer.Exit(2)
-        options = {"sequence_parallel": sequence_parallel, "expert_parallel": expert_parallel}
-        args = (backend, tp, str(model), options)
-        _tell(verify_model(*args) if started else launch(verify_model, tp, args=args)[0], first)
+        options = {"sequence_parallel": sequence_parallel, "expert_parallel": expert_parallel, "dispatch": dispatch}
+        args = (backend, tp, str(model), options, ep)
+        _tell(verify_model(*args) if started else launch(verify_model, tp * ep, args=args)[0], first)
     report = on_rank(backend, tp) if started else launch(on_rank, tp, args=(backend, tp))[0]
     if first:
         _show(report)

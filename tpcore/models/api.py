@@ -20,7 +20,9 @@ from .attentions import gather_attentions
 from .batching import batch_alike
 from .context import context_of, cut_context
 from .cuts import Cut, attentions, decide
+from .dispatch import Dispatch
 from .dropout import drop_by_rank
+from .experts import check_dispatch, dispatch_by
 from .fit import check_fit
 from .generation import generate_alike
 from .guards import guard, is_guarded
@@ -46,6 +48,8 @@ def parallelize(
     plan: Mapping[str, Rule] | None = None,
     sequence_parallel: bool = False,
     expert_parallel: bool = False,
+    dispatch: str = "gathered",
+    capacity_factor: float | None = None,
     context_parallel: str | None = None,
     num_microbatches: int | None = None,
     lazy_from: str | os.PathLike[str] | None = None,
@@ -63,6 +67,10 @@ def parallelize(
     ``sequence_parallel``: between attention and MLP each rank keeps some of the tokens, in every forward
     whose number of tokens tp divides. ``expert_parallel``: each tp rank has whole experts of every layer that has
     some, instead of features of all experts. At ``ep`` above 1 the experts are divided among the ep ranks besides.
+    ``dispatch``: how tokens come to the experts of other ep ranks: "gathered" all, "all_to_all" those that chose one
+    there, or "auto", what sends fewer bytes. ``capacity_factor``: an expert, and a rank of an all-to-all, takes the
+    first choices up to so many times its even share; others are dropped, and ``tpcore.models.ExpertLoad`` counts them.
+    None: no choice is dropped, and all-to-all sends as much as gathering does.
     ``lazy_from``: a directory of safetensors or ``.bin`` files from which each rank reads its part; default: the
     directory of ``from_pretrained`` in ``tpcore.lazy()``. ``ctx``: the parallel context; default: the current one.
     ``quantize``: ``torch.int8`` or ``torch.float8_e4m3fn``, to which the weights of linear layers, heads excepted, are
@@ -85,10 +93,11 @@ def parallelize(
     context = ctx or current()
     if _has_adapters(model):
         options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "expert_parallel": expert_parallel}
+        options |= {"dispatch": dispatch, "capacity_factor": capacity_factor}
         options |= {"plan": plan, "context_parallel": context_parallel, "lazy_from": lazy_from, "quantize": quantize}
         _with_adapters(model, context, num_microbatches, **options)
         return model
-    comm = context.comm("tp")
+    comm, sending = context.comm("tp"), Dispatch(dispatch, capacity_factor)
     checked_model(model)
     quantized.check(model, quantize, staged=num_microbatches is not None)
     if is_guarded(model):
@@ -96,13 +105,14 @@ def parallelize(
     tokens = context_of(model, context, context_parallel)
     stages = number_of_stages(context, num_microbatches)
     with use(context), quantized.torchao_aside(model, quantize, staged=num_microbatches is not None):
-        rules, cuts = _decided(model, dict(plan or {}), expert_parallel, context, stages)
+        rules, cuts = _decided(model, dict(plan or {}), expert_parallel, context, stages, sending)
         weights = stored_weights(model, lazy_from, context)  # while the model has all names and shapes
         if cuts:
             over = groups(model, context, stages)
             _replace(model, cuts, comm, over)
+            dispatch_by(model, sending)
             if context.rank == 0:
-                inform(summary(model))
+                inform(summary(model) + sending.warning)
         if num_microbatches is not None:
             cuts = into_stages(model, cuts, num_microbatches, stages)
         if comm.size * stages > 1 or cuts:
@@ -119,15 +129,22 @@ def parallelize(
 
 
 def _decided(
-    model: nn.Module, rules: dict[str, Rule], expert_parallel: bool, context: ParallelContext, stages: int
+    model: nn.Module,
+    rules: dict[str, Rule],
+    expert_parallel: bool,
+    context: ParallelContext,
+    stages: int,
+    sending: Dispatch,
 ) -> tuple[Mapping[str, Rule], list[Cut]]:
     """The rules of the model with those that were given, and all cuts; ValueError for what does not fit."""
     tp, ep = context.comm("tp").size, context.mesh.axes.get("ep", 1)
     checked(rules, [name for name, _ in (*model.named_modules(), *model.named_parameters())])
     rules = rules_of(model, rules)
     cuts = decide(model, rules, expert_parallel, ep)
+    of_experts = [cut for cut in cuts if cut.style == styles.EXPERTS]
+    check_dispatch(type(model).__name__, {cut.name: cut.module for cut in of_experts}, sending)
     if tp * stages == 1:
-        cuts = [cut for cut in cuts if ep > 1 and cut.style == styles.EXPERTS]
+        cuts = of_experts if ep > 1 or sending.capacity_factor is not None else []
     if tp > 1:
         cuts += inside(model, cuts, rules)
     check_fit(type(model).__name__, [need for cut in cuts for need in cut.needs], tp)

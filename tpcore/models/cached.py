@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..errors import BackendError
 from ..trace.api import parallel_model_trace
 from ..trace.serve.model import TensorParallelModel
+from .experts import dropping_nothing
 
 
 class _Buffers:
@@ -46,11 +47,12 @@ class CachedModel(nn.Module):
         _check_takes_cache(model, max_length)
         self.model, self.max_length = model.eval(), max_length
         ids = torch.arange(batch_size * 4, device=model.device).view(batch_size, 4) % 7 + 1
-        with torch.no_grad():
-            whole = model(input_ids=ids, use_cache=True)
-        self._layers = self._register(whole.past_key_values)
-        model.get_output_embeddings().register_forward_pre_hook(self._keep_last)
-        self._check(ids, whole.logits)
+        with dropping_nothing(model):
+            with torch.no_grad():
+                whole = model(input_ids=ids, use_cache=True)
+            self._layers = self._register(whole.past_key_values)
+            model.get_output_embeddings().register_forward_pre_hook(self._keep_last)
+            self._check(ids, whole.logits)
 
     def _register(self, cache: Any) -> list[int]:
         """A buffer for the keys and one for the values of each layer that has any; the layers' numbers."""

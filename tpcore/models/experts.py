@@ -8,7 +8,8 @@ experts and features.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -23,8 +24,9 @@ from ..layers.plain import filled
 from ..layout.layout import AxisCut, Layout
 from ..layout.shard import Block, ShardSpec
 from . import plan
+from .dispatch import ALL_TO_ALL, Dispatch, GatherTokens, SendTokens, seated
 from .fit import Need
-from .static import has_known_form, one_program
+from .static import has_known_form, one_program, with_capacity
 
 _NUMBERS, _WEIGHTS = "top_k_index", "top_k_weights"
 _DISTRIBUTED = "_is_expert_parallel"  # of experts that pass by the numbers of others: releases before 5.23 have none
@@ -39,10 +41,13 @@ class ShardedExperts(ParallelModule):
     Over ``ep``, whose ranks have other tokens, each rank has some experts, or some of those that its tp rank has. The
     tokens of all ep ranks are gathered, and each rank gets back the sum for its own tokens: no choice is dropped, and
     no rank needs to know another's. That moves ``(ep - 1) H`` numbers per token and direction, all-to-all with a
-    capacity factor f ``f K (ep - 1) / ep H``: gathering is no dearer up to ``ep = f K``.
+    capacity factor f ``f K (ep - 1) / ep H``, and never more: gathering is no dearer up to ``ep = f K``.
     """
 
     inner: nn.Module
+    dispatch: Dispatch = Dispatch()
+    route = ""
+    """How the last forward's tokens came to other ranks' experts, and why."""
 
     def __init__(self, inner: nn.Module, specs: Mapping[str, ShardSpec], comm: Comm, ep: Comm | None = None) -> None:
         super().__init__(comm)
@@ -57,6 +62,8 @@ class ShardedExperts(ParallelModule):
         """Whether a rank of tp has some experts, and not features of all."""
         self.of_a_rank = next(p for p in self._parameters.values() if p is not None).shape[0] if self._some else None
         """The number of experts that a rank has; None if it has features of all."""
+        self.watchers: list[Callable[[Tensor], None]] = []
+        """Called in each forward with the number of choices that this rank drops, of its own or for its experts."""
         self._known = has_known_form(inner)
         if self.of_a_rank is not None:
             # transformers' own forwards pass by numbers of experts that are not here, in this mode
@@ -80,20 +87,22 @@ class ShardedExperts(ParallelModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         bound = inspect.signature(self.inner.forward).bind(*args, **kwargs).arguments
-        inputs = dict(bound.pop("kwargs", {})) | {name: self._entered(value) for name, value in bound.items()}
+        inputs = dict(bound.pop("kwargs", {}))
+        choices = bound[_NUMBERS].shape if _NUMBERS in bound else None
+        route = None if self.ep is None else self._routed(bound, self.ep)
+        inputs |= {name: self._entered(value, route) for name, value in bound.items()}
         if self.of_a_rank is not None:
             inputs[_NUMBERS], inputs[_WEIGHTS] = self._own(inputs[_NUMBERS], inputs[_WEIGHTS], self.of_a_rank)
         table = {name: self._used(name, p) for name, p in self._parameters.items()}
         self.inner.__dict__["_parameters"] = table
         try:
-            out = one_program(self.inner, **inputs) if self._known and self._compiled else self.inner(**inputs)
+            out = self._computed(inputs, choices)
             if self.of_a_rank is not None:
                 # Where none of a rank's experts is chosen, the graph has no way back to inputs and parameters. The
                 # other ranks wait for its part of the inputs' gradients; those of parameters are zeros, not None.
                 floats = [t for t in inputs.values() if isinstance(t, Tensor) and t.is_floating_point()]
                 out = out + sum(t.flatten()[:0].sum() for t in (*floats, *self.parameters(recurse=False)))
-            out = ops.reduce(out, self.tp, dtype=torch.float32)
-            return out if self.ep is None else ops.reduce_scatter(out, self.ep, 0, dtype=torch.float32)
+            return ops.reduce(out if route is None else route.leave(out), self.tp, dtype=torch.float32)
         finally:
             self.inner.__dict__["_parameters"] = {}
 
@@ -105,14 +114,43 @@ class ShardedExperts(ParallelModule):
         shapes = (f"{name}={tuple(spec.shape)}" for name, spec in self.shard_specs.items())
         return f"{type(self.inner).__name__}, {', '.join(shapes)}, tp={self.tp.size}"
 
-    def _entered(self, value: Any) -> Any:
+    def _entered(self, value: Any, route: GatherTokens | SendTokens | None) -> Any:
         if not isinstance(value, Tensor):
             return value
-        if not value.is_floating_point():
-            return value if self.ep is None else self.ep.all_gather(value, 0)
-        if self.ep is not None:
-            value = ops.all_gather(value, self.ep, 0, dtype=torch.float32)
-        return ops.copy(value, self.tp, dtype=torch.float32)
+        if value.is_floating_point():
+            value = ops.copy(value, self.tp, dtype=torch.float32)
+        return value if route is None else route.enter(value)
+
+    def _routed(self, inputs: Mapping[str, Any], ep: Comm) -> GatherTokens | SendTokens:
+        """The way of a rank's tokens to the experts of other ep ranks."""
+        shares, numbers = ep.size * (self.tp.size if self.distributed else 1), inputs[_NUMBERS]
+        route = self.dispatch.by_bytes(next(iter(inputs.values())), numbers, inputs[_WEIGHTS], shares, ep.size)
+        if not torch.compiler.is_compiling():
+            self.route = str(route)
+        if route.way != ALL_TO_ALL:
+            return GatherTokens(ep)
+        n = self.of_a_rank or 1
+        local = numbers - (self.tp.position * (n * ep.size) if self.distributed else 0)
+        to = torch.where((local >= 0) & (local < n * ep.size), local // n, ep.size)
+        source, dropped = seated(to, ep.size, route.seats)
+        self._tell(dropped)
+        return SendTokens(source, len(numbers), ep)
+
+    def _computed(self, inputs: dict[str, Any], choices: torch.Size | None) -> Any:
+        """What the experts here add, each to no more tokens than it has seats for. ``choices``: a rank's ``[T, K]``."""
+        if choices is not None and self.dispatch.capacity_factor is not None:
+            every = next(iter(self.shard_specs.values())).shape[0]
+            tokens = choices[0] * (1 if self.ep is None else self.ep.size)
+            seats = self.dispatch.seats(tokens, choices[1], every)
+            if seats < len(inputs[_NUMBERS]):
+                out, dropped = with_capacity(self.inner, **inputs, seats=seats)
+                self._tell(dropped)
+                return out
+        return one_program(self.inner, **inputs) if self._known and self._compiled else self.inner(**inputs)
+
+    def _tell(self, dropped: Tensor) -> None:
+        for watcher in self.watchers:
+            watcher(dropped)
 
     def _own(self, numbers: Tensor, weights: Tensor, n: int) -> tuple[Tensor, Tensor]:
         """The numbers of experts counted from this rank's first; those of other ranks are ``n``, without weight."""
@@ -128,6 +166,41 @@ class ShardedExperts(ParallelModule):
         if p is None or self.shard_specs[name].dim is not None:
             return p
         return ops.copy(p, self.tp, dtype=torch.float32) / self.tp.size
+
+
+def check_dispatch(model: str, experts: Mapping[str, nn.Module], dispatch: Dispatch) -> None:
+    """ValueError for a way or a capacity that no layer of ``model`` can have. ``experts``: its layers, by name."""
+    if dispatch != Dispatch() and not experts:
+        raise ValueError(
+            f"dispatch={dispatch.way!r}, capacity_factor={dispatch.capacity_factor}: {model} has no layers of experts "
+            "that its plan shards"
+        )
+    for name, layer in experts.items() if dispatch.capacity_factor is not None else ():
+        if not has_known_form(layer) or _NUMBERS not in inspect.signature(layer.forward).parameters:
+            raise ValueError(
+                f"capacity_factor: {plan.wildcard(name)} ({type(layer).__name__}) computes in a form of its own, "
+                "which cannot be given some tokens for each expert: leave it out"
+            )
+
+
+def dispatch_by(model: nn.Module, dispatch: Dispatch) -> None:
+    """Let all layers of experts in ``model`` send their tokens so."""
+    for layer in model.modules():
+        if isinstance(layer, ShardedExperts):
+            layer.dispatch = dispatch
+
+
+@contextmanager
+def dropping_nothing(model: nn.Module) -> Iterator[None]:
+    """Where a token counts alone: no choice is dropped for those of other tokens."""
+    before = {layer: layer.dispatch for layer in model.modules() if isinstance(layer, ShardedExperts)}
+    for layer, dispatch in before.items():
+        layer.dispatch = replace(dispatch, capacity_factor=None)
+    try:
+        yield
+    finally:
+        for layer, dispatch in before.items():
+            layer.dispatch = dispatch
 
 
 def specs_of(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -18,10 +18,12 @@ _NUMBERS = "top_k_index"  # the argument of a layer of experts
 
 class Load(NamedTuple):
     """Of one layer. ``share``: ``[experts]`` float64, the part of all choices that fell to each, over all batches and
-    tokens of the data ranks. ``entropy``: of these, 1 where all are chosen alike and 0 where one is always."""
+    tokens of the data ranks. ``entropy``: of these, 1 where all are chosen alike and 0 where one is always.
+    ``dropped``: the part of all choices for which ``capacity_factor`` of ``tpcore.parallelize`` left no seat."""
 
     share: Tensor
     entropy: float
+    dropped: float
 
 
 class ExpertLoad:
@@ -29,8 +31,8 @@ class ExpertLoad:
 
     >>> load = tpcore.models.ExpertLoad(model)
     >>> ...                        # some steps
-    >>> for layer, (share, entropy) in load.read().items():
-    ...     print(layer, share.max(), entropy)
+    >>> for layer, (share, entropy, dropped) in load.read().items():
+    ...     print(layer, share.max(), entropy, dropped)
 
     The counts stay on the device, and nothing is read of it before ``read``. A forward that is run again by activation
     checkpointing is counted again, which changes no share. ValueError for a model without experts.
@@ -42,6 +44,11 @@ class ExpertLoad:
         if not layers:
             raise ValueError(f"{type(model).__name__} has no layer of experts that are chosen by number ({_NUMBERS}=)")
         self._counts: dict[str, Tensor] = {}
+        self._dropped: dict[str, Tensor] = {}
+        self._watched = {name: layer for name, layer in layers.items() if isinstance(layer, ShardedExperts)}
+        self._watchers = {name: self._watcher(name) for name in self._watched}
+        for name, layer in self._watched.items():
+            layer.watchers.append(self._watchers[name])
         self._handles = [
             module.register_forward_pre_hook(self._hook(name), with_kwargs=True) for name, module in layers.items()
         ]
@@ -51,16 +58,32 @@ class ExpertLoad:
         found = {}
         for name, counts in self._counts.items():
             total = self._ctx.data.all_reduce(counts).cpu().double()
-            share = total / total.sum().clamp_min(1)
+            made = total.sum().clamp_min(1)
+            share = total / made
             entropy = -float(torch.special.xlogy(share, share).sum()) / math.log(max(len(share), 2))
-            found[name] = Load(share, entropy)
+            found[name] = Load(share, entropy, float(self._all_dropped(name, counts)) / float(made))
         self._counts.clear()
+        self._dropped.clear()
         return found
+
+    def _all_dropped(self, name: str, counts: Tensor) -> Tensor:
+        """On each rank, for a capacity is the same on all."""
+        dropped = self._ctx.data.all_reduce(self._dropped.get(name, counts.new_zeros(1)))
+        layer = self._watched.get(name)
+        return layer.tp.all_reduce(dropped) if layer is not None and layer.distributed else dropped
 
     def close(self) -> None:
         """Count no further forward."""
         for handle in self._handles:
             handle.remove()
+        for name, layer in self._watched.items():
+            layer.watchers.remove(self._watchers[name])
+
+    def _watcher(self, name: str) -> Callable[[Tensor], None]:
+        def watch(dropped: Tensor) -> None:
+            self._dropped[name] = self._dropped[name] + dropped if name in self._dropped else dropped
+
+        return watch
 
     def _hook(self, name: str) -> Any:
         def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

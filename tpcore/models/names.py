@@ -6,13 +6,58 @@ in files.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from ..checkpoint.storage.tensorfile import Writable
 from ..errors import CheckpointError
+
+Source = TypeVar("Source", bound=Writable)
+
+
+@dataclass(frozen=True)
+class Split(Generic[Source]):
+    """One of the tensors that files have of a ``source``, which is made when the first of them is written."""
+
+    source: Source
+    like: Tensor
+    name: str
+    values: dict[str, Tensor]
+    split: Callable[[Tensor], dict[str, Tensor]]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.like.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.like.dtype
+
+    def pieces(self) -> Iterator[Tensor]:
+        if self.name not in self.values:
+            pieces = list(self.source.pieces())
+            self.values.update(self.split(pieces[0] if len(pieces) == 1 else torch.cat(pieces)))
+        yield self.values.pop(self.name).contiguous()
+
+
+def in_files(model: Any, tensors: Mapping[str, Source]) -> dict[str, Source | Split[Source]]:
+    """What files have of ``tensors``, which are named as in the model: by names in files."""
+    with suppress(CheckpointError):
+        names = names_in_files(model, tensors)
+        return {names[name]: t for name, t in tensors.items()}
+    values: dict[str, Tensor] = {}
+    stored: dict[str, Source | Split[Source]] = {}
+    for name, source in tensors.items():
+        parts = stored_as(model, name, torch.empty(source.shape, dtype=source.dtype, device="meta"))
+        split = partial(stored_as, model, name)
+        stored |= {part: Split(source, like, part, values, split) for part, like in parts.items()}
+    return stored
 
 
 def stored_as(model: Any, name: str, tensor: Tensor) -> dict[str, Tensor]:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
+
+from .dispatch import put, seated, taken
 
 _FORM = ("has_gate", "has_bias", "is_transposed", "_apply_gate")
 
@@ -33,17 +36,35 @@ def every_expert(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     An expert that a token has not chosen has weight 0 for it. No choice is dropped. It costs ``E / K`` times the
     products of the chosen alone, divided by the ranks that share the experts.
     """
-    up = "gate_up_proj" if experts.has_gate else "up_proj"
     total = hidden_states.new_zeros(hidden_states.shape)
-    for number in range(len(getattr(experts, up))):
+    for number in range(len(experts.down_proj)):
         share = (top_k_weights * (top_k_index == number)).sum(-1, keepdim=True)
-        inner = _product(experts, up, hidden_states, number)
-        inner = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
-        out = _product(experts, "down_proj", inner, number)
-        if getattr(experts, "has_post_expert_norm", False):
-            out = experts.post_expert_norm(out)
-        total = total + (out * share).to(total.dtype)
+        total = total + (_made(experts, hidden_states, number) * share).to(total.dtype)
     return total
+
+
+def with_capacity(
+    experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, seats: int
+) -> tuple[Tensor, Tensor]:
+    """What ``experts`` computes, each of the first ``seats`` tokens that choose it; and the number ``[1]`` of choices
+    that are dropped. No value is read, and it costs the products of ``E seats`` tokens."""
+    count = len(experts.down_proj)
+    source, dropped = seated(top_k_index, count, seats)
+    mine = torch.arange(count, device=source.device).repeat_interleave(seats).unsqueeze(1)
+    share = (taken(top_k_weights, source) * (taken(top_k_index, source, -1) == mine)).sum(-1, keepdim=True)
+    tokens = taken(hidden_states, source).chunk(count)
+    out = torch.cat([_made(experts, x, number) for number, x in enumerate(tokens)])
+    return put((out * share).to(hidden_states.dtype), source, len(hidden_states)), dropped
+
+
+def _made(experts: Any, x: Tensor, number: int) -> Tensor:
+    """What one of the experts makes of the tokens ``x``."""
+    inner = _product(experts, "gate_up_proj" if experts.has_gate else "up_proj", x, number)
+    out = _product(
+        experts, "down_proj", experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner), number
+    )
+    made: Tensor = experts.post_expert_norm(out) if getattr(experts, "has_post_expert_norm", False) else out
+    return made
 
 
 def _product(experts: Any, name: str, x: Tensor, number: int) -> Tensor:

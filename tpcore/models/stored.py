@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint.storage.files import read_file
 from ..errors import CheckpointError, extra
 from .loading import lazy
-from .names import names_in_files
+from .names import Source, Split, in_files
 
 
 def model_of(config: str | os.PathLike[str]) -> Any:
@@ -37,20 +37,28 @@ def model_of(config: str | os.PathLike[str]) -> Any:
         return kind._from_config(made)
 
 
-def stored_names(config: str | os.PathLike[str], names: Iterable[str]) -> dict[str, str]:
-    """The name in files of each name in memory, except names that are tied to another of ``names``.
+def stored_tensors(
+    config: str | os.PathLike[str], tensors: Mapping[str, Source]
+) -> Mapping[str, Source | Split[Source]]:
+    """The tensors that files have of ``tensors``, by their names there, but for those tied to another. Those that a
+    model has merged, as experts, are split when they are written.
 
     CheckpointError for names that the model of ``config`` does not have, and for tensors that are missing.
     """
-    model, given = model_of(config), list(names)
+    model = model_of(config)
     own = model.state_dict(keep_vars=True)
-    targets = {name: source for name, source in model.all_tied_weights_keys.items() if source in given}
-    unknown = sorted(set(given) - own.keys())
-    missing = sorted(own.keys() - set(given) - targets.keys() - _sources(model, given))
+    targets = {name: source for name, source in model.all_tied_weights_keys.items() if source in tensors}
+    unknown = sorted(tensors.keys() - own.keys())
+    missing = sorted(own.keys() - tensors.keys() - targets.keys() - _sources(model, tensors))
     if unknown or missing:
         what = f"has no {', '.join(unknown[:5])}" if unknown else f"also has {', '.join(missing[:5])}"
         raise CheckpointError(f"{config}: a {type(model).__name__} {what}: this is a checkpoint of another model")
-    return names_in_files(model, [name for name in given if name not in targets])
+    return in_files(model, {name: t for name, t in tensors.items() if name not in targets})
+
+
+def adapter_tensors(config: str | os.PathLike[str], tensors: Mapping[str, Source]) -> Mapping[str, Source]:
+    """Those of ``tensors`` that peft's files have of an adapter, by their names there: see :func:`adapter_names`."""
+    return {new: tensors[old] for old, new in adapter_names(config, tensors).items()}
 
 
 def adapter_names(config: str | os.PathLike[str], names: Iterable[str]) -> dict[str, str]:
@@ -78,6 +86,6 @@ _OF_ADAPTER = re.compile(
 """A name in memory. In files the adapter's name is left out, and ``modules_to_save``."""
 
 
-def _sources(model: Any, given: list[str]) -> set[str]:
+def _sources(model: Any, given: Iterable[str]) -> set[str]:
     """The tensors to which tensors among ``given`` are tied."""
     return {source for name, source in model.all_tied_weights_keys.items() if name in given}

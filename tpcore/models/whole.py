@@ -5,22 +5,19 @@ from __future__ import annotations
 import copy
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..checkpoint.storage.files import dumps, make_dirs, naming, sync_dir, write_file
-from ..checkpoint.storage.tensorfile import order_of, write_tensors
-from ..errors import CheckpointError
+from ..checkpoint.storage.tensorfile import nbytes_of, order_of, write_tensors
 from ..layers.sharding import sharding
 from ..runtime.consensus import together
 from ..runtime.context import current
-from .names import names_in_files, stored_as
+from .names import Split, in_files
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _STALE = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
@@ -71,46 +68,16 @@ class Gathered:
     def dtype(self) -> torch.dtype:
         return self.tensor.dtype
 
-    @property
-    def nbytes(self) -> int:
-        return self.dtype.itemsize * torch.Size(self.shape).numel()
-
     def pieces(self) -> Iterator[Tensor]:
         self.done.add(id(self.tensor))
         yield whole(self.tensor)
 
 
-@dataclass(frozen=True)
-class Split:
-    """One of the tensors that files have of a ``source``, which is gathered when the first of them is written."""
+Written = Gathered | Split[Gathered]
 
-    source: Gathered
-    like: Tensor
-    name: str
-    values: dict[str, Tensor]
-    split: Callable[[Tensor], dict[str, Tensor]]
 
-    @property
-    def tensor(self) -> Tensor:
-        return self.source.tensor
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.like.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.like.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return self.like.nbytes
-
-    def pieces(self) -> Iterator[Tensor]:
-        if self.name not in self.values:
-            (whole_source,) = self.source.pieces()
-            self.values.update(self.split(whole_source))
-        yield self.values.pop(self.name).contiguous()
+def _source(item: Written) -> Tensor:
+    return (item.source if isinstance(item, Split) else item).tensor
 
 
 def save_whole(
@@ -145,15 +112,16 @@ def save_whole(
             error = e
     for group in groups:
         for name in order_of(group):
-            if id(group[name].tensor) not in done:
-                done.add(id(group[name].tensor))
-                whole(group[name].tensor)
+            tensor = _source(group[name])
+            if id(tensor) not in done:
+                done.add(id(tensor))
+                whole(tensor)
     with together(ctx):
         if error is not None:
             raise error
 
 
-def _stored(model: Any, done: set[int]) -> dict[str, Gathered | Split]:
+def _stored(model: Any, done: set[int]) -> dict[str, Written]:
     """The tensors to write, by name in files: each once, under the name that its tied names refer to."""
     targets, ignored = set(getattr(model, "all_tied_weights_keys", {})), model._keys_to_ignore_on_save or ()
     state = model.state_dict(keep_vars=True)
@@ -163,17 +131,7 @@ def _stored(model: Any, done: set[int]) -> dict[str, Gathered | Split]:
         tied = name in targets and id(t) in sources
         if not tied and name not in ignored and not any(t is other for other in kept.values()):
             kept[name] = t
-    with suppress(CheckpointError):
-        names = names_in_files(model, kept)
-        return {names[name]: Gathered(t, done) for name, t in kept.items()}
-    values: dict[str, Tensor] = {}
-    stored: dict[str, Gathered | Split] = {}
-    for name, t in kept.items():
-        source = Gathered(t, done)
-        parts = stored_as(model, name, torch.empty(source.shape, dtype=source.dtype, device="meta"))
-        split = partial(stored_as, model, name)
-        stored |= {part: Split(source, like, part, values, split) for part, like in parts.items()}
-    return stored
+    return in_files(model, {name: Gathered(t, done) for name, t in kept.items()})
 
 
 def bytes_of(size: int | str) -> int:
@@ -186,20 +144,20 @@ def bytes_of(size: int | str) -> int:
     return int(found[1]) * _UNITS[found[2]]
 
 
-def _groups(tensors: Mapping[str, Gathered | Split], limit: int) -> list[dict[str, Gathered | Split]]:
+def _groups(tensors: Mapping[str, Written], limit: int) -> list[dict[str, Written]]:
     """``tensors`` in order, in groups of at most ``limit`` bytes or of one tensor."""
-    groups: list[dict[str, Gathered | Split]] = [{}]
+    groups: list[dict[str, Written]] = [{}]
     size = 0
     for name, item in tensors.items():
-        if groups[-1] and size + item.nbytes > limit:
+        if groups[-1] and size + nbytes_of(item) > limit:
             groups.append({})
             size = 0
         groups[-1][name] = item
-        size += item.nbytes
+        size += nbytes_of(item)
     return groups
 
 
-def _write(model: Any, out: str, groups: list[dict[str, Gathered | Split]]) -> None:
+def _write(model: Any, out: str, groups: list[dict[str, Written]]) -> None:
     make_dirs(out)
     n = len(groups)
     names = [f"model-{i:05d}-of-{n:05d}.safetensors" for i in range(1, n + 1)] if n > 1 else ["model.safetensors"]
@@ -207,7 +165,7 @@ def _write(model: Any, out: str, groups: list[dict[str, Gathered | Split]]) -> N
         path = os.path.join(out, name)
         write_tensors(f"{path}.writing", group, {"format": "pt"}, None, summed=False)
     if n > 1:
-        total = {"total_size": sum(item.nbytes for group in groups for item in group.values())}
+        total = {"total_size": sum(nbytes_of(item) for group in groups for item in group.values())}
         where = {t: name for name, group in zip(names, groups, strict=True) for t in group}
         names.append("model.safetensors.index.json")
         text = dumps({"metadata": total, "weight_map": where}, indent=2)

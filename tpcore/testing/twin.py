@@ -13,6 +13,7 @@ from ..layout.layout import Layout
 from ..layout.slices import narrowed
 from ..runtime.consensus import together
 from ..runtime.context import current
+from ..train.data_parallel import reduce_gradients
 
 _NOISE = 1e-2  # of the largest gradient: smaller ones, as of a key's bias, may be rounding alone
 
@@ -32,6 +33,7 @@ def compare(
     loss: Callable[[Any], Tensor] | None = None,
     names: Mapping[str, str] | None = None,
     tolerance: float | None = None,
+    reduce: bool = False,
 ) -> None:
     """Raise AssertionError on every rank unless ``model`` computes what ``whole``, its plain twin, does.
 
@@ -44,6 +46,7 @@ def compare(
       fixed random weighting of the outputs.
     - ``names``: the twin's name of each parameter that has another one there.
     - ``tolerance``: relative to the largest value of a tensor; default 4e-10 for float64, 7e-5 for float32.
+    - ``reduce``: gradients are averaged over the data ranks before, as of a model that gives each its own examples.
     """
     ctx = current()
     with together(ctx):
@@ -53,6 +56,8 @@ def compare(
     want = _run(whole, inputs, loss)
     torch.set_rng_state(state)
     got = _run(model, inputs, loss)
+    if reduce:
+        reduce_gradients(model)
     with together(ctx):
         if got.keys() != want.keys():
             raise AssertionError(f"the model gives {', '.join(got)}; its twin gives {', '.join(want)}")

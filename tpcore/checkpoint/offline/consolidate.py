@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -16,7 +16,7 @@ from ..forms.source import Reading, Source
 from ..read.source import CutRule, Lazy, once, opened, tensors_of
 from ..storage.files import CHUNK, MANIFEST, Progress, dumps, naming, sync_dir, write_file
 from ..storage.publish import new_beside
-from ..storage.tensorfile import nbytes_of, write_tensors
+from ..storage.tensorfile import Writable, nbytes_of, write_tensors
 
 StrPath = str | os.PathLike[str]
 
@@ -36,7 +36,7 @@ def consolidate(
     rules: Sequence[CutRule] = (),
     how: Reading | None = None,
     progress: Progress | None = None,
-    stored_names: Callable[[Iterable[str]], Mapping[str, str]] | None = None,
+    stored_as: Callable[[Mapping[str, Lazy]], Mapping[str, Writable]] | None = None,
     beside: StrPath | None = None,
     adapter: bool = False,
 ) -> list[str]:
@@ -44,15 +44,15 @@ def consolidate(
 
     Writes ``model.safetensors``, or ``pytorch_model.bin`` if ``pickled``. A larger model than
     ``max_shard_size`` bytes becomes several files and an index. What else is in the folder of a model,
-    its configuration, tokenizer and code, is copied, from ``beside`` if it is given. ``stored_names``: by
-    names of tensors, those to write; what it leaves out is tied to another. ``adapter``: peft's files are written,
+    its configuration, tokenizer and code, is copied, from ``beside`` if it is given. ``stored_as``: of
+    tensors by name, those to write; what it leaves out is tied to another. ``adapter``: peft's files are written,
     ``adapter_model.safetensors`` and what lies beside ``adapter_config.json``.
     """
     with opened(src, how or Reading(), rules) as source:
-        tensors, ties = once(tensors_of(source, rules), source.path)
-        if stored_names is not None:
-            names_of = stored_names([*tensors, *ties])
-            tensors, ties = {new: tensors[ties.get(old, old)] for old, new in names_of.items()}, {}
+        found, ties = once(tensors_of(source, rules), source.path)
+        tensors: Mapping[str, Writable] = found
+        if stored_as is not None:
+            tensors, ties = stored_as({**found, **{other: found[kept] for other, kept in ties.items()}}), {}
         groups = _groups(tensors, max_shard_size)
         if progress is not None:
             progress.start(sum(map(nbytes_of, tensors.values())))
@@ -91,9 +91,9 @@ def write_one(source: Source, out: str, rules: Sequence[CutRule], progress: Prog
         sync_dir(os.path.dirname(out))
 
 
-def _groups(tensors: Mapping[str, Lazy], limit: int | None) -> list[dict[str, Lazy]]:
+def _groups(tensors: Mapping[str, Writable], limit: int | None) -> list[dict[str, Writable]]:
     """Groups of tensors in order, each of at most ``limit`` bytes or of one tensor."""
-    groups: list[dict[str, Lazy]] = []
+    groups: list[dict[str, Writable]] = []
     held = 0
     for name, t in tensors.items():
         if not groups or (limit is not None and held + nbytes_of(t) > limit):
@@ -105,7 +105,7 @@ def _groups(tensors: Mapping[str, Lazy], limit: int | None) -> list[dict[str, La
 
 
 def _write_weights(
-    path: str, tensors: Mapping[str, Lazy], ties: Mapping[str, str], pickled: bool, progress: Progress | None
+    path: str, tensors: Mapping[str, Writable], ties: Mapping[str, str], pickled: bool, progress: Progress | None
 ) -> None:
     if not pickled:
         write_tensors(path, tensors, {"format": "pt", **ties}, progress, summed=False)

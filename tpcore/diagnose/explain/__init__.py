@@ -85,6 +85,8 @@ def explain(
     plan: str | Mapping[str, Any] | None = None,
     sequence_parallel: bool = False,
     context_parallel: str | None = None,
+    dispatch: str = "gathered",
+    capacity_factor: float | None = None,
     dtype: torch.dtype | None = None,
     optimizer: str | MakeOptimizer = "AdamW",
     master_dtype: torch.dtype | None = None,
@@ -102,8 +104,8 @@ def explain(
 
     ``parallelize``: replaces layers of the model by tpcore's, in place, or returns another model. ``plan``:
     instead of it, for a model of transformers: rules that go before its own, as ``tpcore.parallelize`` takes
-    them, a JSON file of such rules, or ``"auto"`` for the model's own; with ``sequence_parallel`` and, at ``cp``
-    above 1, ``context_parallel``. ``dtype``:
+    them, a JSON file of such rules, or ``"auto"`` for the model's own; with ``sequence_parallel``, ``dispatch``
+    and ``capacity_factor``, and, at ``cp`` above 1, ``context_parallel``. ``dtype``:
     parameters and inputs are converted to it. ``optimizer``: a class of ``torch.optim``; ``zero1``, which
     is ``Zero1`` over AdamW, or ``zero1:SGD`` over another; or a function of the parameters. ``master_dtype``:
     dtype of ``Zero1``'s master weights. ``max_norm``: for clipping; None: none. ``ranks``: the ranks to
@@ -116,10 +118,14 @@ def explain(
     change = function(parallelize) if isinstance(parallelize, str) else parallelize
     if plan is not None and change is not None:
         raise ValueError("parallelize and plan are two ways to cut a model: give one")
-    if (sequence_parallel or context_parallel) and plan is None:
-        raise ValueError("sequence_parallel and context_parallel are of a plan: give plan='auto' for the model's own")
+    options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "context_parallel": context_parallel}
+    options |= {} if dispatch == "gathered" else {"dispatch": dispatch}
+    options |= {} if capacity_factor is None else {"capacity_factor": capacity_factor}
+    given = [name for name, value in options.items() if value]
+    if given and plan is None:
+        raise ValueError(f"{' and '.join(given)} can only be given with a plan: plan='auto' is the model's own")
     if plan is not None:
-        change = by_plan(plan, sequence_parallel=sequence_parallel, context_parallel=context_parallel)
+        change = by_plan(plan, **options)
 
     def made() -> tuple[nn.Module, Inputs]:
         model, inputs = build(target, batch_size, seq_len)

@@ -50,6 +50,8 @@ class Program:
     parameters: tuple[Parameter, ...]
     collectives: tuple[Collective, ...]
     pipelines: tuple[StageCost, ...] = ()
+    routes: tuple[tuple[str, str], ...] = ()
+    """(name of a layer of experts, how tokens come to those of other ranks and why)."""
     mistakes: tuple[str, ...] = ()
     """Places where the step computes something else than the whole model would."""
 
@@ -114,7 +116,8 @@ def record(
         _info(n, p, owners[id(p)], gradients.get(id(p), 0), made.state) for n, p in model.named_parameters()
     )
     calls, mistakes = tuple(recorder.calls), tuple(recorder.mistakes)
-    program = Program(type(model).__name__, parameters, calls, watch.costs(model), mistakes)
+    routes = tuple((name, route) for name, module in model.named_modules() if (route := getattr(module, "route", "")))
+    program = Program(type(model).__name__, parameters, calls, watch.costs(model), routes, mistakes)
     return RecordedStep(program, tuple(checks.notes))
 
 

@@ -198,6 +198,8 @@ _ABSENT = {
     "call shard_parameter",
     "kernels": "torch.nn.functional.scaled_dot_product_attention",
     "modules.moe": "tpcore.parallelize shards the experts of transformers' models: docs/experts.md",
+    "modules.moe.expert_mlps": "tpcore.parallelize(model, capacity_factor=), of transformers' experts: docs/experts.md",
+    "modules.moe.loss_function": "transformers' loss has it: output_router_logits=True, the coefficient over top_k",
     "modules.lora": "tpcore.integrations.peft.get_peft_model, with peft's LoraConfig",
     "quantization": "tpcore.parallelize(model, quantize=torch.int8)",
     "trace.trace": "the same functions are in tpcore.trace",

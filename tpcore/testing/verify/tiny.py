@@ -61,9 +61,9 @@ def _causal(transformers: Any, config: Any) -> Any:
         raise ValueError(f"config.json names no architecture of transformers {transformers.__version__}") from None
 
 
-def inputs_of(model: Any, tp: int) -> dict[str, Any]:
-    """Two rows of tokens, whose number tp divides."""
-    ids = torch.randint(3, _VOCABULARY // 2, (2, 8 * tp), generator=torch.Generator().manual_seed(1))
+def inputs_of(model: Any, tp: int, ep: int = 1) -> dict[str, Any]:
+    """Two rows of tokens for each ep rank, whose number tp divides."""
+    ids = torch.randint(3, _VOCABULARY // 2, (2 * ep, 8 * tp), generator=torch.Generator().manual_seed(1))
     inputs: dict[str, Any] = {"input_ids": ids}
     if model.get_output_embeddings() is not None:
         inputs["labels"] = ids

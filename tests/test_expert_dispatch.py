@@ -1,0 +1,251 @@
+"""Tokens on their way to the experts of other ranks: all-to-all and capacities, what they drop, and that it is told."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import families
+import hf
+import pytest
+import torch
+from test_experts import EP_TP, MAKES, ROUNDS, WHOLE, batches, mixtral
+from tiers import tiers
+from torch import Tensor
+
+import tpcore
+from tpcore import Mesh
+from tpcore.models.dispatch import Dispatch, put, seated, taken
+from tpcore.models.experts import ShardedExperts
+from tpcore.models.static import every_expert, with_capacity
+from tpcore.testing import run_ranks
+
+EP2, EP4 = {"dp": 1, "ep": 2, "tp": 1}, {"dp": 1, "ep": 4, "tp": 1}
+MESHES = {"ep 2": (EP2, {}), "ep 4": (EP4, {}), "ep 2 x tp 2": (EP_TP, {}), "ep 2 x tp 2, experts": (EP_TP, WHOLE)}
+EVERY = pytest.mark.parametrize("mesh", tiers(["ep 2", "ep 2 x tp 2, experts"], slow=["ep 4", "ep 2 x tp 2"]))
+
+
+def layer_of(model: Any) -> ShardedExperts:
+    return next(m for m in model.modules() if isinstance(m, ShardedExperts))
+
+
+def large() -> Any:
+    """With experts drawn large enough that each matters."""
+    model = hf.double(mixtral)
+    for name, p in model.named_parameters():
+        if ".experts." in name:
+            torch.nn.init.normal_(p, std=0.1, generator=torch.Generator().manual_seed(5))
+    return model
+
+
+def made(**options: Any) -> ShardedExperts:
+    return layer_of(tpcore.parallelize(large(), **options))
+
+
+def chosen(rank: int, tokens: int = 12) -> tuple[Tensor, Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(rank)
+    numbers = torch.rand(tokens, 4, generator=draw).topk(2).indices
+    x = torch.randn(tokens, 32, dtype=torch.float64, generator=draw)
+    return x, numbers, torch.rand(tokens, 2, dtype=torch.float64, generator=draw)
+
+
+@EVERY
+def test_all_to_all_with_room_is_what_gathering_makes(mesh: str) -> None:
+    axes, options = MESHES[mesh]
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        x, numbers, weights = chosen(ctx.index(ctx.batch))
+        found = []
+        for way in ({}, {"dispatch": "all_to_all"}, {"dispatch": "all_to_all", "capacity_factor": 8.0}):
+            layer = made(**options, **way)
+            inputs = x.clone().requires_grad_(), weights.clone().requires_grad_()
+            out = layer(inputs[0], numbers, inputs[1])
+            assert layer.route.startswith(way.get("dispatch", "gathered"))
+            found.append((out, *torch.autograd.grad(out.square().sum(), (*inputs, *layer.parameters()))))
+        for other in found[1:]:
+            for got, want in zip(other, found[0], strict=True):
+                torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)  # float64: sums in another order
+
+    run_ranks(Mesh(axes), rank)
+
+
+def without_dropped(factor: float, ranks: list[Tensor], parts: int) -> tuple[list[Tensor], int]:
+    """By loops: which choices of each rank have a seat, and how many have none. ``parts``: ranks that share the experts
+    in an all-to-all; 1 where tokens are gathered."""
+    tokens, choices = ranks[0].shape
+    of_a_rank = min(tokens, math.ceil(factor * tokens * choices / parts)) if parts > 1 else tokens
+    of_an_expert = math.ceil(factor * len(ranks) * tokens * choices / 4)
+    kept, full = [torch.ones_like(numbers, dtype=torch.bool) for numbers in ranks], [0] * 4
+    for mine, numbers in zip(kept, ranks, strict=True):
+        sent = [0] * parts
+        for token, row in enumerate(numbers.tolist()):
+            for part in {number * parts // 4 for number in row}:
+                sent[part] += 1
+                for at, number in enumerate(row):
+                    if number * parts // 4 == part and sent[part] > of_a_rank:
+                        mine[token, at] = False
+    for mine, numbers in zip(kept, ranks, strict=True):
+        for token, row in enumerate(numbers.tolist()):
+            for at, number in enumerate(row):
+                full[number] += int(mine[token, at])
+                mine[token, at] &= full[number] <= of_an_expert
+    return kept, sum(int((~mine).sum()) for mine in kept)
+
+
+DROPPING = {
+    "tp 2": ({"dp": 1, "tp": 2}, {}),
+    "tp 2, experts": ({"dp": 2, "tp": 2}, WHOLE),
+    "one rank": ({"dp": 1, "tp": 1}, {}),
+    "ep 2, gathered": (EP2, {"dispatch": "gathered"}),
+    "ep 4, auto": (EP4, {"dispatch": "auto"}),
+} | {f"{mesh}, all_to_all": (axes, {**options, "dispatch": "all_to_all"}) for mesh, (axes, options) in MESHES.items()}
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.0])
+@pytest.mark.parametrize("mesh", DROPPING)
+def test_what_is_dropped_is_left_out_and_counted(mesh: str, factor: float) -> None:
+    axes, options = DROPPING[mesh]
+    ep, data = axes.get("ep", 1), axes["dp"] * axes.get("ep", 1)
+    given = [chosen(i) for i in range(data)]
+    exchanged = options.get("dispatch", "gathered") != "gathered"
+    parts = ep * (axes["tp"] if options.get("expert_parallel") else 1) if exchanged else 1
+    groups = [given[i : i + ep] for i in range(0, data, ep)]  # of dp, each with its own seats
+    seated_here = [without_dropped(factor, [numbers for _, numbers, _ in group], parts) for group in groups]
+    kept = [mask for masks, _ in seated_here for mask in masks]
+    dropped = sum(n for _, n in seated_here)
+    whole = large().model.layers[0].mlp.experts
+
+    def rank(ctx: tpcore.ParallelContext) -> float:
+        model = tpcore.parallelize(large(), **options, capacity_factor=factor)
+        layer, load, at = layer_of(model), tpcore.models.ExpertLoad(model), ctx.index(ctx.batch)
+        x, numbers, weights = given[at]
+        found = []
+        for experts, mask in ((layer, torch.ones(())), (whole, kept[at])):
+            inputs = x.clone().requires_grad_(), weights.clone().requires_grad_()
+            out = experts(inputs[0], numbers, inputs[1] * mask)
+            assert experts is whole or ep == 1 or layer.route.startswith("all_to_all" if exchanged else "gathered")
+            found.append((out, *torch.autograd.grad(out.square().sum(), inputs)))
+        for got, want in zip(*found, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)  # float64: sums in another order
+        (told,) = load.read().values()
+        load.close()
+        layer(x, numbers, weights)
+        assert load.read() == {}
+        return told.dropped
+
+    assert dropped > 0
+    assert run_ranks(Mesh(axes), rank) == [pytest.approx(dropped / (24 * data))] * Mesh(axes).size
+
+
+HALF = torch.bfloat16
+SENT = r"all-to-all sends {} bytes forward, {} rows to each rank, and gathering {}"
+
+
+@pytest.mark.parametrize(
+    ("dispatch", "dtype", "way"),
+    [
+        (Dispatch("auto", 1.25), torch.float32, "all_to_all: " + SENT.format("33,600", 40, "53,760")),
+        (Dispatch("auto", 2.0), torch.float32, "gathered: " + SENT.format("53,760", 64, "53,760")),
+        (Dispatch("auto"), torch.float32, "gathered: "),
+        (Dispatch("auto"), HALF, "all_to_all: " + SENT.format("28,416", 64, "40,704")),  # sums in float32 are longer
+        (Dispatch("gathered", 1.25), HALF, "gathered: .* 40 rows .*; dispatch='gathered' was asked for"),
+        (Dispatch("all_to_all"), HALF, "all_to_all: .* 64 rows .*'all_to_all' was asked for"),
+    ],
+)
+def test_auto_takes_what_sends_fewer_bytes_and_says_why(dispatch: Dispatch, dtype: torch.dtype, way: str) -> None:
+    x, weights = torch.zeros(64, 32, dtype=dtype), torch.zeros(64, 2, dtype=dtype)
+    numbers = torch.zeros(64, 2, dtype=torch.int64)
+    assert re.match(way, str(dispatch.by_bytes(x, numbers, weights, 4, 4)))
+
+
+def test_gradients_of_tokens_that_go_to_several_experts_are_summed_in_float32() -> None:
+    """Three gradients of 1, 2^-8 and 2^-8: added one by one in bfloat16, of 8 bits, the small ones would vanish."""
+    x = torch.ones(1, 1, dtype=torch.bfloat16, requires_grad=True)
+    source, dropped = seated(torch.tensor([[0, 1, 2]]), 3, 1)
+    grads = torch.tensor([[1.0], [2**-8], [2**-8]], dtype=torch.bfloat16)
+    (taken(x, source) * grads).sum().backward()
+    assert x.grad is not None
+    assert float(x.grad) == float(put(grads, source, 1)) == 1 + 2**-7
+    assert int(dropped) == 0
+
+
+def test_no_values_are_read() -> None:
+    """On meta tensors, which have none: the same program whichever experts are chosen."""
+    layer = mixtral().to("meta").model.layers[0].mlp.experts
+    x, numbers, weights = (t.to("meta") for t in chosen(0))
+    out, dropped = with_capacity(layer, x.float(), numbers, weights.float(), 3)
+    assert (out.shape, dropped.shape) == (x.shape, (1,))
+
+
+def test_room_for_all_is_every_expert() -> None:
+    layer, given = large().model.layers[0].mlp.experts, chosen(0)
+    out, dropped = with_capacity(layer, *given, seats=12)
+    torch.testing.assert_close(out, every_expert(layer, *given), rtol=1e-12, atol=1e-12)  # another order of sums
+    assert int(dropped) == 0
+
+
+def llama4() -> Any:
+    return families.made(families.class_of("llama4_text"), families.config_of("llama4_text"))
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "words"),
+    [
+        (mixtral, {"dispatch": "broadcast"}, "dispatch='broadcast' is none of 'gathered', 'all_to_all' and 'auto'"),
+        (mixtral, {"capacity_factor": 0.0}, "capacity_factor=0.0 is not above 0"),
+        (hf.llama, {"dispatch": "auto"}, "dispatch='auto', capacity_factor=None: LlamaForCausalLM has no layers"),
+        (
+            llama4,
+            {"capacity_factor": 1.0},
+            r"capacity_factor: .*experts \(Llama4TextExperts\) computes in",
+        ),
+    ],
+)
+def test_what_cannot_be_dispatched_so(make: Any, options: dict[str, Any], words: str) -> None:
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        with pytest.raises(ValueError, match=words):
+            tpcore.parallelize(make(), **options)
+
+    run_ranks(Mesh({"tp": 2}), rank)
+
+
+@pytest.mark.parametrize("name", tiers(["mixtral"], slow=["qwen3_moe", "glm4_moe"]))
+@EVERY
+def test_clipped_steps_with_all_to_all(name: str, mesh: str) -> None:
+    """With the routers' auxiliary loss, a mean over ranks of data, and a z loss of their logits."""
+    axes, options = MESHES[mesh]
+
+    def make() -> Any:
+        return MAKES[name](output_router_logits=True)
+
+    def loss_of(model: Any, batch: dict[str, Tensor]) -> Tensor:
+        out = model(**batch)
+        logits = out.router_logits or ()
+        return out.loss + sum(0.1 * one.logsumexp(-1).square().mean() for one in logits)
+
+    examples = axes["ep"]
+    whole: Any = hf.double(make)
+    plain, want = torch.optim.SGD(whole.parameters(), lr=0.1), []
+    for step in batches(examples)[:4]:
+        plain.zero_grad()
+        loss = sum(loss_of(whole, one) for one in step) / examples
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
+        plain.step()
+        want += [float(loss.detach()), float(norm)]
+
+    def rank(ctx: tpcore.ParallelContext) -> list[float]:
+        model: Any = tpcore.parallelize(hf.double(make), dispatch="all_to_all", **options)
+        optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), []
+        for step in batches(examples)[:4]:
+            optimizer.zero_grad()
+            loss = loss_of(model, step[ctx.index(ctx.batch)])
+            loss.backward()
+            norm = tpcore.optimizer_step(optimizer, max_norm=0.5)
+            found += [float(ctx.batch.all_reduce(loss.detach()) / examples), float(norm)]
+        assert layer_of(model).route.startswith("all_to_all")
+        return found
+
+    for found in run_ranks(Mesh(axes), rank):
+        assert found == pytest.approx(want, rel=ROUNDS)

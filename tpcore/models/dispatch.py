@@ -1,0 +1,133 @@
+"""Which tokens the experts of a rank see: those of all ranks of ep, or those that are sent to it, as far as they fit.
+
+An all-to-all with a capacity is that of GShard (Lepikhin et al. 2020, arXiv:2006.16668) with a seat for a token and a
+rank instead of an expert: a token goes once to a rank, however many experts it has chosen there.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..comm import mappings as ops
+from ..comm.comm import Comm
+
+GATHERED, ALL_TO_ALL, AUTO = "gathered", "all_to_all", "auto"
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """``way``: to the experts of other ep ranks. ``capacity_factor``: how many times its even share of the choices an
+    expert, and a rank of an all-to-all, has seats for; None: for all."""
+
+    way: str = GATHERED
+    capacity_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.way not in (GATHERED, ALL_TO_ALL, AUTO):
+            raise ValueError(f"dispatch={self.way!r} is none of {GATHERED!r}, {ALL_TO_ALL!r} and {AUTO!r}")
+        if self.capacity_factor is not None and not 0 < self.capacity_factor < math.inf:
+            raise ValueError(f"capacity_factor={self.capacity_factor} is not above 0; None has seats for all choices")
+
+    @property
+    def warning(self) -> str:
+        """The end of a line for the person who runs a job; empty if nothing is ever dropped."""
+        told = f"; capacity_factor={self.capacity_factor} drops choices: tpcore.models.ExpertLoad says how many"
+        return "" if self.capacity_factor is None else told
+
+    def seats(self, tokens: int, choices: int, parts: int) -> int:
+        """In one of ``parts`` ranks or experts, for ``tokens`` with ``choices`` each."""
+        share = math.inf if self.capacity_factor is None else self.capacity_factor * tokens * choices / parts
+        return tokens if share >= tokens else math.ceil(share)
+
+    def by_bytes(self, x: Tensor, numbers: Tensor, weights: Tensor, parts: int, ranks: int) -> Route:
+        """What each of ``ranks`` sends in the forward of one layer, as in its backward: of a token its ``[H]`` there
+        and back, and its ``[K]`` numbers and weights there. Sums over ranks are in float32 at least."""
+        (tokens, choices), width = numbers.shape, x.shape[-1]
+        besides = choices * (numbers.element_size() + weights.element_size())
+        seats = self.seats(tokens, choices, parts)
+        sent = (ranks - 1) * seats * (2 * width * x.element_size() + besides)
+        both_ways = (x.element_size() + ops.sum_dtype(x, torch.float32).itemsize) * width
+        gathered = (ranks - 1) * tokens * (both_ways + besides)
+        way = self.way if self.way != AUTO else ALL_TO_ALL if sent < gathered else GATHERED
+        return Route(way, seats, sent, gathered, asked=self.way != AUTO)
+
+
+class Route(NamedTuple):
+    """How the tokens of a rank come to others: ``way``, with the bytes of either and the rows of an all-to-all."""
+
+    way: str
+    seats: int
+    sent: int
+    gathered: int
+    asked: bool
+
+    def __str__(self) -> str:
+        why = f"all-to-all sends {self.sent:,} bytes forward, {self.seats} rows to each rank, and gathering "
+        return f"{self.way}: {why}{self.gathered:,}" + (f"; dispatch={self.way!r} was asked for" if self.asked else "")
+
+
+class GatherTokens:
+    """The tokens of all ranks of ``comm``: no choice is dropped."""
+
+    def __init__(self, comm: Comm) -> None:
+        self.comm = comm
+
+    def enter(self, x: Tensor) -> Tensor:
+        """``[T, ...]`` of each rank -> ``[n T, ...]``."""
+        if not x.is_floating_point():
+            return self.comm.all_gather(x, 0)
+        return ops.all_gather(x, self.comm, 0, dtype=torch.float32)
+
+    def leave(self, out: Tensor) -> Tensor:
+        """What each rank adds to ``[n T, H]`` -> the sums ``[T, H]`` of this rank's tokens."""
+        return ops.reduce_scatter(out, self.comm, 0, dtype=torch.float32)
+
+
+class SendTokens:
+    """The tokens for which the seats of :func:`seated` have room, ``source`` says which."""
+
+    def __init__(self, source: Tensor, tokens: int, comm: Comm) -> None:
+        self.source, self.tokens, self.comm = source, tokens, comm
+
+    def enter(self, x: Tensor) -> Tensor:
+        """``[T, ...]`` of each rank -> ``[n seats, ...]``; where nobody sits, a number is -1, a float 0."""
+        if not x.is_floating_point():
+            return self.comm.all_to_all(taken(x, self.source, -1), 0, 0)
+        return ops.all_to_all(taken(x, self.source), self.comm, 0, 0)
+
+    def leave(self, out: Tensor) -> Tensor:
+        """What the experts of this rank make of ``[n seats, H]`` -> the sums ``[T, H]`` of this rank's tokens."""
+        return put(ops.all_to_all(out, self.comm, 0, 0), self.source, self.tokens)
+
+
+def seated(chosen: Tensor, parts: int, seats: int) -> tuple[Tensor, Tensor]:
+    """Give the first ``seats`` rows that choose a part a seat in it. ``chosen``: ``[rows, K]``, each in
+    ``range(parts)``, or ``parts`` for none. Returns ``[parts * seats]``, the row of each seat or ``rows`` for nobody,
+    and ``[1]``, the number of choices without a seat. Of shapes alone: no value is read."""
+    rows, device = len(chosen), chosen.device
+    counts = torch.zeros(rows, parts + 1, dtype=torch.int64, device=device)
+    counts = counts.scatter_add(1, chosen.long(), torch.ones_like(chosen, dtype=torch.int64))[:, :parts]
+    place = (counts > 0).to(torch.int64).cumsum(0) - 1  # torch_xla sums bools as bools
+    sits = (counts > 0) & (place < seats)
+    seat = torch.where(sits, torch.arange(parts, device=device) * seats + place, parts * seats)
+    row = torch.arange(rows, device=device).unsqueeze(1).expand_as(seat)
+    source = torch.full((parts * seats + 1,), rows, dtype=torch.int64, device=device)
+    source = source.scatter(0, seat.flatten(), row.flatten())[:-1]  # the last is for all that have no seat
+    return source, (counts * ~sits).sum().reshape(1)
+
+
+def taken(x: Tensor, source: Tensor, empty: float = 0) -> Tensor:
+    """The rows ``source`` of ``x``, ``empty`` for the row after the last. Their gradients are summed in float32."""
+    wide = x.to(ops.sum_dtype(x, torch.float32)) if x.is_floating_point() else x
+    return torch.cat([wide, wide.new_full((1, *x.shape[1:]), empty)]).index_select(0, source).to(x.dtype)
+
+
+def put(out: Tensor, source: Tensor, rows: int) -> Tensor:
+    """The sums of ``out`` at its rows ``source``: what :func:`taken` is the transpose of."""
+    wide = out.to(ops.sum_dtype(out, torch.float32))
+    return wide.new_zeros(rows + 1, *out.shape[1:]).index_add(0, source, wide)[:rows].to(out.dtype)

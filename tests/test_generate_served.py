@@ -18,7 +18,7 @@ import tpcore
 from tpcore import Mesh
 from tpcore.models.cached import CachedModel
 from tpcore.testing import run_ranks
-from tpcore.trace import TensorParallelModel, generate, parallel_model_load, parallel_model_save
+from tpcore.trace import TensorParallelModel, generate, generate_each, parallel_model_load, parallel_model_save
 
 PROMPTS = [[5, 17, 9, 40, 41, 3, 77, 8, 23, 50, 51, 4], [30, 31, 60]]
 LENGTH = 32
@@ -133,6 +133,24 @@ def test_processes_that_were_started_again_have_forgotten(served: TensorParallel
     with pytest.raises(RuntimeError, match="weights were replaced"):
         next(stream)
     assert torch.equal(next(generate(served, PROMPTS, max_new_tokens=8)), before)
+
+
+def test_rows_that_end_take_the_next_prompt(served: TensorParallelModel) -> None:
+    """Seven prompts of 1 to 14 tokens over two rows, whose answers end at a token or after twelve."""
+    numbers, model = torch.Generator().manual_seed(2), whole()
+    prompts = [torch.randint(1, 99, (n,), generator=numbers).tolist() for n in (14, 2, 7, 1, 5, 12, 3)]
+    want = [expected(model, prompt, 12) for prompt in prompts]
+    stop = want[2][4]
+    ended = [tokens[: tokens.index(stop) + 1] if stop in tokens else tokens for tokens in want]
+    assert len({len(tokens) for tokens in ended}) > 1
+    found: list[list[int]] = [[] for _ in prompts]
+    order = []
+    for number, token in generate_each(served, prompts, max_new_tokens=12, stop_tokens=[stop]):
+        found[number].append(token)
+        order.append(number)
+    assert found == ended
+    last = [len(order) - 1 - order[::-1].index(number) for number in range(len(prompts))]
+    assert any(order.index(number + 2) < last[number + 1] for number in range(5))  # beside one that has not ended
 
 
 def test_what_does_not_fit_is_refused_before_any_call(served: TensorParallelModel) -> None:

@@ -134,6 +134,7 @@ PUBLIC = {
     "tpcore.trace": [
         "TensorParallelModel",
         "generate",
+        "generate_each",
         "parallel_model_load",
         "parallel_model_save",
         "parallel_model_trace",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -33,19 +35,99 @@ def generate(
     The cache holds one generation at a time: when another begins, the earlier one raises RuntimeError. Raises
     ValueError for a model without a cache, and for prompts that do not fit, before the first call.
     """
+    rows, _, _ = _sizes(model)
+    if len(prompts) > rows:
+        raise ValueError(f"{len(prompts)} prompts: the cache has {rows} rows; generate_each takes any number")
+    each = generate_each(model, prompts, max_new_tokens=max_new_tokens, stop_tokens=stop_tokens, choose=choose)
+    return _side_by_side(each, len(prompts), set(stop_tokens))
+
+
+def _side_by_side(each: Iterator[tuple[int, int]], count: int, stops: set[int]) -> Iterator[Tensor]:
+    """The tokens of ``each`` of ``count`` prompts in step; those that have come to an end repeat it."""
+    come = [deque[int]() for _ in range(count)]
+    token = [0] * count
+    begun = False
+    for number, new in each:
+        come[number].append(new)
+        while any(come) and all(new or (begun and token[i] in stops) for i, new in enumerate(come)):
+            token = [new.popleft() if new else old for new, old in zip(come, token, strict=True)]
+            begun = True
+            yield torch.tensor(token)
+
+
+def generate_each(
+    model: TensorParallelModel,
+    prompts: Tensor | Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    stop_tokens: Sequence[int] = (),
+    choose: Callable[[Tensor], Tensor] = greedy,
+) -> Iterator[tuple[int, int]]:
+    """Yield ``(number of a prompt, its next token)``, as soon as there is one, for any number of prompts.
+
+    A row of the cache that has come to its end takes the next prompt, in the order of ``prompts``, while the other rows
+    go on. The arguments and errors are those of ``generate``, which steps rows together.
+    """
     rows, longest, chunk = _sizes(model)
     ids = [list(map(int, prompt)) for prompt in prompts]
-    if not ids or len(ids) > rows or not all(ids):
-        raise ValueError(f"{len(ids)} prompts: the cache has {rows} rows, and a prompt has a token or more")
+    if not ids or not all(ids):
+        raise ValueError(f"{len(ids)} prompts: one or more, and a prompt has a token or more")
     most = max(map(len, ids)) + max_new_tokens
     if max_new_tokens < 1 or most > longest:
         raise ValueError(
             f"max_new_tokens={max_new_tokens} after a prompt of {most - max_new_tokens}: at least one, "
             f"and the cache holds {longest} tokens of each row"
         )
-    ids += [[0]] * (rows - len(ids))
-    stop = torch.tensor(stop_tokens, dtype=torch.int64)
-    return _tokens(model, ids, len(prompts), chunk, max_new_tokens, stop, choose)
+    return _each(model, ids, [_Row(longest) for _ in range(rows)], chunk, max_new_tokens, set(stop_tokens), choose)
+
+
+@dataclass
+class _Row:
+    """One row of the cache: ``todo`` are the tokens that it has not seen yet; none if it is idle."""
+
+    end: int
+    number: int = -1
+    todo: list[int] = field(default_factory=list)
+    at: int = 0
+    made: int = 0
+
+    def call(self, width: int) -> tuple[list[int], int, int]:
+        """The tokens of the next call of ``width``, their place, and which is the last. What stands behind it is
+        overwritten before anybody sees it; an idle row writes behind the end."""
+        part = self.todo[:width]
+        place = self.at if part else self.end
+        self.todo, self.at = self.todo[width:], self.at + len(part)
+        return [*part, *[0] * (width - len(part))], place, max(0, len(part) - 1)
+
+
+def _each(
+    model: TensorParallelModel,
+    prompts: list[list[int]],
+    rows: list[_Row],
+    chunk: int,
+    steps: int,
+    stops: set[int],
+    choose: Callable[[Tensor], Tensor],
+) -> Iterator[tuple[int, int]]:
+    use, waiting = model.begin(), deque(enumerate(prompts))
+    while True:
+        for row in rows:
+            if row.number < 0 and waiting:
+                row.number, row.todo = waiting.popleft()
+                row.at = row.made = 0
+        width = min(chunk, max(len(row.todo) for row in rows))
+        if not width:
+            return
+        ids, places, last = zip(*(row.call(width) for row in rows), strict=True)
+        logits = model.call_with_state(use, torch.tensor(ids), torch.tensor(places), torch.tensor(last))[0]
+        tokens = choose(logits).tolist()
+        for row, token in zip(rows, tokens, strict=True):
+            if row.number < 0 or row.todo:
+                continue
+            number, row.made, row.todo = row.number, row.made + 1, [token]
+            if row.made == steps or token in stops:
+                row.number, row.todo = -1, []
+            yield number, token
 
 
 def _sizes(model: TensorParallelModel) -> tuple[int, int, int]:
@@ -57,40 +139,3 @@ def _sizes(model: TensorParallelModel) -> tuple[int, int, int]:
     size = manifest.inputs.shapes[0][1]
     chunk = max(bucket[size] for bucket in manifest.inputs.buckets) if isinstance(size, str) else size
     return state[0][0], state[0][2] - 1, chunk
-
-
-def _tokens(
-    model: TensorParallelModel,
-    prompts: list[list[int]],
-    wanted: int,
-    chunk: int,
-    steps: int,
-    stop: Tensor,
-    choose: Callable[[Tensor], Tensor],
-) -> Iterator[Tensor]:
-    use = model.begin()
-    at = torch.tensor([len(prompt) for prompt in prompts])
-    token = choose(_prompt(model, use, prompts, at, chunk))
-    ended = torch.isin(token, stop)
-    none = torch.zeros_like(at)
-    for step in range(1, steps + 1):
-        yield token[:wanted].clone()
-        if step == steps or bool(ended[:wanted].all()):
-            return
-        logits = model.call_with_state(use, token[:, None], at, none)[0]
-        token = torch.where(ended, token, choose(logits))
-        ended, at = ended | torch.isin(token, stop), at + 1
-
-
-def _prompt(model: TensorParallelModel, use: int, prompts: list[list[int]], lengths: Tensor, chunk: int) -> Tensor:
-    """The logits after each prompt. What stands behind a shorter one is overwritten by its answer."""
-    longest = int(lengths.max())
-    ids = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts])
-    found = torch.tensor(())
-    for begin in range(0, longest, chunk):
-        part = ids[:, begin : begin + chunk].contiguous()
-        last = (lengths - 1 - begin).clamp(0, part.shape[1] - 1)
-        logits = model.call_with_state(use, part, torch.full_like(lengths, begin), last)[0]
-        here = (lengths > begin)[:, None]  # of rows that end before, the call before it had them
-        found = torch.where(here, logits, found) if begin else logits
-    return found

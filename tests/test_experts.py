@@ -20,13 +20,14 @@ from torch import Tensor
 import tpcore
 from tpcore import Mesh
 from tpcore.models.experts import ShardedExperts
-from tpcore.models.static import every_expert, has_known_form
+from tpcore.models.static import every_expert, has_known_form, with_capacity
 from tpcore.testing import run_ranks
 
 SIZES = {**TINY, "num_key_value_heads": 4, "num_hidden_layers": 2, "experts_implementation": "eager"}
 ROUNDS = 1e-6  # norms and routers of transformers compute in float32, whose step is 1e-7
 FEATURES: dict[str, Any] = {}
 WHOLE = {"expert_parallel": True}
+EXCHANGED: dict[str, Any] = {"dispatch": "all_to_all"}
 WAYS = pytest.mark.parametrize("options", [FEATURES, WHOLE], ids=["features", "experts"])
 
 
@@ -91,7 +92,8 @@ def test_experts_that_ep_does_not_divide() -> None:
     run_ranks(Mesh({"dp": 1, "ep": 3, "tp": 1}), rank)
 
 
-def test_stages_of_distributed_experts() -> None:
+@pytest.mark.parametrize("dispatch", ["gathered", "all_to_all"])
+def test_stages_of_distributed_experts(dispatch: str) -> None:
     whole, batch = hf.double(mixtral), hf.text(length=6)
     batch = {name: torch.cat([t[:2], t[:2]]) for name, t in batch.items()}
     whole(**batch).loss.backward()
@@ -99,7 +101,7 @@ def test_stages_of_distributed_experts() -> None:
 
     def rank(ctx: tpcore.ParallelContext) -> None:
         model: Any = hf.double(mixtral)
-        tpcore.parallelize(model, num_microbatches=2)
+        tpcore.parallelize(model, num_microbatches=2, dispatch=dispatch)
         model(**batch).loss.backward()
         tpcore.reduce_gradients(model)
         for key, p in model.named_parameters():
@@ -151,11 +153,14 @@ def test_every_expert_on_every_token_is_what_the_chosen_ones_make(name: str) -> 
         weights = torch.rand(12, 2, dtype=torch.float64, requires_grad=True)
         of = (x, weights, *layer.parameters())
         want = layer(x, numbers, weights)
-        got = every_expert(layer, x, numbers, weights)
-        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
-        grads = [torch.autograd.grad(out.square().sum(), of, allow_unused=True) for out in (got, want)]
-        for a, b in zip(*grads, strict=True):
-            torch.testing.assert_close(torch.zeros(()) if a is None else a, torch.zeros(()) if b is None else b)
+        kept, dropped = with_capacity(layer, x, numbers, weights, 12)
+        assert int(dropped) == 0
+        grads = [torch.autograd.grad(want.square().sum(), of, allow_unused=True)]
+        for got in (every_expert(layer, x, numbers, weights), kept):
+            torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+            grads[1:] = [torch.autograd.grad(got.square().sum(), of, allow_unused=True)]
+            for a, b in zip(*grads, strict=True):
+                torch.testing.assert_close(torch.zeros(()) if a is None else a, torch.zeros(()) if b is None else b)
 
 
 def batches(dp: int) -> list[list[dict[str, Tensor]]]:
@@ -177,6 +182,8 @@ MESHES = {
     "ep 2 x tp 2, experts": (EP_TP, WHOLE),
     "dp 2 x ep 2": ({"dp": 2, "ep": 2, "tp": 1}, FEATURES),
     "ep 4": ({"dp": 1, "ep": 4, "tp": 1}, FEATURES),
+    "ep 4, all_to_all": ({"dp": 1, "ep": 4, "tp": 1}, EXCHANGED),
+    "ep 2 x tp 2, experts, all_to_all": (EP_TP, {**WHOLE, **EXCHANGED}),
 }
 
 

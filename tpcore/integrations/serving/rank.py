@@ -33,7 +33,7 @@ _FULL = 16
 """Requests of the full length that the caches hold, where memory lets them."""
 
 
-def engine_of(folder: str, dtype: str, length: int, rows: int, timeout: float) -> tuple[Any, Any, int]:
+def engine_of(folder: str, dtype: str, length: int, requests: int, timeout: float) -> tuple[Any, Any, int]:
     """The sharded model, its engine, and how many tokens a prompt and its answer may have. Collective."""
     named = dtype if dtype == "auto" else getattr(torch, dtype)
     with lazy():
@@ -44,12 +44,12 @@ def engine_of(folder: str, dtype: str, length: int, rows: int, timeout: float) -
         inform(f"repetition_penalty={config.repetition_penalty} of the generation config is not applied")
     most = min(model.config.get_text_config().max_position_embeddings, length)
     settings = transformers.ContinuousBatchingConfig(
-        use_async_batching=False, use_cuda_graph=False, cpu_group_timeout=timeout
+        use_async_batching=False, use_cuda_graph=False, max_requests_per_batch=requests, cpu_group_timeout=timeout
     )
     engine = model.init_continuous_batching(
         transformers.GenerationConfig(max_new_tokens=1, do_sample=False, eos_token_id=config.eos_token_id or -1),
         settings,
-        WorkloadHints(max_prompt_length=most, max_generated_length=0, num_requests=rows),
+        WorkloadHints(max_prompt_length=most, max_generated_length=0, num_requests=min(requests, _FULL)),
     )
     sample_by_request(engine)
     sizes = engine.continuous_batching_config
@@ -87,7 +87,7 @@ def main(lifeline: int, fd: int, ready: int, options: dict[str, Any]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn has its own while it runs, and raises the signal again
         signal.signal(number, lambda *_: None)
     ctx = init(backend=options["backend"], tp=options["tp"], timeout=options["timeout"])
-    wanted = options["folder"], options["dtype"], options["length"], min(options["requests"], _FULL)
+    wanted = options["folder"], options["dtype"], options["length"], options["requests"]
     model, engine, limit = engine_of(*wanted, options["timeout"])
     engine.start()
     if ctx.rank > 0:

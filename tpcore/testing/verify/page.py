@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from .report import Report, Row, figures
+from .report import Report, Row
 
 ABOUT = """\
 # Correctness, as measured
@@ -16,15 +16,16 @@ ABOUT = """\
 This page is made by `make correctness` from what `tpcore verify` saved, not by hand. Each row
 compares results with the unsharded computation on the CPU: collectives with what plain tensor
 operations give, layers with those of `torch.nn`, forward and every gradient, training steps with
-the same steps of the whole model. *Worst error* is the one that came nearest to what is allowed,
-over all cases and ranks. What is allowed follows from the number of roundings and the size of what
-is summed (Higham, Accuracy and Stability of Numerical Algorithms, section 3.1). *exact*: compared
-bit for bit.
+the same steps of the whole model. A figure is the error that came nearest to what is allowed, over
+all cases and ranks, and its share of that. What is allowed follows from the number of roundings and
+the size of what is summed (Higham, Accuracy and Stability of Numerical Algorithms, section 3.1).
+*exact*: compared bit for bit.
 
 `tpcore verify --backend NAME --tp N` measures the same on your machine.
 """
 
 
+_FLOATS = ("float32", "bfloat16", "float16", "float64")
 SUMMARY = (
     "| backend, mesh | cases | of them bit for bit | nearest to what is allowed | wrong |",
     "|---|---:|---:|---|---:|",
@@ -63,34 +64,30 @@ def _section(report: Report) -> str:
         "<details markdown>",
         "<summary>Each measurement</summary>",
         "",
-        "| measured | dtype | cases | worst error | allowed | |",
-        "|---|---|---:|---:|---:|---|",
+        f"| measured | cases | {' | '.join(_FLOATS)} | integers, bool |",
+        "|---|---:|" + "---:|" * len(_FLOATS) + "---|",
     ]
-    return "\n".join([*lines, *map(_line, _merged(report.rows)), "", "</details>", ""])
-
-
-def _merged(rows: list[Row]) -> list[Row]:
-    """Merge exact rows, those of collectives, that differ only in the dtype."""
-    out: list[Row] = []
-    for row in rows:
-        last = out[-1] if out else None
-        same = last is not None and last.what == row.what and _exact(last) and _exact(row)
-        if last is not None and same:
-            last.dtype += f", {row.dtype}"
-            last.cases += row.cases
-        else:
-            out.append(row)
-    return out
+    rows: dict[str, list[Row]] = {}
+    for row in report.rows:
+        rows.setdefault(row.what, []).append(row)
+    return "\n".join([*lines, *(_line(what, of) for what, of in rows.items()), "", "</details>", ""])
 
 
 def _exact(row: Row) -> bool:
     return not (row.error or row.allowed or row.wrong)
 
 
-def _line(row: Row) -> str:
-    error, allowed = figures(row)
-    verdict = "**wrong**" if row.wrong else "ok"
-    return f"| {row.what} | {row.dtype} | {row.cases} | {error} | {allowed} | {verdict} |"
+def _line(what: str, rows: list[Row]) -> str:
+    """All dtypes of one thing that was measured."""
+    floats = [" ".join(_cell(row) for row in rows if row.dtype == dtype) for dtype in _FLOATS]
+    others = {_cell(row) for row in rows if row.dtype not in _FLOATS}
+    return f"| {what} | {sum(row.cases for row in rows)} | {' | '.join(floats)} | {' '.join(sorted(others))} |"
+
+
+def _cell(row: Row) -> str:
+    if row.wrong:
+        return f"**wrong**: {row.error:.1e}"
+    return f"{row.error:.1e} ({row.error / row.allowed:.2f})" if row.allowed else "exact"
 
 
 if __name__ == "__main__":

@@ -78,11 +78,11 @@ def generate_each(
             f"max_new_tokens={max_new_tokens} after a prompt of {most - max_new_tokens}: at least one, "
             f"and the cache holds {longest} tokens of each row"
         )
-    return _each(model, ids, [_Row(longest) for _ in range(rows)], chunk, max_new_tokens, set(stop_tokens), choose)
+    return _each(model, ids, [_CacheRow(longest) for _ in range(rows)], chunk, max_new_tokens, set(stop_tokens), choose)
 
 
 @dataclass
-class _Row:
+class _CacheRow:
     """One row of the cache: ``todo`` are the tokens that it has not seen yet; none if it is idle."""
 
     end: int
@@ -103,7 +103,7 @@ class _Row:
 def _each(
     model: TensorParallelModel,
     prompts: list[list[int]],
-    rows: list[_Row],
+    rows: list[_CacheRow],
     chunk: int,
     steps: int,
     stops: set[int],

@@ -195,3 +195,8 @@ def on_rank(backend: str | None, tp: int) -> Report:
     """``verify`` in a process that was started only for it."""
     torch.set_num_threads(1)
     return verify(backend, tp)
+
+
+def figures(row: Row) -> tuple[str, str]:
+    """The row's error and allowed error, formatted for a table."""
+    return (f"{row.error:.1e}", f"{row.allowed:.1e}") if row.allowed else (f"{row.error:.3g}", "exact")

@@ -12,7 +12,7 @@ from tiers import tiers
 
 import tpcore
 from tpcore.layout.mesh import Mesh
-from tpcore.models.batching import _LENGTH, _ROWS, _sized
+from tpcore.models.batching import _LENGTH, _ROWS, _local_heads, _sized
 from tpcore.testing import run_ranks
 from tpcore.testing.pool import RankPool
 
@@ -69,17 +69,42 @@ def test_tokens_are_those_of_generate(pool: RankPool, kv: int) -> None:
     assert found[0] == (want, kv)  # the first rank takes the requests; the configuration is as it was
 
 
+def _whole_attention(ctx: tpcore.ParallelContext) -> list[list[int]]:
+    plan = dict.fromkeys([f"model.layers.*.self_attn.{name}_proj" for name in "qkvo"], "replicate")
+    return batched(tpcore.parallelize(model(4), plan=plan))
+
+
+def test_attention_that_stays_whole_has_all_heads_in_its_cache(pool: RankPool) -> None:
+    mesh = Mesh({"dp": 1, "tp": pool.size})
+    assert pool.run(mesh, _whole_attention)[0] == pool.run(mesh, _rank, 4)[0][0]
+
+
 def test_caches_take_what_the_requests_need_and_what_fits() -> None:
     def rank(ctx: tpcore.ParallelContext) -> None:
         sharded = tpcore.parallelize(model(4))
-        settings = _sized(None, sharded, None, ctx)
+        heads = _local_heads(sharded)
+        assert heads == 2
+        settings = _sized(None, sharded, None, heads, ctx)
         assert settings.num_blocks == _ROWS * (1 + _LENGTH // settings.page_size)
-        fits = transformers.ContinuousBatchingConfig(page_size=2**30)  # a block of 2^41 bytes
-        assert _sized(fits, sharded, None, ctx).num_blocks == 1
+        large = transformers.ContinuousBatchingConfig(page_size=2**30)  # a block of more than 2^38 bytes
+        assert _sized(large, sharded, None, heads, ctx).num_blocks == 1
+        assert large.num_blocks is None  # the caller's is as it was: another call has other requests
         given = transformers.ContinuousBatchingConfig(num_blocks=7, max_batch_tokens=9)
-        assert (_sized(given, sharded, None, ctx).num_blocks, given.max_batch_tokens) == (7, 9)
+        sized = _sized(given, sharded, None, heads, ctx)
+        assert (sized.num_blocks, sized.max_batch_tokens) == (7, 9)
 
     run_ranks(Mesh({"dp": 1, "tp": 2}), rank)
+
+
+@pytest.mark.parametrize("axis", ["cp", "pp"])
+def test_meshes_whose_ranks_would_wait_for_one_another_are_refused(axis: str) -> None:
+    cuts = {"num_microbatches": 1} if axis == "pp" else {}
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        with pytest.raises(ValueError, match=f"continuous batching over {axis}: each tp group steps by itself"):
+            batched(tpcore.parallelize(model(4), **cuts))
+
+    run_ranks(Mesh({"pp": 1, "dp": 1, "tp": 1} | {axis: 2}), rank)
 
 
 def test_without_process_groups_it_says_what_to_call() -> None:

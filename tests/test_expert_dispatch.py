@@ -61,7 +61,7 @@ def test_all_to_all_with_room_is_what_gathering_makes(mesh: str) -> None:
             layer = made(**options, **way)
             inputs = x.clone().requires_grad_(), weights.clone().requires_grad_()
             out = layer(inputs[0], numbers, inputs[1])
-            assert layer.route.startswith(way.get("dispatch", "gathered"))
+            assert str(layer.route).startswith(way.get("dispatch", "gathered"))
             found.append((out, *torch.autograd.grad(out.square().sum(), (*inputs, *layer.parameters()))))
         for other in found[1:]:
             for got, want in zip(other, found[0], strict=True):
@@ -124,7 +124,7 @@ def test_what_is_dropped_is_left_out_and_counted(mesh: str, factor: float) -> No
         for experts, mask in ((layer, torch.ones(())), (whole, kept[at])):
             inputs = x.clone().requires_grad_(), weights.clone().requires_grad_()
             out = experts(inputs[0], numbers, inputs[1] * mask)
-            assert experts is whole or ep == 1 or layer.route.startswith("all_to_all" if exchanged else "gathered")
+            assert experts is whole or ep == 1 or str(layer.route).startswith("all_to_all" if exchanged else "gathered")
             found.append((out, *torch.autograd.grad(out.square().sum(), inputs)))
         for got, want in zip(*found, strict=True):
             torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)  # float64: sums in another order
@@ -244,7 +244,7 @@ def test_clipped_steps_with_all_to_all(name: str, mesh: str) -> None:
             loss.backward()
             norm = tpcore.optimizer_step(optimizer, max_norm=0.5)
             found += [float(ctx.batch.all_reduce(loss.detach()) / examples), float(norm)]
-        assert layer_of(model).route.startswith("all_to_all")
+        assert str(layer_of(model).route).startswith("all_to_all")
         return found
 
     for found in run_ranks(Mesh(axes), rank):

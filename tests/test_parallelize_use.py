@@ -159,6 +159,16 @@ def test_distributed_data_parallel_is_refused(tmp_path: Path) -> None:
         dist.destroy_process_group()
 
 
+def test_a_model_that_accelerate_had_before_is_refused_to_it() -> None:
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        model = llama()
+        model._is_accelerate_prepared = True  # as accelerate marks what it has prepared
+        with pytest.raises(ValueError, match="is cut over ranks, and accelerate"):
+            bool(tpcore.parallelize(model)._is_accelerate_prepared)
+
+    run_ranks(TWO, rank)
+
+
 def test_adapters_on_cut_parameters_are_refused() -> None:
     """As peft adds them: a tuner finds that there are some already, and puts its own beside them."""
 

@@ -166,7 +166,10 @@ class TestServer:
     def test_samples_depend_on_their_seed_alone(self, server: Server) -> None:
         one = server.text(temperature=1.3, seed=5, top_p=0.9)
         assert server.text(temperature=1.3, seed=5, top_p=0.9) == one
+        assert len({server.text(temperature=1.3, seed=0) for _ in range(3)}) == 1  # which is a seed too
         assert len({server.text(temperature=1.3, seed=seed) for seed in range(5)}) > 1
+        # so small that a division by it would leave no numbers
+        assert server.text(temperature=1e-45) == server.text()
         assert len({server.text(temperature=1.3) for _ in range(5)}) > 1
 
     @pytest.mark.parametrize(
@@ -176,6 +179,7 @@ class TestServer:
             ({"n": 2}, 400, "n=2 is not supported: leave it out"),
             ({"prompt": "w1 " * 600}, 400, "the prompt has 600 tokens, and prompt and answer may have 512 together"),
             ({"model": "other"}, 400, "'tiny'; requested 'other'"),
+            ({"extra_body": {"n": None, "max_tokens": 0}}, 400, "max_tokens=0 is not"),  # null is what is not said
             ({"prompt": 4}, 400, "prompt=4 is not a string"),
             ({"extra_body": {"odd": 1}}, 400, "there is no option odd"),
             ({"extra_body": {"suffix": "x"}}, 400, "suffix='x' is not supported"),
@@ -316,10 +320,24 @@ def test_malformed(body: Any, message: str) -> None:
     assert re.search(message, said)
 
 
+@pytest.mark.processes
+@pytest.mark.slow
+def test_a_signal_before_it_serves_ends_it_at_once(folder: Path) -> None:
+    command = [sys.executable, "-m", "tpcore", "serve", str(folder), "--port", "0"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    assert "backend" in process.stderr.readline()  # a rank has begun to load the model
+    process.send_signal(signal.SIGTERM)
+    sent = time.monotonic()
+    assert process.wait(30) == 0
+    assert time.monotonic() - sent < 10  # the patience for open requests is 15 s, and there are none
+    process.stderr.close()
+
+
 def test_what_is_well_formed_passes() -> None:
     parts = [{"type": "text", "text": "hello"}]
     assert malformed({"messages": [{"role": "user", "content": parts}], "n": 1, "temperature": 0.5}, "messages") is None
-    assert malformed({"prompt": "hello", "stop": "x", "stream": True, "user": "me", "logprobs": None}, "prompt") is None
+    assert malformed({"prompt": "hello", "stop": "x", "stream": True, "logprobs": False}, "prompt") is None
 
 
 def test_tokens_are_drawn_as_the_distribution_says() -> None:
@@ -335,4 +353,4 @@ def test_tokens_are_drawn_as_the_distribution_says() -> None:
     torch.testing.assert_close(shares(temperature=1.0, top_k=2), two, rtol=0, atol=0.032)
     # the shares are 0.64, 0.24, 0.09, 0.03: the fewest that sum to 0.7 are two
     torch.testing.assert_close(shares(temperature=1.0, top_p=0.7), two, rtol=0, atol=0.032)
-    assert int(choose(scores, 3)) == 0
+    assert int(choose(scores, 3)) == int(choose(scores, 3, temperature=1e-60)) == 0

@@ -118,6 +118,17 @@ def test_jobs_that_their_launchers_name_do_not_meet() -> None:
         process.join()
 
 
+@pytest.mark.processes
+@pytest.mark.slow
+def test_a_rank_that_waits_for_others_keeps_nobody_from_being_told() -> None:
+    port = _port()
+    (first, told), (second, _) = (_started(port, rank, WORLD_SIZE=str(2 + rank)) for rank in (0, 1))
+    assert told.poll(30)  # its time-out is 60 s
+    assert told.recv().startswith("rank 0 has WORLD_SIZE=2 and rank 1 3: two jobs were given one address")
+    first.join()
+    second.join()  # the store ended with the first
+
+
 def _alone(ctx: tpcore.ParallelContext) -> int:
     return int(ctx.comm("tp").all_reduce(torch.ones(1)).item())
 

@@ -114,7 +114,8 @@ def _round(options: dict[str, Any], listener: socket.socket, ended: _Ended, at: 
             processes.all[0].send_signal(signal.SIGTERM)
         return served, "; ".join(f"rank {rank} {described(code)}" for rank, code in gone)
     finally:
-        processes.close(_PATIENCE if ended else _GRACE)
+        # ranks that do not serve yet have no requests to answer
+        processes.close(_PATIENCE if ended and served else 0 if ended else _GRACE)
         del store
         os.close(ready)
         os.close(write)

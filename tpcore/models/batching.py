@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,7 +11,8 @@ from threading import Event
 from types import MethodType
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ..checkpoint.dtensor import device_mesh
 from ..runtime.context import ParallelContext
@@ -40,9 +42,16 @@ def batch_alike(model: nn.Module, ctx: ParallelContext) -> None:
         continuous_batching_config: Any = None,
         workload_hints: Any = None,
     ) -> Any:
-        config = _sized(continuous_batching_config, self, workload_hints, ctx)
-        tp = ctx.comm("tp").size
-        if tp == 1:
+        others = [axis for axis in ("pp", "ep", "cp") if ctx.mesh.axes.get(axis, 1) > 1]
+        if others:
+            raise ValueError(
+                f"continuous batching over {' and '.join(others)}: each tp group steps by itself, and these ranks "
+                "would wait for one another; shard the model over tp alone, or call generate"
+            )
+        self.eval()
+        heads = _local_heads(self)
+        config = _sized(continuous_batching_config, self, workload_hints, heads, ctx)
+        if ctx.comm("tp").size == 1:
             return original(self, generation_config, config, workload_hints)
         self.__dict__["_device_mesh"] = device_mesh(ctx, {axis: n for axis, n in ctx.mesh.axes.items() if n > 1})
         try:
@@ -51,18 +60,33 @@ def batch_alike(model: nn.Module, ctx: ParallelContext) -> None:
             del self.__dict__["_device_mesh"]
         if not manager.is_tp_driver:
             manager._wake_up_loop = _Awake()
-        return _over_heads(manager, tp)
+        return _with_heads(manager, heads)
 
     model.__dict__["init_continuous_batching"] = MethodType(init_continuous_batching, model)
 
 
-def _sized(config: Any, model: Any, hints: Any, ctx: ParallelContext) -> Any:
+def _local_heads(model: Any) -> int:
+    """How many key and value heads a rank has, whatever the plan has made of them: as its cache of one token says."""
+    ids = torch.ones(1, 1, dtype=torch.int64, device=model.device)
+    with torch.no_grad():
+        cache = model(input_ids=ids, use_cache=True).past_key_values
+    kept = [getattr(layer, "keys", None) for layer in getattr(cache, "layers", ())]
+    heads = {t.shape[1] for t in kept if isinstance(t, Tensor) and t.ndim == 4}
+    if len(heads) != 1:
+        raise ValueError(
+            f"{type(model).__name__} has layers with {sorted(heads)} key and value heads on a rank: the paged cache of "
+            "continuous batching has one number for all; call generate"
+        )
+    return int(heads.pop())
+
+
+def _sized(config: Any, model: Any, hints: Any, heads: int, ctx: ParallelContext) -> Any:
     """``config`` with sizes that the requests need and that fit: by default each process of a CPU would take most of
     the memory of its host."""
     import psutil
     from transformers import ContinuousBatchingConfig
 
-    config = config or ContinuousBatchingConfig()
+    config = ContinuousBatchingConfig() if config is None else copy.deepcopy(config)
     if ctx.device.type == "cpu":
         step = config.max_batch_tokens = config.max_batch_tokens or _TOKENS
         config.max_requests_per_batch = config.max_requests_per_batch or (hints.num_requests if hints else _ROWS)
@@ -71,21 +95,19 @@ def _sized(config: Any, model: Any, hints: Any, ctx: ParallelContext) -> Any:
             rows = hints.num_requests if hints else _ROWS
             free = int(psutil.virtual_memory().available * _SHARE) // LOCAL_WORLD_SIZE.get()
             needed = rows * (1 + math.ceil(tokens / config.page_size))
-            config.num_blocks = max(
-                1, min(needed, free // (config.page_size * _bytes(model, ctx.comm("tp").size, step)))
-            )
+            config.num_blocks = max(1, min(needed, free // (config.page_size * _bytes(model, heads, step))))
     return config
 
 
-def _bytes(model: Any, tp: int, step: int) -> int:
+def _bytes(model: Any, heads: int, step: int) -> int:
     """What one token of the caches takes on a rank: its keys and values there, and, as the engine counts it, their copy
     for attention and its column in two masks of ``step`` rows."""
     config = model.config.get_text_config()
     queries: int = config.num_attention_heads
-    heads: int = getattr(config, "num_key_value_heads", None) or queries
     size = getattr(config, "head_dim", None) or config.hidden_size // queries
-    kept = 2 * config.num_hidden_layers * max(1, heads // tp) * size
-    total: int = (kept + (2 * queries + heads) * size + 2 * step) * model.dtype.itemsize
+    total: int = (2 * config.num_hidden_layers * heads * size + (2 * queries + heads) * size + 2 * step) * (
+        model.dtype.itemsize
+    )
     return total
 
 
@@ -96,14 +118,14 @@ class _Awake(Event):
         return True
 
 
-def _over_heads(manager: Any, tp: int) -> Any:
-    """The ``manager``, whose cache has the key and value heads of one rank: at least one, also where there are fewer
-    heads than ranks. It divides the number of the configuration by tp, if a plan has the names of projections."""
-    manager.distributed_helper.tp_plan = {"layers.*.self_attn.k_proj": "", "layers.*.self_attn.v_proj": ""}
+def _with_heads(manager: Any, heads: int) -> Any:
+    """The ``manager``, whose cache has ``heads``. It takes the number of the configuration, and divides it by tp where
+    a plan has the names of projections."""
+    manager.distributed_helper.tp_plan = {}
     create = manager._create_batch_processor
 
     def of_one_rank() -> Any:
-        with _divisible(manager.model.config.get_text_config(), tp):
+        with _heads_of_rank(manager.model.config.get_text_config(), heads):
             return create()
 
     manager._create_batch_processor = of_one_rank
@@ -111,13 +133,13 @@ def _over_heads(manager: Any, tp: int) -> Any:
 
 
 @contextmanager
-def _divisible(config: Any, tp: int) -> Iterator[None]:
-    heads = getattr(config, "num_key_value_heads", None)
-    if heads is None or heads % tp == 0:
-        yield
-        return
-    config.num_key_value_heads = tp  # each rank has one head, and several ranks the same
+def _heads_of_rank(config: Any, heads: int) -> Iterator[None]:
+    before = vars(config).get("num_key_value_heads")
+    config.num_key_value_heads = heads
     try:
         yield
     finally:
-        config.num_key_value_heads = heads
+        if before is None:
+            del config.num_key_value_heads
+        else:
+            config.num_key_value_heads = before

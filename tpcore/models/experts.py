@@ -24,7 +24,7 @@ from ..layers.plain import filled
 from ..layout.layout import AxisCut, Layout
 from ..layout.shard import Block, ShardSpec
 from . import plan
-from .dispatch import ALL_TO_ALL, Dispatch, GatherTokens, SendTokens, seated
+from .dispatch import ALL_TO_ALL, Dispatch, GatherTokens, Route, SendTokens, seated
 from .fit import Need
 from .static import has_known_form, one_program, with_capacity
 
@@ -46,7 +46,7 @@ class ShardedExperts(ParallelModule):
 
     inner: nn.Module
     dispatch: Dispatch = Dispatch()
-    route = ""
+    route: Route | None = None
     """How the last forward's tokens came to other ranks' experts, and why."""
 
     def __init__(self, inner: nn.Module, specs: Mapping[str, ShardSpec], comm: Comm, ep: Comm | None = None) -> None:
@@ -126,7 +126,7 @@ class ShardedExperts(ParallelModule):
         shares, numbers = ep.size * (self.tp.size if self.distributed else 1), inputs[_NUMBERS]
         route = self.dispatch.by_bytes(next(iter(inputs.values())), numbers, inputs[_WEIGHTS], shares, ep.size)
         if not torch.compiler.is_compiling():
-            self.route = str(route)
+            self.route = route
         if route.way != ALL_TO_ALL:
             return GatherTokens(ep)
         n = self.of_a_rank or 1

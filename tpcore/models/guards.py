@@ -55,7 +55,8 @@ def _resize(model: nn.Module, *args: Any, **kwargs: Any) -> NoReturn:
 def guard(model: nn.Module) -> None:
     """Let ``model`` refuse what other libraries would do to it, and ``resize_token_embeddings``."""
     for name, message in _MESSAGES.items():
-        model.__dict__.setdefault(name, Refusal(message.format(type(model).__name__)))
+        if name != _ADAPTERS or name not in model.__dict__:  # a model that has adapters keeps them
+            model.__dict__[name] = Refusal(message.format(type(model).__name__))
     model.__dict__["resize_token_embeddings"] = MethodType(_resize, model)
 
 

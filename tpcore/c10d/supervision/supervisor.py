@@ -66,8 +66,10 @@ class Supervisor:
         try:
             self._alike(found)
         except ValueError:
-            with suppress(BackendError):  # rank 0 may host the store, which ends with it: until all have read it
-                self._rendezvous.meet("refuse to start", "", _nobody)
+            # rank 0 may host the store, which ends with it: until all have read it, or as long as one takes to
+            briefly = Rendezvous(store, self._rank, self._rendezvous.world, min(SECONDS, self._timeout))
+            with suppress(BackendError):
+                briefly.meet("refuse to start", "", _nobody)
             raise
         connect = partial(own_client, store, monitor_of(found[0][2]), self._timeout)
         identities = [Identity(*peer) for peer, *_ in found]

@@ -116,7 +116,7 @@ def record(
         _info(n, p, owners[id(p)], gradients.get(id(p), 0), made.state) for n, p in model.named_parameters()
     )
     calls, mistakes = tuple(recorder.calls), tuple(recorder.mistakes)
-    routes = tuple((name, route) for name, module in model.named_modules() if (route := getattr(module, "route", "")))
+    routes = tuple((name, str(m.route)) for name, m in model.named_modules() if getattr(m, "route", None))
     program = Program(type(model).__name__, parameters, calls, watch.costs(model), routes, mistakes)
     return RecordedStep(program, tuple(checks.notes))
 

@@ -16,6 +16,8 @@ from transformers.cli.serving.utils import (
     response_events_to_chunks,
 )
 
+_ENDED = "a rank failed, and the ranks start again: ask again"
+
 
 class Batches(CBGenerateManager):
     """transformers' manager of one engine that runs already."""
@@ -29,9 +31,13 @@ class Batches(CBGenerateManager):
     def init_cb(self, model: Any, gen_config: Any) -> None:
         """The engine runs since before the first request."""
 
+    def is_alive(self) -> bool:
+        # another rank's error ends the engine here without one
+        return bool(self._cb.is_running()) and super().is_alive()
+
     def _check_alive(self, request_id: str) -> None:
         if not self.is_alive():
-            raise CBWorkerDeadError("a rank failed, and the ranks start again: ask again")
+            raise CBWorkerDeadError(_ENDED)
 
     def generate_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, response_parser: Any = None
@@ -45,6 +51,7 @@ class Batches(CBGenerateManager):
         if len(ids) >= self.limit:
             raise ValueError(f"the prompt has {len(ids)} tokens, and prompt and answer may have {self.limit} together")
         gen_config.max_new_tokens = min(gen_config.max_new_tokens, self.limit - len(ids))
+        seed = getattr(gen_config, "seed", None)
         sampled = gen_config.do_sample and gen_config.temperature != 0
         found: asyncio.Queue[Any] = asyncio.Queue()
         tokenizer = getattr(processor, "tokenizer", processor)
@@ -59,7 +66,7 @@ class Batches(CBGenerateManager):
             stops=[stops] if isinstance(stops, str) else stops,
         )
         self._cb.register_result_handler(request_id, stream.take)
-        self._cb.add_request(
+        taken = self._cb.add_request(
             ids,
             request_id=request_id,
             streaming=True,
@@ -68,8 +75,11 @@ class Batches(CBGenerateManager):
             temperature=float(1.0 if gen_config.temperature is None else gen_config.temperature) if sampled else 0.0,
             top_k=int(gen_config.top_k or 0),
             top_p=float(1.0 if gen_config.top_p is None else gen_config.top_p),
-            seed=getattr(gen_config, "seed", None) or random.getrandbits(32),  # of the first rank, for all
+            seed=random.getrandbits(32) if seed is None else seed,  # of the first rank, for all
         )
+        if taken is None:
+            self._cb.output_router.result_handlers.pop(request_id)
+            raise CBWorkerDeadError(_ENDED)
         return found, stream
 
     async def generate_non_streaming(

@@ -21,6 +21,7 @@ from ...errors import BackendError
 from ...log import inform, log
 from ...models import lazy, parallelize
 from ...processes.spawn import follow
+from ...runtime.context import current
 from ...runtime.init import init
 from ...runtime.memory import keep_freed_memory
 from .batches import Batches
@@ -40,14 +41,14 @@ def engine_of(folder: str, dtype: str, length: int, requests: int, timeout: floa
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=named)
     parallelize(model.eval())
     config = model.generation_config
-    if (config.repetition_penalty or 1.0) != 1.0:
+    if current().rank == 0 and (config.repetition_penalty or 1.0) != 1.0:
         inform(f"repetition_penalty={config.repetition_penalty} of the generation config is not applied")
     most = min(model.config.get_text_config().max_position_embeddings, length)
     settings = transformers.ContinuousBatchingConfig(
         use_async_batching=False, use_cuda_graph=False, max_requests_per_batch=requests, cpu_group_timeout=timeout
     )
     engine = model.init_continuous_batching(
-        transformers.GenerationConfig(max_new_tokens=1, do_sample=False, eos_token_id=config.eos_token_id or -1),
+        transformers.GenerationConfig(max_new_tokens=1, do_sample=False, eos_token_id=config.eos_token_id),
         settings,
         WorkloadHints(max_prompt_length=most, max_generated_length=0, num_requests=min(requests, _FULL)),
     )

@@ -17,18 +17,18 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
     "echo": (False,),
-    "suffix": (None,),
-    "logprobs": (None, False),
-    "top_logprobs": (None, 0),
+    "suffix": (),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
-    "logit_bias": (None, {}),
-    "response_format": (None, {"type": "text"}),
-    "tool_choice": (None, "auto"),
-    "modalities": (None, ["text"]),
-    "reasoning_effort": (None,),
-    "generation_config": (None,),
-    **dict.fromkeys(("audio", "functions", "function_call", "prediction", "web_search_options"), (None,)),
+    "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("auto",),
+    "modalities": (["text"],),
+    "reasoning_effort": (),
+    "generation_config": (),
+    **dict.fromkeys(("audio", "functions", "function_call", "prediction", "web_search_options"), ()),
 }
 """Options that nothing here follows: the values at which that makes no difference."""
 _STOPS = 4
@@ -36,7 +36,8 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def malformed(body: Any, content: str) -> str | None:
-    """What is wrong with ``body``, whose text is in ``content``: "prompt" or "messages". None if nothing is."""
+    """What is wrong with ``body``, whose text is in ``content``: "prompt" or "messages". None if nothing is. What is
+    null was taken out of it."""
     if not isinstance(body, Mapping):
         return f"the body must be a JSON object, not {type(body).__name__}"
     known = {"model", "stream", "stop", "tools", "chat_template_kwargs", content, *_NUMBERS, *_ONLY, *_NO_EFFECT}

@@ -46,7 +46,9 @@ def choose(
     if temperature == 0:
         return scores.argmax()
     k = min(top_k, len(scores)) if top_k > 0 else len(scores)
-    best, tokens = (scores.float() / temperature).topk(k)
+    wide = scores.float()
+    # below the largest: at the smallest temperature the others become minus infinity, and nothing becomes no number
+    best, tokens = ((wide - wide.max()) / max(temperature, 1e-6)).topk(k)
     chances = best.softmax(0)
     chances = torch.where(chances.cumsum(0) - chances < top_p, chances, 0.0)
     generator = torch.Generator(scores.device).manual_seed((seed * 1_000_003 + number) % 2**63)

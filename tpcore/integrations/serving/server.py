@@ -10,10 +10,12 @@ from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from jinja2 import TemplateError
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.utils import CBWorkerDeadError, Modality
 
+from ...log import log
 from .batches import Batches
 from .requests import malformed
 
@@ -88,26 +90,33 @@ def application(name: str, model: Any, tokenizer: Any, batches: Batches) -> Fast
 
     async def _answer(handler: Any, content: str, request: Request) -> Response:
         try:
-            body = json.loads(await _read(request))
+            body = _plain(json.loads(await _read(request)))
             wrong = malformed(body, content)
             if wrong is not None:
                 return _error(400, wrong)
-            return await _while_there(request, handler.handle_request(_plain(body), uuid.uuid4().hex))
-        except json.JSONDecodeError as e:
+            return await _while_there(request, handler.handle_request(body, uuid.uuid4().hex))
+        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as e:
             return _error(400, f"the body is not JSON: {e}")
         except HTTPException as e:
             return _error(e.status_code, str(e.detail))
         except CBWorkerDeadError as e:
             return _error(503, str(e))
-        except Exception as e:  # noqa: BLE001  a template may raise anything for messages that it does not take
-            return _error(400, (str(e) or type(e).__name__).splitlines()[0])
+        except (ValueError, TypeError, KeyError, TemplateError) as e:  # of the tokenizer and its template
+            return _error(400, _line(e))
+        except Exception as e:  # noqa: BLE001  whatever it is, this client has an answer, and the others go on
+            log.exception("a request failed")
+            return _error(500, _line(e))
 
     return app
 
 
-def _plain(body: dict[str, Any]) -> dict[str, Any]:
+def _plain(body: Any) -> Any:
     """``body`` without what is null, which OpenAI's clients send for what is not said."""
-    return {name: value for name, value in body.items() if value is not None}
+    return {name: value for name, value in body.items() if value is not None} if isinstance(body, dict) else body
+
+
+def _line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 async def _read(request: Request) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import weakref
 from pathlib import Path
@@ -50,7 +51,7 @@ def test_bytes_are_those_of_a_recorded_step(way: Way, cp: int, keys: int, tmp_pa
         assert sum(c.sent for c in calls) == LAYERS * sizes(keys, cp, dtype.itemsize).sent(way, 64)
 
 
-def kept(layer: ContextParallelAttention, length: int, keys: int) -> int:
+def kept(layer: ContextParallelAttention, length: int, keys: int, masked: bool = False) -> int:
     """Bytes that autograd keeps of one attention, each memory once."""
     found: dict[int, int] = {}
 
@@ -61,7 +62,7 @@ def kept(layer: ContextParallelAttention, length: int, keys: int) -> int:
     made = [torch.randn(1, heads, length, HEAD_DIM) for heads in (HEADS, keys, keys)]
     mine = [layer.order.cut(t, 2).requires_grad_() for t in made]
     with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
-        out = layer(*mine)
+        out = layer(*mine, segments=torch.zeros(1, length, dtype=torch.int64) if masked else None)
     assert out.shape == mine[0].shape
     return sum(found.values())
 
@@ -74,9 +75,10 @@ def test_what_backward_keeps(cp: int) -> None:
     def rank(ctx: tpcore.ParallelContext) -> None:
         for way in WAYS:
             layer = ContextParallelAttention(way)
-            for length in (256, 512):
-                least = sizes(2, cp).kept(way, length)
-                assert 0 <= kept(layer, length, 2) - least <= 4 * HEADS * length // cp + 1024, (way, length)
+            for length, masked in itertools.product((256, 512), (False, True)):
+                least = sizes(2, cp).kept(way, length, masked)
+                more = 4 * HEADS * length // cp + 8 * masked * length + 1024
+                assert 0 <= kept(layer, length, 2, masked) - least <= more, (way, length, masked)
         ring = ContextParallelAttention("ring")
         assert kept(ring, 512, 2) == 2 * kept(ring, 256, 2) == kept(ring, 256 * cp, 2) * 2 // cp
 

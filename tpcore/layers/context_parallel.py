@@ -22,12 +22,16 @@ def checked_way(way: str, *others: str) -> Way:
     return cast(Way, way)
 
 
-def _attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:
+def _attended(
+    q: Tensor, k: Tensor, v: Tensor, visible: Visible, queries: Tensor, keys: Tensor, scoring: Scoring
+) -> Tensor:
     heads = HeadGroups(q.shape[1], k.shape[1])
     k, v = heads.repeat(k), heads.repeat(v)
     if scoring.softcap is not None:
-        return hidden(scoring(q, k), mask).softmax(-1) @ v
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scoring.scale)
+        return hidden(scoring(q, k), visible.mask(queries, keys)).softmax(-1) @ v
+    if visible.earlier_only and queries is keys:  # no mask: that of a long sequence would be most of the memory
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scoring.scale)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible.mask(queries, keys), scale=scoring.scale)
 
 
 def gathered(q: Tensor, k: Tensor, v: Tensor, visible: Visible, order: TokenOrder, scoring: Scoring) -> Tensor:
@@ -35,7 +39,8 @@ def gathered(q: Tensor, k: Tensor, v: Tensor, visible: Visible, order: TokenOrde
     fewest bytes. The gradients of keys are summed to their rank."""
     length = q.shape[2] * order.comm.size
     k, v = ops.all_gather(k, order.comm, 2), ops.all_gather(v, order.comm, 2)
-    return _attended(q, k, v, visible.mask(order.places(length), order.all_places(length)), scoring)
+    every = order.all_places(length)
+    return _attended(q, k, v, visible, every if order.comm.size == 1 else order.places(length), every, scoring)
 
 
 def check_heads(heads: int, ranks: int) -> None:
@@ -57,7 +62,7 @@ def exchanged(q: Tensor, k: Tensor, v: Tensor, visible: Visible, order: TokenOrd
         k, v = heads.repeat(k), heads.repeat(v)
     q, k, v = (ops.all_to_all(t, comm, 1, 2) for t in (q, k, v))
     at = order.all_places(q.shape[2])
-    return ops.all_to_all(_attended(q, k, v, visible.mask(at, at), scoring), comm, 2, 1)
+    return ops.all_to_all(_attended(q, k, v, visible, at, at, scoring), comm, 2, 1)
 
 
 class ContextParallelAttention(nn.Module):

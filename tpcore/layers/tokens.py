@@ -72,6 +72,11 @@ class Visible:
     window: int | None = None
     segments: Tensor | None = None
 
+    @property
+    def earlier_only(self) -> bool:
+        """Whether a query sees all earlier keys and its own: what attention kernels call causal."""
+        return self.causal and self.window is None and self.segments is None
+
     def mask(self, queries: Tensor, keys: Tensor) -> Tensor | None:
         """Whether each query at a place sees each key: ``[1 or batch, 1, queries, keys]``; None: all of them."""
         found: Tensor | None = None

@@ -46,13 +46,13 @@ class AttentionSizes:
         }[way]
         return heads * self.head_dim * tokens // n
 
-    def kept(self, way: Way, tokens: int) -> int:
-        """What a rank keeps for backward where a mask says what is seen: scaled_dot_product_attention keeps
-        the mask, and keys for each query head."""
+    def kept(self, way: Way, tokens: int, masked: bool = True) -> int:
+        """What a rank keeps for backward: scaled_dot_product_attention keeps keys for each query head, and the mask.
+        Not ``masked``: tokens see all earlier ones, which takes no mask where a rank has all queries."""
         mine = tokens // self.cp
         numbers = {
-            "gather": 2 * (mine + tokens) * self.heads * self.head_dim + mine * tokens,
-            "ulysses": 4 * mine * self.heads * self.head_dim + tokens * tokens,
+            "gather": 2 * (mine + tokens) * self.heads * self.head_dim + (masked or self.cp > 1) * mine * tokens,
+            "ulysses": 4 * mine * self.heads * self.head_dim + masked * tokens * tokens,
             "ring": 2 * mine * (self.heads + self.keys) * self.head_dim,
         }[way]
         return numbers * self.itemsize

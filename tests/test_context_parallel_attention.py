@@ -130,13 +130,13 @@ def test_blocks_travel_while_others_are_computed(monkeypatch: pytest.MonkeyPatch
     cp = 3
 
     def noting(function: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(*arguments: Any) -> Any:
+        def noted(*arguments: Any, **options: Any) -> Any:
             NotesPermutes.notes[tpcore.current().rank] += "c"
-            return function(*arguments)
+            return function(*arguments, **options)
 
         return noted
 
-    for name in ("_attended", "_gradients"):
+    for name in ("_kernel", "_kernel_gradients"):
         monkeypatch.setattr(ring, name, noting(getattr(ring, name)))
     monkeypatch.setattr(NotesPermutes, "notes", dict.fromkeys(range(cp), ""))
     q, k, v, _ = (t.requires_grad_(t.is_floating_point()) for t in inputs(4))

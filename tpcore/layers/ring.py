@@ -101,6 +101,19 @@ def _gradients(
     return torch.cat(dq, 2), dk, dv
 
 
+def _served(q: Tensor, v: Tensor, visible: Visible, order: TokenOrder, scoring: Scoring) -> bool:
+    """Whether torch's attention kernel computes every block: then the first is causal, and no other has a mask."""
+    masked = visible.window is not None or visible.segments is not None or visible.causal != order.zigzag
+    alike = q.shape[-1] == v.shape[-1]
+    return q.device.type == "cpu" and alike and not masked and scoring.softcap is None
+
+
+_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_kernel_gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+"""What ``scaled_dot_product_attention`` is on a CPU, whose sum of exponentials it keeps to itself. With those of all
+keys its backward gives a block's part of the gradients."""
+
+
 def _merged(out: Tensor, total: Tensor, more: Tensor, its: Tensor) -> tuple[Tensor, Tensor]:
     both = torch.stack([total, its]).logsumexp(0)  # logaddexp would leave the program on torch_xla, which has none
     old, new = ((t - both).exp().nan_to_num(0.0).unsqueeze(-1) for t in (total, its))
@@ -123,15 +136,19 @@ class _Ring(torch.autograd.Function):
         out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=wide)
         total = torch.full_like(q[..., 0], -torch.inf, dtype=wide)
         own, keys, values = order.places(length), k, v
+        served = _served(q, v, visible, order, scoring)
         for step, (source, blocks) in enumerate(steps(order), 1):
             # the next rank computes with these after its own: they travel meanwhile
             coming = [send(t) for t in (keys, values)] if step < order.comm.size else []
             theirs = order.places(length, source)
             for asking, asked in blocks:
                 some = take(q, asking, 2).to(wide)
-                masks = _slices(some, take(own, asking, 0), take(theirs, asked, 0), visible)
                 part = [heads.repeat(take(t, asked, 2)).to(wide) for t in (keys, values)]
-                more = _attended(some, part[0], part[1], masks, scoring)
+                if served:
+                    more = _kernel(some, *part, is_causal=visible.causal and step == 1, scale=scoring.scale)
+                else:
+                    masks = _slices(some, take(own, asking, 0), take(theirs, asked, 0), visible)
+                    more = _attended(some, part[0], part[1], masks, scoring)
                 merged = _merged(take(out, asking, 2), take(total, asking, 2), *more)
                 out, total = (put(t, asking, 2, m) for t, m in zip((out, total), merged, strict=True))
             keys, values = (wait() for wait in coming) if coming else (keys, values)
@@ -149,16 +166,21 @@ class _Ring(torch.autograd.Function):
         inner = (grad * out).sum(-1, keepdim=True)
         dq, keys, values = torch.zeros_like(q, dtype=wide), k, v
         home: list[Pending] = []
-        own = order.places(length)
+        own, served = order.places(length), _served(q, v, visible, order, scoring)
         for step, (source, blocks) in enumerate(steps(order), 1):
             coming = [send(t) for t in (keys, values)] if step < order.comm.size else []
             found = [torch.zeros_like(t, dtype=wide) for t in (k, v)]
             theirs = order.places(length, source)
             for asking, asked in blocks:
                 some, *results = (take(t, asking, 2) for t in (q.to(wide), grad, total, inner))
-                masks = _slices(some, take(own, asking, 0), take(theirs, asked, 0), visible)
                 part = [heads.repeat(take(t, asked, 2)).to(wide) for t in (keys, values)]
-                mine, *more = _gradients(some, part[0], part[1], results, masks, scoring)
+                if served:
+                    first = visible.causal and step == 1
+                    known = take(out, asking, 2), results[1].contiguous(), 0.0, first
+                    mine, *more = _kernel_gradients(results[0], some, *part, *known, scale=scoring.scale)
+                else:
+                    masks = _slices(some, take(own, asking, 0), take(theirs, asked, 0), visible)
+                    mine, *more = _gradients(some, part[0], part[1], results, masks, scoring)
                 dq = put(dq, asking, 2, take(dq, asking, 2) + mine)
                 found = [put(t, asked, 2, take(t, asked, 2) + heads.fold(m)) for t, m in zip(found, more, strict=True)]
             # what earlier ranks found has travelled meanwhile

@@ -14,6 +14,7 @@ output and gradients.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -21,7 +22,9 @@ import tempfile
 import time
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
@@ -79,6 +82,58 @@ def job(rank: int, options: Namespace) -> None:
     tpcore.shutdown()
 
 
+def model_job(rank: int, options: Namespace) -> None:
+    """A training step of a whole model, whose activations are most of its memory."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tpcore.init(backend="cpu_gloo", cp=options.degree)
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "hidden_size": HEADS * HEAD_DIM,
+        "intermediate_size": 1408,
+        "num_hidden_layers": 4,
+        "vocab_size": 1024,
+    }
+    heads: dict[str, Any] = {"num_attention_heads": HEADS, "num_key_value_heads": KEYS}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, max_position_embeddings=options.length))
+    if options.way != PLAIN:
+        model = tpcore.parallelize(model, context_parallel=options.way)
+    ids = torch.randint(1024, (1, options.length), generator=torch.Generator().manual_seed(1))
+    before = resident()
+    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    found = torch.tensor([grown(before), loss.item()], dtype=torch.float64)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    if rank == 0:
+        Path(options.result).write_text(json.dumps({"peak": float(found[0]), "loss": float(found[1])}))
+    tpcore.shutdown()
+
+
+def fits(options: Namespace, limit: float) -> None:
+    """Peaks of ``model_job`` by length, and the length at which a line between two of them passes ``limit`` MiB."""
+    columns = [(PLAIN, 1), *((way, cp) for way in WAYS for cp in options.cp if cp > 1)]
+    peaks: dict[tuple[str, int], dict[int, float]] = {column: {} for column in columns}
+    losses: dict[int, float] = {}
+    for (way, degree), length in itertools.product(columns, sorted(options.tokens)):
+        known = list(peaks[way, degree].values())
+        if known and known[-1] > limit:
+            continue
+        with tempfile.TemporaryDirectory(prefix="tpcore-bench-") as folder:
+            one = Namespace(**vars(options), way=way, degree=degree, length=length, result=f"{folder}/result.json")
+            start(model_job, one, degree)
+            found = json.loads(Path(one.result).read_text())
+        if abs(found["loss"] - losses.setdefault(length, found["loss"])) > TOLERANCE:
+            raise ValueError(f"{way}, cp {degree}: a loss of {found['loss']}, not {losses[length]}")
+        peaks[way, degree][length] = found["peak"] / 2**20
+    lines = ["| | cp | " + " | ".join(f"{n:,} tokens" for n in sorted(options.tokens)) + f" | {limit:g} MiB fit |"]
+    lines += ["|---|" + "---:|" * (len(options.tokens) + 2)]
+    for (way, degree), by_length in peaks.items():
+        longest = np.interp(limit, list(by_length.values()), list(by_length), left=np.nan, right=np.nan)
+        shown = [f"{by_length[n]:,.0f} MiB" if n in by_length else "-" for n in sorted(options.tokens)]
+        lines.append(f"| {way} | {degree} | {' | '.join(shown)} | {longest:,.0f} tokens |")
+    sys.stdout.write("\n".join(lines) + "\n\nall losses of a length are the same\n\n")
+
+
 def measure(options: Namespace, length: int) -> None:
     lines = [f"**{length:,} tokens** ({options.steps} steps)", ""]
     available = psutil.virtual_memory().available
@@ -127,9 +182,12 @@ def main() -> None:
     parser.add_argument("--cp", nargs="+", type=int, default=[1, 2, 4])
     parser.add_argument("--steps", type=int, default=3, help="timed in one job, after one that is not")
     parser.add_argument("--memory", type=float, help="GiB of a rank: print what fits, and measure nothing")
+    parser.add_argument("--fits", type=float, help="MiB of a rank: peaks of a model's training step instead")
     options = parser.parse_args()
     if options.memory:
         return longest(options.memory, options.cp)
+    if options.fits:
+        return fits(options, options.fits)
     for length in options.tokens:
         measure(options, length)
     sys.stdout.write(f"{conditions(max(options.cp))}\n")

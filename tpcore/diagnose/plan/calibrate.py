@@ -112,12 +112,6 @@ def fit(calls: Sequence[AllReduce]) -> tuple[Link, float]:
 
 
 def _machine(backend: str, ranks: int, near: Measured, far: Measured) -> Machine:
-    flops = {
-        dtype: tuple(
-            (point, statistics.fmean(m.flops[dtype][i][1] for m in near)) for i, (point, _) in enumerate(curve)
-        )
-        for dtype, curve in near.flops.items()
-    }
     inside, misfit = fit(near.reduced)
     between, misfit_far = fit(far.reduced)
     how = f"measured {date.today()}, torch {torch.__version__}, {ranks} ranks over {backend}"

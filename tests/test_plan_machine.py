@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
+from benchmarks.plan_published import RUNS, Run
 from tpcore.diagnose.plan.calibrate import AllReduce, calibrate, fit
 from tpcore.diagnose.plan.machine import LINK_EFFICIENCY, MATMUL_EFFICIENCY, PUBLISHED, Machine, find
 from tpcore.diagnose.plan.pictures import save_pictures
@@ -200,3 +201,9 @@ def test_plans_are_drawn(curves: dict[str, dict[int, float]] | None, tmp_path: P
 def test_no_plan_is_no_picture(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no mesh fits"):
         save_pictures([], tmp_path / "plan.png")
+
+
+# -- what others published ------------------------------------------------------------------------------
+@pytest.mark.parametrize("run", [r for r in RUNS if r.mfu is not None], ids=lambda r: r.name)
+def test_the_utilization_of_a_published_run_is_the_published_one(run: Run) -> None:
+    assert run.utilization(run.seconds) == pytest.approx(run.mfu, abs=0.002)  # published to three digits

@@ -10,7 +10,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from functools import partial
@@ -175,15 +175,24 @@ def all_reduces(ctx: ParallelContext, seconds: float) -> list[AllReduce]:
     their own, and over all; ``seconds`` for each. Collective over the job."""
     world = ctx.world.size
     sizes = sorted({world, *(n for n in (2, 4, 8, 16, 32, 64) if n < world and world % n == 0)})
+    return [call for n in sizes for call in _all_reduces(ctx, {"dp": world // n, "tp": n}, "tp", seconds)]
+
+
+def between_hosts(ctx: ParallelContext, per_host: int, seconds: float) -> list[AllReduce]:
+    """As ``all_reduces`` over groups of one rank of each host, ``per_host`` groups at once on the hosts' links.
+    For a job over several hosts: ``fit`` of it is a machine's ``between``."""
+    return _all_reduces(ctx, {"dp": ctx.world.size // per_host, "tp": per_host}, "dp", seconds)
+
+
+def _all_reduces(ctx: ParallelContext, axes: Mapping[str, int], axis: str, seconds: float) -> list[AllReduce]:
+    comm = ctx.backend.comm(Mesh(axes).group(axis), ctx.rank)
+    one = torch.ones(1, device=ctx.device)
+    for _ in range(_WARM):
+        comm.all_reduce(one)
     found = []
-    for n in sizes:
-        comm = ctx.world if n == world else ctx.backend.comm(Mesh({"dp": world // n, "tp": n}).group("tp"), ctx.rank)
-        one = torch.ones(1, device=ctx.device)
-        for _ in range(_WARM):
-            comm.all_reduce(one)
-        for nbytes in _REDUCED:
-            x = torch.ones(nbytes // 4, device=ctx.device)
-            found.append(AllReduce(n, nbytes, _time(partial(comm.all_reduce, x), seconds, ctx.world)))
+    for nbytes in _REDUCED:
+        x = torch.ones(nbytes // 4, device=ctx.device)
+        found.append(AllReduce(comm.size, nbytes, _time(partial(comm.all_reduce, x), seconds, ctx.world)))
     return found
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from datetime import date
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,6 +34,7 @@ _SLOWEST = 0.5  # seconds of a matmul after which no larger one is measured
 _REDUCED = tuple(2**k for k in range(10, 25, 2))  # bytes: 1 KiB to 16 MiB
 _COPIED = 2**26  # bytes, beyond the caches
 _OPERATORS = 300
+_FASTEST = 1e-15  # seconds a byte, where larger tensors took no longer
 _WARM = 520  # calls: a group compares its first 512 with other ranks
 
 
@@ -103,20 +105,34 @@ def fit(calls: Sequence[AllReduce]) -> tuple[Link, float]:
     relative error. A latency below zero is taken for zero."""
     terms = np.array([[c.steps / c.seconds, c.sent / c.seconds] for c in calls])
     latency, per_byte = np.linalg.lstsq(terms, np.ones(len(calls)), rcond=None)[0]
-    if latency < 0 or per_byte <= 0:
-        latency = max(0.0, min((c.seconds / c.steps for c in calls), default=0.0)) if per_byte <= 0 else 0.0
-        rest = 1 - terms[:, 0] * latency
-        per_byte = max(float(terms[:, 1] @ rest) / float(terms[:, 1] @ terms[:, 1]), 1e-15)
+    if latency < 0:  # then without one; and without the other where larger tensors took no longer
+        latency, per_byte = 0.0, _alone(terms[:, 1])
+    elif per_byte < _FASTEST:
+        latency, per_byte = _alone(terms[:, 0]), _FASTEST
     error = statistics.median(abs(terms @ [latency, per_byte] - 1).tolist())
     return Link(float(latency), float(1 / per_byte)), error
 
 
+def _alone(terms: Any) -> float:
+    """The factor that brings all terms nearest to 1."""
+    return float(terms.sum() / (terms @ terms))
+
+
+def _fitted(calls: Sequence[AllReduce]) -> tuple[Link, str]:
+    """The link, and how it was found: the fit over all groups, and the links over the groups of each size."""
+    link, error = fit(calls)
+    groups = []
+    for n in sorted({c.ranks for c in calls}):
+        one, _ = fit([c for c in calls if c.ranks == n])
+        groups.append(f"of {n}: {one.latency * 1e6:.3g} us a step and {one.bandwidth / 1e6:.4g} MB/s")
+    span = f"all-reduces of {calls[0].nbytes:,} to {calls[-1].nbytes:,} bytes fitted, median error {error:.0%}"
+    return link, f"{span}; groups {', '.join(groups)}"
+
+
 def _machine(backend: str, ranks: int, near: Measured, far: Measured) -> Machine:
-    inside, misfit = fit(near.reduced)
-    between, misfit_far = fit(far.reduced)
+    inside, near_text = _fitted(near.reduced)
+    between, far_text = _fitted(far.reduced)
     how = f"measured {date.today()}, torch {torch.__version__}, {ranks} ranks over {backend}"
-    fitted = "all-reduces of {} to {:,} bytes fitted, median error {:.0%}"
-    span = near.reduced[0].nbytes, near.reduced[-1].nbytes
     alone = "; not measured between hosts: one host only" if far is near else "; sockets of one host, without a network"
     return Machine(
         name=platform.node() or "this machine",
@@ -131,8 +147,8 @@ def _machine(backend: str, ranks: int, near: Measured, far: Measured) -> Machine
         source={
             **dict.fromkeys(("per_host", "memory", "memory_bandwidth", "overhead"), how),
             "flops": f"{how}: square matmuls, all ranks at once, less an operator's overhead",
-            "inside": f"{how}: {fitted.format(*span, misfit)}",
-            "between": f"{how}: {fitted.format(*span, misfit_far)}{alone}",
+            "inside": f"{how}: {near_text}",
+            "between": f"{how}: {far_text}{alone}",
         },
     )
 

@@ -37,20 +37,34 @@ def rank(home: str, per_host: int, seconds: float) -> None:
     tpcore.shutdown()
 
 
-def measured(delay: float, rate: float, per_host: int, seconds: float) -> list[AllReduce]:
-    """All-reduces over ``HOSTS`` hosts, on a wire with ``delay`` seconds and ``rate`` bits a second each way."""
+def on_hosts(program: str, args: tuple[Any, ...], *, per_host: int, delay: float, rate: float) -> None:
+    """Run ``program``, ``package.module:function``, as each rank of a job over ``HOSTS`` hosts, on a wire with
+    ``delay`` seconds and ``rate`` bits a second each way. Raises RuntimeError with what the ranks printed if one
+    fails."""
     tests = Path(__file__).parents[1] / "tests"
     sys.path[:0] = [str(tests), str(tests / "hosts")]  # its hosts are what the drills run on
     machines, network = (import_module(name) for name in ("machines", "network"))
+    environment = machines.environment(HOSTS * per_host, os.environ.get("TPCORE_CHECK", "warmup"))
     with tempfile.TemporaryDirectory() as home, _wired(network, delay, rate) as wired:
         hosts: list[Any] = [machines.Machine(wired, i, Path(home), i * per_host, per_host) for i in range(HOSTS)]
         for host in hosts:
-            environment = machines.environment(HOSTS * per_host, os.environ["TPCORE_CHECK"])
-            host.start(rank_of_host, (home, per_host, seconds), environment)
+            host.start(_called, (program, *args), environment)
         for host in hosts:
             host.join(LIMIT)
-            if any(host.ended(r)[0] for r in host.ranks):
-                raise RuntimeError("\n".join(host.printed(r) for r in host.ranks))
+        failed = [host.printed(r) for host in hosts for r in host.ranks if host.ended(r)[0]]
+        if failed:
+            raise RuntimeError("\n".join(failed))
+
+
+def _called(program: str, *args: Any) -> None:
+    module, _, function = program.partition(":")
+    getattr(import_module(module), function)(*args)
+
+
+def measured(delay: float, rate: float, per_host: int, seconds: float) -> list[AllReduce]:
+    """All-reduces between the hosts."""
+    with tempfile.TemporaryDirectory() as home:
+        on_hosts("benchmarks.plan_hosts:rank", (home, per_host, seconds), per_host=per_host, delay=delay, rate=rate)
         return [AllReduce(**call) for call in json.loads(Path(home, "calls").read_text())]
 
 
@@ -76,13 +90,6 @@ def _wired(network: ModuleType, delay: float, rate: float) -> Iterator[Any]:
 
 def _ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True)
-
-
-def rank_of_host(*args: Any) -> None:
-    """In a process that was not started from this module's ``__main__``."""
-    from benchmarks.plan_hosts import rank
-
-    rank(*args)
 
 
 def main() -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import forked
 import pytest
+
+from tpcore.diagnose.plan.machine import Machine, find
 
 ROOT = Path(__file__).parent.parent
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
@@ -127,3 +130,16 @@ def test_cuda_session_where_no_gpu_is(tmp_path: Path) -> None:
     failed = {name: found["error"] for name, found in figures.items() if "error" in found}
     assert set(failed) <= {"loss, liger, tp=1"}
     assert figures["step, tpcore, tp=2"]["seconds"] > 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not Path("/dev/net/tun").exists(), reason="needs root and /dev/net/tun")
+def test_plan_hosts(tmp_path: Path) -> None:
+    find("cpu").write(tmp_path / "machine.json")
+    wire = ("--delay", "2", "--rate", "50", "--seconds", "0.1")
+    printed = _run("plan_hosts", *wire, "--machine", str(tmp_path / "machine.json"))
+    assert "| 16,777,216 |" in printed
+    machine = Machine.read(tmp_path / "machine.json")
+    assert machine.hosts == 2
+    assert machine.between.latency > 2e-3  # no step is faster than the wire
+    assert machine.between.bandwidth < 1.1 * 50e6 / 8  # a least-squares fit: a tenth above the wire's rate
+    assert "measured over 2 hosts with 50 Mbit/s and 2 ms each way" in machine.source["between"]

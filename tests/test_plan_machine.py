@@ -1,0 +1,209 @@
+"""Machines for planning: published figures, files, calibration, simulated failures and pictures."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from benchmarks.plan_published import RUNS, Run
+from tpcore.diagnose.plan.calibrate import AllReduce, calibrate, fit
+from tpcore.diagnose.plan.machine import LINK_EFFICIENCY, MATMUL_EFFICIENCY, PUBLISHED, Machine, find
+from tpcore.diagnose.plan.pictures import save_pictures
+from tpcore.diagnose.plan.simulate import (
+    JobModel,
+    daly,
+    expected_maximum,
+    forecast,
+    goodput,
+    goodput_formula,
+    straggling,
+    young,
+)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_machine_is_the_same_after_its_file(name: str, tmp_path: Path) -> None:
+    machine = find(name, hosts=3)
+    machine.write(tmp_path / "machine.json")
+    assert find(str(tmp_path / "machine.json"), hosts=3) == machine
+    assert Machine.read(tmp_path / "machine.json").devices == 3 * machine.per_host
+    measured = {"per_host", "memory", "flops", "memory_bandwidth", "overhead", "inside", "between"}
+    assert set(machine.source) == measured  # each figure has a source
+
+
+def test_a_large_matmul_nears_the_assumed_part_of_the_peak() -> None:
+    h100 = find("h100x8")
+    assert h100.rate("bfloat16", 1e16) == pytest.approx(MATMUL_EFFICIENCY * 989.4e12, rel=0.05)  # memory's part
+    assert h100.rate("bfloat16", 1) < h100.rate("bfloat16", 1e9) < h100.rate("bfloat16", 1e12)
+    assert h100.inside.bandwidth == LINK_EFFICIENCY * 450e9
+    with pytest.raises(ValueError, match="h100x8 has no matmul rate for 'float8'; it has bfloat16, float16, float32"):
+        h100.rate("float8", 1e9)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "text"),
+    [
+        ("memory", 1.5, "memory must be a whole number above 0, not 1.5"),
+        ("per_host", True, "per_host must be a whole number above 0, not True"),
+        ("name", 7, "name must be a text, not 7"),
+        ("overhead", -1.0, "overhead must be a number of at least 0, not -1.0"),
+        ("overlap", "yes", "overlap must be true or false, not 'yes'"),
+        ("memory_bandwidth", "fast", "memory_bandwidth must be a number above 0, not 'fast'"),
+        ("inside", {"latency": 1}, "inside must be an object of latency and bandwidth, not {'latency': 1}"),
+        ("between", {"latency": 0, "bandwidth": 0}, "between.bandwidth must be a number above 0, not 0"),
+        ("flops", {}, "flops must name at least one dtype"),
+        ("flops", {"float32": [1, 2]}, "flops.float32 must be pairs of FLOPs and FLOP/s, not [1, 2]"),
+        ("flops", {"float32": [[2, 1], [2, 1]]}, "flops.float32 must be pairs with ascending FLOPs"),
+        ("flops", {"float32": []}, "flops.float32 must be pairs with ascending FLOPs, at least one, not ()"),
+        ("colour", "red", "unknown field 'colour' with 'red'"),
+    ],
+)
+def test_a_wrong_file_is_one_error_with_field_and_value(field: str, value: Any, text: str, tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    find("cpu").write(path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
+    with pytest.raises(ValueError, match=re.escape(f"{path} describes no machine: {text}")):
+        Machine.read(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "text"), [("[]", r"holds \[\]"), ('{"name": "x"}', "'per_host' is missing"), ("{", "Expecting")]
+)
+def test_a_file_of_something_else(content: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / "m.json").write_text(content)
+    with pytest.raises(ValueError, match=text):
+        Machine.read(tmp_path / "m.json")
+
+
+def test_an_unknown_machine_is_named_with_those_there_are() -> None:
+    with pytest.raises(
+        ValueError, match=r"no machine 'h100x9': it is neither a file nor one of trn1.32xlarge, .*--cal"
+    ):
+        find("h100x9")
+    with pytest.raises(ValueError, match="hosts must be a whole number above 0, not 0"):
+        replace(find("cpu"), hosts=0)
+
+
+# -- calibration ----------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("latency", "bandwidth"), [(20e-6, 1e9), (0.0, 5e9), (1e-3, 1e7)])
+def test_the_fit_finds_a_link_from_its_rings(latency: float, bandwidth: float) -> None:
+    calls = [AllReduce(n, 4**k, 0.0) for n in (2, 4, 8) for k in range(5, 12)]
+    calls = [replace(c, seconds=c.steps * latency + c.sent / bandwidth) for c in calls]
+    link, error = fit(calls)
+    assert link.latency == pytest.approx(latency, abs=1e-12)
+    assert link.bandwidth == pytest.approx(bandwidth)
+    assert error < 1e-9
+
+
+def test_a_fit_never_has_a_negative_latency_or_bandwidth() -> None:
+    calls = [AllReduce(2, 4**k, 4.0**k * (1e-9 + 1e-12 * 4.0**k)) for k in range(5, 12)]  # dearer the larger
+    assert fit(calls)[0].latency == 0
+    flat = [AllReduce(2, 4**k, 1e-3 / 4**k) for k in range(5, 12)]  # cheaper the larger
+    assert fit(flat)[0].bandwidth > 0
+
+
+@pytest.mark.slow
+def test_calibration_measures_this_machine(tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    machine = calibrate(path, devices=2, backend="cpu_gloo", seconds=2)
+    assert Machine.read(path) == machine
+    assert machine.per_host == 2
+    assert set(machine.flops) == {"float32", "bfloat16", "float64"}
+    assert all("measured" in text and "2 ranks over cpu_gloo" in text for text in machine.source.values())
+    assert all(curve[0][0] == 2 * 64**3 and len(curve) > 2 for curve in machine.flops.values())
+    assert 0 < 2 * machine.memory <= psutil.virtual_memory().total
+
+
+def test_calibration_of_one_device_is_refused() -> None:
+    with pytest.raises(ValueError, match="needs 2 devices or more, to measure their links, and there is 1"):
+        calibrate(devices=1, backend="cpu_gloo")
+
+
+# -- simulation -----------------------------------------------------------------------------------------
+YEAR = 365 * 86_400.0
+JOBS = [
+    JobModel(1_000, 5 * YEAR, 60, 300, 0.02),
+    JobModel(10_000, 5 * YEAR, 60, 300, 0.02),
+    JobModel(10_000, YEAR, 120, 900),
+]
+
+
+@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("factor", [0.5, 1.0, 3.0])
+def test_simulated_goodput_is_the_formula_within_its_error(job: JobModel, factor: float) -> None:
+    found = goodput(job, factor * daly(job), seed=1)
+    # four standard errors: one of 16,000 right simulations is further off, and the seed is fixed
+    assert abs(found.simulated - found.formula) < 4 * found.error
+    assert found.error < 0.01
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_the_best_simulated_interval_is_near_dalys(job: JobModel) -> None:
+    found = forecast(job, runs=1000, seed=2)
+    # at its optimum goodput is flat: 30 % beside it costs less than 1 % of the overhead there
+    assert found.best == pytest.approx(found.daly, rel=0.3)
+    assert found.goodput == pytest.approx(goodput_formula(job, found.daly) / found.straggling_formula, rel=0.02)
+    assert found.lines()[0].startswith("Simulation, not a measurement")
+    assert found.to_json()["simulation"] is True
+
+
+def test_dalys_interval_is_youngs_where_checkpoints_are_cheap_and_the_mean_where_they_are_dear() -> None:
+    cheap, dear = JobModel(1, 1e9, 1e-3, 0), JobModel(1000, 1e3, 10, 0)
+    assert daly(cheap) == pytest.approx(young(cheap), rel=1e-3) == pytest.approx((2 * 1e-3 * 1e9) ** 0.5, rel=1e-3)
+    assert daly(dear) == dear.mean == 1
+
+
+@pytest.mark.parametrize("devices", [1, 100, 10_000])
+def test_the_slowest_of_many_devices(devices: int) -> None:
+    job = JobModel(devices, YEAR, 1, 1, jitter=0.05)
+    # 200 maxima, each with a deviation of at most the jitter: four standard errors
+    assert straggling(job) == pytest.approx(expected_maximum(job), abs=4 * 0.06 / 200**0.5)
+
+
+@pytest.mark.parametrize(("field", "value"), [("mtbf", 0.0), ("save", -1.0), ("jitter", float("nan")), ("devices", 0)])
+def test_a_job_that_cannot_be_is_refused_with_its_value(field: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"not {value!r}"):
+        JobModel(**{"devices": 8, "mtbf": YEAR, "save": 1.0, "restart": 1.0, field: value})  # type: ignore[arg-type]
+
+
+def test_a_job_that_never_gets_anywhere_has_no_goodput() -> None:
+    job = JobModel(10_000, 1e5, 600, 600)  # a failure every 10 seconds
+    assert goodput(job, daly(job), segments=5).simulated == 0
+    assert goodput_formula(job, daly(job)) < 0.01
+    assert goodput_formula(job, 1e6) == 0
+
+
+# -- pictures -------------------------------------------------------------------------------------------
+ROWS = [
+    {"mesh": f"dp={i} tp=2", "memory": {"parameters": 1e9, "activations": i * 1e9}, "seconds": {"compute": 1 / i}}
+    for i in range(1, 13)
+]
+
+
+@pytest.mark.parametrize("curves", [None, {"Llama 3 8B": {8: 1e5, 64: 7e5, 4096: 3e7}}])
+def test_plans_are_drawn(curves: dict[str, dict[int, float]] | None, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    rows = [*ROWS[:3], {**ROWS[3], "seconds": {"compute": 0.1, "collectives": 0.2}}, *ROWS[4:]]
+    save_pictures(rows, tmp_path / "plan.svg", title="a title", limit=16e9, curves=curves)
+    drawn = (tmp_path / "plan.svg").read_text()
+    labels = ("a title", "dp=10 tp=2", "parameters", "activations", "collectives")
+    assert all(f"<!-- {label} -->" in drawn for label in labels)
+    assert "<!-- dp=11 tp=2 -->" not in drawn  # the best ten
+    assert ("<!-- Llama 3 8B -->" in drawn) == (curves is not None)
+
+
+def test_no_plan_is_no_picture(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no mesh fits"):
+        save_pictures([], tmp_path / "plan.png")
+
+
+# -- what others published ------------------------------------------------------------------------------
+@pytest.mark.parametrize("run", [r for r in RUNS if r.mfu is not None], ids=lambda r: r.name)
+def test_the_utilization_of_a_published_run_is_the_published_one(run: Run) -> None:
+    assert run.utilization(run.seconds) == pytest.approx(run.mfu, abs=0.002)  # published to three digits

@@ -1,0 +1,279 @@
+"""Measures this machine: matmul rates, memory bandwidth, an operator's overhead, links and memory of its devices.
+
+All devices measure at once, as they work in a training step: cores share caches and memory channels.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...comm.comm import Comm
+from ...layout.mesh import Mesh
+from ...processes.launch import launch
+from ...runtime.context import ParallelContext
+from ...runtime.init import choose_backend, init, shutdown
+from .machine import Curve, Link, Machine
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+_MATMULS = tuple(2**k for k in range(6, 15))  # 64 to 16,384 rows
+_SLOWEST = 0.5  # seconds of a matmul after which no larger one is measured
+_REDUCED = tuple(2**k for k in range(10, 25, 2))  # bytes: 1 KiB to 16 MiB
+_COPIED = 2**26  # bytes, beyond the caches
+_OPERATORS = 300
+_FASTEST = 1e-15  # seconds a byte, where larger tensors took no longer
+_WARM = 520  # calls: a group compares its first 512 with other ranks
+
+
+@dataclass(frozen=True)
+class AllReduce:
+    """``seconds`` of one all-reduce of ``nbytes`` over ``ranks`` ranks."""
+
+    ranks: int
+    nbytes: int
+    seconds: float
+
+    @property
+    def steps(self) -> int:
+        """Of a ring."""
+        return 2 * (self.ranks - 1)
+
+    @property
+    def sent(self) -> float:
+        """Bytes that a rank sends in a ring."""
+        return self.steps / self.ranks * self.nbytes
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the ranks measured together."""
+
+    flops: dict[str, Curve]
+    memory_bandwidth: float
+    overhead: float
+    memory: int
+    device: str
+    reduced: list[AllReduce]
+
+
+def calibrate(
+    path: str | Path | None = None,
+    *,
+    devices: int | None = None,
+    backend: str | None = None,
+    seconds: float = 60.0,
+) -> Machine:
+    """Measure this host over ``backend`` (default: as ``tpcore.init`` chooses) with ``devices`` ranks (default:
+    its accelerators, or the cores of this process) in about ``seconds``, and write the machine's file to ``path``.
+
+    The rates are those of a device while all others work. Links are fitted to all-reduces over each group size
+    that is a power of two: a ring takes 2 (n - 1) steps of ``latency`` and sends 2 (n - 1) / n of the bytes
+    (Thakur et al. 2005). ``between`` is measured over the backend's transport for several hosts where it has
+    another one for them: on the CPU sockets of this host, faster than any network.
+
+    Raises ValueError for fewer than two devices, and for a backend that compiles its programs: there a step's
+    parts cannot be measured one by one.
+    """
+    name = choose_backend(backend)
+    count = launch(_devices, 1, args=(name,))[0] if devices is None else devices
+    if count < 2:
+        raise ValueError(f"calibration needs 2 devices or more, to measure their links, and there is {count}")
+    near = far = launch(_measure, count, args=(name, seconds * 0.8, True))[0]
+    if near.device == "cpu":  # shared memory is for one host; between hosts there are sockets
+        far = launch(_measure, count, args=(name, seconds * 0.2, False), env={"TPCORE_SHM": "0"})[0]
+    machine = _machine(name, count, near, far)
+    if path is not None:
+        machine.write(path)
+    return machine
+
+
+def fit(calls: Sequence[AllReduce]) -> tuple[Link, float]:
+    """The link whose ring fits the calls best, with the least squares of relative errors; and the median
+    relative error. A latency below zero is taken for zero."""
+    terms = np.array([[c.steps / c.seconds, c.sent / c.seconds] for c in calls])
+    latency, per_byte = np.linalg.lstsq(terms, np.ones(len(calls)), rcond=None)[0]
+    if latency < 0:  # then without one; and without the other where larger tensors took no longer
+        latency, per_byte = 0.0, _alone(terms[:, 1])
+    elif per_byte < _FASTEST:
+        latency, per_byte = _alone(terms[:, 0]), _FASTEST
+    error = statistics.median(abs(terms @ [latency, per_byte] - 1).tolist())
+    return Link(float(latency), float(1 / per_byte)), error
+
+
+def _alone(terms: Any) -> float:
+    """The factor that brings all terms nearest to 1."""
+    return float(terms.sum() / (terms @ terms))
+
+
+def _fitted(calls: Sequence[AllReduce]) -> tuple[Link, str]:
+    """The link, and how it was found: the fit over all groups, and the links over the groups of each size."""
+    link, error = fit(calls)
+    groups = []
+    for n in sorted({c.ranks for c in calls}):
+        one, _ = fit([c for c in calls if c.ranks == n])
+        groups.append(f"of {n}: {one.latency * 1e6:.3g} us a step and {one.bandwidth / 1e6:.4g} MB/s")
+    span = f"all-reduces of {calls[0].nbytes:,} to {calls[-1].nbytes:,} bytes fitted, median error {error:.0%}"
+    return link, f"{span}; groups {', '.join(groups)}"
+
+
+def _machine(backend: str, ranks: int, near: Measured, far: Measured) -> Machine:
+    inside, near_text = _fitted(near.reduced)
+    between, far_text = _fitted(far.reduced)
+    how = f"measured {date.today()}, torch {torch.__version__}, {ranks} ranks over {backend}"
+    alone = "; not measured between hosts: one host only" if far is near else "; sockets of one host, without a network"
+    return Machine(
+        name=platform.node() or "this machine",
+        per_host=ranks,
+        hosts=1,
+        memory=near.memory,
+        flops=near.flops,
+        memory_bandwidth=near.memory_bandwidth,
+        overhead=near.overhead,
+        inside=inside,
+        between=between,
+        source={
+            **dict.fromkeys(("per_host", "memory", "memory_bandwidth", "overhead"), how),
+            "flops": f"{how}: square matmuls, all ranks at once, less an operator's overhead",
+            "inside": f"{how}: {near_text}",
+            "between": f"{how}: {far_text}{alone}",
+        },
+    )
+
+
+# -- in a rank ------------------------------------------------------------------------------------------
+def _devices(backend: str) -> int:
+    """Of this host, of the backend's kind."""
+    try:
+        device = init(backend=backend).device
+        if device.type == "cpu":
+            return len(os.sched_getaffinity(0))
+        count: int = torch.get_device_module(device).device_count()
+        return count
+    finally:
+        shutdown()
+
+
+def _measure(backend: str, seconds: float, everything: bool) -> Measured:
+    """All ranks call this together. ``everything``: not only links."""
+    ctx = init(backend=backend)
+    try:
+        if not ctx.world.eager:
+            raise ValueError(f"{backend} compiles its programs, so a step's parts cannot be measured: name a machine")
+        device = ctx.device
+        share = seconds / (len(_DTYPES) * len(_MATMULS) + 2 * len(_REDUCED) * math.log2(ctx.world.size + 1))
+        reduced = all_reduces(ctx, share)
+        if not everything:
+            return Measured({}, 0.0, 0.0, 0, device.type, reduced)
+        overhead = _overhead(ctx.world, device)
+        flops = {str(d).removeprefix("torch."): _rates(d, ctx.world, device, overhead, share) for d in _DTYPES}
+        copy = partial(torch.empty(_COPIED, dtype=torch.uint8, device=device).fill_(1).copy_, _full(_COPIED, device))
+        bandwidth = 2 * _COPIED / _time(copy, share, ctx.world)
+        return Measured(flops, bandwidth, overhead, _memory(device, ctx.world.size), device.type, reduced)
+    finally:
+        shutdown()
+
+
+def all_reduces(ctx: ParallelContext, seconds: float) -> list[AllReduce]:
+    """The times of all-reduces over the first 2, 4, ... ranks while the other ranks do the same in groups of
+    their own, and over all; ``seconds`` for each. Collective over the job."""
+    world = ctx.world.size
+    sizes = sorted({world, *(n for n in (2, 4, 8, 16, 32, 64) if n < world and world % n == 0)})
+    return [call for n in sizes for call in _all_reduces(ctx, {"dp": world // n, "tp": n}, "tp", seconds)]
+
+
+def between_hosts(ctx: ParallelContext, per_host: int, seconds: float) -> list[AllReduce]:
+    """As ``all_reduces`` over groups of one rank of each host, ``per_host`` groups at once on the hosts' links.
+    For a job over several hosts: ``fit`` of it is a machine's ``between``."""
+    return _all_reduces(ctx, {"dp": ctx.world.size // per_host, "tp": per_host}, "dp", seconds)
+
+
+def _all_reduces(ctx: ParallelContext, axes: Mapping[str, int], axis: str, seconds: float) -> list[AllReduce]:
+    comm = ctx.backend.comm(Mesh(axes).group(axis), ctx.rank)
+    one = torch.ones(1, device=ctx.device)
+    for _ in range(_WARM):
+        comm.all_reduce(one)
+    found = []
+    for nbytes in _REDUCED:
+        x = torch.ones(nbytes // 4, device=ctx.device)
+        found.append(AllReduce(comm.size, nbytes, _time(partial(comm.all_reduce, x), seconds, ctx.world)))
+    return found
+
+
+def _rates(dtype: torch.dtype, world: Comm, device: torch.device, overhead: float, seconds: float) -> Curve:
+    points = []
+    for n in _MATMULS:
+        a, b = (torch.ones(n, n, dtype=dtype, device=device) for _ in range(2))
+        took = _time(partial(torch.mm, a, b), seconds, world)
+        # an operator's overhead counts apart; what is left of a small one is at least a part of it
+        points.append((2.0 * n**3, 2.0 * n**3 / max(took - overhead, took / 4)))
+        if took * 8 > _SLOWEST:
+            break
+    return tuple(points)
+
+
+def _overhead(world: Comm, device: torch.device) -> float:
+    """Seconds that the host takes for an operator that autograd records, on one element."""
+    x = torch.ones(1, device=device, requires_grad=True)
+
+    def chain() -> Tensor:
+        y: Tensor = x
+        for _ in range(_OPERATORS):
+            y = y * x
+        return y.detach()
+
+    return _time(chain, 0.2, world) / _OPERATORS
+
+
+def _time(run: Callable[[], Tensor], seconds: float, comm: Comm) -> float:
+    """The mean time of a run, the slowest rank's; all ranks make the same number of runs, in ``seconds``. Not the
+    median: where ranks share a core, a short run is alone on it, and waits between two."""
+    one = torch.ones(1, device=comm.position.device)
+    comm.all_reduce(one)  # all begin together
+    times = int(seconds / max(_agreed(_time_of(run, 3), comm), 1e-7))
+    comm.all_reduce(one)
+    return _agreed(_time_of(run, min(max(times, 3), 2000)), comm)
+
+
+def _time_of(run: Callable[[], Tensor], times: int) -> float:
+    start = time.perf_counter()
+    for _ in range(times):
+        y = run()
+    _wait(y)
+    return (time.perf_counter() - start) / times
+
+
+def _agreed(seconds: float, comm: Comm) -> float:
+    """The longest of all ranks."""
+    return float(comm.all_reduce(torch.tensor([seconds], device=comm.position.device), "max"))
+
+
+def _wait(y: Tensor) -> None:
+    y.flatten()[:1].cpu()  # an accelerator computes behind its host
+
+
+def _full(nbytes: int, device: torch.device) -> Tensor:
+    return torch.ones(nbytes, dtype=torch.uint8, device=device)
+
+
+def _memory(device: torch.device, ranks: int) -> int:
+    """Bytes of this device; of a CPU its share of what the host, or the control group, has."""
+    if device.type != "cpu":
+        total: int = torch.get_device_module(device).mem_get_info(device)[1]
+        return total
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.exists() else "max"
+    return min(total, int(text) if text.isdigit() else total) // ranks

@@ -1,0 +1,185 @@
+"""How much of its time a large job spends on progress: failures, checkpoints and stragglers, simulated.
+
+Nothing here was measured on such a job. Failures of devices are independent and exponential.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+_FACTORS = tuple(float(f) for f in np.geomspace(0.25, 4.0, 17))  # of Daly's interval
+
+
+@dataclass(frozen=True)
+class JobModel:
+    """``devices``, each of which fails once in ``mtbf`` seconds of the mean. A failure ends the job's work since
+    its last checkpoint. ``save``: seconds that a checkpoint stops the job. ``restart``: seconds from a failure to
+    the next step. ``jitter``: standard deviation of the logarithm of a device's time for a step, lognormal."""
+
+    devices: int
+    mtbf: float
+    save: float
+    restart: float
+    jitter: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.devices < 1:
+            raise ValueError(f"a job needs 1 device or more, not {self.devices}")
+        for field, least in (("mtbf", False), ("save", False), ("restart", True), ("jitter", True)):
+            value = getattr(self, field)
+            if not (math.isfinite(value) and (value > 0 or (least and value == 0))):
+                raise ValueError(f"{field} must be {'at least' if least else 'above'} 0, not {value!r}")
+
+    @property
+    def mean(self) -> float:
+        """Seconds of the mean between failures of the job: of any of its devices."""
+        return self.mtbf / self.devices
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """The part of the time that is progress, without stragglers; ``error``: its standard error."""
+
+    interval: float
+    simulated: float
+    error: float
+    formula: float
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """``young`` and ``daly``: the best intervals between checkpoints by their formulas; ``best``: by simulation,
+    all in seconds. ``straggling``: a step's time over one device's median, simulated and by ``expected_maximum``.
+    ``goodput``: at Daly's interval, with stragglers."""
+
+    job: JobModel
+    young: float
+    daly: float
+    best: float
+    straggling: float
+    straggling_formula: float
+    goodput: float
+    curve: tuple[Goodput, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"simulation": True, **dataclasses.asdict(self)}
+
+    def lines(self) -> list[str]:
+        """For people."""
+        at = min(self.curve, key=lambda g: abs(g.interval - self.daly))
+        return [
+            f"Simulation, not a measurement: {self.job.devices:,} devices, a failure every {_span(self.job.mean)}",
+            f"  a checkpoint every {_span(self.daly)} (Daly), {_span(self.young)} (Young), "
+            f"{_span(self.best)} (simulated)",
+            f"  progress without stragglers {at.simulated:.1%} of the time (simulated, standard error {at.error:.1%}), "
+            f"{at.formula:.1%} (Daly)",
+            f"  a step waits for the slowest device: {self.straggling:.2f} times the median one's time "
+            f"(simulated), {self.straggling_formula:.2f} (expected maximum)",
+            f"  goodput {self.goodput:.1%}",
+        ]
+
+
+def young(job: JobModel) -> float:
+    """The best interval to first order, J. W. Young, Communications of the ACM 17(9), 1974."""
+    return math.sqrt(2 * job.save * job.mean)
+
+
+def daly(job: JobModel) -> float:
+    """The best interval to higher order, J. T. Daly, Future Generation Computer Systems 22(3), 2006, eq. 37."""
+    part = job.save / (2 * job.mean)
+    if part >= 1:
+        return job.mean
+    return young(job) * (1 + math.sqrt(part) / 3 + part / 9) - job.save
+
+
+def goodput_formula(job: JobModel, interval: float) -> float:
+    """The expected part of the time that is progress: exact for exponential failures, which may strike during
+    checkpoints and restarts too (Daly 2006, eq. 20)."""
+    m = job.mean
+    exponent = (interval + job.save + job.restart) / m
+    if exponent > 700:  # beyond float64; no job gets there
+        return 0.0
+    return interval / (m * math.exp(job.restart / m) * math.expm1((interval + job.save) / m))
+
+
+def goodput(job: JobModel, interval: float, *, runs: int = 400, segments: int = 200, seed: int = 0) -> Goodput:
+    """Simulate ``runs`` jobs, each of ``segments`` intervals with a checkpoint after each, failure by failure.
+
+    Where a job is not done after 100 failures a segment, the goodput is 0: it is below 1 % of the time.
+    """
+    draw = np.random.default_rng(seed)
+    length = interval + job.save
+    seconds, left = np.zeros(runs), np.full(runs, segments)
+    delay = np.zeros(runs)  # the first start is no restart
+    for _ in range(100 * segments):
+        gap = draw.exponential(job.mean, runs)
+        needed = delay + left * length
+        ends = (gap >= needed) & (left > 0)
+        done = np.minimum(np.maximum(gap - delay, 0) // length, left).astype(int)
+        seconds += np.where(left > 0, np.minimum(gap, needed), 0)
+        left = np.where(ends, 0, left - done)
+        delay[:] = job.restart
+        if not left.any():
+            break
+    else:
+        return Goodput(interval, 0.0, 0.0, goodput_formula(job, interval))
+    mean = float(seconds.mean())
+    value = segments * interval / mean
+    error = value * float(seconds.std(ddof=1)) / math.sqrt(runs) / mean
+    return Goodput(interval, value, error, goodput_formula(job, interval))
+
+
+def straggling(job: JobModel, *, steps: int = 200, seed: int = 0) -> float:
+    """The mean over ``steps`` of the slowest of all devices' times, each lognormal with median 1."""
+    draw = np.random.default_rng(seed)
+    worst = [draw.standard_normal(job.devices).max() for _ in range(steps)]
+    return float(np.exp(job.jitter * np.array(worst)).mean())
+
+
+def expected_maximum(job: JobModel) -> float:
+    """What ``straggling`` estimates, by numerical integration over the maximum of normal variables."""
+    z = torch.linspace(-9, 12, 40_001, dtype=torch.float64)
+    below = job.devices * torch.special.log_ndtr(z)  # the logarithm of the maximum's distribution function
+    weights = torch.exp(below).diff()
+    return float((torch.exp(job.jitter * (z[1:] + z[:-1]) / 2) * weights).sum())
+
+
+def forecast(job: JobModel, *, runs: int = 400, seed: int = 0) -> Forecast:
+    """Simulate the job at intervals around Daly's, and its steps with stragglers. The same failures for each
+    interval, so that the best one does not hang on chance; it is the vertex of the parabola through the best three,
+    over the logarithm of the interval."""
+    start = daly(job)
+    curve = tuple(goodput(job, f * start, runs=runs, seed=seed) for f in _FACTORS)
+    slower = straggling(job, seed=seed)
+    at = curve[_FACTORS.index(1.0)]
+    return Forecast(
+        job=job,
+        young=young(job),
+        daly=start,
+        best=_vertex([g.interval for g in curve], [g.simulated for g in curve]),
+        straggling=slower,
+        straggling_formula=expected_maximum(job),
+        goodput=at.simulated / slower,
+        curve=curve,
+    )
+
+
+def _vertex(intervals: Sequence[float], values: Sequence[float]) -> float:
+    best = min(max(int(np.argmax(values)), 1), len(values) - 2)
+    x = np.log(intervals[best - 1 : best + 2])
+    bend, slope, _ = np.polyfit(x, values[best - 1 : best + 2], 2)
+    return float(np.exp(np.clip(-slope / (2 * bend), x[0], x[-1]))) if bend < 0 else intervals[best]
+
+
+def _span(seconds: float) -> str:
+    for unit, size in (("days", 86_400), ("hours", 3_600), ("minutes", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.1f} seconds"

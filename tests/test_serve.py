@@ -81,6 +81,19 @@ class Server:
         for part in self.client.completions.create(model="tiny", prompt=prompt, **options):
             yield part.choices[0].text
 
+    def counts(self) -> tuple[int, int]:
+        """Running and waiting requests."""
+        health = self.client._client.get(str(self.client.base_url).replace("/v1/", "/health")).json()
+        assert health["status"] == "ok"
+        return health["running"], health["waiting"]
+
+    def until(self, running: int) -> None:
+        """Wait until so many requests run, and none waits."""
+        deadline = time.monotonic() + 20
+        while self.counts() != (running, 0):
+            assert time.monotonic() < deadline, self.counts()
+            time.sleep(0.02)
+
     def rank(self, number: int) -> int:
         """The pid of a rank."""
         for pid in filter(str.isdigit, os.listdir("/proc")):
@@ -204,14 +217,8 @@ class TestServer:
         for _ in range(12):
             with pytest.raises(openai.APITimeoutError):
                 impatient.completions.create(model="tiny", prompt="w1", max_tokens=LONG, temperature=0)
-        deadline = time.monotonic() + 20
-        while True:
-            try:
-                assert server.text()
-                break
-            except openai.RateLimitError:
-                assert time.monotonic() < deadline
-                time.sleep(0.2)
+        server.until(running=0)
+        assert server.text()
 
     def test_too_many_are_told_to_come_again(self, server: Server) -> None:
         told: list[str] = []
@@ -243,9 +250,9 @@ class TestServer:
         threads = [threading.Thread(target=one) for _ in range(2)]
         for thread in threads:
             thread.start()
-        time.sleep(0.3)  # one that has not been taken yet would be the new ranks'
         parts = server.streamed(tokens=LONG)
         next(parts)
+        server.until(running=3)  # one that has not been taken yet would be the new ranks'
         os.kill(server.rank(rank), signal.SIGKILL)
         killed = time.monotonic()
         for thread in threads:
@@ -305,6 +312,9 @@ CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
         ({**CHAT, "stop": [""]}, "is not a string or a list of strings"),
         ({**CHAT, "stop": list("abcde")}, "stop has 5 strings, and may have 4"),
         ({**CHAT, "tools": ["x"]}, "tools must be objects"),
+        ({**CHAT, "chat_template_kwargs": {"chat_template": "x"}}, "has chat_template, which the server says itself"),
+        ({"messages": [{"role": "user", "content": 0}]}, r"content of messages\[0\] must be text"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, r"tool_calls of messages\[0\] must be objects"),
         ({**CHAT, "chat_template_kwargs": 1}, "chat_template_kwargs must be an object"),
         ({"messages": []}, "messages must be a list of one or more messages"),
         ({"messages": [{"role": "king", "content": "x"}]}, r"messages\[0\] must be an object whose role is one of"),
@@ -354,3 +364,4 @@ def test_tokens_are_drawn_as_the_distribution_says() -> None:
     # the shares are 0.64, 0.24, 0.09, 0.03: the fewest that sum to 0.7 are two
     torch.testing.assert_close(shares(temperature=1.0, top_p=0.7), two, rtol=0, atol=0.032)
     assert int(choose(scores, 3)) == int(choose(scores, 3, temperature=1e-60)) == 0
+    assert int(choose(scores, 3, temperature=1.0, top_p=1e-300)) == 0  # which float32 has not

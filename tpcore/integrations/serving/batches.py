@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from queue import Queue
 from typing import Any
 
 from fastapi import HTTPException
@@ -26,7 +27,14 @@ class Batches(CBGenerateManager):
         """``limit``: tokens of a prompt and its answer. ``most``: how many requests may be open."""
         super().__init__()
         self._cb: Any = engine
+        engine.output_router.output_queue = _Dropped()
         self.limit, self._most = limit, most
+
+    def counts(self) -> tuple[int, int]:
+        """Requests in the engine's batch, and those that wait for a place in it."""
+        processor = self._cb.batch_processor
+        running = len(processor.scheduler.active_requests) if processor is not None else 0
+        return running, max(0, len(self._cb.output_router.result_handlers) - running)
 
     def init_cb(self, model: Any, gen_config: Any) -> None:
         """The engine runs since before the first request."""
@@ -98,6 +106,13 @@ class Batches(CBGenerateManager):
         return "".join(parts), len(inputs["input_ids"]), stream.tokens
 
 
+class _Dropped(Queue[Any]):
+    """For what the engine made of requests that were cancelled: nobody reads it, and it would pile up."""
+
+    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+        pass
+
+
 class Stream(CBStreamer):
     """The text of one request, up to the first of its ``stops``."""
 
@@ -131,7 +146,10 @@ class Stream(CBStreamer):
             self.cancel()
             self._end(text[:at])
             return
-        begun = max((n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
+        begun = max(
+            (n for stop in self._stops for n in range(1, min(len(stop), len(text) + 1)) if text.endswith(stop[:n])),
+            default=0,
+        )
         self._held = text[len(text) - begun :]
         self._send(text[: len(text) - begun])
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 _NUMBERS: dict[str, tuple[type, float, float]] = {
     "max_tokens": (int, 1, 2**31 - 1),
@@ -31,6 +34,8 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("audio", "functions", "function_call", "prediction", "web_search_options"), ()),
 }
 """Options that nothing here follows: the values at which that makes no difference."""
+_OF_THE_CALL = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters, "load_audio_from_video"}
+"""No client brings a template of its own: it is a program, which need not end."""
 _STOPS = 4
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -67,8 +72,12 @@ def _numbers(body: Mapping[str, Any]) -> str | None:
 def _stop(body: Mapping[str, Any]) -> str | None:
     if not isinstance(body.get("stream") or False, bool):
         return f"stream={body['stream']!r} is not true or false"
-    if not isinstance(body.get("chat_template_kwargs") or {}, dict):
+    options = body.get("chat_template_kwargs", {})
+    if not isinstance(options, dict):
         return "chat_template_kwargs must be an object"
+    taken = sorted(options.keys() & _OF_THE_CALL)
+    if taken:
+        return f"chat_template_kwargs has {', '.join(taken)}, which the server says itself"
     stop = body.get("stop")
     stops = [stop] if isinstance(stop, str) else stop
     if stop is not None and not (isinstance(stops, list) and all(isinstance(s, str) and s for s in stops)):
@@ -88,10 +97,19 @@ def _messages(body: Mapping[str, Any]) -> str | None:
     for i, message in enumerate(messages):
         if not isinstance(message, dict) or message.get("role") not in _ROLES:
             return f"messages[{i}] must be an object whose role is one of {', '.join(_ROLES)}"
-        content = message.get("content")
-        parts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+        content = message.get("content", "")
+        parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
         for part in parts:
             if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
                 return f"the content of messages[{i}] must be text"
-    tools = body.get("tools") or []
+        if not _calls(message.get("tool_calls", [])):
+            return f"tool_calls of messages[{i}] must be objects whose function has arguments, an object or its JSON"
+    tools = body.get("tools", [])
     return None if isinstance(tools, list) and all(isinstance(t, dict) for t in tools) else "tools must be objects"
+
+
+def _calls(calls: Any) -> bool:
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        return False
+    functions = [call.get("function") or call for call in calls]
+    return all(isinstance(f, dict) and isinstance(f.get("arguments"), dict | str) for f in functions)

@@ -50,7 +50,9 @@ def choose(
     # below the largest: at the smallest temperature the others become minus infinity, and nothing becomes no number
     best, tokens = ((wide - wide.max()) / max(temperature, 1e-6)).topk(k)
     chances = best.softmax(0)
-    chances = torch.where(chances.cumsum(0) - chances < top_p, chances, 0.0)
+    taken = chances.cumsum(0) - chances < top_p
+    taken[0] = True  # a top_p that is 0 in float32 leaves the most likely one too
+    chances = torch.where(taken, chances, 0.0)
     generator = torch.Generator(scores.device).manual_seed((seed * 1_000_003 + number) % 2**63)
     return tokens[torch.multinomial(chances, 1, generator=generator)]
 

@@ -11,6 +11,8 @@ from typing import Any
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from jinja2 import TemplateError
+from starlette.exceptions import HTTPException as RouteError
+from starlette.requests import ClientDisconnect
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.utils import CBWorkerDeadError, Modality
@@ -20,6 +22,8 @@ from .batches import Batches
 from .requests import malformed
 
 _BYTES = 2**23  # of a body
+_WAIT = 30  # seconds for a body to come
+_LONGEST = 500  # characters of an error
 _CLOSED = 499  # nginx's status for a client that left
 _POLL = 0.25  # seconds between looks whether a client is there
 
@@ -86,23 +90,30 @@ def application(name: str, model: Any, tokenizer: Any, batches: Batches) -> Fast
 
     @app.get("/health")
     async def health() -> Response:
-        return JSONResponse({"status": "ok"}) if batches.is_alive() else _error(503, "the engine has stopped")
+        if not batches.is_alive():
+            return _error(503, "the engine has stopped")
+        running, waiting = batches.counts()
+        return JSONResponse({"status": "ok", "running": running, "waiting": waiting})
+
+    @app.exception_handler(RouteError)
+    async def no_route(request: Request, error: RouteError) -> Response:
+        return _error(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
 
     async def _answer(handler: Any, content: str, request: Request) -> Response:
         try:
-            body = _plain(json.loads(await _read(request)))
+            body = _plain(await _json(request))
             wrong = malformed(body, content)
             if wrong is not None:
                 return _error(400, wrong)
             return await _while_there(request, handler.handle_request(body, uuid.uuid4().hex))
-        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as e:
-            return _error(400, f"the body is not JSON: {e}")
+        except ClientDisconnect:
+            return Response(status_code=_CLOSED)
         except HTTPException as e:
             return _error(e.status_code, str(e.detail))
         except CBWorkerDeadError as e:
             return _error(503, str(e))
         except (ValueError, TypeError, KeyError, TemplateError) as e:  # of the tokenizer and its template
-            return _error(400, _line(e))
+            return _error(400, f"the tokenizer and its chat template do not take this: {_line(e)}")
         except Exception as e:  # noqa: BLE001  whatever it is, this client has an answer, and the others go on
             log.exception("a request failed")
             return _error(500, _line(e))
@@ -111,8 +122,16 @@ def application(name: str, model: Any, tokenizer: Any, batches: Batches) -> Fast
 
 
 def _plain(body: Any) -> Any:
-    """``body`` without what is null, which OpenAI's clients send for what is not said."""
-    return {name: value for name, value in body.items() if value is not None} if isinstance(body, dict) else body
+    """``body`` and its messages without what is null, which OpenAI's clients send for what is not said."""
+    if not isinstance(body, dict):
+        return body
+    body = {name: value for name, value in body.items() if value is not None}
+    if isinstance(body.get("messages"), list):
+        body["messages"] = [
+            {name: value for name, value in m.items() if value is not None} if isinstance(m, dict) else m
+            for m in body["messages"]
+        ]
+    return body
 
 
 def _line(error: Exception) -> str:
@@ -120,12 +139,25 @@ def _line(error: Exception) -> str:
 
 
 async def _read(request: Request) -> bytes:
-    found = b""
+    found = bytearray()
     async for chunk in request.stream():
         found += chunk
         if len(found) > _BYTES:
             raise HTTPException(413, f"the body has more than {_BYTES} bytes")
-    return found
+    return bytes(found)
+
+
+async def _json(request: Request) -> Any:
+    try:
+        found = await asyncio.wait_for(_read(request), _WAIT)
+    except asyncio.TimeoutError:
+        raise HTTPException(408, f"the body did not come within {_WAIT} s") from None
+    try:
+        body = json.loads(found)
+        json.dumps(body, ensure_ascii=False).encode()  # half a surrogate pair is in no text that a tokenizer takes
+    except (ValueError, RecursionError) as e:
+        raise HTTPException(400, f"the body is not JSON: {_line(e)}") from None
+    return body
 
 
 async def _while_there(request: Request, work: Any) -> Response:
@@ -155,7 +187,9 @@ async def _done(events: Any) -> AsyncIterator[Any]:
 
 
 def _error(status: int, message: str) -> Response:
-    return JSONResponse(_body(status, message), status)
+    """One line, however long what the client sent is."""
+    line = " ".join(message.split())
+    return JSONResponse(_body(status, line if len(line) <= _LONGEST else f"{line[:_LONGEST]} ..."), status)
 
 
 def _body(status: int, message: str) -> dict[str, Any]:

@@ -99,26 +99,27 @@ def application(name: str, model: Any, tokenizer: Any, batches: Batches) -> Fast
     async def no_route(request: Request, error: RouteError) -> Response:
         return _error(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
 
-    async def _answer(handler: Any, content: str, request: Request) -> Response:
-        try:
-            body = _plain(await _json(request))
-            wrong = malformed(body, content)
-            if wrong is not None:
-                return _error(400, wrong)
-            return await _while_there(request, handler.handle_request(body, uuid.uuid4().hex))
-        except ClientDisconnect:
-            return Response(status_code=_CLOSED)
-        except HTTPException as e:
-            return _error(e.status_code, str(e.detail))
-        except CBWorkerDeadError as e:
-            return _error(503, str(e))
-        except (ValueError, TypeError, KeyError, TemplateError) as e:  # of the tokenizer and its template
-            return _error(400, f"the tokenizer and its chat template do not take this: {_line(e)}")
-        except Exception as e:  # noqa: BLE001  whatever it is, this client has an answer, and the others go on
-            log.exception("a request failed")
-            return _error(500, _line(e))
-
     return app
+
+
+async def _answer(handler: Any, content: str, request: Request) -> Response:
+    try:
+        body = _plain(await _json(request))
+        wrong = malformed(body, content)
+        if wrong is not None:
+            return _error(400, wrong)
+        return await _while_there(request, handler.handle_request(body, uuid.uuid4().hex))
+    except ClientDisconnect:
+        return Response(status_code=_CLOSED)
+    except HTTPException as e:
+        return _error(e.status_code, str(e.detail))
+    except CBWorkerDeadError as e:
+        return _error(503, str(e))
+    except (ValueError, TypeError, KeyError, TemplateError) as e:  # of the tokenizer and its template
+        return _error(400, f"the tokenizer and its chat template do not take this: {_line(e)}")
+    except Exception as e:  # noqa: BLE001  whatever it is, this client has an answer, and the others go on
+        log.exception("a request failed")
+        return _error(500, _line(e))
 
 
 def _plain(body: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import typer
@@ -11,15 +12,14 @@ from rich.console import Console
 from rich.table import Table
 
 from ..diagnose.explain.summary import size
-from ..diagnose.plan.calibrate import calibrate
-from ..diagnose.plan.machine import Machine
 from ..diagnose.plan.published import PUBLISHED
-from ..diagnose.plan.script import launch_line, setup_lines, step_lines
-from ..diagnose.plan.search import BEST, MeshPlan, plan
 from ..diagnose.plan.simulate import JobModel, forecast
 from ..errors import extra
-from ..models.whole import bytes_of
 from .console import wide_console
+
+if TYPE_CHECKING:  # a model's rooms take long to import
+    from ..diagnose.plan.machine import Machine
+    from ..diagnose.plan.search import MeshPlan
 
 _MTBF = 54 * 24 * 16_384 / 419
 """Hours between failures of a device: 419 interruptions that nobody had planned in 54 days of 16,384 GPUs (Llama 3,
@@ -58,6 +58,10 @@ def plan_mesh(
 
     Nothing is started, except by --calibrate. Exit status 1 if nothing fits, 2 if there is nothing to predict.
     """
+    from ..diagnose.plan.calibrate import calibrate
+    from ..diagnose.plan.search import plan
+    from ..models.whole import bytes_of
+
     try:
         if calibrated:
             _show_machine(calibrate(out, devices=devices), out)
@@ -128,7 +132,7 @@ def _show(found: MeshPlan) -> None:
     if found.rows:
         console.print(_table(found))
         _show_best(console, found)
-    for why, count in sorted(found.refused.items(), key=lambda item: -item[1])[:BEST]:
+    for why, count in sorted(found.refused.items(), key=lambda item: -item[1])[:_BEST]:
         console.print(f"does not fit, {count} times: {why}", soft_wrap=True)
     if found.machine.name in PUBLISHED:
         console.print(
@@ -138,9 +142,12 @@ def _show(found: MeshPlan) -> None:
         )
 
 
+_BEST = 10  # plans that are shown
+
+
 def _table(found: MeshPlan) -> Table:
     table = Table(box=None, pad_edge=False)
-    best = found.rows[:BEST]
+    best = found.rows[:_BEST]
     kinds = list(dict.fromkeys(kind for row in best for kind in row.memory))
     for title in ("mesh; microbatches", "step", "tokens/s", "of peak", "memory", *kinds, "time"):
         table.add_column(title, justify="left" if title in ("mesh; microbatches", "time") else "right", overflow="fold")
@@ -160,6 +167,8 @@ def _table(found: MeshPlan) -> Table:
 
 
 def _show_best(console: Console, found: MeshPlan) -> None:
+    from ..diagnose.plan.script import launch_line, setup_lines, step_lines
+
     choice = found.best.choice
     dtype = str(found.limits.dtype).removeprefix("torch.")
     console.print(f"\nThe first of them:\n\n  {launch_line(found)}\n", soft_wrap=True)

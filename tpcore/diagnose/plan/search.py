@@ -16,7 +16,6 @@ from .predict import Prediction, predict
 from .published import find
 from .reduced import Reduced, Ways
 
-BEST = 10
 _MICROBATCHES = (1, 2, 4, 8, 16)
 _BUCKETS = (4, 16, 64, 256)
 _RESERVED = 0.06

@@ -13,10 +13,11 @@ from safetensors.torch import load_file
 from ...errors import CheckpointError
 from ..forms.huggingface import INDEX
 from ..forms.source import Reading, Source
-from ..read.source import CutRule, Lazy, once, opened, tensors_of
+from ..read.source import CutRule, once, opened, tensors_of
 from ..storage.files import CHUNK, MANIFEST, Progress, dumps, naming, sync_dir, write_file
 from ..storage.publish import new_beside
 from ..storage.tensorfile import Writable, nbytes_of, write_tensors
+from ..tensors.stored import ReadPlan
 
 StrPath = str | os.PathLike[str]
 
@@ -36,7 +37,7 @@ def consolidate(
     rules: Sequence[CutRule] = (),
     how: Reading | None = None,
     progress: Progress | None = None,
-    stored_as: Callable[[Mapping[str, Lazy]], Mapping[str, Writable]] | None = None,
+    stored_as: Callable[[Mapping[str, ReadPlan]], Mapping[str, Writable]] | None = None,
     beside: StrPath | None = None,
     adapter: bool = False,
 ) -> list[str]:

@@ -17,10 +17,10 @@ from ..format.manifest import FORMAT, rank_dir
 from ..format.tree import dotted, is_tensor, leaves, with_entry
 from ..forms.native import Native, NativeStage
 from ..forms.source import Reading, Source, Stage, State
-from ..read.source import CutRule, Lazy, cuts_by, model_of, once, opened, part
+from ..read.source import CutRule, cuts_by, model_of, once, opened, part
 from ..storage.files import FileRecord, Progress
 from ..storage.publish import Staging
-from ..tensors.stored import MemoryShard, Stored
+from ..tensors.stored import MemoryShard, ReadPlan, Stored
 from ..write.save import put_in_place, write_state, write_tensor_files
 from ..write.snapshot import Entry, Part, total_of
 from .consolidate import StrPath, consolidate, write_one
@@ -84,11 +84,11 @@ def reshard(
 
 def _rank_of(stage: NativeStage, without: Collection[Any], rank: int, mesh: Mesh) -> RankContents:
     """Contents for ``rank`` of ``mesh``: the same entries in files of the same names."""
-    tree, files = stage.encoded(without, model=True), dict[str, dict[str, Lazy]]()
+    tree, files = stage.encoded(without, model=True), dict[str, dict[str, ReadPlan]]()
     for path, leaf in leaves(tree):
         if is_tensor(leaf):
-            lazy = Lazy(stage.stored(leaf, dotted(path)), rank, mesh)
-            files.setdefault(leaf["file"], {})[leaf["name"]] = lazy
+            plan = stage.stored(leaf, dotted(path)).plan(None, rank, mesh)
+            files.setdefault(leaf["file"], {})[leaf["name"]] = plan
     return RankContents(tree, files)
 
 
@@ -104,7 +104,7 @@ def _rank_of_model(
     file = "model.safetensors"
     rest = Part(stage.entries(lambda s: part(s, 0, 1), {"model", *without}), lambda t, where: None)
     tree = {k: {"$": "tensor", "file": file, "name": names[k]} for k in model}
-    shards = {k: Lazy(_recorded(t.stored), rank, mesh) for k, t in tensors.items()}
+    shards = {k: _recorded(plan.stored).plan(None, rank, mesh) for k, plan in tensors.items()}
     return RankContents(with_entry(rest.tree, "model", tree), {file: shards, **rest.files})
 
 

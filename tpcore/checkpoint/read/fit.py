@@ -13,7 +13,7 @@ from ...errors import CheckpointError
 from ...layout.layout import Layout
 from ...layout.mesh import Mesh
 from ...runtime.context import ParallelContext
-from ..tensors.stored import Job, Stored, layout_of
+from ..tensors.stored import ReadPlan, Stored, layout_of
 
 _SHOWN = 8
 _EXTRA_STATE = "_extra_state"  # torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
@@ -33,7 +33,7 @@ class Fit:
         self._model, self._ctx = model, ctx
         self._wanted = dict(model.state_dict(keep_vars=True))
         self._owned = {id(t) for t in (*model.parameters(), *model.buffers())}
-        self._jobs: dict[int, tuple[str, Stored, Job]] = {}  # by the model's tensor
+        self._reads: dict[int, tuple[str, ReadPlan, Tensor]] = {}  # what to fill by which plan, by the model's tensor
         self._layouts: dict[str, Layout] = {}  # for the model's tensors that the checkpoint has
         self._assign: dict[str, Tensor] = {}
         self._hand_over: dict[str, Any] = {}
@@ -84,8 +84,8 @@ class Fit:
         if not isinstance(stored, Stored) or not isinstance(t, Tensor):
             self._hand_over[name] = stored
             return
-        if id(t) in self._jobs:
-            self._check_tie(name, stored, self._jobs[id(t)])
+        if id(t) in self._reads:
+            self._check_tie(name, stored, *self._reads[id(t)][:2])
             return
         out = t
         if id(t) in self._owned and not t.is_meta:
@@ -93,22 +93,21 @@ class Fit:
         else:
             device = self._ctx.device if t.is_meta else torch.device("cpu")
             out = torch.empty(t.shape, dtype=t.dtype, device=device)
-        job = stored.job(out, self._layouts[name], self._ctx.rank, self._ctx.mesh)
-        self._jobs[id(t)] = name, stored, job
+        self._reads[id(t)] = name, self._read_plan(name, stored), out
 
-    def _check_tie(self, name: str, stored: Stored, first: tuple[str, Stored, Job]) -> None:
+    def _read_plan(self, name: str, stored: Stored) -> ReadPlan:
+        return stored.plan(self._layouts[name], self._ctx.rank, self._ctx.mesh)
+
+    def _check_tie(self, name: str, stored: Stored, other: str, plan: ReadPlan) -> None:
         """CheckpointError if a tensor that the model ties has two different values in the checkpoint."""
-        other, theirs, job = first
-        if stored.first.identity == theirs.first.identity:
+        if stored.first.identity == plan.stored.first.identity:
             return
-        a, b = (torch.empty(job.out.shape, dtype=job.out.dtype) for _ in range(2))
-        for s, out in ((stored, a), (theirs, b)):
-            s.job(out, self._layouts[name], self._ctx.rank, self._ctx.mesh).run()
-        if not torch.equal(a, b):
+        dtype = self._wanted[name].dtype
+        if not torch.equal(self._read_plan(name, stored).tensor(dtype), plan.tensor(dtype)):
             raise CheckpointError(f"{name!r} and {other!r} are one tensor in the model, two in the checkpoint")
 
     def _note_precision(self) -> None:
-        dtypes = [(name, stored.dtype, job.out.dtype) for name, stored, job in self._jobs.values()]
+        dtypes = [(name, plan.dtype, out.dtype) for name, plan, out in self._reads.values()]
         lossy = [(n, have, want) for n, have, want in dtypes if have != want and have.itemsize >= want.itemsize]
         if lossy:
             lines = [f"{name!r}: from {have} to the model's {want}" for name, have, want in lossy]
@@ -118,11 +117,11 @@ class Fit:
     def verify(self) -> None:
         """Compare the checksums of shards that ``run`` reads straight into the model."""
         for key in self._in_place:
-            self._jobs[key][2].verify()
+            self._reads[key][1].verify()
 
     def run(self) -> None:
-        for key, (_, _, job) in self._jobs.items():
-            job.run(check=key not in self._in_place)
+        for key, (_, plan, out) in self._reads.items():
+            plan.fill(out, check=key not in self._in_place)
 
     def finish(self) -> list[str]:
         """Assign the tensors that were made outside of the model. Returns warnings.
@@ -131,9 +130,9 @@ class Fit:
         """
         made: dict[int, Tensor] = {}
         for name, t in self._wanted.items():
-            if id(t) not in self._jobs or not isinstance(t, Tensor):
+            if id(t) not in self._reads or not isinstance(t, Tensor):
                 continue
-            out = self._jobs[id(t)][2].out
+            out = self._reads[id(t)][2]
             if t.is_meta:
                 if isinstance(t, nn.Parameter):  # one Parameter for all its names, so that it stays tied
                     out = made.setdefault(id(t), nn.Parameter(out, requires_grad=t.requires_grad))

@@ -6,7 +6,6 @@ import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from ..format.tree import dotted
 from ..forms.registry import open_source
 from ..forms.source import Cuts, OfParameter, Reading, Source, Stage
 from ..storage.files import naming
-from ..tensors.stored import Job, Stored
+from ..tensors.stored import ReadPlan, Stored
 from .fit import Fit, aligned, listed
 from .source import model_of
 from .target import OPTIMIZER, give, parameters_of
@@ -45,11 +44,10 @@ class Loading:
         self.restaged = source.pp != pp
         if self.restaged and source.entries_of_all(_cuts_of(None)) is None:
             raise CheckpointError(f"{source.path} was saved at pp={source.pp} and this job has pp={pp}")
-        self._jobs: list[Job] = []
-        self._made: dict[Stored, Tensor] = {}
+        self._filled: dict[Stored, tuple[ReadPlan, Tensor]] = {}  # tensors outside of the model
         self._fit: Fit | None = None
         self._wants: dict[Stored, Layout] = {}  # layouts of optimizers' tensors that differ from the file's
-        self._later: dict[Stored, Tensor] = {}  # on meta: tensors that are read after the rest
+        self._later: dict[Stored, tuple[ReadPlan, Tensor]] = {}  # the same, on meta: read after the rest
         self._elsewhere: list[str] = []  # names of the checkpoint that this stage's model lacks
         self._rest: Any = {}
         self._notes: list[str] = []
@@ -115,8 +113,8 @@ class Loading:
             self._notes.append(f"left out: {why}")
         for of in stage.of_parameters() if later is not None else ():
             if of.key == later and of.stored.first.shape:
-                shape = of.stored.local_shape(self._wants.get(of.stored), self._ctx.mesh)
-                self._later[of.stored] = torch.empty(shape, dtype=of.stored.dtype, device="meta")
+                plan = self._plan(of.stored)
+                self._later[of.stored] = plan, torch.empty(plan.shape, dtype=plan.dtype, device="meta")
         self._rest = stage.entries(self._fill, bound, model=whole)
         if self._fit is not None:
             self._fit.verify()
@@ -182,19 +180,21 @@ class Loading:
                 return dict.fromkeys(unknown, why)
         return {}
 
+    def _plan(self, stored: Stored) -> ReadPlan:
+        return stored.plan(self._wants.get(stored), self._ctx.rank, self._ctx.mesh)
+
     def _fill(self, stored: Stored) -> Tensor:
         """Memory for a tensor, which ``run`` fills. Places where the same tensor was saved share it."""
         if stored in self._later:
-            return self._later[stored]
-        if stored not in self._made:
-            want = self._wants.get(stored)
-            out = torch.empty(stored.local_shape(want, self._ctx.mesh), dtype=stored.dtype)
-            self._jobs.append(stored.job(out, want, self._ctx.rank, self._ctx.mesh))
-            cut = want or stored.cut
+            return self._later[stored][1]
+        if stored not in self._filled:
+            plan = self._plan(stored)
+            out = torch.empty(plan.shape, dtype=plan.dtype)
+            cut = plan.want or stored.cut
             if isinstance(cut, Layout) and self._n > 1:  # so that the next save records it
                 stamp(out, Sharding(cut, self._ctx))
-            self._made[stored] = out
-        return self._made[stored]
+            self._filled[stored] = plan, out
+        return self._filled[stored][1]
 
     def run(self, take: Callable[[Any, Mapping[int, ReadRun]], None] | None = None) -> Any:
         """Read, after ``compare``. Returns the entries other than the model. Collective over the world.
@@ -212,11 +212,11 @@ class Loading:
         with together(ctx), naming("load", path):
             self._verify_later()
             # the model last, so that as little as possible can fail once it has changed
-            for job in self._jobs:
-                job.run()
+            for plan, out in self._filled.values():
+                plan.fill(out)
         if take is not None:
             with together(ctx), naming("load", path):
-                take(self._rest, self._runs())
+                take(self._rest, {id(like): plan.fill_run for plan, like in self._later.values()})
         with together(ctx), naming("load", path):
             if self._fit is not None:
                 self._fit.run()
@@ -230,16 +230,8 @@ class Loading:
     def _verify_later(self) -> None:
         """Compare checksums of tensors that dp ranks read in runs. Each dp rank compares a share of them."""
         share, n = self._ctx.index(self._ctx.data), self._ctx.data.size
-        for stored, like in [*self._later.items()][share::n] if n > 1 else ():
-            stored.job(like, self._wants.get(stored), self._ctx.rank, self._ctx.mesh).verify()
-
-    def _runs(self) -> dict[int, ReadRun]:
-        """The reader of each tensor that is read later, by the ``id`` of its stand-in on meta."""
-        rank, mesh = self._ctx.rank, self._ctx.mesh
-        return {
-            id(like): partial(stored.read_run, want=self._wants.get(stored), rank=rank, mesh=mesh)
-            for stored, like in self._later.items()
-        }
+        for plan, _ in [*self._later.values()][share::n] if n > 1 else ():
+            plan.verify()
 
 
 def _cuts_of(model: nn.Module | None) -> Cuts:

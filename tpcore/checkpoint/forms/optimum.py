@@ -16,9 +16,8 @@ from ...errors import CheckpointError
 from ...layout.shard import ShardSpec
 from ..storage.files import damage, loads, read_file
 from ..tensors.stored import Stored
-from .pickled import PickledShards, find
 from .pickles import mapped, top_of
-from .rank_files import even_cut
+from .rank_files import PickledShards, even_cut, find
 from .source import Form, Reading, Source, State, inside
 
 Shards = Mapping[str, Sequence[Tensor]]

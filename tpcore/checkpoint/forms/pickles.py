@@ -186,7 +186,7 @@ def why_bound(keys: Sequence[Any], path: str, tp: int) -> str:
     return (
         f"{', '.join(map(str, keys))} in {path} can be loaded only at the degree of the save, tp={tp}: it "
         "differs between ranks or is an optimizer's state, whose parameters the file does not name. For an "
-        "optimizer's state: load(path, model_or_optimizer=optimizer, model_key=...)"
+        "optimizer's state: load(path, optimizer, model_key=...)"
     )
 
 

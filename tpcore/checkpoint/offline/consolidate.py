@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from ...errors import CheckpointError
-from ..forms.huggingface import INDEX
 from ..forms.source import Reading, Source
+from ..forms.whole import INDEX
 from ..read.source import CutRule, once, opened, tensors_of
 from ..storage.files import CHUNK, MANIFEST, Progress, dumps, naming, sync_dir, write_file
 from ..storage.publish import new_beside

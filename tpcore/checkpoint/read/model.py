@@ -1,11 +1,9 @@
-"""Loads a checkpoint into a model, or into memory, and returns its other entries."""
+"""One load on one rank: compares the open checkpoint with the model, then reads it."""
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -16,18 +14,14 @@ from ...layers.sharding import Sharding, layouts, stamp
 from ...layout.layout import Layout
 from ...layout.shard import ShardSpec
 from ...runtime.consensus import gather, together
-from ...runtime.context import ParallelContext, current
-from ...train.zero import OF_SUMS, SUMS, ReadRun, Zero1
+from ...runtime.context import ParallelContext
+from ...train.zero import OF_SUMS, SUMS, ReadRun
 from ..format.tree import dotted
-from ..forms.registry import open_source
-from ..forms.source import Cuts, OfParameter, Reading, Source, Stage
+from ..forms.source import Cuts, OfParameter, Source, Stage
 from ..storage.files import naming
 from ..tensors.stored import ReadPlan, Stored
 from .fit import Fit, aligned, listed
 from .source import model_of
-from .target import OPTIMIZER, give, parameters_of
-
-StrPath = str | os.PathLike[str]
 
 
 class Loading:
@@ -245,32 +239,3 @@ def _cuts_of(model: nn.Module | None) -> Cuts:
         return specs.get(name)
 
     return cut
-
-
-def read_checkpoint(
-    load_dir: StrPath,
-    model: nn.Module | None,
-    how: Reading,
-    *,
-    sharded: bool,
-    strict: bool,
-    optimizer: torch.optim.Optimizer | None = None,
-) -> Any:
-    """Load a checkpoint; see ``tpcore.checkpoint.load``. Collective over the world."""
-    if not sharded and model is None:
-        raise ValueError("sharded=False needs a model: its layers say which part of a tensor is this rank's")
-    ctx, path = current(), os.fspath(load_dir)
-    if "tp" in ctx.mesh.axes:
-        ctx.comm("tp")  # the first use of a group is collective, and here all ranks take part
-    with ExitStack() as stack:
-        with together(ctx), naming("load", path):
-            source = open_source(path, how, stack, sharded=sharded)
-            loading = Loading(ctx, source, strict=strict, sharded=sharded)
-            if optimizer is None:
-                loading.compare(model)
-            else:
-                later = OPTIMIZER if isinstance(optimizer, Zero1) else None
-                loading.compare(model, *parameters_of(optimizer, ctx, model), later=later)
-        if optimizer is None:
-            return loading.run()
-        return loading.run(lambda rest, runs: give(optimizer, rest, runs, OPTIMIZER, path, model))

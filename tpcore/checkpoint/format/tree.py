@@ -13,6 +13,7 @@ from torch import Tensor
 from ...errors import CheckpointError
 from ..storage.dtypes import dtype_name, dtype_of
 from ..storage.files import damage
+from ..tensors.stored import ReadPlan
 
 TAG = "$"
 _DICTS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
@@ -28,8 +29,8 @@ def dotted(path: Path) -> str:
     return text or "the state"
 
 
-def encode(value: Any, leaf: Callable[[Tensor, Path], Any], path: Path = ()) -> Any:
-    """Encode a state. ``leaf`` returns the JSON of a tensor. ValueError, naming the entry, for other types.
+def encode(value: Any, leaf: Callable[[Any, Path], Any], path: Path = ()) -> Any:
+    """Encode a state. ``leaf`` returns the JSON of a tensor or ReadPlan. ValueError, naming the entry, for other types.
 
     Types are matched exactly, because a subclass of a number or a container would be loaded as its base.
     """
@@ -38,7 +39,7 @@ def encode(value: Any, leaf: Callable[[Tensor, Path], Any], path: Path = ()) -> 
         return value
     if kind is float:
         return value if math.isfinite(value) else {TAG: "float", "value": str(value)}
-    if isinstance(value, Tensor):
+    if isinstance(value, (Tensor, ReadPlan)):
         return leaf(value, path)
     if kind is torch.dtype:
         return {TAG: "dtype", "value": dtype_name(value)}
@@ -60,7 +61,7 @@ def _remedy(value: Any) -> str:
     return "; a checkpoint holds tensors, numbers, strings, None, and lists, tuples and dicts of these"
 
 
-def _encode_dict(value: dict[Any, Any], leaf: Callable[[Tensor, Path], Any], path: Path) -> Any:
+def _encode_dict(value: dict[Any, Any], leaf: Callable[[Any, Path], Any], path: Path) -> Any:
     items = []
     for key, item in value.items():
         if isinstance(key, Tensor):
@@ -120,11 +121,6 @@ def only(tree: Any, kept: dict[Any, Any]) -> Any:
         return kept
     items = zip(tree["items"], entries(tree), strict=True)
     return {**tree, "items": [[item[0], kept[key]] for item, key in items if key in kept]}
-
-
-def with_entry(tree: Any, key: str, item: Any) -> Any:
-    """An encoded dict with an encoded entry inserted before its own."""
-    return {key: item, **tree} if TAG not in tree else {**tree, "items": [[key, item], *tree["items"]]}
 
 
 def _no_tensor(tree: dict[str, Any]) -> Any:

@@ -29,7 +29,7 @@ from ..format.tree import (
 from ..storage.files import MANIFEST
 from ..storage.publish import resolve
 from ..storage.tensorfile import FileTensor
-from ..tensors.stored import Stored
+from ..tensors.stored import ReadPlan, Stored
 from .source import Cuts, Fill, Form, OfParameter, Reading, Source, Stage, State
 
 
@@ -96,7 +96,7 @@ class NativeStage(Stage):
             for name, item in top.items()
         }
 
-    def _leaf(self, leaf: dict[str, Any], fill: Fill | None) -> Tensor | Stored:
+    def _leaf(self, leaf: dict[str, Any], fill: Fill | None) -> Tensor | ReadPlan | Stored:
         stored = self.stored(leaf, str(leaf.get("name")))
         return stored if fill is None else fill(stored)
 
@@ -106,11 +106,8 @@ class NativeStage(Stage):
         return [key for key in self._top if key != self._model_key] if self._nested else []
 
     def entries(self, fill: Fill, without: Collection[Any] = (), *, model: bool = False) -> Any:
-        return decode(self.encoded(without, model=model), lambda leaf: self._leaf(leaf, fill))
-
-    def encoded(self, without: Collection[Any] = (), *, model: bool = False) -> Any:
-        """``entries`` in their encoded form."""
-        return only(self.tree, {key: self._top[key] for key in self._keys(model) if key not in without})
+        kept = {key: self._top[key] for key in self._keys(model) if key not in without}
+        return decode(only(self.tree, kept), lambda leaf: self._leaf(leaf, fill))
 
     def bound(self, *, model: bool = False) -> Mapping[Any, str]:
         if self._own is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -18,7 +19,7 @@ from ...layout.mesh import Mesh
 from ...runtime.context import ParallelContext
 from ..format.tree import TAG, Path, dotted, encode, is_optimizer, model_tensors, parameter_names
 from ..storage.tensorfile import Writable, nbytes_of
-from ..tensors.stored import Cut, layout_of
+from ..tensors.stored import Cut, ReadPlan, layout_of
 
 _FILE_STEM = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}")
 
@@ -100,24 +101,31 @@ class Part:
         self.optional = {f"{stem}.safetensors" for stem in optimizers}
         """Files of optimizers' state."""
 
-    def _leaf(self, t: Tensor, path: Path) -> dict[str, Any]:
-        """The JSON of ``t``: its file and name. Tensors that share their memory are stored once."""
+    def _leaf(self, t: Tensor | ReadPlan, path: Path) -> dict[str, Any]:
+        """The JSON of ``t``: its file and name. Tensors that share their memory are stored once, and so are plans
+        for the same bytes."""
+        if isinstance(t, ReadPlan):
+            shard = t.stored.first
+            return self._placed((shard.identity, shard.shape, shard.dtype, t.cut), path, lambda: t)
         where = dotted(path)
         if type(t) not in (Tensor, nn.Parameter) or t.layout != torch.strided or t.is_quantized:
             kind = f"{type(t).__name__} of layout {t.layout}, dtype {t.dtype}"
             raise ValueError(f"cannot save {where}: a {kind}")
         if t.is_meta and id(t) not in self._gather:
             raise ValueError(f"cannot save {where}: it is on the meta device and has no values")
-        place = self._memory_of(t), self._cut_of(t, where)
-        if place not in self._places:
+        cut = self._cut_of(t, where)
+        # tensors without dims count steps, and bfloat16 counts only to 256
+        narrow = self._down_cast and t.dtype == torch.float32 and t.ndim > 0
+        writer = partial(self._writer, t, cut, torch.bfloat16 if narrow else None)
+        return self._placed((self._memory_of(t), cut), path, writer)
+
+    def _placed(self, key: object, path: Path, writer: Callable[[], Any]) -> dict[str, Any]:
+        if key not in self._places:
             file = self._file(path)
             name = _unused(".".join(map(str, path[1:] or path)), (*self.files[file], "__metadata__"))
-            # tensors without dims count steps, and bfloat16 counts only to 256
-            narrow = self._down_cast and t.dtype == torch.float32 and t.ndim > 0
-            to = torch.bfloat16 if narrow else None
-            self.files[file][name] = self._writer(t, place[1], to)
-            self._places[place] = {TAG: "tensor", "file": file, "name": name}
-        return self._places[place]
+            self.files[file][name] = writer()
+            self._places[key] = {TAG: "tensor", "file": file, "name": name}
+        return self._places[key]
 
     def _writer(self, t: Tensor, cut: Cut, to: torch.dtype | None) -> Writer:
         gather, ep = self._gather.get(id(t)), self._ep

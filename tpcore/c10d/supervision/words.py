@@ -147,13 +147,7 @@ class Words:
     def _frame(self, entry: Entry) -> bytes:
         _, _, op, shape, dtype, site = entry
         code, *rest = site if site is not None else (None,)
-        key = (
-            op,
-            shape,
-            dtype,
-            id(code),
-            *rest,
-        )  # the id: code is slow to hash, and lives as long as the entry
+        key = op, shape, dtype, id(code), *rest  # the id: code is slow to hash, and lives as long as the entry
         found = self._frames.get(key)
         if found is None:
             if len(self._frames) >= _KEPT:

@@ -201,7 +201,7 @@ class NativeStage(Stage):
         return self._stored[stage, file, name]
 
     def tensors(self) -> Iterator[tuple[str, Stored]]:
-        """Includes the tensors of other entries than the model."""
+        """All tensors that ``tpcore checkpoint inspect`` lists: those of other entries than the model too."""
         for path, leaf in leaves(self.tree):
             if is_tensor(leaf):
                 yield dotted(path), self.stored(leaf, dotted(path))

@@ -69,12 +69,6 @@ class Stage(ABC):
         """The tensors in optimizers' states, for forms that store them one by one."""
         return iter(())
 
-    def tensors(self) -> Iterator[tuple[str, Stored]]:
-        """All tensors that ``tpcore checkpoint inspect`` lists."""
-        for name, item in self.model().items():
-            if isinstance(item, Stored):
-                yield name, item
-
 
 class Source(ABC):
     """An open checkpoint of ``tp`` ranks in each of ``pp`` stages. ``form``: its form in words."""

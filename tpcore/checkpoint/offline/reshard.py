@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 
 from torch import Tensor
 
@@ -58,10 +58,13 @@ def _write(
     """Write ``source`` for ``tp`` ranks in each of its stages. Returns the names of the ranks' directories, and why
     entries were left out. ``joined``: the stages become one, of the model and the entries that all ranks have alike."""
     cuts, mesh = cuts_by(rules), Mesh({"pp": 1 if joined else source.pp, "tp": tp})
+    save_id, target = uuid.uuid4().hex, os.path.realpath(out)
+    if os.path.lexists(target) and not (os.path.isdir(target) and not os.listdir(target)):
+        raise CheckpointError(f"{os.fspath(out)} is there already: give another name")
     model = _joined(source, cuts) if joined else {}
     left: dict[str, None] = {}
     files: dict[str, FileRecord] = {}
-    with staged(out) as (staging, save_id):
+    with closing(Staging(target, save_id, FORMAT)) as staging:
         for rank in range(mesh.size):
             at = mesh.coords(rank)
             own = at["tp"] if not joined and source.tp == tp else None
@@ -75,11 +78,11 @@ def _write(
                 state = {"model": {name: stored.plan(None, rank, mesh) for name, stored in model.items()}, **entries}
             else:
                 state = stage.entries(lambda stored: stored.plan(None, rank, mesh), bound, model=True)  # noqa: B023
-            part, name = Part(state, lambda t, where: None), rank_dir(at["tp"], at["pp"], mesh.axes["pp"])
+            contents, name = Part(state, lambda t, where: None), rank_dir(at["tp"], at["pp"], mesh.axes["pp"])
             if progress is not None and not files:
-                progress.start(total_of(part.files) * mesh.size)  # ranks have about the same size
-            records, tensors = write_tensor_files(staging.path, name, save_id, part.files, progress)
-            files |= records | write_state(staging.path, name, save_id, tensors, part.tree)
+                progress.start(total_of(contents.files) * mesh.size)  # ranks have about the same size
+            records, tensors = write_tensor_files(staging.path, name, save_id, contents.files, progress)
+            files |= records | write_state(staging.path, name, save_id, tensors, contents.tree)
         put_in_place(staging, save_id, mesh.axes, files)
     return sorted({name.partition("/")[0] for name in files}), list(left)
 
@@ -100,19 +103,6 @@ def _joined(source: Source, cuts: Cuts) -> dict[str, Stored]:
         cut, mesh = plan.stored.whole()
         tensors[name] = Stored(plan.stored.where, cut, mesh, None, plan.stored.shard)
     return {name: tensors[ties.get(name, name)] for name in model}
-
-
-@contextmanager
-def staged(out: StrPath) -> Iterator[tuple[Staging, str]]:
-    """A directory to write the checkpoint ``out`` to. CheckpointError if ``out`` exists and is not empty."""
-    save_id, target = uuid.uuid4().hex, os.path.realpath(out)
-    if os.path.lexists(target) and not (os.path.isdir(target) and not os.listdir(target)):
-        raise CheckpointError(f"{os.fspath(out)} is there already: give another name")
-    staging = Staging(target, save_id, FORMAT)
-    try:
-        yield staging, save_id
-    finally:
-        staging.close()
 
 
 # -- without pickle, in the same cut -------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from ..storage.publish import Staging, staging_path
 from ..storage.tensorfile import write_tensors
 from .agreement import check_agreement, described, marks_of, outline
 from .optimizers import resolve
-from .snapshot import Entry, Part, Writer, cuts_of, on_host, total_of
+from .snapshot import Entry, Part, StateTensor, cuts_of, on_host, total_of
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Save:
         self._dp = ctx.index(ctx.data), ctx.data.size
         self._first, self._shared = self._dp[0] == 0, False
         self._part: Part | None = None
-        self._files: dict[str, dict[str, Writer]] = {}
+        self._files: dict[str, dict[str, StateTensor]] = {}
         self.staging: Staging | None = None
         with together(ctx):
             self._prepare(state)

@@ -6,15 +6,17 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 from ...comm.signature import ALL, Call, call_place
 from ...errors import BackendError
 from .flight_recorder import Entry, FlightRecorder, Verdict, connection_broke, timeout_report
 from .peers import Peers
-from .words import Words, WordsAwaited
+from .words import Words
 
 _LOOK = 17  # past the first calls, the place of every 17th is compared: a prime, so it drifts through a step
 _TIMED_OUT = ("Timed out waiting", "Application timeout")  # gloo's words: of a call, and of others beside it
@@ -147,16 +149,19 @@ class Waiting:
         """Handle an error of ``wait``: the end of a slice, or an error of the collective."""
         deadline = time.monotonic() + self._timeout
         while not work.is_completed():
-            if not isinstance(work, WordsAwaited):
-                self.settle()
-            final = self._peers.final()
-            if final is not None:
-                raise final.error(self._recorder.last()) from None
-            if time.monotonic() > deadline:
-                raise self._timed_out() from None
+            self.settle()
+            self._raise_if_lost(deadline)
             with suppress(RuntimeError):
                 work.wait(_SLICE)
         self._wait(work)
+
+    def _raise_if_lost(self, deadline: float) -> None:
+        """Raise the job's verdict, if there is one, or that the time is over."""
+        final = self._peers.final()
+        if final is not None:
+            raise final.error(self._recorder.last()) from None
+        if time.monotonic() > deadline:
+            raise self._timed_out() from None
 
     def _reason(self, error: RuntimeError) -> Exception:
         if any(words in str(error) for words in _TIMED_OUT):
@@ -188,19 +193,23 @@ class Waiting:
         return peers.post(Verdict("timeout", text)).error(self._recorder.last())
 
     def _compare(self, words: Words, now: bool) -> None:
-        words.read()
-        if words.due(now):
-            self._arrive(WordsAwaited(words, now=now))
+        self._arrive(words, partial(words.arrived, now))
         self._raise_if_differing(words)
 
     def _raise_if_differing(self, words: Words) -> None:
         found = words.differing()
         if found is not None:
-            raise words.error(*found, self._arrive) from None
+            raise words.error(*found, partial(self._arrive, words)) from None
 
-    def _arrive(self, arrival: WordsAwaited) -> None:
-        self._recorder.waiting = self
-        self._wait_in_slices(arrival)
+    def _arrive(self, words: Words, arrived: Callable[[], bool]) -> None:
+        """Wait until words, or a text, have ``arrived``."""
+        self._recorder.waiting, deadline = self, time.monotonic() + self._timeout
+        try:
+            while not arrived():
+                self._raise_if_lost(deadline)
+                words.wait(_SLICE.total_seconds())
+        except dist.DistNetworkError as e:
+            raise self._reason(e) from None
         self._recorder.waiting = None
 
     def _unusable(self) -> BackendError:

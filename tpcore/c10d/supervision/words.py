@@ -16,7 +16,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import wait
 from typing import cast
 
@@ -63,10 +63,14 @@ class Words:
         self._sent.append((frame, entry))
         self._send(frame)
 
-    def due(self, now: bool) -> bool:
-        """Whether this rank has to wait for words; with ``now``, for the words of all its calls."""
-        most = 0 if now else self._lag
-        return any(self._behind(peer) > most for peer in self._got)
+    def arrived(self, now: bool) -> bool:
+        """Read, and whether this rank need not wait for words; with ``now``, for those of all its calls. Raises
+        DistNetworkError if words that it waits for cannot arrive any more."""
+        self.read()
+        late = [peer for peer in self._got if self._behind(peer) > (0 if now else self._lag)]
+        if any(peer not in self._sockets for peer in late):
+            raise dist.DistNetworkError("a connection over which calls are compared was closed")
+        return not late
 
     @property
     def settled(self) -> bool:
@@ -90,13 +94,13 @@ class Words:
                 return entry, True
         return None
 
-    def error(self, entry: Entry, place: bool, arrive: Callable[[WordsAwaited], None]) -> CollectiveMismatchError:
+    def error(self, entry: Entry, place: bool, arrive: Callable[[Callable[[], bool]], None]) -> CollectiveMismatchError:
         """The error about ``entry``. All members call this for the same call and exchange their texts."""
         call = Call.of(*entry[1:])
         self._send(_TEXT_NEXT + call.pack().ljust(_TEXT))
         calls, ended = {self._position: call}, []
         for peer in list(self._got):
-            arrive(WordsAwaited(self, peer))
+            arrive(partial(self.has_text, peer))
             text = self._text(peer)
             self._sent.clear()
             if text is None:
@@ -117,7 +121,8 @@ class Words:
 
     # -- one peer -----------------------------------------------------------------------------------------
     def has_text(self, peer: int) -> bool:
-        """Whether the text of a peer has arrived or cannot arrive any more."""
+        """Read, and whether the text of a peer has arrived or cannot arrive any more."""
+        self.read()
         at = self._text_at(peer)
         return peer not in self._sockets or (at is not None and len(self._got[peer]) >= at + _TEXT)
 
@@ -182,33 +187,6 @@ class Words:
         s = self._sockets.pop(peer)
         self._poll.unregister(s)
         s.close()
-
-    def lost(self) -> list[int]:
-        """Positions of the members whose words cannot arrive any more."""
-        return [p for p in self._got if p not in self._sockets and self._behind(p) > 0]
-
-
-class WordsAwaited:
-    """A work object for ``Waiting``: complete once all members' words, or the text of ``peer``, are here."""
-
-    def __init__(self, words: Words, peer: int | None = None, now: bool = True) -> None:
-        self._words, self._peer, self._now = words, peer, now
-
-    def is_completed(self) -> bool:
-        self._words.read()
-        if self._peer is not None:
-            return self._words.has_text(self._peer)
-        return not self._words.due(self._now) or bool(self._words.lost())
-
-    def wait(self, limit: timedelta = timedelta(days=1)) -> None:
-        until = time.monotonic() + limit.total_seconds()
-        while not self.is_completed():
-            left = until - time.monotonic()
-            if left <= 0:
-                raise RuntimeError("not yet")
-            self._words.wait(left)
-        if self._peer is None and self._words.lost():
-            raise dist.DistNetworkError("a connection over which calls are compared was closed")
 
 
 def _members(server: socket.socket, secret: bytes, count: int, timeout: float) -> Iterator[tuple[int, socket.socket]]:

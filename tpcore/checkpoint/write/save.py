@@ -8,7 +8,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ...errors import CheckpointError
@@ -123,13 +123,12 @@ class Save:
             if options.background:
                 self._files = on_host(self._files)
         # rank 0's path counts: a relative path may differ between ranks
-        agreed = astuple(replace(options, keep_last=None))
         tables = () if self._part is None else outline(self._part)
         mine = at.get("pp", 0), at.get("tp", 0), marks_of(tables)
-        every = gather([uuid.uuid4().hex, os.path.realpath(save_dir), agreed, mine], ctx.world)
+        every = gather([uuid.uuid4().hex, os.path.realpath(save_dir), str(options), mine], ctx.world)
         self.save_id, self.target, *_ = every[0]
         agree(
-            [Options(*theirs) for _, _, theirs, _ in every],
+            [theirs for _, _, theirs, _ in every],
             lambda rank, first, other: ValueError(
                 f"ranks save in different ways: rank 0 with {first}, rank {rank} with {other}"
             ),

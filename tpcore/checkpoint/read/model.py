@@ -184,7 +184,7 @@ class Loading:
         if stored not in self._filled:
             plan = self._plan(stored)
             out = torch.empty(plan.shape, dtype=plan.dtype)
-            cut = plan.want or stored.cut
+            cut = self._wants.get(stored) or stored.cut
             if isinstance(cut, Layout) and self._n > 1:  # so that the next save records it
                 stamp(out, Sharding(cut, self._ctx))
             self._filled[stored] = plan, out

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal, Protocol
 
 import torch
@@ -147,29 +146,28 @@ class Stored:
 
     def plan(self, want: Layout | None = None, rank: int = 0, mesh: Mesh = ONE) -> ReadPlan:
         """How the part of ``rank`` on ``mesh`` is read; of one rank, the unsharded tensor. ``want``: its layout;
-        None for the recorded one."""
-        return ReadPlan(self, want, rank, mesh)
+        None for the recorded one. Opens the shards. CheckpointError for a mesh that the layout does not fit."""
+        if self.kept(want, mesh):
+            nothing, shape = (0,) * len(self.first.shape), self.first.shape
+            return ReadPlan(self, shape, [(self.first, Region(0, nothing, nothing, shape))])
+        layout, there = self.whole()
+        want = want or layout
+        try:
+            shape = want.local_shape(mesh)
+        except ValueError as e:
+            raise CheckpointError(f"{self.where}: {e}") from None
+        regions = layout.regions(there, want, rank, mesh)
+        return ReadPlan(self, shape, [(self.shard(region.src), region) for region in regions])
 
 
 @dataclass(frozen=True, eq=False)
 class ReadPlan:
-    """The part of one rank of a stored tensor, and the regions of shards to copy for it. A ``Writable``."""
+    """One rank's part of a stored tensor, of ``shape``: the shards to read, each with the region to copy. A
+    ``Writable``."""
 
     stored: Stored
-    want: Layout | None
-    rank: int
-    mesh: Mesh
-
-    @cached_property
-    def shape(self) -> tuple[int, ...]:
-        """CheckpointError for a mesh that the layout does not fit."""
-        if self.stored.kept(self.want, self.mesh):
-            return self.stored.first.shape
-        layout = self.want or self.stored.whole()[0]
-        try:
-            return layout.local_shape(self.mesh)
-        except ValueError as e:
-            raise CheckpointError(f"{self.stored.where}: {e}") from None
+    shape: tuple[int, ...]
+    copies: list[tuple[Shard, Region]]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -178,16 +176,6 @@ class ReadPlan:
     @property
     def cut(self) -> Cut:
         return self.stored.cut
-
-    @cached_property
-    def copies(self) -> list[tuple[Shard, Region]]:
-        """The shards to read, each with the region to copy."""
-        if self.stored.kept(self.want, self.mesh):
-            nothing = (0,) * len(self.stored.first.shape)
-            return [(self.stored.first, Region(0, nothing, nothing, self.stored.first.shape))]
-        layout, mesh = self.stored.whole()
-        regions = layout.regions(mesh, self.want or layout, self.rank, self.mesh)
-        return [(self.stored.shard(region.src), region) for region in regions]
 
     def verify(self, *, in_part: bool = False) -> None:
         """Compare the checksums of shards that are read whole, or of those that are read in part."""

@@ -1,7 +1,7 @@
-"""Hashes ("words") of calls, which the members of a group exchange over connections of their own.
+"""Fingerprints of calls, which the members of a group exchange over connections of their own.
 
 The group's own collectives cannot carry them: if calls differ, gloo mixes up their data, waits, or aborts the
-process. Sending does not wait, and words are read once they have arrived, so a call costs two system calls
+process. Sending does not wait, and fingerprints are read once they have arrived, so a call costs two system calls
 for each other member and no wake-up.
 """
 
@@ -36,9 +36,9 @@ Meet = Callable[[str], list[str]]
 """Gathers the members' texts, in the group's order; collective."""
 
 
-class Words:
+class FingerprintExchange:
     """``sockets``: by position in the group of ``members``. ``lag``: calls that may be under way before this
-    rank waits for the words of the first. ``strict``: equal calls from different places differ."""
+    rank waits for the fingerprints of the first. ``strict``: equal calls from different places differ."""
 
     def __init__(
         self,
@@ -58,14 +58,14 @@ class Words:
             self._poll.register(s, select.POLLIN)
 
     def say(self, entry: Entry) -> None:
-        """Send the word of ``entry``, the call that this rank is about to make."""
+        """Send the fingerprint of ``entry``, the call that this rank is about to make."""
         frame = self._frame(entry)
         self._sent.append((frame, entry))
         self._send(frame)
 
     def arrived(self, now: bool) -> bool:
-        """Read, and whether this rank need not wait for words; with ``now``, for those of all its calls. Raises
-        DistNetworkError if words that it waits for cannot arrive any more."""
+        """Read, and whether this rank need not wait for fingerprints; with ``now``, for those of all its calls. Raises
+        DistNetworkError if fingerprints that it waits for cannot arrive any more."""
         self.read()
         late = [peer for peer in self._got if self._behind(peer) > (0 if now else self._lag)]
         if any(peer not in self._sockets for peer in late):
@@ -78,7 +78,7 @@ class Words:
         return not self._sent
 
     def differing(self) -> tuple[Entry, bool] | None:
-        """The first call that differs among the words read so far, and whether only its place differs. Each
+        """The first call that differs among the fingerprints read so far, and whether only its place differs. Each
         call is compared once."""
         size = _FRAME.size
         while self._sent and all(len(got) >= size for got in self._got.values()):
@@ -87,7 +87,7 @@ class Words:
             for got in self._got.values():
                 del got[:size]
             pairs = [_FRAME.unpack(frames[i]) for i in sorted(frames)]
-            if any(word != pairs[0][0] for word, _ in pairs):
+            if any(fingerprint != pairs[0][0] for fingerprint, _ in pairs):
                 return entry, False
             places = [place for _, place in pairs]
             if (self._strict and len(set(places)) > 1) or self._places.swapped(sorted(frames), places):
@@ -130,7 +130,7 @@ class Words:
         self._poll.poll(seconds * 1e3)
 
     def _text_at(self, peer: int) -> int | None:
-        """The offset of the peer's text; words of later calls may come before it."""
+        """The offset of the peer's text; fingerprints of later calls may come before it."""
         got, size = self._got[peer], _FRAME.size
         marks = (i for i in range(0, len(got) - size + 1, size) if got[i : i + size] == _TEXT_NEXT)
         found = next(marks, None)
@@ -141,11 +141,11 @@ class Words:
         if at is None or len(got) < at + _TEXT:
             return None
         text = bytes(got[at : at + _TEXT])
-        del got[: at + _TEXT]  # including the words of calls that will not run
+        del got[: at + _TEXT]  # including the fingerprints of calls that will not run
         return text
 
     def _behind(self, peer: int) -> int:
-        """How many of this rank's calls have no word of ``peer`` yet."""
+        """How many of this rank's calls have no fingerprint of ``peer`` yet."""
         return len(self._sent) - len(self._got[peer]) // _FRAME.size
 
     # -- bytes --------------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ class Words:
                 self._drop(peer)
 
     def read(self) -> None:
-        """Read the words that have arrived."""
+        """Read the fingerprints that have arrived."""
         for peer, s in list(self._sockets.items()):
             try:
                 data = s.recv(1 << 13)

@@ -104,11 +104,11 @@ def latest(directory: StrPath) -> str | None:
     and all ranks get its answer. Collective over all ranks. Raises CheckpointError where the directory cannot be read.
     """
     finish_save()
-    ctx, path = current(), None
+    ctx, last = current(), None
     with together(ctx):
         if ctx.rank == 0:
-            path = newest(os.path.realpath(directory))
-    path = gather(path, ctx.world)[0]
+            last = newest(os.path.realpath(directory))
+    path: str | None = gather(last, ctx.world)[0]
     return path
 
 

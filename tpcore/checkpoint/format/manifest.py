@@ -212,8 +212,8 @@ class RankState:
         return self._files[file]
 
     def tensor(self, file: str, name: str) -> tuple[FileTensor, Cut]:
-        held = self._records.get(file) if isinstance(self._records, dict) else None
-        if isinstance(held, dict) and name not in held:
+        records = self._records.get(file) if isinstance(self._records, dict) else None
+        if isinstance(records, dict) and name not in records:
             raise CheckpointError(f"{self.path} has no tensor {name!r} of {file}")
         try:
             record = self._records[file][name]

@@ -112,8 +112,8 @@ class NativeStage(Stage):
     def bound(self, *, model: bool = False) -> Mapping[Any, str]:
         if self._own is not None:
             return {}
-        found = {key: self._difference(key) or self._uncut(key) for key in self._keys(model)}
-        return {key: why for key, why in found.items() if why is not None}
+        reasons = {key: self._difference(key) or self._uncut(key) for key in self._keys(model)}
+        return {key: why for key, why in reasons.items() if why is not None}
 
     def _difference(self, key: Any) -> str | None:
         """The first difference between ranks in a top-level entry, as an error text; None if they agree."""
@@ -188,13 +188,13 @@ class NativeStage(Stage):
                 if i not in shards:
                     there = at | mesh.coords(i)
                     directory = self._checkpoint.rank(there["tp"], there["pp"])
-                    found, its = directory.tensor(file, name)
-                    if isinstance(cut, Layout) and (found.shape, its) != (shard.shape, cut):
+                    other, other_cut = directory.tensor(file, name)
+                    if isinstance(cut, Layout) and (other.shape, other_cut) != (shard.shape, cut):
                         raise CheckpointError(
-                            f"{directory.path}: {where} is {found.shape} of {its}, and in {path} it is "
+                            f"{directory.path}: {where} is {other.shape} of {other_cut}, and in {path} it is "
                             f"{shard.shape} of {cut}: the ranks saved different models"
                         )
-                    shards[i] = found
+                    shards[i] = other
                 return shards[i]
 
             self._stored[stage, file, name] = Stored(where, cut, mesh, own, shard_of)
@@ -213,8 +213,8 @@ def _open(path: str, how: Reading, stack: ExitStack) -> Source | None:
             return Native(Checkpoint(folder, stack), how)
     # if a save died between two renames, the new checkpoint is still in its staging directory
     real = os.path.realpath(path)
-    found = resolve(real)
-    return None if found == real else Native(Checkpoint(found, stack), how)
+    folder = resolve(real)
+    return None if folder == real else Native(Checkpoint(folder, stack), how)
 
 
 FORM = Form(sharded=True, open=_open)
@@ -237,19 +237,19 @@ def merged(stages: Sequence[Any], names: Sequence[str] | None) -> Any | None:
     groups = [entries(item)["param_groups"] for item in stages]
     if len({len(g) for g in groups}) > 1 or any(not _named(g) for g in groups):
         return None
-    states, made, number = [], [], 0
+    states, merged_groups, number = [], [], 0
     for every in zip(*groups, strict=True):
-        found = _members(every)
-        mine = [name for name in (found if names is None else names) if name in found]
+        members = _members(every)
+        mine = [name for name in (members if names is None else names) if name in members]
         for at, name in enumerate(mine, number):
-            stage, index = found[name]
+            stage, index = members[name]
             values = entries(entries(stages[stage])["state"]).get(index)
             if values is not None:
                 states.append([at, _marked(values, stage)])
         numbers = list(range(number, number + len(mine)))
-        made.append({**entries(every[0]), "params": numbers, "param_names": mine})
+        merged_groups.append({**entries(every[0]), "params": numbers, "param_names": mine})
         number += len(mine)
-    return {**entries(stages[0]), "state": {TAG: "dict", "items": states}, "param_groups": made}
+    return {**entries(stages[0]), "state": {TAG: "dict", "items": states}, "param_groups": merged_groups}
 
 
 def _named(groups: Sequence[Any]) -> bool:
@@ -258,12 +258,12 @@ def _named(groups: Sequence[Any]) -> bool:
 
 def _members(every: Sequence[Any]) -> dict[str, tuple[int, int]]:
     """Stage and index by parameter name. The first stage wins for a parameter of several stages."""
-    found: dict[str, tuple[int, int]] = {}
+    members: dict[str, tuple[int, int]] = {}
     for stage, group in enumerate(every):
         known = entries(group)
         for name, index in zip(known["param_names"], known["params"], strict=True):
-            found.setdefault(name, (stage, index))
-    return found
+            members.setdefault(name, (stage, index))
+    return members
 
 
 def _marked(tree: Any, stage: int) -> Any:

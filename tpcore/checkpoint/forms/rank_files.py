@@ -70,9 +70,9 @@ class _RankFilesStage(Stage):
         for file, state in zip(self._files, self._states, strict=True):
             for name in sorted(state.keys() ^ first.keys()):
                 raise CheckpointError(f"{file} and {self._files[self._own or 0]} do not both have {name!r}")
-        found, used = self._source.originals(self._states, self._pp_rank)
+        originals, used = self._source.originals(self._states, self._pp_rank)
         plain = {name: value for name, value in first.items() if name not in used}
-        return found | {k: self._stored(k) if isinstance(v, Tensor) else v for k, v in plain.items()}
+        return originals | {k: self._stored(k) if isinstance(v, Tensor) else v for k, v in plain.items()}
 
     def _stored(self, name: str) -> Stored:
         pairs = zip(self._states, self._files, strict=True)
@@ -94,8 +94,8 @@ class _RankFilesStage(Stage):
         if not model:
             return rest
         items = self.model().items()
-        made = {name: fill(item) if isinstance(item, Stored) else in_own_memory(item) for name, item in items}
-        return {self._source.how.model_key: made, **rest}
+        state = {name: fill(item) if isinstance(item, Stored) else in_own_memory(item) for name, item in items}
+        return {self._source.how.model_key: state, **rest}
 
     def bound(self, *, model: bool = False) -> Mapping[Any, str]:
         why = why_bound(self._bound, self._source.path, self._source.tp)
@@ -129,12 +129,12 @@ def in_order(shards: list[MemoryShard], cut: ShardSpec, where: str) -> list[Memo
 
 
 def _replicas_agree(shards: list[MemoryShard], cut: ShardSpec) -> bool:
-    held: dict[tuple[int, int], Tensor] = {}
+    first_of: dict[tuple[int, int], Tensor] = {}
     assert cut.dim is not None  # noqa: S101
     for rank, shard in enumerate(shards):
         for piece in cut.pieces(rank, len(shards)):
             t = shard.tensor.narrow(cut.dim, piece.local, piece.length)
-            first = held.setdefault((piece.full, piece.length), t)
+            first = first_of.setdefault((piece.full, piece.length), t)
             if first is not t and not torch.equal(first, t):
                 return False
     return True
@@ -182,7 +182,7 @@ def find(path: str) -> tuple[str, list[list[str]]] | None:
 def _stages(root: str) -> list[list[str]] | None:
     with naming("list", root):
         names = sorted(os.listdir(root))
-    found: dict[tuple[int, int], str] = {}
+    files: dict[tuple[int, int], str] = {}
     for name in names:
         match = _RANK.fullmatch(name)
         if match is None or int(match[1] or 0):
@@ -190,18 +190,18 @@ def _stages(root: str) -> list[list[str]] | None:
         if os.path.isfile(os.path.join(root, name, STATE)):
             return None  # a tpcore checkpoint whose manifest is missing
         at = int(match[3] or 0), int(match[2])
-        if at in found:
-            raise CheckpointError(f"{os.path.join(root, name)} and {found[at]} are of one rank")
-        found[at] = _file_of(root, name)
-    if not found:
+        if at in files:
+            raise CheckpointError(f"{os.path.join(root, name)} and {files[at]} are of one rank")
+        files[at] = _file_of(root, name)
+    if not files:
         return None
-    pp, tp = (1 + max(at[i] for at in found) for i in (0, 1))
+    pp, tp = (1 + max(at[i] for at in files) for i in (0, 1))
     if pp * tp > 1 << 16:
-        raise CheckpointError(f"{root} names rank {max(found)}: most ranks before it are missing")
+        raise CheckpointError(f"{root} names rank {max(files)}: most ranks before it are missing")
     for at in ((p, t) for p in range(pp) for t in range(tp)):
-        if at not in found:
-            raise CheckpointError(f"{root} holds {len(found)} ranks, but not tp rank {at[1]} of pp rank {at[0]}")
-    return [[found[p, t] for t in range(tp)] for p in range(pp)]
+        if at not in files:
+            raise CheckpointError(f"{root} holds {len(files)} ranks, but not tp rank {at[1]} of pp rank {at[0]}")
+    return [[files[p, t] for t in range(tp)] for p in range(pp)]
 
 
 def _file_of(root: str, name: str) -> str:
@@ -209,10 +209,10 @@ def _file_of(root: str, name: str) -> str:
     path = os.path.join(root, name)
     if not os.path.isdir(path):
         return inside(root, name, root)
-    held = sorted(f for f in os.listdir(path) if f.endswith(".pt"))
-    if len(held) != 1:
-        raise CheckpointError(f"{path} holds {len(held)} .pt files where one rank's state belongs: {held[:4]}")
-    return inside(root, os.path.join(name, held[0]), root)
+    names = sorted(f for f in os.listdir(path) if f.endswith(".pt"))
+    if len(names) != 1:
+        raise CheckpointError(f"{path} holds {len(names)} .pt files where one rank's state belongs: {names[:4]}")
+    return inside(root, os.path.join(name, names[0]), root)
 
 
 def _resolved(reference: TensorReference, file: str, how: Reading) -> Tensor:
@@ -228,8 +228,8 @@ def _resolved(reference: TensorReference, file: str, how: Reading) -> Tensor:
 
 
 def _open(path: str, how: Reading, stack: ExitStack) -> Source | None:
-    found = find(path)
-    return None if found is None else PickledShards(path, found[1], how)
+    shards = find(path)
+    return None if shards is None else PickledShards(path, shards[1], how)
 
 
 FORM = Form(sharded=True, open=_open)

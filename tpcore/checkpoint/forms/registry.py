@@ -18,9 +18,9 @@ def open_source(path: str, how: Reading, stack: ExitStack, *, sharded: bool | No
     """Open a checkpoint of any form, until ``stack`` closes. ``sharded``: only forms with this property."""
     for form in FORMS:
         if sharded is None or form.sharded == sharded:
-            found = form.open(path, how, stack)
-            if found is not None:
-                return found
+            source = form.open(path, how, stack)
+            if source is not None:
+                return source
     raise CheckpointError(_unknown(path, sharded))
 
 

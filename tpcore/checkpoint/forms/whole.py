@@ -93,12 +93,12 @@ def _safetensors(path: str, stack: ExitStack) -> State:
 
 def in_memory(state: Mapping[Any, Any], path: str) -> State:
     """An unsharded model's state of tensors that are in memory or mapped."""
-    found: State = {}
+    stored: State = {}
     for name, value in state.items():
         if not isinstance(name, str):
             raise CheckpointError(f"{path}: a model's state has names, not {name!r}")
-        found[name] = _stored(name, mapped(value, name, path)) if isinstance(value, Tensor) else value
-    return found
+        stored[name] = _stored(name, mapped(value, name, path)) if isinstance(value, Tensor) else value
+    return stored
 
 
 INDEX = ".index.json"
@@ -124,12 +124,12 @@ def _indexed(path: str, index: str) -> dict[str, set[str] | None]:
     weight_map = top.get("weight_map") if isinstance(top, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
         raise CheckpointError(f"{index} is damaged: it has no weight_map from names to files")
-    found: dict[str, set[str] | None] = {}
+    files: dict[str, set[str] | None] = {}
     for name, file in weight_map.items():
-        names = found.setdefault(inside(path, file, index), set())
+        names = files.setdefault(inside(path, file, index), set())
         if names is not None:
             names.add(name)
-    return found
+    return files
 
 
 def _open(path: str, how: Reading, stack: ExitStack) -> Source | None:
@@ -140,11 +140,11 @@ def _open(path: str, how: Reading, stack: ExitStack) -> Source | None:
         return None
     state: State = {}
     for file, names in files.items():
-        found, _ = open_file(file, how, stack)
-        missing = sorted((names or set()) - found.keys())
+        tensors, _ = open_file(file, how, stack)
+        missing = sorted((names or set()) - tensors.keys())
         if missing:
             raise CheckpointError(f"{file} has no {missing[0]!r}, which the index says it has")
-        state.update((name, item) for name, item in found.items() if names is None or _listed(name, item, names))
+        state.update((name, item) for name, item in tensors.items() if names is None or _listed(name, item, names))
     return Whole(path, "unsharded directory", state, {})
 
 

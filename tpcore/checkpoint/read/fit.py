@@ -28,7 +28,7 @@ class Fit:
     """
 
     def __init__(
-        self, model: nn.Module, found: Mapping[str, Any], ctx: ParallelContext, where: str, *, strict: bool
+        self, model: nn.Module, saved: Mapping[str, Any], ctx: ParallelContext, where: str, *, strict: bool
     ) -> None:
         self._model, self._ctx = model, ctx
         self._wanted = dict(model.state_dict(keep_vars=True))
@@ -39,7 +39,7 @@ class Fit:
         self._hand_over: dict[str, Any] = {}
         self._in_place: set[int] = set()
         self._notes: list[str] = []
-        self._compare(found, where, strict)
+        self._compare(saved, where, strict)
 
     @property
     def names(self) -> list[str]:
@@ -47,19 +47,19 @@ class Fit:
         return list(self._wanted)
 
     # -- comparing ----------------------------------------------------------------------------------------
-    def _compare(self, found: Mapping[str, Any], where: str, strict: bool) -> None:
-        both = [name for name in self._wanted if name in found]
+    def _compare(self, saved: Mapping[str, Any], where: str, strict: bool) -> None:
+        both = [name for name in self._wanted if name in saved]
         tied = {id(self._wanted[name]) for name in both}  # a tied tensor may be stored under one name only
-        missing = [n for n, t in self._wanted.items() if n not in found and id(t) not in tied]
-        extra = [name for name in found if name not in self._wanted]
+        missing = [n for n, t in self._wanted.items() if n not in saved and id(t) not in tied]
+        extra = [name for name in saved if name not in self._wanted]
         absent = [f"{n!r}: the model has {_shape(self._wanted[n])}, the checkpoint nothing" for n in missing]
-        absent += [f"{n!r}: the checkpoint has {_shape(found[n])}, the model nothing" for n in extra]
+        absent += [f"{n!r}: the checkpoint has {_shape(saved[n])}, the model nothing" for n in extra]
         for name in both:
             t = self._wanted[name]
-            if isinstance(t, Tensor) and isinstance(found[name], Stored):
+            if isinstance(t, Tensor) and isinstance(saved[name], Stored):
                 cut = layout_of(t, self._ctx, f"the model's {name!r}")
                 self._layouts[name] = cut or Layout(tuple(t.shape))
-        wrong = [text for name in both for text in self._misfits(name, found[name])]
+        wrong = [text for name in both for text in self._misfits(name, saved[name])]
         if wrong or (strict and absent):
             if strict:
                 wrong += absent
@@ -67,7 +67,7 @@ class Fit:
         if absent:
             self._notes.append(listed(f"{where} does not fit the model everywhere, and strict=False", absent))
         for name in both:
-            self._plan(name, found[name])
+            self._plan(name, saved[name])
         self._note_precision()
 
     def _misfits(self, name: str, stored: Any) -> Iterator[str]:
@@ -128,14 +128,14 @@ class Fit:
 
         No fault of the checkpoint can make this fail.
         """
-        made: dict[int, Tensor] = {}
+        parameters: dict[int, Tensor] = {}
         for name, t in self._wanted.items():
             if id(t) not in self._reads or not isinstance(t, Tensor):
                 continue
             out = self._reads[id(t)][2]
             if t.is_meta:
                 if isinstance(t, nn.Parameter):  # one Parameter for all its names, so that it stays tied
-                    out = made.setdefault(id(t), nn.Parameter(out, requires_grad=t.requires_grad))
+                    out = parameters.setdefault(id(t), nn.Parameter(out, requires_grad=t.requires_grad))
                 self._assign[name] = out
             elif id(t) not in self._owned:
                 self._hand_over[name] = out
@@ -171,27 +171,27 @@ def listed(title: str, lines: list[str]) -> str:
     return "\n  ".join([f"{title}:", *lines[:_SHOWN], *more])
 
 
-def aligned(found: Mapping[str, Any], wanted: set[str]) -> dict[str, Any]:
-    """``found`` under the model's names, if the names on one side have a further prefix.
+def aligned(saved: Mapping[str, Any], wanted: set[str]) -> dict[str, Any]:
+    """``saved`` under the model's names, if the names on one side have a further prefix.
 
     A model with a head stores its base model's weights as ``bert.embeddings...``, and the base model itself
     stores them without ``bert.``.
     """
-    if not wanted or not found or wanted & found.keys():
-        return dict(found)
+    if not wanted or not saved or wanted & saved.keys():
+        return dict(saved)
     shortest = min(wanted, key=lambda name: (len(name), name))
-    for name in found:
+    for name in saved:
         if name.endswith(f".{shortest}"):
             prefix = name[: -len(shortest)]
-            if all(prefix + w in found for w in wanted):
-                return {n.removeprefix(prefix): item for n, item in found.items()}
-    first = min(found, key=lambda name: (len(name), name))
+            if all(prefix + w in saved for w in wanted):
+                return {n.removeprefix(prefix): item for n, item in saved.items()}
+    first = min(saved, key=lambda name: (len(name), name))
     for want in wanted:
         if want.endswith(f".{first}"):
             prefix = want[: -len(first)]
-            if all(prefix + n in wanted for n in found):
-                return {prefix + n: item for n, item in found.items()}
-    return dict(found)
+            if all(prefix + n in wanted for n in saved):
+                return {prefix + n: item for n, item in saved.items()}
+    return dict(saved)
 
 
 def refuse_while_on_meta(model: nn.Module) -> None:

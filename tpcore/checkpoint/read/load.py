@@ -140,16 +140,16 @@ def cut_anew(states: Sequence[Saved], optimizer: Any, ctx: ParallelContext, wher
             f"this one of {[*map(len, here)]}"
         )
     params = dict(zip(chain(*saved), chain(*here), strict=True))
-    made: dict[Any, Any] = {}
+    recut: dict[Any, Any] = {}
     for index, values in first["state"].items():
         if index not in params or any(s["state"].get(index, {}).keys() != values.keys() for s in states):
             raise CheckpointError(f"{where}: the ranks hold different states of parameter {index}")
         want = layout_of(params[index], ctx, f"parameter {index}")
-        made[index] = {
+        recut[index] = {
             key: _value([s["state"][index][key] for s in states], want, ctx, f"{where}: state[{index}].{key}")
             for key in values
         }
-    return {"state": made, "param_groups": in_own_memory(first["param_groups"])}
+    return {"state": recut, "param_groups": in_own_memory(first["param_groups"])}
 
 
 def _value(values: list[Any], layout: Layout | None, ctx: ParallelContext, where: str) -> Any:

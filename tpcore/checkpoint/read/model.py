@@ -84,17 +84,17 @@ class Loading:
             names = [name for name, _ in model.named_parameters()]
         stage, whole = self.stage(_cuts_of(model), names), model is None
         if model is not None:
-            found = self._model(model, stage)
+            saved = self._model(model, stage)
             if not self._sharded:
                 wanted = set(model.state_dict(keep_vars=True))
-                found = aligned(found, wanted)
+                saved = aligned(saved, wanted)
                 if self._ctx.mesh.axes.get("pp", 1) > 1:
-                    found = self._of_this_stage(found, wanted)
-            self._fit = Fit(model, found, self._ctx, self._source.path, strict=self._strict)
+                    saved = self._of_this_stage(saved, wanted)
+            self._fit = Fit(model, saved, self._ctx, self._source.path, strict=self._strict)
         bound = dict(stage.bound(model=whole)) if self._sharded else {}
         bound |= {of.key: OF_SUMS for of in stage.of_parameters() if of.stored.where.endswith(f".{SUMS}")}
         if model is not None:
-            bound = self._follow_model(stage, model, found) | bound
+            bound = self._follow_model(stage, model, saved) | bound
         if parameters:
             self._follow(
                 stage.of_parameters(),
@@ -119,14 +119,14 @@ class Loading:
         Names may be on another stage even if the number of stages is the same: other libraries keep an
         embedding table on the first stage only.
         """
-        found = {} if self.restaged else dict(stage.model(self._fill))
+        saved = {} if self.restaged else dict(stage.model(self._fill))
         if self._source.pp == 1 and not self.restaged:
-            return found
+            return saved
         wanted = model.state_dict(keep_vars=True).keys()
-        if wanted <= found.keys() and not self.restaged:
-            return found
+        if wanted <= saved.keys() and not self.restaged:
+            return saved
         every, pp = model_of(self._source, _cuts_of(model)), self._ctx.mesh.axes.get("pp", 1)
-        return (every if pp == 1 else self._of_this_stage(every, wanted)) | found
+        return (every if pp == 1 else self._of_this_stage(every, wanted)) | saved
 
     def _of_this_stage(self, every: Mapping[str, Any], wanted: Collection[str]) -> dict[str, Any]:
         """The items that this stage's model has. ``run`` finds names that no stage's model has."""
@@ -156,14 +156,14 @@ class Loading:
                 unknown.add(of.key)
         return unknown
 
-    def _follow_model(self, stage: Stage, model: nn.Module, found: Mapping[str, Any]) -> dict[Any, str]:
+    def _follow_model(self, stage: Stage, model: nn.Module, saved: Mapping[str, Any]) -> dict[Any, str]:
         """Cut optimizers' tensors like the model's parameters. Returns by key why an entry cannot load."""
         tensors = list(stage.of_parameters())
         if not tensors:
             return {}
         wanted = layouts(model)
         unknown = self._follow(tensors, lambda of: wanted.get(of.name or ""))
-        for name, stored in found.items() if unknown else ():
+        for name, stored in saved.items() if unknown else ():
             want = wanted.get(name)
             if want is not None and isinstance(stored, Stored) and not stored.kept(want, self._ctx.mesh):
                 why = (
@@ -234,8 +234,8 @@ def _cuts_of(model: nn.Module | None) -> Cuts:
 
     def cut(name: str, shape: tuple[int, ...], m: int) -> ShardSpec | None:
         if not specs and model is not None:
-            found = {name: layout.cuts for name, layout in layouts(model).items() if layout.cuts}
-            specs.update({name: cuts[0].spec for name, cuts in found.items() if cuts[0].axes != ("ep",)})
+            by_name = {name: layout.cuts for name, layout in layouts(model).items() if layout.cuts}
+            specs.update({name: cuts[0].spec for name, cuts in by_name.items() if cuts[0].axes != ("ep",)})
         return specs.get(name)
 
     return cut

@@ -128,29 +128,29 @@ def read_shards(
     how, ties = how or Reading(), ties or {}
     with ExitStack() as stack:
         if isinstance(source, Mapping):
-            where, found = "the state", in_memory(parted(source, how, "the state")[0], "the state")
+            where, saved = "the state", in_memory(parted(source, how, "the state")[0], "the state")
         else:
             where = os.fspath(source)
             with naming("load", where):
                 opened = open_source(where, how, stack)
                 own = rank if opened.tp == n else None
-                found = model_of(opened, partial(_cut, wanted, ties), own)
-        found = aligned(found, {*wanted, *ties})
+                saved = model_of(opened, partial(_cut, wanted, ties), own)
+        saved = aligned(saved, {*wanted, *ties})
         for other, name in ties.items():
-            if other in found:
-                found.setdefault(name, found[other])
-        wrong = [text for name, want in wanted.items() for text in _wrong(found.get(name), name, want, n)]
+            if other in saved:
+                saved.setdefault(name, saved[other])
+        wrong = [text for name, want in wanted.items() for text in _wrong(saved.get(name), name, want, n)]
         if strict:
-            surplus = [name for name in found if name not in wanted and name not in ties]
+            surplus = [name for name in saved if name not in wanted and name not in ties]
             wrong += [f"{name!r}: the checkpoint has it, the model not" for name in surplus]
         if wrong:
             raise CheckpointError(listed(f"{where} does not fit the model", wrong))
-        made = {name: _read(found[name], spec, dtype, rank, n) for name, (spec, dtype) in wanted.items()}
+        tensors = {name: _read(saved[name], spec, dtype, rank, n) for name, (spec, dtype) in wanted.items()}
         for other, name in ties.items():
-            twice = other in found and found[other].first.identity != found[name].first.identity
-            if twice and not torch.equal(_read(found[other], *wanted[name], rank, n), made[name]):
+            twice = other in saved and saved[other].first.identity != saved[name].first.identity
+            if twice and not torch.equal(_read(saved[other], *wanted[name], rank, n), tensors[name]):
                 raise CheckpointError(f"{where}: {name!r} and {other!r} are one tensor in the model, but differ")
-        return made
+        return tensors
 
 
 def _cut(wanted: Wanted, ties: Mapping[str, str], name: str, shape: tuple[int, ...], m: int) -> ShardSpec | None:
@@ -161,8 +161,8 @@ def _cut(wanted: Wanted, ties: Mapping[str, str], name: str, shape: tuple[int, .
 
 def _wrong(stored: Any, name: str, want: tuple[ShardSpec, torch.dtype], n: int) -> list[str]:
     if not isinstance(stored, Stored):
-        held = "nothing" if stored is None else f"a {type(stored).__name__}"
-        return [f"{name!r}: the model has shape {want[0].shape}, the checkpoint {held}"]
+        saved = "nothing" if stored is None else f"a {type(stored).__name__}"
+        return [f"{name!r}: the model has shape {want[0].shape}, the checkpoint {saved}"]
     return list(misfits(name, stored, Layout.of(want[0], "tp"), want[1], Mesh({"tp": n})))
 
 

@@ -21,7 +21,7 @@ from ..format.manifest import FORMAT, STATE, VERSION, Manifest, keep_last, rank_
 from ..storage.files import MANIFEST, FileRecord, Progress, bar, dumps, naming, sync_dir, write_file, written_by
 from ..storage.publish import Staging, staging_path
 from ..storage.tensorfile import write_tensors
-from .agreement import check_agreement, described, digests_of, outline
+from .agreement import Tables, check_agreement, described, digests_of, outline
 from .optimizers import resolve
 from .snapshot import Entry, Part, StateTensor, cuts_of, on_host, total_of
 
@@ -123,7 +123,7 @@ class Save:
             if options.background:
                 self._files = on_host(self._files)
         # rank 0's path counts: a relative path may differ between ranks
-        tables = {} if self._part is None else outline(self._part, at.get("pp", 0), at.get("tp", 0))
+        tables: Tables = {} if self._part is None else outline(self._part, at.get("pp", 0), at.get("tp", 0))
         mine = [uuid.uuid4().hex, os.path.realpath(save_dir), str(options), digests_of(tables)]
         every = gather(mine, ctx.world)
         self.save_id, self.target, *_ = every[0]

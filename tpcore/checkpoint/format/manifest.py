@@ -191,7 +191,7 @@ class RankState:
         except KeyError as e:
             raise CheckpointError(f"{self.path} is damaged: no {e}") from e
         try:  # here, where the file is known
-            decode(self.tree, lambda leaf: None)
+            decode(self.tree, lambda leaf, path: None)
             entries(self.tree)
         except CheckpointError as e:
             raise CheckpointError(f"{self.path}: {e}") from e

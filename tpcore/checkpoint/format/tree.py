@@ -77,30 +77,31 @@ def _encode_dict(value: dict[Any, Any], leaf: Callable[[Any, Path], Any], path: 
     return out
 
 
-def decode(tree: Any, leaf: Callable[[dict[str, Any]], Any]) -> Any:
+def decode(tree: Any, leaf: Callable[[dict[str, Any], Path], Any], path: Path = ()) -> Any:
     """Decode a state. ``leaf`` returns the tensor for its JSON. CheckpointError for JSON of another form."""
     if isinstance(tree, list):
-        return [decode(item, leaf) for item in tree]
+        return [decode(item, leaf, (*path, i)) for i, item in enumerate(tree)]
     if not isinstance(tree, dict):
         return tree
     tag = tree.get(TAG)
     with damage(f"an entry tagged {tag!r}"):
         if tag is None:
-            return {key: decode(item, leaf) for key, item in tree.items()}
+            return {key: decode(item, leaf, (*path, key)) for key, item in tree.items()}
         if tag == "tensor":
-            return leaf(tree)
+            return leaf(tree, path)
         if tag == "tuple":
-            return tuple(decode(item, leaf) for item in tree["items"])
+            return tuple(decode(item, leaf, (*path, i)) for i, item in enumerate(tree["items"]))
         if tag == "float":
             return float(tree["value"])
         if tag == "dtype":
             return dtype_of(tree["value"])
         if tag in _DICTS:
             out = _DICTS[tag]()
-            for key, item in tree["items"]:
-                out[decode(key, leaf)] = decode(item, leaf)
+            for encoded, item in tree["items"]:
+                key = decode(encoded, _no_tensor)
+                out[key] = decode(item, leaf, (*path, key))
             if tree.get("metadata") is not None:
-                out._metadata = decode(tree["metadata"], leaf)  # type: ignore[attr-defined]
+                out._metadata = decode(tree["metadata"], leaf, (*path, "_metadata"))  # type: ignore[attr-defined]
             return out
     raise CheckpointError(f"unknown tag {tag!r}: written by a newer tpcore?")
 
@@ -123,7 +124,7 @@ def only(tree: Any, kept: dict[Any, Any]) -> Any:
     return {**tree, "items": [[item[0], kept[key]] for item, key in items if key in kept]}
 
 
-def _no_tensor(tree: dict[str, Any]) -> Any:
+def _no_tensor(tree: dict[str, Any], path: Path) -> Any:
     raise CheckpointError("a tensor is a key of a dict")
 
 

@@ -10,17 +10,18 @@ from itertools import product
 from typing import Any
 
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ...errors import CheckpointError
 from ...layout.layout import Layout
 from ..format.manifest import Checkpoint
 from ..format.tree import (
-    TAG,
     decode,
     dotted,
     entries,
     is_dict,
     is_nested,
+    is_optimizer,
     is_tensor,
     leaves,
     only,
@@ -70,17 +71,22 @@ class NativeStage(Stage):
         self._stored: dict[tuple[int, str, str], Stored] = {}  # one object per stored tensor, also if tied
         self.tree = self._first.tree
         self._top = dict(entries(self.tree))
-        self._merged: set[Any] = set()  # keys of optimizers merged from all stages
+        self._merged: dict[Any, dict[str, Any]] = {}  # optimizers of all stages
 
     def merge(self, names: Sequence[str] | None) -> None:
         """Merge the optimizers' state from all stages. ``names``: the wanted parameters; None: all."""
-        trees = [entries(self._checkpoint.rank(0, stage).tree) for stage in self._alike]
         for key in self._top:
-            every = [tree.get(key) for tree in trees]
-            one = merged(every, names) if all(map(is_encoded_optimizer, every)) else None
+            stages = [self._optimizer(key, stage) for stage in self._alike]
+            one = merged(stages, names) if all(map(is_optimizer, stages)) else None
             if one is not None:
-                self._top[key] = one
-                self._merged.add(key)
+                self._merged[key] = one
+
+    def _optimizer(self, key: Any, stage: int) -> Any:
+        """The optimizer's state at ``key``, with a Stored in place of each tensor; None for another entry."""
+        item = entries(self._checkpoint.rank(self._own or 0, stage).tree).get(key)
+        if not is_dict(item) or not {"state", "param_groups"} <= entries(item).keys():
+            return None
+        return decode(item, lambda leaf, path: self.stored(leaf, dotted(path), stage), (key,))
 
     @cached_property
     def _nested(self) -> bool:
@@ -92,7 +98,7 @@ class NativeStage(Stage):
         return {
             str(name): self.stored(item, str(name))
             if is_tensor(item)
-            else decode(item, lambda leaf: self._leaf(leaf, fill))
+            else decode(item, lambda leaf, _: self._leaf(leaf, fill))
             for name, item in top.items()
         }
 
@@ -106,8 +112,12 @@ class NativeStage(Stage):
         return [key for key in self._top if key != self._model_key] if self._nested else []
 
     def entries(self, fill: Fill, without: Collection[Any] = (), *, model: bool = False) -> Any:
-        kept = {key: self._top[key] for key in self._keys(model) if key not in without}
-        return decode(only(self.tree, kept), lambda leaf: self._leaf(leaf, fill))
+        kept = [key for key in self._keys(model) if key not in without]
+        of_stage = {key: None if key in self._merged else self._top[key] for key in kept}
+        state = decode(only(self.tree, of_stage), lambda leaf, _: self._leaf(leaf, fill))
+        for key in self._merged.keys() & of_stage.keys():
+            state[key] = tree_map_only(Stored, fill, self._merged[key])
+        return state
 
     def bound(self, *, model: bool = False) -> Mapping[Any, str]:
         if self._own is not None:
@@ -148,32 +158,28 @@ class NativeStage(Stage):
 
     def _uncut(self, key: Any) -> str | None:
         """Why a tensor in a top-level entry cannot be cut for another degree; None if all can."""
-        stored = (self.stored(t, dotted(path)) for path, t in leaves(self._top[key], (key,)) if is_tensor(t))
-        return next((why for s in stored if (why := s.bound()) is not None), None)
+        value = self._merged.get(key) or decode(self._top[key], lambda leaf, at: self.stored(leaf, dotted(at)), (key,))
+        return next((why for stored in _tensors(value) if (why := stored.bound()) is not None), None)
 
     def of_parameters(self) -> Iterator[OfParameter]:
-        for key, item in self._top.items():
-            if not is_encoded_optimizer(item):
+        for key in self._top:
+            optimizer = self._merged.get(key) or self._optimizer(key, self._pp_rank)
+            if not is_optimizer(optimizer):
                 continue
-            state, groups = entries(item)["state"], decode(entries(item)["param_groups"], lambda leaf: None)
-            if not is_dict(state) or not isinstance(groups, list):
-                continue
-            order = [index for group in groups for index in group["params"]]
-            names = dict(parameter_names(groups))
-            for index, values in entries(state).items():
-                for path, leaf in leaves(values, (key, "state", index)):
-                    if is_tensor(leaf) and index in order:
-                        stored = self.stored(leaf, dotted(path))
-                        yield OfParameter(key, order.index(index), names.get(index), stored)
+            order = [index for group in optimizer["param_groups"] for index in group["params"]]
+            names = dict(parameter_names(optimizer["param_groups"]))
+            for index, values in optimizer["state"].items():
+                for stored in _tensors(values) if index in order else ():
+                    yield OfParameter(key, order.index(index), names.get(index), stored)
 
-    def stored(self, leaf: dict[str, Any], where: str) -> Stored:
-        """The tensor of an encoded entry."""
+    def stored(self, leaf: dict[str, Any], where: str, stage: int | None = None) -> Stored:
+        """The tensor of an encoded entry, of this stage or of ``stage``."""
         path = self._first.path
         try:
             file, name = str(leaf["file"]), str(leaf["name"])
         except KeyError as e:
             raise CheckpointError(f"{path}: {where} is damaged: no {e}") from e
-        stage = int(leaf.get(STAGE, self._pp_rank))
+        stage = self._pp_rank if stage is None else stage
         if (stage, file, name) not in self._stored:
             shard, cut = self._checkpoint.rank(self._own or 0, stage).tensor(file, name)
             mesh = self._checkpoint.mesh_of(cut)
@@ -220,56 +226,37 @@ def _open(path: str, how: Reading, stack: ExitStack) -> Source | None:
 FORM = Form(sharded=True, open=_open)
 
 
-STAGE = "stage"
-"""Key in an encoded tensor: the stage whose files hold it."""
+def _tensors(value: Any) -> list[Stored]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Stored)]
 
 
-def is_encoded_optimizer(item: Any) -> bool:
-    return is_dict(item) and {"state", "param_groups"} <= entries(item).keys()
-
-
-def merged(stages: Sequence[Any], names: Sequence[str] | None) -> Any | None:
+def merged(stages: Sequence[dict[str, Any]], names: Sequence[str] | None) -> dict[str, Any] | None:
     """One optimizer state with the parameters of all stages, or None if a stage has no parameter names.
 
     ``names``: the wanted parameters, in the order of the job's optimizer; None: all, stage after stage. The
     groups' options are those of the first stage.
     """
-    groups = [entries(item)["param_groups"] for item in stages]
-    if len({len(g) for g in groups}) > 1 or any(not _named(g) for g in groups):
+    groups = [optimizer["param_groups"] for optimizer in stages]
+    if len({len(g) for g in groups}) > 1 or not all(_named(group) for g in groups for group in g):
         return None
-    states, merged_groups, number = [], [], 0
-    for every in zip(*groups, strict=True):
-        members = _members(every)
-        mine = [name for name in (members if names is None else names) if name in members]
-        for at, name in enumerate(mine, number):
+    state: dict[int, Any] = {}
+    merged_groups: list[dict[str, Any]] = []
+    number = 0
+    for group_of_stages in zip(*groups, strict=True):
+        members: dict[str, tuple[int, int]] = {}  # the first stage wins for a parameter of several stages
+        for stage, group in enumerate(group_of_stages):
+            for name, index in zip(group["param_names"], group["params"], strict=True):
+                members.setdefault(name, (stage, index))
+        wanted = [name for name in (members if names is None else names) if name in members]
+        for at, name in enumerate(wanted, number):
             stage, index = members[name]
-            values = entries(entries(stages[stage])["state"]).get(index)
-            if values is not None:
-                states.append([at, _marked(values, stage)])
-        numbers = list(range(number, number + len(mine)))
-        merged_groups.append({**entries(every[0]), "params": numbers, "param_names": mine})
-        number += len(mine)
-    return {**entries(stages[0]), "state": {TAG: "dict", "items": states}, "param_groups": merged_groups}
+            if index in stages[stage]["state"]:
+                state[at] = stages[stage]["state"][index]
+        numbers = list(range(number, number + len(wanted)))
+        merged_groups.append({**group_of_stages[0], "params": numbers, "param_names": wanted})
+        number += len(wanted)
+    return {**stages[0], "state": state, "param_groups": merged_groups}
 
 
-def _named(groups: Sequence[Any]) -> bool:
-    return all(is_dict(g) and len(entries(g).get("param_names") or ()) == len(entries(g)["params"]) for g in groups)
-
-
-def _members(every: Sequence[Any]) -> dict[str, tuple[int, int]]:
-    """Stage and index by parameter name. The first stage wins for a parameter of several stages."""
-    members: dict[str, tuple[int, int]] = {}
-    for stage, group in enumerate(every):
-        known = entries(group)
-        for name, index in zip(known["param_names"], known["params"], strict=True):
-            members.setdefault(name, (stage, index))
-    return members
-
-
-def _marked(tree: Any, stage: int) -> Any:
-    """``tree`` with the stage added to each encoded tensor."""
-    if is_tensor(tree):
-        return {**tree, STAGE: stage}
-    if isinstance(tree, list):
-        return [_marked(item, stage) for item in tree]
-    return {key: _marked(item, stage) for key, item in tree.items()} if isinstance(tree, dict) else tree
+def _named(group: Any) -> bool:
+    return isinstance(group, dict) and len(group.get("param_names") or ()) == len(group["params"])

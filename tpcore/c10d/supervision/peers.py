@@ -20,8 +20,7 @@ from ...log import hold_lines, log
 from .flight_recorder import FlightRecorder, RankReport, Verdict, cause_of_end, connection_broke
 from .host import CLEAN, GONE, Identity, LocalRanks, sever
 from .links import Links
-from .requests import Requests
-from .status_store import StatusStore
+from .status_store import Requests, StatusStore
 
 T = TypeVar("T")
 

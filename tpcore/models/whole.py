@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import re
+import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +15,6 @@ from torch import Tensor, nn
 
 from ..checkpoint.offline.consolidate import divided, write_weights
 from ..checkpoint.storage.files import make_dirs, naming, sync_dir
-from ..checkpoint.storage.publish import new_beside
 from ..checkpoint.storage.tensorfile import order_of
 from ..layers.sharding import sharding
 from ..runtime.consensus import together
@@ -148,15 +148,13 @@ def bytes_of(size: int | str) -> int:
 
 def _write(model: Any, out: str, files: Mapping[str, Mapping[str, Written]]) -> None:
     make_dirs(out)
-    with new_beside(out) as stage:
-        with naming("make the directory", stage):
-            os.mkdir(stage)
+    # inside of the directory: what is beside it may be another file system
+    with naming("put in place", out), tempfile.TemporaryDirectory(prefix=".writing-", dir=out) as stage:
         names = write_weights(stage, files, {})
-        with naming("put in place", out):
-            for name in names:
-                os.replace(os.path.join(stage, name), os.path.join(out, name))
-            drop_weights(out, names)
-            save_configuration(model, out)
+        for name in names:
+            os.replace(os.path.join(stage, name), os.path.join(out, name))
+        drop_weights(out, names)
+        save_configuration(model, out)
     sync_dir(out)
 
 

@@ -88,10 +88,10 @@ def divided(
     tensors: Mapping[str, W], limit: int | None, stem: str = "model", end: str = ".safetensors"
 ) -> dict[str, dict[str, W]]:
     """The tensors of each file, by its name: in order, each of at most ``limit`` bytes or of one tensor."""
-    groups: list[dict[str, W]] = []
+    groups: list[dict[str, W]] = [{}]
     size = 0
     for name, t in tensors.items():
-        if not groups or (limit is not None and size + nbytes_of(t) > limit):
+        if groups[-1] and limit is not None and size + nbytes_of(t) > limit:
             groups.append({})
             size = 0
         groups[-1][name] = t

@@ -23,6 +23,7 @@ from tpcore.checkpoint import load, save
 from tpcore.errors import CheckpointError
 from tpcore.layout.mesh import Mesh
 from tpcore.layout.shard import Block, ShardSpec
+from tpcore.nxd.parallel_layers import checkpointing as nxd
 from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
 
@@ -222,15 +223,15 @@ def test_published_spellings(tmp_path: Path) -> None:
     def check(ctx: ParallelContext) -> None:
         state = {"model": net().state_dict(), "step": 1}
         save(state_dict=state, save_dir=tmp_path / "a")
-        save(checkpoint=state, output_dir=str(tmp_path / "b"), save_serially=True)
+        nxd.save(checkpoint=state, output_dir=str(tmp_path / "b"), save_serially=True)
         for keywords in ({"load_dir": tmp_path / "a"}, {"chkpt_path": str(tmp_path / "b")}):
             model = net(seed=1)
-            assert load(**keywords, model_or_optimizer=model, model_key="model", strict=True) == {"step": 1}
+            assert nxd.load(**keywords, model_or_optimizer=model, model_key="model", strict=True) == {"step": 1}
             assert same(model.state_dict(), state["model"])
         model, optimizer = net(), torch.optim.SGD(net().parameters(), lr=3.0, momentum=0.9)
         save({"model": model.state_dict(), "opt": optimizer.state_dict()}, tmp_path / "c")
         other = torch.optim.SGD(net().parameters(), lr=1.0)
-        rest = load(tmp_path / "c", model_or_optimizer=other, model_key="opt")
+        rest = load(tmp_path / "c", other, model_key="opt")
         assert other.param_groups[0]["lr"] == 3.0
         assert list(rest) == ["model"]
 
@@ -241,18 +242,18 @@ def test_arguments_that_would_be_ignored(tmp_path: Path) -> None:
     def check(ctx: ParallelContext) -> None:
         for bad in ({"save_xser": True}, {"keep_last": 0}, {"async_save": True, "save_serially": True}):
             with pytest.raises(ValueError, match=next(iter(bad))):
-                save({}, tmp_path / "c", **bad)
+                nxd.save({}, tmp_path / "c", **bad)
         for bad in (
             {"master_dp_only": False},
             {"weights_only": False},
             {"sharded": False},
         ):
             with pytest.raises(ValueError, match=next(iter(bad))):
-                load(tmp_path / "c", **bad)
+                nxd.load(tmp_path / "c", **bad)
         with pytest.raises(TypeError, match="both"):
-            save({}, tmp_path / "c", output_dir=tmp_path / "c")
+            nxd.save({}, tmp_path / "c", output_dir=tmp_path / "c")
         with pytest.raises(TypeError, match="neither"):
-            load()
+            nxd.load()
 
     run_ranks(Mesh({"tp": 1}), check)
     assert os.listdir(tmp_path) == []

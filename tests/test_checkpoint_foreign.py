@@ -281,7 +281,7 @@ def test_an_optimizer_knows_its_parameters(m: int, n: int, tmp_path: Path) -> No
     def read(ctx: ParallelContext) -> None:
         want = stepped()[1].state_dict()
         optimizer = stepped(0)[1]
-        rest = load(tmp_path / "c", model_or_optimizer=optimizer, model_key="optimizer", sharded=m > 1)
+        rest = load(tmp_path / "c", optimizer, model_key="optimizer", sharded=m > 1)
         got = optimizer.state_dict()
         assert got["param_groups"] == want["param_groups"]
         for index, values in want["state"].items():
@@ -295,7 +295,7 @@ def test_an_optimizer_knows_its_parameters(m: int, n: int, tmp_path: Path) -> No
             assert load(tmp_path / "c", model, strict=False) == {"epoch": 3}
             few = torch.optim.AdamW(list(model.parameters())[:3])
             with pytest.raises(CheckpointError, match=r"groups of \[3, 4\] parameters, this one of \[3\]"):
-                load(tmp_path / "c", model_or_optimizer=few, model_key="optimizer")
+                load(tmp_path / "c", few, model_key="optimizer")
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "left out: optimizer in", UserWarning)

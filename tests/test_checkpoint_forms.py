@@ -22,8 +22,7 @@ from tpcore.checkpoint.forms.source import Form, Reading, Source
 from tpcore.checkpoint.offline.consolidate import consolidate
 from tpcore.checkpoint.offline.inspect import diff, inspect, verify
 from tpcore.checkpoint.offline.reshard import convert, reshard
-from tpcore.checkpoint.read.by_name import read_shards
-from tpcore.checkpoint.read.source import CutRule
+from tpcore.checkpoint.read.source import CutRule, read_shards
 from tpcore.errors import CheckpointError
 from tpcore.layout.mesh import Mesh
 from tpcore.runtime.context import ParallelContext

@@ -18,9 +18,9 @@ from tpcore.checkpoint.format.manifest import FORMAT
 from tpcore.checkpoint.forms.source import Reading
 from tpcore.checkpoint.offline.consolidate import consolidate
 from tpcore.checkpoint.offline.reshard import reshard
-from tpcore.checkpoint.read import source as reading
 from tpcore.checkpoint.read.source import cuts_by, opened, part, tensors_of
 from tpcore.checkpoint.storage.publish import Staging
+from tpcore.checkpoint.tensors import stored as reading
 from tpcore.checkpoint.write.save import put_in_place, write_state, write_tensor_files
 from tpcore.checkpoint.write.snapshot import Part
 from tpcore.layout.layout import Layout

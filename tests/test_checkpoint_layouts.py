@@ -78,7 +78,7 @@ def test_optimizer_state_is_cut_by_the_models_layout(tmp_path: Path, here: str, 
         assert torch.equal(model.weight, want.weight)
         _same_state(rest["optimizer"], want_optimizer)
         optimizer = torch.optim.AdamW(model.named_parameters(), lr=0.1)
-        load(tmp_path / "c", model_or_optimizer=optimizer, model_key="optimizer")
+        load(tmp_path / "c", optimizer, model_key="optimizer")
         _same_state(optimizer.state_dict(), want_optimizer)
         for parameter, stepped in ((model, optimizer), (want, want_optimizer)):
             parameter.weight.grad = torch.ones_like(parameter.weight)

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from tpcore.checkpoint.offline.consolidate import consolidate
 from tpcore.checkpoint.offline.reshard import reshard
-from tpcore.checkpoint.read.by_name import read_shards
-from tpcore.checkpoint.read.source import CutRule
+from tpcore.checkpoint.read.source import CutRule, read_shards
 from tpcore.errors import CheckpointError
 from tpcore.layout.shard import Block, ShardSpec
 

@@ -16,7 +16,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import tpcore
 from tpcore.comm.transport import Primitive, Transport
-from tpcore.comm.wrapper import Relay
+from tpcore.comm.wrapper import TransportWrapper
 from tpcore.layers.module import ParallelModule
 from tpcore.layers.sharding import sharding
 from tpcore.layout.layout import Slot
@@ -296,7 +296,7 @@ def test_a_table_over_stages_and_what_one_stage_alone_holds(p: float) -> None:
     assert len(set(run_ranks(Mesh({"pp": 2, "dp": 2, "tp": 2}), rank))) == 1
 
 
-class Noting(Relay):
+class Noting(TransportWrapper):
     """Notes over which axes a sum is taken."""
 
     def __init__(self, inner: Transport, calls: list[tuple[str, ...]]) -> None:

@@ -74,8 +74,6 @@ def test_every_import_form_in_a_fresh_process() -> None:
     [
         ("loss_functions", "parallel_cross_entropy", "tpcore"),
         ("utils", "move_model_to_device", "tpcore.layers"),
-        ("checkpointing", "save", "tpcore.checkpoint"),
-        ("checkpointing", "load", "tpcore.checkpoint"),
     ],
 )
 def test_same_object_under_every_path(module: str, name: str, origin: str) -> None:

@@ -67,7 +67,7 @@ def test_state_goes_by_name(tmp_path: Path, make: str, how: str, tp: int) -> Non
         if how == "with the model":
             load(tmp_path / "c", model, optimizer=optimizer)
         elif how == "alone":
-            load(tmp_path / "c", model_or_optimizer=optimizer, model_key="optimizer")
+            load(tmp_path / "c", optimizer, model_key="optimizer")
         else:
             optimizer.load_state_dict(load(tmp_path / "c", model)["optimizer"])
         assert averages(model, optimizer) == want[0]
@@ -84,11 +84,11 @@ def test_a_wrapped_model_is_loaded_and_other_names_are_refused(tmp_path: Path, m
         model = Three("kvq")
         whole = nn.ModuleDict({"module": model})
         wrapped = OPTIMIZERS[make](whole)
-        load(tmp_path / "c", model_or_optimizer=wrapped, model_key="optimizer")
+        load(tmp_path / "c", wrapped, model_key="optimizer")
         assert averages(model, wrapped) == want
         other = nn.ModuleDict({"q": model.q, "w": model.k, "v": model.v})
         with pytest.raises(ValueError, match=r"in group 0, parameters \['k.weight'\] .* has \['w.weight'\]"):
-            load(tmp_path / "c", model_or_optimizer=OPTIMIZERS[make](other), model_key="optimizer")
+            load(tmp_path / "c", OPTIMIZERS[make](other), model_key="optimizer")
 
     run_ranks(Mesh({"dp": 1, "tp": 2}), check)
 
@@ -107,7 +107,7 @@ def test_other_shapes_are_refused(tmp_path: Path, zero: bool) -> None:
         with pytest.warns(UserWarning, match="without the names"):
             save({"optimizer": made(4, 6)}, tmp_path / "c")
         with pytest.raises(ValueError, match=r"exp_avg.* shape \(4,\).* \(6,\)"):
-            load(tmp_path / "c", model_or_optimizer=made(6, 4), model_key="optimizer")
+            load(tmp_path / "c", made(6, 4), model_key="optimizer")
 
     run_ranks(Mesh({"dp": 1, "tp": 1}), check)
 
@@ -141,9 +141,9 @@ def test_the_state_of_another_kind_of_optimizer_is_refused(tmp_path: Path, kind:
                 )
             fits = not any(s for s in state["state"].values() if s.get("momentum_buffer", 0) is not None)
             if name.split()[0] == kind.split()[0] or fits:
-                load(tmp_path / "c", model_or_optimizer=optimizer, model_key="optimizer")
+                load(tmp_path / "c", optimizer, model_key="optimizer")
             else:
                 with pytest.raises(ValueError, match="saved by another kind of optimizer"):
-                    load(tmp_path / "c", model_or_optimizer=optimizer, model_key="optimizer")
+                    load(tmp_path / "c", optimizer, model_key="optimizer")
 
     run_ranks(Mesh({"dp": 1, "tp": 1}), check)

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from tpcore.c10d.supervision.words import connected
+from tpcore.c10d.supervision.fingerprints import connected
 from tpcore.errors import BackendError
 
 

@@ -77,7 +77,7 @@ def test_a_run_goes_on_at_another_mesh(
     def third(ctx: ParallelContext) -> None:
         net = cut_net(after, ctx)
         optimizer = optimizer_of(net, zero[1])
-        load(tmp_path / "c", model_or_optimizer=optimizer, model_key="optimizer")
+        load(tmp_path / "c", optimizer, model_key="optimizer")
         train(net, optimizer, mine(ctx), range(3, 6), cut)
         assert_equals(net, plain, ctx, 1e-12)
 
@@ -117,7 +117,7 @@ def test_the_state_of_stages_opens_at_any_number_of_them(tmp_path: Path, here: t
             assert torch.equal(model.state_dict()[name], value), name
         elsewhere = 1 < here[0] != ctx.mesh.axes["pp"] and ctx.rank == 0
         with pytest.warns(UserWarning, match=r"left out: model\.") if elsewhere else nullcontext():
-            load(tmp_path / "c", model_or_optimizer=fresh, model_key="optimizer")
+            load(tmp_path / "c", fresh, model_key="optimizer")
         for got in (rest["optimizer"], fresh.state_dict()):
             assert got["param_groups"][0]["param_names"] == names
             assert got["state"].keys() == want.keys()

@@ -40,7 +40,7 @@ def test_a_load_reads_this_ranks_entries_alone(
         model = Wide().bfloat16()
         made = Zero1(AdamW, model.named_parameters(), master_dtype=torch.float32)
         if alone:
-            rest = load(tmp_path / "c", model_or_optimizer=made, model_key="optimizer")
+            rest = load(tmp_path / "c", made, model_key="optimizer")
             assert rest.keys() == {"model", "epoch"}
         else:
             assert load(tmp_path / "c", model, optimizer=made) == {"epoch": 5}

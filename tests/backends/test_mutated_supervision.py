@@ -14,6 +14,7 @@ import torch.distributed as dist
 from mutants import Mutant, alive
 
 from tpcore.c10d.supervision import flight_recorder, links, rendezvous
+from tpcore.c10d.supervision.fingerprints import FingerprintExchange
 from tpcore.c10d.supervision.flight_recorder import (
     FlightRecorder,
     RankReport,
@@ -23,7 +24,6 @@ from tpcore.c10d.supervision.flight_recorder import (
 )
 from tpcore.c10d.supervision.links import Links, keep_alive
 from tpcore.c10d.supervision.status_store import StatusStore
-from tpcore.c10d.supervision.words import Words
 from tpcore.comm import signature as calls
 from tpcore.errors import CollectiveTimeoutError, PeerLostError
 
@@ -37,14 +37,14 @@ def entry(seq: int, op: str = "all_reduce sum", shape: tuple[int, ...] = (2,), s
 def spoken(first: list[Any], second: list[Any]) -> list[tuple[Any, bool] | None]:
     """What both of two ranks find differing once they have said these calls."""
     ends = [s for s in socket.socketpair() if s.setblocking(False) is None]
-    pair = [Words((3, 5), i, {1 - i: ends[i]}, 4, False) for i in range(2)]
+    pair = [FingerprintExchange((3, 5), i, {1 - i: ends[i]}, 4, False) for i in range(2)]
     for one, said in zip(pair, (first, second), strict=True):
         for e in said:
             one.say(e)
     for one in pair:
         one.read()
     found = [one.differing() for one in pair]
-    late = pair[0].due(True), pair[0].due(False)
+    late = not pair[0].arrived(True), not pair[0].arrived(False)
     for one in pair:
         one.close()
     return [*found, late]  # type: ignore[list-item]
@@ -152,15 +152,15 @@ def starts() -> None:
 
 LAWS = (words, reports, store, hosts, starts)
 MUTANTS = [
-    Mutant(Words.differing, "word != pairs[0][0]", "word is None"),
-    Mutant(Words.differing, "self._places.swapped(sorted(frames), places)", "False"),
-    Mutant(Words.differing, "self._strict and", "True and"),
-    Mutant(Words.differing, "return entry, True", "return entry, False"),
-    Mutant(Words.differing, "del got[:size]", "del got[:0]"),
-    Mutant(Words.due, "0 if now else self._lag", "self._lag"),
-    Mutant(Words.due, "> most", "> most + 1"),
-    Mutant(Words._frame, "tuple(shape), dtype", "dtype"),
-    Mutant(Words._frame, "place_of(op, site)", "0"),
+    Mutant(FingerprintExchange.differing, "fingerprint != pairs[0][0]", "fingerprint is None"),
+    Mutant(FingerprintExchange.differing, "self._places.swapped(sorted(frames), places)", "False"),
+    Mutant(FingerprintExchange.differing, "self._strict and", "True and"),
+    Mutant(FingerprintExchange.differing, "return entry, True", "return entry, False"),
+    Mutant(FingerprintExchange.differing, "del got[:size]", "del got[:0]"),
+    Mutant(FingerprintExchange.arrived, "0 if now else self._lag", "self._lag"),
+    Mutant(FingerprintExchange.arrived, "(peer) > (", "(peer) > 1 + ("),
+    Mutant(FingerprintExchange._frame, "tuple(shape), dtype", "dtype"),
+    Mutant(FingerprintExchange._frame, "place_of(op, site)", "0"),
     Mutant(flight_recorder.absent, "< mine", "<= mine"),
     Mutant(flight_recorder.timeout_report, "queue.append((m, further))", "pass"),
     Mutant(flight_recorder.timeout_report, "{why}{state(m)}", "{why}"),

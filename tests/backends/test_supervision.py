@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 from tpcore.c10d.backend import C10dBackend
-from tpcore.c10d.supervision import rendezvous, words
+from tpcore.c10d.supervision import fingerprints, rendezvous
 from tpcore.c10d.supervision.flight_recorder import FlightRecorder, RankReport, connection_broke
 from tpcore.c10d.supervision.host import Identity
-from tpcore.c10d.supervision.peers import Peers
+from tpcore.c10d.supervision.peers import PeerMonitor
 from tpcore.c10d.supervision.rendezvous import Rendezvous
 from tpcore.c10d.supervision.status_store import StatusStore
 from tpcore.comm.signature import Call, disagreement
@@ -96,7 +96,7 @@ def test_a_time_out_says_who_did_not_come(other: RankPool, tmp_path: Path) -> No
 def test_a_rank_without_a_report_is_not_silent_since_1970() -> None:
     """The store cannot be reached: nothing is known of a rank on another host."""
     here = Identity.own()
-    peers = Peers(StatusStore(dist.HashStore), 0, [here, Identity("far", "", 7, 7)], FlightRecorder())
+    peers = PeerMonitor(StatusStore(dist.HashStore), 0, [here, Identity("far", "", 7, 7)], FlightRecorder())
     assert peers.state(1, {1: RankReport()}) == " (pid 7 on far, of which no report has come)"
     assert re.match(r" \(pid 7 on far, no sign of life for \d+ s\)", peers.state(1, {1: RankReport(at=1.0)}))
 
@@ -109,12 +109,12 @@ def test_words_that_differ_with_equal_calls_are_explained() -> None:
 
 
 def _other_words(ctx: ParallelContext) -> None:
-    of_this_version = words.word_of
-    words.word_of = lambda key: os.getpid()  # as another version would have it
+    of_this_version = fingerprints.word_of
+    fingerprints.word_of = lambda key: os.getpid()  # as another version would have it
     try:
         ctx.comm("tp").all_reduce(torch.ones(2))
     finally:
-        words.word_of = of_this_version
+        fingerprints.word_of = of_this_version
 
 
 def test_ranks_whose_words_differ_get_a_message(other: RankPool) -> None:
@@ -184,7 +184,7 @@ def _hooks(ctx: ParallelContext) -> str:
 
 
 def test_our_hook_is_above_torchs(other: RankPool) -> None:
-    assert other.run(TP2, _hooks) == ["Peers._excepthook"] * 2
+    assert other.run(TP2, _hooks) == ["PeerMonitor._excepthook"] * 2
 
 
 def test_a_launchers_store_is_used_by_one_start_after_another() -> None:

@@ -118,11 +118,7 @@ class C10dTransport(Transport):
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
         if x.dtype not in self.native:
             n = x.shape[dim] // self.size
-            return (
-                self.all_reduce(x, "sum", False)
-                .narrow(dim, self.index * n, n)
-                .clone(memory_format=torch.contiguous_format)
-            )
+            return copied(self.all_reduce(x, "sum", False).narrow(dim, self.index * n, n))
         self._enter("reduce_scatter", x, dim)
         sent = self._chunks(x, dim)
         out = torch.empty_like(sent[0])

@@ -1,4 +1,4 @@
-"""``save`` and ``load``, with all published names of their arguments."""
+"""``save`` and ``load``."""
 
 from __future__ import annotations
 
@@ -6,30 +6,25 @@ import os
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..runtime.consensus import gather, together
 from ..runtime.context import current
 from .format.manifest import newest
 from .forms.source import Reading
-from .read.model import StrPath, read_checkpoint
-from .read.optimizer import load_object
+from .read.load import StrPath, read_checkpoint
 from .write.background import finish_save, save_in_background
 from .write.save import Options, write_checkpoint
 
 
 def save(
-    state_dict: dict[Any, Any] | None = None,
-    save_dir: StrPath | None = None,
+    state_dict: dict[Any, Any],
+    save_dir: StrPath,
     save_serially: bool = False,
-    save_xser: bool = False,
+    *,
     down_cast_bf16: bool = False,
     master_dp_only: bool = True,
-    *,
     async_save: bool = False,
     keep_last: int | None = None,
-    checkpoint: dict[Any, Any] | None = None,
-    output_dir: StrPath | None = None,
 ) -> None:
     """Save this job's state as the directory ``save_dir``, each tp rank's part in ``tp_rank_<i>``.
 
@@ -46,8 +41,7 @@ def save(
 
     ``save_serially``: one rank after the other. (Tensors are written one by one in any case, so a rank needs
     memory for one tensor only.) ``down_cast_bf16``: write float32 as bfloat16, except tensors without dims.
-    ``master_dp_only=False``: every dp rank writes a share of its tp rank's tensors. ``checkpoint`` and
-    ``output_dir`` are other names of the first two arguments.
+    ``master_dp_only=False``: every dp rank writes a share of its tp rank's tensors.
 
     ``keep_last=N``: when the new checkpoint is complete, keep the last N of the checkpoints in the same
     parent directory whose names differ only in the number at the end, and remove the older ones.
@@ -56,33 +50,24 @@ def save(
     runs at a time. An error on any rank is raised on every rank by the next ``save``, ``load`` or ``wait``,
     and logged at the end of the program. ``wait()`` returns when the save is complete.
     """
-    state = _given("state_dict", state_dict, "checkpoint", checkpoint)
-    where = _given("save_dir", save_dir, "output_dir", output_dir)
-    if save_xser:
-        raise ValueError("save_xser=True is for a format of torch_xla: leave it out, tensors are streamed in any case")
     if keep_last is not None and keep_last < 1:
         raise ValueError(f"keep_last={keep_last}: at least the checkpoint that is being saved is kept")
     if async_save and save_serially:
         raise ValueError("async_save and save_serially: a save in the background keeps no order of ranks")
     options = Options(save_serially, down_cast_bf16, not master_dp_only, async_save, keep_last)
     finish_save()
-    (save_in_background if async_save else write_checkpoint)(state, where, options)
+    (save_in_background if async_save else write_checkpoint)(state_dict, save_dir, options)
 
 
 def load(
-    load_dir: StrPath | None = None,
-    model: nn.Module | None = None,
+    load_dir: StrPath,
+    model: Any = None,
     model_key: str | None = "model",
     sharded: bool = True,
     strict: bool = True,
     *,
     optimizer: torch.optim.Optimizer | None = None,
     trust: bool = True,
-    chkpt_path: StrPath | None = None,
-    model_or_optimizer: Any = None,
-    load_xser: bool = False,
-    master_dp_only: bool = True,
-    weights_only: bool = True,
 ) -> Any:
     """Load a checkpoint at any tp degree. Returns the saved dict without the entry loaded into ``model``.
 
@@ -93,40 +78,22 @@ def load(
     model's.
 
     ``optimizer``: takes the entry ``"optimizer"``, which is then not returned. Of a checkpoint of this library a
-    ``Zero1`` reads its own entries alone, one tensor after the other.
+    ``Zero1`` reads its own entries alone, one tensor after the other. In place of a model, ``model`` may be another
+    object whose ``load_state_dict`` takes the entry ``model_key``. A torch optimizer knows its parameters, so its state
+    can be loaded at any degree from files of other libraries and from unsharded files too.
 
-    Directories of NeuronX Distributed and optimum-neuron can be loaded too, in all their layouts (that of
-    ``load_xser=True`` is recognised by its files, and the argument has no effect). The cut of their tensors comes from
-    the model. They and files of ``torch.save`` are pickles, from which only tensors and plain values are unpickled.
-    Before torch 2.10 that restriction has a hole, and a warning says so. ``trust=False`` refuses pickles; ``tpcore
-    checkpoint convert`` converts them to safetensors.
+    Directories of NeuronX Distributed and optimum-neuron can be loaded too, in all their layouts. The cut of their
+    tensors comes from the model. They and files of ``torch.save`` are pickles, from which only tensors and plain values
+    are unpickled. Before torch 2.10 that restriction has a hole, and a warning says so. ``trust=False`` refuses
+    pickles; ``tpcore checkpoint convert`` converts them to safetensors.
 
     Names, shapes and dtypes are compared before the model is changed. CheckpointError on every rank lists the
     differences. Floats are converted to the model's dtype. ``strict=False`` skips missing and surplus names, and
-    entries that cannot be loaded at this degree, with a warning.
-
-    ``chkpt_path`` is another name of ``load_dir``. ``model_or_optimizer``: a model, or an object whose
-    ``load_state_dict`` takes the entry ``model_key``. A torch optimizer knows its parameters, so its state can be
-    loaded at any degree from files of other libraries and from unsharded files too. A collective call over all ranks.
+    entries that cannot be loaded at this degree, with a warning. A collective call over all ranks.
     """
-    where = _given("load_dir", load_dir, "chkpt_path", chkpt_path)
-    if not master_dp_only:
-        raise ValueError("master_dp_only=False is not supported: there is one copy for all dp ranks")
-    if not weights_only:
-        raise ValueError("weights_only=False would let a file run code; everything is loaded without")
-    if model is not None and model_or_optimizer is not None:
-        raise ValueError("model and model_or_optimizer are two names of one argument: give one")
     finish_save()
-    target = model if model is not None else model_or_optimizer
     how = Reading(model_key, trust, quiet=current().rank > 0)
-    if optimizer is not None and not isinstance(target, nn.Module):
-        raise ValueError(
-            "optimizer= goes with a model, load(path, model, optimizer=optimizer); alone it is "
-            'load(path, model_or_optimizer=optimizer, model_key="optimizer")'
-        )
-    if target is None or isinstance(target, nn.Module):
-        return read_checkpoint(where, target, how, sharded=sharded, strict=strict, optimizer=optimizer)
-    return load_object(where, target, how, sharded=sharded, strict=strict)
+    return read_checkpoint(load_dir, model, how, sharded=sharded, strict=strict, optimizer=optimizer)
 
 
 def latest(directory: StrPath) -> str | None:
@@ -137,22 +104,14 @@ def latest(directory: StrPath) -> str | None:
     and all ranks get its answer. Collective over all ranks. Raises CheckpointError where the directory cannot be read.
     """
     finish_save()
-    ctx, found = current(), None
+    ctx, last = current(), None
     with together(ctx):
         if ctx.rank == 0:
-            found = newest(os.path.realpath(directory))
-    path: str | None = gather(found, ctx.world)[0]
+            last = newest(os.path.realpath(directory))
+    path: str | None = gather(last, ctx.world)[0]
     return path
 
 
 def wait() -> None:
     """Wait until the save in the background, if any, is complete. Raises its error. A collective call."""
     finish_save()
-
-
-def _given(name: str, value: Any, other_name: str, other: Any) -> Any:
-    """The value of an argument that has two names. TypeError unless exactly one was given."""
-    if (value is None) == (other is None):
-        given = "both" if value is not None else "neither"
-        raise TypeError(f"{name} and {other_name} are two names of one argument: give one, not {given}")
-    return value if value is not None else other

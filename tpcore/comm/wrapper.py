@@ -14,7 +14,7 @@ from .signature import ALL, Call, call_place, checked_calls, compare
 from .transport import ALL_GATHER, ALL_REDUCE, PERMUTE, REDUCE_SCATTER, TABLE, Op, Pending, Primitive, Transport
 
 
-class Relay(Transport):
+class TransportWrapper(Transport):
     """A transport whose primitives all call ``relay``, which subclasses write."""
 
     @abstractmethod
@@ -32,18 +32,18 @@ class Relay(Transport):
 
 
 def _relayed(primitive: Primitive) -> Any:
-    def method(self: Relay, x: Tensor, *arguments: Any) -> Tensor:
+    def method(self: TransportWrapper, x: Tensor, *arguments: Any) -> Tensor:
         return self.relay(primitive, x, *arguments)
 
     return method
 
 
 for _primitive in TABLE:
-    if _primitive.name not in vars(Relay):  # the others would inherit Transport's defaults
-        setattr(Relay, _primitive.name, _relayed(_primitive))
+    if _primitive.name not in vars(TransportWrapper):  # the others would inherit Transport's defaults
+        setattr(TransportWrapper, _primitive.name, _relayed(_primitive))
 
 
-class Checked(Relay):
+class Checked(TransportWrapper):
     """Compares the calls of a group's ranks over the group itself. If they differ, all ranks raise an error.
 
     The first calls are compared before they run, which prevents hangs and wrong numbers; ``TPCORE_CHECK`` sets how
@@ -138,7 +138,7 @@ def _shape(primitive: Primitive) -> Callable[..., Tensor]:
     return shape
 
 
-class Operators(Relay):
+class Operators(TransportWrapper):
     """Puts operators in place of collectives into the graph that is being traced."""
 
     def __init__(self, group: Group, size: int, name: str) -> None:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import copy
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import tempfile
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.storage.files import dumps, make_dirs, naming, sync_dir, write_file
-from ..checkpoint.storage.tensorfile import nbytes_of, order_of, write_tensors
+from ..checkpoint.offline.consolidate import divided, write_weights
+from ..checkpoint.storage.files import make_dirs, naming, sync_dir
+from ..checkpoint.storage.tensorfile import order_of
 from ..layers.sharding import sharding
 from ..runtime.consensus import together
 from ..runtime.context import current
@@ -103,14 +105,14 @@ def save_whole(
         raise ValueError(f"save_pretrained of a cut model does not take {', '.join(sorted(options))}")
     out, done = os.path.realpath(save_directory), set[int]()
     with together(ctx):
-        groups = _groups(_stored(model, done), bytes_of(max_shard_size))
+        files = divided(_stored(model, done), bytes_of(max_shard_size))
     error: Exception | None = None
     if ctx.rank == 0:
         try:
-            _write(model, out, groups)
+            _write(model, out, files)
         except Exception as e:  # noqa: BLE001  raised below, when no rank waits for this one's parts
             error = e
-    for group in groups:
+    for group in files.values():
         for name in order_of(group):
             tensor = _source(group[name])
             if id(tensor) not in done:
@@ -144,44 +146,16 @@ def bytes_of(size: int | str) -> int:
     return int(found[1]) * _UNITS[found[2]]
 
 
-def _groups(tensors: Mapping[str, Written], limit: int) -> list[dict[str, Written]]:
-    """``tensors`` in order, in groups of at most ``limit`` bytes or of one tensor."""
-    groups: list[dict[str, Written]] = [{}]
-    size = 0
-    for name, item in tensors.items():
-        if groups[-1] and size + nbytes_of(item) > limit:
-            groups.append({})
-            size = 0
-        groups[-1][name] = item
-        size += nbytes_of(item)
-    return groups
-
-
-def _write(model: Any, out: str, groups: list[dict[str, Written]]) -> None:
+def _write(model: Any, out: str, files: Mapping[str, Mapping[str, Written]]) -> None:
     make_dirs(out)
-    n = len(groups)
-    names = [f"model-{i:05d}-of-{n:05d}.safetensors" for i in range(1, n + 1)] if n > 1 else ["model.safetensors"]
-    for name, group in zip(names, groups, strict=True):
-        path = os.path.join(out, name)
-        write_tensors(f"{path}.writing", group, {"format": "pt"}, None, summed=False)
-    if n > 1:
-        total = {"total_size": sum(nbytes_of(item) for group in groups for item in group.values())}
-        where = {t: name for name, group in zip(names, groups, strict=True) for t in group}
-        names.append("model.safetensors.index.json")
-        text = dumps({"metadata": total, "weight_map": where}, indent=2)
-        write_file(os.path.join(out, f"{names[-1]}.writing"), [text])
-    with naming("put in place", out):
-        _put_in_place(out, names)
+    # inside of the directory: what is beside it may be another file system
+    with naming("put in place", out), tempfile.TemporaryDirectory(prefix=".writing-", dir=out) as stage:
+        names = write_weights(stage, files, {})
+        for name in names:
+            os.replace(os.path.join(stage, name), os.path.join(out, name))
+        drop_weights(out, names)
         save_configuration(model, out)
     sync_dir(out)
-
-
-def _put_in_place(out: str, names: Iterable[str]) -> None:
-    """Rename the new files to their names, and delete the weights of an older model in the same folder."""
-    kept = set(names)
-    for name in kept:
-        os.replace(os.path.join(out, f"{name}.writing"), os.path.join(out, name))
-    drop_weights(out, kept)
 
 
 def drop_weights(out: str, kept: Collection[str] = ()) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..backend.interface import Backend, Capabilities
 from ..comm.signature import Call, call_place, disagreement
 from ..comm.transport import Primitive
-from ..comm.wrapper import Relay
+from ..comm.wrapper import TransportWrapper
 from ..errors import BackendError, CollectiveMismatchError, PeerLostError
 from ..layout.mesh import Group, Mesh
 from ..runtime.context import ParallelContext, use
@@ -89,7 +89,7 @@ class ThreadWorld:
         self.baton.notify_all()
 
 
-class ThreadTransport(Relay):
+class ThreadTransport(TransportWrapper):
     """Computes every primitive from its ``meaning``: the tensors of all ranks are in this process."""
 
     compares = True

@@ -60,7 +60,7 @@ Entry = tuple[Watched, int, str, Sequence[int], torch.dtype, Caller | None]
 
 
 class FlightRecorder:
-    """The rank writes it at every collective; the thread of ``Peers`` reads it."""
+    """The rank writes it at every collective; the thread of ``PeerMonitor`` reads it."""
 
     def __init__(self) -> None:
         self.entries: deque[Entry] = deque(maxlen=_KEPT)

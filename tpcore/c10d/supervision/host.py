@@ -173,7 +173,7 @@ def _status(task: int) -> dict[str, str]:
     return {key: value.strip() for key, _, value in (line.partition(":") for line in lines)}
 
 
-class Neighbours:
+class LocalRanks:
     """Watches the processes of this host's ranks. ``rank``: this process. ``ranks``: all on its host."""
 
     def __init__(self, rank: int, peers: Sequence[Identity]) -> None:

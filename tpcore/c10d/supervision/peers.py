@@ -18,10 +18,9 @@ from typing import TypeVar
 from ...errors import CollectiveTimeoutError, PeerLostError
 from ...log import hold_lines, log
 from .flight_recorder import FlightRecorder, RankReport, Verdict, cause_of_end, connection_broke
-from .host import CLEAN, GONE, Identity, Neighbours, sever
+from .host import CLEAN, GONE, Identity, LocalRanks, sever
 from .links import Links
-from .requests import Requests
-from .status_store import StatusStore
+from .status_store import Requests, StatusStore
 
 T = TypeVar("T")
 
@@ -32,7 +31,7 @@ _GRACE = 3.0  # seconds to find out who closed a connection; a dying process clo
 _LINGER = 1.0  # seconds for collectives that can still complete, before a lost job's sockets are cut
 
 
-class Peers(threading.Thread):
+class PeerMonitor(threading.Thread):
     """Publishes this rank's last calls, watches its neighbours, and finds out which rank was lost.
 
     Only this thread uses the store, so that a store that does not answer blocks no other thread.
@@ -51,7 +50,7 @@ class Peers(threading.Thread):
         self.verdict: Verdict | None = None
         self.sockets: set[int] = set()  # of the groups, to be cut when the job is lost
         self.partings: set[Callable[[], None]] = set()  # the same for groups that share memory
-        self._near = Neighbours(rank, peers)
+        self._near = LocalRanks(rank, peers)
         self._store, self._links = store, links or Links({}, {})
         self._requests, self._selector = Requests(), selectors.DefaultSelector()
         self._selector.register(self._requests.fd, selectors.EVENT_READ)

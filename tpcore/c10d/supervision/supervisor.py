@@ -19,19 +19,19 @@ from ...comm.signature import ALL, checked_calls
 from ...errors import BackendError, CollectiveMismatchError
 from ...runtime.consensus import agree
 from ...settings import CHECK
+from .fingerprints import FingerprintExchange, connected
 from .flight_recorder import FlightRecorder, Verdict
 from .host import Identity, sockets
 from .links import SECONDS, Links
-from .peers import Peers
+from .peers import PeerMonitor
 from .rendezvous import Rendezvous, address_towards, folder_beside, own_client, place_of_server, timed_out
 from .status_store import StatusStore
 from .waiting import Waiting
-from .words import Words, connected
 
 Members = tuple[int, ...]
 Sockets = Callable[[], frozenset[int]]
 _RUN_AHEAD = {False: 4, True: 64}
-"""Calls by which a rank may be ahead before it waits for its peers' words. True: the device has a queue."""
+"""Calls by which a rank may be ahead before it waits for its peers' fingerprints. True: the device has a queue."""
 
 
 class Supervisor:
@@ -56,7 +56,7 @@ class Supervisor:
         self._peers = self._introduced(store)
         self._peers.open()
 
-    def _introduced(self, store: dist.Store) -> Peers:
+    def _introduced(self, store: dist.Store) -> PeerMonitor:
         """Exchange the ranks' identities. ValueError if they are not to check the same calls, or if their
         versions differ."""
         ids = job_ids(self._rendezvous.world)
@@ -76,7 +76,7 @@ class Supervisor:
         self._address = address_towards(store, all(i.hostname == identities[0].hostname for i in identities))
         silent, place = min(SECONDS, self._timeout), place_of_server(store)
         status = StatusStore(connect, folder_beside(store, f"reports-{found[0][2]}"), place, silent)
-        return Peers(status, self._rank, identities, self._recorder, self._linked(identities, silent))
+        return PeerMonitor(status, self._rank, identities, self._recorder, self._linked(identities, silent))
 
     @staticmethod
     def _alike(found: Sequence[Any]) -> None:
@@ -184,10 +184,10 @@ class Supervisor:
             self._lazy,
         )
         if not compares(waiting) and self._checked:
-            waiting.words = self._words(members)
+            waiting.fingerprints = self._fingerprints(members)
         return waiting
 
-    def _words(self, members: Members) -> Words:
+    def _fingerprints(self, members: Members) -> FingerprintExchange:
         """Connect the members over sockets of their own, whatever the transport."""
         self._made[members] += 1
         what, position = f"compare calls {members} {self._made[members]}", members.index(self._rank)
@@ -198,7 +198,7 @@ class Supervisor:
         with self.connecting(members):
             remedy = f"; {CHECK.name}=off compares no calls, and needs none between these ranks"
             made = connected(position, len(members), self._address, self._timeout, meet, remedy)
-        return Words(members, position, made, _RUN_AHEAD[self._lazy], self._checked == ALL)
+        return FingerprintExchange(members, position, made, _RUN_AHEAD[self._lazy], self._checked == ALL)
 
     def _lost(self, missing: Sequence[int]) -> BackendError | None:
         verdict = self._peers.find(missing)

@@ -6,15 +6,17 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 from ...comm.signature import ALL, Call, call_place
 from ...errors import BackendError
+from .fingerprints import FingerprintExchange
 from .flight_recorder import Entry, FlightRecorder, Verdict, connection_broke, timeout_report
-from .peers import Peers
-from .words import Words, WordsAwaited
+from .peers import PeerMonitor
 
 _LOOK = 17  # past the first calls, the place of every 17th is compared: a prime, so it drifts through a step
 _TIMED_OUT = ("Timed out waiting", "Application timeout")  # gloo's words: of a call, and of others beside it
@@ -25,9 +27,9 @@ class Waiting:
     """``members`` are world ranks in group order, ``rank`` the world rank of this process.
 
     ``checked``: how many collectives to compare before they run. Later ones are compared while they run. The comparison
-    uses the connections of ``words``, so it cannot mix with other code's calls on the group. A transport that compares
-    calls itself has no words and calls ``note`` instead of ``enter``. ``library``: path prefixes of the backend's own
-    files, which call sites skip. ``lazy``: the transport's wait returns at once and makes a device's stream wait.
+    uses the connections of ``fingerprints``, so it cannot mix with other code's calls on the group. A transport that
+    compares calls itself has none, and calls ``note`` instead of ``enter``. ``library``: path prefixes of the backend's
+    own files, which call sites skip. ``lazy``: the transport's wait returns at once and makes a device's stream wait.
     """
 
     def __init__(
@@ -38,13 +40,13 @@ class Waiting:
         checked: int,
         timeout: float,
         recorder: FlightRecorder,
-        peers: Peers,
+        peers: PeerMonitor,
         library: tuple[str, ...],
         lazy: bool,
     ) -> None:
         self.axes, self.members, self.rank, self.seq = tuple(axes), members, rank, 0
         self._checked, self._timeout = checked, timeout
-        self.words: Words | None = None
+        self.fingerprints: FingerprintExchange | None = None
         self._closed = False
         self.places, self._library = checked == ALL, library
         self._entries, self._recorder, self._peers = recorder.entries, recorder, peers
@@ -60,9 +62,9 @@ class Waiting:
         self._raise_if_over()
         entry = (self, self.seq, op, x.shape, x.dtype, call_place(*self._library))
         self._entries.append(entry)
-        if self.words is not None:
-            self.words.say(entry)
-            self._compare(self.words, self.seq <= self._checked)
+        if self.fingerprints is not None:
+            self.fingerprints.say(entry)
+            self._compare(self.fingerprints, self.seq <= self._checked)
 
     def note(self, op: str, x: Tensor) -> Entry:
         """Called before every collective of a transport that compares calls itself. The call site is taken
@@ -120,15 +122,15 @@ class Waiting:
     def close(self) -> None:
         """Every later collective raises BackendError."""
         self._closed = True
-        if self.words is not None:
-            self.words.close()
+        if self.fingerprints is not None:
+            self.fingerprints.close()
 
     def settle(self) -> None:
-        """Raise if the words received so far show that ranks have made different calls."""
+        """Raise if the fingerprints received so far show that ranks have made different calls."""
         self._raise_if_over()
-        if self.words is not None and not self.words.settled:
-            self.words.read()
-            self._raise_if_differing(self.words)
+        if self.fingerprints is not None and not self.fingerprints.settled:
+            self.fingerprints.read()
+            self._raise_if_differing(self.fingerprints)
 
     def _wait_in_slices(self, work: Any) -> None:
         try:
@@ -147,16 +149,19 @@ class Waiting:
         """Handle an error of ``wait``: the end of a slice, or an error of the collective."""
         deadline = time.monotonic() + self._timeout
         while not work.is_completed():
-            if not isinstance(work, WordsAwaited):
-                self.settle()
-            final = self._peers.final()
-            if final is not None:
-                raise final.error(self._recorder.last()) from None
-            if time.monotonic() > deadline:
-                raise self._timed_out() from None
+            self.settle()
+            self._raise_if_lost(deadline)
             with suppress(RuntimeError):
                 work.wait(_SLICE)
         self._wait(work)
+
+    def _raise_if_lost(self, deadline: float) -> None:
+        """Raise the job's verdict, if there is one, or that the time is over."""
+        final = self._peers.final()
+        if final is not None:
+            raise final.error(self._recorder.last()) from None
+        if time.monotonic() > deadline:
+            raise self._timed_out() from None
 
     def _reason(self, error: RuntimeError) -> Exception:
         if any(words in str(error) for words in _TIMED_OUT):
@@ -187,20 +192,24 @@ class Waiting:
         text = timeout_report(self.rank, self.members, self._timeout, reports, lambda r: peers.state(r, reports))
         return peers.post(Verdict("timeout", text)).error(self._recorder.last())
 
-    def _compare(self, words: Words, now: bool) -> None:
-        words.read()
-        if words.due(now):
-            self._arrive(WordsAwaited(words, now=now))
-        self._raise_if_differing(words)
+    def _compare(self, fingerprints: FingerprintExchange, now: bool) -> None:
+        self._arrive(fingerprints, partial(fingerprints.arrived, now))
+        self._raise_if_differing(fingerprints)
 
-    def _raise_if_differing(self, words: Words) -> None:
-        found = words.differing()
+    def _raise_if_differing(self, fingerprints: FingerprintExchange) -> None:
+        found = fingerprints.differing()
         if found is not None:
-            raise words.error(*found, self._arrive) from None
+            raise fingerprints.error(*found, partial(self._arrive, fingerprints)) from None
 
-    def _arrive(self, arrival: WordsAwaited) -> None:
-        self._recorder.waiting = self
-        self._wait_in_slices(arrival)
+    def _arrive(self, fingerprints: FingerprintExchange, arrived: Callable[[], bool]) -> None:
+        """Wait until fingerprints, or a text, have ``arrived``."""
+        self._recorder.waiting, deadline = self, time.monotonic() + self._timeout
+        try:
+            while not arrived():
+                self._raise_if_lost(deadline)
+                fingerprints.wait(_SLICE.total_seconds())
+        except dist.DistNetworkError as e:
+            raise self._reason(e) from None
         self._recorder.waiting = None
 
     def _unusable(self) -> BackendError:

@@ -191,7 +191,7 @@ class RankState:
         except KeyError as e:
             raise CheckpointError(f"{self.path} is damaged: no {e}") from e
         try:  # here, where the file is known
-            decode(self.tree, lambda leaf: None)
+            decode(self.tree, lambda leaf, path: None)
             entries(self.tree)
         except CheckpointError as e:
             raise CheckpointError(f"{self.path}: {e}") from e
@@ -212,8 +212,8 @@ class RankState:
         return self._files[file]
 
     def tensor(self, file: str, name: str) -> tuple[FileTensor, Cut]:
-        held = self._records.get(file) if isinstance(self._records, dict) else None
-        if isinstance(held, dict) and name not in held:
+        records = self._records.get(file) if isinstance(self._records, dict) else None
+        if isinstance(records, dict) and name not in records:
             raise CheckpointError(f"{self.path} has no tensor {name!r} of {file}")
         try:
             record = self._records[file][name]

@@ -13,6 +13,7 @@ from torch import Tensor
 from ...errors import CheckpointError
 from ..storage.dtypes import dtype_name, dtype_of
 from ..storage.files import damage
+from ..tensors.stored import ReadPlan
 
 TAG = "$"
 _DICTS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
@@ -28,8 +29,8 @@ def dotted(path: Path) -> str:
     return text or "the state"
 
 
-def encode(value: Any, leaf: Callable[[Tensor, Path], Any], path: Path = ()) -> Any:
-    """Encode a state. ``leaf`` returns the JSON of a tensor. ValueError, naming the entry, for other types.
+def encode(value: Any, leaf: Callable[[Any, Path], Any], path: Path = ()) -> Any:
+    """Encode a state. ``leaf`` returns the JSON of a tensor or ReadPlan. ValueError, naming the entry, for other types.
 
     Types are matched exactly, because a subclass of a number or a container would be loaded as its base.
     """
@@ -38,7 +39,7 @@ def encode(value: Any, leaf: Callable[[Tensor, Path], Any], path: Path = ()) -> 
         return value
     if kind is float:
         return value if math.isfinite(value) else {TAG: "float", "value": str(value)}
-    if isinstance(value, Tensor):
+    if isinstance(value, (Tensor, ReadPlan)):
         return leaf(value, path)
     if kind is torch.dtype:
         return {TAG: "dtype", "value": dtype_name(value)}
@@ -60,7 +61,7 @@ def _remedy(value: Any) -> str:
     return "; a checkpoint holds tensors, numbers, strings, None, and lists, tuples and dicts of these"
 
 
-def _encode_dict(value: dict[Any, Any], leaf: Callable[[Tensor, Path], Any], path: Path) -> Any:
+def _encode_dict(value: dict[Any, Any], leaf: Callable[[Any, Path], Any], path: Path) -> Any:
     items = []
     for key, item in value.items():
         if isinstance(key, Tensor):
@@ -76,30 +77,31 @@ def _encode_dict(value: dict[Any, Any], leaf: Callable[[Tensor, Path], Any], pat
     return out
 
 
-def decode(tree: Any, leaf: Callable[[dict[str, Any]], Any]) -> Any:
+def decode(tree: Any, leaf: Callable[[dict[str, Any], Path], Any], path: Path = ()) -> Any:
     """Decode a state. ``leaf`` returns the tensor for its JSON. CheckpointError for JSON of another form."""
     if isinstance(tree, list):
-        return [decode(item, leaf) for item in tree]
+        return [decode(item, leaf, (*path, i)) for i, item in enumerate(tree)]
     if not isinstance(tree, dict):
         return tree
     tag = tree.get(TAG)
     with damage(f"an entry tagged {tag!r}"):
         if tag is None:
-            return {key: decode(item, leaf) for key, item in tree.items()}
+            return {key: decode(item, leaf, (*path, key)) for key, item in tree.items()}
         if tag == "tensor":
-            return leaf(tree)
+            return leaf(tree, path)
         if tag == "tuple":
-            return tuple(decode(item, leaf) for item in tree["items"])
+            return tuple(decode(item, leaf, (*path, i)) for i, item in enumerate(tree["items"]))
         if tag == "float":
             return float(tree["value"])
         if tag == "dtype":
             return dtype_of(tree["value"])
         if tag in _DICTS:
             out = _DICTS[tag]()
-            for key, item in tree["items"]:
-                out[decode(key, leaf)] = decode(item, leaf)
+            for encoded, item in tree["items"]:
+                key = decode(encoded, _no_tensor)
+                out[key] = decode(item, leaf, (*path, key))
             if tree.get("metadata") is not None:
-                out._metadata = decode(tree["metadata"], leaf)  # type: ignore[attr-defined]
+                out._metadata = decode(tree["metadata"], leaf, (*path, "_metadata"))  # type: ignore[attr-defined]
             return out
     raise CheckpointError(f"unknown tag {tag!r}: written by a newer tpcore?")
 
@@ -122,12 +124,7 @@ def only(tree: Any, kept: dict[Any, Any]) -> Any:
     return {**tree, "items": [[item[0], kept[key]] for item, key in items if key in kept]}
 
 
-def with_entry(tree: Any, key: str, item: Any) -> Any:
-    """An encoded dict with an encoded entry inserted before its own."""
-    return {key: item, **tree} if TAG not in tree else {**tree, "items": [[key, item], *tree["items"]]}
-
-
-def _no_tensor(tree: dict[str, Any]) -> Any:
+def _no_tensor(tree: dict[str, Any], path: Path) -> Any:
     raise CheckpointError("a tensor is a key of a dict")
 
 

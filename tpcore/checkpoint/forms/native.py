@@ -10,17 +10,18 @@ from itertools import product
 from typing import Any
 
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ...errors import CheckpointError
 from ...layout.layout import Layout
 from ..format.manifest import Checkpoint
 from ..format.tree import (
-    TAG,
     decode,
     dotted,
     entries,
     is_dict,
     is_nested,
+    is_optimizer,
     is_tensor,
     leaves,
     only,
@@ -29,7 +30,7 @@ from ..format.tree import (
 from ..storage.files import MANIFEST
 from ..storage.publish import resolve
 from ..storage.tensorfile import FileTensor
-from ..tensors.stored import Stored
+from ..tensors.stored import ReadPlan, Stored
 from .source import Cuts, Fill, Form, OfParameter, Reading, Source, Stage, State
 
 
@@ -70,17 +71,22 @@ class NativeStage(Stage):
         self._stored: dict[tuple[int, str, str], Stored] = {}  # one object per stored tensor, also if tied
         self.tree = self._first.tree
         self._top = dict(entries(self.tree))
-        self._merged: set[Any] = set()  # keys of optimizers merged from all stages
+        self._merged: dict[Any, dict[str, Any]] = {}  # optimizers of all stages
 
     def merge(self, names: Sequence[str] | None) -> None:
         """Merge the optimizers' state from all stages. ``names``: the wanted parameters; None: all."""
-        trees = [entries(self._checkpoint.rank(0, stage).tree) for stage in self._alike]
         for key in self._top:
-            every = [tree.get(key) for tree in trees]
-            one = merged(every, names) if all(map(is_encoded_optimizer, every)) else None
+            stages = [self._optimizer(key, stage) for stage in self._alike]
+            one = merged(stages, names) if all(map(is_optimizer, stages)) else None
             if one is not None:
-                self._top[key] = one
-                self._merged.add(key)
+                self._merged[key] = one
+
+    def _optimizer(self, key: Any, stage: int) -> Any:
+        """The optimizer's state at ``key``, with a Stored in place of each tensor; None for another entry."""
+        item = entries(self._checkpoint.rank(self._own or 0, stage).tree).get(key)
+        if not is_dict(item) or not {"state", "param_groups"} <= entries(item).keys():
+            return None
+        return decode(item, lambda leaf, path: self.stored(leaf, dotted(path), stage), (key,))
 
     @cached_property
     def _nested(self) -> bool:
@@ -92,11 +98,11 @@ class NativeStage(Stage):
         return {
             str(name): self.stored(item, str(name))
             if is_tensor(item)
-            else decode(item, lambda leaf: self._leaf(leaf, fill))
+            else decode(item, lambda leaf, _: self._leaf(leaf, fill))
             for name, item in top.items()
         }
 
-    def _leaf(self, leaf: dict[str, Any], fill: Fill | None) -> Tensor | Stored:
+    def _leaf(self, leaf: dict[str, Any], fill: Fill | None) -> Tensor | ReadPlan | Stored:
         stored = self.stored(leaf, str(leaf.get("name")))
         return stored if fill is None else fill(stored)
 
@@ -106,17 +112,18 @@ class NativeStage(Stage):
         return [key for key in self._top if key != self._model_key] if self._nested else []
 
     def entries(self, fill: Fill, without: Collection[Any] = (), *, model: bool = False) -> Any:
-        return decode(self.encoded(without, model=model), lambda leaf: self._leaf(leaf, fill))
-
-    def encoded(self, without: Collection[Any] = (), *, model: bool = False) -> Any:
-        """``entries`` in their encoded form."""
-        return only(self.tree, {key: self._top[key] for key in self._keys(model) if key not in without})
+        kept = [key for key in self._keys(model) if key not in without]
+        of_stage = {key: None if key in self._merged else self._top[key] for key in kept}
+        state = decode(only(self.tree, of_stage), lambda leaf, _: self._leaf(leaf, fill))
+        for key in self._merged.keys() & of_stage.keys():
+            state[key] = tree_map_only(Stored, fill, self._merged[key])
+        return state
 
     def bound(self, *, model: bool = False) -> Mapping[Any, str]:
         if self._own is not None:
             return {}
-        found = {key: self._difference(key) or self._uncut(key) for key in self._keys(model)}
-        return {key: why for key, why in found.items() if why is not None}
+        reasons = {key: self._difference(key) or self._uncut(key) for key in self._keys(model)}
+        return {key: why for key, why in reasons.items() if why is not None}
 
     def _difference(self, key: Any) -> str | None:
         """The first difference between ranks in a top-level entry, as an error text; None if they agree."""
@@ -151,32 +158,28 @@ class NativeStage(Stage):
 
     def _uncut(self, key: Any) -> str | None:
         """Why a tensor in a top-level entry cannot be cut for another degree; None if all can."""
-        stored = (self.stored(t, dotted(path)) for path, t in leaves(self._top[key], (key,)) if is_tensor(t))
-        return next((why for s in stored if (why := s.bound()) is not None), None)
+        value = self._merged.get(key) or decode(self._top[key], lambda leaf, at: self.stored(leaf, dotted(at)), (key,))
+        return next((why for stored in _tensors(value) if (why := stored.bound()) is not None), None)
 
     def of_parameters(self) -> Iterator[OfParameter]:
-        for key, item in self._top.items():
-            if not is_encoded_optimizer(item):
+        for key in self._top:
+            optimizer = self._merged.get(key) or self._optimizer(key, self._pp_rank)
+            if not is_optimizer(optimizer):
                 continue
-            state, groups = entries(item)["state"], decode(entries(item)["param_groups"], lambda leaf: None)
-            if not is_dict(state) or not isinstance(groups, list):
-                continue
-            order = [index for group in groups for index in group["params"]]
-            names = dict(parameter_names(groups))
-            for index, values in entries(state).items():
-                for path, leaf in leaves(values, (key, "state", index)):
-                    if is_tensor(leaf) and index in order:
-                        stored = self.stored(leaf, dotted(path))
-                        yield OfParameter(key, order.index(index), names.get(index), stored)
+            order = [index for group in optimizer["param_groups"] for index in group["params"]]
+            names = dict(parameter_names(optimizer["param_groups"]))
+            for index, values in optimizer["state"].items():
+                for stored in _tensors(values) if index in order else ():
+                    yield OfParameter(key, order.index(index), names.get(index), stored)
 
-    def stored(self, leaf: dict[str, Any], where: str) -> Stored:
-        """The tensor of an encoded entry."""
+    def stored(self, leaf: dict[str, Any], where: str, stage: int | None = None) -> Stored:
+        """The tensor of an encoded entry, of this stage or of ``stage``."""
         path = self._first.path
         try:
             file, name = str(leaf["file"]), str(leaf["name"])
         except KeyError as e:
             raise CheckpointError(f"{path}: {where} is damaged: no {e}") from e
-        stage = int(leaf.get(STAGE, self._pp_rank))
+        stage = self._pp_rank if stage is None else stage
         if (stage, file, name) not in self._stored:
             shard, cut = self._checkpoint.rank(self._own or 0, stage).tensor(file, name)
             mesh = self._checkpoint.mesh_of(cut)
@@ -191,20 +194,20 @@ class NativeStage(Stage):
                 if i not in shards:
                     there = at | mesh.coords(i)
                     directory = self._checkpoint.rank(there["tp"], there["pp"])
-                    found, its = directory.tensor(file, name)
-                    if isinstance(cut, Layout) and (found.shape, its) != (shard.shape, cut):
+                    other, other_cut = directory.tensor(file, name)
+                    if isinstance(cut, Layout) and (other.shape, other_cut) != (shard.shape, cut):
                         raise CheckpointError(
-                            f"{directory.path}: {where} is {found.shape} of {its}, and in {path} it is "
+                            f"{directory.path}: {where} is {other.shape} of {other_cut}, and in {path} it is "
                             f"{shard.shape} of {cut}: the ranks saved different models"
                         )
-                    shards[i] = found
+                    shards[i] = other
                 return shards[i]
 
             self._stored[stage, file, name] = Stored(where, cut, mesh, own, shard_of)
         return self._stored[stage, file, name]
 
     def tensors(self) -> Iterator[tuple[str, Stored]]:
-        """Includes the tensors of other entries than the model."""
+        """All tensors that ``tpcore checkpoint inspect`` lists: those of other entries than the model too."""
         for path, leaf in leaves(self.tree):
             if is_tensor(leaf):
                 yield dotted(path), self.stored(leaf, dotted(path))
@@ -216,63 +219,44 @@ def _open(path: str, how: Reading, stack: ExitStack) -> Source | None:
             return Native(Checkpoint(folder, stack), how)
     # if a save died between two renames, the new checkpoint is still in its staging directory
     real = os.path.realpath(path)
-    found = resolve(real)
-    return None if found == real else Native(Checkpoint(found, stack), how)
+    folder = resolve(real)
+    return None if folder == real else Native(Checkpoint(folder, stack), how)
 
 
 FORM = Form(sharded=True, open=_open)
 
 
-STAGE = "stage"
-"""Key in an encoded tensor: the stage whose files hold it."""
+def _tensors(value: Any) -> list[Stored]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Stored)]
 
 
-def is_encoded_optimizer(item: Any) -> bool:
-    return is_dict(item) and {"state", "param_groups"} <= entries(item).keys()
-
-
-def merged(stages: Sequence[Any], names: Sequence[str] | None) -> Any | None:
+def merged(stages: Sequence[dict[str, Any]], names: Sequence[str] | None) -> dict[str, Any] | None:
     """One optimizer state with the parameters of all stages, or None if a stage has no parameter names.
 
     ``names``: the wanted parameters, in the order of the job's optimizer; None: all, stage after stage. The
     groups' options are those of the first stage.
     """
-    groups = [entries(item)["param_groups"] for item in stages]
-    if len({len(g) for g in groups}) > 1 or any(not _named(g) for g in groups):
+    groups = [optimizer["param_groups"] for optimizer in stages]
+    if len({len(g) for g in groups}) > 1 or not all(_named(group) for g in groups for group in g):
         return None
-    states, made, number = [], [], 0
-    for every in zip(*groups, strict=True):
-        found = _members(every)
-        mine = [name for name in (found if names is None else names) if name in found]
-        for at, name in enumerate(mine, number):
-            stage, index = found[name]
-            values = entries(entries(stages[stage])["state"]).get(index)
-            if values is not None:
-                states.append([at, _marked(values, stage)])
-        numbers = list(range(number, number + len(mine)))
-        made.append({**entries(every[0]), "params": numbers, "param_names": mine})
-        number += len(mine)
-    return {**entries(stages[0]), "state": {TAG: "dict", "items": states}, "param_groups": made}
+    state: dict[int, Any] = {}
+    merged_groups: list[dict[str, Any]] = []
+    number = 0
+    for group_of_stages in zip(*groups, strict=True):
+        members: dict[str, tuple[int, int]] = {}  # the first stage wins for a parameter of several stages
+        for stage, group in enumerate(group_of_stages):
+            for name, index in zip(group["param_names"], group["params"], strict=True):
+                members.setdefault(name, (stage, index))
+        wanted = [name for name in (members if names is None else names) if name in members]
+        for at, name in enumerate(wanted, number):
+            stage, index = members[name]
+            if index in stages[stage]["state"]:
+                state[at] = stages[stage]["state"][index]
+        numbers = list(range(number, number + len(wanted)))
+        merged_groups.append({**group_of_stages[0], "params": numbers, "param_names": wanted})
+        number += len(wanted)
+    return {**stages[0], "state": state, "param_groups": merged_groups}
 
 
-def _named(groups: Sequence[Any]) -> bool:
-    return all(is_dict(g) and len(entries(g).get("param_names") or ()) == len(entries(g)["params"]) for g in groups)
-
-
-def _members(every: Sequence[Any]) -> dict[str, tuple[int, int]]:
-    """Stage and index by parameter name. The first stage wins for a parameter of several stages."""
-    found: dict[str, tuple[int, int]] = {}
-    for stage, group in enumerate(every):
-        known = entries(group)
-        for name, index in zip(known["param_names"], known["params"], strict=True):
-            found.setdefault(name, (stage, index))
-    return found
-
-
-def _marked(tree: Any, stage: int) -> Any:
-    """``tree`` with the stage added to each encoded tensor."""
-    if is_tensor(tree):
-        return {**tree, STAGE: stage}
-    if isinstance(tree, list):
-        return [_marked(item, stage) for item in tree]
-    return {key: _marked(item, stage) for key, item in tree.items()} if isinstance(tree, dict) else tree
+def _named(group: Any) -> bool:
+    return isinstance(group, dict) and len(group.get("param_names") or ()) == len(group["params"])

@@ -16,9 +16,8 @@ from ...errors import CheckpointError
 from ...layout.shard import ShardSpec
 from ..storage.files import damage, loads, read_file
 from ..tensors.stored import Stored
-from .pickled import PickledShards, find
 from .pickles import mapped, top_of
-from .rank_files import even_cut
+from .rank_files import PickledShards, even_cut, find
 from .source import Form, Reading, Source, State, inside
 
 Shards = Mapping[str, Sequence[Tensor]]
@@ -119,17 +118,17 @@ class Recorded(NamedTuple):
 
     names: frozenset[str]
     dims: Mapping[str, int]
-    made: Sequence[Fused | Attention]
+    transformations: Sequence[Fused | Attention]
 
 
 def read_metadata(root: str, stages: int, how: Reading) -> list[Recorded]:
     """The metadata in ``root``, by stage. Empty if there are none, CheckpointError if some are missing."""
     paths = [[os.path.join(root, name.format(stage)) for name in _NAMES] for stage in range(stages)]
-    found = [next((path for path in some if os.path.isfile(path)), None) for some in paths]
-    if not any(found):
+    existing = [next((path for path in some if os.path.isfile(path)), None) for some in paths]
+    if not any(existing):
         return []
     read = []
-    for stage, there in enumerate(found):
+    for stage, there in enumerate(existing):
         if there is None:
             raise CheckpointError(f"{paths[stage][0]} is missing, and that of another stage is there")
         path = inside(root, os.path.basename(there), root)
@@ -140,18 +139,18 @@ def read_metadata(root: str, stages: int, how: Reading) -> list[Recorded]:
 
 
 def _recorded(top: Mapping[str, Any], path: str) -> Recorded:
-    made: Iterable[Fused | Attention]
+    transformations: Iterable[Fused | Attention]
     if "sharded_metadata" in top:
-        parameters, made = top["sharded_metadata"], _of_attention(top["gqa_qkv_metadata"])
+        parameters, transformations = top["sharded_metadata"], _of_attention(top["gqa_qkv_metadata"])
     else:
-        parameters, made = top["parameters"], _transformations(top, path)
+        parameters, transformations = top["parameters"], _transformations(top, path)
     dims = {
         str(name): int(p["partition_dim"])
         for name, p in parameters.items()
         # later versions record whether a parameter is cut, earlier ones its kind
         if p.get("tensor_model_parallel", p.get("kind") == "sharded")
     }
-    return Recorded(frozenset(map(str, parameters)), dims, list(made))
+    return Recorded(frozenset(map(str, parameters)), dims, list(transformations))
 
 
 # -- 0.2 and later -----------------------------------------------------------------------------------------
@@ -195,8 +194,8 @@ def _of_attention(spec: Mapping[str, Any]) -> Iterator[Attention]:
     blocks: dict[str, dict[str, str]] = defaultdict(dict)  # original names by "q", "k" and "v"
     for original, stored in spec["original_names_to_gqa_qkv_names"].items():
         base, _, part = str(stored).rpartition("_")
-        found = blocks[f"{base}_qkv" if part == "qkv" else base]
-        found["qkv"[len(found)] if part == "qkv" else part] = str(original)
+        names = blocks[f"{base}_qkv" if part == "qkv" else base]
+        names["qkv"[len(names)] if part == "qkv" else part] = str(original)
     outputs = {
         name.removesuffix(".weight").rpartition(".")[0]: name
         for name in map(str, spec["output_projections_names"])
@@ -222,7 +221,7 @@ class OptimumShards(PickledShards):
 
     @property
     def mixed(self) -> bool:
-        return any(stage.made for stage in self._recorded)
+        return any(stage.transformations for stage in self._recorded)
 
     def cut(self, name: str, shape: tuple[int, ...], pp_rank: int) -> ShardSpec | None:
         dim = self._recorded[pp_rank].dims.get(name)
@@ -244,20 +243,20 @@ class OptimumShards(PickledShards):
         return None
 
     def originals(self, states: Sequence[Mapping[str, Any]], pp_rank: int) -> tuple[State, set[str]]:
-        found: State = {}
-        transformations = self._recorded[pp_rank].made
-        for made in transformations:
-            names = [name for name in made.used() if name not in states[0]]
-            if names == made.used():
+        state: State = {}
+        transformations = self._recorded[pp_rank].transformations
+        for transformation in transformations:
+            names = [name for name in transformation.used() if name not in states[0]]
+            if names == transformation.used():
                 continue  # not saved
             if names:
                 raise CheckpointError(f"{self.files[pp_rank][0]} has no {names[0]!r}, which its metadata name")
-            for name, dim, pieces in self._originals(made, states):
+            for name, dim, pieces in self._originals(transformation, states):
                 parts = [mapped(piece, name, self.path) for piece in pieces]
                 cut = even_cut(parts[0].shape, len(parts), dim)
-                found[name] = Stored.over_tp(name, cut, len(parts), None, parts.__getitem__)
-        used = {name for made in transformations for name in made.used()}
-        return found, used | self._of_others(states[0], pp_rank)
+                state[name] = Stored.over_tp(name, cut, len(parts), None, parts.__getitem__)
+        used = {name for transformation in transformations for name in transformation.used()}
+        return state, used | self._of_others(states[0], pp_rank)
 
     def _of_others(self, state: Mapping[str, Any], pp_rank: int) -> set[str]:
         """Names in a stage's file that stand for parameters of other stages: some versions write all of the
@@ -267,12 +266,14 @@ class OptimumShards(PickledShards):
         empty = {name for name, t in state.items() if isinstance(t, Tensor) and t.is_meta}
         return ((every & state.keys()) | empty) - mine
 
-    def _originals(self, made: Fused | Attention, states: Sequence[Mapping[str, Any]]) -> list[Original]:
+    def _originals(self, transformation: Fused | Attention, states: Sequence[Mapping[str, Any]]) -> list[Original]:
         try:
-            return list(made.originals({name: [state[name] for state in states] for name in made.used()}))
+            return list(
+                transformation.originals({name: [state[name] for state in states] for name in transformation.used()})
+            )
         except (ArithmeticError, IndexError, RuntimeError, ValueError) as e:
             why = f"{type(e).__name__}: {e}"
-            raise CheckpointError(f"{self.path}: {made.used()} are not as their metadata say: {why}") from e
+            raise CheckpointError(f"{self.path}: {transformation.used()} are not as their metadata say: {why}") from e
 
 
 def _equal(a: Any, b: Tensor) -> bool:
@@ -282,10 +283,10 @@ def _equal(a: Any, b: Tensor) -> bool:
 
 
 def _open(path: str, how: Reading, stack: ExitStack) -> Source | None:
-    found = find(path)
-    if found is None:
+    shards = find(path)
+    if shards is None:
         return None
-    root, stages = found
+    root, stages = shards
     above = os.path.dirname(root) if os.path.basename(root) == "model" else root
     recorded = read_metadata(above, len(stages), how)
     return OptimumShards(path, stages, how, recorded) if recorded else None

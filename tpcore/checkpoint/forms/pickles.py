@@ -46,9 +46,9 @@ def unpickled(path: str, how: Reading, allow: Sequence[type] = ()) -> Any:
             raise CheckpointError(f"{path} is truncated: its directory, which is at its end, is missing")
         _refuse_compressed(path)
         with torch.serialization.safe_globals(list(allow)):
-            found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        _Extent(path).check(found)
-        return found
+            value = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        _Extent(path).check(value)
+        return value
     except CheckpointError:
         raise
     except pickle.UnpicklingError as e:
@@ -140,8 +140,8 @@ class _Extent:
             if len(above) > _DEEPEST or id(value) in above:
                 raise CheckpointError(f"{self._path} is nested more than {_DEEPEST} deep, or holds itself")
             named = value.items() if isinstance(value, Mapping) else enumerate(value)
-            found = [self._measure(item, (*above, id(value)), key) for key, item in named]
-            self._seen[id(value)] = 1 + sum(n for n, _ in found), sum(size for _, size in found)
+            sizes = [self._measure(item, (*above, id(value)), key) for key, item in named]
+            self._seen[id(value)] = 1 + sum(n for n, _ in sizes), sum(size for _, size in sizes)
         return self._seen[id(value)]
 
     def _bytes(self, t: Tensor, name: Any) -> int:
@@ -186,7 +186,7 @@ def why_bound(keys: Sequence[Any], path: str, tp: int) -> str:
     return (
         f"{', '.join(map(str, keys))} in {path} can be loaded only at the degree of the save, tp={tp}: it "
         "differs between ranks or is an optimizer's state, whose parameters the file does not name. For an "
-        "optimizer's state: load(path, model_or_optimizer=optimizer, model_key=...)"
+        "optimizer's state: load(path, optimizer, model_key=...)"
     )
 
 

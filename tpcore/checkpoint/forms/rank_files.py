@@ -1,19 +1,25 @@
-"""Shards in one file per rank, without recorded cuts."""
+"""Shards in one file per rank, without recorded cuts; of NeuronX Distributed, in all its layouts, pickles."""
 
 from __future__ import annotations
 
+import os
+import re
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from ...errors import CheckpointError
 from ...layout.shard import Block, ShardSpec
+from ..format.manifest import STATE
+from ..storage.files import naming
 from ..tensors.stored import MemoryShard, Stored
-from .pickles import in_own_memory, mapped, split, why_bound
-from .source import Cuts, Fill, Reading, Source, Stage, State
+from .pickles import in_own_memory, mapped, parted, split, top_of, unpickled, why_bound
+from .source import Cuts, Fill, Form, Reading, Source, Stage, State, inside
 
 Entries = dict[Any, Any]
 """The entries other than the model in one rank's file."""
@@ -64,9 +70,9 @@ class _RankFilesStage(Stage):
         for file, state in zip(self._files, self._states, strict=True):
             for name in sorted(state.keys() ^ first.keys()):
                 raise CheckpointError(f"{file} and {self._files[self._own or 0]} do not both have {name!r}")
-        found, used = self._source.originals(self._states, self._pp_rank)
+        originals, used = self._source.originals(self._states, self._pp_rank)
         plain = {name: value for name, value in first.items() if name not in used}
-        return found | {k: self._stored(k) if isinstance(v, Tensor) else v for k, v in plain.items()}
+        return originals | {k: self._stored(k) if isinstance(v, Tensor) else v for k, v in plain.items()}
 
     def _stored(self, name: str) -> Stored:
         pairs = zip(self._states, self._files, strict=True)
@@ -88,8 +94,8 @@ class _RankFilesStage(Stage):
         if not model:
             return rest
         items = self.model().items()
-        made = {name: fill(item) if isinstance(item, Stored) else in_own_memory(item) for name, item in items}
-        return {self._source.how.model_key: made, **rest}
+        state = {name: fill(item) if isinstance(item, Stored) else in_own_memory(item) for name, item in items}
+        return {self._source.how.model_key: state, **rest}
 
     def bound(self, *, model: bool = False) -> Mapping[Any, str]:
         why = why_bound(self._bound, self._source.path, self._source.tp)
@@ -123,12 +129,107 @@ def in_order(shards: list[MemoryShard], cut: ShardSpec, where: str) -> list[Memo
 
 
 def _replicas_agree(shards: list[MemoryShard], cut: ShardSpec) -> bool:
-    held: dict[tuple[int, int], Tensor] = {}
+    first_of: dict[tuple[int, int], Tensor] = {}
     assert cut.dim is not None  # noqa: S101
     for rank, shard in enumerate(shards):
         for piece in cut.pieces(rank, len(shards)):
             t = shard.tensor.narrow(cut.dim, piece.local, piece.length)
-            first = held.setdefault((piece.full, piece.length), t)
+            first = first_of.setdefault((piece.full, piece.length), t)
             if first is not t and not torch.equal(first, t):
                 return False
     return True
+
+
+# -- the pickles of NeuronX Distributed ---------------------------------------------------------------------
+_RANK = re.compile(r"(?:dp_rank_(\d+)_)?tp_rank_(\d+)(?:_pp_rank_(\d+))?(\.pt)?")
+_FOLDERS = ("", "model", "shards", "shards/model", "tensor_parallel_shards", "tensor_parallel_shards/model")
+
+
+class TensorReference:
+    """Placeholder in files of torch_xla's serialization for a tensor in ``<file>.tensors/``."""
+
+    tid: int
+
+
+def _named(module: str) -> type:
+    return type("TensorReference", (TensorReference,), {"__module__": module})
+
+
+# the only classes that a reference file may name in addition to those of tensors; neither is imported
+_REFERENCES = [_named(f"{m}.utils.serialization") for m in ("torch_xla", "neuronx_distributed")]
+
+
+class PickledShards(RankFiles):
+    form = "pickled shards"
+
+    def read(self, file: str) -> tuple[Mapping[str, Any], dict[Any, Any]]:
+        top = tree_map_only(
+            TensorReference, lambda at: _resolved(at, file, self.how), top_of(file, self.how, _REFERENCES)
+        )
+        return parted({key: value for key, value in top.items() if key != "tp_rank"}, self.how, file)
+
+
+def find(path: str) -> tuple[str, list[list[str]]] | None:
+    """The folder of shards (``path`` or one inside it) and the files of each stage. None without shards."""
+    for folder in _FOLDERS if os.path.isdir(path) else ():
+        root = os.path.join(path, folder) if folder else path
+        stages = _stages(root) if os.path.isdir(root) else None
+        if stages:
+            return root, stages
+    return None
+
+
+def _stages(root: str) -> list[list[str]] | None:
+    with naming("list", root):
+        names = sorted(os.listdir(root))
+    files: dict[tuple[int, int], str] = {}
+    for name in names:
+        match = _RANK.fullmatch(name)
+        if match is None or int(match[1] or 0):
+            continue  # all data-parallel ranks hold the same state
+        if os.path.isfile(os.path.join(root, name, STATE)):
+            return None  # a tpcore checkpoint whose manifest is missing
+        at = int(match[3] or 0), int(match[2])
+        if at in files:
+            raise CheckpointError(f"{os.path.join(root, name)} and {files[at]} are of one rank")
+        files[at] = _file_of(root, name)
+    if not files:
+        return None
+    pp, tp = (1 + max(at[i] for at in files) for i in (0, 1))
+    if pp * tp > 1 << 16:
+        raise CheckpointError(f"{root} names rank {max(files)}: most ranks before it are missing")
+    for at in ((p, t) for p in range(pp) for t in range(tp)):
+        if at not in files:
+            raise CheckpointError(f"{root} holds {len(files)} ranks, but not tp rank {at[1]} of pp rank {at[0]}")
+    return [[files[p, t] for t in range(tp)] for p in range(pp)]
+
+
+def _file_of(root: str, name: str) -> str:
+    """The pickle of a rank: ``name`` itself, or the one file in that directory."""
+    path = os.path.join(root, name)
+    if not os.path.isdir(path):
+        return inside(root, name, root)
+    names = sorted(f for f in os.listdir(path) if f.endswith(".pt"))
+    if len(names) != 1:
+        raise CheckpointError(f"{path} holds {len(names)} .pt files where one rank's state belongs: {names[:4]}")
+    return inside(root, os.path.join(name, names[0]), root)
+
+
+def _resolved(reference: TensorReference, file: str, how: Reading) -> Tensor:
+    """The mapped tensor that a reference stands for."""
+    tid = getattr(reference, "tid", None)
+    if type(tid) is not int or tid < 0:
+        raise CheckpointError(f"{file} is damaged: it refers to a tensor {tid!r}")
+    root = f"{file}.tensors"
+    t = unpickled(inside(root, f"tensor_{tid}.pt", file), Reading(how.model_key, how.trust, quiet=True))
+    if not isinstance(t, Tensor):
+        raise CheckpointError(f"{root}/tensor_{tid}.pt holds a {type(t).__name__}, not a tensor")
+    return t
+
+
+def _open(path: str, how: Reading, stack: ExitStack) -> Source | None:
+    shards = find(path)
+    return None if shards is None else PickledShards(path, shards[1], how)
+
+
+FORM = Form(sharded=True, open=_open)

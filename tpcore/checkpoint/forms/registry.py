@@ -7,10 +7,10 @@ from contextlib import ExitStack
 
 from ...errors import CheckpointError
 from ..storage.files import MANIFEST, PREFIX
-from . import huggingface, native, optimum, pickled, whole
+from . import native, optimum, rank_files, whole
 from .source import Reading, Source
 
-FORMS = (native.FORM, optimum.FORM, pickled.FORM, huggingface.FORM, whole.FORM)
+FORMS = (native.FORM, optimum.FORM, rank_files.FORM, whole.FORM)
 """In the order in which they are tried. A new form is a module in this folder and an entry here."""
 
 
@@ -18,9 +18,9 @@ def open_source(path: str, how: Reading, stack: ExitStack, *, sharded: bool | No
     """Open a checkpoint of any form, until ``stack`` closes. ``sharded``: only forms with this property."""
     for form in FORMS:
         if sharded is None or form.sharded == sharded:
-            found = form.open(path, how, stack)
-            if found is not None:
-                return found
+            source = form.open(path, how, stack)
+            if source is not None:
+                return source
     raise CheckpointError(_unknown(path, sharded))
 
 

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from ...errors import CheckpointError
 from ...layout.shard import ShardSpec
-from ..tensors.stored import Stored
+from ..tensors.stored import ReadPlan, Stored
 
 State = dict[str, Any]
 """A model's state by name: a Stored for each tensor, other values unchanged."""
 Cuts = Callable[[str, tuple[int, ...], int], ShardSpec | None]
 """The cut of a tensor, from its name, shard shape and number of shards. None if it is not known to be cut."""
-Fill = Callable[[Stored], Tensor]
-"""Returns the tensor that replaces a stored one in a nested state."""
+Fill = Callable[[Stored], Tensor | ReadPlan]
+"""Returns what replaces a stored tensor in a nested state."""
 
 
 class OfParameter(NamedTuple):
@@ -68,12 +68,6 @@ class Stage(ABC):
     def of_parameters(self) -> Iterator[OfParameter]:
         """The tensors in optimizers' states, for forms that store them one by one."""
         return iter(())
-
-    def tensors(self) -> Iterator[tuple[str, Stored]]:
-        """All tensors that ``tpcore checkpoint inspect`` lists."""
-        for name, item in self.model().items():
-            if isinstance(item, Stored):
-                yield name, item
 
 
 class Source(ABC):

@@ -1,4 +1,5 @@
-"""An unsharded model in one file of safetensors or torch.save."""
+"""An unsharded model: a file of safetensors or torch.save, or a Hugging Face directory of such files, which may
+have an index from tensor to file."""
 
 from __future__ import annotations
 
@@ -12,11 +13,11 @@ from torch import Tensor
 
 from ...errors import CheckpointError
 from ...layout.shard import ShardSpec
-from ..storage.files import naming
+from ..storage.files import loads, naming, read_file
 from ..storage.tensorfile import TensorFile
 from ..tensors.stored import Shard, Stored
 from .pickles import in_own_memory, mapped, parted, split, top_of, why_bound
-from .source import Cuts, Fill, Form, Reading, Source, Stage, State
+from .source import Cuts, Fill, Form, Reading, Source, Stage, State, inside
 
 
 class Whole(Source):
@@ -92,18 +93,64 @@ def _safetensors(path: str, stack: ExitStack) -> State:
 
 def in_memory(state: Mapping[Any, Any], path: str) -> State:
     """An unsharded model's state of tensors that are in memory or mapped."""
-    found: State = {}
+    stored: State = {}
     for name, value in state.items():
         if not isinstance(name, str):
             raise CheckpointError(f"{path}: a model's state has names, not {name!r}")
-        found[name] = _stored(name, mapped(value, name, path)) if isinstance(value, Tensor) else value
-    return found
+        stored[name] = _stored(name, mapped(value, name, path)) if isinstance(value, Tensor) else value
+    return stored
+
+
+INDEX = ".index.json"
+_FILES = ("model.safetensors", "pytorch_model.bin")  # in order of preference
+
+
+def weight_files(path: str) -> dict[str, set[str] | None] | None:
+    """Paths of the files of weights, each with the names to take from it (None: all). None without files.
+
+    CheckpointError if the index names a file that is missing or outside of the directory.
+    """
+    for name in _FILES:
+        index = os.path.join(path, name + INDEX)
+        if os.path.lexists(index):
+            return _indexed(path, index)
+        if os.path.lexists(os.path.join(path, name)):
+            return {inside(path, name, path): None}
+    return None
+
+
+def _indexed(path: str, index: str) -> dict[str, set[str] | None]:
+    top = loads(read_file(index), index)
+    weight_map = top.get("weight_map") if isinstance(top, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
+        raise CheckpointError(f"{index} is damaged: it has no weight_map from names to files")
+    files: dict[str, set[str] | None] = {}
+    for name, file in weight_map.items():
+        names = files.setdefault(inside(path, file, index), set())
+        if names is not None:
+            names.add(name)
+    return files
 
 
 def _open(path: str, how: Reading, stack: ExitStack) -> Source | None:
-    if not os.path.isfile(path):
+    if os.path.isfile(path):
+        return Whole(path, "unsharded file", *open_file(path, how, stack))
+    files = weight_files(path) if os.path.isdir(path) else None
+    if files is None:
         return None
-    return Whole(path, "unsharded file", *open_file(path, how, stack))
+    state: State = {}
+    for file, names in files.items():
+        tensors, _ = open_file(file, how, stack)
+        missing = sorted((names or set()) - tensors.keys())
+        if missing:
+            raise CheckpointError(f"{file} has no {missing[0]!r}, which the index says it has")
+        state.update((name, item) for name, item in tensors.items() if names is None or _listed(name, item, names))
+    return Whole(path, "unsharded directory", state, {})
+
+
+def _listed(name: str, item: Any, names: set[str]) -> bool:
+    """Whether the index has this tensor. A tied tensor counts under its stored name."""
+    return (item.where if isinstance(item, Stored) else name) in names
 
 
 FORM = Form(sharded=False, open=_open)

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import TypeVar
 
 import torch
 from safetensors.torch import load_file
 
 from ...errors import CheckpointError
-from ..forms.huggingface import INDEX
 from ..forms.source import Reading, Source
-from ..read.source import CutRule, Lazy, once, opened, tensors_of
+from ..forms.whole import INDEX
+from ..read.source import CutRule, once, opened, tensors_of
 from ..storage.files import CHUNK, MANIFEST, Progress, dumps, naming, sync_dir, write_file
 from ..storage.publish import new_beside
 from ..storage.tensorfile import Writable, nbytes_of, write_tensors
+from ..tensors.stored import ReadPlan
 
 StrPath = str | os.PathLike[str]
 
@@ -36,7 +39,7 @@ def consolidate(
     rules: Sequence[CutRule] = (),
     how: Reading | None = None,
     progress: Progress | None = None,
-    stored_as: Callable[[Mapping[str, Lazy]], Mapping[str, Writable]] | None = None,
+    stored_as: Callable[[Mapping[str, ReadPlan]], Mapping[str, Writable]] | None = None,
     beside: StrPath | None = None,
     adapter: bool = False,
 ) -> list[str]:
@@ -53,25 +56,12 @@ def consolidate(
         tensors: Mapping[str, Writable] = found
         if stored_as is not None:
             tensors, ties = stored_as({**found, **{other: found[kept] for other, kept in ties.items()}}), {}
-        groups = _groups(tensors, max_shard_size)
+        stem, end = ("pytorch_model", ".bin") if pickled else ("model", ".safetensors")
+        files = divided(tensors, max_shard_size, "adapter_model" if adapter else stem, end)
         if progress is not None:
             progress.start(sum(map(nbytes_of, tensors.values())))
-        stem, end = ("pytorch_model", ".bin") if pickled else ("model", ".safetensors")
-        stem = "adapter_model" if adapter else stem
-        width = f"{len(groups):05d}"
-        names = [
-            f"{stem}{end}" if len(groups) == 1 else f"{stem}-{i:05d}-of-{width}{end}" for i in range(1, len(groups) + 1)
-        ]
         with _new_files(os.fspath(out)) as stage:
-            for name, group in zip(names, groups, strict=True):
-                here = {other: kept for other, kept in ties.items() if kept in group}
-                _write_weights(os.path.join(stage, name), group, here, pickled, progress)
-            if len(groups) > 1:
-                where = {t: name for name, group in zip(names, groups, strict=True) for t in group}
-                total = {"total_size": sum(map(nbytes_of, tensors.values()))}
-                text = dumps({"metadata": total, "weight_map": where}, indent=2)
-                names.append(f"{stem}{end}{INDEX}")
-                write_file(os.path.join(stage, names[-1]), [text])
+            names = write_weights(stage, files, ties, progress)
             names += _copy_model_files(os.fspath(beside or src), stage, os.fspath(out), "adapter_" * adapter)
             sync_dir(stage)
     return names
@@ -91,23 +81,45 @@ def write_one(source: Source, out: str, rules: Sequence[CutRule], progress: Prog
         sync_dir(os.path.dirname(out))
 
 
-def _groups(tensors: Mapping[str, Writable], limit: int | None) -> list[dict[str, Writable]]:
-    """Groups of tensors in order, each of at most ``limit`` bytes or of one tensor."""
-    groups: list[dict[str, Writable]] = []
-    held = 0
+W = TypeVar("W", bound=Writable)
+
+
+def divided(
+    tensors: Mapping[str, W], limit: int | None, stem: str = "model", end: str = ".safetensors"
+) -> dict[str, dict[str, W]]:
+    """The tensors of each file, by its name: in order, each of at most ``limit`` bytes or of one tensor."""
+    groups: list[dict[str, W]] = [{}]
+    size = 0
     for name, t in tensors.items():
-        if not groups or (limit is not None and held + nbytes_of(t) > limit):
+        if groups[-1] and limit is not None and size + nbytes_of(t) > limit:
             groups.append({})
-            held = 0
+            size = 0
         groups[-1][name] = t
-        held += nbytes_of(t)
-    return groups
+        size += nbytes_of(t)
+    if len(groups) == 1:
+        return {f"{stem}{end}": groups[0]}
+    return {f"{stem}-{i:05d}-of-{len(groups):05d}{end}": group for i, group in enumerate(groups, 1)}
 
 
-def _write_weights(
-    path: str, tensors: Mapping[str, Writable], ties: Mapping[str, str], pickled: bool, progress: Progress | None
-) -> None:
-    if not pickled:
+def write_weights(
+    folder: str, files: Mapping[str, Mapping[str, Writable]], ties: Mapping[str, str], progress: Progress | None = None
+) -> list[str]:
+    """Write the tensors of ``files``, and an index if there are several. Returns the names, the index last. ``ties``:
+    further names of tensors."""
+    for name, group in files.items():
+        _write(os.path.join(folder, name), group, {o: kept for o, kept in ties.items() if kept in group}, progress)
+    names = list(files)
+    if len(names) > 1:
+        total = {"total_size": sum(nbytes_of(t) for group in files.values() for t in group.values())}
+        weight_map = {t: name for name, group in files.items() for t in group}
+        names.append(re.sub(r"-\d+-of-\d+", "", names[0]) + INDEX)
+        text = dumps({"metadata": total, "weight_map": weight_map}, indent=2)
+        write_file(os.path.join(folder, names[-1]), [text])
+    return names
+
+
+def _write(path: str, tensors: Mapping[str, Writable], ties: Mapping[str, str], progress: Progress | None) -> None:
+    if not path.endswith(".bin"):
         write_tensors(path, tensors, {"format": "pt", **ties}, progress, summed=False)
         return
     # torch.save needs all tensors at once: write them to a scratch file first, and map it

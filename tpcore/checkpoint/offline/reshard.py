@@ -4,37 +4,23 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from itertools import product
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from contextlib import closing
 
 from torch import Tensor
 
 from ...errors import CheckpointError
 from ...layout.mesh import Mesh
 from ..format.manifest import FORMAT, rank_dir
-from ..format.tree import dotted, is_tensor, leaves, with_entry
-from ..forms.native import Native, NativeStage
-from ..forms.source import Reading, Source, Stage, State
-from ..read.source import CutRule, Lazy, cuts_by, model_of, once, opened, part
+from ..forms.native import Native
+from ..forms.source import Cuts, Reading, Source
+from ..read.source import CutRule, cuts_by, model_of, once, opened, part
 from ..storage.files import FileRecord, Progress
 from ..storage.publish import Staging
-from ..tensors.stored import MemoryShard, Stored
+from ..tensors.stored import Stored
 from ..write.save import put_in_place, write_state, write_tensor_files
-from ..write.snapshot import Entry, Part, total_of
+from ..write.snapshot import Part, total_of
 from .consolidate import StrPath, consolidate, write_one
-
-
-class RankContents(NamedTuple):
-    """Contents of one rank's directory: the encoded state, and its tensors by file and name."""
-
-    tree: Any
-    files: Mapping[str, Mapping[str, Entry]]
-
-    def write(self, root: str, name: str, save_id: str, progress: Progress | None) -> dict[str, FileRecord]:
-        records, tensors = write_tensor_files(root, name, save_id, self.files, progress)
-        return records | write_state(root, name, save_id, tensors, self.tree)
 
 
 def reshard(
@@ -53,78 +39,70 @@ def reshard(
     """
     if tp < 1:
         raise ValueError(f"tp={tp} must be 1 or more ranks")
-    left: dict[str, None] = {}
     with opened(src, how or Reading(), rules) as source:
-        native = isinstance(source, Native)
-        pp = source.pp if native else 1  # stages of other libraries' checkpoints are joined
-        model = {} if native else model_of(source, cuts_by(rules))
-        ranks: dict[str, RankContents] = {}
-        mesh = Mesh({"pp": pp, "tp": tp})
-        for pp_rank, rank in product(range(pp), range(tp)):
-            own = rank if native and source.tp == tp else None
-            stage = source.stage(pp_rank, own, cuts_by(rules))
-            bound = stage.bound(model=native)
-            if bound and strict:
-                raise CheckpointError(f"{next(iter(bound.values()))}. It can be left out")
-            left |= dict.fromkeys(bound.values())
-            name = rank_dir(rank, pp_rank, pp)
-            if isinstance(stage, NativeStage):
-                ranks[name] = _rank_of(stage, bound, mesh.rank({"pp": pp_rank, "tp": rank}), mesh)
-            else:
-                ranks[name] = _rank_of_model(model, stage, bound, rank, mesh, source.path)
-        if progress is not None:
-            progress.start(sum(total_of(rank.files) for rank in ranks.values()))
-        with staged(out) as (staging, save_id):
-            files: dict[str, FileRecord] = {}
-            for name, contents in ranks.items():
-                files |= contents.write(staging.path, name, save_id, progress)
-            put_in_place(staging, save_id, mesh.axes, files)
-    return list(left)
+        joined = not isinstance(source, Native)
+        _, left = _write(source, out, tp, joined=joined, strict=strict, rules=rules, progress=progress)
+    return left
 
 
-def _rank_of(stage: NativeStage, without: Collection[Any], rank: int, mesh: Mesh) -> RankContents:
-    """Contents for ``rank`` of ``mesh``: the same entries in files of the same names."""
-    tree, files = stage.encoded(without, model=True), dict[str, dict[str, Lazy]]()
-    for path, leaf in leaves(tree):
-        if is_tensor(leaf):
-            lazy = Lazy(stage.stored(leaf, dotted(path)), rank, mesh)
-            files.setdefault(leaf["file"], {})[leaf["name"]] = lazy
-    return RankContents(tree, files)
-
-
-def _rank_of_model(
-    model: State, stage: Stage, without: Collection[Any], rank: int, mesh: Mesh, path: str
-) -> RankContents:
-    """Contents for ``rank`` from another library's checkpoint: the model, and entries equal on all ranks."""
-    plain = sorted(name for name, item in model.items() if not isinstance(item, Stored))
-    if plain:
-        raise CheckpointError(f"{path}: {plain[0]!r} is not a tensor: only a model can load it")
-    tensors, ties = once(model, path)
-    names = {name: name for name in tensors} | ties
-    file = "model.safetensors"
-    rest = Part(stage.entries(lambda s: part(s, 0, 1), {"model", *without}), lambda t, where: None)
-    tree = {k: {"$": "tensor", "file": file, "name": names[k]} for k in model}
-    shards = {k: Lazy(_recorded(t.stored), rank, mesh) for k, t in tensors.items()}
-    return RankContents(with_entry(rest.tree, "model", tree), {file: shards, **rest.files})
-
-
-def _recorded(stored: Stored) -> Stored:
-    """``stored`` with an explicit layout, which is uncut if all ranks hold the same."""
-    cut, mesh = stored.whole()
-    return Stored(stored.where, cut, mesh, None, stored.shard)
-
-
-@contextmanager
-def staged(out: StrPath) -> Iterator[tuple[Staging, str]]:
-    """A directory to write the checkpoint ``out`` to. CheckpointError if ``out`` exists and is not empty."""
+def _write(
+    source: Source,
+    out: StrPath,
+    tp: int,
+    *,
+    joined: bool,
+    strict: bool,
+    rules: Sequence[CutRule],
+    progress: Progress | None,
+) -> tuple[list[str], list[str]]:
+    """Write ``source`` for ``tp`` ranks in each of its stages. Returns the names of the ranks' directories, and why
+    entries were left out. ``joined``: the stages become one, of the model and the entries that all ranks have alike."""
+    cuts, mesh = cuts_by(rules), Mesh({"pp": 1 if joined else source.pp, "tp": tp})
     save_id, target = uuid.uuid4().hex, os.path.realpath(out)
     if os.path.lexists(target) and not (os.path.isdir(target) and not os.listdir(target)):
         raise CheckpointError(f"{os.fspath(out)} is there already: give another name")
-    staging = Staging(target, save_id, FORMAT)
-    try:
-        yield staging, save_id
-    finally:
-        staging.close()
+    model = _joined(source, cuts) if joined else {}
+    left: dict[str, None] = {}
+    files: dict[str, FileRecord] = {}
+    with closing(Staging(target, save_id, FORMAT)) as staging:
+        for rank in range(mesh.size):
+            at = mesh.coords(rank)
+            own = at["tp"] if not joined and source.tp == tp else None
+            stage = source.stage(at["pp"], own, cuts)
+            bound = stage.bound(model=not joined)
+            if bound and strict:
+                raise CheckpointError(f"{next(iter(bound.values()))}. It can be left out")
+            left |= dict.fromkeys(bound.values())
+            if joined:
+                entries = stage.entries(_uncut, {"model", *bound})
+                state = {"model": {name: stored.plan(None, rank, mesh) for name, stored in model.items()}, **entries}
+            else:
+                state = stage.entries(lambda stored: stored.plan(None, rank, mesh), bound, model=True)  # noqa: B023
+            contents, name = Part(state, lambda t, where: None), rank_dir(at["tp"], at["pp"], mesh.axes["pp"])
+            if progress is not None and not files:
+                progress.start(total_of(contents.files) * mesh.size)  # ranks have about the same size
+            records, tensors = write_tensor_files(staging.path, name, save_id, contents.files, progress)
+            files |= records | write_state(staging.path, name, save_id, tensors, contents.tree)
+        put_in_place(staging, save_id, mesh.axes, files)
+    return sorted({name.partition("/")[0] for name in files}), list(left)
+
+
+def _uncut(stored: Stored) -> Tensor:
+    return part(stored, 0, 1)
+
+
+def _joined(source: Source, cuts: Cuts) -> dict[str, Stored]:
+    """The model of all stages, each tensor once, with an explicit layout: uncut if all ranks hold the same."""
+    model = model_of(source, cuts)
+    plain = sorted(name for name, item in model.items() if not isinstance(item, Stored))
+    if plain:
+        raise CheckpointError(f"{source.path}: {plain[0]!r} is not a tensor: only a model can load it")
+    plans, ties = once(model, source.path)
+    tensors = {}
+    for name, plan in plans.items():
+        cut, mesh = plan.stored.whole()
+        tensors[name] = Stored(plan.stored.where, cut, mesh, None, plan.stored.shard)
+    return {name: tensors[ties.get(name, name)] for name in model}
 
 
 # -- without pickle, in the same cut -------------------------------------------------------------------------
@@ -149,40 +127,9 @@ def convert(
             reshard(src, out, source.tp, rules=rules, how=how, progress=progress)
             return [rank_dir(rank) for rank in range(source.tp)]
         if source.sharded:
-            return _convert_shards(source, out, how, rules, progress)
+            return _write(source, out, source.tp, joined=False, strict=True, rules=rules, progress=progress)[0]
         if not os.fspath(out).endswith(".safetensors"):
             return consolidate(src, out, how=how, progress=progress)
         target = os.path.realpath(out)
         write_one(source, target, rules, progress)
     return [os.path.basename(target)]
-
-
-def _convert_shards(
-    source: Source, out: StrPath, how: Reading, rules: Sequence[CutRule], progress: Progress | None
-) -> list[str]:
-    pp, files = source.pp, dict[str, FileRecord]()
-    with staged(out) as (staging, save_id):
-        for pp_rank in range(pp):
-            for tp_rank in range(source.tp):
-                rank = _rank_of_shards(source.stage(pp_rank, tp_rank, cuts_by(rules)), how)
-                if progress is not None and not files:
-                    progress.start(total_of(rank.files) * source.tp * pp)  # ranks have about the same size
-                files |= rank.write(staging.path, rank_dir(tp_rank, pp_rank, pp), save_id, progress)
-        put_in_place(staging, save_id, {"pp": pp, "tp": source.tp}, files)
-    return sorted({name.partition("/")[0] for name in files})
-
-
-def _rank_of_shards(stage: Stage, how: Reading) -> RankContents:
-    """The shards of one rank, mapped and read only when they are written."""
-    model = stage.model()
-    shards = {name: _tensor(s) if isinstance(s, Stored) else s for name, s in model.items()}
-    cuts = {id(shards[name]): s.cut for name, s in model.items() if isinstance(s, Stored)}
-    part = Part({how.model_key: shards, **stage.entries(_tensor)}, lambda t, where: cuts.get(id(t)))
-    return RankContents(part.tree, part.files)
-
-
-def _tensor(stored: Stored) -> Tensor:
-    shard = stored.first
-    if not isinstance(shard, MemoryShard):
-        raise TypeError(f"{shard} is not from a pickle")
-    return shard.tensor

@@ -13,7 +13,7 @@ from ...errors import CheckpointError
 from ...layout.layout import Layout
 from ...layout.mesh import Mesh
 from ...runtime.context import ParallelContext
-from ..tensors.stored import Job, Stored, layout_of
+from ..tensors.stored import ReadPlan, Stored, layout_of
 
 _SHOWN = 8
 _EXTRA_STATE = "_extra_state"  # torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
@@ -28,18 +28,18 @@ class Fit:
     """
 
     def __init__(
-        self, model: nn.Module, found: Mapping[str, Any], ctx: ParallelContext, where: str, *, strict: bool
+        self, model: nn.Module, saved: Mapping[str, Any], ctx: ParallelContext, where: str, *, strict: bool
     ) -> None:
         self._model, self._ctx = model, ctx
         self._wanted = dict(model.state_dict(keep_vars=True))
         self._owned = {id(t) for t in (*model.parameters(), *model.buffers())}
-        self._jobs: dict[int, tuple[str, Stored, Job]] = {}  # by the model's tensor
+        self._reads: dict[int, tuple[str, ReadPlan, Tensor]] = {}  # what to fill by which plan, by the model's tensor
         self._layouts: dict[str, Layout] = {}  # for the model's tensors that the checkpoint has
         self._assign: dict[str, Tensor] = {}
         self._hand_over: dict[str, Any] = {}
         self._in_place: set[int] = set()
         self._notes: list[str] = []
-        self._compare(found, where, strict)
+        self._compare(saved, where, strict)
 
     @property
     def names(self) -> list[str]:
@@ -47,19 +47,19 @@ class Fit:
         return list(self._wanted)
 
     # -- comparing ----------------------------------------------------------------------------------------
-    def _compare(self, found: Mapping[str, Any], where: str, strict: bool) -> None:
-        both = [name for name in self._wanted if name in found]
+    def _compare(self, saved: Mapping[str, Any], where: str, strict: bool) -> None:
+        both = [name for name in self._wanted if name in saved]
         tied = {id(self._wanted[name]) for name in both}  # a tied tensor may be stored under one name only
-        missing = [n for n, t in self._wanted.items() if n not in found and id(t) not in tied]
-        extra = [name for name in found if name not in self._wanted]
+        missing = [n for n, t in self._wanted.items() if n not in saved and id(t) not in tied]
+        extra = [name for name in saved if name not in self._wanted]
         absent = [f"{n!r}: the model has {_shape(self._wanted[n])}, the checkpoint nothing" for n in missing]
-        absent += [f"{n!r}: the checkpoint has {_shape(found[n])}, the model nothing" for n in extra]
+        absent += [f"{n!r}: the checkpoint has {_shape(saved[n])}, the model nothing" for n in extra]
         for name in both:
             t = self._wanted[name]
-            if isinstance(t, Tensor) and isinstance(found[name], Stored):
+            if isinstance(t, Tensor) and isinstance(saved[name], Stored):
                 cut = layout_of(t, self._ctx, f"the model's {name!r}")
                 self._layouts[name] = cut or Layout(tuple(t.shape))
-        wrong = [text for name in both for text in self._misfits(name, found[name])]
+        wrong = [text for name in both for text in self._misfits(name, saved[name])]
         if wrong or (strict and absent):
             if strict:
                 wrong += absent
@@ -67,7 +67,7 @@ class Fit:
         if absent:
             self._notes.append(listed(f"{where} does not fit the model everywhere, and strict=False", absent))
         for name in both:
-            self._plan(name, found[name])
+            self._plan(name, saved[name])
         self._note_precision()
 
     def _misfits(self, name: str, stored: Any) -> Iterator[str]:
@@ -84,8 +84,8 @@ class Fit:
         if not isinstance(stored, Stored) or not isinstance(t, Tensor):
             self._hand_over[name] = stored
             return
-        if id(t) in self._jobs:
-            self._check_tie(name, stored, self._jobs[id(t)])
+        if id(t) in self._reads:
+            self._check_tie(name, stored, *self._reads[id(t)][:2])
             return
         out = t
         if id(t) in self._owned and not t.is_meta:
@@ -93,22 +93,21 @@ class Fit:
         else:
             device = self._ctx.device if t.is_meta else torch.device("cpu")
             out = torch.empty(t.shape, dtype=t.dtype, device=device)
-        job = stored.job(out, self._layouts[name], self._ctx.rank, self._ctx.mesh)
-        self._jobs[id(t)] = name, stored, job
+        self._reads[id(t)] = name, self._read_plan(name, stored), out
 
-    def _check_tie(self, name: str, stored: Stored, first: tuple[str, Stored, Job]) -> None:
+    def _read_plan(self, name: str, stored: Stored) -> ReadPlan:
+        return stored.plan(self._layouts[name], self._ctx.rank, self._ctx.mesh)
+
+    def _check_tie(self, name: str, stored: Stored, other: str, plan: ReadPlan) -> None:
         """CheckpointError if a tensor that the model ties has two different values in the checkpoint."""
-        other, theirs, job = first
-        if stored.first.identity == theirs.first.identity:
+        if stored.first.identity == plan.stored.first.identity:
             return
-        a, b = (torch.empty(job.out.shape, dtype=job.out.dtype) for _ in range(2))
-        for s, out in ((stored, a), (theirs, b)):
-            s.job(out, self._layouts[name], self._ctx.rank, self._ctx.mesh).run()
-        if not torch.equal(a, b):
+        dtype = self._wanted[name].dtype
+        if not torch.equal(self._read_plan(name, stored).tensor(dtype), plan.tensor(dtype)):
             raise CheckpointError(f"{name!r} and {other!r} are one tensor in the model, two in the checkpoint")
 
     def _note_precision(self) -> None:
-        dtypes = [(name, stored.dtype, job.out.dtype) for name, stored, job in self._jobs.values()]
+        dtypes = [(name, plan.dtype, out.dtype) for name, plan, out in self._reads.values()]
         lossy = [(n, have, want) for n, have, want in dtypes if have != want and have.itemsize >= want.itemsize]
         if lossy:
             lines = [f"{name!r}: from {have} to the model's {want}" for name, have, want in lossy]
@@ -118,25 +117,25 @@ class Fit:
     def verify(self) -> None:
         """Compare the checksums of shards that ``run`` reads straight into the model."""
         for key in self._in_place:
-            self._jobs[key][2].verify()
+            self._reads[key][1].verify()
 
     def run(self) -> None:
-        for key, (_, _, job) in self._jobs.items():
-            job.run(check=key not in self._in_place)
+        for key, (_, plan, out) in self._reads.items():
+            plan.fill(out, check=key not in self._in_place)
 
     def finish(self) -> list[str]:
         """Assign the tensors that were made outside of the model. Returns warnings.
 
         No fault of the checkpoint can make this fail.
         """
-        made: dict[int, Tensor] = {}
+        parameters: dict[int, Tensor] = {}
         for name, t in self._wanted.items():
-            if id(t) not in self._jobs or not isinstance(t, Tensor):
+            if id(t) not in self._reads or not isinstance(t, Tensor):
                 continue
-            out = self._jobs[id(t)][2].out
+            out = self._reads[id(t)][2]
             if t.is_meta:
                 if isinstance(t, nn.Parameter):  # one Parameter for all its names, so that it stays tied
-                    out = made.setdefault(id(t), nn.Parameter(out, requires_grad=t.requires_grad))
+                    out = parameters.setdefault(id(t), nn.Parameter(out, requires_grad=t.requires_grad))
                 self._assign[name] = out
             elif id(t) not in self._owned:
                 self._hand_over[name] = out
@@ -172,27 +171,27 @@ def listed(title: str, lines: list[str]) -> str:
     return "\n  ".join([f"{title}:", *lines[:_SHOWN], *more])
 
 
-def aligned(found: Mapping[str, Any], wanted: set[str]) -> dict[str, Any]:
-    """``found`` under the model's names, if the names on one side have a further prefix.
+def aligned(saved: Mapping[str, Any], wanted: set[str]) -> dict[str, Any]:
+    """``saved`` under the model's names, if the names on one side have a further prefix.
 
     A model with a head stores its base model's weights as ``bert.embeddings...``, and the base model itself
     stores them without ``bert.``.
     """
-    if not wanted or not found or wanted & found.keys():
-        return dict(found)
+    if not wanted or not saved or wanted & saved.keys():
+        return dict(saved)
     shortest = min(wanted, key=lambda name: (len(name), name))
-    for name in found:
+    for name in saved:
         if name.endswith(f".{shortest}"):
             prefix = name[: -len(shortest)]
-            if all(prefix + w in found for w in wanted):
-                return {n.removeprefix(prefix): item for n, item in found.items()}
-    first = min(found, key=lambda name: (len(name), name))
+            if all(prefix + w in saved for w in wanted):
+                return {n.removeprefix(prefix): item for n, item in saved.items()}
+    first = min(saved, key=lambda name: (len(name), name))
     for want in wanted:
         if want.endswith(f".{first}"):
             prefix = want[: -len(first)]
-            if all(prefix + n in wanted for n in found):
-                return {prefix + n: item for n, item in found.items()}
-    return dict(found)
+            if all(prefix + n in wanted for n in saved):
+                return {prefix + n: item for n, item in saved.items()}
+    return dict(saved)
 
 
 def refuse_while_on_meta(model: nn.Module) -> None:

@@ -1,12 +1,9 @@
-"""Loads a checkpoint into a model, or into memory, and returns its other entries."""
+"""One load on one rank: compares the open checkpoint with the model, then reads it."""
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,18 +14,14 @@ from ...layers.sharding import Sharding, layouts, stamp
 from ...layout.layout import Layout
 from ...layout.shard import ShardSpec
 from ...runtime.consensus import gather, together
-from ...runtime.context import ParallelContext, current
-from ...train.zero import OF_SUMS, SUMS, ReadRun, Zero1
+from ...runtime.context import ParallelContext
+from ...train.zero import OF_SUMS, SUMS, ReadRun
 from ..format.tree import dotted
-from ..forms.registry import open_source
-from ..forms.source import Cuts, OfParameter, Reading, Source, Stage
+from ..forms.source import Cuts, OfParameter, Source, Stage
 from ..storage.files import naming
-from ..tensors.stored import Job, Stored
+from ..tensors.stored import ReadPlan, Stored
 from .fit import Fit, aligned, listed
 from .source import model_of
-from .target import OPTIMIZER, give, parameters_of
-
-StrPath = str | os.PathLike[str]
 
 
 class Loading:
@@ -45,11 +38,10 @@ class Loading:
         self.restaged = source.pp != pp
         if self.restaged and source.entries_of_all(_cuts_of(None)) is None:
             raise CheckpointError(f"{source.path} was saved at pp={source.pp} and this job has pp={pp}")
-        self._jobs: list[Job] = []
-        self._made: dict[Stored, Tensor] = {}
+        self._filled: dict[Stored, tuple[ReadPlan, Tensor]] = {}  # tensors outside of the model
         self._fit: Fit | None = None
         self._wants: dict[Stored, Layout] = {}  # layouts of optimizers' tensors that differ from the file's
-        self._later: dict[Stored, Tensor] = {}  # on meta: tensors that are read after the rest
+        self._later: dict[Stored, tuple[ReadPlan, Tensor]] = {}  # the same, on meta: read after the rest
         self._elsewhere: list[str] = []  # names of the checkpoint that this stage's model lacks
         self._rest: Any = {}
         self._notes: list[str] = []
@@ -92,17 +84,17 @@ class Loading:
             names = [name for name, _ in model.named_parameters()]
         stage, whole = self.stage(_cuts_of(model), names), model is None
         if model is not None:
-            found = self._model(model, stage)
+            saved = self._model(model, stage)
             if not self._sharded:
                 wanted = set(model.state_dict(keep_vars=True))
-                found = aligned(found, wanted)
+                saved = aligned(saved, wanted)
                 if self._ctx.mesh.axes.get("pp", 1) > 1:
-                    found = self._of_this_stage(found, wanted)
-            self._fit = Fit(model, found, self._ctx, self._source.path, strict=self._strict)
+                    saved = self._of_this_stage(saved, wanted)
+            self._fit = Fit(model, saved, self._ctx, self._source.path, strict=self._strict)
         bound = dict(stage.bound(model=whole)) if self._sharded else {}
         bound |= {of.key: OF_SUMS for of in stage.of_parameters() if of.stored.where.endswith(f".{SUMS}")}
         if model is not None:
-            bound = self._follow_model(stage, model, found) | bound
+            bound = self._follow_model(stage, model, saved) | bound
         if parameters:
             self._follow(
                 stage.of_parameters(),
@@ -115,8 +107,8 @@ class Loading:
             self._notes.append(f"left out: {why}")
         for of in stage.of_parameters() if later is not None else ():
             if of.key == later and of.stored.first.shape:
-                shape = of.stored.local_shape(self._wants.get(of.stored), self._ctx.mesh)
-                self._later[of.stored] = torch.empty(shape, dtype=of.stored.dtype, device="meta")
+                plan = self._plan(of.stored)
+                self._later[of.stored] = plan, torch.empty(plan.shape, dtype=plan.dtype, device="meta")
         self._rest = stage.entries(self._fill, bound, model=whole)
         if self._fit is not None:
             self._fit.verify()
@@ -127,14 +119,14 @@ class Loading:
         Names may be on another stage even if the number of stages is the same: other libraries keep an
         embedding table on the first stage only.
         """
-        found = {} if self.restaged else dict(stage.model(self._fill))
+        saved = {} if self.restaged else dict(stage.model(self._fill))
         if self._source.pp == 1 and not self.restaged:
-            return found
+            return saved
         wanted = model.state_dict(keep_vars=True).keys()
-        if wanted <= found.keys() and not self.restaged:
-            return found
+        if wanted <= saved.keys() and not self.restaged:
+            return saved
         every, pp = model_of(self._source, _cuts_of(model)), self._ctx.mesh.axes.get("pp", 1)
-        return (every if pp == 1 else self._of_this_stage(every, wanted)) | found
+        return (every if pp == 1 else self._of_this_stage(every, wanted)) | saved
 
     def _of_this_stage(self, every: Mapping[str, Any], wanted: Collection[str]) -> dict[str, Any]:
         """The items that this stage's model has. ``run`` finds names that no stage's model has."""
@@ -164,14 +156,14 @@ class Loading:
                 unknown.add(of.key)
         return unknown
 
-    def _follow_model(self, stage: Stage, model: nn.Module, found: Mapping[str, Any]) -> dict[Any, str]:
+    def _follow_model(self, stage: Stage, model: nn.Module, saved: Mapping[str, Any]) -> dict[Any, str]:
         """Cut optimizers' tensors like the model's parameters. Returns by key why an entry cannot load."""
         tensors = list(stage.of_parameters())
         if not tensors:
             return {}
         wanted = layouts(model)
         unknown = self._follow(tensors, lambda of: wanted.get(of.name or ""))
-        for name, stored in found.items() if unknown else ():
+        for name, stored in saved.items() if unknown else ():
             want = wanted.get(name)
             if want is not None and isinstance(stored, Stored) and not stored.kept(want, self._ctx.mesh):
                 why = (
@@ -182,19 +174,21 @@ class Loading:
                 return dict.fromkeys(unknown, why)
         return {}
 
+    def _plan(self, stored: Stored) -> ReadPlan:
+        return stored.plan(self._wants.get(stored), self._ctx.rank, self._ctx.mesh)
+
     def _fill(self, stored: Stored) -> Tensor:
         """Memory for a tensor, which ``run`` fills. Places where the same tensor was saved share it."""
         if stored in self._later:
-            return self._later[stored]
-        if stored not in self._made:
-            want = self._wants.get(stored)
-            out = torch.empty(stored.local_shape(want, self._ctx.mesh), dtype=stored.dtype)
-            self._jobs.append(stored.job(out, want, self._ctx.rank, self._ctx.mesh))
-            cut = want or stored.cut
+            return self._later[stored][1]
+        if stored not in self._filled:
+            plan = self._plan(stored)
+            out = torch.empty(plan.shape, dtype=plan.dtype)
+            cut = self._wants.get(stored) or stored.cut
             if isinstance(cut, Layout) and self._n > 1:  # so that the next save records it
                 stamp(out, Sharding(cut, self._ctx))
-            self._made[stored] = out
-        return self._made[stored]
+            self._filled[stored] = plan, out
+        return self._filled[stored][1]
 
     def run(self, take: Callable[[Any, Mapping[int, ReadRun]], None] | None = None) -> Any:
         """Read, after ``compare``. Returns the entries other than the model. Collective over the world.
@@ -212,11 +206,11 @@ class Loading:
         with together(ctx), naming("load", path):
             self._verify_later()
             # the model last, so that as little as possible can fail once it has changed
-            for job in self._jobs:
-                job.run()
+            for plan, out in self._filled.values():
+                plan.fill(out)
         if take is not None:
             with together(ctx), naming("load", path):
-                take(self._rest, self._runs())
+                take(self._rest, {id(like): plan.fill_run for plan, like in self._later.values()})
         with together(ctx), naming("load", path):
             if self._fit is not None:
                 self._fit.run()
@@ -230,16 +224,8 @@ class Loading:
     def _verify_later(self) -> None:
         """Compare checksums of tensors that dp ranks read in runs. Each dp rank compares a share of them."""
         share, n = self._ctx.index(self._ctx.data), self._ctx.data.size
-        for stored, like in [*self._later.items()][share::n] if n > 1 else ():
-            stored.job(like, self._wants.get(stored), self._ctx.rank, self._ctx.mesh).verify()
-
-    def _runs(self) -> dict[int, ReadRun]:
-        """The reader of each tensor that is read later, by the ``id`` of its stand-in on meta."""
-        rank, mesh = self._ctx.rank, self._ctx.mesh
-        return {
-            id(like): partial(stored.read_run, want=self._wants.get(stored), rank=rank, mesh=mesh)
-            for stored, like in self._later.items()
-        }
+        for plan, _ in [*self._later.values()][share::n] if n > 1 else ():
+            plan.verify()
 
 
 def _cuts_of(model: nn.Module | None) -> Cuts:
@@ -248,37 +234,8 @@ def _cuts_of(model: nn.Module | None) -> Cuts:
 
     def cut(name: str, shape: tuple[int, ...], m: int) -> ShardSpec | None:
         if not specs and model is not None:
-            found = {name: layout.cuts for name, layout in layouts(model).items() if layout.cuts}
-            specs.update({name: cuts[0].spec for name, cuts in found.items() if cuts[0].axes != ("ep",)})
+            by_name = {name: layout.cuts for name, layout in layouts(model).items() if layout.cuts}
+            specs.update({name: cuts[0].spec for name, cuts in by_name.items() if cuts[0].axes != ("ep",)})
         return specs.get(name)
 
     return cut
-
-
-def read_checkpoint(
-    load_dir: StrPath,
-    model: nn.Module | None,
-    how: Reading,
-    *,
-    sharded: bool,
-    strict: bool,
-    optimizer: torch.optim.Optimizer | None = None,
-) -> Any:
-    """Load a checkpoint; see ``tpcore.checkpoint.load``. Collective over the world."""
-    if not sharded and model is None:
-        raise ValueError("sharded=False needs a model: its layers say which part of a tensor is this rank's")
-    ctx, path = current(), os.fspath(load_dir)
-    if "tp" in ctx.mesh.axes:
-        ctx.comm("tp")  # the first use of a group is collective, and here all ranks take part
-    with ExitStack() as stack:
-        with together(ctx), naming("load", path):
-            source = open_source(path, how, stack, sharded=sharded)
-            loading = Loading(ctx, source, strict=strict, sharded=sharded)
-            if optimizer is None:
-                loading.compare(model)
-            else:
-                later = OPTIMIZER if isinstance(optimizer, Zero1) else None
-                loading.compare(model, *parameters_of(optimizer, ctx, model), later=later)
-        if optimizer is None:
-            return loading.run()
-        return loading.run(lambda rest, runs: give(optimizer, rest, runs, OPTIMIZER, path, model))

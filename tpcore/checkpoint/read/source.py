@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
+from ...layout.layout import Layout
 from ...layout.mesh import Mesh
 from ...layout.shard import ShardSpec
 from ..forms.native import Native
+from ..forms.pickles import parted
 from ..forms.rank_files import even_cut
 from ..forms.registry import open_source
 from ..forms.source import Cuts, Reading, Source, State
-from ..storage.files import CHUNK
-from ..tensors.stored import Cut, Job, Stored, within
+from ..forms.whole import in_memory
+from ..storage.files import naming
+from ..tensors.stored import ReadPlan, Stored
+from .fit import aligned, listed, misfits
 
 
 class CutRule(NamedTuple):
@@ -79,66 +82,89 @@ def _same(a: Any, b: Stored) -> bool:
 
 def part(stored: Stored, rank: int, n: int) -> Tensor:
     """Shard ``rank`` of ``n``, in memory. Compares the checksum of each stored shard that it is read from."""
-    out = torch.empty(stored.local_shape(None, Mesh({"tp": n})), dtype=stored.dtype)
-    job = stored.job(out, None, rank, Mesh({"tp": n}))
-    for shard in dict.fromkeys(shard for shard, region in job.parts if region.size != shard.shape):
-        shard.verify()
-    job.run()
-    return out
+    plan = stored.plan(None, rank, Mesh({"tp": n}))
+    plan.verify(in_part=True)
+    return plan.tensor()
 
 
-ONE = Mesh({"tp": 1})
-
-
-@dataclass(frozen=True)
-class Lazy:
-    """The part of a stored tensor for ``rank`` of ``mesh``, as a ``Writable``."""
-
-    stored: Stored
-    rank: int = 0
-    mesh: Mesh = ONE
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.stored.local_shape(None, self.mesh)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.stored.dtype
-
-    @property
-    def cut(self) -> Cut:
-        return self.stored.cut
-
-    def pieces(self) -> Iterator[Tensor]:
-        """Rows of about a chunk: glibc's allocator reuses blocks of that size, but not larger ones."""
-        parts, covered = self.stored.parts(None, self.rank, self.mesh)
-        for shard in dict.fromkeys(shard for shard, _ in parts):
-            shard.verify()
-        shape, size = self.shape, self.dtype.itemsize
-        rows = shape[0] if shape else 1
-        step = max(1, CHUNK // max(1, math.prod(shape[1:]) * size))
-        for start in range(0, rows, step):
-            out = torch.empty((min(step, rows - start), *shape[1:]), dtype=self.dtype)
-            out = out if shape else out[0]
-            at = (start, *(0 for _ in shape[1:])) if shape else ()
-            Job(out, within(parts, at, out.shape), covered).run(check=False)
-            yield out
-
-
-def once(model: Mapping[str, Stored], path: str) -> tuple[dict[str, Lazy], dict[str, str]]:
+def once(model: Mapping[str, Stored], path: str) -> tuple[dict[str, ReadPlan], dict[str, str]]:
     """Each tensor of the model, unsharded, by its first name; and for each further name of a tied tensor,
     its first name."""
     first: dict[object, str] = {}
-    tensors: dict[str, Lazy] = {}
+    tensors: dict[str, ReadPlan] = {}
     ties: dict[str, str] = {}
     for name, stored in model.items():
         kept = first.setdefault((stored.first.identity, stored.cut), name)
         if kept == name:
             stored.whole()  # raises before anything is written
-            tensors[name] = Lazy(stored)
+            tensors[name] = stored.plan()
         else:
             ties[name] = kept
     if not tensors:
         raise CheckpointError(f"{path} holds no tensors of a model")
     return tensors, ties
+
+
+Wanted = Mapping[str, tuple[ShardSpec, torch.dtype]]
+
+
+def read_shards(
+    source: str | os.PathLike[str] | Mapping[str, Any],
+    wanted: Wanted,
+    rank: int,
+    n: int,
+    *,
+    ties: Mapping[str, str] | None = None,
+    strict: bool = True,
+    how: Reading | None = None,
+) -> dict[str, Tensor]:
+    """Shard ``rank`` of ``n`` of each tensor in ``wanted``, contiguous and in its own memory.
+
+    ``source``: a checkpoint of any form and degree, or an unsharded model's state in memory (or a dict with it under
+    ``how.model_key``). ``ties``: other names under which tensors of ``wanted`` may be stored. Only the bytes of this
+    shard are read from files. Names, shapes and dtypes are compared first: CheckpointError lists tensors that are
+    missing, do not fit or, if ``strict``, are surplus. Floats are converted to the wanted dtype.
+    """
+    how, ties = how or Reading(), ties or {}
+    with ExitStack() as stack:
+        if isinstance(source, Mapping):
+            where, saved = "the state", in_memory(parted(source, how, "the state")[0], "the state")
+        else:
+            where = os.fspath(source)
+            with naming("load", where):
+                opened = open_source(where, how, stack)
+                own = rank if opened.tp == n else None
+                saved = model_of(opened, partial(_cut, wanted, ties), own)
+        saved = aligned(saved, {*wanted, *ties})
+        for other, name in ties.items():
+            if other in saved:
+                saved.setdefault(name, saved[other])
+        wrong = [text for name, want in wanted.items() for text in _wrong(saved.get(name), name, want, n)]
+        if strict:
+            surplus = [name for name in saved if name not in wanted and name not in ties]
+            wrong += [f"{name!r}: the checkpoint has it, the model not" for name in surplus]
+        if wrong:
+            raise CheckpointError(listed(f"{where} does not fit the model", wrong))
+        tensors = {name: _read(saved[name], spec, dtype, rank, n) for name, (spec, dtype) in wanted.items()}
+        for other, name in ties.items():
+            twice = other in saved and saved[other].first.identity != saved[name].first.identity
+            if twice and not torch.equal(_read(saved[other], *wanted[name], rank, n), tensors[name]):
+                raise CheckpointError(f"{where}: {name!r} and {other!r} are one tensor in the model, but differ")
+        return tensors
+
+
+def _cut(wanted: Wanted, ties: Mapping[str, str], name: str, shape: tuple[int, ...], m: int) -> ShardSpec | None:
+    """The cut of a tensor in a file that does not record it."""
+    spec = wanted[ties.get(name, name)][0] if ties.get(name, name) in wanted else None
+    return spec if spec is not None and spec.dim is not None else None
+
+
+def _wrong(stored: Any, name: str, want: tuple[ShardSpec, torch.dtype], n: int) -> list[str]:
+    if not isinstance(stored, Stored):
+        saved = "nothing" if stored is None else f"a {type(stored).__name__}"
+        return [f"{name!r}: the model has shape {want[0].shape}, the checkpoint {saved}"]
+    return list(misfits(name, stored, Layout.of(want[0], "tp"), want[1], Mesh({"tp": n})))
+
+
+def _read(stored: Stored, spec: ShardSpec, dtype: torch.dtype, rank: int, n: int) -> Tensor:
+    return stored.plan(Layout.of(spec, "tp"), rank, Mesh({"tp": n})).tensor(dtype)

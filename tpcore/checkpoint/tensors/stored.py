@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -17,7 +17,10 @@ from ...layout.mesh import DATA, Mesh
 from ...layout.shard import ShardSpec
 from ...layout.slices import Region, narrowed, slabs
 from ...runtime.context import ParallelContext
+from ..storage.files import CHUNK
 from ..storage.tensorfile import FileTensor
+
+ONE = Mesh({"tp": 1})
 
 
 class Shard(Protocol):
@@ -66,42 +69,6 @@ class MemoryShard:
 
 Cut = Layout | Literal["unknown"] | None
 """The cut of a stored tensor. None: not recorded, so the tensor is uncut if it is the same on all ranks."""
-
-Parts = tuple[tuple[Shard, Region], ...]
-"""The shards that a rank's part is made of, each with the region to copy."""
-
-
-def within(parts: Parts, start: Sequence[int], size: Sequence[int]) -> Parts:
-    """The shards and regions that a box of the part is made of."""
-    every = ((shard, region.within(start, size)) for shard, region in parts)
-    return tuple((shard, region) for shard, region in every if 0 not in region.size)
-
-
-@dataclass(frozen=True, eq=False)
-class Job:
-    """Fills ``out`` from regions of shards. Unless ``covered``, the rest becomes zero."""
-
-    out: Tensor
-    parts: Parts
-    covered: bool
-
-    def verify(self) -> None:
-        """Compare the checksums of shards that will be read whole."""
-        for shard, region in self.parts:
-            if region.size == shard.shape:
-                shard.verify()
-
-    def run(self, *, check: bool = True) -> None:
-        out = self.out.detach()
-        # pinned, so that the next tensor is read while this one is on its way; torch keeps the memory until then
-        direct = out if out.device.type == "cpu" else torch.empty(out.shape, dtype=out.dtype, pin_memory=out.is_cuda)
-        with torch.no_grad():
-            if not self.covered:
-                direct.zero_()
-            for shard, region in self.parts:
-                shard.read(region.src_start, narrowed(direct, region.dst_start, region.size), check)
-            if direct is not out:
-                out.copy_(direct, non_blocking=out.is_cuda)
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,38 +144,88 @@ class Stored:
             raise CheckpointError(why)
         return Layout(self.first.shape), self.mesh
 
-    def local_shape(self, want: Layout | None, mesh: Mesh) -> tuple[int, ...]:
-        """Shape of a rank's part on ``mesh``. ``want``: the layout to make; None for the recorded one.
-        CheckpointError for a mesh that the layout does not fit."""
+    def plan(self, want: Layout | None = None, rank: int = 0, mesh: Mesh = ONE) -> ReadPlan:
+        """How the part of ``rank`` on ``mesh`` is read; of one rank, the unsharded tensor. ``want``: its layout;
+        None for the recorded one. Opens the shards. CheckpointError for a mesh that the layout does not fit."""
         if self.kept(want, mesh):
-            return self.first.shape
-        layout = want or self.whole()[0]
+            nothing, shape = (0,) * len(self.first.shape), self.first.shape
+            return ReadPlan(self, shape, [(self.first, Region(0, nothing, nothing, shape))])
+        layout, there = self.whole()
+        want = want or layout
         try:
-            return layout.local_shape(mesh)
+            shape = want.local_shape(mesh)
         except ValueError as e:
             raise CheckpointError(f"{self.where}: {e}") from None
+        regions = layout.regions(there, want, rank, mesh)
+        return ReadPlan(self, shape, [(self.shard(region.src), region) for region in regions])
 
-    def parts(self, want: Layout | None, rank: int, mesh: Mesh) -> tuple[Parts, bool]:
-        """The regions of shards that make up the part of ``rank`` on ``mesh``, and whether they cover it."""
-        if self.kept(want, mesh):
-            nothing = (0,) * len(self.first.shape)
-            return ((self.first, Region(0, nothing, nothing, self.first.shape)),), True
-        cut, there = self.whole()
-        want = want or cut
-        regions = tuple(cut.regions(there, want, rank, mesh))
-        covered = sum(math.prod(r.size) for r in regions) == math.prod(want.local_shape(mesh))
-        return tuple((self.shard(r.src), r) for r in regions), covered
 
-    def job(self, out: Tensor, want: Layout | None, rank: int, mesh: Mesh) -> Job:
-        return Job(out, *self.parts(want, rank, mesh))
+@dataclass(frozen=True, eq=False)
+class ReadPlan:
+    """One rank's part of a stored tensor, of ``shape``: the shards to read, each with the region to copy. A
+    ``Writable``."""
 
-    def read_run(self, start: int, out: Tensor, want: Layout | None, rank: int, mesh: Mesh) -> None:
-        """Fill ``out``, flat, with the entries of that part from ``start`` on, numbered row by row."""
-        (parts, covered), done = self.parts(want, rank, mesh), 0
-        for begin, size in slabs(self.local_shape(want, mesh), start, start + len(out)):
+    stored: Stored
+    shape: tuple[int, ...]
+    copies: list[tuple[Shard, Region]]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.stored.dtype
+
+    @property
+    def cut(self) -> Cut:
+        return self.stored.cut
+
+    def verify(self, *, in_part: bool = False) -> None:
+        """Compare the checksums of shards that are read whole, or of those that are read in part."""
+        for shard, region in self.copies:
+            if (region.size != shard.shape) == in_part:
+                shard.verify()
+
+    def fill(self, out: Tensor, start: Sequence[int] | None = None, *, check: bool = True) -> None:
+        """Fill ``out`` with the slice of the part that begins at ``start``; None: with all of it. Entries that no
+        shard has are padding, and become zero. ``check``: compare the checksums of shards that are read whole."""
+        copies = self.copies
+        if start is not None:
+            every = ((shard, region.within(start, out.shape)) for shard, region in copies)
+            copies = [(shard, region) for shard, region in every if 0 not in region.size]
+        out = out.detach()
+        # pinned, so that the next tensor is read while this one is on its way; torch keeps the memory until then
+        direct = out if out.device.type == "cpu" else torch.empty(out.shape, dtype=out.dtype, pin_memory=out.is_cuda)
+        with torch.no_grad():
+            if sum(math.prod(region.size) for _, region in copies) < out.numel():
+                direct.zero_()
+            for shard, region in copies:
+                shard.read(region.src_start, narrowed(direct, region.dst_start, region.size), check)
+            if direct is not out:
+                out.copy_(direct, non_blocking=out.is_cuda)
+
+    def tensor(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The part in host memory, in ``dtype`` or its own."""
+        out = torch.empty(self.shape, dtype=dtype or self.dtype)
+        self.fill(out)
+        return out
+
+    def fill_run(self, start: int, out: Tensor) -> None:
+        """Fill ``out``, flat, with the entries from ``start`` on, numbered row by row."""
+        done = 0
+        for begin, size in slabs(self.shape, start, start + len(out)):
             count = math.prod(size)
-            Job(out[done : done + count].view(size), within(parts, begin, size), covered).run()
+            self.fill(out[done : done + count].view(size), begin)
             done += count
+
+    def pieces(self) -> Iterator[Tensor]:
+        """Rows of about a chunk: glibc's allocator reuses blocks of that size, but not larger ones."""
+        for shard, _ in self.copies:
+            shard.verify()
+        rows, *row = self.shape or (1,)
+        step = max(1, CHUNK // max(1, math.prod(row) * self.dtype.itemsize))
+        for start in range(0, rows, step):
+            out = torch.empty((min(step, rows - start), *row), dtype=self.dtype)
+            out = out if self.shape else out[0]
+            self.fill(out, (start, *(0 for _ in row)) if self.shape else (), check=False)
+            yield out
 
 
 def _summary(shard: Shard) -> object:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ...comm.comm import Comm
@@ -20,8 +20,8 @@ from ..tensors.stored import Cut
 from .snapshot import Entry, Part
 
 _SHOWN = 8
-Table = Mapping[str, Mapping[str, Any]]
-"""Descriptions of tensors by file and name."""
+Tables = Mapping[str, Mapping[str, Mapping[str, Any]]]
+"""By scope: descriptions of tensors, by file and name. Ranks that have a scope must agree on it."""
 
 
 def described(entry: Entry) -> dict[str, Any]:
@@ -33,59 +33,54 @@ def described(entry: Entry) -> dict[str, Any]:
     return record | {"spec": entry.cut}
 
 
-def outline(part: Part) -> Sequence[Table]:
+def outline(part: Part, stage: int, tp_rank: int) -> Tables:
     """The tensors that all ranks must agree on, those of one stage, and those of one directory.
 
     The first are cut over stages too, the second over tp. The third are those of which each dp rank writes a
     share: these must agree on the rank that writes each. An optimizer has no state of a parameter that had no
     gradient yet, so another rank may lack it.
     """
-    found: list[dict[str, dict[str, Any]]] = [{}, {}, {}]
+    scopes = everywhere, of_stage, of_directory = "", f"{stage}", f"{stage} {tp_rank}"
+    tables: dict[str, dict[str, dict[str, Any]]] = {scope: {} for scope in scopes}
     for file, name, entry, written in part.placed():
         key, record, axes = f"{name!r} of {file}", described(entry), _axes(entry.cut)
         if axes:
-            found["pp" not in axes][key] = record | {"optional": file in part.optional}
+            tables[everywhere if "pp" in axes else of_stage][key] = record | {"optional": file in part.optional}
         if written != file:
-            found[2][key] = record | {"file": written}
-    return found
+            tables[of_directory][key] = record | {"file": written}
+    return tables
 
 
-def marks_of(tables: Sequence[Table]) -> list[str]:
+def digests_of(tables: Tables) -> dict[str, str]:
     """A digest of each table, equal for equal tables."""
-    texts = (json.dumps(table, sort_keys=True) for table in tables)
-    return [hashlib.sha256(text.encode()).hexdigest()[:32] for text in texts]
+    texts = {scope: json.dumps(table, sort_keys=True) for scope, table in tables.items()}
+    return {scope: hashlib.sha256(text.encode()).hexdigest()[:32] for scope, text in texts.items()}
 
 
-def check_agreement(
-    path: str, mine: Sequence[Table], every: Sequence[tuple[int, int, Sequence[str]]], world: Comm
-) -> None:
+def check_agreement(path: str, mine: Tables, digests: Sequence[Mapping[str, str]], world: Comm) -> None:
     """CheckpointError, on all ranks, if the ranks' parts of the save ``path`` do not fit together.
 
-    ``every``: of each rank its stage, its tp rank and its digests; no digests of a rank that writes nothing.
-    Where they differ, the tables are exchanged: a collective that all ranks make or none.
+    ``digests``: of each rank; none of a rank that writes nothing. Where they differ, the tables are exchanged: a
+    collective that all ranks make or none.
     """
-    pairs = list(_pairs(every))
+    first: dict[str, int] = {}
+    pairs = [
+        (scope, first[scope], rank)
+        for rank, here in enumerate(digests)
+        for scope, digest in here.items()
+        if digests[first.setdefault(scope, rank)][scope] != digest
+    ]
     if not pairs:
         return
     tables = gather(mine, world)
-    lines = [line for i, a, b in pairs for line in _differences(a, tables[a][i], b, tables[b][i])]
+    lines = [line for scope, a, b in pairs for line in _differences(a, tables[a][scope], b, tables[b][scope])]
     if lines:
         more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
         title = f"cannot save {path}: the ranks' parts do not fit together. Build one model on all ranks"
         raise CheckpointError("\n  ".join([title, *lines[:_SHOWN], *more]))
 
 
-def _pairs(every: Iterable[tuple[int, int, Sequence[str]]]) -> Iterator[tuple[int, int, int]]:
-    """Number of a table, and two ranks whose tables of that number should be equal but differ."""
-    first: dict[tuple[int, ...], tuple[int, str]] = {}
-    for rank, (stage, tp_rank, marks) in enumerate(every):
-        for i, (mark, group) in enumerate(zip(marks, ((), (stage,), (stage, tp_rank)), strict=False)):
-            other, expected = first.setdefault((i, *group), (rank, mark))
-            if mark != expected:
-                yield i, other, rank
-
-
-def _differences(a: int, of_a: Table, b: int, of_b: Table) -> Iterator[str]:
+def _differences(a: int, of_a: Mapping[str, Any], b: int, of_b: Mapping[str, Any]) -> Iterator[str]:
     for key in sorted(of_a.keys() | of_b.keys()):
         x, y = of_a.get(key), of_b.get(key)
         optional = (x or y or {}).get("optional") and (x is None or y is None)

@@ -8,7 +8,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ...errors import CheckpointError
@@ -21,9 +21,9 @@ from ..format.manifest import FORMAT, STATE, VERSION, Manifest, keep_last, rank_
 from ..storage.files import MANIFEST, FileRecord, Progress, bar, dumps, naming, sync_dir, write_file, written_by
 from ..storage.publish import Staging, staging_path
 from ..storage.tensorfile import write_tensors
-from .agreement import check_agreement, described, marks_of, outline
+from .agreement import Tables, check_agreement, described, digests_of, outline
 from .optimizers import resolve
-from .snapshot import Entry, Part, Writer, cuts_of, on_host, total_of
+from .snapshot import Entry, Part, StateTensor, cuts_of, on_host, total_of
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Save:
         self._dp = ctx.index(ctx.data), ctx.data.size
         self._first, self._shared = self._dp[0] == 0, False
         self._part: Part | None = None
-        self._files: dict[str, dict[str, Writer]] = {}
+        self._files: dict[str, dict[str, StateTensor]] = {}
         self.staging: Staging | None = None
         with together(ctx):
             self._prepare(state)
@@ -123,13 +123,12 @@ class Save:
             if options.background:
                 self._files = on_host(self._files)
         # rank 0's path counts: a relative path may differ between ranks
-        agreed = astuple(replace(options, keep_last=None))
-        tables = () if self._part is None else outline(self._part)
-        mine = at.get("pp", 0), at.get("tp", 0), marks_of(tables)
-        every = gather([uuid.uuid4().hex, os.path.realpath(save_dir), agreed, mine], ctx.world)
+        tables: Tables = {} if self._part is None else outline(self._part, at.get("pp", 0), at.get("tp", 0))
+        mine = [uuid.uuid4().hex, os.path.realpath(save_dir), str(options), digests_of(tables)]
+        every = gather(mine, ctx.world)
         self.save_id, self.target, *_ = every[0]
         agree(
-            [Options(*theirs) for _, _, theirs, _ in every],
+            [theirs for _, _, theirs, _ in every],
             lambda rank, first, other: ValueError(
                 f"ranks save in different ways: rank 0 with {first}, rank {rank} with {other}"
             ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -18,7 +19,7 @@ from ...layout.mesh import Mesh
 from ...runtime.context import ParallelContext
 from ..format.tree import TAG, Path, dotted, encode, is_optimizer, model_tensors, parameter_names
 from ..storage.tensorfile import Writable, nbytes_of
-from ..tensors.stored import Cut, layout_of
+from ..tensors.stored import Cut, ReadPlan, layout_of
 
 _FILE_STEM = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}")
 
@@ -31,10 +32,26 @@ class Entry(Writable, Protocol):
 
 
 class StateTensor:
-    """A tensor of a state, on any device. ``to``: the dtype to write; None for its own."""
+    """A tensor of a state, on any device. ``to``: the dtype to write; None for its own. ``gather``: of a tensor that
+    is split over dp ranks, and on meta here, gathers the values."""
 
-    def __init__(self, tensor: Tensor, cut: Cut = None, to: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        tensor: Tensor,
+        cut: Cut = None,
+        to: torch.dtype | None = None,
+        gather: Callable[[], Tensor] | None = None,
+    ) -> None:
         self._tensor, self.cut, self.dtype, self.shape = tensor, cut, to or tensor.dtype, tuple(tensor.shape)
+        self._gather, self.gathered = gather, gather is not None
+
+    def gather(self, *, keep: bool) -> None:
+        """Gather the values, collective over dp. ``keep``: this rank writes them, so keep a host copy."""
+        if self._gather is not None:
+            values = self._gather()
+            if keep:
+                # a copy: of one dp rank the values are the optimizer's own memory, which later steps change
+                self._tensor = values.detach().cpu().to(self.dtype, copy=True)
 
     def pieces(self) -> list[Tensor]:
         # moved before it is converted: a lazy device would compile a program for the conversion
@@ -44,32 +61,12 @@ class StateTensor:
     def copied(self) -> StateTensor:
         """A copy in host memory, complete when this returns: later steps may change a device's tensor. A CPU
         tensor's piece is the model's memory, and is cloned."""
+        if self.gathered:
+            return self
         piece = self.pieces()[0]
         return StateTensor(piece.clone() if self._tensor.device.type == "cpu" else piece, self.cut)
 
 
-class GatheredTensor:
-    """A tensor that is split over dp ranks, and gathered before the write. ``stand_in``: the same on meta."""
-
-    def __init__(self, stand_in: Tensor, cut: Cut, gather: Callable[[], Tensor], to: torch.dtype | None = None) -> None:
-        self.cut, self.dtype, self.shape = cut, to or stand_in.dtype, tuple(stand_in.shape)
-        self._gather, self._values = gather, stand_in
-
-    def gather(self, *, keep: bool) -> None:
-        """Gather the values, collective over dp. ``keep``: this rank writes them, so keep a host copy."""
-        values = self._gather()
-        if keep:
-            # a copy: of one dp rank the values are the optimizer's own memory, which later steps change
-            self._values = values.detach().cpu().to(self.dtype, copy=True).contiguous()
-
-    def pieces(self) -> list[Tensor]:
-        return [self._values]
-
-    def copied(self) -> GatheredTensor:
-        return self
-
-
-Writer = StateTensor | GatheredTensor
 CutOf = Callable[[Tensor, str], Cut]
 MemoryOf = Callable[[Tensor], object]
 """``Backend.memory_of``: returns an equal object for tensors that share their memory."""
@@ -93,39 +90,46 @@ class Part:
         self._cut_of, self._memory_of, self._down_cast = cut_of, memory_of, down_cast_bf16
         self._places: dict[Any, dict[str, Any]] = {}
         self._gather, self._ep = gather or {}, ep
-        self.files: dict[str, dict[str, Writer]] = defaultdict(dict)
+        self.files: dict[str, dict[str, StateTensor]] = defaultdict(dict)
         self._stems: dict[Any, str] = {}
         self.tree = encode(state, self._leaf)
         optimizers = (self._stems.get((key,)) for key, value in state.items() if is_optimizer(value))
         self.optional = {f"{stem}.safetensors" for stem in optimizers}
         """Files of optimizers' state."""
 
-    def _leaf(self, t: Tensor, path: Path) -> dict[str, Any]:
-        """The JSON of ``t``: its file and name. Tensors that share their memory are stored once."""
+    def _leaf(self, t: Tensor | ReadPlan, path: Path) -> dict[str, Any]:
+        """The JSON of ``t``: its file and name. Tensors that share their memory are stored once, and so are plans
+        for the same bytes."""
+        if isinstance(t, ReadPlan):
+            shard = t.stored.first
+            return self._placed((shard.identity, shard.shape, shard.dtype, t.cut), path, lambda: t)
         where = dotted(path)
         if type(t) not in (Tensor, nn.Parameter) or t.layout != torch.strided or t.is_quantized:
             kind = f"{type(t).__name__} of layout {t.layout}, dtype {t.dtype}"
             raise ValueError(f"cannot save {where}: a {kind}")
         if t.is_meta and id(t) not in self._gather:
             raise ValueError(f"cannot save {where}: it is on the meta device and has no values")
-        place = self._memory_of(t), self._cut_of(t, where)
-        if place not in self._places:
+        cut = self._cut_of(t, where)
+        # tensors without dims count steps, and bfloat16 counts only to 256
+        narrow = self._down_cast and t.dtype == torch.float32 and t.ndim > 0
+        writer = partial(self._writer, t, cut, torch.bfloat16 if narrow else None)
+        return self._placed((self._memory_of(t), cut), path, writer)
+
+    def _placed(self, key: object, path: Path, writer: Callable[[], Any]) -> dict[str, Any]:
+        if key not in self._places:
             file = self._file(path)
             name = _unused(".".join(map(str, path[1:] or path)), (*self.files[file], "__metadata__"))
-            # tensors without dims count steps, and bfloat16 counts only to 256
-            narrow = self._down_cast and t.dtype == torch.float32 and t.ndim > 0
-            to = torch.bfloat16 if narrow else None
-            self.files[file][name] = self._writer(t, place[1], to)
-            self._places[place] = {TAG: "tensor", "file": file, "name": name}
-        return self._places[place]
+            self.files[file][name] = writer()
+            self._places[key] = {TAG: "tensor", "file": file, "name": name}
+        return self._places[key]
 
-    def _writer(self, t: Tensor, cut: Cut, to: torch.dtype | None) -> Writer:
+    def _writer(self, t: Tensor, cut: Cut, to: torch.dtype | None) -> StateTensor:
         gather, ep = self._gather.get(id(t)), self._ep
         if ep is None or not isinstance(cut, Layout) or "ep" not in cut.axes:
-            return StateTensor(t, cut, to) if gather is None else GatheredTensor(t, cut, gather, to)
+            return StateTensor(t, cut, to, gather)
         # the parts of all ep ranks together: a checkpoint knows tp and stages alone
         stand_in = torch.empty((t.shape[0] * ep.size, *t.shape[1:]), dtype=t.dtype, device="meta")
-        return GatheredTensor(stand_in, cut.without("ep"), lambda: ep.all_gather(gather() if gather else t, 0), to)
+        return StateTensor(stand_in, cut.without("ep"), to, lambda: ep.all_gather(gather() if gather else t, 0))
 
     def _file(self, path: Path) -> str:
         """The file of a top-level entry, with its name if that is a valid file name."""
@@ -135,7 +139,7 @@ class Part:
             self._stems[top] = _unused(str(top[0]) if fits else "part", self._stems.values())
         return f"{self._stems[top]}.safetensors"
 
-    def share(self, rank: int, n: int, *, all_of_it: bool) -> dict[str, dict[str, Writer]]:
+    def share(self, rank: int, n: int, *, all_of_it: bool) -> dict[str, dict[str, StateTensor]]:
         """The files that ``rank`` writes, of ``n`` ranks with equal tensors. All ranks agree on the names.
 
         With ``all_of_it``, all tensors are shared out. Otherwise only gathered tensors are, and the first
@@ -143,11 +147,11 @@ class Part:
         """
         if n == 1:
             return self.files
-        load, out = [0] * n, defaultdict[str, dict[str, Writer]](dict)
+        load, out = [0] * n, defaultdict[str, dict[str, StateTensor]](dict)
         places = {(p["file"], p["name"]): p for p in self._places.values()}
         for (file, name), place in sorted(places.items(), key=lambda at: self._order(*at[0])):
             entry = self.files[file][name]
-            shared = all_of_it or isinstance(entry, GatheredTensor)
+            shared = all_of_it or entry.gathered
             who = load.index(min(load)) if shared else 0
             load[who] += nbytes_of(entry)
             if shared:
@@ -159,16 +163,16 @@ class Part:
     def _order(self, file: str, name: str) -> tuple[bool, int, str, str]:
         """Sort key: tensors that the first rank may write alone come first, then large before small."""
         entry = self.files[file][name]
-        return isinstance(entry, GatheredTensor), -nbytes_of(entry), file, name
+        return entry.gathered, -nbytes_of(entry), file, name
 
-    def placed(self) -> Iterator[tuple[str, str, Writer, str]]:
+    def placed(self) -> Iterator[tuple[str, str, StateTensor, str]]:
         """File and name of each tensor, the tensor, and the file that it is written to: that of a share."""
         for place in self._places.values():
             written, name = place["file"], place["name"]
             file = f"{written.partition('.')[0]}.safetensors"
             yield file, name, self.files[file][name], written
 
-    def gather(self, mine: Mapping[str, Mapping[str, Writer]]) -> None:
+    def gather(self, mine: Mapping[str, Mapping[str, StateTensor]]) -> None:
         """Gather tensors that are split over dp ranks, one by one, and keep those that this rank writes.
 
         Collective over dp if there are any.
@@ -176,11 +180,10 @@ class Part:
         kept = {id(entry) for entries in mine.values() for entry in entries.values()}
         for entries in self.files.values():
             for entry in entries.values():
-                if isinstance(entry, GatheredTensor):
-                    entry.gather(keep=id(entry) in kept)
+                entry.gather(keep=id(entry) in kept)
 
 
-def on_host(files: Mapping[str, Mapping[str, Writer]]) -> dict[str, dict[str, Writer]]:
+def on_host(files: Mapping[str, Mapping[str, StateTensor]]) -> dict[str, dict[str, StateTensor]]:
     """Copies of all values in host memory, for a later write."""
     return {file: {name: entry.copied() for name, entry in some.items()} for file, some in files.items()}
 

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ...backend.interface import Backend, Capabilities
 from ...comm.transport import PRIMITIVES, Primitive
-from ...comm.wrapper import Relay
+from ...comm.wrapper import TransportWrapper
 from ...layout.mesh import Group
 
 _HERE = str(Path(__file__).parent)
@@ -170,7 +170,7 @@ def _definition(module: nn.Module) -> str:
     return f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}"
 
 
-class RecordingTransport(Relay):
+class RecordingTransport(TransportWrapper):
     """Its results have the right shape and dtype, but no values: reading one raises an error of torch."""
 
     compares = True  # the ranks are compared after all are recorded

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import checkpoint
-from ...checkpoint.read.optimizer import cut_anew
+from ...checkpoint.read.load import cut_anew
 from ...layers.sharding import sharding
 from ...log import inform
 from ...models.loading import open_weights, read_parts
@@ -115,7 +115,7 @@ def load_state(where: str, optimizer: Any, scheduler: Any) -> None:
     parts, whole = os.path.join(where, STATE), os.path.join(where, "optimizer.pt")
     plain = _plain(optimizer)
     if os.path.isdir(parts):
-        rest = checkpoint.load(parts, model_or_optimizer=plain, model_key="optimizer")
+        rest = checkpoint.load(parts, plain, model_key="optimizer")
         scheduler.load_state_dict(rest["scheduler"])
     elif os.path.isfile(whole):
         with together(current()):

@@ -114,7 +114,7 @@ class NeuronZero1Optimizer(Zero1):
         checkpoint.save({"optimizer": self}, output_dir)
 
     def load_sharded_state_dict(self, output_dir: str, num_workers_per_step: int = 8) -> None:
-        checkpoint.load(output_dir, model_or_optimizer=self, model_key="optimizer")
+        checkpoint.load(output_dir, self, model_key="optimizer")
 
 
 def _check_groups(name: str, given: Groups | None, *axes: str) -> None:

@@ -71,7 +71,7 @@ def load_checkpoint(
     where = os.path.join(os.fspath(path), _newest(path) if tag is None else str(tag))
     target = None if optimizer is None else _named(optimizer, model)
     if model is None and target is not None:
-        rest = checkpoint.load(where, model_or_optimizer=target, model_key="optimizer")
+        rest = checkpoint.load(where, target, model_key="optimizer")
     else:
         rest = checkpoint.load(where, _plain(model), strict=strict)
         if target is not None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import tpcore
 
 from ...comm.transport import Primitive, Transport
-from ...comm.wrapper import Relay
+from ...comm.wrapper import TransportWrapper
 from ...layers.sharding import sharding
 from ...layout.mesh import Mesh
 from ...runtime.context import ParallelContext
@@ -73,7 +73,7 @@ def _cut(ctx: ParallelContext) -> _Model:
     return model
 
 
-class Least(Relay):
+class Least(TransportWrapper):
     """A transport with the three primitives that a backend must write; the others are their defaults."""
 
     broadcast = Transport.broadcast

@@ -19,7 +19,7 @@ from torch import Tensor
 from ... import settings
 from ...backend.interface import LoadedProgram
 from ...checkpoint.forms.source import Reading
-from ...checkpoint.read.by_name import read_shards
+from ...checkpoint.read.source import read_shards
 from ...processes.shared_memory import Place, SharedBuffer, fill
 from ...processes.spawn import follow
 from ...processes.transfer import Outcome, pack_outcome

@@ -1,7 +1,7 @@
-"""Hashes ("words") of calls, which the members of a group exchange over connections of their own.
+"""Fingerprints of calls, which the members of a group exchange over connections of their own.
 
 The group's own collectives cannot carry them: if calls differ, gloo mixes up their data, waits, or aborts the
-process. Sending does not wait, and words are read once they have arrived, so a call costs two system calls
+process. Sending does not wait, and fingerprints are read once they have arrived, so a call costs two system calls
 for each other member and no wake-up.
 """
 
@@ -16,7 +16,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import wait
 from typing import cast
 
@@ -36,9 +36,9 @@ Meet = Callable[[str], list[str]]
 """Gathers the members' texts, in the group's order; collective."""
 
 
-class Words:
+class FingerprintExchange:
     """``sockets``: by position in the group of ``members``. ``lag``: calls that may be under way before this
-    rank waits for the words of the first. ``strict``: equal calls from different places differ."""
+    rank waits for the fingerprints of the first. ``strict``: equal calls from different places differ."""
 
     def __init__(
         self,
@@ -58,15 +58,19 @@ class Words:
             self._poll.register(s, select.POLLIN)
 
     def say(self, entry: Entry) -> None:
-        """Send the word of ``entry``, the call that this rank is about to make."""
+        """Send the fingerprint of ``entry``, the call that this rank is about to make."""
         frame = self._frame(entry)
         self._sent.append((frame, entry))
         self._send(frame)
 
-    def due(self, now: bool) -> bool:
-        """Whether this rank has to wait for words; with ``now``, for the words of all its calls."""
-        most = 0 if now else self._lag
-        return any(self._behind(peer) > most for peer in self._got)
+    def arrived(self, now: bool) -> bool:
+        """Read, and whether this rank need not wait for fingerprints; with ``now``, for those of all its calls. Raises
+        DistNetworkError if fingerprints that it waits for cannot arrive any more."""
+        self.read()
+        late = [peer for peer in self._got if self._behind(peer) > (0 if now else self._lag)]
+        if any(peer not in self._sockets for peer in late):
+            raise dist.DistNetworkError("a connection over which calls are compared was closed")
+        return not late
 
     @property
     def settled(self) -> bool:
@@ -74,7 +78,7 @@ class Words:
         return not self._sent
 
     def differing(self) -> tuple[Entry, bool] | None:
-        """The first call that differs among the words read so far, and whether only its place differs. Each
+        """The first call that differs among the fingerprints read so far, and whether only its place differs. Each
         call is compared once."""
         size = _FRAME.size
         while self._sent and all(len(got) >= size for got in self._got.values()):
@@ -83,20 +87,20 @@ class Words:
             for got in self._got.values():
                 del got[:size]
             pairs = [_FRAME.unpack(frames[i]) for i in sorted(frames)]
-            if any(word != pairs[0][0] for word, _ in pairs):
+            if any(fingerprint != pairs[0][0] for fingerprint, _ in pairs):
                 return entry, False
             places = [place for _, place in pairs]
             if (self._strict and len(set(places)) > 1) or self._places.swapped(sorted(frames), places):
                 return entry, True
         return None
 
-    def error(self, entry: Entry, place: bool, arrive: Callable[[WordsAwaited], None]) -> CollectiveMismatchError:
+    def error(self, entry: Entry, place: bool, arrive: Callable[[Callable[[], bool]], None]) -> CollectiveMismatchError:
         """The error about ``entry``. All members call this for the same call and exchange their texts."""
         call = Call.of(*entry[1:])
         self._send(_TEXT_NEXT + call.pack().ljust(_TEXT))
         calls, ended = {self._position: call}, []
         for peer in list(self._got):
-            arrive(WordsAwaited(self, peer))
+            arrive(partial(self.has_text, peer))
             text = self._text(peer)
             self._sent.clear()
             if text is None:
@@ -117,7 +121,8 @@ class Words:
 
     # -- one peer -----------------------------------------------------------------------------------------
     def has_text(self, peer: int) -> bool:
-        """Whether the text of a peer has arrived or cannot arrive any more."""
+        """Read, and whether the text of a peer has arrived or cannot arrive any more."""
+        self.read()
         at = self._text_at(peer)
         return peer not in self._sockets or (at is not None and len(self._got[peer]) >= at + _TEXT)
 
@@ -125,7 +130,7 @@ class Words:
         self._poll.poll(seconds * 1e3)
 
     def _text_at(self, peer: int) -> int | None:
-        """The offset of the peer's text; words of later calls may come before it."""
+        """The offset of the peer's text; fingerprints of later calls may come before it."""
         got, size = self._got[peer], _FRAME.size
         marks = (i for i in range(0, len(got) - size + 1, size) if got[i : i + size] == _TEXT_NEXT)
         found = next(marks, None)
@@ -136,24 +141,18 @@ class Words:
         if at is None or len(got) < at + _TEXT:
             return None
         text = bytes(got[at : at + _TEXT])
-        del got[: at + _TEXT]  # including the words of calls that will not run
+        del got[: at + _TEXT]  # including the fingerprints of calls that will not run
         return text
 
     def _behind(self, peer: int) -> int:
-        """How many of this rank's calls have no word of ``peer`` yet."""
+        """How many of this rank's calls have no fingerprint of ``peer`` yet."""
         return len(self._sent) - len(self._got[peer]) // _FRAME.size
 
     # -- bytes --------------------------------------------------------------------------------------------
     def _frame(self, entry: Entry) -> bytes:
         _, _, op, shape, dtype, site = entry
         code, *rest = site if site is not None else (None,)
-        key = (
-            op,
-            shape,
-            dtype,
-            id(code),
-            *rest,
-        )  # the id: code is slow to hash, and lives as long as the entry
+        key = op, shape, dtype, id(code), *rest  # the id: code is slow to hash, and lives as long as the entry
         found = self._frames.get(key)
         if found is None:
             if len(self._frames) >= _KEPT:
@@ -170,7 +169,7 @@ class Words:
                 self._drop(peer)
 
     def read(self) -> None:
-        """Read the words that have arrived."""
+        """Read the fingerprints that have arrived."""
         for peer, s in list(self._sockets.items()):
             try:
                 data = s.recv(1 << 13)
@@ -188,33 +187,6 @@ class Words:
         s = self._sockets.pop(peer)
         self._poll.unregister(s)
         s.close()
-
-    def lost(self) -> list[int]:
-        """Positions of the members whose words cannot arrive any more."""
-        return [p for p in self._got if p not in self._sockets and self._behind(p) > 0]
-
-
-class WordsAwaited:
-    """A work object for ``Waiting``: complete once all members' words, or the text of ``peer``, are here."""
-
-    def __init__(self, words: Words, peer: int | None = None, now: bool = True) -> None:
-        self._words, self._peer, self._now = words, peer, now
-
-    def is_completed(self) -> bool:
-        self._words.read()
-        if self._peer is not None:
-            return self._words.has_text(self._peer)
-        return not self._words.due(self._now) or bool(self._words.lost())
-
-    def wait(self, limit: timedelta = timedelta(days=1)) -> None:
-        until = time.monotonic() + limit.total_seconds()
-        while not self.is_completed():
-            left = until - time.monotonic()
-            if left <= 0:
-                raise RuntimeError("not yet")
-            self._words.wait(left)
-        if self._peer is None and self._words.lost():
-            raise dist.DistNetworkError("a connection over which calls are compared was closed")
 
 
 def _members(server: socket.socket, secret: bytes, count: int, timeout: float) -> Iterator[tuple[int, socket.socket]]:

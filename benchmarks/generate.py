@@ -1,10 +1,11 @@
-"""A Llama at tp=2 that generates tokens for one Python process, beside transformers in one process.
+"""A Llama, or a Mixtral, at tp=2 that generates tokens for one Python process, beside transformers in one process.
 
 Every contestant makes the same tokens from the same weights, greedily, and the tokens are compared first.
 
     transformers        model.generate in this process, with as many threads as all ranks together
     tpcore, one rank    the traced model at tp=1, with as many threads
     tpcore, tp=2        the traced model at tp=2, half of the threads for each rank
+    tpcore, experts     of a Mixtral the same with whole experts on each rank, and not features of all
 
 CPU time is that of the parent and of all processes below it.
 """
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -42,45 +44,53 @@ class Size:
     prompt: int
     new: int
     rounds: int
+    experts: int = 0
 
     def __str__(self) -> str:
-        return f"{self.layers} layers, hidden {self.hidden}, {self.new} tokens after a prompt of {self.prompt}, float32"
+        kind = f"Mixtral of {self.experts} experts" if self.experts else "Llama"
+        sizes = f"{self.layers} layers, hidden {self.hidden}, {self.new} tokens after a prompt of {self.prompt}"
+        return f"{kind}, {sizes}, float32"
 
-    def config(self) -> transformers.LlamaConfig:
-        return transformers.LlamaConfig(
-            vocab_size=self.vocab,
-            hidden_size=self.hidden,
-            intermediate_size=self.hidden * 8 // 3 // 16 * 16,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.heads // 2,
-            max_position_embeddings=4 * (self.prompt + self.new),
-            bos_token_id=None,
-            eos_token_id=None,
-        )
+    def config(self) -> Any:
+        sizes: dict[str, Any] = {
+            "vocab_size": self.vocab,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.hidden * 8 // 3 // 16 * 16,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.heads // 2,
+            "max_position_embeddings": 4 * (self.prompt + self.new),
+            "bos_token_id": None,
+            "eos_token_id": None,
+        }
+        if not self.experts:
+            return transformers.LlamaConfig(**sizes)
+        return transformers.MixtralConfig(**sizes, num_local_experts=self.experts)
 
 
 SIZES = {
     "base": Size(12, 768, 12, 32000, 128, 32, rounds=12),  # 134 million parameters
     "small": Size(4, 256, 8, 1024, 32, 64, rounds=40),
+    "experts": Size(6, 512, 8, 16000, 128, 32, rounds=12, experts=8),  # 123 million parameters, a token uses 45 million
     "tiny": Size(1, 32, 4, 64, 5, 4, rounds=2),  # for the tests
+    "tiny experts": Size(1, 32, 4, 64, 5, 4, rounds=2, experts=4),
 }
 
 
-def traced(size: Size, folder: Path, tp: int) -> Path:
+def traced(size: Size, folder: Path, tp: int, expert_parallel: bool = False) -> Path:
     """Trace the model in ``folder`` at a degree, each rank with its part of the files."""
 
     def cut() -> nn.Module:
         with tpcore.lazy():
             model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-        return tpcore.parallelize(model)
+        return tpcore.parallelize(model, expert_parallel=expert_parallel)
 
     started = time.perf_counter()
     length = size.prompt + size.new
     with tpcore.models.trace_causal_lm(cut, tp, max_length=length, prompt_lengths=(size.prompt,)) as model:
-        parallel_model_save(model, folder / f"tp{tp}")
+        parallel_model_save(model, saved := folder / f"tp{tp}{'-experts' * expert_parallel}")
     print(f"traced at tp={tp} and saved in {time.perf_counter() - started:.1f} s")
-    return folder / f"tp{tp}"
+    return saved
 
 
 def made_by_transformers(model: Any, prompt: Tensor, new: int) -> list[int]:
@@ -96,18 +106,20 @@ def made_by_ranks(model: TensorParallelModel, prompt: Tensor, new: int) -> list[
 
 def run(size: Size, options: argparse.Namespace, folder: Path) -> None:
     torch.manual_seed(0)
-    whole = transformers.LlamaForCausalLM(size.config()).eval()
+    whole = transformers.AutoModelForCausalLM.from_config(size.config()).eval()
     whole.save_pretrained(folder)
     prompt = torch.randint(size.vocab, (1, size.prompt), generator=torch.Generator().manual_seed(0))
-    with (
-        parallel_model_load(traced(size, folder, 1)) as one,
-        parallel_model_load(traced(size, folder, TP)) as two,
-    ):
+    with ExitStack() as stack:
+        one = stack.enter_context(parallel_model_load(traced(size, folder, 1)))
+        two = stack.enter_context(parallel_model_load(traced(size, folder, TP)))
         runs: dict[str, Callable[[], list[int]]] = {
             "transformers": partial(made_by_transformers, whole, prompt, size.new),
             "tpcore, one rank": partial(made_by_ranks, one, prompt, size.new),
             f"tpcore, tp={TP}": partial(made_by_ranks, two, prompt, size.new),
         }
+        if size.experts:
+            whole_experts = stack.enter_context(parallel_model_load(traced(size, folder, TP, expert_parallel=True)))
+            runs["tpcore, experts"] = partial(made_by_ranks, whole_experts, prompt, size.new)
         tokens = {name: made() for name, made in runs.items()}
         for name, found in tokens.items():
             if found != tokens["transformers"]:

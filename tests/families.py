@@ -104,6 +104,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "dots3_note_text": {"per_layer_config": {}, "mlp_layer_types": ["dense", "sparse"]},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "esmc": {"num_key_value_heads": 4},
     "flint": {"mlp_only_layers": [0]},
     "gemma4_text": {
         "enable_moe_block": True,
@@ -112,14 +113,22 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "qwen4_exp_text": {
-        **_named("indexer_n_heads indexer_kv_heads indexer_budget indexer_compress_ratio", 4),
+        **_named("indexer_n_heads indexer_budget", 4),
+        "indexer_kv_heads": 1,
+        "indexer_compress_ratio": 2,
         "indexer_head_dim": 8,
     },
     "yolos": {"image_size": [32, 48]},
+    "dbrx": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8}},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "mistral4": {"head_dim": 16},
     "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 8},
-    "nemotron_h": {"layers_block_type": ["moe", "attention"], "moe_shared_expert_intermediate_size": 32},
+    "nemotron_h": {"layer_types": ["moe", "full_attention"], "moe_shared_expert_intermediate_size": 32},
+    "nllb-moe": {"num_experts": 4, **_named("encoder_sparse_step decoder_sparse_step", 2)},
+    "switch_transformers": {
+        **_named("num_sparse_encoder_layers num_sparse_decoder_layers", 1),
+        **_named("num_experts expert_capacity", 4),
+    },
     "roc_bert": {"pronunciation_vocab_size": 99, "shape_vocab_size": 99},
     "speech_to_text": {"input_feat_per_channel": 8, "conv_channels": 16},
 }
@@ -159,6 +168,8 @@ PARTS = {
     **dict.fromkeys(("siglip_text_model", "siglip2_text_model"), "the tower of a model of the second table"),
 }
 """Configurations with a plan that are of no model by themselves."""
+OF_EXPERTS = ("dbrx", "jetmoe")
+"""Families with experts and without any plan, which are refused."""
 LARGEST = 20_000_000  # parameters of a model that is run
 
 CLASSES = (
@@ -183,7 +194,7 @@ class Verdict:
 def families() -> list[str]:
     """The ``model_type`` of every family with a plan of its own, or one of tpcore's."""
     ours = set(KINDS)
-    return sorted(t for t in CONFIG_MAPPING_NAMES if t not in PARTS and (t in ours or _has_plan(t)))
+    return sorted(t for t in CONFIG_MAPPING_NAMES if t not in PARTS and (t in ours or t in OF_EXPERTS or _has_plan(t)))
 
 
 def _has_plan(model_type: str) -> bool:
@@ -215,7 +226,7 @@ def config_of(model_type: str, **options: Any) -> Any:
     types = getattr(default, "layer_types", None)
     if types:
         chosen["layer_types"] = [types[0], list(dict.fromkeys(types))[-1]]
-    if model_type in ("t5", "mt5", "umt5", "longt5"):
+    if model_type in ("t5", "mt5", "umt5", "longt5", "switch_transformers"):
         chosen["decoder_start_token_id"] = 0
     if hasattr(default, "qk_rope_head_dim"):
         latent = {name for name in LATENT if _has(default, name) and getattr(default, name) is not None}

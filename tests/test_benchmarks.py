@@ -98,6 +98,10 @@ def test_generate() -> None:
     for contestant in ("transformers", "tpcore, one rank", "tpcore, tp=2"):
         assert f"| {contestant} |" in printed
         assert f"{contestant}: " in printed
+    printed = _run("generate", "--size", "tiny experts", "--rounds", "2", "--warm", "1")
+    assert "Mixtral of 4 experts" in printed
+    assert "the tokens of all 4 are the same" in printed
+    assert "tpcore, experts: " in printed
 
 
 @pytest.mark.drill  # starts processes for a minute and a half

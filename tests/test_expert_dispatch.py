@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import math
 import re
+from itertools import pairwise
 from typing import Any
 
 import families
 import hf
 import pytest
 import torch
+from pipelines import part_of
 from test_experts import EP_TP, MAKES, ROUNDS, WHOLE, batches, mixtral
 from tiers import tiers
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 import tpcore
 from tpcore import Mesh
+from tpcore.comm import Transport
+from tpcore.layout import Group
 from tpcore.models.dispatch import Dispatch, put, seated, taken
 from tpcore.models.experts import ShardedExperts
-from tpcore.models.static import every_expert, with_capacity
+from tpcore.models.static import every_expert, has_known_form, with_capacity
 from tpcore.testing import run_ranks
+from tpcore.testing.threads import ThreadBackend
 
 EP2, EP4 = {"dp": 1, "ep": 2, "tp": 1}, {"dp": 1, "ep": 4, "tp": 1}
 MESHES = {"ep 2": (EP2, {}), "ep 4": (EP4, {}), "ep 2 x tp 2": (EP_TP, {}), "ep 2 x tp 2, experts": (EP_TP, WHOLE)}
@@ -249,3 +255,113 @@ def test_clipped_steps_with_all_to_all(name: str, mesh: str) -> None:
 
     for found in run_ranks(Mesh(axes), rank):
         assert found == pytest.approx(want, rel=ROUNDS)
+
+
+class Kernel(ThreadBackend):
+    """One with a kernel for experts, which takes all but float16, and leaves NaN in the rows of no expert."""
+
+    calls = 0
+
+    def grouped_matmul(self, x: Tensor, weights: Tensor, ends: Tensor) -> Tensor | None:
+        if x.dtype == torch.float16:
+            return None
+        Kernel.calls += 1
+        begins = [0, *ends.tolist()]
+        runs = zip(pairwise(begins), weights, strict=True)
+        parts = [x[begin:end] @ weight for (begin, end), weight in runs]
+        rest = x.new_full((len(x) - begins[-1], weights.shape[2]), torch.nan)
+        return Forgetting.apply(torch.cat([*parts, rest]), x, begins[-1])  # type: ignore[no-any-return]
+
+
+class Compiled(ThreadBackend):
+    """One whose steps become programs."""
+
+    def connect(self, group: Group, rank: int) -> Transport:
+        made = super().connect(group, rank)
+        made.eager = False
+        return made
+
+
+class Forgetting(torch.autograd.Function):
+    """Gives NaN as the gradients of rows from ``end`` on, as a kernel does that leaves memory as it was."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, x: Tensor, end: int) -> Tensor:
+        ctx.shape, ctx.end = x.shape, end
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        more = grad.new_zeros(ctx.shape)
+        more[ctx.end :] = torch.nan
+        return grad, more, None
+
+
+@pytest.mark.parametrize("name", tiers(["mixtral", "gpt_oss"], slow=["aria_text"]))
+@pytest.mark.parametrize("mesh", ["tp 2", "tp 2, experts", "ep 2, gathered", "ep 2, all_to_all"])
+def test_a_backends_kernel_computes_the_chosen_experts_and_one_program_all(name: str, mesh: str) -> None:
+    axes, options = DROPPING[mesh]
+    kind: Any = families.class_of(name)
+
+    def make() -> Any:
+        torch.manual_seed(0)
+        model = families.made(kind, families.config_of(name)).double()
+        for key, p in model.named_parameters():
+            if ".experts." in key:
+                torch.nn.init.normal_(p, std=0.1)
+        return model
+
+    whole = next(m for m in make().modules() if has_known_form(m))
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        layer, before = layer_of(tpcore.parallelize(make(), **options)), Kernel.calls
+        x, numbers, weights = chosen(ctx.index(ctx.batch))
+        found = []
+        for experts in (layer, whole):
+            inputs = x.clone().requires_grad_(), weights.clone().requires_grad_()
+            out = experts(inputs[0], numbers, inputs[1])
+            found.append((out, *torch.autograd.grad(out.square().sum(), inputs)))
+        for got, want in zip(*found, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)  # float64: sums in another order
+        assert (Kernel.calls > before) == isinstance(ctx.backend, Kernel)
+        half, before = [t.half() if t.is_floating_point() else t for t in (x, numbers, weights)], Kernel.calls
+        assert layer.half()(*half).isfinite().all()
+        assert Kernel.calls == before
+
+    for backend in (Kernel, Compiled):
+        if name == "gpt_oss" and mesh != "tp 2":
+            with pytest.raises(ValueError, match="computes with all experts at once"):
+                run_ranks(Mesh(axes), rank, backend=backend)
+        else:
+            run_ranks(Mesh(axes), rank, backend=backend)
+
+
+@pytest.mark.parametrize("mesh", ["tp 2", "tp 2, experts", "ep 2, gathered", "ep 2, all_to_all"])
+def test_torchs_kernel_computes_the_chosen_experts(mesh: str) -> None:
+    """``grouped_mm`` of torch, by which transformers computes unless another implementation is asked for."""
+    axes, options = DROPPING[mesh]
+    kernels: list[str] = []
+
+    class Noted(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kernels.append(getattr(func, "__name__", ""))
+            return func(*args, **(kwargs or {}))
+
+    def make() -> Any:
+        torch.manual_seed(0)
+        return mixtral(experts_implementation=None)
+
+    whole, batch = make(), batches(1)[0][0]
+    whole(**batch).loss.backward()
+    full = dict(whole.named_parameters())
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        model: Any = tpcore.parallelize(make(), **options)
+        with Noted():
+            model(**batch).loss.backward()
+        tpcore.reduce_gradients(model)
+        for key, p in model.named_parameters():
+            torch.testing.assert_close(p.grad, part_of(full[key].grad, p, ctx), rtol=1e-4, atol=1e-6)  # float32
+
+    run_ranks(Mesh(axes), rank)
+    assert "grouped_mm" in kernels or "_grouped_mm" in kernels

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import families
 import pytest
 import torch
+import transformers
 from pipelines import part_of
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_experts import FEATURES, MAKES, WHOLE
 from tiers import tiers
 from torch import Tensor
+from transformers import core_model_loading as conversions
 from typer.testing import CliRunner
 
 import tpcore
 from tpcore import Mesh
 from tpcore.checkpoint.storage.tensorfile import FileTensor
+from tpcore.checkpoint.tensors.stored import MemoryShard
 from tpcore.cli.app import app
+from tpcore.models.views import views
 from tpcore.testing import run_ranks
 
 MESHES = {
@@ -27,6 +34,19 @@ MESHES = {
     "ep 2 x tp 2": ({"dp": 1, "ep": 2, "tp": 2}, FEATURES),
     "ep 2 x tp 2, experts": ({"dp": 1, "ep": 2, "tp": 2}, WHOLE),
 }
+
+
+def watched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """The name and the number of entries of each read of a file, from now on."""
+    asked: list[tuple[str, int]] = []
+    read = FileTensor.read
+
+    def seen(self: FileTensor, starts: Sequence[int], out: Tensor, check: bool) -> None:
+        asked.append((self.name, out.numel()))
+        read(self, starts, out, check)
+
+    monkeypatch.setattr(FileTensor, "read", seen)
+    return asked
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -39,14 +59,7 @@ def test_a_rank_reads_of_each_expert_what_it_keeps(
     whole = MAKES[name]()
     whole.save_pretrained(tmp_path)
     full, one_expert = dict(whole.named_parameters()), whole.config.hidden_size * 64
-    asked: list[tuple[str, int]] = []
-    read = FileTensor.read
-
-    def seen(self: FileTensor, starts: Sequence[int], out: Tensor, check: bool) -> None:
-        asked.append((self.name, out.numel()))
-        read(self, starts, out, check)
-
-    monkeypatch.setattr(FileTensor, "read", seen)
+    asked = watched(monkeypatch)
 
     def rank(ctx: tpcore.ParallelContext) -> int:
         with tpcore.lazy():
@@ -88,3 +101,120 @@ def test_a_checkpoint_becomes_the_files_that_transformers_writes(name: str, mesh
     again = type(whole).from_pretrained(tmp_path / "many")
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > 3
     assert all(torch.equal(t, whole.state_dict()[key]) for key, t in again.state_dict().items())
+
+
+def transposed(folder: Path) -> Any:
+    """Written as the first Qwen3-VL-MoE are: ``[experts, in, out]``, and in memory ``[experts, out, in]``."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+    experts = {"moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2, "rope_parameters": rope}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_hidden_layers": 2}
+    vision = {"depth": 1, "num_heads": 4, "out_hidden_size": 32, "patch_size": 4, "deepstack_visual_indexes": [0]}
+    config = transformers.Qwen3VLMoeConfig(
+        text_config={**sizes, **experts, **heads, "vocab_size": 99},
+        vision_config={**sizes, **vision, "num_position_embeddings": 16},
+    )
+    whole = transformers.Qwen3VLMoeForConditionalGeneration(config)
+    whole.save_pretrained(folder)
+    stored = load_file(folder / "model.safetensors")
+    stored |= {key: t.transpose(1, 2).contiguous() for key, t in stored.items() if ".experts." in key}
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    return whole
+
+
+def in_turns(folder: Path) -> Any:
+    """Inkling 2: gate and up alternate in the files."""
+    kind: Any = families.class_of("inkling2_text")
+    whole = kind(families.config_of("inkling2_text"))
+    whole.save_pretrained(folder)
+    return whole
+
+
+# of those in turns a rank's gates lie between ups, which are read and left
+@pytest.mark.parametrize(("make", "times"), [(transposed, 1), (in_turns, 2)])
+@pytest.mark.parametrize("options", [FEATURES, WHOLE], ids=["features", "experts"])
+def test_what_is_stored_transposed_or_in_turns_is_read_in_parts(
+    make: Any, times: int, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    whole = make(tmp_path)
+    full = dict(whole.named_parameters())
+    of_experts = {key: p for key, p in full.items() if ".experts." in key and "shared" not in key}
+    largest = max(p.numel() for p in of_experts.values())
+    asked = watched(monkeypatch)
+
+    def rank(ctx: tpcore.ParallelContext) -> int:
+        with tpcore.lazy():
+            lazy = type(whole).from_pretrained(tmp_path)
+        model: Any = tpcore.parallelize(lazy, **options)
+        for key, p in model.named_parameters():
+            assert torch.equal(p, part_of(full[key], p, ctx)), key
+        return sum(p.numel() for key, p in model.named_parameters() if key in of_experts)
+
+    kept = sum(run_ranks(Mesh({"tp": 2}), rank))
+    read = [n for key, n in asked if ".experts." in key]
+    assert sum(of_experts[key].numel() for key in of_experts) == kept
+    assert kept <= sum(read) <= times * kept
+    assert max(read) <= largest // 2  # what a rank keeps: a whole tensor is nowhere
+
+
+def converters() -> dict[str, tuple[Any, list[list[Tensor]], list[tuple[int, ...]]]]:
+    """By transformers' operations: a converter, tensors for its sources, and the shapes of its targets."""
+    draw = torch.Generator().manual_seed(0)
+
+    def tensors(count: int, *shape: int) -> list[Tensor]:
+        return [torch.randn(shape, generator=draw) for _ in range(count)]
+
+    def of(sources: str, targets: str, *operations: Any) -> Any:
+        return conversions.WeightConverter(sources.split(), targets.split(), operations=list(operations))
+
+    merge, turns = conversions.MergeModulelist(0), conversions.Interleave(1)
+    experts = [tensors(4, 6, 5), tensors(4, 6, 5)]
+    ernie = conversions.ErnieFuseAndSplitTextVisionExperts(stack_dim=0, concat_dim=1)
+    return {
+        "stacked": (of("a.*", "x", merge), experts[:1], [(4, 6, 5)]),
+        "stacked and joined": (of("a.* b.*", "x", merge, conversions.Concatenate(1)), experts, [(4, 12, 5)]),
+        "joined": (of("a b", "x", conversions.Concatenate(0)), [tensors(1, 6, 5), tensors(1, 2, 5)], [(8, 5)]),
+        "divided": (of("a", "x y z", conversions.Chunk(0)), [tensors(1, 6, 5)], [(2, 5)] * 3),
+        "divided unevenly": (of("a", "x y", conversions.Split(1)), [tensors(1, 6, 5)], [(6, 3), (6, 2)]),
+        "transposed": (of("a", "x", conversions.Transpose(1, 2)), [tensors(1, 4, 6, 5)], [(4, 5, 6)]),
+        "as it should be": (of("a", "x", conversions.Transpose(1, 2, True)), [tensors(1, 4, 6, 5)], [(4, 6, 5)]),
+        "in turns": (of("a", "x", turns), [tensors(1, 4, 6, 5)], [(4, 6, 5)]),
+        "rows in turns": (of("a", "x", conversions.Interleave(0)), [tensors(1, 6, 5)], [(6, 5)]),
+        "in turns and divided": (of("a", "x y", turns, conversions.Chunk(1)), [tensors(1, 4, 6, 5)], [(4, 3, 5)] * 2),
+        "two kinds of experts": (of("a.* b.*", "x y", ernie), experts, [(2, 12, 5)] * 2),
+    }
+
+
+@pytest.mark.parametrize("name", converters())
+def test_a_part_of_a_view_is_that_part_of_what_transformers_makes(name: str) -> None:
+    converter, sources, shapes = converters()[name]
+    shards = [[MemoryShard(t) for t in group] for group in sources]
+    found = views(converter, shards, shapes)
+    assert found is not None
+    targets = dict(zip(converter.target_patterns, shapes, strict=True))
+    like: Any = SimpleNamespace(get_parameter=lambda key: torch.empty(targets[key], device="meta"))
+    made: Any = dict(zip(converter.source_patterns, [list(group) for group in sources], strict=True))
+    for op in converter.operations:
+        of = {"source_patterns": converter.source_patterns, "target_patterns": converter.target_patterns}
+        made = op.convert(made, **of, model=like, config=None, full_layer_name=converter.target_patterns[0])
+    draw = random.Random(0)
+    for view, pattern, shape in zip(found, converter.target_patterns, shapes, strict=True):
+        want = made[pattern]
+        want = want[0] if isinstance(want, list) else want
+        assert (view.shape, view.dtype) == (want.shape, want.dtype) == (shape, torch.float32)
+        for _ in range(50):
+            ends = [sorted(draw.sample(range(n + 1), 2)) for n in shape]
+            out = torch.full([high - low for low, high in ends], torch.nan)
+            view.read([low for low, _ in ends], out, False)
+            assert torch.equal(out, want[tuple(slice(*one) for one in ends)])
+
+
+def test_what_no_view_is_of_is_made_whole() -> None:
+    converter, sources, shapes = converters()["stacked and joined"]
+    shards: Any = [[MemoryShard(t) for t in group] for group in sources]
+    assert views(converter, shards, [(4, 12, 4)]) is None
+    assert views(converter, [shards[0][:-1], shards[1]], shapes) is None
+    assert views(converter, [shards[0], []], shapes) is None
+    other = conversions.WeightConverter(["a"], ["x"], operations=[conversions.Conv3dToLinear(2, (2, 2, 2))])
+    assert views(other, [shards[0][:1]], [(6, 5)]) is None

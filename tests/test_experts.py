@@ -16,9 +16,11 @@ from pipelines import part_of
 from safetensors.torch import load_file
 from tiers import tiers
 from torch import Tensor
+from typer.testing import CliRunner
 
 import tpcore
 from tpcore import Mesh
+from tpcore.cli.app import app
 from tpcore.models.experts import ShardedExperts
 from tpcore.models.static import every_expert, has_known_form, with_capacity
 from tpcore.testing import run_ranks
@@ -182,6 +184,7 @@ MESHES = {
     "ep 2 x tp 2, experts": (EP_TP, WHOLE),
     "dp 2 x ep 2": ({"dp": 2, "ep": 2, "tp": 1}, FEATURES),
     "ep 4": ({"dp": 1, "ep": 4, "tp": 1}, FEATURES),
+    "pp 2 x ep 2": ({"pp": 2, "dp": 1, "ep": 2, "tp": 1}, {"num_microbatches": 2}),
     "ep 4, all_to_all": ({"dp": 1, "ep": 4, "tp": 1}, EXCHANGED),
     "ep 2 x tp 2, experts, all_to_all": (EP_TP, {**WHOLE, **EXCHANGED}),
 }
@@ -223,24 +226,27 @@ def test_twenty_clipped_steps(name: str, zero1: bool, mesh: str) -> None:
     assert any(a != b for a, b in pairwise(want[::2]))
 
 
-SAVED = {"features at tp 2": (2, 1, FEATURES), "experts at tp 4": (4, 1, WHOLE)}
-SAVED |= {"ep 2 x tp 2": (2, 2, FEATURES), "ep 2 x tp 2, experts": (2, 2, WHOLE), "ep 4": (1, 4, FEATURES)}
-OPENED = ((1, 1, FEATURES), (2, 1, WHOLE), (4, 1, FEATURES), (1, 2, FEATURES), (2, 2, FEATURES), (2, 2, WHOLE))
+SAVED = {name: MESHES[name] for name in ("dp 2 x ep 2", "ep 2 x tp 2", "ep 2 x tp 2, experts", "ep 4", "pp 2 x ep 2")}
+SAVED |= {"one process": ({"tp": 1}, FEATURES), "tp 2": ({"tp": 2}, FEATURES), "tp 4, experts": ({"tp": 4}, WHOLE)}
 
 
-@pytest.mark.parametrize("saved", SAVED)
-def test_a_checkpoint_opens_however_experts_are_sharded(saved: str, tmp_path: Path) -> None:
-    """With an optimizer, which steps once more after it: as where the job went on."""
+EACH = [("mixtral", saved, zero1) for saved in SAVED for zero1 in (True, False)]
+QUICK = [("mixtral", "pp 2 x ep 2", False)]
+
+
+@pytest.mark.parametrize(("name", "saved", "zero1"), tiers(QUICK, slow=[*EACH, *(("qwen3_moe", *e[1:]) for e in EACH)]))
+def test_a_checkpoint_opens_however_experts_are_sharded(name: str, saved: str, zero1: bool, tmp_path: Path) -> None:
+    """With an optimizer, which steps once more after it: as where the job went on. And by ``from_pretrained``."""
     batch, path = batches(1)[0][0], tmp_path / "made"
 
     def stepped(model: Any, optimizer: Any) -> dict[str, Tensor]:
         optimizer.zero_grad()
         model(**batch).loss.backward()
         tpcore.optimizer_step(optimizer, max_norm=0.5)
-        return {name: t.clone() for name, t in tpcore.models.full_state_dict(model).items()}
+        return {key: t.clone() for key, t in tpcore.models.full_state_dict(model).items()}
 
     def made(options: dict[str, Any], zero1: bool) -> tuple[Any, Any]:
-        model: Any = tpcore.parallelize(hf.double(mixtral), **options)
+        model: Any = tpcore.parallelize(hf.double(MAKES[name]), **options)
         make = tpcore.Zero1 if zero1 else lambda kind, named, **o: kind(named, **o)
         return model, make(torch.optim.AdamW, model.named_parameters(), lr=1e-3)
 
@@ -253,19 +259,27 @@ def test_a_checkpoint_opens_however_experts_are_sharded(saved: str, tmp_path: Pa
     def load(ctx: tpcore.ParallelContext, options: dict[str, Any], zero1: bool) -> tuple[dict[str, Tensor], ...]:
         model, optimizer = made(options, zero1)
         tpcore.checkpoint.load(path, model, optimizer=optimizer)
-        before = {name: t.clone() for name, t in tpcore.models.full_state_dict(model).items()}
+        before = {key: t.clone() for key, t in tpcore.models.full_state_dict(model).items()}
         return before, stepped(model, optimizer)
 
-    tp, ep, options = SAVED[saved]
-    for zero1 in (True, False):
-        mesh = Mesh({"dp": 1, "ep": ep, "tp": tp})
-        before, after = run_ranks(mesh, lambda ctx, zero1=zero1: save(ctx, options, zero1))[0]
-        for new_tp, new_ep, how in OPENED:
-            mesh = Mesh({"dp": 1, "ep": new_ep, "tp": new_tp})
-            for loaded, later in run_ranks(mesh, lambda ctx, how=how, zero1=zero1: load(ctx, how, not zero1)):
-                assert all(torch.equal(t, before[name]) for name, t in loaded.items())
-                for name, t in later.items():
-                    torch.testing.assert_close(t, after[name], rtol=ROUNDS, atol=ROUNDS, msg=name)
+    axes, options = SAVED[saved]
+    of_stages = run_ranks(Mesh(axes), lambda ctx: save(ctx, options, zero1))
+    before, after = ({key: t for rank in of_stages for key, t in rank[i].items()} for i in range(2))
+    for new, how in SAVED.values():
+        ranks = run_ranks(Mesh(new), lambda ctx, how=how: load(ctx, how, not zero1))
+        assert {key for loaded, _ in ranks for key in loaded} == before.keys()
+        for loaded, later in ranks:
+            assert all(torch.equal(t, before[key]) for key, t in loaded.items())
+            for key, t in later.items():
+                torch.testing.assert_close(t, after[key], rtol=ROUNDS, atol=ROUNDS, msg=key)
+    whole = MAKES[name]()
+    whole.save_pretrained(tmp_path / "config")
+    given = ["checkpoint", "consolidate", str(path), str(tmp_path / "files"), "--config", str(tmp_path / "config")]
+    said = CliRunner().invoke(app, given)
+    assert said.exit_code == 0, said.output
+    opened = type(whole).from_pretrained(tmp_path / "files", dtype=torch.float64).state_dict()
+    assert opened.keys() == before.keys()
+    assert all(torch.equal(t, before[key]) for key, t in opened.items())
 
 
 @WAYS

@@ -479,6 +479,7 @@ MESHES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "pp 2 x tp 2": ({"pp": 2, "dp": 1, "tp": 2}, {"num_microbatches": 2}),
     "cp 2 x tp 2": ({"dp": 1, "cp": 2, "tp": 2}, {}),
     "ep 2 x tp 2": ({"dp": 1, "ep": 2, "tp": 2}, {}),
+    "ep 2 x cp 2 x tp 2": ({"dp": 1, "ep": 2, "cp": 2, "tp": 2}, {"dispatch": "all_to_all"}),
 }
 
 
@@ -489,15 +490,17 @@ def _batches(dp: int) -> list[list[dict[str, Tensor]]]:
 
 
 def _kept(name: str, mesh: str) -> bool:
-    """GPT-2 and BERT do not run as stages; Mixtral alone has experts, and no context parallelism."""
-    return (
-        not (name in ("gpt2", "bert") and "pp" in mesh)
-        and ("ep" not in mesh or name == "mixtral")
-        and ("cp" not in mesh or name != "mixtral")
-    )
+    """GPT-2 and BERT do not run as stages; Mixtral alone has experts."""
+    return not (name in ("gpt2", "bert") and "pp" in mesh) and ("ep" not in mesh or name == "mixtral")
 
 
-QUICK = [("llama", "dp 2 x tp 2"), ("mixtral", "pp 2"), ("llama", "cp 2 x tp 2"), ("mixtral", "ep 2 x tp 2")]
+QUICK = [
+    ("llama", "dp 2 x tp 2"),
+    ("mixtral", "pp 2"),
+    ("llama", "cp 2 x tp 2"),
+    ("mixtral", "ep 2 x tp 2"),
+    ("mixtral", "ep 2 x cp 2"),
+]
 SLOW = [pair for pair in product(MODELS, MESHES) if pair not in QUICK and _kept(*pair)]
 
 

@@ -217,6 +217,14 @@ class Backend(ABC):
     def mark_step(self) -> None:
         """End of a training step: a lazy backend cuts its graph here."""
 
+    def grouped_matmul(self, x: Tensor, weights: Tensor, ends: Tensor) -> Tensor | None:
+        """A fused kernel for layers of experts: rows up to ``ends[i]`` of ``x`` ``[R, K]``, from where those of ``i -
+        1`` end, times ``weights[i]`` of ``[E, K, N]``, which may be transposed views -> ``[R, N]``, with gradients of
+        ``x`` and ``weights``. ``ends``: ``[E]`` of int32, whose values are data. What it gives rows behind the last,
+        and their gradients, is not used. None, the default, or for what a kernel does not take: the layers compute as
+        transformers does, whose kernel is torch's ``grouped_mm``."""
+        return None
+
     # -- traced models: methods of a backend that declares ``tracing`` ------------------------------------
     @classmethod
     def most_ranks(cls) -> int | None:

@@ -144,7 +144,7 @@ def _decided(
     of_experts = [cut for cut in cuts if cut.style == styles.EXPERTS]
     check_dispatch(type(model).__name__, {cut.name: cut.module for cut in of_experts}, sending)
     if tp * stages == 1:
-        cuts = of_experts if ep > 1 or sending.capacity_factor is not None else []
+        cuts = of_experts  # where steps are compiled, they are one program at tp=1 too
     if tp > 1:
         cuts += inside(model, cuts, rules)
     check_fit(type(model).__name__, [need for cut in cuts for need in cut.needs], tp)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..backend.interface import Backend
 from ..comm import mappings as ops
 from ..comm.comm import Comm
 from ..layers.ids import exporting
@@ -26,7 +27,7 @@ from ..layout.shard import Block, ShardSpec
 from . import plan
 from .dispatch import ALL_TO_ALL, Dispatch, GatherTokens, Route, SendTokens, seated
 from .fit import Need
-from .static import has_known_form, one_program, with_capacity
+from .static import grouped, has_known_form, one_program, with_capacity
 
 _NUMBERS, _WEIGHTS = "top_k_index", "top_k_weights"
 _DISTRIBUTED = "_is_expert_parallel"  # of experts that pass by the numbers of others: releases before 5.23 have none
@@ -146,7 +147,12 @@ class ShardedExperts(ParallelModule):
                 out, dropped = with_capacity(self.inner, **inputs, seats=seats)
                 self._tell(dropped)
                 return out
-        return one_program(self.inner, **inputs) if self._known and self._compiled else self.inner(**inputs)
+        backend = self._layout_ctx.backend
+        if self._known and type(backend).grouped_matmul is not Backend.grouped_matmul:
+            made = grouped(self.inner, backend.grouped_matmul, *inputs.values())
+            if made is not None:
+                return made
+        return one_program(self.inner, *inputs.values()) if self._known and self._compiled else self.inner(**inputs)
 
     def _tell(self, dropped: Tensor) -> None:
         for watcher in self.watchers:

@@ -87,6 +87,34 @@ def _gemma3n(config: Any) -> Rules:
     return {f"layers.{i}.mlp.{{gate,up,down}}_proj": "replicate" for i in sparse}
 
 
+def _t5(config: Any) -> Rules:
+    attention = "block.*.layer.*.{Self,EncDec,LocalSelf}Attention."
+    dense = f"block.*.layer.*.{{DenseReluDense.,mlp.{{,{_modules(config)}}}}}"
+    return {
+        attention + "{q,k,v}": "colwise",
+        attention + "o": "rowwise",
+        # the bias of each head by distance is sharded as the heads are
+        attention + "relative_attention_bias": "embedding_heads",
+        dense + "{wi,wi_0,wi_1}": "colwise",
+        dense + "wo": "rowwise",
+    }
+
+
+def _nllb(config: Any) -> Rules:
+    attention, dense = "layers.*.{self_attn,cross_attention}.", f"layers.*.ffn.{{,{_modules(config)}}}"
+    columns = dict.fromkeys((attention + "{q,k,v}_proj", dense + "fc1"), "colwise")
+    return {**columns, **dict.fromkeys((attention + "out_proj", dense + "fc2"), "rowwise")}
+
+
+def _modules(config: Any) -> str:
+    """The names of experts that are modules of linear layers."""
+    return ",".join(f"experts.expert_{i}." for i in range(getattr(config, "num_experts", 0)))
+
+
+_ESMC = {  # norms over the features of all heads, as in OLMo 2
+    "layers.*.self_attn.{q,k,v}_proj": "colwise_gather_output",
+    "layers.*.self_attn.o_proj": "rowwise_split_input",
+}
 FAMILIES = (
     Family(
         "albert",
@@ -144,10 +172,13 @@ FAMILIES = (
         "axk2 deepseek_v32 dots3_note_text glm_moe_dsa hy_v4",
         {"layers.*.self_attn.{indexer,q_a_proj}": "replicate"},
     ),
+    # attention that reads values of all heads at once stays whole, beside experts and MLPs that do not
+    Family("doge glm5_next_text neomme", {"layers.*.self_attn": "replicate"}),
+    Family("esmc", _ESMC),
     Family("gemma3n_text", _gemma3n),
     Family("gpt_bigcode", _bigcode),
     Family(
-        "gpt_oss",
+        "gpt_oss openai_privacy_filter",
         {
             "layers.*.self_attn": "local_params",
             "layers.*.self_attn.{{q,k,v}_proj,sinks}": "colwise",
@@ -198,15 +229,22 @@ FAMILIES = (
             "blocks.*.{attn.out_proj,ffn.down_proj}": "rowwise",
         },
     ),
+    Family("longt5 mt5 switch_transformers t5 umt5", _t5),
     Family(
-        "longt5 mt5 t5 umt5",
+        "nemotron_h",
         {
-            "block.*.layer.*.{SelfAttention,EncDecAttention,LocalSelfAttention}.{q,k,v}": "colwise",
-            "block.*.layer.*.{SelfAttention,EncDecAttention,LocalSelfAttention}.o": "rowwise",
-            # the bias of each head by distance is sharded as the heads are
-            "block.*.layer.*.{Self,EncDec,LocalSelf}Attention.relative_attention_bias": "embedding_heads",
-            "block.*.layer.*.DenseReluDense.{wi,wi_0,wi_1}": "colwise",
-            "block.*.layer.*.DenseReluDense.wo": "rowwise",
+            "layers.*.mixer.{{q,k,v}_proj,{,shared_experts.}up_proj}": "colwise",
+            "layers.*.mixer.{o_proj,{,shared_experts.}down_proj}": "rowwise",
+        },
+    ),
+    Family("nllb-moe", _nllb),
+    Family(
+        "zaya",  # its attention mixes all heads by convolutions
+        {
+            "layers.*.self_attn": "replicate",
+            "layers.*.mlp.experts": "moe_tp_experts",
+            "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
+            "layers.*.mlp.experts.down_proj": "rowwise",
         },
     ),
     Family(
@@ -235,11 +273,9 @@ _NO_ATTENTION = "its layers carry a state along the sequence, and have no attent
 REFUSED = {
     **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"), _NO_ATTENTION),
     **dict.fromkeys(("llama4", "muse_glimmer", "muse_spark", "phi4_multimodal"), _ONE),
+    "dbrx": "all its experts are the rows of one matrix",
+    "jetmoe": "its attention has experts of its own, which give each token other queries",
     **dict.fromkeys(("gemma4_vision", "muse_glimmer_assistant", "muse_glimmer_vision"), _ALONE),
-    "doge": "its own plan cuts the values that all its heads share",
-    "neomme": "each of its heads is scaled by an entry of one parameter",
-    "esmc": "its own plan cuts heads on which one norm works",
-    "qwen4_exp_text": "its sparse attention chooses tokens by heads that no rank has all of",
 }
 """Families whose own plan is wrong, or was not compared, with the reason."""
 

@@ -80,12 +80,14 @@ def grouped(name: str, owner: nn.Module, size: int, queries: int) -> tuple[Block
     number, several ranks have the same head. If it is larger, each head has several parts side by side (q|k|v
     of GPT-NeoX).
     """
-    unit = head_size(owner)
+    leaf = name.rpartition(".")[2]
+    unit = getattr(owner, "v_head_dim", None) if leaf == "v_proj" else None  # values may be wider than keys
+    unit = unit if isinstance(unit, int) else head_size(owner)
     if unit is None or size % unit:
         return Block(size), Need(name, size, "features")
     if size > queries and queries and size % queries == 0:
         unit *= size // queries
-    shared = size < queries
+    shared = size < queries and leaf != "q_proj"
     what = "key/value heads" if shared else "heads"
     return Block(size, unit, replicate=shared), Need(name, size // unit, what, shared)
 

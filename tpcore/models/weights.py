@@ -17,6 +17,7 @@ from ..errors import CheckpointError
 from ..layers.sharding import sharding
 from ..layout.shard import ShardSpec
 from ..layout.slices import narrowed
+from .views import views
 
 _ROWS = 4096
 
@@ -94,53 +95,14 @@ class Converted:
         out.copy_(narrowed(value, starts, out.shape))
 
 
-@dataclass(frozen=True, eq=False)
-class Stacked:
-    """Tensors of experts in rows of one shape, stacked along dim 0, and the stacks joined along dim 1: each part of it
-    is read from the parts of its tensors, so that a rank has no more in memory than it keeps."""
-
-    stacks: tuple[tuple[Shard, ...], ...]
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def identity(self) -> object:
-        return tuple(shard.identity for shard in self.stacks[0][:1])
-
-    def verify(self) -> None:
-        for shard in (shard for stack in self.stacks for shard in stack):
-            shard.verify()
-
-    def read(self, starts: Sequence[int], out: Tensor, check: bool) -> None:
-        first, begin, *rest = starts
-        at = 0  # where the rows of this stack begin
-        for stack in self.stacks:
-            rows = stack[0].shape[0]
-            low, high = max(at, begin), min(at + rows, begin + out.shape[1])
-            for number, shard in enumerate(stack[first : first + out.shape[0]] if low < high else ()):
-                shard.read((low - at, *rest), out[number, low - begin : high - begin], check)
-            at += rows
-
-
-def _stacked(conversion: Conversion, shape: tuple[int, ...]) -> Stacked | None:
-    """The tensor of ``shape`` if all that its conversion does is to stack tensors and to join the stacks, else None."""
-    converter, found = conversion.converter, conversion.parts
-    did = [(type(op).__name__, getattr(op, "dim", None)) for op in converter.operations]
-    if did not in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)]) or len(shape) < 2:
-        return None
-    shards = {
-        pattern: tuple(item.first for which, _, item in found if which == pattern and isinstance(item, Stored))
-        for pattern in converter.source_patterns
-    }
-    stacks = tuple(shards.values())
-    every = [shard for stack in stacks for shard in stack]
-    widths = [{(shard.shape, shard.dtype) for shard in stack} for stack in stacks]
-    if len(every) != len(found) or any(len(one) != 1 for one in widths) or len({s.dtype for s in every}) != 1:
-        return None
-    fits = {len(stack) for stack in stacks} == {shape[0]} and {s.shape[1:] for s in every} == {shape[2:]}
-    if not fits or sum(stack[0].shape[0] for stack in stacks) != shape[1]:
-        return None
-    return Stacked(stacks, shape, every[0].dtype)
+def _viewed(conversion: Conversion, shapes: Sequence[tuple[int, ...]]) -> Sequence[Shard] | None:
+    """Its tensors of ``shapes``, read in parts; None if they can only be made whole."""
+    items = [item for *_, item in conversion.parts]
+    sources = [
+        [item.first for pattern, _, item in conversion.parts if pattern == one and isinstance(item, Stored)]
+        for one in conversion.converter.source_patterns
+    ]
+    return views(conversion.converter, sources, shapes) if all(isinstance(i, Stored) for i in items) else None
 
 
 def by_model_name(model: Any, stored: Mapping[str, Any], mapping: Sequence[Any]) -> dict[str, Any]:
@@ -168,10 +130,13 @@ def by_model_name(model: Any, stored: Mapping[str, Any], mapping: Sequence[Any])
         new = Conversion(target, of_pattern[pattern], like, model.config)
         conversions.setdefault(target, new).parts.append((pattern, name, stored[name]))
     for conversion in conversions.values():
-        for name in conversion.targets():
+        names = list(conversion.targets())
+        shapes = [tuple(like[name].shape) for name in names if name in like]
+        found = _viewed(conversion, shapes) if len(shapes) == len(names) else None
+        for i, name in enumerate(names):
             if name in like:
-                shape = tuple(like[name].shape)
-                shard = _stacked(conversion, shape) or Converted(conversion, name, shape, like[name].dtype)
+                t = like[name]
+                shard = Converted(conversion, name, tuple(t.shape), t.dtype) if found is None else found[i]
                 tensors[name] = Stored.over_tp(name, ShardSpec(shard.shape), 1, None, lambda _, s=shard: s)  # type: ignore[misc]
     return tensors
 

@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -193,6 +194,39 @@ def test_bad_input_is_an_assertion_in_the_queue(ranks: RankPool, what: str, said
 
 
 # -- the job ----------------------------------------------------------------------------------------------
+def _trained(ctx: ParallelContext, zero: bool, overlap: bool) -> tuple[list[Tensor], list[str]]:
+    torch.manual_seed(0)
+    model = Model(None)
+    parameters, events = model.named_parameters(), list[str]()
+    optimizer = tpcore.Zero1(torch.optim.SGD, parameters, lr=0.1) if zero else torch.optim.SGD(parameters, lr=0.1)
+    transport: Any = ctx.comm("dp").transport
+    enter = transport._watch.enter
+    transport._watch.enter = lambda op, x: (events.append(op), enter(op, x))
+    for i in range(3):
+        optimizer.zero_grad()
+        with tpcore.overlap_grad_reduce(optimizer) if overlap else nullcontext():
+            ids = torch.arange(4 * ctx.coord("dp"), 4 * ctx.coord("dp") + 4).view(2, 2) + i
+            tpcore.parallel_cross_entropy(model(ids), ids).mean().backward()
+            events.append("backward is done")
+        tpcore.optimizer_step(optimizer, max_norm=1.0)
+    transport._watch.enter = enter
+    return [p.detach() for p in model.parameters()], events
+
+
+@pytest.mark.parametrize(("zero", "op"), [(False, "all_reduce sum"), (True, "reduce_scatter dim 0")])
+def test_gradients_are_on_their_way_before_backward_ends(ranks: RankPool, zero: bool, op: str) -> None:
+    """The same bits, of collectives that are under way beside backward from the second step on."""
+    mesh = Mesh({"dp": 2, "tp": 1})
+    for (want, after), (got, events) in zip(
+        ranks.run(mesh, _trained, zero, False), ranks.run(mesh, _trained, zero, True), strict=True
+    ):
+        assert all(map(torch.equal, got, want))
+        assert op not in after[: after.index("backward is done")]
+        steps = " ".join(events).split("backward is done")
+        assert [op in part for part in steps] == [False, True, True, False]
+        assert sorted(events) == sorted(after)  # none was made twice
+
+
 def _streams(ctx: ParallelContext) -> tuple[list[float], list[float]]:
     tpcore.random.manual_seed(3)
     ones = torch.ones(64)

@@ -1,6 +1,6 @@
 """The backend for GPUs where none is: its own code over gloo on CPUs, and no wait for values in a step.
 
-Not shown here: the device's own calls, NCCL, and tensors on a wrong device.
+Not shown here: the device's own calls, and NCCL.
 """
 
 from __future__ import annotations
@@ -8,10 +8,13 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -191,6 +194,18 @@ def _bad_input(ctx: ParallelContext, what: str) -> None:
 def test_bad_input_is_an_assertion_in_the_queue(ranks: RankPool, what: str, said: str) -> None:
     for outcome in ranks.outcomes(TP2, _bad_input, what):
         assert said in str(outcome.error)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend"), reason="torch is older"
+)
+def test_no_tensor_is_on_a_wrong_device() -> None:
+    """Layers, ZeRO-1, tokens over ranks, and models of transformers with contexts and experts, on a device that is not
+    the CPU, and of whose values nothing may be read."""
+    script = Path(__file__).parents[1] / "scripts" / "fake_device.py"
+    done = subprocess.run([sys.executable, "-W", "ignore", script], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["caught", "layers", "sequence", "zero", "llama", "context", "experts"], done.stderr
 
 
 # -- the job ----------------------------------------------------------------------------------------------

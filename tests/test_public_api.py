@@ -60,6 +60,7 @@ PUBLIC = {
         "overlap_grad_reduce",
         "parallel_cross_entropy",
         "parallelize",
+        "plan",
         "random",
         "reduce_gradients",
         "shard_sequence",

@@ -24,9 +24,12 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 import tpcore
 from tpcore.backend import Backend, Capabilities
+from tpcore.checkpoint.tensors.stored import Job
+from tpcore.checkpoint.write.snapshot import StateTensor, on_host
 from tpcore.comm.transport import Primitive
 from tpcore.comm.wrapper import Relay
 from tpcore.layout.mesh import Group, Mesh
+from tpcore.layout.slices import Region
 from tpcore.runtime.context import ParallelContext
 
 DEVICE = "gpu"
@@ -155,6 +158,24 @@ def experts(ctx: ParallelContext) -> None:
         of_transformers(ctx, config, expert_parallel=True, **options)
 
 
+class OnHost:
+    """A stored tensor, which is read into host memory."""
+
+    shape = (2, 3)
+
+    def read(self, starts: Any, out: Tensor, check: bool) -> None:
+        assert out.device.type == "cpu"
+
+
+def saved(ctx: ParallelContext) -> None:
+    """A save in the background has a copy in host memory when it returns; a load copies from host memory."""
+    x = torch.ones(2, 3, device=DEVICE)
+    kept = on_host({"file": {"x": StateTensor(x)}})["file"]["x"]
+    assert [piece.device.type for piece in kept.pieces()] == ["cpu"]
+    shard: Any = OnHost()
+    Job(x, ((shard, Region(0, (0, 0), (0, 0), (2, 3))),), covered=True).run()
+
+
 def caught(ctx: ParallelContext) -> None:
     """What the device is for: both kinds of mistake are seen."""
     x = torch.ones(2, device=DEVICE)
@@ -174,6 +195,7 @@ CASES: dict[str, tuple[dict[str, int], Callable[[ParallelContext], None]]] = {
     "layers": ({"dp": 2, "tp": 2}, layers),
     "sequence": ({"dp": 2, "tp": 2}, sequence),
     "zero": ({"dp": 2, "tp": 2}, zero),
+    "saved": ({"dp": 2, "tp": 2}, saved),
     "llama": ({"dp": 2, "tp": 2}, llama),
     "context": ({"dp": 1, "cp": 2, "tp": 2}, context),
     "experts": ({"dp": 1, "ep": 2, "tp": 2}, experts),

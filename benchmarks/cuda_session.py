@@ -14,7 +14,8 @@ others go on. The file holds all that was measured so far, whenever the session 
     generate  tokens a second, by transformers' `generate`
 
 The contestants of a stage: `plain` is transformers alone, `tpcore` the same model after `tpcore.parallelize`,
-`compiled` after torch.compile too, `graphs` with a static cache, whose decode step is captured. At tp=1 tpcore ought to cost nothing. tp=2 on one GPU has twice the work of tp=1 for
+`compiled` after torch.compile too, `graphs` with a static cache, whose decode step is captured.
+At tp=1 tpcore ought to cost nothing. tp=2 on one GPU has twice the work of tp=1 for
 one device, so it shows costs, not gains. With ``--backend cpu_gloo --size tiny`` the session runs where no GPU is.
 """
 

@@ -14,7 +14,8 @@ others go on. The file holds all that was measured so far, whenever the session 
     generate  tokens a second, by transformers' `generate`
 
 The contestants of a stage: `plain` is transformers alone, `tpcore` the same model after `tpcore.parallelize`,
-`compiled` after torch.compile too. At tp=1 tpcore ought to cost nothing. tp=2 on one GPU has twice the work of tp=1 for
+`compiled` after torch.compile too, `graphs` with a static cache, whose decode step is captured.
+At tp=1 tpcore ought to cost nothing. tp=2 on one GPU has twice the work of tp=1 for
 one device, so it shows costs, not gains. With ``--backend cpu_gloo --size tiny`` the session runs where no GPU is.
 """
 
@@ -165,10 +166,12 @@ def generate(options: Namespace) -> dict[str, Any]:
     on, size = joined(options), SIZES[options.size]
     model = llama(size, options, on.device, torch.bfloat16).eval()
     new = min(128, size.length // 2)
+    # on a GPU transformers then compiles the decode step, and torch captures it as CUDA graphs
+    static: dict[str, Any] = {"cache_implementation": "static"} if options.contestant == "graphs" else {}
     prompt = batch(size, on.device)[:, : size.length // 4]
 
     def run() -> None:
-        model.generate(prompt, max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0)
+        model.generate(prompt, max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0, **static)
 
     return {"tokens a second": len(prompt) * new / on.seconds(run, 3)}
 
@@ -201,7 +204,7 @@ def stages(options: Namespace) -> list[tuple[str, list[str], dict[str, str], flo
     add("step", "tpcore", 2, 90.0)
     for contestant in ("plain", "tpcore", "liger"):
         add("loss", contestant)
-    for contestant in ("plain", "tpcore"):
+    for contestant in ("plain", "tpcore", "graphs"):
         add("generate", contestant)
     for tp in (1, 2):
         table = str(options.out.with_suffix(f".tp{tp}.json"))

@@ -57,6 +57,7 @@ PUBLIC = {
         "launch",
         "lazy",
         "optimizer_step",
+        "overlap_grad_reduce",
         "parallel_cross_entropy",
         "parallelize",
         "plan",

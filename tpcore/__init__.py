@@ -23,7 +23,7 @@ from .settings import __version__ as __version__
 from .train.clip import clip_grad_norm
 from .train.data_parallel import reduce_gradients
 from .train.pipeline import PipelinedLayers, PipelineModel
-from .train.step import optimizer_step
+from .train.step import optimizer_step, overlap_grad_reduce
 from .train.zero import Zero1
 
 if TYPE_CHECKING:
@@ -99,6 +99,7 @@ __all__ = [
     "launch",
     "lazy",
     "optimizer_step",
+    "overlap_grad_reduce",
     "parallel_cross_entropy",
     "parallelize",
     "plan",

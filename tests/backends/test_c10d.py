@@ -120,11 +120,11 @@ INTERFACE = {
     ],
     tpcore.comm.Comm: [
         "all_gather", "all_reduce", "all_to_all", "broadcast", "called", "chunk", "permute", "process_group",
-        "rank", "reduce_scatter", "split", "start_all_reduce", "start_permute", "traced",
+        "rank", "reduce_scatter", "split", "start_all_reduce", "start_permute", "start_reduce_scatter", "traced",
     ],
     tpcore.comm.Transport: [
         "all_gather", "all_reduce", "all_to_all", "at", "broadcast", "compares", "eager", "permute", "process_group",
-        "reads_are_cheap", "reduce_scatter", "start_all_reduce", "start_permute",
+        "reads_are_cheap", "reduce_scatter", "start_all_reduce", "start_permute", "start_reduce_scatter",
     ],
     Capabilities: [
         "dtypes", "dynamic_shapes", "group_sizes", "lack", "misfit", "moved", "sums", "to_json", "tracing",

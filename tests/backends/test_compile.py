@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from tpcore_cuda import CudaOverGloo
 
 import tpcore
 from tpcore.layout.mesh import Mesh
@@ -76,10 +77,16 @@ def _alike(ctx: ParallelContext, tokens: bool, backend: str) -> None:
         compiled(ids[0][:, :-1] + VOCAB, ids[0][:, 1:])
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[RankPool]:
+class StandIn(CudaOverGloo):
+    """The backend for GPUs without its device: what reads values on a CPU is an assertion in the graph."""
+
+    kind = "cpu"
+
+
+@pytest.fixture(scope="module", params=["cpu_gloo", StandIn], ids=["cpu_gloo", "cuda"])
+def two(request: pytest.FixtureRequest) -> Iterator[RankPool]:
     """Two ranks: each makes its graphs itself."""
-    with RankPool(2) as pool:
+    with RankPool(2, backend=request.param) as pool:
         yield pool
 
 

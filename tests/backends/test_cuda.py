@@ -1,6 +1,6 @@
 """The backend for GPUs where none is: its own code over gloo on CPUs, and no wait for values in a step.
 
-Not shown here: the device's own calls, NCCL, and tensors on a wrong device.
+Not shown here: the device's own calls, and NCCL.
 """
 
 from __future__ import annotations
@@ -8,9 +8,13 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -192,7 +196,54 @@ def test_bad_input_is_an_assertion_in_the_queue(ranks: RankPool, what: str, said
         assert said in str(outcome.error)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend"), reason="torch is older"
+)
+def test_no_tensor_is_on_a_wrong_device() -> None:
+    """Layers, ZeRO-1, tokens over ranks, and models of transformers with contexts and experts, on a device that is not
+    the CPU, and of whose values nothing may be read."""
+    script = Path(__file__).parents[1] / "scripts" / "fake_device.py"
+    done = subprocess.run([sys.executable, "-W", "ignore", script], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["caught", "layers", "sequence", "zero", "saved", "llama", "context", "experts"], (
+        done.stderr
+    )
+
+
 # -- the job ----------------------------------------------------------------------------------------------
+def _trained(ctx: ParallelContext, zero: bool, overlap: bool) -> tuple[list[Tensor], list[str]]:
+    torch.manual_seed(0)
+    model = Model(None)
+    parameters, events = model.named_parameters(), list[str]()
+    optimizer = tpcore.Zero1(torch.optim.SGD, parameters, lr=0.1) if zero else torch.optim.SGD(parameters, lr=0.1)
+    transport: Any = ctx.comm("dp").transport
+    enter = transport._watch.enter
+    transport._watch.enter = lambda op, x: (events.append(op), enter(op, x))
+    for i in range(3):
+        optimizer.zero_grad()
+        with tpcore.overlap_grad_reduce(optimizer) if overlap else nullcontext():
+            ids = torch.arange(4 * ctx.coord("dp"), 4 * ctx.coord("dp") + 4).view(2, 2) + i
+            tpcore.parallel_cross_entropy(model(ids), ids).mean().backward()
+            events.append("backward is done")
+        tpcore.optimizer_step(optimizer, max_norm=1.0)
+    transport._watch.enter = enter
+    return [p.detach() for p in model.parameters()], events
+
+
+@pytest.mark.parametrize(("zero", "op"), [(False, "all_reduce sum"), (True, "reduce_scatter dim 0")])
+def test_gradients_are_on_their_way_before_backward_ends(ranks: RankPool, zero: bool, op: str) -> None:
+    """The same bits, of collectives that are under way beside backward from the second step on."""
+    mesh = Mesh({"dp": 2, "tp": 1})
+    for (want, after), (got, events) in zip(
+        ranks.run(mesh, _trained, zero, False), ranks.run(mesh, _trained, zero, True), strict=True
+    ):
+        assert all(map(torch.equal, got, want))
+        assert op not in after[: after.index("backward is done")]
+        steps = " ".join(events).split("backward is done")
+        assert [op in part for part in steps] == [False, True, True, False]
+        assert sorted(events) == sorted(after)  # none was made twice
+
+
 def _streams(ctx: ParallelContext) -> tuple[list[float], list[float]]:
     tpcore.random.manual_seed(3)
     ones = torch.ones(64)

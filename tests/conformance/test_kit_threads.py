@@ -6,10 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from tiers import tiers
 
+from tpcore.layout.mesh import Mesh
 from tpcore.testing import ThreadBackend, run_ranks
 from tpcore.testing.kit.conformance import Conformance
+from tpcore.testing.kit.edges import full_float32
 
 
 class TestThreads(Conformance):
@@ -28,3 +31,17 @@ class TestThreads(Conformance):
     @classmethod
     def run(cls) -> Callable[..., Any]:
         return lambda mesh, fn, *args: run_ranks(mesh, lambda ctx: fn(ctx, *args))
+
+
+@pytest.mark.parametrize("how", ["high", "medium"])
+def test_a_lower_precision_of_matmuls_is_refused(how: str) -> None:
+    """The flag alone: on a CPU without such units it changes no number."""
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision(how)
+        (found,) = run_ranks(Mesh({"tp": 1}), full_float32)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert len(found) == 1
+    assert found[0].startswith("the precision of float32 matmuls is lowered on rank 0: of cuda it is 'tf32'")
+    assert run_ranks(Mesh({"tp": 1}), full_float32) == [[]]

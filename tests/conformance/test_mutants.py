@@ -100,6 +100,28 @@ class StartedReduceForgetsTheOp(ThreadTransport):
         return lambda: out
 
 
+@mutant("test_values start_reduce_scatter")
+class StartedScatterForgetsTheDim(ThreadTransport):
+    def start_reduce_scatter(self, x: Tensor, dim: int, donate: bool) -> Pending:
+        out = self.reduce_scatter(x, 0) if x.shape[0] % self.size == 0 else self.reduce_scatter(x, dim)
+        return lambda: out
+
+
+@mutant("test_started")
+class ScattersWhatItFindsAtTheWait(ThreadTransport):
+    def start_reduce_scatter(self, x: Tensor, dim: int, donate: bool) -> Pending:
+        done: list[Tensor] = []
+
+        def wait() -> Tensor:
+            if not done:
+                done.append(self.reduce_scatter(x, dim))
+            return done[0]
+
+        if x.numel() < 100_000:
+            wait()
+        return wait
+
+
 @mutant("test_values start_permute")
 class StartedPermuteGoesBackwards(ThreadTransport):
     def start_permute(self, x: Tensor, to: tuple[int, ...]) -> Pending:

@@ -116,16 +116,28 @@ class C10dTransport(Transport):
         return out.view(self.size, *x.shape).movedim(0, dim).contiguous().view(shape)
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
-        if x.dtype not in self.native:
-            n = x.shape[dim] // self.size
-            return copied(self.all_reduce(x, "sum", False).narrow(dim, self.index * n, n))
-        self._enter("reduce_scatter", x, dim)
+        return self._started_scatter(self._chunks(x, dim), x, dim)()
+
+    def start_reduce_scatter(self, x: Tensor, dim: int, donate: bool) -> Pending:
         sent = self._chunks(x, dim)
+        return self._started_scatter(sent if donate or sent.data_ptr() != x.data_ptr() else sent.clone(), x, dim)
+
+    def _started_scatter(self, sent: Tensor, x: Tensor, dim: int) -> Pending:
+        """Of the members' chunks of ``x``, which stay as they are until the wait."""
+        if x.dtype not in self.native:
+            total = self.start_all_reduce(sent, "sum", False)
+            return lambda: total().select(0, self.index).clone()
+        self._enter("reduce_scatter", x, dim)
         out = torch.empty_like(sent[0])
         # flat: some transports divide only dim 0, others compare shapes
         options = _options(dist.ReduceScatterOptions(), reduceOp=_SUM)
-        self.finish(self._calls._reduce_scatter_base(out.view(-1), sent.view(-1), options))
-        return out
+        work = self._calls._reduce_scatter_base(out.view(-1), sent.view(-1), options)
+
+        def wait() -> Tensor:
+            self.finish(work)
+            return out
+
+        return wait
 
     def broadcast(self, x: Tensor, src: int) -> Tensor:
         self._enter("broadcast", x, src)
@@ -167,9 +179,17 @@ class C10dTransport(Transport):
 
     def _exchanged(self, sent: Tensor) -> Tensor:
         """Send row ``i`` of ``sent`` to member ``i``; return the received rows in the group's order."""
+        return self._started_exchange(sent)()
+
+    def _started_exchange(self, sent: Tensor) -> Pending:
         got = torch.empty_like(sent)
-        self.finish(self._calls.alltoall_base(self._wire(got), self._wire(sent), [], [], _ALL_TO_ALL))
-        return got
+        work = self._calls.alltoall_base(self._wire(got), self._wire(sent), [], [], _ALL_TO_ALL)
+
+        def wait() -> Tensor:
+            self.finish(work)
+            return got
+
+        return wait
 
     def _chunks(self, x: Tensor, dim: int) -> Tensor:
         """The members' chunks of ``x`` one after another in memory, in a new first dim."""

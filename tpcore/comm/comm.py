@@ -89,12 +89,21 @@ class Comm:
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
         """This rank's chunk along ``dim`` of the sum over the group."""
-        dim = _positive(x, dim)
-        self.chunk(x, dim)
-        if self.size == 1:
-            return x
-        self._check_sums(x, "sum")
-        return self._active.reduce_scatter(x, dim)
+        dim = self._divided(x, dim)
+        return x if self.size == 1 else self._active.reduce_scatter(x, dim)
+
+    def start_reduce_scatter(self, x: Tensor, dim: int, *, donate: bool = False) -> Pending:
+        """Begin a reduce-scatter so that local work can overlap with it; call the result to wait. With ``donate`` the
+        caller must not use ``x`` again."""
+        dim = self._divided(x, dim)
+        return (lambda: x) if self.size == 1 else self._active.start_reduce_scatter(x, dim, donate)
+
+    def _divided(self, x: Tensor, dim: int) -> int:
+        """``dim``, not negative. ValueError for a sum that the group cannot divide along it."""
+        self.chunk(x, dim := _positive(x, dim))
+        if self.size > 1:
+            self._check_sums(x, "sum")
+        return dim
 
     def broadcast(self, x: Tensor, src: int) -> Tensor:
         """The ``x`` of the member at position ``src`` of the group."""

@@ -205,6 +205,11 @@ class Transport(ABC):
         out = self.all_reduce(x, op, donate)
         return lambda: out
 
+    def start_reduce_scatter(self, x: Tensor, dim: int, donate: bool) -> Pending:
+        """Start a ``reduce_scatter``; call the result to wait for it. With ``donate`` it may read ``x`` until then."""
+        out = self.reduce_scatter(x, dim)
+        return lambda: out
+
     def start_permute(self, x: Tensor, to: tuple[int, ...]) -> Pending:
         """Start a ``permute``; call the result to wait for it."""
         out = self.permute(x, to)

@@ -74,6 +74,10 @@ class Checked(TransportWrapper):
         self._enter(ALL_REDUCE, x, (op, donate))
         return self._inner.start_all_reduce(x, op, donate)
 
+    def start_reduce_scatter(self, x: Tensor, dim: int, donate: bool) -> Pending:
+        self._enter(REDUCE_SCATTER, x, (dim,))
+        return self._inner.start_reduce_scatter(x, dim, donate)
+
     def start_permute(self, x: Tensor, to: tuple[int, ...]) -> Pending:
         self._enter(PERMUTE, x, (to,))
         return self._inner.start_permute(x, to)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from ..comm.comm import Comm
+from ..comm.comm import Comm, Pending
+from ..comm.transport import CPU
 from ..runtime.context import current
 from .buckets import buckets
+from .overlap import Bucket
 from .parameters import Parameters, data_comm, unique_parameters
 
 BUCKET = 25 * 2**20
@@ -26,16 +29,6 @@ def present_anywhere(has: Sequence[bool], dp: Comm, device: torch.device) -> lis
     return list(has) if anywhere.is_meta else [bool(n) for n in anywhere.tolist()]
 
 
-def _match_presence(parameters: list[Tensor], dp: Comm) -> None:
-    """Give a zero gradient to parameters that have a gradient on another dp rank only."""
-    if not parameters:
-        return
-    anywhere = present_anywhere([p.grad is not None for p in parameters], dp, parameters[0].device)
-    for p, somewhere in zip(parameters, anywhere, strict=True):
-        if somewhere and p.grad is None:
-            p.grad = torch.zeros_like(p)
-
-
 @torch.no_grad()
 def reduce_gradients(parameters: Parameters) -> None:
     """Replace every gradient by its mean over the data-parallel group, in buckets. Collective over dp, ep and cp.
@@ -47,28 +40,70 @@ def reduce_gradients(parameters: Parameters) -> None:
     A parameter that has no gradient on any dp rank keeps none. Raises ValueError for parameters of another
     context and for parameters that torch's own parallelism has cut.
     """
-    unique = [p for p in unique_parameters(parameters) if p.requires_grad]
+    reduce_beside(parameters, ())
+
+
+def reduce_beside(parameters: Parameters, under_way: Sequence[Bucket]) -> None:
+    """``reduce_gradients``, of which the buckets ``under_way`` are started."""
     batches = current().data.size
-    if batches == 1:
-        return
-    by_comm: dict[Comm, list[Tensor]] = {}
-    for p in unique:
-        by_comm.setdefault(data_comm(p), []).append(p)
-    for comm in sorted(by_comm, key=lambda comm: comm.group.axes):  # in the same order on all ranks
-        _sum(by_comm[comm], comm, batches)
+    by_comm: dict[Comm, tuple[list[Tensor], list[Bucket]]] = {}
+    for p in unique_parameters(parameters):
+        if p.requires_grad:
+            by_comm.setdefault(data_comm(p), ([], []))[0].append(p)
+    for bucket in under_way:
+        by_comm.setdefault(data_comm(bucket.parameters[0]), ([], []))[1].append(bucket)
+    # in the same order on all ranks
+    for comm in sorted(by_comm, key=lambda comm: comm.group.axes) if batches > 1 else ():
+        _sum(*by_comm[comm], comm, batches)
 
 
-def _sum(parameters: list[Tensor], dp: Comm, batches: int) -> None:
+def _sum(parameters: list[Tensor], under_way: list[Bucket], dp: Comm, batches: int) -> None:
     """Replace the gradients by their sums over ``dp``, divided by ``batches``."""
-    _match_presence(parameters, dp)
-    grads = []
-    for p in parameters:
+    has = [*(p.grad is not None for p in parameters), *(bucket.changed() for bucket in under_way)]
+    anywhere = present_anywhere(has, dp, parameters[0].device if parameters else CPU)
+    for p, somewhere in zip(parameters, anywhere, strict=False):
+        if somewhere and p.grad is None:
+            p.grad = torch.zeros_like(p)  # another rank has one
+    for bucket, again in zip(under_way, anywhere[len(parameters) :], strict=True):
+        bucket.finish(again)
+    done = {p for bucket in under_way for p in bucket.parameters}
+    late = [p for p in reversed(parameters) if p.grad is not None and p not in done]
+    for some in buckets(late, lambda p: dense(p).dtype, lambda p: dense(p).nbytes, BUCKET):
+        flat = _flat(some, batches)
+        _put(some, flat if dp.size == 1 else dp.all_reduce(flat, donate=True))
+
+
+def dense(p: Tensor) -> Tensor:
+    """The gradient of ``p``, or zeros. The ranks' sparse gradients have different rows."""
+    if p.grad is not None and p.grad.is_sparse:
+        p.grad = p.grad.to_dense()
+    return torch.zeros_like(p) if p.grad is None else p.grad
+
+
+def _flat(parameters: Sequence[Tensor], batches: int) -> Tensor:
+    return torch.cat([dense(p).reshape(-1) for p in parameters]).div_(batches)
+
+
+def _put(parameters: Sequence[Tensor], total: Tensor) -> None:
+    for p, part in zip(parameters, total.split([p.numel() for p in parameters]), strict=True):
         if p.grad is not None:
-            if p.grad.is_sparse:
-                p.grad = p.grad.to_dense()  # the ranks' sparse gradients have different rows
-            grads.append(p.grad)
-    for bucket in buckets(grads, lambda g: g.dtype, lambda g: g.nbytes, BUCKET):
-        flat = torch.cat([g.reshape(-1) for g in bucket]).div_(batches)
-        total = flat if dp.size == 1 else dp.all_reduce(flat, donate=True)
-        for grad, part in zip(bucket, total.split([g.numel() for g in bucket]), strict=True):
-            grad.copy_(part.view_as(grad))
+            p.grad.copy_(part.view_as(p.grad))
+
+
+def buckets_of(parameters: Sequence[Tensor]) -> list[Bucket]:
+    """The buckets of parameters whose gradients are summed over ranks, in the order in which backward ends them."""
+    batches = current().data.size
+    last_first = [p for p in reversed(parameters) if p.requires_grad and data_comm(p).size > 1]
+
+    def begin(comm: Comm, some: Sequence[Tensor]) -> Pending:
+        return comm.start_all_reduce(_flat(some, batches), donate=True)
+
+    def kind(p: Tensor) -> tuple[Comm, torch.dtype]:
+        return data_comm(p), p.dtype
+
+    made = buckets(last_first, kind, lambda p: p.nbytes, BUCKET)
+    place = {p: i for i, p in enumerate(last_first)}
+    in_order = sorted(made, key=lambda some: place[some[-1]])
+    # backward may run in a thread that has no context
+    begins = [partial(begin, data_comm(some[0]), some) for some in in_order]
+    return [Bucket(some, lambda p: p.grad, b, partial(_put, some)) for some, b in zip(in_order, begins, strict=True)]

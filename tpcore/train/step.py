@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, overload
 
 import torch
@@ -10,7 +12,8 @@ from torch import Tensor
 
 from ..runtime.context import current
 from .clip import addend_of, check_max_norm, norm_of, scale_to
-from .data_parallel import reduce_gradients
+from .data_parallel import buckets_of, reduce_beside
+from .overlap import overlap_of
 from .parameters import unique_parameters
 from .replaced import check_not_replaced
 from .zero import Zero1
@@ -48,7 +51,7 @@ class WholeStepping(Stepping):
         check_steps_parts(optimizer, self._parameters)
 
     def reduce(self) -> None:
-        reduce_gradients(self._parameters)
+        reduce_beside(self._parameters, overlap_of(self.scaled).take())
         if not self.gradients():
             check_not_replaced(self.scaled.param_groups, ())
 
@@ -108,6 +111,29 @@ def _unscale(stepping: Stepping, scaler: torch.amp.GradScaler) -> bool:
         gradient.mul_(float("nan"))
     scaler.unscale_(stepping.scaled)
     return finite
+
+
+@contextmanager
+def overlap_grad_reduce(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Start the mean of gradients over dp while backward still runs: call the last backward before a step in it.
+
+    Each bucket starts when its gradients are accumulated, in one order on all ranks, and ``optimizer_step`` waits. The
+    numbers are those without the block, bit for bit if every parameter gets a gradient: a gradient that has changed
+    since its bucket started, by a second backward or by hand, is reduced again. Only changes through ``.data`` are
+    not noticed. The first block starts at its end, and learns when each gradient is complete: after all microbatches
+    of a pipeline, or never. Buckets under way take the memory of a second copy of the gradients.
+
+    For optimizers of torch and for ``Zero1``. On a lazy backend it does nothing: a step is one program there.
+    Collective over dp, ep and cp. A model whose backward itself makes collectives over dp must make them alike on all
+    ranks.
+    """
+    if not current().data.eager:
+        yield
+        return
+    of_torch = [p for group in optimizer.param_groups for p in group["params"]]
+    buckets = optimizer.buckets() if isinstance(optimizer, Zero1) else buckets_of(unique_parameters(of_torch))
+    with overlap_of(optimizer).block(buckets):
+        yield
 
 
 @overload

@@ -21,7 +21,7 @@ from tpcore.c10d.backend import C10dBackend
 from tpcore.c10d.supervision.host import RANK_MEMORY, available_memory, let_threads_finish, sockets
 from tpcore.c10d.supervision.waiting import Waiting
 from tpcore.c10d.transport import REDUCE, C10dTransport, copied
-from tpcore.comm.transport import CPU, Op, Transport
+from tpcore.comm.transport import CPU, Op, Pending, Transport
 from tpcore.layout.mesh import Group
 from tpcore.log import inform
 from tpcore.runtime.context import current
@@ -71,11 +71,12 @@ class GlooTransport(C10dTransport):
         self.finish(self._calls.allreduce([out], REDUCE[op]))
         return out
 
-    def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
+    def _started_scatter(self, sent: Tensor, x: Tensor, dim: int) -> Pending:
         """All-to-all, then a local sum: half the traffic of gloo's reduce-scatter, which all-reduces.
         Measured with 4 ranks on 4 MB: 4.2 ms, against 12.1 for gloo's and 9.4 for all-reduce and narrow."""
         self._enter("reduce_scatter", x, dim)
-        return self._exchanged(self._chunks(x, dim)).sum(0, dtype=x.dtype)
+        parts = self._started_exchange(sent)
+        return lambda: parts().sum(0, dtype=x.dtype)
 
 
 def exchanged(pg: Any, waiting: Waiting, text: str) -> list[str]:

@@ -63,6 +63,7 @@ _VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "all_reduce max": ("all_reduce", {"op": "max"}),
     "all_reduce donate": ("all_reduce", {"donate": True}),
     "start_all_reduce": ("all_reduce", {}),
+    "start_reduce_scatter": ("reduce_scatter", {}),
     "start_permute": ("permute", {}),
 }
 REDUCING = tuple(p.name for p in TABLE if p.sums)
@@ -70,7 +71,7 @@ MOVING = tuple(p.name for p in TABLE if not p.sums)
 _AFTER = list(PRIMITIVES_BY_NAME).index("all_reduce") + 1
 PRIMITIVES = (*list(PRIMITIVES_BY_NAME)[:_AFTER], *_VARIANTS, *list(PRIMITIVES_BY_NAME)[_AFTER:])
 """Primitives and variants, in the order in which the kit tests them."""
-METHODS = (*PRIMITIVES_BY_NAME, "start_all_reduce", "start_permute")
+METHODS = (*PRIMITIVES_BY_NAME, *(name for name in _VARIANTS if name.startswith("start_")))
 """The methods of a transport."""
 
 

@@ -143,7 +143,7 @@ class Contract:
         self._check(run(line, memory.donated))
 
     def test_overlap(self, run: Run, line: Mesh) -> None:
-        """A failure is in ``start_all_reduce`` or ``start_permute``: results mixed up between several under way."""
+        """A failure is in a method that starts: results mixed up between several under way."""
         self._check(run(line, bodies.overlapped))
 
     def test_large(self, run: Run, line: Mesh, primitive: str) -> None:
@@ -223,6 +223,10 @@ class Contract:
     def test_random_streams(self, run: Run, line: Mesh) -> None:
         """A failure is in ``manual_seed``, ``get_rng_state`` or ``set_rng_state``."""
         self._check(run(line, programs.random_streams))
+
+    def test_float32(self, run: Run, first: Mesh) -> None:
+        """A failure is in a setting: float32 matmuls take fewer bits, as TF32 does, and so will the layers' tests."""
+        self._check(run(first, edges.full_float32))
 
     def test_layers(self, run: Run, line: Mesh, layer: str, precision: str) -> None:
         """A failure here alone is in how the backend's device computes, or in a shape no other test has."""

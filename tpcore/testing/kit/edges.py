@@ -182,6 +182,11 @@ def started(ctx: ParallelContext) -> Wrong:
             out.append(f"start_all_reduce of {n} {dtype} whose input changes meanwhile {problem}")
         if problem := differs(second, want):
             out.append(f"a second wait for start_all_reduce of {n} {dtype} {problem}")
+        x = (comm.position + 1).to(dtype).repeat(n * comm.size)
+        part = comm.start_reduce_scatter(x, 0)
+        x.zero_()
+        if problem := differs(part(), want) or differs(part(), want):
+            out.append(f"start_reduce_scatter of {comm.size} x {n} {dtype} whose input changes meanwhile {problem}")
         x = (comm.position + 1).to(dtype).repeat(n)
         moved = comm.start_permute(x, [*range(1, comm.size), 0])
         x.zero_()
@@ -189,6 +194,18 @@ def started(ctx: ParallelContext) -> Wrong:
         if problem := differs(moved(), want) or differs(moved(), want):
             out.append(f"start_permute of {n} {dtype} whose input changes meanwhile {problem}")
     return out
+
+
+def full_float32(ctx: ParallelContext) -> Wrong:
+    """No setting of torch lets matmuls round float32 to fewer bits, which the tolerances of the layers do not allow."""
+    if hasattr(torch.backends.cuda.matmul, "fp32_precision"):  # from torch 2.9 on, whichever way it was set
+        set_to = {name: getattr(torch.backends, name).matmul.fp32_precision for name in ("cuda", "mkldnn")}
+    else:
+        set_to = {"float32": torch.get_float32_matmul_precision()}
+    low = [f"of {name} it is {how!r}" for name, how in set_to.items() if how not in ("none", "ieee", "highest")]
+    remedy = 'call torch.set_float32_matmul_precision("highest"), and unset TORCH_ALLOW_TF32_CUBLAS_OVERRIDE'
+    what = f"the precision of float32 matmuls is lowered on rank {ctx.rank}: {', '.join(low)}: {remedy}"
+    return Wrong([what] if low else [])
 
 
 def interleaved(ctx: ParallelContext) -> Wrong:

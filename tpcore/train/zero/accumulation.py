@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
-
-from ...comm.comm import Comm
-from ..data_parallel import present_anywhere
 
 
 class Accumulation:
@@ -50,11 +47,6 @@ class Accumulation:
     def drop(self, p: Tensor) -> None:
         self._sums.pop(p, None)
         p.grad = None
-
-    def anywhere(self, parameters: Sequence[Tensor], dp: Comm) -> list[bool]:
-        """For each parameter, whether a dp rank has a gradient of it. Collective over dp."""
-        has = [self.of(p) is not None for p in parameters]
-        return present_anywhere(has, dp, parameters[0].device if parameters else torch.device("cpu"))
 
 
 def _adder(sums: Accumulation) -> AddHook:

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...comm.comm import Comm
 from ...runtime.context import current
-from ..buckets import buckets
 from ..clip import norm_of
 from ..data_parallel import present_anywhere
+from ..overlap import Bucket, overlap_of
 from ..parameters import check_parameters, check_same_over_dp, data_comm, named_of, names_of
 from ..replaced import check_not_replaced
 from .accumulation import Accumulation
-from .chunk import ChunkSegment, ParameterChunk, ReadRun, kind_of
+from .chunk import ParameterChunk, ReadRun, kind_of
 from .elementwise import check_elementwise
+from .reduction import Reduction, in_buckets
 from .saved import check_kind, renumbered
 from .scaled import Scaled
 from .state import IN_STEP, Outline, entries_of, outline_of
@@ -72,6 +72,7 @@ class Zero1(torch.optim.Optimizer):
         self._dp = current().data
         self._master_dtype, self._bucket = master_dtype, int(bucket_mb * 2**20)
         self._gradients = Accumulation(grad_dtype)
+        self._reduction = Reduction(self._gradients, self._dp, self._bucket)
         self._base: torch.optim.Optimizer | None = None
         self._chunks: dict[Tensor, ParameterChunk] = {}
         self.for_scaler = Scaled(self)
@@ -98,6 +99,7 @@ class Zero1(torch.optim.Optimizer):
         """The optimizer that steps the chunks; its groups have the options of this optimizer's groups."""
         if self._base is not None and self._changed():
             self._base = None
+            overlap_of(self).drop()  # of other chunks
         if self._base is None:
             check_parameters(self._parameters, names_of(self.param_groups))
             self._chunks = {}
@@ -146,23 +148,20 @@ class Zero1(torch.optim.Optimizer):
         if self._stepped is not None:
             return
         self.base()
-        chunks = [chunk for p, chunk in self._chunks.items() if p.requires_grad and chunk.numel]
-        anywhere = self._gradients.anywhere([chunk.parameter for chunk in chunks], self._dp)
-        stepped = [chunk for chunk, somewhere in zip(chunks, anywhere, strict=True) if somewhere]
+        self._stepped = self._reduction.run(self._reduced_chunks(), overlap_of(self).take())
         if not self._in_use:
-            check_not_replaced(self.param_groups, {chunk.parameter for chunk in stepped})
-        self._stepped, self._in_use = stepped, True
-        for chunk in self._stepped:
-            chunk.fill()
-        for bucket in self._buckets(self._gradients.dtype_of):
-            rows = torch.cat([s.of_rows(self._gradient(s.chunk.parameter)) for s in bucket], 1)
-            mine = bucket[0].chunk.dp.reduce_scatter(rows.div_(self._dp.size), 0).view(-1)
-            for segment, part in zip(bucket, mine.split([s.length for s in bucket]), strict=True):
-                segment.chunk.take_gradient(segment.start, part)
-                if segment.last:
-                    self._gradients.drop(segment.chunk.parameter)
+            check_not_replaced(self.param_groups, {chunk.parameter for chunk in self._stepped})
+        self._in_use = True
         for p in self._parameters:
             self._gradients.drop(p)  # also of parameters without entries
+
+    def buckets(self) -> list[Bucket]:
+        """The buckets of gradients that ``overlap_grad_reduce`` starts."""
+        self.base()
+        return self._reduction.buckets(self._reduced_chunks())
+
+    def _reduced_chunks(self) -> list[ParameterChunk]:
+        return [chunk for p, chunk in self._chunks.items() if p.requires_grad and chunk.numel]
 
     @property
     def reduced(self) -> bool:
@@ -172,23 +171,6 @@ class Zero1(torch.optim.Optimizer):
     def gradient_of(self, p: Tensor) -> Tensor | None:
         """This rank's gradient of ``p`` as backward has summed it, before the mean; it may be changed."""
         return self._gradients.of(p)
-
-    def _gradient(self, p: Tensor) -> Tensor:
-        """The gradient of ``p``; zeros if only another dp rank has one."""
-        found = self._gradients.of(p)
-        return torch.zeros_like(p, dtype=self._gradients.dtype_of(p)) if found is None else found
-
-    def _buckets(self, dtype_of: Callable[[Tensor], torch.dtype]) -> Iterator[list[ChunkSegment]]:
-        """Buckets of segments of the chunks to step. ``dtype_of``: the dtype to send for a parameter."""
-
-        def segments() -> Iterator[ChunkSegment]:
-            for chunk in self._stepped or ():
-                yield from chunk.segments(dtype_of(chunk.parameter).itemsize, self._bucket)
-
-        def kind(segment: ChunkSegment) -> tuple[Comm, torch.dtype]:
-            return segment.chunk.dp, dtype_of(segment.chunk.parameter)
-
-        return buckets(segments(), kind, lambda s: s.length * s.chunk.dp.size * kind(s)[1].itemsize, self._bucket)
 
     def gradients(self) -> list[Tensor]:
         """This rank's chunks of the mean gradients, to change in place; after ``reduce_gradients``."""
@@ -231,7 +213,7 @@ class Zero1(torch.optim.Optimizer):
     _step_supports_amp_scaling = True
 
     def _gather(self) -> None:
-        for bucket in self._buckets(lambda p: p.dtype):
+        for bucket in in_buckets(self._stepped or (), lambda p: p.dtype, self._bucket):
             mine = torch.cat([segment.of_value() for segment in bucket])
             rows = bucket[0].chunk.dp.all_gather(mine.unsqueeze(0), 0)
             for segment, part in zip(bucket, rows.split([s.length for s in bucket], 1), strict=True):

@@ -69,10 +69,10 @@ class ContextParallelAttention(nn.Module):
     """``scaled_dot_product_attention`` over sequences whose tokens are dealt to ranks.
 
     ``way``: "gather" (keys and values of all ranks on each), "ulysses" (heads against tokens; the ranks must
-    divide the heads) or "ring" (keys pass from rank to rank; memory for this rank's tokens only). ``causal``,
-    ``window``: which keys a query sees; ``scale``: default ``head_dim ** -0.5``; ``softcap``: scores stay
-    below it, as in Gemma 2. ``context_parallel_group``: a Comm; default: the ``cp`` axis of
-    the current mesh, one rank where the mesh has none.
+    divide the heads) or "ring" (keys pass from rank to rank; memory for this rank's tokens only; no second
+    derivatives). ``causal``, ``window``: which keys a query sees; ``scale``: default ``head_dim ** -0.5``;
+    ``softcap``: scores stay below it, as in Gemma 2. ``context_parallel_group``: a Comm; default: the ``cp`` axis
+    of the current mesh, one rank where the mesh has none.
 
     Under "ring" and ``causal`` tokens are dealt in zig-zag: take them with ``order.cut(x, dim)`` in any case.
     """

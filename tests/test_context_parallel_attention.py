@@ -160,6 +160,29 @@ def test_second_derivatives_are_right_or_refused() -> None:
     run_ranks(Mesh({"cp": 2}), rank)
 
 
+@pytest.mark.parametrize("way", ["gather", "ulysses", "ring"])
+def test_padding_is_seen_by_no_query_and_sees_nothing_before_it(way: str) -> None:
+    """The first queries of the first row see no key: torch gives them zeros, and no gradient."""
+    *qkv, _ = inputs(2)
+    keys = torch.ones(2, TOKENS, dtype=torch.bool)
+    keys[0, :9], keys[1, -5:] = False, False
+    leaves = [t.requires_grad_() for t in qkv]
+    seen = keys[:, None, None] & torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
+    want = F.scaled_dot_product_attention(*leaves, attn_mask=seen, scale=0.3, enable_gqa=True)
+    assert not want[0, :, :9].any()
+    gradients = torch.autograd.grad(want.square().sum(), leaves)
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        layer = ContextParallelAttention(way, scale=0.3)
+        mine = [layer.order.cut(t.detach(), 2).requires_grad_() for t in leaves]
+        out = layer(*mine, keys)
+        torch.testing.assert_close(out, layer.order.cut(want, 2), rtol=EXACT, atol=EXACT)
+        for t, expected in zip(torch.autograd.grad(out.square().sum(), mine), gradients, strict=True):
+            torch.testing.assert_close(t, layer.order.cut(expected, 2), rtol=EXACT, atol=EXACT)
+
+    run_ranks(Mesh({"cp": 2}), rank)
+
+
 class NotesPermutes(ThreadTransport):
     """Notes when a permute is started, and when its result is waited for."""
 

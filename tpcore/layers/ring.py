@@ -169,6 +169,7 @@ class _Ring(torch.autograd.Function):
                 merged = _merged(take(out, asking, 2), take(total, asking, 2), *more)
                 out, total = (put(t, asking, 2, m) for t, m in zip((out, total), merged, strict=True))
             keys, values = coming() if coming else (keys, values)
+        total = total.masked_fill(total == -torch.inf, 0.0)  # of a query that sees no key: weights of 0, not nan
         ctx.save_for_backward(q, k, v, out, total)
         ctx.arguments = visible, order, scoring
         return out.to(q.dtype)

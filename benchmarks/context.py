@@ -163,14 +163,17 @@ def measure(options: Namespace, length: int) -> None:
 
 def longest(memory: float, degrees: list[int]) -> None:
     """The longest sequence whose activations fit ``memory`` GiB of a rank, by tpcore's formulas: Llama 3.1 8B, tp 8,
-    bfloat16, nothing recomputed. At cp 1 there is no mask."""
+    bfloat16, nothing recomputed, no padding."""
     lines = [f"**tokens of one sequence that fit {memory:g} GiB a rank**", ""]
     lines += ["| | " + " | ".join(f"cp {cp}" for cp in degrees) + " |", "|---|" + "---:|" * len(degrees)]
     for way in map(checked_way, WAYS):
         found = []
         for cp in degrees:
             sizes, tokens, step = AttentionSizes(4, 1, 128, 4096, 2, cp, 8), 0, 1024 * cp
-            while 32 * (sizes.rest(tokens) + sizes.kept("ring" if cp == 1 else way, tokens)) <= memory * 2**30:
+            while (
+                32 * (sizes.rest(tokens) + sizes.kept("ring" if cp == 1 else way, tokens, masked=False))
+                <= memory * 2**30
+            ):
                 tokens += step
             found.append(f"{tokens - step:,}" if sizes.heads % cp == 0 or way != "ulysses" else "-")
         lines.append(f"| {way} | {' | '.join(found)} |")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,8 @@ def measured(delay: float, rate: float, tokens: int) -> list[dict[str, Any]]:
     """Of each rank, by way."""
     with tempfile.TemporaryDirectory() as home:
         on_hosts("ringtimes:rank", (home, tokens), per_host=1, delay=delay, rate=rate)
-        from ringtimes import read  # of the hosts' drills: on_hosts has put it in the path
-
-        return [read(Path(home), number) for number in range(HOSTS)]
+        times = import_module("ringtimes")  # of the hosts' drills: on_hosts has put it in the path
+        return [times.read(Path(home), number) for number in range(HOSTS)]
 
 
 def draw(found: list[dict[str, Any]], title: str, path: Path) -> None:

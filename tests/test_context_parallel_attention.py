@@ -103,6 +103,86 @@ def test_in_bfloat16_sums_are_in_float32() -> None:
     run_ranks(Mesh({"dp": 1, "cp": 2}), rank)
 
 
+def _across(x: Tensor) -> Tensor:
+    """Equal, with the elements of dim 2 side by side in memory."""
+    return x.transpose(2, 3).contiguous().transpose(2, 3)
+
+
+@pytest.mark.parametrize("width", [6, 4])
+@pytest.mark.parametrize("mask", ["causal", "all", "window"])
+@pytest.mark.parametrize("way", ["gather", "ulysses", "ring"])
+def test_of_any_strides_and_values_of_another_width(way: str, mask: str, width: int) -> None:
+    options = {"window": None} | MASKS[mask]
+    q, k, v, _ = inputs(2)
+    leaves = [t.detach().requires_grad_() for t in (q, k, v[..., :width])]
+    want = whole(*leaves, **options, segments=None)
+    gradients = torch.autograd.grad(want.sum(), leaves)
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        layer = ContextParallelAttention(way, scale=0.3, **options)
+        mine = [_across(layer.order.cut(t.detach(), 2)).requires_grad_() for t in leaves]
+        out = layer(*mine)
+        torch.testing.assert_close(out, layer.order.cut(want, 2), rtol=EXACT, atol=EXACT)
+        for gradient in (torch.ones_like(out[:1, :1, :1, :1]).expand_as(out), _across(torch.ones_like(out))):
+            got = torch.autograd.grad(out, mine, gradient, retain_graph=True)
+            for t, expected in zip(got, gradients, strict=True):
+                torch.testing.assert_close(t, layer.order.cut(expected, 2), rtol=EXACT, atol=EXACT)
+
+    run_ranks(Mesh({"cp": 2}), rank)
+
+
+def test_second_derivatives_are_right_or_refused() -> None:
+    """With capped scores, which torch computes by operations that have them."""
+
+    def twice(attend: Callable[..., Tensor], leaves: list[Tensor]) -> tuple[Tensor, ...]:
+        first = torch.autograd.grad(attend(*leaves).square().sum(), leaves, create_graph=True)
+        return torch.autograd.grad(sum(t.square().sum() for t in first), leaves)
+
+    def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = ((q @ k.mT * 0.3) / 2).tanh() * 2
+        return scores.masked_fill(torch.ones(TOKENS, TOKENS).triu(1).bool(), -torch.inf).softmax(-1) @ v
+
+    leaves = [t.requires_grad_() for t in inputs(4)[:3]]
+    want = twice(plain, leaves)
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        for way in ("gather", "ulysses", "ring"):
+            layer = ContextParallelAttention(way, scale=0.3, softcap=2.0)
+            mine = [layer.order.cut(t.detach(), 2).requires_grad_() for t in leaves]
+            if way == "ring":
+                first = torch.autograd.grad(layer(*mine).square().sum(), mine, create_graph=True)
+                with pytest.raises(RuntimeError, match="differentiate twice"):
+                    sum(t.square().sum() for t in first).backward()
+                continue
+            for got, expected in zip(twice(layer, mine), want, strict=True):
+                torch.testing.assert_close(got, layer.order.cut(expected, 2), rtol=EXACT, atol=EXACT)
+
+    run_ranks(Mesh({"cp": 2}), rank)
+
+
+@pytest.mark.parametrize("way", ["gather", "ulysses", "ring"])
+def test_padding_is_seen_by_no_query_and_sees_nothing_before_it(way: str) -> None:
+    """The first queries of the first row see no key: torch gives them zeros, and no gradient."""
+    *qkv, _ = inputs(2)
+    keys = torch.ones(2, TOKENS, dtype=torch.bool)
+    keys[0, :9], keys[1, -5:] = False, False
+    leaves = [t.requires_grad_() for t in qkv]
+    seen = keys[:, None, None] & torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
+    want = F.scaled_dot_product_attention(*leaves, attn_mask=seen, scale=0.3, enable_gqa=True)
+    assert not want[0, :, :9].any()
+    gradients = torch.autograd.grad(want.square().sum(), leaves)
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        layer = ContextParallelAttention(way, scale=0.3)
+        mine = [layer.order.cut(t.detach(), 2).requires_grad_() for t in leaves]
+        out = layer(*mine, keys)
+        torch.testing.assert_close(out, layer.order.cut(want, 2), rtol=EXACT, atol=EXACT)
+        for t, expected in zip(torch.autograd.grad(out.square().sum(), mine), gradients, strict=True):
+            torch.testing.assert_close(t, layer.order.cut(expected, 2), rtol=EXACT, atol=EXACT)
+
+    run_ranks(Mesh({"cp": 2}), rank)
+
+
 class NotesPermutes(ThreadTransport):
     """Notes when a permute is started, and when its result is waited for."""
 
@@ -148,12 +228,12 @@ def test_blocks_travel_while_others_are_computed(monkeypatch: pytest.MonkeyPatch
         mine = [layer.order.cut(t.detach(), 2).requires_grad_() for t in (q, k, v)]
         out = layer(*mine)
         torch.testing.assert_close(out, layer.order.cut(want, 2), rtol=EXACT, atol=EXACT)
-        # keys and values start, the block they came with is computed (zig-zag: two halves), then they are here
-        assert NotesPermutes.notes[ctx.rank] == "sscwwssccwwcc"
+        # keys with values start, the block they came with is computed (zig-zag: two halves), then they are here
+        assert NotesPermutes.notes[ctx.rank] == "scwsccwcc"
         NotesPermutes.notes[ctx.rank] = ""
         out.sum().backward()
         # gradients start when they are computed, and are waited for after the next block
-        assert NotesPermutes.notes[ctx.rank] == "sscsswwssccwwsswwccwwssww"
+        assert NotesPermutes.notes[ctx.rank] == "scswsccwswccwsw"
         for t, expected in zip(mine, gradients, strict=True):
             torch.testing.assert_close(t.grad, layer.order.cut(expected, 2), rtol=EXACT, atol=EXACT)
 

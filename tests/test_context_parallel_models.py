@@ -106,7 +106,8 @@ def padded() -> dict[str, Tensor]:
     batch = plain()
     mask = torch.ones_like(batch["input_ids"])
     mask[0, :6], mask[1, -3:] = 0, 0
-    return {**batch, "attention_mask": mask, "labels": batch["labels"].masked_fill(mask == 0, -100)}
+    # the first token after padding has a label, and padding before it a say in the loss
+    return {**batch, "attention_mask": mask, "labels": batch["input_ids"].masked_fill(mask == 0, -100)}
 
 
 WAYS = ("gather", "ulysses", "ring")
@@ -371,7 +372,7 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "attention weights": ({"output_attentions": True}, "output_attentions=True with context parallelism"),
     "hidden states": ({"output_hidden_states": True}, "output_hidden_states=True with context parallelism"),
     "a cache": ({"use_cache": True}, "generate on a model that was parallelized without it"),
-    "some logits": ({"logits_to_keep": 1}, "does not know how to cut logits_to_keep"),
+    "some logits": ({"logits_to_keep": 1}, "logits_to_keep with context .* generate on a model that was parallelized"),
     "a mask of pairs": ({"attention_mask": torch.ones(2, 1, 16, 16)}, "not known by positions"),
     "labels of a row": ({"labels": torch.ones(2, dtype=torch.long)}, r"are not \[batch, tokens\]"),
     "another tensor": ({"token_weights": torch.ones(2, 16)}, "does not know how to cut token_weights"),

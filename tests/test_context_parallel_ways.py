@@ -143,9 +143,39 @@ def test_the_choice_is_of_fewest_bytes_that_fit() -> None:
         assert f"and {mask / 2**20:,.1f} MiB, ulysses" in why
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_explain_deals_the_tokens_of_a_configuration_and_tells_the_costs(way: Way, tmp_path: Path) -> None:
+    where, cp = config(tmp_path, 2), 4
+    made = [
+        where,
+        "--cp",
+        str(cp),
+        "--seq-len",
+        "4096",
+        "--context-parallel",
+        way,
+        "--ranks",
+        "0",
+        "--dtype",
+        "bfloat16",
+    ]
+    done = CliRunner().invoke(app, ["explain", *made])
+    assert done.exit_code == 0, done.output
+    of = sizes(2, cp, itemsize=2)
+    kept, rest = of.kept(way, 4096, masked=False), of.rest(4096)
+    shown = [f"{n / 2**20:,.1f} MiB" for n in (of.sent(way, 4096), kept, rest, LAYERS * (kept + rest))]
+    text = " ".join(done.output.split())
+    assert (
+        f"context_parallel: {way!r} for 4096 tokens over cp=4: for each sequence an attention sends {shown[0]}" in text
+    )
+    assert f"keeps {shown[1]} for backward, the rest of its layer keeps about {shown[2]}; 2 layers" in text
+    assert f"keep about {shown[3]}" in text
+    assert "all over cp of 4" in text
+
+
 def test_explain_says_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    options = ["--cp", "4", "--plan", "auto", "--context-parallel", "auto", "--ranks", "0"]
+    options = ["--cp", "4", "--context-parallel", "auto", "--ranks", "0"]
     for length, way in ((64, "gather"), (4096, "ring")):
         done = CliRunner().invoke(app, ["explain", config(tmp_path, 2), "--seq-len", str(length), *options])
         assert done.exit_code == 0, done.output

@@ -25,6 +25,7 @@ from tpcore.c10d.supervision.waiting import Waiting
 from tpcore.comm.comm import Comm
 from tpcore.comm.transport import Transport
 from tpcore.errors import CollectiveMismatchError, PeerLostError
+from tpcore.layers import ContextParallelAttention, ring
 from tpcore.layout.mesh import Group, Mesh
 from tpcore.processes.shared_memory import nameless_file
 from tpcore.runtime.context import ParallelContext
@@ -253,6 +254,56 @@ def _waits(ctx: ParallelContext) -> tuple[float, float]:
 def test_a_rank_that_waits_uses_no_processor(pool: RankPool) -> None:
     waited, used = pool.run(TP2, _waits)[0]
     assert used < waited / 5  # 0.005 to 0.007 of it were seen, the monitor's thread among them
+
+
+# -- a permute under way ------------------------------------------------------------------------------------
+def _computes_first(ctx: ParallelContext, pipe: str) -> list[float]:
+    """Rank 1 comes to its ring only when rank 0 has computed a block of it: rank 0 waits for no one before."""
+    attention = ContextParallelAttention("ring", context_parallel_group=ctx.comm("tp"))
+    kernel, computed = ring._kernel, 0
+
+    def computes(*arguments: Any, **options: Any) -> Any:
+        nonlocal computed
+        found = kernel(*arguments, **options)
+        if turn and ctx.rank == 0 and not computed:
+            os.close(os.open(pipe, os.O_WRONLY))  # until rank 1 reads
+        computed += 1
+        return found
+
+    errors = []
+    for turn in range(2):  # in the first, buffers become as large as a block
+        whole = [torch.randn(1, 2, 32, 4, generator=torch.Generator().manual_seed(i + 3 * turn)) for i in range(3)]
+        if turn and ctx.rank == 1:
+            Path(pipe).read_text()
+        computed, ring._kernel = 0, computes
+        try:
+            out = attention(*(attention.order.cut(t, 2) for t in whole))
+        finally:
+            ring._kernel = kernel
+        want = torch.nn.functional.scaled_dot_product_attention(*whole, is_causal=True)
+        errors.append(float((out - attention.order.cut(want, 2)).abs().max()))
+    return errors
+
+
+def test_a_rank_computes_before_its_neighbour_has_come(tiny: RankPool, tmp_path: Path) -> None:
+    """Its keys, 16 pieces, are where the neighbour takes them when it comes."""
+    os.mkfifo(tmp_path / "pipe")
+    for errors in tiny.run(TP2, _computes_first, str(tmp_path / "pipe"), timeout=30.0):
+        assert max(errors) < 1e-5  # float32, in another order
+
+
+def _larger_than_is_posted(ctx: ParallelContext) -> list[tuple[float, int]]:
+    comm, found = ctx.comm("tp"), []
+    for n in (1000, 10_000):  # of which Tiny posts 4096 at most
+        got = comm.start_permute(torch.arange(float(n)) + ctx.rank, [1, 0])()
+        found.append((float((got - torch.arange(float(n))).unique()), comm.transport._segment.room))  # type: ignore[attr-defined]
+    got = comm.all_gather(torch.arange(1000.0), 0)  # in pieces as small as before
+    return [*found, (float((got.view(2, -1) - torch.arange(1000.0)).abs().max()), 0)]
+
+
+def test_a_block_is_posted_whole_up_to_64_pieces(tiny: RankPool) -> None:
+    for rank, found in enumerate(tiny.run(TP2, _larger_than_is_posted)):
+        assert found == [(1.0 - rank, 4096), (1.0 - rank, 64 * 256), (0.0, 0)]
 
 
 # -- calls that differ --------------------------------------------------------------------------------------

@@ -37,15 +37,14 @@ def explain_step(
     plan: str | None = typer.Option(
         None,
         help="Cut a model of transformers as tpcore.parallelize does: auto, by its own plan; or a JSON file "
-        "of rules that go before it.",
+        "of rules that go before it. Default with --cp: auto.",
     ),
     sequence_parallel: bool = typer.Option(
         False, "--sequence-parallel", help="With --plan: each rank keeps some of the tokens."
     ),
     context_parallel: str | None = typer.Option(
         None,
-        help="With --plan and --cp: how attention sees other ranks' tokens: gather, ulysses, ring, or auto, which says "
-        "why.",
+        help="With --cp: how attention sees other ranks' tokens: gather, ulysses, ring, or auto, which says why.",
     ),
     dispatch: str = typer.Option(
         "gathered", help="With --plan and --ep: how tokens come to experts: gathered, all_to_all or auto."

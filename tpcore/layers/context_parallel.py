@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, cast, get_args
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -28,7 +29,8 @@ def _attended(
     heads = HeadGroups(q.shape[1], k.shape[1])
     k, v = heads.repeat(k), heads.repeat(v)
     if scoring.softcap is not None:
-        return hidden(scoring(q, k), visible.mask(queries, keys)).softmax(-1) @ v
+        scores = hidden(scoring(q, k), visible.mask(queries, keys), torch.finfo(q.dtype).min)
+        return scores.softmax(-1) @ v  # of a query that sees no key, numbers: minus infinities would give none
     if visible.earlier_only and queries is keys:  # no mask: that of a long sequence would be most of the memory
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scoring.scale)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=visible.mask(queries, keys), scale=scoring.scale)
@@ -69,10 +71,10 @@ class ContextParallelAttention(nn.Module):
     """``scaled_dot_product_attention`` over sequences whose tokens are dealt to ranks.
 
     ``way``: "gather" (keys and values of all ranks on each), "ulysses" (heads against tokens; the ranks must
-    divide the heads) or "ring" (keys pass from rank to rank; memory for this rank's tokens only). ``causal``,
-    ``window``: which keys a query sees; ``scale``: default ``head_dim ** -0.5``; ``softcap``: scores stay
-    below it, as in Gemma 2. ``context_parallel_group``: a Comm; default: the ``cp`` axis of
-    the current mesh, one rank where the mesh has none.
+    divide the heads) or "ring" (keys pass from rank to rank; memory for this rank's tokens only; no second
+    derivatives). ``causal``, ``window``: which keys a query sees; ``scale``: default ``head_dim ** -0.5``;
+    ``softcap``: scores stay below it, as in Gemma 2. ``context_parallel_group``: a Comm; default: the ``cp`` axis
+    of the current mesh, one rank where the mesh has none.
 
     Under "ring" and ``causal`` tokens are dealt in zig-zag: take them with ``order.cut(x, dim)`` in any case.
     """
@@ -99,7 +101,7 @@ class ContextParallelAttention(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None = None) -> Tensor:
         """``q``: ``[batch, heads, tokens of this rank, head_dim]``; ``k``, ``v``: with as many heads or a divisor
         of them. ``segments``: ``[batch, tokens of the whole sequence]``, the same on every rank; queries see
-        keys of their own segment only. Returns a tensor like ``q``."""
+        keys of their own segment only; or in bool, which keys are seen at all. Returns a tensor like ``q``."""
         visible = Visible(self.causal, self.window, segments)
         return attention(self.way, q, k, v, visible, self.order, self.scale, self.softcap)
 

@@ -7,12 +7,13 @@ Dao et al. 2022, arXiv:2205.14135.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from ..comm.comm import Comm, Pending
+from ..comm.comm import Comm
 from .tokens import HeadGroups, Scoring, TokenOrder, Visible, hidden
 
 Half = Tensor | int | None
@@ -105,7 +106,7 @@ def _served(q: Tensor, v: Tensor, visible: Visible, order: TokenOrder, scoring: 
     """Whether torch's attention kernel computes every block: then the first is causal, and no other has a mask."""
     masked = visible.window is not None or visible.segments is not None or visible.causal != order.zigzag
     alike = q.shape[-1] == v.shape[-1]
-    return q.device.type == "cpu" and alike and not masked and scoring.softcap is None
+    return q.device.type in ("cpu", "meta") and alike and not masked and scoring.softcap is None
 
 
 _kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -120,10 +121,25 @@ def _merged(out: Tensor, total: Tensor, more: Tensor, its: Tensor) -> tuple[Tens
     return out * old + more * new, both
 
 
-def _around(comm: Comm) -> Callable[[Tensor], Pending]:
-    """Starts to send a tensor to the next rank; what is returned waits for that of the rank before."""
+def _dense(t: Tensor) -> Tensor:
+    """``t`` with its features side by side in memory: the kernel takes for granted that they are."""
+    return t if t.stride(-1) == 1 else t.contiguous()
+
+
+Arrival = Callable[[], tuple[Tensor, ...]]
+"""Waits for the tensors of the rank before."""
+
+
+def _around(comm: Comm) -> Callable[[Tensor, Tensor], Arrival]:
+    """Starts to send two tensors to the next rank. They travel as one: where ranks share memory, a second permute
+    under way waits for the first."""
     to = tuple((i + 1) % comm.size for i in range(comm.size))
-    return lambda x: comm.start_permute(x, to)
+
+    def send(one: Tensor, two: Tensor) -> Arrival:
+        wait = comm.start_permute(torch.cat([one, two], -1), to)
+        return lambda: wait().tensor_split([one.shape[-1]], -1)
+
+    return send
 
 
 class _Ring(torch.autograd.Function):
@@ -132,6 +148,7 @@ class _Ring(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, visible: Visible, order: TokenOrder, scoring: Scoring
     ) -> Tensor:
         heads, send, length = HeadGroups(q.shape[1], k.shape[1]), _around(order.comm), q.shape[2] * order.comm.size
+        q, k, v = (_dense(t) for t in (q, k, v))
         wide = torch.promote_types(q.dtype, torch.float32)  # of sums over many keys
         out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=wide)
         total = torch.full_like(q[..., 0], -torch.inf, dtype=wide)
@@ -139,7 +156,7 @@ class _Ring(torch.autograd.Function):
         served = _served(q, v, visible, order, scoring)
         for step, (source, blocks) in enumerate(steps(order), 1):
             # the next rank computes with these after its own: they travel meanwhile
-            coming = [send(t) for t in (keys, values)] if step < order.comm.size else []
+            coming = send(keys, values) if step < order.comm.size else None
             theirs = order.places(length, source)
             for asking, asked in blocks:
                 some = take(q, asking, 2).to(wide)
@@ -151,24 +168,26 @@ class _Ring(torch.autograd.Function):
                     more = _attended(some, part[0], part[1], masks, scoring)
                 merged = _merged(take(out, asking, 2), take(total, asking, 2), *more)
                 out, total = (put(t, asking, 2, m) for t, m in zip((out, total), merged, strict=True))
-            keys, values = (wait() for wait in coming) if coming else (keys, values)
+            keys, values = coming() if coming else (keys, values)
+        total = total.masked_fill(total == -torch.inf, 0.0)  # of a query that sees no key: weights of 0, not nan
         ctx.save_for_backward(q, k, v, out, total)
         ctx.arguments = visible, order, scoring
         return out.to(q.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """A second ring: the gradients of keys and values follow them, and one step more brings them home."""
         q, k, v, out, total = ctx.saved_tensors
         visible, order, scoring = ctx.arguments
         heads, send, length = HeadGroups(q.shape[1], k.shape[1]), _around(order.comm), q.shape[2] * order.comm.size
-        wide, grad = out.dtype, grad.to(out.dtype)
+        wide, grad = out.dtype, _dense(grad.to(out.dtype))
         inner = (grad * out).sum(-1, keepdim=True)
         dq, keys, values = torch.zeros_like(q, dtype=wide), k, v
-        home: list[Pending] = []
+        home: Arrival | None = None
         own, served = order.places(length), _served(q, v, visible, order, scoring)
         for step, (source, blocks) in enumerate(steps(order), 1):
-            coming = [send(t) for t in (keys, values)] if step < order.comm.size else []
+            coming = send(keys, values) if step < order.comm.size else None
             found = [torch.zeros_like(t, dtype=wide) for t in (k, v)]
             theirs = order.places(length, source)
             for asking, asked in blocks:
@@ -183,11 +202,11 @@ class _Ring(torch.autograd.Function):
                     mine, *more = _gradients(some, part[0], part[1], results, masks, scoring)
                 dq = put(dq, asking, 2, take(dq, asking, 2) + mine)
                 found = [put(t, asked, 2, take(t, asked, 2) + heads.fold(m)) for t, m in zip(found, more, strict=True)]
-            # what earlier ranks found has travelled meanwhile
-            found = [t + wait() for t, wait in zip(found, home, strict=True)] if home else found
-            home = [send(t) for t in found]
-            keys, values = (wait() for wait in coming) if coming else (keys, values)
-        dk, dv = (wait() for wait in home)
+            if home:  # what earlier ranks found has travelled meanwhile
+                found = [t + more for t, more in zip(found, home(), strict=True)]
+            home = send(found[0], found[1])
+            keys, values = coming() if coming else (keys, values)
+        dk, dv = cast(Arrival, home)()
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
 
 

@@ -66,7 +66,7 @@ class TokenOrder:
 class Visible:
     """What queries see: keys at earlier places and their own (``causal``), of the last ``window`` places, and
     of the same segment. ``segments``: ``[batch, tokens of the whole sequence]``, a number for each document
-    of a packed row, and another one for padding."""
+    of a packed row; or in bool which keys any query sees, those that are no padding."""
 
     causal: bool
     window: int | None = None
@@ -90,14 +90,15 @@ class Visible:
         if self.segments is not None:
             theirs = (self.segments.index_select(1, at) for at in (queries, keys))
             q, k = theirs
-            same = (q[:, :, None] == k[:, None, :]).unsqueeze(1)
+            seen = k[:, None, :] if k.dtype == torch.bool else q[:, :, None] == k[:, None, :]
+            same = seen.unsqueeze(1)
             found = same if found is None else found & same
         return found
 
 
-def hidden(scores: Tensor, mask: Tensor | None) -> Tensor:
-    """``scores``, with those of keys that a query does not see at minus infinity."""
-    return scores if mask is None else scores.masked_fill(~mask, -torch.inf)
+def hidden(scores: Tensor, mask: Tensor | None, least: float = -torch.inf) -> Tensor:
+    """``scores``, with those of keys that a query does not see at ``least``."""
+    return scores if mask is None else scores.masked_fill(~mask, least)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..comm.comm import Comm
 from ..layers.context_parallel import Way, attention, check_heads
 from ..layers.tokens import Visible
-from ..runtime.context import ParallelContext
+from ..runtime.context import ParallelContext, current
 from .dealt import DealtTokens, SequenceLoss
 from .guards import guard
 from .ways import AttentionSizes, Automatic, checked_choice
@@ -75,7 +75,9 @@ def _reason(model: Any) -> str | None:
         ),
         f"{dropped}: ranks would draw other numbers than one process; set it to 0": dropped,
         f"rotary positions of type {rope and rope[1]} depend on the longest sequence of a batch": rope,
-        f"it is none of {', '.join(_HEADS)}, whose loss is of each token": not type(model).__name__.endswith(_HEADS),
+        f"it is none of {', '.join(_HEADS)}, whose loss is of each token: a config.json says which in architectures": (
+            not type(model).__name__.endswith(_HEADS)
+        ),
         "its attention is not causal by its configuration": getattr(config, "is_causal", True) is False,
         f"its family was not compared with the whole model; compared are {', '.join(sorted(FAMILIES))}": (
             config.model_type not in FAMILIES
@@ -135,6 +137,21 @@ def cut_context(model: Any, comm: Comm, way: Callable[[int], Way]) -> None:
     guard(model)
 
 
+def _context(model: nn.Module) -> DealtTokens | None:
+    return next((vars(m)[_CONTEXT] for m in model.modules() if _CONTEXT in vars(m)), None)
+
+
+def context_costs(model: Any, tokens: int) -> str | None:
+    """What sequences of ``tokens`` without padding cost a rank, in words; None if none are dealt."""
+    context = _context(model)
+    if context is None:
+        return None
+    sizes = AttentionSizes.of(model, context.comm.size, current().comm("tp").size)
+    layers = [m for m in model.modules() if _CONTEXT in vars(m) and not any(_CONTEXT in vars(c) for c in m.children())]
+    masked = context.causal is False or bool(getattr(model.config, "sliding_window", None))
+    return sizes.costs(context.way(tokens), tokens, masked, len(layers))
+
+
 def shard_sequence(batch: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
     """This rank's tokens of ``batch``, for ``model(**shard_sequence(batch, model))``, where a loader should not keep
     whole sequences; loss and gradients are those of ``model(**batch)``.
@@ -144,5 +161,5 @@ def shard_sequence(batch: Mapping[str, Any], model: nn.Module) -> dict[str, Any]
     ``position_ids`` made if missing, and ``attention_mask`` keeps padding and documents of all tokens. Without
     context parallelism it is the batch. ValueError for what the model would refuse.
     """
-    context: DealtTokens | None = next((vars(m)[_CONTEXT] for m in model.modules() if _CONTEXT in vars(m)), None)
+    context = _context(model)
     return dict(batch) if context is None else context.deal_once(model, batch)

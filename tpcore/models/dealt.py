@@ -114,14 +114,14 @@ class DealtTokens:
         for name in ("output_attentions", "output_hidden_states"):
             if kwargs.get(name, getattr(config, name, False)):
                 raise ValueError(f"{name}=True with context parallelism: each rank has those of its tokens only")
-        if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
+        keep = kwargs.get("logits_to_keep")
+        few = keep is not None and not isinstance(keep, Tensor) and keep
+        if kwargs.get("past_key_values") is not None or kwargs.get("use_cache") or few:
             raise ValueError(
-                "use_cache=True or past_key_values with context parallelism, which is for whole sequences: generate "
-                "on a model that was parallelized without it"
+                "use_cache=True, past_key_values or logits_to_keep with context parallelism, which is for whole "
+                "sequences: generate on a model that was parallelized without it"
             )
         others = [n for n, v in kwargs.items() if isinstance(v, Tensor) and v.ndim and n not in _KNOWN]
-        if kwargs.get("logits_to_keep") is not None and not isinstance(kwargs["logits_to_keep"], Tensor):
-            others += ["logits_to_keep"] if kwargs["logits_to_keep"] else []
         if others:
             raise ValueError(f"context parallelism does not know how to cut {', '.join(others)}: leave it out")
         mask, labels = kwargs.get("attention_mask"), kwargs.get("labels")

@@ -62,6 +62,15 @@ class AttentionSizes:
         et al. 2022, arXiv:2205.05198, equation 2."""
         return round((10 + 24 / self.tp) / 2 * self.hidden * self.itemsize) * (tokens // self.cp)
 
+    def costs(self, way: Way, tokens: int, masked: bool, layers: int) -> str:
+        """In words, of ``way`` and of the layers around it."""
+        kept, rest = self.kept(way, tokens, masked), self.rest(tokens)
+        return (
+            f"{way!r} for {tokens} tokens over cp={self.cp}: for each sequence an attention sends "
+            f"{_mib(self.sent(way, tokens))} and keeps {_mib(kept)} for backward, the rest of its layer keeps about "
+            f"{_mib(rest)}; {layers} layers keep about {_mib(layers * (kept + rest))}"
+        )
+
     def choose(self, tokens: int) -> tuple[Way, str]:
         """The way that sends the fewest bytes of those that keep no more than the rest of a layer; and why."""
         ways = [w for w in get_args(Way) if w != "ulysses" or self.heads % self.cp == 0]

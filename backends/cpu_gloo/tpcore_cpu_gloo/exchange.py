@@ -126,12 +126,16 @@ class Exchange:
             if self._places.swapped(self._positions, places):
                 raise self._mismatch(entry, True)
 
-    def room(self, need: int, call: Announced) -> int:
-        """Bytes of a buffer that may be used, the same on all ranks: ``need`` if all can reserve them."""
+    def room(self, need: int, call: Announced, whole: bool = False) -> int:
+        """Bytes of a buffer that may be used, the same on all ranks: ``need`` if all can reserve them, and no more
+        than a piece unless ``whole``."""
         segment = self.segment
-        if segment.room >= min(need, segment.most):
-            return segment.room
-        wanted = granted = min(segment.most, 1 << (need - 1).bit_length())
+        most = segment.whole if whole else segment.most
+        if segment.room >= min(need, most):
+            return min(segment.room, most)
+        # multiples of large pieces: a power of two could be twice as much memory
+        wanted = 1 << (need - 1).bit_length() if need < segment.most else -(-need // segment.most) * segment.most
+        wanted = granted = min(most, wanted)
         try:
             segment.reserve(wanted)
         except OSError:
@@ -141,9 +145,9 @@ class Exchange:
         self.meet(call)
         segment.room = segment.offered(buffer)
         if segment.room < wanted:
-            segment.most = segment.room  # no more memory is available
+            segment.most, segment.whole = min(segment.most, segment.room), segment.room  # no more is available
         self.plans.clear()
-        return segment.room
+        return min(segment.room, most)
 
     def close(self) -> None:
         self._cancel_parting()

@@ -21,6 +21,7 @@ from tpcore.processes.shared_memory import nameless_file
 from . import semaphores
 
 _TEXT = 4096
+_PIECES = 64  # of a tensor that is posted whole, at most: address space and no memory until one is
 _FAILURES = (OSError, ValueError)  # mmap raises a ValueError for a file that is shorter than it should be
 # two lines of words: of each second post the hashes of the call and of its place; of each buffer the bytes that its
 # owner could reserve; in the first, whether its owner makes no more calls
@@ -31,18 +32,19 @@ class Segment:
     """This rank's memory for one group, and its view of the peers'.
 
     The head has a semaphore for each peer, two lines of words, and a page of text. Two buffers follow,
-    which use ``room`` of their ``most`` bytes: all address space is mapped from the beginning, so views of a
-    buffer stay valid when more of it is reserved.
+    which use ``room`` of their bytes, up to ``most`` for a piece of a tensor and ``whole`` for a tensor that is
+    posted whole: all address space is mapped from the beginning, so views of a buffer stay valid when more of it is
+    reserved.
     """
 
     def __init__(self, size: int, position: int, first: int, most: int) -> None:
         self.size, self.position = size, position
-        self.room, self.most = first, most
-        self._distance = most  # offset from one buffer to the next; ``most`` may become smaller
+        self.room, self.most, self.whole = first, most, _PIECES * most
+        self._distance = self.whole  # offset from one buffer to the next; ``whole`` may become smaller
         page = mmap.PAGESIZE
         self._text = page * -(-(size + 2) * semaphores.STRIDE // page)
         self._head = self._text + _TEXT
-        self._length = self._head + page * -(-2 * most // page)
+        self._length = self._head + page * -(-2 * self._distance // page)
         self._own = nameless_file()
         self._maps: list[mmap.mmap] = []
         self._buffers: dict[torch.dtype, list[list[Tensor]]] = {}
@@ -75,10 +77,10 @@ class Segment:
         self.posts = [bases[me] + p * semaphores.STRIDE for p in peers]
         self.waits = [(p, bases[p] + me * semaphores.STRIDE) for p in peers]
         self._words = [memoryview(m).cast("Q") for m in self._maps]
-        most = self._distance
+        far = self._distance
         with torch.inference_mode(False):  # inference tensors cannot be written outside of inference mode
             whole = [torch.frombuffer(m, dtype=torch.uint8)[self._head :] for m in self._maps]
-            self._bytes = [[w[b * most : (b + 1) * most] for w in whole] for b in (0, 1)]
+            self._bytes = [[w[b * far : (b + 1) * far] for w in whole] for b in (0, 1)]
 
     def words(self, line: int) -> list[tuple[memoryview, int]]:
         """(view, index of the first word) of each rank's words in ``line``, 0 or 1."""

@@ -191,7 +191,29 @@ class SharedTransport(Transport):
         return got.view(self.size, *chunk).movedim(0, concat_dim).flatten(concat_dim, concat_dim + 1).contiguous()
 
     def permute(self, x: Tensor, to: tuple[int, ...]) -> Tensor:
+        return self._permuted_by_pieces(x, to, self._begin(PERMUTE, x, to)[1])
+
+    def start_permute(self, x: Tensor, to: tuple[int, ...]) -> Pending:
+        """Visible to its receiver at once, which copies it at the wait, or before the next collective."""
         _, call = self._begin(PERMUTE, x, to)
+        exchange = self._exchange
+        if x.nbytes > exchange.room(x.nbytes, call, whole=True):
+            out = self._permuted_by_pieces(x, to, call)
+            return lambda: out
+        every, sender = self._next_buffer(x.dtype, x.shape), inverse(to)[self.index]
+        if to[self.index] >= 0:
+            every[self.index].copy_(x.detach())
+        exchange.post(call)
+
+        def complete() -> Tensor:
+            exchange.pending = None
+            exchange.take(call)
+            return every[sender].clone() if sender >= 0 else torch.zeros_like(every[self.index])
+
+        exchange.pending = once = _Once(complete)
+        return once
+
+    def _permuted_by_pieces(self, x: Tensor, to: tuple[int, ...], call: Announced) -> Tensor:
         out = torch.empty_like(x, memory_format=torch.contiguous_format, requires_grad=False)
         source, sender = x.detach().contiguous().view(1, -1), inverse(to)[self.index]
         target = out.view(1, -1)
@@ -218,7 +240,7 @@ class SharedTransport(Transport):
         segment, n = self._segment, x.numel()
         if len(self._plans) >= _KEPT:
             self._plans.clear()
-        limit = segment.room
+        limit = min(segment.room, segment.most)
         if primitive is ALL_REDUCE and self.size > 2:
             limit = min(limit, _TWO_STEPS)
         views = None
@@ -235,14 +257,16 @@ class SharedTransport(Transport):
         rows, columns = shape
         need = parts * rows * columns * x.element_size()
         most = self._exchange.room(need, call) // x.element_size() // parts
-        buffers = self._segment.buffers(x.dtype)
         for at in tiles(rows, columns, most):
             high, wide = (s.stop - s.start for s in at)
             lead = () if parts == 1 else (parts,)
-            buffer = self._exchange.next_buffer()
-            with torch.inference_mode(False):
-                every = [t[: parts * high * wide].view(*lead, high, wide) for t in buffers[buffer]]
-            yield Chunk(at, every, partial(self._exchange.meet, call))
+            yield Chunk(at, self._next_buffer(x.dtype, (*lead, high, wide)), partial(self._exchange.meet, call))
+
+    def _next_buffer(self, dtype: torch.dtype, shape: Sequence[int]) -> list[Tensor]:
+        """The buffer to fill now of each rank, as a tensor of ``shape``."""
+        every = self._segment.buffers(dtype)[self._exchange.next_buffer()]
+        with torch.inference_mode(False):
+            return [t[: math.prod(shape)].view(tuple(shape)) for t in every]
 
     def _chunks(self, x: Tensor, dim: int) -> Tensor:
         """The members' chunks of ``x``, each as a matrix."""

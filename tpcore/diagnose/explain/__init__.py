@@ -16,7 +16,7 @@ from ...layout.mesh import Mesh
 from ...runtime.checks import Note, first_difference
 from ...train.zero import Zero1
 from .lockstep import first_disagreement
-from .planned import by_plan, with_labels
+from .planned import AUTO, by_plan, with_labels
 from .recording import Collective
 from .stages import StageCost
 from .step import MakeOptimizer, Parameter, Program, record
@@ -105,7 +105,8 @@ def explain(
     ``parallelize``: replaces layers of the model by tpcore's, in place, or returns another model. ``plan``:
     instead of it, for a model of transformers: rules that go before its own, as ``tpcore.parallelize`` takes
     them, a JSON file of such rules, or ``"auto"`` for the model's own; with ``sequence_parallel``, ``dispatch``
-    and ``capacity_factor``, and, at ``cp`` above 1, ``context_parallel``. ``dtype``:
+    and ``capacity_factor``, and, at ``cp`` above 1, ``context_parallel``; a Hugging Face config is cut by
+    ``"auto"`` there. ``dtype``:
     parameters and inputs are converted to it. ``optimizer``: a class of ``torch.optim``; ``zero1``, which
     is ``Zero1`` over AdamW, or ``zero1:SGD`` over another; or a function of the parameters. ``master_dtype``:
     dtype of ``Zero1``'s master weights. ``max_norm``: for clipping; None: none. ``ranks``: the ranks to
@@ -121,6 +122,8 @@ def explain(
     options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "context_parallel": context_parallel}
     options |= {} if dispatch == "gathered" else {"dispatch": dispatch}
     options |= {} if capacity_factor is None else {"capacity_factor": capacity_factor}
+    if cp > 1 and plan is None and change is None and isinstance(target, str) and ":" not in target:
+        plan = AUTO  # nothing else deals the tokens of a model of transformers
     given = [name for name, value in options.items() if value]
     if given and plan is None:
         raise ValueError(f"{' and '.join(given)} can only be given with a plan: plan='auto' is the model's own")

@@ -16,7 +16,7 @@ from ...layers.module import move_model_to_device
 from ...layers.sharding import sharding
 from ...layout.mesh import Mesh
 from ...runtime.checks import Checks, Note, in_eager_mode
-from ...runtime.context import ParallelContext, use
+from ...runtime.context import ParallelContext, current, use
 from ...train.clip import scale_to
 from ...train.step import stepping_of
 from .recording import LIBRARY, Collective, Recorder, RecordingBackend, tensors
@@ -52,7 +52,8 @@ class Program:
     collectives: tuple[Collective, ...]
     pipelines: tuple[StageCost, ...] = ()
     routes: tuple[tuple[str, str], ...] = ()
-    """(name of a layer of experts, how tokens come to those of other ranks and why)."""
+    """(name of a layer of experts, how tokens come to those of other ranks and why), and what the way of context
+    parallelism costs."""
     mistakes: tuple[str, ...] = ()
     """Places where the step computes something else than the whole model would."""
 
@@ -106,12 +107,26 @@ def record(
                 loss.backward()
             gradients = {id(p): _nbytes(p.grad) for p in model.parameters() if p.grad is not None}
             state = {} if optimizer is None else _update(model, recorder, optimizer, max_norm).state
+        routes = (*_context_route(model, inputs), *_expert_routes(model))
     owners = {id(p): type(m).__name__ for m in model.modules() for p in m.parameters(recurse=False)}
     parameters = tuple(_info(n, p, owners[id(p)], gradients.get(id(p), 0), state) for n, p in model.named_parameters())
     calls, mistakes = tuple(recorder.calls), tuple(recorder.mistakes)
-    routes = tuple((name, str(m.route)) for name, m in model.named_modules() if getattr(m, "route", None))
     program = Program(type(model).__name__, parameters, calls, watch.costs(model), routes, mistakes)
     return RecordedStep(program, tuple(checks.notes))
+
+
+def _expert_routes(model: nn.Module) -> Iterator[tuple[str, str]]:
+    yield from ((name, str(m.route)) for name, m in model.named_modules() if getattr(m, "route", None))
+
+
+def _context_route(model: nn.Module, inputs: Inputs) -> Iterator[tuple[str, str]]:
+    ids = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
+    if isinstance(ids, Tensor) and "cp" in current().mesh.axes:
+        from ...models.context import context_costs
+
+        found = context_costs(model, ids.shape[1])
+        if found is not None:
+            yield "context_parallel", found
 
 
 def _update(

@@ -15,7 +15,7 @@ from ...errors import CheckpointError
 from ..format.manifest import STATE
 from ..storage.files import naming
 from .pickles import parted, top_of, unpickled
-from .rank_files import RankFiles
+from .rank_files import RankFiles, grid
 from .source import Form, Reading, Source, inside
 
 _RANK = re.compile(r"(?:dp_rank_(\d+)_)?tp_rank_(\d+)(?:_pp_rank_(\d+))?(\.pt)?")
@@ -70,15 +70,7 @@ def _stages(root: str) -> list[list[str]] | None:
         if at in found:
             raise CheckpointError(f"{os.path.join(root, name)} and {found[at]} are of one rank")
         found[at] = _file_of(root, name)
-    if not found:
-        return None
-    pp, tp = (1 + max(at[i] for at in found) for i in (0, 1))
-    if pp * tp > 1 << 16:
-        raise CheckpointError(f"{root} names rank {max(found)}: most ranks before it are missing")
-    for at in ((p, t) for p in range(pp) for t in range(tp)):
-        if at not in found:
-            raise CheckpointError(f"{root} holds {len(found)} ranks, but not tp rank {at[1]} of pp rank {at[0]}")
-    return [[found[p, t] for t in range(tp)] for p in range(pp)]
+    return grid(root, found) if found else None
 
 
 def _file_of(root: str, name: str) -> str:

@@ -7,10 +7,10 @@ from contextlib import ExitStack
 
 from ...errors import CheckpointError
 from ..storage.files import MANIFEST, PREFIX
-from . import huggingface, native, optimum, pickled, whole
+from . import huggingface, megatron, native, optimum, pickled, whole
 from .source import Reading, Source
 
-FORMS = (native.FORM, optimum.FORM, pickled.FORM, huggingface.FORM, whole.FORM)
+FORMS = (native.FORM, optimum.FORM, pickled.FORM, megatron.FORM, huggingface.FORM, whole.FORM)
 """In the order in which they are tried. A new form is a module in this folder and an entry here."""
 
 

@@ -16,13 +16,16 @@ import hf
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import tpcore
 from tpcore import CheckpointError, Mesh, ParallelContext
 from tpcore.checkpoint import load
 from tpcore.checkpoint.forms.source import Reading
+from tpcore.checkpoint.offline.consolidate import consolidate
 from tpcore.checkpoint.offline.inspect import inspect
+from tpcore.checkpoint.offline.reshard import convert
 from tpcore.layers.sharding import sharding
 from tpcore.testing import run_ranks
 
@@ -162,10 +165,22 @@ def test_into_stages(tmp_path: Path, enum: Enum) -> None:
         run_ranks(Mesh({"pp": pp, "dp": 1, "tp": tp}), rank)
 
 
+def test_on_the_command_line(tmp_path: Path, enum: Enum) -> None:
+    write(tmp_path / "c", 2, [2, 1], enum)
+    convert(tmp_path / "c", tmp_path / "ours")
+    want = model().state_dict()
+    for name in ("c", "ours"):
+        consolidate(tmp_path / name, tmp_path / f"{name} whole")
+        got = load_file(tmp_path / f"{name} whole" / "model.safetensors")
+        assert got.keys() == want.keys()
+        assert all(torch.equal(got[key], value) for key, value in want.items())
+
+
 def test_no_class_of_the_files_is_imported(tmp_path: Path, enum: Enum) -> None:
     write(tmp_path / "c", 2, [3], enum)
     modules = {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith("megatron")}
     assert modules
+    assert inspect(tmp_path / "c" / "iter_0000007").tp == 2
     found = inspect(tmp_path / "c")
     assert (found.form, found.tp) == ("Megatron-LM's shards", 2)
     assert not any(name.startswith("megatron") for name in sys.modules)

@@ -94,10 +94,9 @@ CHECK: Variable[str] = Variable(
     one_of({"1": "always", "always": "always", "0": "off", "off": "off", "warmup": "warmup"}),
     "warmup",
     "`warmup` (default), `1` or `always`, `0` or `off`",
-    "Checks while the program runs. Except over torch_xla, ranks compare their collectives before these "
-    "run: the first 512 of each group, all, or none. `always` also finds parts that are used as wholes and "
-    "tp ranks with different data. Over torch_xla it names each line that reads a value inside a step. See "
-    "[When something goes wrong](debugging.md#checked-collectives).",
+    "Which collectives ranks compare before these run: the first 512 of each group, all, or none. `always` also "
+    "finds parts used as wholes and tp ranks with different data; over torch_xla, reads of values inside a step. "
+    "See [When something goes wrong](debugging.md#checked-collectives).",
 )
 THREADS = Variable(
     "OMP_NUM_THREADS",

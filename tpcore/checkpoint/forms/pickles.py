@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import pickletools
 import re
 import warnings
 import zipfile
@@ -26,8 +27,22 @@ _TIMES = 16  # how often tensors may share one storage; tied weights do it two o
 _REPEATED = 64 << 20  # bytes by which a tensor may exceed its storage
 
 
-def unpickled(path: str, how: Reading, allow: Sequence[type] = ()) -> Any:
-    """Load a torch file by torch's restricted unpickler: tensors, plain values, and classes in ``allow``."""
+class Placeholder:
+    """Stands for an object whose class is not imported: its attributes, without what it was made from."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict):
+            self.__dict__.update(state)
+
+
+def unpickled(path: str, how: Reading, allow: Sequence[type] = (), placeholders: Sequence[str] = ()) -> Any:
+    """Load a torch file by torch's restricted unpickler: tensors, plain values, and classes in ``allow``.
+
+    ``placeholders``: packages of which no class is imported; a Placeholder stands for each of their objects.
+    """
     if not how.trust:
         raise CheckpointError(
             f"{path} is a pickle, which trust=False (--no-trust) does not read: where it is trusted, "
@@ -45,7 +60,7 @@ def unpickled(path: str, how: Reading, allow: Sequence[type] = ()) -> Any:
         if not zipfile.is_zipfile(path):
             raise CheckpointError(f"{path} is truncated: its directory, which is at its end, is missing")
         _refuse_compressed(path)
-        with torch.serialization.safe_globals(list(allow)):
+        with torch.serialization.safe_globals([*allow, *_placeholders(path, placeholders)]):
             value = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         _Extent(path).check(value)
         return value
@@ -59,6 +74,18 @@ def unpickled(path: str, how: Reading, allow: Sequence[type] = ()) -> Any:
     except Exception as e:  # torch.load may raise anything for a damaged file
         reason = (str(e).splitlines() or [""])[0][:200]
         raise CheckpointError(f"{path} is damaged: {type(e).__name__}: {reason}") from e
+
+
+def _placeholders(path: str, packages: Sequence[str]) -> list[type]:
+    """A subclass of Placeholder for each name from ``packages`` in a pickle."""
+    if not packages:
+        return []
+    with zipfile.ZipFile(path) as records:
+        record = next(name for name in records.namelist() if name.endswith("data.pkl"))
+        opcodes = list(pickletools.genops(records.read(record)))
+    named = {str(arg) for opcode, arg, _ in opcodes if opcode.name == "GLOBAL"}
+    pairs = [text.split(" ", 1) for text in sorted(named) if re.split("[ .]", text)[0] in packages]
+    return [type(name, (Placeholder,), {"__module__": module}) for module, name in pairs]
 
 
 def _refuse_compressed(path: str) -> None:
@@ -75,9 +102,9 @@ def _version() -> tuple[int, ...]:
     return tuple(int(n) for n in re.findall(r"\d+", torch.__version__)[:2])
 
 
-def top_of(path: str, how: Reading, allow: Sequence[type] = ()) -> Mapping[Any, Any]:
+def top_of(path: str, how: Reading, allow: Sequence[type] = (), placeholders: Sequence[str] = ()) -> Mapping[Any, Any]:
     """The dict in a file. CheckpointError if it holds anything else."""
-    top = unpickled(path, how, allow)
+    top = unpickled(path, how, allow, placeholders)
     if not isinstance(top, Mapping):
         raise CheckpointError(f"{path} holds a {type(top).__name__}, not a dict of tensors")
     return top

@@ -102,6 +102,17 @@ class _RankFilesStage(Stage):
         return dict.fromkeys(self._bound, why)
 
 
+def grid(root: str, files: Mapping[tuple[int, int], str]) -> list[list[str]]:
+    """``files`` by pp and tp rank as ``[pp_rank][tp_rank]``. CheckpointError if one is missing."""
+    pp, tp = (1 + max(at[i] for at in files) for i in (0, 1))
+    if pp * tp > 1 << 16:
+        raise CheckpointError(f"{root} names rank {max(files)}: most ranks before it are missing")
+    for at in ((p, t) for p in range(pp) for t in range(tp)):
+        if at not in files:
+            raise CheckpointError(f"{root} holds {len(files)} ranks, but not tp rank {at[1]} of pp rank {at[0]}")
+    return [[files[p, t] for t in range(tp)] for p in range(pp)]
+
+
 def even_cut(shape: tuple[int, ...], tp: int, dim: int, stride: int = 1) -> ShardSpec:
     """The cut into ``tp`` shards of ``shape``: ``stride`` blocks of equal size, no padding."""
     if not 0 <= dim < len(shape) or shape[dim] % stride:
@@ -193,15 +204,7 @@ def _stages(root: str) -> list[list[str]] | None:
         if at in files:
             raise CheckpointError(f"{os.path.join(root, name)} and {files[at]} are of one rank")
         files[at] = _file_of(root, name)
-    if not files:
-        return None
-    pp, tp = (1 + max(at[i] for at in files) for i in (0, 1))
-    if pp * tp > 1 << 16:
-        raise CheckpointError(f"{root} names rank {max(files)}: most ranks before it are missing")
-    for at in ((p, t) for p in range(pp) for t in range(tp)):
-        if at not in files:
-            raise CheckpointError(f"{root} holds {len(files)} ranks, but not tp rank {at[1]} of pp rank {at[0]}")
-    return [[files[p, t] for t in range(tp)] for p in range(pp)]
+    return grid(root, files) if files else None
 
 
 def _file_of(root: str, name: str) -> str:

@@ -8,13 +8,13 @@ from contextvars import Context
 import pytest
 import torch
 import torch.nn.functional as F
+from rank_pool import RankPool
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import tpcore
 from tpcore.layout.mesh import Mesh
 from tpcore.runtime.context import ParallelContext, enter_process, leave_process
-from tpcore.testing.pool import RankPool
 
 pytestmark = pytest.mark.processes
 HIDDEN, HEADS, VOCAB = 16, 4, 9  # a vocabulary that 2 ranks pad

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from rank_pool import RankPool, Standing
 from tiers import tiers
 from tpcore_cpu_gloo import GlooBackend
 from tpcore_cuda import CudaOverGloo
@@ -20,7 +21,6 @@ from tpcore.backend.interface import Backend
 from tpcore.c10d.backend import C10dBackend
 from tpcore.layout.mesh import Mesh
 from tpcore.testing.kit.conformance import Conformance, Run
-from tpcore.testing.pool import RankPool, Standing
 
 pytestmark = [pytest.mark.xdist_group("kit"), pytest.mark.processes]
 

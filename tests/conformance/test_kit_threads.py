@@ -9,7 +9,7 @@ import pytest
 from tiers import tiers
 
 from tpcore.testing import ThreadBackend, run_ranks
-from tpcore.testing.kit.conformance import Conformance
+from tpcore.testing.conformance import Conformance
 
 
 class TestThreads(Conformance):

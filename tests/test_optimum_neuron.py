@@ -239,7 +239,7 @@ def _notes(ctx: tpcore.ParallelContext, out: Path) -> str:
 
 
 def test_every_option_that_needs_nothing_says_why(pool: RankPool, tmp_path: Path) -> None:
-    from tpcore.integrations.optimum_neuron.notes import NOTES
+    from tpcore.integrations.optimum_neuron.options import NOTES
 
     first, second = pool.run(TP, _notes, tmp_path)
     lines = [line for line in first.splitlines() if "needs nothing here" in line]

@@ -16,10 +16,14 @@ with extra("trainer", __name__):
         make_optimizer_constructor_lazy,
     )
     from .models import NeuronModelForCausalLM, NeuronPeftModel, NeuronPeftModelForCausalLM
-    from .notes import send_example_telemetry
     from .options import ModelParallelismPlugin, TrainingNeuronConfig
     from .trainers import NeuronTrainer, Seq2SeqNeuronTrainer
-    from .training_args import NeuronHfArgumentParser, NeuronTrainingArguments, Seq2SeqNeuronTrainingArguments
+    from .training_args import (
+        NeuronHfArgumentParser,
+        NeuronTrainingArguments,
+        Seq2SeqNeuronTrainingArguments,
+        send_example_telemetry,
+    )
 
 if TYPE_CHECKING:
     from ..peft import get_peft_model

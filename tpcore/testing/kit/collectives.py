@@ -65,7 +65,6 @@ _VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "start_all_reduce": ("all_reduce", {}),
     "start_permute": ("permute", {}),
 }
-REDUCING = tuple(p.name for p in TABLE if p.sums)
 MOVING = tuple(p.name for p in TABLE if not p.sums)
 _AFTER = list(PRIMITIVES_BY_NAME).index("all_reduce") + 1
 PRIMITIVES = (*list(PRIMITIVES_BY_NAME)[:_AFTER], *_VARIANTS, *list(PRIMITIVES_BY_NAME)[_AFTER:])

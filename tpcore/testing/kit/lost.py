@@ -70,7 +70,7 @@ def lost(ctx: ParallelContext, plan: Losses) -> Wrong:
         return Wrong(pickle.loads((folder / "findings").read_bytes()))
 
 
-class _Rank:
+class _JobRank:
     """One process of a job in which rank ``lost`` is lost in a call of ``method``, and what it has said: that its
     first call has worked, and the outcome of the second."""
 
@@ -131,13 +131,13 @@ class _Jobs:
     def __init__(self, plan: Losses, way: str, lifeline: int, timeout: float) -> None:
         self._plan, self._lifeline, self._timeout = plan, lifeline, timeout
         self._size = 2 if plan.kind.capabilities.misfit({"tp": 3}) else 3
-        self._ranks: list[_Rank] = []
+        self._ranks: list[_JobRank] = []
         first = list(WAYS).index(way)
         for method in plan.methods:
             where = (first + METHODS.index(method)) % self._size
             job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
             for number in range(self._size):
-                rank = _Rank(plan, way, method, where, number)
+                rank = _JobRank(plan, way, method, where, number)
                 rank.start(job, self._size, timeout, lifeline)
                 self._ranks.append(rank)
         self._left = [r for r in self._ranks if r.number != r.lost]
@@ -162,7 +162,7 @@ class _Jobs:
                 rank.process.kill()
                 rank.process.join()
 
-    def _finding(self, rank: _Rank) -> str:
+    def _finding(self, rank: _JobRank) -> str:
         if rank.said[1:]:
             return f"{rank.said[1]}: it has to get {_RIGHT}" if rank.said[1] else ""
         status = rank.process.exitcode

@@ -77,7 +77,7 @@ class Meter(TorchDispatchMode):
         known = [t for t in (*model.parameters(), *model.buffers(), *tree_leaves(inputs)) if isinstance(t, Tensor)]
         self._known = [t.untyped_storage() for t in known]  # kept, so that no other storage gets their place
         self._ignored = {storage._cdata for storage in self._known}
-        with self, _Attention(self):
+        with self, _Kernels(self):
             yield
         self._close()
 
@@ -87,7 +87,7 @@ class Meter(TorchDispatchMode):
         written = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
         self._enter()
         if not (func.is_view or packet in _FREE):
-            self.note(*_cost(packet, args, kwargs or {}, out, written))
+            self.note(*cost_of(packet, args, kwargs or {}, out))
         for t in written:
             self._hold(t.untyped_storage())
         return out
@@ -142,7 +142,9 @@ class Meter(TorchDispatchMode):
         self._held -= nbytes
 
 
-def _cost(packet: Any, args: Any, kwargs: Any, out: Any, written: list[Tensor]) -> tuple[str, float, float]:
+def cost_of(packet: Any, args: Any, kwargs: Any, out: Any) -> tuple[str, float, float]:
+    """The name of an operator, its FLOPs, and the bytes that it reads and writes."""
+    written = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
     read = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     name, flops = packet.__name__, 0.0
     if packet in flop_registry:
@@ -152,8 +154,6 @@ def _cost(packet: Any, args: Any, kwargs: Any, out: Any, written: list[Tensor]) 
         q, k, v = args[1:4] if backward else args[:3]
         causal = args[8] if backward else (len(args) > 4 and args[4]) or kwargs.get("is_causal", False)
         name, flops = ATTENTION, _KERNEL[packet] * attention_flops(q, k, v, causal)
-    elif packet is _aten._grouped_mm:
-        name, flops = GROUPED, 2.0 * args[0].shape[-2] * args[0].shape[-1] * args[1].shape[-1]
     if packet in _PICKED:
         return name, flops, 2.0 * sum(map(_nbytes, written))
     return name, flops, float(sum(map(_nbytes, read)) + sum(map(_nbytes, written)))
@@ -172,8 +172,9 @@ def _nbytes(t: Tensor) -> int:
     return min(t.numel() * t.element_size(), t.untyped_storage().nbytes())
 
 
-class _Attention(TorchFunctionMode):
-    """Puts a fused attention in the place of torch's, which on meta tensors is made of matmuls that hold all scores."""
+class _Kernels(TorchFunctionMode):
+    """Puts one operator in the place of fused attention, which on meta tensors is made of matmuls that hold all scores,
+    and of grouped matmuls, which there are for bfloat16 alone."""
 
     def __init__(self, meter: Meter) -> None:
         super().__init__()
@@ -181,11 +182,32 @@ class _Attention(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is not nn.functional.scaled_dot_product_attention:
-            return func(*args, **kwargs)
-        q, k, v = args
-        made: Tensor = _Fused.apply(q, k, v, bool(kwargs.get("is_causal")), self._meter)
-        return made
+        if func is nn.functional.scaled_dot_product_attention:
+            q, k, v = args
+            return _Fused.apply(q, k, v, bool(kwargs.get("is_causal")), self._meter)
+        if func in (torch._grouped_mm, getattr(nn.functional, "grouped_mm", None)):
+            return _Grouped.apply(*args[:2], self._meter)
+        return func(*args, **kwargs)
+
+
+class _Grouped(torch.autograd.Function):
+    """Each row with the matrix of its group: ``[T, K], [G, K, N] -> [T, N]``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, meter: Meter) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.meter = meter
+        out = x.new_empty(len(x), weight.shape[-1])
+        ctx.flops, ctx.nbytes = 2.0 * x.numel() * weight.shape[-1], float(sum(map(_nbytes, (x, weight, out))))
+        meter.note(GROUPED, ctx.flops, ctx.nbytes)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        for _ in range(2):  # the gradients of rows, and of matrices
+            ctx.meter.note(GROUPED, ctx.flops, ctx.nbytes)
+        return torch.empty_like(x), torch.empty_like(weight), None
 
 
 class _Fused(torch.autograd.Function):

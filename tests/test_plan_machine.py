@@ -13,8 +13,9 @@ import pytest
 
 from benchmarks.plan_published import RUNS, Run
 from tpcore.diagnose.plan.calibrate import AllReduce, calibrate, fit
-from tpcore.diagnose.plan.machine import LINK_EFFICIENCY, MATMUL_EFFICIENCY, PUBLISHED, Machine, find
+from tpcore.diagnose.plan.machine import Machine
 from tpcore.diagnose.plan.pictures import save_pictures
+from tpcore.diagnose.plan.published import LINK_EFFICIENCY, MATMUL_EFFICIENCY, PUBLISHED, find
 from tpcore.diagnose.plan.simulate import (
     JobModel,
     daly,

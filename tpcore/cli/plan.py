@@ -12,7 +12,8 @@ from rich.table import Table
 
 from ..diagnose.explain.summary import size
 from ..diagnose.plan.calibrate import calibrate
-from ..diagnose.plan.machine import PUBLISHED, Machine
+from ..diagnose.plan.machine import Machine
+from ..diagnose.plan.published import PUBLISHED
 from ..diagnose.plan.script import launch_line, setup_lines, step_lines
 from ..diagnose.plan.search import BEST, MeshPlan, plan
 from ..diagnose.plan.simulate import JobModel, forecast

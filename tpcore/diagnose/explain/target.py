@@ -110,7 +110,7 @@ def _hugging_face(target: str, batch_size: int, seq_len: int) -> tuple[nn.Module
     config._experts_implementation = "batched_mm"  # of static shapes: the others read which experts are chosen
     model = transformers.AutoModel.from_config(config) if cls is None else cls(config)
     _without_masks(transformers, model)
-    return model, _hugging_face_inputs(model, batch_size, seq_len)
+    return model, hugging_face_inputs(model, batch_size, seq_len)
 
 
 def _without_masks(transformers: Any, model: Any) -> None:
@@ -142,7 +142,7 @@ def _read_config(transformers: Any, path: Path) -> Any:
     return transformers.AutoConfig.for_model(entries.pop("model_type"), **entries)
 
 
-def _hugging_face_inputs(model: Any, batch_size: int, seq_len: int) -> Inputs:
+def hugging_face_inputs(model: Any, batch_size: int, seq_len: int) -> Inputs:
     kind, config = model.main_input_name, model.config
     if kind == "input_ids":
         names = (kind, "decoder_input_ids") if config.is_encoder_decoder else (kind,)

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from ..explain.recording import Recorder
 
@@ -144,6 +143,8 @@ class Meter(TorchDispatchMode):
 
 def cost_of(packet: Any, args: Any, kwargs: Any, out: Any) -> tuple[str, float, float]:
     """The name of an operator, its FLOPs, and the bytes that it reads and writes."""
+    from torch.utils.flop_counter import flop_registry  # it imports a compiler
+
     written = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
     read = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     name, flops = packet.__name__, 0.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .meter import attention_flops, cost_of
 
+Call = tuple[Any, tuple[Any, ...]]
 _aten = torch.ops.aten
 _WIDTH = 1024
 SIZES = (2**18, 2**25)
@@ -22,47 +23,50 @@ SAME_AS = {"softmax": "_softmax", "_safe_softmax": "_softmax", "sub": "add", "in
 def runs(nbytes: int, device: torch.device) -> dict[str, tuple[float, Callable[[], Any]]]:
     """By torch's name: the bytes that one moves, and a run of it, on float32 tensors of ``nbytes``."""
     x, y, z = (torch.rand(nbytes // 4 // _WIDTH, _WIDTH, device=device) + 0.5 for _ in range(3))
-    rows, scale = len(x), torch.ones(_WIDTH, device=device)
-    ids = torch.randint(rows, (rows,), device=device)
-    mean, rstd = x.mean(-1, keepdim=True), torch.ones(rows, 1, device=device)
-    hidden = x > 1
-    calls: list[tuple[Any, tuple[Any, ...]]] = [
-        *((op, (x,)) for op in (_aten.gelu, _aten.silu, _aten.tanh, _aten.exp, _aten.sqrt, _aten.rsqrt, _aten.neg)),
-        *((op, (x, y)) for op in (_aten.mul, _aten.add, _aten.div, _aten.gelu_backward, _aten.silu_backward)),
-        (_aten.tanh_backward, (x, y)),
-        (_aten.mul_, (z, 1.0)),
-        (_aten.div_, (z, 1.0)),
-        (_aten.add_, (z, 1.0)),
-        (_aten.copy_, (z, y)),
-        (_aten.addcmul_, (z, x, y)),
-        (_aten.addcdiv_, (z, x, y)),
-        (_aten.lerp_, (z, x, 0.1)),
-        (_aten.masked_fill_, (z, hidden, 1.0)),
-        (_aten.bernoulli_, (torch.empty_like(z), 0.9)),
-        (_aten.where, (hidden, x, y)),
-        (_aten.cat, ([x, y],)),
-        (_aten.clone, (x,)),
-        (_aten.pow, (x, 2)),
-        (_aten.sum, (x, [-1])),
-        (_aten.mean, (x, [-1])),
-        (_aten.amax, (x, [-1])),
-        (_aten.linalg_vector_norm, (x,)),
-        (_aten._softmax, (x, -1, False)),
-        (_aten._softmax_backward_data, (x, y, -1, x.dtype)),
-        (_aten._log_softmax, (x, -1, False)),
-        (_aten._log_softmax_backward_data, (x, y, -1, x.dtype)),
-        (_aten.native_layer_norm, (x, [_WIDTH], scale, scale, 1e-5)),
-        (_aten.native_layer_norm_backward, (y, x, [_WIDTH], mean, rstd, scale, scale, [True] * 3)),
-        (_aten.embedding, (x, ids)),
-        (_aten.embedding_dense_backward, (y, ids, rows, -1, False)),
-        (_aten.index_select, (x, 0, ids)),
-        (_aten.new_zeros, (x, list(x.shape))),
-    ]
     found = {}
-    for packet, args in calls:
+    for packet, args in (*_elementwise(x, y, z), *_by_rows(x, y)):
         name, _, moved = cost_of(packet, args, {}, packet(*args))
         found[name] = moved, partial(packet, *args)
     return found
+
+
+def _elementwise(x: Tensor, y: Tensor, z: Tensor) -> Iterator[Call]:
+    """``z``: to write to."""
+    for op in (_aten.gelu, _aten.silu, _aten.tanh, _aten.exp, _aten.sqrt, _aten.rsqrt, _aten.neg, _aten.clone):
+        yield op, (x,)
+    for op in (_aten.mul, _aten.add, _aten.div, _aten.gelu_backward, _aten.silu_backward, _aten.tanh_backward):
+        yield op, (x, y)
+    for op in (_aten.mul_, _aten.div_, _aten.add_):
+        yield op, (z, 1.0)
+    hidden = x > 1
+    yield _aten.copy_, (z, y)
+    yield _aten.addcmul_, (z, x, y)
+    yield _aten.addcdiv_, (z, x, y)
+    yield _aten.lerp_, (z, x, 0.1)
+    yield _aten.masked_fill_, (z, hidden, 1.0)
+    yield _aten.bernoulli_, (torch.empty_like(z), 0.9)
+    yield _aten.where, (hidden, x, y)
+    yield _aten.cat, ([x, y],)
+    yield _aten.pow, (x, 2)
+    yield _aten.new_zeros, (x, list(x.shape))
+
+
+def _by_rows(x: Tensor, y: Tensor) -> Iterator[Call]:
+    rows, scale = len(x), torch.ones(_WIDTH, device=x.device)
+    ids = torch.randint(rows, (rows,), device=x.device)
+    mean, rstd = x.mean(-1, keepdim=True), torch.ones(rows, 1, device=x.device)
+    for op in (_aten.sum, _aten.mean, _aten.amax):
+        yield op, (x, [-1])
+    yield _aten.linalg_vector_norm, (x,)
+    for op in (_aten._softmax, _aten._log_softmax):
+        yield op, (x, -1, False)
+    for op in (_aten._softmax_backward_data, _aten._log_softmax_backward_data):
+        yield op, (x, y, -1, x.dtype)
+    yield _aten.native_layer_norm, (x, [_WIDTH], scale, scale, 1e-5)
+    yield _aten.native_layer_norm_backward, (y, x, [_WIDTH], mean, rstd, scale, scale, [True] * 3)
+    yield _aten.embedding, (x, ids)
+    yield _aten.embedding_dense_backward, (y, ids, rows, -1, False)
+    yield _aten.index_select, (x, 0, ids)
 
 
 def attention(device: torch.device) -> tuple[float, Callable[[], Tensor]]:

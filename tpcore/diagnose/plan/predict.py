@@ -15,54 +15,16 @@ from typing import Any
 import torch
 
 from ...comm.transport import PRIMITIVES
-from ...layout.mesh import Mesh
 from ...train.data_parallel import BUCKET
 from ...train.pipeline import Schedule
-from .costs import RECORDED_BUCKET, HeldBytes, PartCosts, Reduced, StepCosts, Ways, by_name
+from .choice import Choice
+from .costs import HeldBytes, PartCosts, StepCosts, by_name
 from .machine import Machine
 from .meter import AFTER, ATTENTION, BEFORE
+from .peak import memory_of
+from .reduced import RECORDED_BUCKET, Reduced
 
 _UPDATE = ("reduction", "clipping", "optimizer")
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A mesh and what is chosen with it. ``microbatch``: examples of one; ``microbatches``: of a step, one after the
-    other. ``recompute``: layers run again in backward, as they always do in stages. ``bucket_mb``: of Zero1."""
-
-    ways: Ways = field(default_factory=Ways)
-    pp: int = 1
-    dp: int = 1
-    microbatch: int = 1
-    microbatches: int = 1
-    recompute: bool = False
-    zero1: bool = False
-    bucket_mb: float = 4
-
-    @property
-    def mesh(self) -> Mesh:
-        ways = self.ways
-        return Mesh({"pp": self.pp, "dp": self.dp, "ep": ways.ep, "cp": ways.cp, "tp": ways.tp})
-
-    @property
-    def data(self) -> int:
-        """Ranks whose gradients are summed."""
-        return self.dp * self.ways.ep * self.ways.cp
-
-    @property
-    def batch(self) -> int:
-        """Examples of a step, of all ranks."""
-        return self.microbatch * self.microbatches * self.dp * self.ways.ep
-
-    def __str__(self) -> str:
-        axes = [f"{axis} {n}" for axis, n in self.mesh.axes.items() if n > 1] or ["1 device"]
-        more = [f"{self.microbatches} x {self.microbatch}"]
-        more += ["sequence parallel"] if self.ways.tp > 1 and self.ways.sequence_parallel else []
-        more += ["whole experts"] if self.ways.tp > 1 and self.ways.expert_parallel else []
-        more += [self.ways.context_parallel or "gather"] if self.ways.cp > 1 else []
-        more += ["recompute"] if self.recompute and self.pp == 1 else []
-        more += ["Zero1"] if self.zero1 else []
-        return f"{', '.join(axes)}; {', '.join(more)}"
 
 
 @dataclass(frozen=True)
@@ -133,7 +95,7 @@ def predict(model: Reduced, choice: Choice, machine: Machine) -> Prediction:
     )
     peak = machine.rate(_dtype_name(model), math.inf)
     tokens = choice.batch * model.seq_len
-    return Prediction(choice, _memory(model, costs, choice, held), seconds, flops, tokens, peak)
+    return Prediction(choice, memory_of(model, costs, choice, held), seconds, flops, tokens, peak)
 
 
 def _runs(model: Reduced, choice: Choice) -> Iterator[tuple[str, str, str, float]]:
@@ -250,68 +212,6 @@ def _sum_seconds(held: HeldBytes, axes: tuple[str, ...], size: int, choice: Choi
         return count * clock.collective("all_reduce", axes, held.gradient / count, size)
     scattered = clock.collective("reduce_scatter", axes, held.gradient / count, size)
     return count * (scattered + clock.collective("all_gather", axes, held.nbytes / count / size, size))
-
-
-# -- memory -----------------------------------------------------------------------------------------------
-def _memory(model: Reduced, costs: StepCosts, choice: Choice, held: Mapping[bool, HeldBytes]) -> dict[str, float]:
-    """At the peak of a step, by kind."""
-    total = held[False] + held[True]
-    ranks = {False: choice.data, True: choice.dp * choice.ways.cp} if choice.zero1 else {False: 1, True: 1}
-    state = model.state(choice.zero1) * sum(held[divided].elements / n for divided, n in ranks.items())
-    update = model.update(choice.data, choice.zero1)
-    kept = update.part("optimizer", AFTER)
-    temporary = max(kept.excess - max(kept.delta, 0.0), 0.0) / choice.ways.tp / choice.pp
-    gradients = total.gradient
-    peak_of = _stage_peak if choice.pp > 1 else _peak
-    peak = max(peak_of(model, costs, choice, gradients), temporary + gradients)
-    return {
-        "parameters": total.nbytes,
-        "gradients": gradients,
-        "optimizer": state,
-        "activations": max(peak - gradients, 0.0),
-    }
-
-
-def _peak(model: Reduced, costs: StepCosts, choice: Choice, gradients: float) -> float:
-    """Of gradients, activations and temporary tensors."""
-    live = gradients if choice.microbatches > 1 else 0.0
-    peak = live
-    layers: list[tuple[PartCosts, PartCosts]] = [
-        (costs.part("forward", r), costs.part("backward", r)) for r in model.order
-    ]
-    timeline: list[tuple[float, float]] = []
-    ends = [costs.part(phase, region) for phase, region in _ENDS]
-    timeline.append((ends[0].excess, ends[0].delta))
-    for forward, _ in layers:
-        kept = min(costs.hidden, forward.delta) if choice.recompute else forward.delta
-        timeline.append((forward.excess, kept))
-    timeline += [(ends[1].excess, ends[1].delta), (ends[2].excess, ends[2].delta)]
-    for forward, backward in reversed(layers):
-        if choice.recompute:
-            inner = forward.delta - min(costs.hidden, forward.delta)
-            timeline.append((inner + max(backward.excess, 0.0), backward.delta + inner))
-        else:
-            timeline.append((backward.excess, backward.delta))
-    timeline.append((ends[3].excess, ends[3].delta))
-    for excess, delta in timeline:
-        peak = max(peak, live + excess)
-        live += delta
-    return peak
-
-
-_ENDS = (("forward", BEFORE), ("forward", AFTER), ("backward", AFTER), ("backward", BEFORE))
-
-
-def _stage_peak(model: Reduced, costs: StepCosts, choice: Choice, gradients: float) -> float:
-    """Of one forward, one backward: the inputs of some microbatches, and one microbatch's work."""
-    schedule = Schedule(choice.pp, choice.microbatches)
-    one = model.order[: len(model.order) // choice.pp]
-    layers = [(costs.part("forward", r), costs.part("backward", r)) for r in one]
-    kept = sum(forward.delta for forward, _ in layers)
-    backward = kept + max(back.excess for _, back in layers)
-    after = costs.part("forward", AFTER)
-    loss = (after.excess + max(costs.part("backward", AFTER).excess + after.delta - after.excess, 0.0)) / choice.pp
-    return gradients + (schedule.inputs_held + 2) * costs.hidden + max(backward, loss)
 
 
 def _dtype_name(model: Reduced) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from .predict import Choice
+from .choice import Choice
 from .search import MeshPlan
 
 

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from ...train.pipeline import Schedule
 from ..explain.target import Factory
-from .costs import Reduced, Ways
-from .machine import Machine, find
-from .predict import Choice, Prediction, predict
+from .choice import Choice
+from .machine import Machine
+from .predict import Prediction, predict
+from .published import find
+from .reduced import Reduced, Ways
 
 BEST = 10
 _MICROBATCHES = (1, 2, 4, 8, 16)
@@ -232,8 +233,3 @@ def _curve(model: Reduced, machine: Machine, limits: Limits) -> dict[int, float]
         if rows:
             found[devices] = rows[0].tokens_per_second
     return found
-
-
-def bubble(choice: Choice) -> float:
-    """The part of a stage's ticks without work."""
-    return Schedule(choice.pp, choice.microbatches).bubble

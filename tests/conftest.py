@@ -15,10 +15,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from rank_pool import RankPool
 from selection import XLA, Selection
 
 from tpcore.testing import run_ranks
-from tpcore.testing.pool import RankPool
 
 torch.set_num_threads(1)
 # tests send it; jobs that a shell starts in the background ignore it, and so would all that they start

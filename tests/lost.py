@@ -12,9 +12,9 @@ from tempfile import TemporaryDirectory
 
 import psutil
 from ends import ENDS, STEPS, STOPPED, Tiny, ends_at, names
+from rank_pool import RankPool
 
 from tpcore.layout.mesh import Mesh
-from tpcore.testing.pool import RankPool
 
 LATE = 3.0  # seconds; for a stopped rank, which may go on at any time, seconds after the time-out
 TIMEOUT = 2.0  # of the collectives that a stopped rank does not come to

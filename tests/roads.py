@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from rank_pool import RankPool
 
 from tpcore.processes.transfer import Outcome
-from tpcore.testing.pool import RankPool
 
 SHARED, GLOO = {"TPCORE_SHM": "1"}, {"TPCORE_SHM": "0"}
 

@@ -11,13 +11,13 @@ import accelerate
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
+from rank_pool import RankPool
 from tiers import tiers
 from trainers import examples, model
 
 import tpcore
 from tpcore import Mesh
 from tpcore.integrations.accelerate import Accelerator
-from tpcore.testing.pool import RankPool
 
 TP = Mesh({"pp": 1, "dp": 1, "tp": 2})
 BOTH = Mesh({"pp": 1, "dp": 2, "tp": 2})

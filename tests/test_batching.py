@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from rank_pool import RankPool
 from tiers import tiers
 
 import tpcore
 from tpcore.layout.mesh import Mesh
 from tpcore.models.batching import _LENGTH, _ROWS, _local_heads, _sized
 from tpcore.testing import run_ranks
-from tpcore.testing.pool import RankPool
 
 pytestmark = [
     pytest.mark.processes,

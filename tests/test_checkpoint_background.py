@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from rank_pool import RankPool
 
 import tpcore
 from tpcore.checkpoint import load, save, wait
@@ -26,7 +27,6 @@ from tpcore.errors import CheckpointError
 from tpcore.layout.mesh import Mesh
 from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
-from tpcore.testing.pool import RankPool
 
 pytestmark = pytest.mark.usefixtures("no_fsync")
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from killing import killed, state
+from rank_pool import RankPool
 from tiers import tiers
 
 from tpcore.checkpoint import load, save
@@ -20,7 +21,6 @@ from tpcore.errors import CheckpointError, PeerLostError
 from tpcore.layout.mesh import Mesh
 from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
-from tpcore.testing.pool import RankPool
 
 TP = 2
 WAYS = ["first", "exchange", "two renames", "async"]

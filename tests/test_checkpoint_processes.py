@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from rank_pool import RankPool
 
 import tpcore
 from tpcore.checkpoint import load, save
@@ -16,7 +17,6 @@ from tpcore.checkpoint.write import save as writing
 from tpcore.errors import CheckpointError, PeerLostError
 from tpcore.layout.mesh import Mesh
 from tpcore.runtime.context import ParallelContext
-from tpcore.testing.pool import RankPool
 
 MESH = Mesh({"dp": 2, "tp": 2})
 

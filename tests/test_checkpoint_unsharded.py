@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rank_pool import RankPool
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -24,7 +25,6 @@ from tpcore.errors import CheckpointError
 from tpcore.layout.mesh import Mesh
 from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
-from tpcore.testing.pool import RankPool
 
 
 class Parallel(nn.Module):

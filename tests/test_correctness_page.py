@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tpcore.testing.verify.page import page
+from benchmarks.correctness_page import page
 from tpcore.testing.verify.report import Report
 
 DOCS = Path(__file__).parents[1] / "docs"

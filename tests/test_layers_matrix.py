@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from rank_pool import RankPool
 from tiers import tiers
 
 from tpcore.layout.mesh import Mesh
 from tpcore.testing import matrix, run_ranks
-from tpcore.testing.pool import RankPool
 
 FULL = [(*point, 1) for point in matrix.points()]
 

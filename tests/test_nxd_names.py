@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from rank_pool import RankPool
 from torch import Tensor, nn
 from torch.nn import init
 
@@ -26,7 +27,6 @@ from tpcore.nxd.modules.qkv_linear import GQAQKVColumnParallelLinear
 from tpcore.nxd.parallel_layers import mappings, parallel_state, utils
 from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
-from tpcore.testing.pool import RankPool
 
 EMPTY = inspect.Parameter.empty
 

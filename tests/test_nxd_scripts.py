@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rank_pool import RankPool
 
 from tpcore.layout.mesh import Mesh
 from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
-from tpcore.testing.pool import RankPool
 
 SCRIPTS = str(Path(__file__).parent / "scripts")
 

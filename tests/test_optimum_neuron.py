@@ -10,6 +10,7 @@ import pytest
 import tokenizers
 import torch
 import transformers
+from rank_pool import RankPool
 from test_accelerator import assert_near, loop, reset, whole
 from trainers import arguments, assert_same_history, data, history, model, stock
 from typer.testing import CliRunner
@@ -18,7 +19,6 @@ import tpcore
 from tpcore import Mesh
 from tpcore.cli.app import app
 from tpcore.integrations import optimum_neuron as neuron
-from tpcore.testing.pool import RankPool
 
 TP = Mesh({"pp": 1, "dp": 1, "tp": 2})
 BOTH = Mesh({"pp": 1, "dp": 2, "tp": 2})
@@ -239,7 +239,7 @@ def _notes(ctx: tpcore.ParallelContext, out: Path) -> str:
 
 
 def test_every_option_that_needs_nothing_says_why(pool: RankPool, tmp_path: Path) -> None:
-    from tpcore.integrations.optimum_neuron.notes import NOTES
+    from tpcore.integrations.optimum_neuron.options import NOTES
 
     first, second = pool.run(TP, _notes, tmp_path)
     lines = [line for line in first.splitlines() if "needs nothing here" in line]

@@ -169,7 +169,7 @@ def test_what_a_part_imports_its_extra_brings(metadata, extra, folder):
 
 
 def test_importing_the_library_imports_no_backend_no_extra_and_no_compiler():
-    steps = ["tpcore", "tpcore.processes.child", "tpcore.testing.pool", "tpcore.testing", "tpcore.cli.app"]
+    steps = ["tpcore", "tpcore.processes.child", "tpcore.testing", "tpcore.cli.app"]
     code = "import sys\nfor name in sys.argv[1:]:\n __import__(name)\n print(*sys.modules)"
     printed = subprocess.check_output([sys.executable, "-c", code, *steps], text=True).splitlines()
     loaded = {step: set(modules.split()) for step, modules in zip(steps, printed, strict=True)}

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from rank_pool import RankPool
 from torch import Tensor
 
 import tpcore
@@ -19,7 +20,6 @@ from tpcore.layout.mesh import Group, Mesh
 from tpcore.nxd.parallel_layers import parallel_state as ps
 from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
-from tpcore.testing.pool import RankPool
 
 GETTERS = [n for n in ps.__all__ if n.startswith(("get_", "is_global")) and n != "get_rank_info_str"]
 

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 import transformers
 from hf import TINY, llama, text
+from rank_pool import RankPool
 
 import tpcore
 from tpcore import Mesh
 from tpcore.testing import run_ranks
-from tpcore.testing.pool import RankPool
 
 TWO = Mesh({"tp": 2})
 

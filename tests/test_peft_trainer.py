@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from rank_pool import RankPool
 from test_peft import config, get_peft_model, peft
 from trainers import arguments, assert_same_history, data, history, model
 
 import tpcore
 from tpcore.layout.mesh import Mesh
-from tpcore.testing.pool import RankPool
 
 pytestmark = [
     pytest.mark.slow,

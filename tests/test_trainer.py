@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from rank_pool import RankPool
 from test_dropout_masks import Recorder
 from trainers import (
     arguments,
@@ -29,7 +30,6 @@ import tpcore
 from tpcore import Mesh
 from tpcore.integrations.transformers import Trainer
 from tpcore.integrations.transformers.checks import check_arguments
-from tpcore.testing.pool import RankPool
 
 TP = Mesh({"pp": 1, "dp": 1, "tp": 2})
 BOTH = Mesh({"pp": 1, "dp": 2, "tp": 2})

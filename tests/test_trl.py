@@ -12,13 +12,13 @@ import hf
 import pytest
 import torch
 import transformers
+from rank_pool import RankPool
 from tokenizers import Tokenizer, models, pre_tokenizers
 from trainers import ROUNDS
 
 import tpcore
 from tpcore.layout.mesh import Mesh
 from tpcore.testing import run_ranks
-from tpcore.testing.pool import RankPool
 
 pytest.importorskip("trl", reason="trl is not installed: pip install trl")
 pytest.importorskip("datasets")

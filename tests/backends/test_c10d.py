@@ -6,6 +6,7 @@ import inspect
 
 import pytest
 import torch
+from rank_pool import RankPool
 from worlds import Alike
 
 import tpcore
@@ -14,7 +15,6 @@ from tpcore.c10d.backend import C10dBackend
 from tpcore.layout.mesh import Mesh
 from tpcore.runtime.context import ParallelContext
 from tpcore.testing import ThreadBackend
-from tpcore.testing.pool import RankPool
 
 
 class Simple(C10dBackend):

@@ -8,6 +8,7 @@ from contextvars import Context
 import pytest
 import torch
 import torch.nn.functional as F
+from rank_pool import RankPool
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from tpcore_cuda import CudaOverGloo
@@ -15,7 +16,6 @@ from tpcore_cuda import CudaOverGloo
 import tpcore
 from tpcore.layout.mesh import Mesh
 from tpcore.runtime.context import ParallelContext, enter_process, leave_process
-from tpcore.testing.pool import RankPool
 
 pytestmark = pytest.mark.processes
 HIDDEN, HEADS, VOCAB = 16, 4, 9  # a vocabulary that 2 ranks pad

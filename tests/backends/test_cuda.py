@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from rank_pool import RankPool
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
@@ -34,7 +35,6 @@ from tpcore.layers import loss
 from tpcore.layout.mesh import Mesh
 from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
-from tpcore.testing.pool import RankPool
 
 TP2 = Mesh({"tp": 2})
 READS = {"tolist", "item", "numpy", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__"}

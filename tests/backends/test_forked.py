@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from rank_pool import RankPool
 from roads import each_road  # noqa: F401  the fixture ``pool``
 from torch.utils.data import DataLoader, Dataset
 
@@ -14,7 +15,6 @@ import tpcore
 from tpcore.layout.mesh import Mesh
 from tpcore.runtime.context import ParallelContext, enter_process
 from tpcore.testing import ThreadBackend, run_ranks
-from tpcore.testing.pool import RankPool
 from tpcore.testing.threads import ThreadWorld
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ends import STOPPED, end, names
+from rank_pool import RankPool
 from roads import GLOO, SHARED, OverRoad, each_road  # noqa: F401  a fixture
 from tiers import diagonal
 from torch import Tensor, nn
@@ -23,7 +24,6 @@ from tpcore.errors import CollectiveTimeoutError, PeerLostError
 from tpcore.layers import ColumnParallelLinear, RowParallelLinear
 from tpcore.layout.mesh import Mesh
 from tpcore.runtime.context import ParallelContext
-from tpcore.testing.pool import RankPool
 
 ALONE, TP2, TP4, SQUARE = Mesh({"tp": 1}), Mesh({"tp": 2}), Mesh({"tp": 4}), Mesh({"dp": 2, "tp": 2})
 HOW = ["killed", "fails", "leaves", "raises"]

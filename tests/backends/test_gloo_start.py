@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from rank_pool import RankPool
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from tpcore_cpu_gloo import GlooBackend
@@ -22,7 +23,6 @@ import tpcore
 from tpcore.errors import BackendError, CollectiveTimeoutError
 from tpcore.layout.mesh import Mesh
 from tpcore.runtime.context import ParallelContext
-from tpcore.testing.pool import RankPool
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

@@ -9,12 +9,12 @@ from typing import NoReturn
 
 import pytest
 import torch
+from rank_pool import RankPool, RankStuck
 
 from tpcore.errors import PeerLostError
 from tpcore.layout.mesh import Mesh
 from tpcore.processes.transfer import RankTraceback
 from tpcore.runtime.context import ParallelContext, current
-from tpcore.testing.pool import RankPool, RankStuck
 
 
 def _where(ctx: ParallelContext) -> tuple[int, int, bool, int, str | None]:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from ends import ENDS, STEPS, Tiny, ends_at, names
+from rank_pool import RankPool
 from tiers import diagonal
 from tpcore_cpu_gloo import GlooBackend, segment, semaphores
 from tpcore_cpu_gloo.exchange import Announced, Exchange
@@ -29,7 +30,6 @@ from tpcore.layers import ContextParallelAttention, ring
 from tpcore.layout.mesh import Group, Mesh
 from tpcore.processes.shared_memory import nameless_file
 from tpcore.runtime.context import ParallelContext
-from tpcore.testing.pool import RankPool
 
 TP2, TP4 = Mesh({"tp": 2}), Mesh({"tp": 4})
 

@@ -14,6 +14,7 @@ import forked
 import pytest
 import torch
 import torch.distributed as dist
+from rank_pool import RankPool
 
 from tpcore.c10d.backend import C10dBackend
 from tpcore.c10d.supervision import fingerprints, rendezvous
@@ -26,7 +27,6 @@ from tpcore.comm.signature import Call, disagreement
 from tpcore.errors import CollectiveMismatchError, CollectiveTimeoutError, PeerLostError
 from tpcore.layout.mesh import Mesh
 from tpcore.runtime.context import ParallelContext
-from tpcore.testing.pool import RankPool
 
 TP2 = Mesh({"tp": 2})
 

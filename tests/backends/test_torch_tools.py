@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from rank_pool import RankPool
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -14,7 +15,6 @@ import tpcore
 from tpcore.layout.mesh import Mesh
 from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
-from tpcore.testing.pool import RankPool
 
 pytestmark = pytest.mark.processes
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from rank_pool import RankPool
 
 import tpcore
 from tpcore import BackendError
@@ -22,7 +23,6 @@ from tpcore.c10d.supervision.host import Identity
 from tpcore.c10d.supervision.rendezvous import Rendezvous
 from tpcore.c10d.supervision.supervisor import claim, job_ids, twice
 from tpcore.layout.mesh import Mesh
-from tpcore.testing.pool import RankPool
 
 OWN = Identity.own()
 DEAD = Identity(OWN.hostname, OWN.host, OWN.pid, OWN.started - 1)

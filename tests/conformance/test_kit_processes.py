@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from rank_pool import RankPool, Standing
 from tiers import tiers
 from tpcore_cpu_gloo import GlooBackend
 from tpcore_cuda import CudaOverGloo
@@ -19,8 +20,8 @@ from tpcore_cuda import CudaOverGloo
 from tpcore.backend.interface import Backend
 from tpcore.c10d.backend import C10dBackend
 from tpcore.layout.mesh import Mesh
-from tpcore.testing.kit.conformance import Conformance, Run
-from tpcore.testing.pool import RankPool, Standing
+from tpcore.testing.conformance import Conformance
+from tpcore.testing.kit.contract import Run
 
 pytestmark = [pytest.mark.xdist_group("kit"), pytest.mark.processes]
 

@@ -11,7 +11,7 @@ from tiers import tiers
 
 from tpcore.layout.mesh import Mesh
 from tpcore.testing import ThreadBackend, run_ranks
-from tpcore.testing.kit.conformance import Conformance
+from tpcore.testing.conformance import Conformance
 from tpcore.testing.kit.edges import full_float32
 
 

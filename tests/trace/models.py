@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from rank_pool import RankPool
 from torch import Tensor, nn
 
 import tpcore
 from tpcore.layout.mesh import Mesh
 from tpcore.runtime.context import ParallelContext
-from tpcore.testing.pool import RankPool
 from tpcore.trace import TensorParallelModel
 from tpcore.trace.api import _call, _size
 from tpcore.trace.artifact import TraceManifest

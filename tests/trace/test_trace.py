@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from models import DYNAMIC, VOCABULARY, Encoder, batch, differences, run_ranks_of, traced_in
+from rank_pool import RankPool
 from torch import Tensor, nn
 
 import tpcore
 from tpcore.errors import BackendError
-from tpcore.testing.pool import RankPool
 
 # in float64, where a wrong term is larger by many orders of magnitude than another order of summation
 EXACT = 1e-12

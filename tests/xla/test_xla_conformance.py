@@ -14,7 +14,8 @@ from tpcore.backend.registry import load_backend
 from tpcore.layout.mesh import Mesh
 from tpcore.runtime.context import ParallelContext, use
 from tpcore.testing import matrix
-from tpcore.testing.kit.conformance import Conformance, Run
+from tpcore.testing.conformance import Conformance
+from tpcore.testing.kit.contract import Run
 
 
 def one_rank(axes: dict[str, int], fn: Callable[..., list[str]], args: tuple[Any, ...]) -> list[str]:

@@ -23,11 +23,10 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 from rich.progress import Progress as Bar
-from rich.table import Table
 
 from ..checkpoint.storage.files import Progress
 from ..errors import CheckpointError
-from .console import finite, shape_text, wide_console
+from .console import finite, shape_text, table_of, wide_console
 
 checkpoint = typer.Typer(
     help="Examine, check, combine and reshard checkpoints. DIR is of any form that can be read.",
@@ -188,9 +187,7 @@ def inspect_(
         tensors = [row._asdict() for row in found.rows]
         typer.echo(json.dumps({**found._asdict(), "rows": tensors, "bytes": total}, indent=2))
         return
-    table = Table(box=None, pad_edge=False)
-    for title in ("name", "shape", "dtype", "cut", "on each rank", "bytes"):
-        table.add_column(title, overflow="fold", justify="right" if title == "bytes" else "left")
+    table = table_of("name", "shape", "dtype", "cut", "on each rank", "bytes", right=("bytes",))
     for row in found.rows:
         sizes = shape_text(row.shape), row.dtype, row.cut, shape_text(row.local)
         table.add_row(row.name, *sizes, f"{row.bytes:,}")
@@ -217,9 +214,7 @@ def diff(
     elif not found:
         typer.echo("the same")
     else:
-        table = Table(box=None, pad_edge=False)
-        for title in ("name", "difference", "max absolute", "max relative"):
-            table.add_column(title, overflow="fold")
+        table = table_of("name", "difference", "max absolute", "max relative")
         for d in found:
             kind = d.why is not None and not d.absolute
             amounts = ("", "") if kind else (f"{d.absolute:.3g}", f"{d.relative:.3g}")

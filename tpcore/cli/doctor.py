@@ -14,13 +14,13 @@ from pathlib import Path
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from .. import settings
 from ..backend import registry
 from ..backend.registry import backend_class
 from ..errors import BackendError
 from ..runtime.init import default_backend
+from .console import table_of
 
 Section = dict[str, str]
 
@@ -172,9 +172,7 @@ def backends(
     if as_json:
         typer.echo(json.dumps([asdict(info) for info in found], indent=2))
         return
-    table = Table(box=None, pad_edge=False)
-    for title in ("backend", "from", "usable here", "group sizes", "traces"):
-        table.add_column(title, overflow="fold")
+    table = table_of("backend", "from", "usable here", "group sizes", "traces")
     for info in found:
         usable = "yes" if info.usable else "no, see below"
         table.add_row(info.name, f"{info.distribution} {info.version}", usable, *_can(info))
@@ -211,9 +209,8 @@ def compile_ahead(
     if as_json:
         typer.echo(json.dumps([asdict(info) for info in found], indent=2))
         return
-    table = Table(box=None, pad_edge=False)
-    for title in ("program", "runs", "operations", "parameters", "collectives", "at"):
-        table.add_column(title, overflow="fold", justify="right" if title in ("runs", "operations") else "left")
+    titles = ("program", "runs", "operations", "parameters", "collectives", "at")
+    table = table_of(*titles, right=("runs", "operations"))
     for info in found:
         site = os.path.relpath(info.site.partition(" in ")[0])
         size = f"{info.parameter_bytes / 1e6:.3g} MB"

@@ -14,7 +14,7 @@ from rich.text import Text
 from ..diagnose.explain import Collective, Explanation, Program, StageCost, explain
 from ..diagnose.explain.summary import kinds, pattern, replicated, size, sizes
 from ..errors import extra
-from .console import wide_console
+from .console import table_of, wide_console
 
 
 def explain_step(
@@ -151,9 +151,8 @@ def _show(found: Explanation) -> None:
 
 
 def _memory(program: Program, *, staged: bool) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for title in ("on each rank", "elements", "parameters", "gradients", "optimizer", "together"):
-        table.add_column(title, justify="left" if title == "on each rank" else "right")
+    numbers = ("elements", "parameters", "gradients", "optimizer", "together")
+    table = table_of("on each rank", *numbers, right=numbers)
     cut = "cut, or of this stage" if staged else "cut over tp"
     rows = {cut: [p for p in program.parameters if p.cut]}
     rows["held in full"] = [p for p in program.parameters if not p.cut]
@@ -175,9 +174,7 @@ def _stage(cost: StageCost) -> str:
 
 def _traffic(program: Program) -> Table:
     """One row for each kind, under the phase and the group; the sums over a group below."""
-    table = Table(box=None, pad_edge=False)
-    for title in ("collective", "bytes", "times", "sent"):
-        table.add_column(title, justify="left" if title == "collective" else "right", overflow="fold")
+    table = table_of("collective", "bytes", "times", "sent", right=("bytes", "times", "sent"))
     above = ""
     for kind in kinds(program.collectives):
         call = kind.first

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, NoReturn
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from .. import settings
 from ..backend.registry import load_backend
 from ..errors import BackendError
 from ..processes.launch import launch
 from ..runtime.init import choose_backend
+from .console import table_of
 
 if TYPE_CHECKING:
     from ..testing.verify.model import ModelVerdict
@@ -80,9 +80,7 @@ def _tell(found: ModelVerdict, first: bool) -> NoReturn:
 def _show(report: Report) -> None:
     from ..testing.verify.report import figures
 
-    table = Table(box=None, pad_edge=False)
-    for title in ("what", "dtype", "cases", "worst error", "allowed", ""):
-        table.add_column(title, overflow="fold")
+    table = table_of("what", "dtype", "cases", "worst error", "allowed", "")
     for row in report.rows:
         table.add_row(row.what, row.dtype, str(row.cases), *figures(row), "WRONG" if row.wrong else "ok")
     console = Console(highlight=False)

@@ -29,7 +29,7 @@ _CAUSES = {
 }
 
 
-class Held(NamedTuple):
+class TensorDigest(NamedTuple):
     """One rank's values of one box of a tensor. Ranks with equal ``kind``, ``name``, ``box`` and ``of``
     should have equal digests."""
 
@@ -64,21 +64,21 @@ def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = N
         *(_states(model, optimizer, ctx) if optimizer is not None else ()),
         *(_options(optimizer, ctx) if optimizer is not None else ()),
     ]
-    every = [Held(*one) for theirs in gather(mine, ctx.world) for one in theirs]
+    every = [TensorDigest(*one) for theirs in gather(mine, ctx.world) for one in theirs]
     problem = _difference(every, ctx) or _equality(every, ctx)
     if problem is not None:
         raise ValueError(problem)
 
 
 # -- this rank's tensors -----------------------------------------------------------------------------------
-def _batch(batch: Any, ctx: ParallelContext) -> Iterator[Held]:
+def _batch(batch: Any, ctx: ParallelContext) -> Iterator[TensorDigest]:
     for i, value in enumerate(t for t in tree_leaves(batch) if isinstance(t, Tensor)):
         digest, constant = _digest(value)
         what = f"{tuple(value.shape)} {value.dtype} {digest}"
-        yield Held(BATCH, f"tensor {i}", "", _at(ctx, ctx.batch), what, constant, ctx.rank)
+        yield TensorDigest(BATCH, f"tensor {i}", "", _at(ctx, ctx.batch), what, constant, ctx.rank)
 
 
-def _parameters(model: nn.Module, ctx: ParallelContext) -> Iterator[Held]:
+def _parameters(model: nn.Module, ctx: ParallelContext) -> Iterator[TensorDigest]:
     for name, p in model.named_parameters():
         yield from _held(PARAMETER, name, p.detach(), p, "", ctx)
     for name, p in model.named_parameters():
@@ -87,7 +87,7 @@ def _parameters(model: nn.Module, ctx: ParallelContext) -> Iterator[Held]:
             yield from _held(GRADIENT, name, grad, p, _at(ctx, ctx.data), ctx)
 
 
-def _states(model: nn.Module, optimizer: torch.optim.Optimizer, ctx: ParallelContext) -> Iterator[Held]:
+def _states(model: nn.Module, optimizer: torch.optim.Optimizer, ctx: ParallelContext) -> Iterator[TensorDigest]:
     for name, p in model.named_parameters():
         for key, value in optimizer.state.get(p, {}).items():
             called = f"{key} of {name}"
@@ -95,24 +95,28 @@ def _states(model: nn.Module, optimizer: torch.optim.Optimizer, ctx: ParallelCon
                 yield from _held(STATE, called, value, p, "", ctx)
             elif isinstance(value, Tensor) and value.ndim:  # a chunk of Zero1: each dp rank has its own
                 box = "; ".join(box for box, _ in _boxes(p, p, ctx))
-                yield Held(STATE, called, box, _at(ctx, ctx.data), *_digest(value), ctx.rank)
+                yield TensorDigest(STATE, called, box, _at(ctx, ctx.data), *_digest(value), ctx.rank)
             else:
-                yield Held(STATE, called, "", "", repr(float(value) if value is not None else None), True, ctx.rank)
+                yield TensorDigest(
+                    STATE, called, "", "", repr(float(value) if value is not None else None), True, ctx.rank
+                )
 
 
-def _options(optimizer: torch.optim.Optimizer, ctx: ParallelContext) -> Iterator[Held]:
+def _options(optimizer: torch.optim.Optimizer, ctx: ParallelContext) -> Iterator[TensorDigest]:
     stage = str(ctx.mesh.coords(ctx.rank).get("pp", 0))  # stages may have other groups
     for i, group in enumerate(optimizer.param_groups):
         for name, value in group.items():
             shown = value.tolist() if isinstance(value, Tensor) else value
             if name not in ("params", "param_names") and isinstance(shown, (str, float, int, tuple, list)):
-                yield Held(OPTION, f"{name} of group {i}", "", stage, repr(shown), True, ctx.rank)
+                yield TensorDigest(OPTION, f"{name} of group {i}", "", stage, repr(shown), True, ctx.rank)
 
 
-def _held(kind: str, name: str, value: Tensor | None, p: Tensor, of: str, ctx: ParallelContext) -> Iterator[Held]:
+def _held(
+    kind: str, name: str, value: Tensor | None, p: Tensor, of: str, ctx: ParallelContext
+) -> Iterator[TensorDigest]:
     for box, part in _boxes(p if value is None else value, p, ctx):
         digest = ("none", True) if value is None else _digest(part)
-        yield Held(kind, name, box, of, *digest, ctx.rank)
+        yield TensorDigest(kind, name, box, of, *digest, ctx.rank)
 
 
 def _boxes(value: Tensor, p: Tensor, ctx: ParallelContext) -> Iterator[tuple[str, Tensor]]:
@@ -136,10 +140,10 @@ def _at(ctx: ParallelContext, comm: Comm) -> str:
 
 
 # -- all ranks' tensors ------------------------------------------------------------------------------------
-def _difference(every: Sequence[Held], ctx: ParallelContext) -> str | None:
+def _difference(every: Sequence[TensorDigest], ctx: ParallelContext) -> str | None:
     """A message about the first tensor, in model order, whose values of one box differ between two ranks."""
-    first: dict[tuple[str, ...], Held] = {}
-    wrong: dict[tuple[str, str], tuple[Held, Held]] = {}
+    first: dict[tuple[str, ...], TensorDigest] = {}
+    wrong: dict[tuple[str, str], tuple[TensorDigest, TensorDigest]] = {}
     for held in every:
         other = first.setdefault((held.kind, held.name, held.box, held.of), held)
         if other.digest != held.digest:
@@ -155,10 +159,10 @@ def _difference(every: Sequence[Held], ctx: ParallelContext) -> str | None:
     return None
 
 
-def _equality(every: Sequence[Held], ctx: ParallelContext) -> str | None:
+def _equality(every: Sequence[TensorDigest], ctx: ParallelContext) -> str | None:
     """A message about the first tensor of which two ranks have equal values of different boxes."""
     values = {(h.name, h.rank, h.box): h.digest for h in every if h.kind == PARAMETER}
-    first: dict[tuple[str, ...], Held] = {}
+    first: dict[tuple[str, ...], TensorDigest] = {}
     for held in every:
         if held.kind not in (PARAMETER, GRADIENT) or held.constant:
             continue
@@ -176,7 +180,7 @@ def _equality(every: Sequence[Held], ctx: ParallelContext) -> str | None:
     return None
 
 
-def _called(held: Held) -> str:
+def _called(held: TensorDigest) -> str:
     if held.kind == BATCH:
         return f"the batch ({held.name})"
     return f"{held.kind} {held.name!r}" if held.kind != GRADIENT else f"the gradient of {held.name!r}"

@@ -6,10 +6,10 @@ import functools
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch_xla
@@ -21,35 +21,50 @@ from tpcore.errors import BackendError
 
 _HERE = str(Path(__file__).parent) + os.sep
 _TPCORE = str(Path(tpcore.__file__).parent) + os.sep
-_READS = ("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__")
+READS = ("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__")
+Before = Callable[[Tensor, Sequence[Any]], None]
+"""What to do with a tensor on XLA before its value is read; the second are the other arguments."""
 _reported: set[str] = set()
 
 
-def watch() -> None:
-    """From now on, until the process ends, warn once for each place that reads such a value."""
-    if not getattr(Tensor.item, "tpcore_watched", False):
-        for name in _READS:
-            setattr(Tensor, name, _watched(name, getattr(Tensor, name)))
+def preceded(read: Any, before: Before) -> Any:
+    """``read``, a method of tensors, that calls ``before`` first where its tensor is on XLA."""
 
-
-def _watched(name: str, read: Any) -> Any:
     @functools.wraps(read)
     def reading(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        own = sys._getframe(1).f_code.co_filename.startswith(_TPCORE)  # between steps, e.g. for a checkpoint
-        if self.device.type == "xla" and not own and _is_pending(self):
-            code, line = call_site(_HERE)
-            where = f"{code.co_filename}:{line}"
-            if where not in _reported:
-                _reported.add(where)
-                warnings.warn(
-                    f"{name} at {where} reads a value that is not computed yet: the step is cut into two programs "
-                    "there, and the host waits. Read it after the step (mark_step), or from xm.add_step_closure",
-                    stacklevel=2,
-                )
+        if self.device.type == "xla":
+            before(self, (*args, *kwargs.values()))
         return read(self, *args, **kwargs)
 
-    reading.tpcore_watched = True  # type: ignore[attr-defined]
     return reading
+
+
+def leaves_device(arguments: Sequence[Any]) -> bool:
+    """Whether ``Tensor.to`` with these arguments moves a tensor on XLA to another device."""
+    devices = [x.device if isinstance(x, Tensor) else x for x in arguments]
+    return any(torch.device(d).type != "xla" for d in devices if isinstance(d, str | torch.device))
+
+
+@functools.cache  # once in a process
+def watch() -> None:
+    """From now on, until the process ends, warn once for each place that reads such a value."""
+    for name in READS:
+        setattr(Tensor, name, preceded(getattr(Tensor, name), functools.partial(_warn, name)))
+
+
+def _warn(name: str, t: Tensor, arguments: Sequence[Any]) -> None:
+    if sys._getframe(2).f_code.co_filename.startswith(_TPCORE) or not _is_pending(t):
+        return  # tpcore itself reads between steps, e.g. for a checkpoint
+    code, line = call_site(_HERE)
+    where = f"{code.co_filename}:{line}"
+    if where in _reported:
+        return
+    _reported.add(where)
+    warnings.warn(
+        f"{name} at {where} reads a value that is not computed yet: the step is cut into two programs "
+        "there, and the host waits. Read it after the step (mark_step), or from xm.add_step_closure",
+        stacklevel=3,
+    )
 
 
 def _is_pending(t: Tensor) -> bool:
@@ -60,9 +75,9 @@ def _is_pending(t: Tensor) -> bool:
 def refused() -> Iterator[None]:
     """Raise BackendError for reads inside the block, where a program is traced: it has no values, and XLA
     would end the process."""
-    saved = {name: getattr(Tensor, name) for name in (*_READS, "cpu", "to")}
+    saved = {name: getattr(Tensor, name) for name in (*READS, "cpu", "to")}
     for name, read in saved.items():
-        setattr(Tensor, name, _refusing(name, read))
+        setattr(Tensor, name, preceded(read, functools.partial(_refuse, name)))
     try:
         yield
     finally:
@@ -70,22 +85,9 @@ def refused() -> Iterator[None]:
             setattr(Tensor, name, read)
 
 
-def _refusing(name: str, read: Any) -> Any:
-    @functools.wraps(read)
-    def reading(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if self.device.type == "xla" and (name != "to" or _leaves_device(*args, *kwargs.values())):
-            _refuse(name)
-        return read(self, *args, **kwargs)
-
-    return reading
-
-
-def _leaves_device(*given: Any) -> bool:
-    devices = [g.device if isinstance(g, Tensor) else g for g in given]
-    return any(torch.device(d).type != "xla" for d in devices if isinstance(d, str | torch.device))
-
-
-def _refuse(name: str) -> NoReturn:
+def _refuse(name: str, t: Tensor, arguments: Sequence[Any]) -> None:
+    if name == "to" and not leaves_device(arguments):
+        return
     code, line = call_site(_HERE)
     raise BackendError(
         f"{name} at {code.co_filename}:{line} reads a value, and a traced model has none: its program must "

@@ -1,4 +1,4 @@
-from tpcore.testing.kit.conformance import Conformance
+from tpcore.testing.conformance import Conformance
 
 
 class TestMPI(Conformance):

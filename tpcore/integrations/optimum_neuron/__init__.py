@@ -9,17 +9,23 @@ from ...errors import extra
 with extra("trainer", __name__):
     from .accelerate import NeuronAccelerator
     from .distributed import (
+        NeuronModelForCausalLM,
+        NeuronPeftModel,
+        NeuronPeftModelForCausalLM,
         Parallelizer,
         ParallelizersManager,
         consolidate_model_parallel_checkpoints_to_unified_checkpoint,
         lazy_load_for_parallelism,
         make_optimizer_constructor_lazy,
     )
-    from .models import NeuronModelForCausalLM, NeuronPeftModel, NeuronPeftModelForCausalLM
-    from .notes import send_example_telemetry
     from .options import ModelParallelismPlugin, TrainingNeuronConfig
     from .trainers import NeuronTrainer, Seq2SeqNeuronTrainer
-    from .training_args import NeuronHfArgumentParser, NeuronTrainingArguments, Seq2SeqNeuronTrainingArguments
+    from .training_args import (
+        NeuronHfArgumentParser,
+        NeuronTrainingArguments,
+        Seq2SeqNeuronTrainingArguments,
+        send_example_telemetry,
+    )
 
 if TYPE_CHECKING:
     from ..peft import get_peft_model

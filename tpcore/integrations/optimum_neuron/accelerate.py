@@ -8,8 +8,7 @@ from torch import nn
 
 from ..accelerate import Accelerator
 from ..accelerate.state import over_dp
-from .notes import note
-from .options import ModelParallelismPlugin, TrainingNeuronConfig, join
+from .options import ModelParallelismPlugin, TrainingNeuronConfig, join, note
 
 
 class NeuronAccelerator(Accelerator):
@@ -27,7 +26,7 @@ class NeuronAccelerator(Accelerator):
     ) -> None:
         if mp_plugin is not None and trn_config is not None:
             raise ValueError("mp_plugin and trn_config say the same: give one")
-        self.mp_plugin = mp_plugin or (trn_config.plugin if trn_config else ModelParallelismPlugin())
+        self.mp_plugin = mp_plugin or trn_config or ModelParallelismPlugin()
         self.zero_1 = zero_1
         join(self.mp_plugin.tensor_parallel_size, self.mp_plugin.pipeline_parallel_size)
         note({"autocast_backend": autocast_backend}, {"autocast_backend": "xla"})

@@ -1,4 +1,4 @@
-"""optimum-neuron's functions around parallel models, over tpcore's own."""
+"""optimum-neuron's functions and classes for parallel models, over those of tpcore, transformers and peft."""
 
 from __future__ import annotations
 
@@ -13,11 +13,15 @@ import transformers
 from torch import nn
 
 from ...checkpoint.offline.consolidate import consolidate
+from ...log import inform
 from ...models import lazy
 from ...models.families import KINDS, REFUSED
 from ...models.transformers import checked_model, rules_of
 from ...runtime.context import current
-from .options import ModelParallelismPlugin, join
+from .options import ModelParallelismPlugin, TrainingNeuronConfig, join
+
+Options = TrainingNeuronConfig | ModelParallelismPlugin
+_FLASH = "flash_attention_2"
 
 
 @contextmanager
@@ -139,3 +143,48 @@ class ParallelizersManager:
             return Parallelizer(model_type_or_model)
         rules_of(checked_model(model_type_or_model), {})
         return Parallelizer(model_type_or_model.config.model_type)
+
+
+class NeuronModelForCausalLM:
+    """``transformers.AutoModelForCausalLM``, whose models come sharded as a ``trn_config`` says."""
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | os.PathLike[str], trn_config: Options, *args: Any, **options: Any
+    ) -> Any:
+        """The sharded model, of which each rank has read its part. ``use_flash_attention_2`` and an
+        ``attn_implementation`` of that name are attention of torch's, ``sdpa``."""
+        _as_sdpa(options)
+        if not trn_config.should_parallelize:
+            return transformers.AutoModelForCausalLM.from_pretrained(pretrained_model_name_or_path, *args, **options)
+        with lazy():
+            model = transformers.AutoModelForCausalLM.from_pretrained(pretrained_model_name_or_path, *args, **options)
+        return trn_config.parallelize_model(model)
+
+    @classmethod
+    def from_config(cls, config: Any, trn_config: Options, **options: Any) -> Any:
+        """The sharded model with initial values."""
+        _as_sdpa(options)
+        return trn_config.parallelize_model(transformers.AutoModelForCausalLM.from_config(config, **options))
+
+
+def _as_sdpa(options: dict[str, Any]) -> None:
+    if options.pop("use_flash_attention_2", False) or options.get("attn_implementation") == _FLASH:
+        options["attn_implementation"] = "sdpa"
+        if current().rank == 0:
+            inform(f"{_FLASH}: attention is torch's scaled_dot_product_attention")
+
+
+class NeuronPeftModel:
+    """``peft.PeftModel`` for a sharded model."""
+
+    @classmethod
+    def from_pretrained(cls, model: Any, model_id: str | os.PathLike[str], *args: Any, **options: Any) -> Any:
+        """``tpcore.integrations.peft.from_pretrained``."""
+        from ..peft import from_pretrained
+
+        return from_pretrained(model, model_id, *args, **options)
+
+
+class NeuronPeftModelForCausalLM(NeuronPeftModel):
+    """The same; peft makes its ``PeftModelForCausalLM`` where the adapters' files are of that task."""

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, TypeVar
 
 from torch import nn
 
+from ...log import inform
 from ...models import parallelize
 from ...models.transformers import vocabulary
 from ...runtime.context import ParallelContext, current, is_initialized
 from ...runtime.init import init
 from ..transformers.files import is_cut
-from .notes import note
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -31,31 +32,42 @@ def join(tp: int, pp: int = 1) -> ParallelContext:
     return ctx
 
 
+NOTES = {
+    "kv_size_multiplier": "consecutive ranks hold the same key and value head where tp is above their number",
+    "num_local_ranks_per_step": "each rank reads and writes its own part, one tensor at a time",
+    "use_xser": "tensors are written one by one in safetensors",
+    "half_precision_backend": "bf16 is autocast of torch on every backend",
+    "autocast_backend": "bf16 is autocast of torch on every backend",
+    "neuron_cc_optlevel": "the compiler takes it from NEURON_CC_FLAGS",
+    "skip_cache_push": "no compiled program is sent anywhere",
+    "stochastic_rounding_enabled": "the device takes it from NEURON_RT_STOCHASTIC_ROUNDING_EN",
+    "optimizer_save_master_weights_in_ckpt": "a Zero1's master weights are always saved with its state",
+    "recompute_causal_mask": "models make their masks themselves",
+    "transpose_nki_inputs": "attention is that of the model",
+}
+
+
+def note(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Print the line of every option that is given as something else than its default, on rank 0."""
+    for name, value in given.items():
+        if name in NOTES and value != defaults[name] and current().rank == 0:
+            inform(f"{name}={value!r} needs nothing here: {NOTES[name]}")
+
+
 def defaults_of(cls: Any) -> dict[str, Any]:
     return {f.name: f.default for f in fields(cls) if f.default is not MISSING}
 
 
-@dataclass
-class ModelParallelismPlugin:
-    """The mesh and the cut. Fields are optimum-neuron's, in its order."""
+class _Parallelism:
+    """What both classes of options do with their fields."""
 
-    tensor_parallel_size: int = 1
+    tensor_parallel_size: int
     parallelize_embeddings: bool = True
-    sequence_parallel_enabled: bool = False
-    kv_size_multiplier: int | None = None
-    pipeline_parallel_size: int = 1
-    pipeline_parallel_num_microbatches: int = 1
-    pipeline_parallel_use_zero1_optimizer: bool = False
-    gradient_checkpointing: bool = False
-    checkpoint_dir: str | None = None
-    num_local_ranks_per_step: int = 8
-    use_xser: bool = True
-    async_save: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("tensor_parallel_size", "pipeline_parallel_size", "pipeline_parallel_num_microbatches"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be 1 or more, not {getattr(self, name)}")
+    sequence_parallel_enabled: bool
+    pipeline_parallel_size: int
+    pipeline_parallel_num_microbatches: int
+    gradient_checkpointing: bool
+    checkpoint_dir: str | None
 
     @property
     def should_parallelize(self) -> bool:
@@ -80,6 +92,29 @@ class ModelParallelismPlugin:
         return model if device is None else model.to(device)
 
 
+@dataclass
+class ModelParallelismPlugin(_Parallelism):
+    """The mesh and the cut. Fields are optimum-neuron's, in its order."""
+
+    tensor_parallel_size: int = 1
+    parallelize_embeddings: bool = True
+    sequence_parallel_enabled: bool = False
+    kv_size_multiplier: int | None = None
+    pipeline_parallel_size: int = 1
+    pipeline_parallel_num_microbatches: int = 1
+    pipeline_parallel_use_zero1_optimizer: bool = False
+    gradient_checkpointing: bool = False
+    checkpoint_dir: str | None = None
+    num_local_ranks_per_step: int = 8
+    use_xser: bool = True
+    async_save: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("tensor_parallel_size", "pipeline_parallel_size", "pipeline_parallel_num_microbatches"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be 1 or more, not {getattr(self, name)}")
+
+
 def whole_ends(model: Any) -> dict[str, Any]:
     """Rules that leave the vocabulary whole on every rank."""
     ends = [module for module in vocabulary(model) if module is not None]
@@ -93,7 +128,7 @@ def recompute(model: Any) -> None:
 
 
 @dataclass
-class TrainingNeuronConfig:
+class TrainingNeuronConfig(_Parallelism):
     """The mesh and the cut, as later releases say it; joins the job."""
 
     tensor_parallel_size: int = 1
@@ -121,16 +156,3 @@ class TrainingNeuronConfig:
             )
         join(self.tensor_parallel_size, self.pipeline_parallel_size)
         note(vars(self), defaults_of(type(self)))
-
-    @property
-    def plugin(self) -> ModelParallelismPlugin:
-        known = {f.name for f in fields(ModelParallelismPlugin)}
-        return ModelParallelismPlugin(**{k: v for k, v in vars(self).items() if k in known})
-
-    @property
-    def should_parallelize(self) -> bool:
-        return self.plugin.should_parallelize
-
-    def parallelize_model(self, model: Model, device: Any = None) -> Model:
-        """Like ``ModelParallelismPlugin.parallelize_model``."""
-        return self.plugin.parallelize_model(model, device)

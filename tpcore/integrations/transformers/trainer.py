@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,11 +13,11 @@ from torch import Tensor, nn
 from ...layers.module import move_model_to_device
 from ...runtime.context import current
 from ...runtime.random import draw, mixed, seeded
+from ...train.pipeline import PipelinedLayers
 from ..accelerate import Accelerator
 from ..accelerate.state import name_parameters, over_dp
 from .checks import check_arguments, check_cut
 from .files import load_model, load_state, of_other_ranks, save_state, saved, whole_state
-from .microbatches import fit_microbatches
 
 
 class Trainer(transformers.Trainer):
@@ -40,7 +42,7 @@ class Trainer(transformers.Trainer):
         super().__init__(*args, **kwargs)
         check_arguments(self.args)
         check_cut(self.model)
-        fit_microbatches(self.model)
+        _fit_microbatches(self.model)
 
     # -- who is who ---------------------------------------------------------------------------------------
     def create_accelerator_and_postprocess(self) -> None:
@@ -125,3 +127,21 @@ class Trainer(transformers.Trainer):
             transformers.set_seed(self.args.seed + self.state.global_step)
         else:
             super()._load_rng_state(checkpoint)
+
+
+@dataclass(frozen=True)
+class _FitMicrobatches:
+    """A hook that cuts a batch into as many microbatches as divide it, at most ``most``."""
+
+    most: int
+
+    def __call__(self, layers: PipelinedLayers, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden = next(t for t in (*args, *kwargs.values()) if isinstance(t, Tensor))
+        layers.num_microbatches = math.gcd(len(hidden), self.most)
+
+
+def _fit_microbatches(model: nn.Module) -> None:
+    """Let a batch that the number of microbatches does not divide go through in fewer."""
+    for module in model.modules():
+        if isinstance(module, PipelinedLayers) and not module._forward_pre_hooks:
+            module.register_forward_pre_hook(_FitMicrobatches(module.num_microbatches), with_kwargs=True)

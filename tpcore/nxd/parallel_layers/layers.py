@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from ... import layers
 from ...layers.initial import Init, unsharded
 from ...layers.linear import ParallelLinear
+from ...layout.shard import ShardSpec
+from ...runtime.context import current
 from .attributes import EmbeddingAttributes, LinearAttributes, Place, sequence_dim
-from .sequence_first import create_local_weight, tokens_first
 from .utils import copy_tensor_model_parallel_attributes, param_is_not_tensor_parallel_duplicate
 
 __all__ = [
@@ -204,7 +205,8 @@ class ParallelEmbedding(EmbeddingAttributes, layers.ParallelEmbedding):
         self.norm_type, self.collect_output, self.arg_init_method = norm_type, collect_output, init_method
 
     def forward(self, ids: Tensor) -> Tensor:
-        return super().forward(tokens_first(ids) if self.sequence_dim == 0 else ids)
+        sequence_first = self.sequence_dim == 0 and ids.ndim == 2
+        return super().forward(ids.transpose(0, 1).contiguous() if sequence_first else ids)
 
 
 def _first_order(
@@ -221,3 +223,27 @@ def _first_order(
             f"got {third!r} and {fourth!r} after init_method"
         )
     return None, init_method, None, 2.0, dtype, device
+
+
+@torch.no_grad()
+def create_local_weight(
+    full_weight: Tensor,
+    partition_dim: int,
+    per_partition_size: int,
+    stride: int,
+    out_weight: Tensor | None = None,
+) -> Tensor:
+    """This tp rank's shard of ``full_weight`` along ``partition_dim``, of ``stride`` fused parts each.
+
+    Into ``out_weight`` if given. ValueError where tp shards of ``per_partition_size`` are not the whole.
+    """
+    tp = current().comm("tp")
+    spec = ShardSpec.strided(tuple(full_weight.shape), partition_dim, stride)
+    rank = tp.group.members(current().rank).index(current().rank)
+    if per_partition_size * tp.size != full_weight.shape[partition_dim]:
+        raise ValueError(
+            f"create_local_weight: {tp.size} shards of {per_partition_size} are not dim {partition_dim} of "
+            f"shape {tuple(full_weight.shape)}"
+        )
+    local = spec.shard(full_weight, rank, tp.size)
+    return local if out_weight is None else out_weight.copy_(local)

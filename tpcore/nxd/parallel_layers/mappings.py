@@ -99,16 +99,3 @@ def _gather_along_dim(x: Tensor, dim: int, process_group: Any = None) -> Tensor:
 
 def _reduce_scatter_along_dim(x: Tensor, dim: int, process_group: Any = None) -> Tensor:
     return current().comm_for(process_group).reduce_scatter(x.detach(), dim)
-
-
-__all__ = [
-    "copy_to_tensor_model_parallel_region",
-    "gather_from_sequence_parallel_region",
-    "gather_from_tensor_model_parallel_region",
-    "gather_from_tensor_model_parallel_region_with_dim",
-    "reduce_from_tensor_model_parallel_region",
-    "reduce_scatter_to_sequence_parallel_region",
-    "reduce_scatter_to_tensor_model_parallel_region_with_dim",
-    "scatter_to_sequence_parallel_region",
-    "scatter_to_tensor_model_parallel_region",
-]

@@ -7,6 +7,7 @@ RuntimeError of ``tpcore.current``, which names the remedy. An axis that the mes
 
 from __future__ import annotations
 
+import pickle
 from functools import partial
 from typing import Any
 
@@ -16,11 +17,11 @@ from ... import settings
 from ...comm.comm import Comm
 from ...errors import BackendError
 from ...layout.mesh import BATCH, DATA
+from ...runtime.consensus import gather_bytes
 from ...runtime.context import current, is_initialized
 from ...runtime.init import init, shutdown
 from ..pipeline.stages import create_pg_with_ranks, get_next_rank_group, get_prev_rank_group
 from ..utils.environment import get_rank_info_str
-from .objects import gather_python_object
 
 
 def initialize_model_parallel(
@@ -114,16 +115,9 @@ def get_tensor_model_parallel_group(as_list: bool = False) -> Any:
     return _group("tp", as_list=as_list)
 
 
-def get_tensor_model_parallel_replica_groups() -> list[list[int]]:
-    return _replica_groups("tp")
-
-
-def get_tensor_model_parallel_size() -> int:
-    return _size("tp")
-
-
-def get_tensor_model_parallel_rank() -> int:
-    return _rank("tp")
+get_tensor_model_parallel_replica_groups = partial(_replica_groups, "tp")
+get_tensor_model_parallel_size = partial(_size, "tp")
+get_tensor_model_parallel_rank = partial(_rank, "tp")
 
 
 def get_tensor_model_parallel_src_rank() -> int:
@@ -143,16 +137,9 @@ def get_data_parallel_group(as_list: bool = False) -> Any:
     return _group(*BATCH, as_list=as_list)
 
 
-def get_data_parallel_replica_groups() -> list[list[int]]:
-    return _replica_groups(*BATCH)
-
-
-def get_data_parallel_size() -> int:
-    return _size(*BATCH)
-
-
-def get_data_parallel_rank() -> int:
-    return _rank(*BATCH)
+get_data_parallel_replica_groups = partial(_replica_groups, *BATCH)
+get_data_parallel_size = partial(_size, *BATCH)
+get_data_parallel_rank = partial(_rank, *BATCH)
 
 
 def get_data_parallel_src_rank() -> int:
@@ -168,16 +155,9 @@ def get_pipeline_model_parallel_group(as_list: bool = False) -> Any:
     return _group("pp", as_list=as_list)
 
 
-def get_pipeline_model_parallel_replica_groups() -> list[list[int]]:
-    return _replica_groups("pp")
-
-
-def get_pipeline_model_parallel_size() -> int:
-    return _size("pp")
-
-
-def get_pipeline_model_parallel_rank() -> int:
-    return _rank("pp")
+get_pipeline_model_parallel_replica_groups = partial(_replica_groups, "pp")
+get_pipeline_model_parallel_size = partial(_size, "pp")
+get_pipeline_model_parallel_rank = partial(_rank, "pp")
 
 
 def _stage(step: int) -> int:
@@ -230,11 +210,10 @@ get_expert_data_parallel_size = partial(_size, "dp")
 get_expert_data_parallel_rank = partial(_rank, "dp")
 
 
-def get_zero1_sharding_groups() -> list[list[int]]:
-    return _replica_groups(*DATA)
+get_zero1_sharding_groups = partial(_replica_groups, *DATA)
 
 
-# -- messages -----------------------------------------------------------------------------------------
+# -- messages and objects -----------------------------------------------------------------------------------------
 def rmsg(msg: str) -> str:
     """``msg`` with this rank's coordinates in front, for logs; before initialization each of them is -1."""
     if is_initialized():
@@ -244,6 +223,19 @@ def rmsg(msg: str) -> str:
         rank = settings.RANK.get()
         where = dict.fromkeys(("pp", "tp", "dp", "cp"), -1)
     return f"[{'_'.join([f'rank_{rank}', *(f'{axis}{at}' for axis, at in where.items())])}] {msg}"
+
+
+def gather_python_object(obj: Any, group: Any = None) -> list[Any]:
+    """The ``obj`` of every rank of the group on its first rank, in group order; ``[]`` on the others.
+
+    ``group``: as in ``parallel_layers.mappings``; None is the tp group. ``obj``: what pickle takes. Only
+    bytes of this job's own ranks are unpickled. Collective over the group.
+    """
+    ctx = current()
+    comm = ctx.comm_for(group)
+    pickled = gather_bytes(pickle.dumps(obj), comm)
+    first = comm.group.members(ctx.rank)[0] == ctx.rank
+    return [pickle.loads(data) for data in pickled] if first else []
 
 
 __all__ = [

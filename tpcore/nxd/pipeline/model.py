@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ...log import inform
 from ...runtime.context import current
 from ...train.pipeline import PipelineModel, find_layers
+from ..wrapper import Wrapper
 
 _NEEDS_NOTHING = {
     "auto_partition": True,
@@ -42,7 +43,7 @@ _REFUSED = {
 """Arguments that scripts pass as None or False, which is what is done; other values are errors."""
 
 
-class NxDPPModel(nn.Module):
+class NxDPPModel(Wrapper):
     """A model in pipeline stages, trained by ``run_train(**batch)``: see ``tpcore.PipelineModel``.
 
     The model's one list of layers becomes the stages, as many layers on each. Its forward returns the loss,
@@ -66,7 +67,7 @@ class NxDPPModel(nn.Module):
         pipeline_cuts: Sequence[str] | None = None,
         **options: Any,
     ) -> None:
-        super().__init__()
+        super().__init__(module)
         if virtual_pipeline_size != 1:
             raise ValueError(
                 f"NxDPPModel(virtual_pipeline_size={virtual_pipeline_size}): interleaved stages are not "
@@ -98,20 +99,8 @@ class NxDPPModel(nn.Module):
     def local_parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         return self.original_torch_module.parameters(recurse)
 
-    def local_named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        return self.original_torch_module.named_parameters(*args, **kwargs)
-
-    def local_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self.original_torch_module.state_dict(*args, **kwargs)
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        return self.original_torch_module.named_parameters(*args, **kwargs)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self.original_torch_module.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        return self.original_torch_module.load_state_dict(state_dict, strict=strict, assign=assign)
+    local_named_parameters = Wrapper.named_parameters
+    local_state_dict = Wrapper.state_dict
 
 
 def _check_options(options: Mapping[str, Any]) -> None:

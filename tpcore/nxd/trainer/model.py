@@ -16,19 +16,17 @@ from ...runtime.consensus import gather_bytes
 from ...runtime.context import current, is_initialized
 from ...train.pipeline import PipelinedLayers, find_layers
 from ..pipeline.model import NxDPPModel
+from ..wrapper import Wrapper
 from .config import Config, neuronx_distributed_config
 
 
-class NxDModel(nn.Module):
+class NxDModel(Wrapper):
     """A model and how it is trained. Names of parameters and state are those of the model itself."""
 
     def __init__(self, module: nn.Module, nxd_config: Config) -> None:
-        super().__init__()
+        super().__init__(module.original_module() if isinstance(module, NxDPPModel) else module)
         self.module, self.nxd_config = module, nxd_config
         self.pp_enabled = isinstance(module, NxDPPModel)
-
-    def original_module(self) -> nn.Module:
-        return self.module.original_torch_module if isinstance(self.module, NxDPPModel) else self.module
 
     def local_modules(self) -> list[nn.Module]:
         """This rank's part, which is what ``original_module`` has here."""
@@ -53,9 +51,6 @@ class NxDModel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        return self.original_module().named_parameters(*args, **kwargs)
-
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         return self.original_module().named_buffers(*args, **kwargs)
 
@@ -66,17 +61,11 @@ class NxDModel(nn.Module):
         found: Iterator[tuple[str, nn.Module]] = self.original_module().named_modules(*args, **kwargs)
         return found
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self.original_module().state_dict(*args, **kwargs)
-
-    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        return self.original_module().load_state_dict(state_dict, strict=strict, assign=assign)
-
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "module":
+            if name in ("module", "_original"):
                 raise
             return getattr(self.original_module(), name)
 

@@ -16,7 +16,7 @@ from ...comm.transport import PRIMITIVES
 from ...layout.mesh import Mesh
 from .. import matrix
 from . import collectives as bodies
-from . import edges, lost, memory, programs, sizes, stages
+from . import edges, lost, memory, programs, stages
 from . import mappings as law
 from .launched import launched_world
 
@@ -55,7 +55,7 @@ class Contract:
     """Run every 7th case of each layer: 7 divides the length of no axis, so all values occur."""
     large: ClassVar[Sequence[int]] = edges.LARGE
     """Numbers of elements of large tensors."""
-    most: ClassVar[int] = sizes.MOST
+    most: ClassVar[int] = edges.MOST
     """Number of elements up to which every size is tried that is near a power of two."""
     calls: ClassVar[int] = 1100
     """Number of small calls of each method in a row. 70,000 are more than 16 bits count."""
@@ -152,7 +152,7 @@ class Contract:
 
     def test_sizes(self, run: Run, line: Mesh, primitive: str) -> None:
         """A failure is in what this primitive keeps, or returns for a copy, from some size on."""
-        self._check(run(line, sizes.owned, primitive, type(self).most))
+        self._check(run(line, edges.owned, primitive, type(self).most))
 
     def test_no_dims(self, run: Run, line: Mesh, primitive: str) -> None:
         """A failure is in the shape of the result for a tensor without dims."""
@@ -192,7 +192,7 @@ class Contract:
 
     def test_same_bits(self, run: Run, line: Mesh) -> None:
         """A failure is in the order of a sum, which must be the same on every rank, at every size."""
-        self._check(run(line, sizes.same_bits, type(self).most))
+        self._check(run(line, edges.same_bits, type(self).most))
 
     def test_groups(self, run: Run, grid: Mesh, primitive: str) -> None:
         """A failure is in ``connect``: the ranks of a group, or their order."""

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import os
 import pickle
-import select
 import signal
 import socket
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,6 +41,7 @@ WAYS: Mapping[str, Callable[[], object]] = {
 }
 """What becomes of the lost rank."""
 _RIGHT = "PeerLostError or CollectiveTimeoutError"
+_FORK = get_context("fork")
 
 
 class Losses(NamedTuple):
@@ -69,27 +70,38 @@ def lost(ctx: ParallelContext, plan: Losses) -> Wrong:
         return Wrong(pickle.loads((folder / "findings").read_bytes()))
 
 
-class _Fork(NamedTuple):
-    """One process of a job in which rank ``lost`` is lost in a call of ``method``."""
+class _JobRank:
+    """One process of a job in which rank ``lost`` is lost in a call of ``method``, and what it has said: that its
+    first call has worked, and the outcome of the second."""
 
-    folder: Path
-    way: str
-    method: str
-    lost: int
-    number: int
-    timeout: float
+    def __init__(self, plan: Losses, way: str, method: str, lost: int, number: int) -> None:
+        self.way, self.method, self.lost, self.number = way, method, lost, number
+        self.said: list[str] = []
+        self._kind = plan.kind
 
-    def wrote(self, name: str) -> Path:
-        return self.folder / f"{self.way} {self.method} {self.number} {name}"
+    def start(self, job: Mapping[str, str], size: int, timeout: float, lifeline: int) -> None:
+        self.heard, told = _FORK.Pipe(duplex=False)
+        job = {**job, **settings.of_rank(self.number, size)}
+        self.process = _FORK.Process(target=self._run, args=(job, size, timeout, lifeline, told), daemon=True)
+        self.process.start()
+        told.close()
 
-    def run(self, kind: type[Backend], size: int) -> None:
-        ctx = init(backend=kind(), tp=size, timeout=self.timeout)
+    def hear(self) -> None:
+        try:
+            self.said.append(self.heard.recv())
+        except EOFError:
+            self.process.join()
+
+    def _run(self, job: Mapping[str, str], size: int, timeout: float, lifeline: int, told: Connection) -> None:
+        follow(lifeline)
+        settings.update(job)
+        ctx = init(backend=self._kind(), tp=size, timeout=timeout)
         call, want, depends = self._call(ctx.comm("tp"), ctx.device)
         call()
         if self.number == self.lost:
             WAYS[self.way]()
-        self._write("begun", "")
-        self._write("end", _outcome(call, want, depends))
+        told.send("")
+        told.send(_outcome(call, want, depends))
         time.sleep(1e6)  # a rank that ends now would be another lost one
 
     def _call(self, comm: Comm, device: torch.device) -> tuple[Callable[[], Tensor], Tensor, bool]:
@@ -101,11 +113,6 @@ class _Fork(NamedTuple):
         every[self.lost] = torch.zeros_like(x.cpu())
         without = calls(comm, self.method, every)[at][2]
         return lambda: call(x), want, bool(differs(without, want))
-
-    def _write(self, name: str, text: str) -> None:
-        made = self.wrote(f".{name}")
-        made.write_text(text)
-        made.rename(self.wrote(name))
 
 
 def _outcome(call: Callable[[], Tensor], want: Tensor, depends: bool) -> str:
@@ -121,83 +128,64 @@ def _outcome(call: Callable[[], Tensor], want: Tensor, depends: bool) -> str:
 class _Jobs:
     """One job for each method, in all of which a rank is lost in one way."""
 
-    def __init__(self, plan: Losses, way: str, folder: Path, lifeline: int, timeout: float) -> None:
-        self._plan, self._folder, self._lifeline, self._timeout = plan, folder, lifeline, timeout
+    def __init__(self, plan: Losses, way: str, lifeline: int, timeout: float) -> None:
+        self._plan, self._lifeline, self._timeout = plan, lifeline, timeout
         self._size = 2 if plan.kind.capabilities.misfit({"tp": 3}) else 3
-        self._statuses: dict[_Fork, int] = {}
-        self._running: dict[int, _Fork] = {}
+        self._ranks: list[_JobRank] = []
         first = list(WAYS).index(way)
         for method in plan.methods:
             where = (first + METHODS.index(method)) % self._size
-            self._start([_Fork(folder, way, method, where, n, timeout) for n in range(self._size)])
-        self._left = [r for r in self._running.values() if r.number != r.lost]
+            job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+            for number in range(self._size):
+                rank = _JobRank(plan, way, method, where, number)
+                rank.start(job, self._size, timeout, lifeline)
+                self._ranks.append(rank)
+        self._left = [r for r in self._ranks if r.number != r.lost]
 
-    def _start(self, ranks: Sequence[_Fork]) -> None:
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = str(s.getsockname()[1])
-        for rank in ranks:
-            pid = os.fork()
-            if not pid:
-                settings.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
-                settings.update(settings.of_rank(rank.number, self._size))
-                _forked(rank, self._plan.kind, self._size, self._lifeline)
-            self._running[pid] = rank
-
-    def findings(self) -> list[str]:
+    def findings(self, log: Path) -> list[str]:
         try:
-            self._wait("begun", self._plan.patience)
-            for rank in (r for r in self._left if not r.wrote("begun").exists()):
-                status = self._statuses.get(rank)
+            self._wait(1, self._plan.patience)
+            for rank in (r for r in self._left if not r.said):
+                status = rank.process.exitcode
                 end = f"in {self._plan.patience:g} s"
                 if status is not None:
                     end = f"and rank {rank.number} ended with status {status}"
                 return [
                     f"{self._size} processes with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set made no "
-                    f"{rank.method} {end}: set starts = False if a launcher has to start them\n"
-                    f"{_end(self._folder / 'log')}"
+                    f"{rank.method} {end}: set starts = False if a launcher has to start them\n{_end(log)}"
                 ]
-            self._wait("end", self._timeout + self._plan.slack)
+            self._wait(2, self._timeout + self._plan.slack)
             found = [(r, self._finding(r)) for r in self._left]
             return [f"rank {r.lost} is {r.way} in {r.method}, and rank {r.number} {f}" for r, f in found if f]
         finally:
-            for pid in self._running:
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
+            for rank in self._ranks:
+                rank.process.kill()
+                rank.process.join()
 
-    def _finding(self, rank: _Fork) -> str:
-        if rank.wrote("end").exists():
-            said = rank.wrote("end").read_text()
-            return f"{said}: it has to get {_RIGHT}" if said else ""
-        status = self._statuses.get(rank)
+    def _finding(self, rank: _JobRank) -> str:
+        if rank.said[1:]:
+            return f"{rank.said[1]}: it has to get {_RIGHT}" if rank.said[1] else ""
+        status = rank.process.exitcode
         what = "waits for ever" if status is None else f"ended with status {status}"
         return f"{what}: start(timeout={self._timeout:g}) promises {_RIGHT}"
 
-    def _wait(self, name: str, seconds: float) -> None:
-        """Until all ranks that are not lost have written ``name``, or one of them has ended."""
+    def _wait(self, count: int, seconds: float) -> None:
+        """Until every rank that is not lost has said ``count`` things, or has ended."""
         until = time.monotonic() + seconds
-        while time.monotonic() < until:
-            with suppress(ChildProcessError):
-                while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                    self._statuses[self._running.pop(ended[0])] = os.waitstatus_to_exitcode(ended[1])
-            if all(r in self._statuses or r.wrote(name).exists() for r in self._left):
-                return
-            if select.select([self._lifeline], [], [], 0.02)[0]:
+        while waited := [r for r in self._left if len(r.said) < count and r.process.exitcode is None]:
+            ready = wait([*(r.heard for r in waited), self._lifeline], max(0.0, until - time.monotonic()))
+            if self._lifeline in ready:
                 os._exit(1)  # the kit's process has ended, and the ranks end as this one does
+            if not ready:
+                return
+            for rank in (r for r in waited if r.heard in ready):
+                rank.hear()
 
 
-def _forked(rank: _Fork, kind: type[Backend], size: int, lifeline: int) -> NoReturn:
-    status = 1
-    try:
-        follow(lifeline)
-        rank.run(kind, size)
-    except SystemExit as e:
-        status = e.code if isinstance(e.code, int) else 1
-    except BaseException:  # noqa: BLE001  nothing may return into the process that forks
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(status)
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
 
 
 def _end(log: Path) -> str:
@@ -211,7 +199,7 @@ def main(lifeline: str, name: str) -> None:
     # measured before these jobs add to it: a rank that other work keeps from its first call is not lost
     timeout = TIMEOUT * min(8.0, max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
     for way in plan.ways:
-        found += _Jobs(plan, way, folder, int(lifeline), timeout).findings()
+        found += _Jobs(plan, way, int(lifeline), timeout).findings(folder / "log")
     (folder / "findings").write_bytes(pickle.dumps(found))
 
 

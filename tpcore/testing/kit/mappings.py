@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -29,44 +29,45 @@ def transpose_law(ctx: ParallelContext, name: str) -> Wrong:
     """<f(x), y> == <x, f_T(y)>, with replicated values counted once; exact, in whole numbers."""
     comm = ctx.comm("tp")
     fn, source, target = MAPPINGS[name]
-    me = int(comm.position.cpu())
 
-    def some(shape: torch.Size, kind: str, seed: int) -> Tensor:
-        generator = torch.Generator().manual_seed(seed + (me + 1) * 100 * (kind == "parts"))
-        return torch.randint(-8, 9, shape, generator=generator).float().to(ctx.device)
+    def some(shape: Sequence[int], kind: str, seed: int) -> Tensor:
+        return _whole_numbers(ctx, shape, seed + (int(comm.position.cpu()) + 1) * 100 * (kind == "parts"))
 
     def inner(a: Tensor, b: Tensor, kind: str) -> float:
         everywhere = comm.all_gather((a * b).sum().reshape(1), 0)
         mine = everywhere.index_select(0, comm.position)
         return float(mine if kind == "replicated" else everywhere.sum())
 
-    x = some(torch.Size((4, 8)), source, 1).requires_grad_()
+    x = some((4, 8), source, 1).requires_grad_()
     out = fn(x, comm)
     y = some(out.shape, target, 2)
     out.backward(y)
     if x.grad is None:
         return Wrong([f"{name}: no gradient"])
-    left, right = inner(out.detach(), y, target), inner(x.detach(), x.grad, source)
-    return Wrong([] if left == right else [f"{name}: <f(x), y> is {left} and <x, f_T(y)> is {right}"])
+    return _equal(name, inner(out.detach(), y, target), inner(x.detach(), x.grad, source))
 
 
 def primitive_law(ctx: ParallelContext, name: str) -> Wrong:
     """The same law for a primitive and its ``transpose`` in the table, over all ranks' tensors."""
     comm, primitive = ctx.comm("tp"), PRIMITIVES[name]
     me, n = int(comm.position.cpu()), comm.size
-    given = {"dim": 1, "src": n - 1, "op": "sum", "donate": False, "split_dim": 1, "concat_dim": 0}
-    given["to"] = (n - 1, *[-1] * (n - 1))
-    arguments = [given[a] for a in primitive.arguments]
-
-    def some(shape: torch.Size, seed: int) -> Tensor:
-        generator = torch.Generator().manual_seed(seed + 100 * me)
-        return torch.randint(-8, 9, shape, generator=generator).float().to(ctx.device)
+    values = {"dim": 1, "src": n - 1, "op": "sum", "donate": False, "split_dim": 1, "concat_dim": 0}
+    values["to"] = (n - 1, *[-1] * (n - 1))
+    arguments = {name: values[name] for name in primitive.arguments}
 
     def inner(a: Tensor, b: Tensor) -> float:
         return float(comm.all_reduce((a * b).sum().reshape(1)))
 
-    x = some(torch.Size((4, 8)), 1)
-    out = getattr(comm, name)(x, **dict(zip(primitive.arguments, arguments, strict=True)))
-    y = some(out.shape, 2)
-    left, right = inner(out, y), inner(x, primitive.transpose(comm, y, *arguments))
+    x = _whole_numbers(ctx, (4, 8), 1 + 100 * me)
+    out = getattr(comm, name)(x, **arguments)
+    y = _whole_numbers(ctx, out.shape, 2 + 100 * me)
+    return _equal(name, inner(out, y), inner(x, primitive.transpose(comm, y, *arguments.values())))
+
+
+def _whole_numbers(ctx: ParallelContext, shape: Sequence[int], seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-8, 9, tuple(shape), generator=generator).float().to(ctx.device)
+
+
+def _equal(name: str, left: float, right: float) -> Wrong:
     return Wrong([] if left == right else [f"{name}: <f(x), y> is {left} and <x, f_T(y)> is {right}"])

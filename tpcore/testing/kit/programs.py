@@ -5,9 +5,8 @@ from __future__ import annotations
 import itertools
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,26 +22,18 @@ from ...runtime.context import ParallelContext
 from .collectives import Wrong, not_refused
 
 
-def _net() -> nn.Module:
-    return nn.Sequential(
-        tpcore.ColumnParallelLinear(8, 12, gather_output=False),
-        nn.GELU(),
-        tpcore.RowParallelLinear(12, 8, input_is_parallel=True),
-    )
-
-
-def _plain() -> nn.Module:
+def _plain() -> nn.Sequential:
+    torch.manual_seed(5)
     return nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8))
 
 
-def _full_state() -> dict[str, Tensor]:
-    torch.manual_seed(5)
-    return _plain().state_dict()
-
-
-def _load(net: nn.Module, full: dict[str, Tensor], ctx: ParallelContext) -> nn.Module:
-    specs, n, r = tpcore.layers.shard_specs(net), ctx.comm("tp").size, ctx.coord("tp")
-    net.load_state_dict({k: s.shard(full[k], r, n) for k, s in specs.items()})
+def _sharded(plain: nn.Sequential, ctx: ParallelContext) -> nn.Module:
+    up, activation, down = plain
+    net = nn.Sequential(
+        tpcore.ColumnParallelLinear.from_plain(up, gather_output=False),
+        activation,
+        tpcore.RowParallelLinear.from_plain(down, input_is_parallel=True),
+    )
     return net.to(ctx.device)
 
 
@@ -52,10 +43,8 @@ NEAR = 2e-5
 
 def training_step(ctx: ParallelContext) -> Wrong:
     """Two steps of SGD with dp, tp and clipping equal those of the plain module on the whole batch."""
-    full = _full_state()
     batch = torch.randn(8, 8, generator=torch.Generator().manual_seed(3))
-    plain, net = _plain(), _load(_net(), full, ctx)
-    plain.load_state_dict(full)
+    plain, net = _plain(), _sharded(_plain(), ctx)
     sgd, plain_sgd = (torch.optim.SGD(m.parameters(), lr=0.5) for m in (net, plain))
     out = Wrong()
     mine = batch.chunk(ctx.batch.size)[ctx.index(ctx.batch)].to(ctx.device)
@@ -134,7 +123,7 @@ def _wait_for_all(ctx: ParallelContext) -> None:
 def checkpoint_round_trip(ctx: ParallelContext) -> Wrong:
     """A saved model loads bit for bit."""
     out = Wrong()
-    net, other = _load(_net(), _full_state(), ctx), _net().to(ctx.device)
+    net, other = (_sharded(_plain(), ctx) for _ in range(2))
     with torch.no_grad():
         for p in other.parameters():
             p.fill_(-1.0)
@@ -157,22 +146,33 @@ class _Network(nn.Sequential):
         return x, found[3]
 
 
-def _network(linear: Callable[..., nn.Module], embedding: Callable[..., nn.Module]) -> nn.Module:
-    return _Network(
-        embedding(10, 8),
+def _plain_network() -> _Network:
+    """With values that a network has after training: no bias is zero and no norm is one."""
+    network = _Network(
+        nn.Embedding(10, 8),
         nn.Flatten(0, 1),  # a shape that depends on the batch
         nn.LayerNorm(8),
-        linear(0, 8, 12),
+        nn.Linear(8, 12),
         nn.GELU(),
-        linear(1, 12, 8),
-        linear(2, 8, 6),
+        nn.Linear(12, 8),
+        nn.Linear(8, 6),
     )
+    torch.manual_seed(5)
+    network.load_state_dict({name: torch.randn_like(t) / 2 for name, t in network.state_dict().items()})
+    return network
 
 
-def _cut_linear(which: int, fan_in: int, fan_out: int) -> nn.Module:
-    if which == 1:
-        return tpcore.RowParallelLinear(fan_in, fan_out, input_is_parallel=True)
-    return tpcore.ColumnParallelLinear(fan_in, fan_out, gather_output=which == 2, pad=True)
+def _sharded_network(ctx: ParallelContext) -> nn.Module:
+    words, flat, norm, up, activation, down, head = _plain_network()
+    return _Network(
+        tpcore.ParallelEmbedding.from_plain(words, pad=True),
+        flat,
+        norm,
+        tpcore.ColumnParallelLinear.from_plain(up, gather_output=False, pad=True),
+        activation,
+        tpcore.RowParallelLinear.from_plain(down, input_is_parallel=True),
+        tpcore.ColumnParallelLinear.from_plain(head, pad=True),
+    ).to(ctx.device)
 
 
 class _Example:
@@ -180,11 +180,7 @@ class _Example:
 
     def __init__(self, ctx: ParallelContext) -> None:
         self.ctx = ctx
-        self.plain = _network(lambda _, *sizes: nn.Linear(*sizes), nn.Embedding)
-        torch.manual_seed(5)
-        full = {name: torch.randn_like(t) / 2 for name, t in self.plain.state_dict().items()}
-        self.plain.load_state_dict(full)
-        self.net = _load(_network(_cut_linear, partial(tpcore.ParallelEmbedding, pad=True)), full, ctx)
+        self.plain, self.net = _plain_network(), _sharded_network(ctx)
         dynamic = ctx.backend.capabilities.dynamic_shapes
         self.dims = {0: DynamicDim("batch", 1, 8)} if dynamic else {}
         self.batches = (2, 1, 8) if dynamic else (2,)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...comm.comm import Comm
 from ...comm.parts import plain
@@ -20,6 +21,34 @@ def unit(dtype: torch.dtype) -> float:
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
+
+
+Place = Callable[[Tensor], Tensor]
+"""This rank's part of a full tensor."""
+
+
+class Reference:
+    """What a plain module computes in float64: ``outs``, and the gradients of ``x`` and of its parameters.
+
+    ``of`` is applied to every tensor first: with ``torch.abs`` the results are magnitudes for the bounds.
+    """
+
+    def __init__(
+        self,
+        plain: nn.Module,
+        run: Callable[[nn.Module, Tensor], Sequence[Tensor]],
+        x: Tensor,
+        grads: Sequence[Tensor],
+        of: Callable[[Tensor], Tensor],
+    ) -> None:
+        self.module = copy.deepcopy(plain).double()
+        with torch.no_grad():
+            for p in self.module.parameters():
+                p.copy_(of(p))
+        self.x = of(x.double()).requires_grad_()
+        outs = run(self.module, self.x)
+        torch.autograd.backward(outs, [of(g.double()) for g in grads])
+        self.outs = [out.detach() for out in outs]
 
 
 class Findings:
@@ -65,6 +94,23 @@ class Findings:
             pair = float(error.flatten()[at]), float(bound.flatten()[at])
             self.worst = max(self.worst, pair, key=lambda p: p[0] / max(p[1], 1e-300))
         return _far(what, want, bound, got)
+
+    def part(
+        self,
+        what: str,
+        got: Tensor | None,
+        full: tuple[Tensor, Tensor],
+        roundings: tuple[int, int],
+        place: Place,
+        comm: Comm,
+    ) -> None:
+        """Compare with this rank's part of ``full``, an exact tensor and its magnitude; where that is all of it, expect
+        the same bits on every rank. ``roundings``: terms of a sum, and roundings to the dtype, as of ``bound``."""
+        exact, magnitude = full
+        want = place(exact)
+        self.close(what, got, want, place(self.bound(magnitude, *roundings)))
+        if want.shape == exact.shape:
+            self.replicated(what, got, comm)
 
     def same(self, what: str, got: Tensor | None, want: Tensor | None) -> None:
         """Expect equal bits, dtype and shape."""

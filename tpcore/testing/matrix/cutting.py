@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -48,6 +49,23 @@ def cut_features(x: Tensor, spec: ShardSpec, ctx: ParallelContext, padding: floa
 def shard_of(module: Any, name: str, full: Tensor, ctx: ParallelContext) -> Tensor:
     shard: Tensor = module.shard_specs[name].shard(full, ctx.coord("tp"), ctx.comm("tp").size)
     return shard
+
+
+def compare_gradients(
+    layer: Any,
+    exact: nn.Module,
+    sizes: nn.Module,
+    terms: int,
+    roundings: Callable[[str], int],
+    ctx: ParallelContext,
+    found: Findings,
+    label: str = "",
+) -> None:
+    """Of the parameters of ``layer``, with those of a reference and of its magnitudes."""
+    for name, p in exact.named_parameters():
+        bound = found.bound(grad_of(sizes.get_parameter(name)), terms, roundings(name))
+        want, allowed = (shard_of(layer, name, t, ctx) for t in (grad_of(p), bound))
+        found.close(f"{label}{name} grad", layer.get_parameter(name).grad, want, allowed)
 
 
 def compare_initial(layer: Any, plain: nn.Module, ctx: ParallelContext, found: Findings) -> None:

@@ -119,7 +119,7 @@ def _rows(ctx: ParallelContext) -> Iterator[Row]:
     if can.tracing:
         yield _row("trace", "float32", 6, programs.traced_program(ctx))
     if bert.HEADS % ctx.comm("tp").size == 0:
-        yield _row(bert.title(), "float32", bert.STEPS, bert.training_steps(ctx))
+        yield _row("BERT step", "float32", bert.STEPS, bert.training_steps(ctx))
 
 
 _ELSEWHERE = {

@@ -8,7 +8,6 @@ and that one rank compiles before the others run.
 from __future__ import annotations
 
 import difflib
-import functools
 import os
 import re
 import threading
@@ -24,15 +23,12 @@ from torch import Tensor
 from tpcore.comm.signature import call_site
 from tpcore.errors import CollectiveMismatchError
 
+from ..reads import READS, leaves_device, preceded
 from .scheduler import Arrival, Scheduler
 from .stablehlo import HloProgram, pending
 
 _XLA: Any = torch_xla._XLAC
 _COLLECTIVE = re.compile(r"xla::(cross_replica_sum|all_gather|reduce_scatter|all_to_all|collective_permute)")
-_READS = (
-    *("item", "cpu", "tolist", "numpy", "__repr__", "__format__"),
-    *("__bool__", "__float__", "__int__", "__index__"),
-)
 _COMPARISONS = ("equal", "allclose")  # these read both arguments, in C++
 _SHOWN = 12  # differing lines in a message
 _HERE = threading.local()
@@ -132,12 +128,12 @@ def _compiled() -> int:
 def install() -> None:
     """Patch torch and torch_xla until the process ends."""
     _patch_steps()
-    for name in _READS:
-        setattr(Tensor, name, _meeting(getattr(Tensor, name), lambda args, kwargs: True))
-    Tensor.to = _meeting(Tensor.to, _to_cpu)  # type: ignore[method-assign]
+    for name in (*READS, "cpu", "__repr__", "__format__"):
+        setattr(Tensor, name, preceded(getattr(Tensor, name), _meet_to_read))
+    Tensor.to = preceded(Tensor.to, _meet_to_move)  # type: ignore[method-assign]
     for owner in (torch, Tensor):
         for name in _COMPARISONS:
-            setattr(owner, name, _meeting(getattr(owner, name), lambda args, kwargs: True))
+            setattr(owner, name, preceded(getattr(owner, name), _meet_to_read))
     _patch_rendezvous()
 
 
@@ -171,24 +167,15 @@ def _patch_steps() -> None:
     _XLA._xla_step_marker, _XLA._xla_sync_multi = step_marker, sync_multi
 
 
-def _meeting(read: Any, applies: Callable[[tuple[Any, ...], dict[str, Any]], bool]) -> Any:
-    @functools.wraps(read)
-    def reading(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if self.device.type == "xla" and rank_here() is not None and applies(args, kwargs):
-            others = [a for a in args if isinstance(a, Tensor) and a.device.type == "xla"]
-            _XLA._xla_sync_multi([self, *others], [], wait=False, sync_xla_data=False)
-        return read(self, *args, **kwargs)
-
-    return reading
+def _meet_to_read(t: Tensor, arguments: Sequence[Any]) -> None:
+    if rank_here() is not None:
+        others = [x for x in arguments if isinstance(x, Tensor) and x.device.type == "xla"]
+        _XLA._xla_sync_multi([t, *others], [], wait=False, sync_xla_data=False)
 
 
-def _to_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, str | torch.device) and torch.device(value).type == "cpu":
-            return True
-        if isinstance(value, Tensor) and value.device.type == "cpu":
-            return True
-    return False
+def _meet_to_move(t: Tensor, arguments: Sequence[Any]) -> None:
+    if leaves_device(arguments):
+        _meet_to_read(t, [])
 
 
 def _patch_rendezvous() -> None:

@@ -1,6 +1,6 @@
 """Writes a documentation page from the reports that ``tpcore verify`` saved.
 
-python -m tpcore.testing.verify.page docs/verified docs/correctness.md
+python -m benchmarks.correctness_page docs/verified docs/correctness.md
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from .report import Report, Row
+from tpcore.testing.verify.report import Report, Row
 
 ABOUT = """\
 # Correctness, as measured

@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..backend.interface import Backend
-from ..backend.registry import backend_class
-from ..errors import BackendError
-from ..layout.mesh import Mesh
-from ..processes.spawn import follow
-from ..processes.transfer import (
+from tpcore.backend.interface import Backend
+from tpcore.backend.registry import backend_class
+from tpcore.errors import BackendError
+from tpcore.layout.mesh import Mesh
+from tpcore.processes.spawn import follow
+from tpcore.processes.transfer import (
     Outcome,
     death,
     outcome_of,
@@ -32,10 +32,10 @@ from ..processes.transfer import (
     unpack_call,
     unpack_outcome,
 )
-from ..runtime.context import ParallelContext, use
-from ..settings import changed, of_rank
+from tpcore.runtime.context import ParallelContext, use
+from tpcore.settings import changed, of_rank
 
-_PRELOAD = ["torch", "torch.distributed", "cloudpickle", "tpcore", "tpcore.testing.pool"]
+_PRELOAD = ["torch", "torch.distributed", "cloudpickle", "tpcore", "rank_pool"]
 
 
 class RankStuck(BackendError):

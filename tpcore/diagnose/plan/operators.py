@@ -23,7 +23,7 @@ SAME_AS = {"softmax": "_softmax", "_safe_softmax": "_softmax", "sub": "add", "in
 def runs(nbytes: int, device: torch.device) -> dict[str, tuple[float, Callable[[], Any]]]:
     """By torch's name: the bytes that one moves, and a run of it, on float32 tensors of ``nbytes``."""
     x, y, z = (torch.rand(nbytes // 4 // _WIDTH, _WIDTH, device=device) + 0.5 for _ in range(3))
-    found = {}
+    found: dict[str, tuple[float, Callable[[], Any]]] = {}
     for packet, args in (*_elementwise(x, y, z), *_by_rows(x, y)):
         name, _, moved = cost_of(packet, args, {}, packet(*args))
         found[name] = moved, partial(packet, *args)

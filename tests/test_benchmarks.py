@@ -47,8 +47,10 @@ def test_import_time() -> None:
 
 
 def test_serve() -> None:
-    options = ["--size", "tiny", "--rounds", "1", "--warm", "0", "--loads", "1", "--calls", "20"]
+    options = ["--size", "tiny", "--shapes", "2x8", "--rounds", "1", "--warm", "0", "--loads", "1", "--calls", "20"]
     printed = _run("serve", *options)
+    assert "batch 2 x 8" in printed
+    assert "tpcore: waits asleep in a call: " in printed
     assert "the outputs of all 7 equal those of the unsharded encoder" in printed
     for contestant in ("floor | ", "tpcore | ", "tpcore over gloo | ", "one process, 2 threads | "):
         assert f"| {contestant}" in printed

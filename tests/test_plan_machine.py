@@ -53,7 +53,7 @@ def test_a_large_matmul_nears_the_assumed_part_of_the_peak() -> None:
         ("per_host", True, "per_host must be a whole number above 0, not True"),
         ("name", 7, "name must be a text, not 7"),
         ("overhead", -1.0, "overhead must be a number of at least 0, not -1.0"),
-        ("overlap", "yes", "overlap must be true or false, not 'yes'"),
+        ("attention", "yes", "attention must be a number above 0, not 'yes'"),
         ("memory_bandwidth", "fast", "memory_bandwidth must be a number above 0, not 'fast'"),
         ("inside", {"latency": 1}, "inside must be an object of latency and bandwidth, not {'latency': 1}"),
         ("between", {"latency": 0, "bandwidth": 0}, "between.bandwidth must be a number above 0, not 0"),

@@ -59,6 +59,7 @@ PUBLIC = {
         "optimizer_step",
         "parallel_cross_entropy",
         "parallelize",
+        "plan",
         "random",
         "reduce_gradients",
         "shard_sequence",

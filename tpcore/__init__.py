@@ -29,6 +29,7 @@ from .train.zero import Zero1
 if TYPE_CHECKING:
     from . import checkpoint, trace
     from .diagnose.explain import explain
+    from .diagnose.plan.search import plan
     from .models import lazy, parallelize, shard_sequence
     from .processes.launch import launch
 
@@ -39,6 +40,7 @@ __path__.append(f"{__path__[0]}/nxd/moved")
 # on first use: the launcher pulls in torch's elastic agent, and few programs need all of these
 _LATER = {
     "explain": "diagnose.explain",
+    "plan": "diagnose.plan.search",
     "launch": "processes.launch",
     **dict.fromkeys(("lazy", "parallelize", "shard_sequence"), "models"),
 }
@@ -99,6 +101,7 @@ __all__ = [
     "optimizer_step",
     "parallel_cross_entropy",
     "parallelize",
+    "plan",
     "random",
     "reduce_gradients",
     "shard_sequence",

@@ -38,6 +38,17 @@ def inform(message: str) -> None:
 
 
 @contextmanager
+def quiet() -> Iterator[None]:
+    """Inside the block nothing below a warning is said."""
+    level = log.level
+    log.setLevel(max(level, logging.WARNING))
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
+@contextmanager
 def hold_lines() -> Iterator[None]:
     """Inside the block other threads' messages wait: some other code has replaced ``sys.stderr``."""
     _lines.acquire()

@@ -12,6 +12,7 @@ from .checkpoint import checkpoint
 from .doctor import backends, compile_ahead, doctor
 from .explain import explain_step
 from .migrate import migrate
+from .plan import plan_mesh
 from .serve import serve
 from .verify import verify
 
@@ -43,6 +44,7 @@ app.command("compile")(compile_ahead)
 app.command()(doctor)
 app.command("explain")(explain_step)
 app.command()(migrate)
+app.command("plan")(plan_mesh)
 app.command()(serve)
 app.command()(verify)
 app.add_typer(checkpoint, name="checkpoint")

@@ -84,6 +84,14 @@ class Recorder:
         inside = f"{where.module}: " if where.module else ""
         self.mistakes[f"{inside}{problem}" + (f" ({where.site})" if where.site else "")] = None
 
+    @property
+    def module(self) -> str:
+        """The module that computes now; "" if it cannot be told."""
+        if self._running:
+            return self._running[-1].module
+        node = torch._C._current_autograd_node()
+        return "" if node is None or node not in self._makers else self._makers[node].module
+
     def _where(self) -> Where:
         if self._running:  # in backward too, if checkpointing runs a part of forward again
             return Where(self._running[-1].module, _site() or self._running[-1].site)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from .target import Inputs
 
 Build = Callable[[], tuple[nn.Module, Inputs]]
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+Watch = Callable[[Recorder, nn.Module, Inputs], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
@@ -77,10 +78,12 @@ def record(
     rank: int,
     *,
     dtype: torch.dtype | None,
-    optimizer: MakeOptimizer,
+    optimizer: MakeOptimizer | None,
     max_norm: float | None,
+    meter: Watch | None = None,
 ) -> RecordedStep:
-    """Build this rank's model on meta tensors and record a step. ``dtype``: of parameters and inputs."""
+    """Build this rank's model on meta tensors and record a step. ``dtype``: of parameters and inputs. ``optimizer``:
+    None: only forward and backward. ``meter``: entered with the recorder, the model and its inputs before the step."""
     recorder = Recorder()
     backend = RecordingBackend(rank, mesh.size, recorder)
     check_fits(backend, mesh)
@@ -96,29 +99,37 @@ def record(
             model.to(dtype)
         recorder.phase = "forward"
         watch = StageWatch()
-        with recorder.watch(model), watch.on(model):
-            loss = _loss(model, inputs, dtype)
-            recorder.phase = "backward"
-            loss.backward()
-        recorder.phase = "reduction"
-        made = optimizer([p for p in model.parameters() if p.requires_grad])
-        gradients = {id(p): _nbytes(p.grad) for p in model.parameters() if p.grad is not None}
-        stepping = stepping_of(made)
-        stepping.reduce()
-        if max_norm is not None:
-            recorder.phase = "clipping"
-            scale_to(stepping.gradients(), stepping.norm(), max_norm)
-        recorder.phase = "optimizer"
-        with torch.device("cpu"):  # torch's optimizers keep their step count there
-            made.step()
+        with nullcontext() if meter is None else meter(recorder, model, inputs):
+            with recorder.watch(model), watch.on(model):
+                loss = _loss(model, inputs, dtype)
+                recorder.phase = "backward"
+                loss.backward()
+            gradients = {id(p): _nbytes(p.grad) for p in model.parameters() if p.grad is not None}
+            state = {} if optimizer is None else _update(model, recorder, optimizer, max_norm).state
     owners = {id(p): type(m).__name__ for m in model.modules() for p in m.parameters(recurse=False)}
-    parameters = tuple(
-        _info(n, p, owners[id(p)], gradients.get(id(p), 0), made.state) for n, p in model.named_parameters()
-    )
+    parameters = tuple(_info(n, p, owners[id(p)], gradients.get(id(p), 0), state) for n, p in model.named_parameters())
     calls, mistakes = tuple(recorder.calls), tuple(recorder.mistakes)
     routes = tuple((name, str(m.route)) for name, m in model.named_modules() if getattr(m, "route", None))
     program = Program(type(model).__name__, parameters, calls, watch.costs(model), routes, mistakes)
     return RecordedStep(program, tuple(checks.notes))
+
+
+def _update(
+    model: nn.Module, recorder: Recorder, optimizer: MakeOptimizer, max_norm: float | None
+) -> torch.optim.Optimizer:
+    """Reduce, clip and step."""
+    recorder.phase = "making the optimizer"
+    made = optimizer([p for p in model.parameters() if p.requires_grad])
+    stepping = stepping_of(made)
+    recorder.phase = "reduction"
+    stepping.reduce()
+    if max_norm is not None:
+        recorder.phase = "clipping"
+        scale_to(stepping.gradients(), stepping.norm(), max_norm)
+    recorder.phase = "optimizer"
+    with torch.device("cpu"):  # torch's optimizers keep their step count there
+        made.step()
+    return made
 
 
 def _loss(model: nn.Module, inputs: Inputs, dtype: torch.dtype | None) -> Tensor:

@@ -27,6 +27,7 @@ from ...processes.launch import launch
 from ...runtime.context import ParallelContext
 from ...runtime.init import choose_backend, init, shutdown
 from .machine import Curve, Link, Machine
+from .operators import SAME_AS, SIZES, attention, runs
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 _MATMULS = tuple(2**k for k in range(6, 15))  # 64 to 16,384 rows
@@ -64,6 +65,8 @@ class Measured:
     flops: dict[str, Curve]
     memory_bandwidth: float
     overhead: float
+    attention: float
+    operators: dict[str, Curve]
     memory: int
     device: str
     reduced: list[AllReduce]
@@ -144,8 +147,10 @@ def _machine(backend: str, ranks: int, near: Measured, far: Measured) -> Machine
         overhead=near.overhead,
         inside=inside,
         between=between,
+        attention=near.attention,
+        operators=near.operators,
         source={
-            **dict.fromkeys(("per_host", "memory", "memory_bandwidth", "overhead"), how),
+            **dict.fromkeys(("per_host", "memory", "memory_bandwidth", "overhead", "attention"), how),
             "flops": f"{how}: square matmuls, all ranks at once, less an operator's overhead",
             "inside": f"{how}: {near_text}",
             "between": f"{how}: {far_text}{alone}",
@@ -173,15 +178,20 @@ def _measure(backend: str, seconds: float, everything: bool) -> Measured:
         if not ctx.world.eager:
             raise ValueError(f"{backend} compiles its programs, so a step's parts cannot be measured: name a machine")
         device = ctx.device
-        share = seconds / (len(_DTYPES) * len(_MATMULS) + 2 * len(_REDUCED) * math.log2(ctx.world.size + 1))
+        share = seconds / (len(_DTYPES) * len(_MATMULS) + 2 * len(_REDUCED) * math.log2(ctx.world.size + 1) + 80)
         reduced = all_reduces(ctx, share)
         if not everything:
-            return Measured({}, 0.0, 0.0, 0, device.type, reduced)
+            return Measured({}, 0.0, 0.0, 0.0, {}, 0, device.type, reduced)
         overhead = _overhead(ctx.world, device)
         flops = {str(d).removeprefix("torch."): _rates(d, ctx.world, device, overhead, share) for d in _DTYPES}
         copy = partial(torch.empty(_COPIED, dtype=torch.uint8, device=device).fill_(1).copy_, _full(_COPIED, device))
         bandwidth = 2 * _COPIED / _time(copy, share, ctx.world)
-        return Measured(flops, bandwidth, overhead, _memory(device, ctx.world.size), device.type, reduced)
+        count, run = attention(device)
+        fastest = max(rate for _, rate in flops["float32"])
+        attended = count / _time(run, share, ctx.world) / fastest
+        moved = _moved(ctx.world, device, overhead, share)
+        memory = _memory(device, ctx.world.size)
+        return Measured(flops, bandwidth, overhead, attended, moved, memory, device.type, reduced)
     finally:
         shutdown()
 
@@ -224,6 +234,17 @@ def _rates(dtype: torch.dtype, world: Comm, device: torch.device, overhead: floa
     return tuple(points)
 
 
+def _moved(world: Comm, device: torch.device, overhead: float, seconds: float) -> dict[str, Curve]:
+    """Bytes a second of operators without FLOPs, by size."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for size in SIZES:
+        for name, (nbytes, run) in runs(size, device).items():
+            took = _time(run, seconds, world)
+            found.setdefault(name, []).append((nbytes, nbytes / max(took - overhead, took / 4)))
+    curves = {name: tuple(points) for name, points in found.items()}
+    return curves | {name: curves[other] for name, other in SAME_AS.items()}
+
+
 def _overhead(world: Comm, device: torch.device) -> float:
     """Seconds that the host takes for an operator that autograd records, on one element."""
     x = torch.ones(1, device=device, requires_grad=True)
@@ -237,7 +258,7 @@ def _overhead(world: Comm, device: torch.device) -> float:
     return _time(chain, 0.2, world) / _OPERATORS
 
 
-def _time(run: Callable[[], Tensor], seconds: float, comm: Comm) -> float:
+def _time(run: Callable[[], Any], seconds: float, comm: Comm) -> float:
     """The mean time of a run, the slowest rank's; all ranks make the same number of runs, in ``seconds``. Not the
     median: where ranks share a core, a short run is alone on it, and waits between two."""
     one = torch.ones(1, device=comm.position.device)
@@ -247,11 +268,11 @@ def _time(run: Callable[[], Tensor], seconds: float, comm: Comm) -> float:
     return _agreed(_time_of(run, min(max(times, 3), 2000)), comm)
 
 
-def _time_of(run: Callable[[], Tensor], times: int) -> float:
+def _time_of(run: Callable[[], Any], times: int) -> float:
     start = time.perf_counter()
     for _ in range(times):
         y = run()
-    _wait(y)
+    _wait(y[0] if isinstance(y, tuple) else y)
     return (time.perf_counter() - start) / times
 
 

@@ -13,6 +13,10 @@ from typing import Any
 
 Curve = tuple[tuple[float, float], ...]
 
+ATTENTION_EFFICIENCY = 0.7
+"""Part of a large matmul's rate that fused attention is assumed to reach, forward and backward: FlashAttention-2 has 50
+to 73 % of an A100's peak (Dao 2023, arXiv:2307.08691), where matmuls have ``MATMUL_EFFICIENCY``."""
+
 
 @dataclass(frozen=True)
 class Link:
@@ -28,8 +32,9 @@ class Machine:
     """``hosts`` alike, each with ``per_host`` devices. ``memory``: bytes a device. ``flops``: by dtype, pairs of
     the FLOPs of one matmul and the FLOP/s that it reaches, ascending. ``memory_bandwidth``: bytes a second.
     ``overhead``: seconds that an operator costs on its host. ``inside`` and ``between``: links of a device to
-    others of its host and to other hosts. ``source``: where each field's figure is from. ``overlap``: whether
-    collectives run beside compute."""
+    others of its host and to other hosts. ``attention``: the part of a matmul's rate that fused attention reaches.
+    ``operators``: by torch's name of an operator without FLOPs, pairs of bytes that it reads and writes and the bytes a
+    second that it reaches; for others ``memory_bandwidth`` holds. ``source``: where each field's figure is from."""
 
     name: str
     per_host: int
@@ -41,7 +46,8 @@ class Machine:
     inside: Link
     between: Link
     source: Mapping[str, str]
-    overlap: bool = False
+    attention: float = ATTENTION_EFFICIENCY
+    operators: Mapping[str, Curve] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for field in ("per_host", "hosts", "memory"):
@@ -54,25 +60,31 @@ class Machine:
             _number(f"{field}.bandwidth", link.bandwidth)
         if not self.flops:
             raise ValueError("flops must name at least one dtype, not {}")
-        for dtype, curve in self.flops.items():
-            _ascending(f"flops.{dtype}", curve)
+        _number("attention", self.attention)
+        for field, curves in (("flops", self.flops), ("operators", self.operators)):
+            for name, curve in curves.items():
+                _ascending(f"{field}.{name}", curve)
 
     @property
     def devices(self) -> int:
         return self.per_host * self.hosts
+
+    @property
+    def compiled(self) -> bool:
+        """Whether a step is one program, in which no operator waits for its host."""
+        return self.overhead == 0
 
     def rate(self, dtype: str, flops: float) -> float:
         """FLOP/s of a matmul of ``flops`` FLOPs: between two points of the curve by the logarithm of FLOPs,
         outside of it the nearest point's. Raises ValueError for a dtype without a curve."""
         if dtype not in self.flops:
             raise ValueError(f"{self.name} has no matmul rate for {dtype!r}; it has {', '.join(sorted(self.flops))}")
-        curve = self.flops[dtype]
-        if flops <= curve[0][0]:
-            return curve[0][1]
-        for (low, slow), (high, fast) in pairwise(curve):
-            if flops <= high:
-                return slow + (fast - slow) * math.log(flops / low) / math.log(high / low)
-        return curve[-1][1]
+        return _on(self.flops[dtype], flops)
+
+    def moved(self, name: str, nbytes: float) -> float:
+        """Bytes a second of an operator that reads and writes ``nbytes`` and has no FLOPs."""
+        curve = self.operators.get(name)
+        return self.memory_bandwidth if curve is None else _on(curve, nbytes)
 
     @classmethod
     def read(cls, path: str | Path) -> Machine:
@@ -86,6 +98,15 @@ class Machine:
 
     def write(self, path: str | Path) -> None:
         Path(path).write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+
+
+def _on(curve: Curve, size: float) -> float:
+    if size <= curve[0][0]:
+        return curve[0][1]
+    for (low, slow), (high, fast) in pairwise(curve):
+        if size <= high:
+            return slow + (fast - slow) * math.log(size / low) / math.log(high / low)
+    return curve[-1][1]
 
 
 def find(name: str, hosts: int = 1) -> Machine:
@@ -111,15 +132,16 @@ def _from_json(entry: Any) -> Machine:
     missing = [n for n, f in names.items() if n not in entry and f.default is dataclasses.MISSING]
     if missing:
         raise ValueError(f"field {missing[0]!r} is missing")
-    for field, kind in (("name", str), ("overlap", bool), ("flops", dict), ("source", dict)):
-        if not isinstance(entry.get(field, False), kind):
+    for field, kind in (("name", str), ("flops", dict), ("source", dict), ("operators", dict)):
+        if not isinstance(entry.get(field, kind()), kind):
             raise ValueError(f"{field} must be {_KINDS[kind]}, not {entry[field]!r}")
     links = {field: _link(field, entry[field]) for field in ("inside", "between")}
     flops = {dtype: _curve(f"flops.{dtype}", points) for dtype, points in entry["flops"].items()}
-    return Machine(**{**entry, **links, "flops": flops})
+    operators = {name: _curve(f"operators.{name}", points) for name, points in entry.get("operators", {}).items()}
+    return Machine(**{**entry, **links, "flops": flops, "operators": operators})
 
 
-_KINDS = {str: "a text", bool: "true or false", dict: "an object"}
+_KINDS = {str: "a text", dict: "an object"}
 
 
 def _link(field: str, entry: Any) -> Link:

@@ -1,0 +1,181 @@
+"""``tpcore plan``: which mesh, before anything is launched."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ..diagnose.explain.summary import size
+from ..diagnose.plan.calibrate import calibrate
+from ..diagnose.plan.machine import PUBLISHED, Machine
+from ..diagnose.plan.script import launch_line, setup_lines, step_lines
+from ..diagnose.plan.search import BEST, MeshPlan, plan
+from ..diagnose.plan.simulate import JobModel, forecast
+from ..errors import extra
+from ..models.whole import bytes_of
+from .console import wide_console
+
+_MTBF = 54 * 24 * 16_384 / 419
+"""Hours between failures of a device: 419 interruptions that nobody had planned in 54 days of 16,384 GPUs (Llama 3,
+arXiv:2407.21783, section 3.3.4)."""
+
+
+def plan_mesh(
+    target: str | None = typer.Argument(
+        None,
+        help="A directory with a Hugging Face config.json, that file, a model class of transformers, or a function.",
+    ),
+    machine: str = typer.Option("h100x8", help=f"{', '.join(PUBLISHED)}, or the file of --calibrate."),
+    hosts: int = typer.Option(1, min=1, help="Hosts of that machine."),
+    devices: int | None = typer.Option(None, min=1, help="Devices. Default: all of the hosts."),
+    per_host: int | None = typer.Option(None, min=1, help="Devices of a host, if not the machine's."),
+    memory: str | None = typer.Option(None, help="Of a device, as 16GB, if not the machine's."),
+    batch: int = typer.Option(256, min=1, help="Examples of a step, of all devices together."),
+    seq_len: int = typer.Option(2048, min=1, help="Tokens of an example."),
+    dtype: str = typer.Option("bfloat16", help="Of parameters and activations."),
+    capacity_factor: float | None = typer.Option(None, min=0, help="Of experts: how much of an even share each takes."),
+    as_json: bool = typer.Option(False, "--json", help="Print everything as JSON, for programs."),
+    plot: Path | None = typer.Option(None, help="Draw memory, time and scaling to this file: out.png, out.svg."),
+    simulate: str | None = typer.Option(
+        None, help="Numbers of devices, as 1000,10000: how much of their time jobs would get to use."
+    ),
+    mtbf: float = typer.Option(_MTBF, min=1e-3, help="With --simulate: hours between failures of a device."),
+    save: float = typer.Option(60, min=1e-3, help="With --simulate: seconds that a checkpoint stops a job."),
+    restart: float = typer.Option(600, min=0, help="With --simulate: seconds from a failure to the next step."),
+    jitter: float = typer.Option(
+        0.02, min=0, help="With --simulate: spread of a device's time for a step, of its log."
+    ),
+    calibrated: bool = typer.Option(False, "--calibrate", help="Measure this machine, in a minute, into --out."),
+    out: Path = typer.Option(Path("machine.json"), help="With --calibrate: the file to write."),
+) -> None:
+    """Predict the time and memory of a training step on every mesh, and print the fastest that fit.
+
+    Nothing is started, except by --calibrate. Exit status 1 if nothing fits, 2 if there is nothing to predict.
+    """
+    try:
+        if calibrated:
+            _show_machine(calibrate(out, devices=devices), out)
+        if simulate is not None:
+            for count in _numbers(simulate):
+                model = JobModel(count, mtbf * 3600, save, restart, jitter)
+                typer.echo("\n".join(forecast(model).lines()))
+        if target is None:
+            if not calibrated and simulate is None:
+                raise ValueError("name a model, or give --calibrate or --simulate")
+            return
+        found = plan(
+            target,
+            machine=machine,
+            hosts=hosts,
+            devices=devices,
+            per_host=per_host,
+            memory=None if memory is None else float(bytes_of(memory)),
+            batch=batch,
+            seq_len=seq_len,
+            dtype=_dtype(dtype),
+            capacity_factor=capacity_factor,
+            scaling=plot is not None,
+        )
+        if plot is not None and found.rows:
+            _draw(found, plot)
+    except (ValueError, ImportError) as e:
+        typer.echo(f"tpcore plan: {e}", err=True)
+        raise typer.Exit(2) from e
+    if as_json:
+        typer.echo(json.dumps(found.to_json(), indent=1))
+    else:
+        _show(found)
+    raise typer.Exit(0 if found.rows else 1)
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not (isinstance(found, torch.dtype) and found.is_floating_point):
+        raise ValueError(f"torch has no floating dtype {name!r}")
+    return found
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(n) for n in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--simulate takes numbers with commas, as 1000,10000, not {text!r}") from None
+
+
+def _draw(found: MeshPlan, path: Path) -> None:
+    from ..diagnose.plan.pictures import save_pictures
+
+    rows = [{"mesh": str(r.choice), "memory": r.memory, "seconds": r.seconds} for r in found.rows]
+    title = f"{found.model} on {found.limits.devices} devices of {found.machine.name}"
+    with extra("plot", "--plot"):
+        save_pictures(rows, path, title=title, limit=found.limits.memory, curves={found.model: found.curve})
+
+
+def _show(found: MeshPlan) -> None:
+    console, limits = wide_console(), found.limits
+    console.print(
+        f"{found.model} on {limits.devices} devices of {found.machine.name}, {size(limits.memory)} each: "
+        f"{limits.batch} x {limits.seq_len} tokens a step, {str(limits.dtype).removeprefix('torch.')}. "
+        f"{len(found.rows)} plans fit.\n",
+        soft_wrap=True,
+    )
+    if found.rows:
+        console.print(_table(found))
+        _show_best(console, found)
+    for why, count in sorted(found.refused.items(), key=lambda item: -item[1])[:BEST]:
+        console.print(f"does not fit, {count} times: {why}", soft_wrap=True)
+    if found.machine.name in PUBLISHED:
+        console.print(
+            "\nPredicted from published figures, not measured (tpcore plan --json names their sources). Not modelled: "
+            "collectives beside compute, compilers that fuse, experts chosen unevenly.",
+            soft_wrap=True,
+        )
+
+
+def _table(found: MeshPlan) -> Table:
+    table = Table(box=None, pad_edge=False)
+    best = found.rows[:BEST]
+    kinds = list(dict.fromkeys(kind for row in best for kind in row.memory))
+    for title in ("mesh; microbatches", "step", "tokens/s", "of peak", "memory", *kinds, "time"):
+        table.add_column(title, justify="left" if title in ("mesh; microbatches", "time") else "right", overflow="fold")
+    for row in best:
+        parts = sorted(row.seconds.items(), key=lambda item: -item[1])
+        shares = ", ".join(f"{part} {value / row.step:.0%}" for part, value in parts if value >= 0.01 * row.step)
+        table.add_row(
+            str(row.choice),
+            f"{row.step:.3g} s",
+            f"{row.tokens_per_second:,.0f}",
+            f"{row.efficiency:.0%}",
+            size(row.nbytes),
+            *(size(row.memory[kind]) for kind in kinds),
+            shares,
+        )
+    return table
+
+
+def _show_best(console: Console, found: MeshPlan) -> None:
+    choice = found.best.choice
+    dtype = str(found.limits.dtype).removeprefix("torch.")
+    console.print(f"\nThe first of them:\n\n  {launch_line(found)}\n", soft_wrap=True)
+    for line in (*setup_lines(choice, dtype), "", *step_lines(choice)):
+        console.print(f"  {line}", soft_wrap=True)
+    console.print()
+
+
+def _show_machine(machine: Machine, path: Path) -> None:
+    console = wide_console()
+    console.print(f"{path}: {machine.name}, {machine.per_host} devices of {size(machine.memory)}")
+    for dtype, curve in machine.flops.items():
+        console.print(f"  {dtype}: {max(rate for _, rate in curve) / 1e9:,.0f} GFLOP/s")
+    console.print(f"  memory: {machine.memory_bandwidth / 1e9:.3g} GB/s; an operator: {machine.overhead * 1e6:.3g} us")
+    for field in ("inside", "between"):
+        link = getattr(machine, field)
+        console.print(
+            f"  {field}: {link.latency * 1e6:.3g} us a step, {link.bandwidth / 1e9:.3g} GB/s ({machine.source[field]})",
+            soft_wrap=True,
+        )

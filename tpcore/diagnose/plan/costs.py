@@ -1,0 +1,362 @@
+"""What a step of a model costs, by parts: layers that are alike are recorded once, as is a batch of one and of two."""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...layout.mesh import Mesh
+from ...log import quiet
+from ...models.experts import ShardedExperts
+from ...train.zero import Zero1
+from ..explain.planned import with_labels
+from ..explain.recording import Collective, Recorder
+from ..explain.step import MakeOptimizer, Program, record
+from ..explain.target import Factory, Inputs, build
+from .meter import AFTER, Meter, Operator
+
+RECORDED_BUCKET = 64
+"""MiB of a bucket of the Zero1 that is recorded."""
+_NUMBER = re.compile(r"(^|_)(idx|index|id|number)$")  # of a layer, among its attributes
+
+
+@dataclass(frozen=True)
+class Ways:
+    """How a model is cut: the arguments of ``tpcore.init`` and ``tpcore.parallelize`` that change what a rank computes.
+    ``compiled``: experts are one program, in which each computes all tokens."""
+
+    tp: int = 1
+    ep: int = 1
+    cp: int = 1
+    sequence_parallel: bool = False
+    expert_parallel: bool = False
+    dispatch: str = "gathered"
+    context_parallel: str | None = None
+    capacity_factor: float | None = None
+    compiled: bool = False
+
+    @property
+    def mesh(self) -> Mesh:
+        return Mesh({"pp": 1, "dp": 1, "ep": self.ep, "cp": self.cp, "tp": self.tp})
+
+    def options(self) -> dict[str, Any]:
+        """Of ``parallelize``, those that are not the default."""
+        options: dict[str, Any] = {}
+        if self.tp > 1 and self.sequence_parallel:
+            options["sequence_parallel"] = True
+        if self.tp > 1 and self.expert_parallel:
+            options["expert_parallel"] = True
+        if self.dispatch != "gathered":
+            options["dispatch"] = self.dispatch
+        if self.capacity_factor is not None:
+            options["capacity_factor"] = self.capacity_factor
+        if self.cp > 1 and self.context_parallel is not None:
+            options["context_parallel"] = self.context_parallel
+        return options
+
+
+@dataclass
+class PartCosts:
+    """One phase of one part of a model. ``delta``, ``excess``: bytes held, as of a ``StepSegment``."""
+
+    operators: list[Operator] = field(default_factory=list)
+    calls: list[tuple[Collective, float]] = field(default_factory=list)
+    """Collectives, and the bytes that each of them gets."""
+    delta: float = 0.0
+    excess: float = 0.0
+
+
+@dataclass(frozen=True)
+class HeldBytes:
+    """Bytes of parameters, of their gradients and their optimizer's state, the elements, and how many tensors."""
+
+    nbytes: float = 0.0
+    gradient: float = 0.0
+    optimizer: float = 0.0
+    elements: float = 0.0
+    tensors: float = 0.0
+
+    def __add__(self, other: HeldBytes) -> HeldBytes:
+        return HeldBytes(*(a + b for a, b in zip(self.fields, other.fields, strict=True)))
+
+    def scaled(self, by: float) -> HeldBytes:
+        return HeldBytes(*(by * a for a in self.fields))
+
+    @property
+    def fields(self) -> tuple[float, ...]:
+        return self.nbytes, self.gradient, self.optimizer, self.elements, self.tensors
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """A rank's step for one microbatch. ``parts``: by phase and region. ``held``: by region and by the mesh axes that
+    divide the parameters among data ranks, as experts over ep. ``hidden``: bytes of what passes between layers."""
+
+    parts: Mapping[tuple[str, str], PartCosts]
+    held: Mapping[tuple[str, bool], HeldBytes]
+    hidden: float
+
+    def part(self, phase: str, region: str) -> PartCosts:
+        return self.parts.get((phase, region), PartCosts())
+
+
+class Reduced:
+    """A model, of whose layers one of each kind is kept. ``order``: the name of the kept one for each of all layers."""
+
+    def __init__(self, target: str | Factory, seq_len: int, dtype: torch.dtype | None) -> None:
+        self._target, self.seq_len, self.dtype = target, seq_len, dtype
+        self._plain: nn.Module | None = None
+        self.order: list[str] = []
+        self.alike = False
+        """Whether all layers are, so that stages run one program."""
+        self.name = target if isinstance(target, str) else getattr(target, "__qualname__", "model")
+        self.experts = 0
+        """How many experts a layer has; 0 if none."""
+        self.takes_sequence = True
+        if isinstance(target, str) and ":" not in target:
+            with torch.device("meta"):
+                model, _ = build(target, 1, seq_len)
+            self.name = type(model).__name__
+            self.experts = _grouped(model)
+            self._plain = self.reduce(model.to(dtype=dtype))
+        self._recorded: dict[Any, StepCosts | ValueError] = {}
+
+    def reduce(self, model: nn.Module) -> nn.Module:
+        lists = _lists(model)
+        self.order = []
+        for name, layers in lists.items():
+            signatures = [_signature(layer) for layer in layers]
+            kinds = list(dict.fromkeys(signatures))
+            self.order += [f"{name}.{kinds.index(signature)}" for signature in signatures]
+            owner, _, attribute = name.rpartition(".")
+            kept = nn.ModuleList([layers[signatures.index(kind)] for kind in kinds])
+            setattr(model.get_submodule(owner), attribute, kept)
+        self.alike = len(lists) == 1 and len(set(self.order)) == 1
+        return model
+
+    def made(self, batch: int, ways: Ways) -> tuple[nn.Module, Inputs]:
+        """The reduced model, cut as ``ways`` say under the current context, and the inputs of ``batch`` examples."""
+        from ...models import parallelize
+
+        if self._plain is not None:
+            from ..explain.target import _hugging_face_inputs
+
+            model: Any = copy.deepcopy(self._plain)
+            inputs = _hugging_face_inputs(model, batch, self.seq_len)
+        else:
+            model, inputs = build(self._target, batch, self.seq_len)
+            model = self.reduce(model.to(dtype=self.dtype))
+        if hasattr(model, "get_output_embeddings"):
+            inputs = with_labels(model, inputs)
+            model = parallelize(model, plan={}, **ways.options())
+        return model, inputs
+
+    def costs(self, ways: Ways, batch: int) -> StepCosts:
+        """Of forward and backward of ``batch`` examples: recorded for one and for two, and on the line through them."""
+        one = self._costs(ways, 1)
+        if batch == 1:
+            return one
+        return self._once(("line", ways, batch), lambda: on_line(one, self._costs(ways, 2), batch))
+
+    def update(self, data: int, zero1: bool) -> StepCosts:
+        """Of the end of a step over ``data`` ranks, for the kept layers uncut: a line over the part of a rank."""
+        if not zero1 or data == 1:
+            return self._update(min(data, 2), zero1)
+        line = partial(on_line, self._update(2, True), self._update(4, True), 3 - 4 / data)
+        return self._once(("line", data), line)
+
+    def state(self, zero1: bool) -> float:
+        """Bytes of the optimizer's state for an element of a parameter, of all ranks together."""
+        ranks = 2 if zero1 else 1
+        held = sum(self._update(ranks, zero1).held.values(), HeldBytes())
+        return ranks * held.optimizer / held.elements
+
+    def least(self, shares: int, data: int, zero1: bool) -> float:
+        """Bytes of parameters, gradients and optimizer that a rank has at least, of ``shares`` that divide them."""
+        costs = self._update(2 if zero1 else 1, zero1)
+        total = HeldBytes()
+        for (region, _), held in costs.held.items():
+            total += held.scaled(max(self.order.count(region), 1))
+        state = self.state(zero1) * total.elements / (data if zero1 else 1)
+        return (total.nbytes + total.gradient + state) / shares
+
+    def _costs(self, ways: Ways, batch: int) -> StepCosts:
+        return self._once((ways, batch), lambda: self._record(ways, batch, 1, None))
+
+    def _update(self, data: int, zero1: bool) -> StepCosts:
+        master = torch.float32 if self.dtype in (torch.bfloat16, torch.float16) else None
+        make: Any = torch.optim.AdamW
+        if zero1:
+            make = partial(Zero1, make, master_dtype=master, bucket_mb=RECORDED_BUCKET)
+        return self._once(("update", data, zero1), lambda: compact(self._record(Ways(), 1, data, make)))
+
+    def _once(self, key: Any, make: Callable[[], StepCosts]) -> StepCosts:
+        """Also of an error, which is the same again."""
+        if key not in self._recorded:
+            try:
+                self._recorded[key] = make()
+            except ValueError as e:
+                self._recorded[key] = e
+        found = self._recorded[key]
+        if isinstance(found, ValueError):
+            raise found
+        return found
+
+    def _record(self, ways: Ways, batch: int, dp: int, optimizer: MakeOptimizer | None) -> StepCosts:
+        meter = Meter(sorted(set(self.order), key=len, reverse=True))
+        experts: set[str] = set()
+        hidden: list[int] = []
+
+        @contextmanager
+        def watch(recorder: Recorder, model: nn.Module, inputs: Inputs) -> Iterator[None]:
+            experts.update(name for name, m in model.named_modules() if isinstance(m, ShardedExperts))
+            meter.shares = _shares(model, ways)
+            layer = model.get_submodule(self.order[0]) if self.order else model
+            handle = layer.register_forward_hook(lambda _, __, out: hidden.append(_first_nbytes(out)))
+            with meter.on(recorder, model, inputs):
+                yield
+            handle.remove()
+
+        mesh = Mesh({"pp": 1, "dp": dp, "ep": ways.ep, "cp": ways.cp, "tp": ways.tp})
+        made = partial(self.made, batch, ways)
+        with quiet():
+            program = record(made, mesh, 0, dtype=self.dtype, optimizer=optimizer, max_norm=1.0, meter=watch).program
+        return StepCosts(_parts(program, meter), _held(program, meter, experts if ways.ep > 1 else ()), hidden[0])
+
+
+# -- one of each kind -------------------------------------------------------------------------------------
+def _lists(model: nn.Module) -> dict[str, nn.ModuleList]:
+    """The lists of layers, without those inside of a layer."""
+    found: dict[str, nn.ModuleList] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) and not any(name.startswith(f"{n}.") for n in found):
+            found[name] = module
+    return found
+
+
+def _signature(layer: nn.Module) -> Any:
+    """Layers with equal ones cost the same."""
+    plain = (int, float, str, bool, type(None))
+    return (
+        repr(layer),
+        tuple(
+            (name, key, value)
+            for name, module in layer.named_modules()
+            for key, value in sorted(vars(module).items())
+            if isinstance(value, plain) and not _NUMBER.search(key)
+        ),
+        tuple((name, tuple(p.shape)) for name, p in layer.named_parameters()),
+    )
+
+
+def _grouped(model: Any) -> int:
+    """Experts by grouped matmuls, whose shapes do not depend on what is chosen. Returns how many a layer has."""
+    most = 0
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "_experts_implementation"):
+            config._experts_implementation = "grouped_mm"
+        if hasattr(module, "has_gate") and hasattr(module, "num_experts"):
+            most = max(most, module.num_experts)
+    return most
+
+
+def _shares(model: Any, ways: Ways) -> dict[str, float]:
+    """By the name of a layer of experts: how many of its grouped matmuls' rows a rank computes, of those that it was
+    recorded with, where the choices are even. As one program every expert computes all tokens, or its seats."""
+    found: dict[str, float] = {}
+    config = getattr(model, "config", None)
+    chosen = getattr(config.get_text_config(), "num_experts_per_tok", 2) if config is not None else 2
+    for name, module in model.named_modules():
+        if isinstance(module, ShardedExperts):
+            every: int = next(iter(module.shard_specs.values())).shape[0]
+            here = module.of_a_rank or every
+        elif hasattr(module, "has_gate") and hasattr(module, "num_experts"):
+            every = here = module.num_experts
+        else:
+            continue
+        even = here / every
+        most = here / (chosen or 2) if ways.compiled else even
+        found[name] = most if ways.capacity_factor is None else min(most, ways.capacity_factor * even)
+    return found
+
+
+def _first_nbytes(out: Any) -> int:
+    t = out if isinstance(out, torch.Tensor) else out[0]
+    return t.numel() * t.element_size()
+
+
+# -- from what was recorded -------------------------------------------------------------------------------
+def _parts(program: Program, meter: Meter) -> dict[tuple[str, str], PartCosts]:
+    parts: dict[tuple[str, str], PartCosts] = {}
+    for segment in meter.segments:
+        part = parts.setdefault((segment.phase, segment.region), PartCosts())
+        # an optimizer makes its state in its first step alone
+        part.operators += [o for o in segment.operators if o.name != "zeros_like" or segment.phase != "optimizer"]
+        part.excess = max(part.excess, part.delta + segment.excess)
+        part.delta += segment.delta
+    last = AFTER
+    for call in program.collectives:
+        last = meter.region(call.phase, call.module) or last
+        parts.setdefault((call.phase, last), PartCosts()).calls.append((call, float(call.nbytes)))
+    return parts
+
+
+def _held(program: Program, meter: Meter, experts: Collection[str]) -> dict[tuple[str, bool], HeldBytes]:
+    found: dict[tuple[str, bool], HeldBytes] = {}
+    for p in program.parameters:
+        region = meter.region("parameters", p.name) or AFTER
+        key = region, any(p.name.startswith(f"{name}.") for name in experts)
+        held = HeldBytes(p.nbytes, p.gradient, p.optimizer, float(math.prod(p.shape)), 1.0)
+        found[key] = found.get(key, HeldBytes()) + held
+    return found
+
+
+def on_line(one: StepCosts, two: StepCosts, batch: float) -> StepCosts:
+    """The costs for ``batch`` examples, on the line through those of one and of two."""
+
+    def at(a: float, b: float) -> float:
+        return max(a + (b - a) * (batch - 1), 0.0)
+
+    parts = {}
+    for key, a in one.parts.items():
+        b = two.parts.get(key, a)
+        pairs = list(zip(a.operators, b.operators, strict=False))
+        if [o.name for o in a.operators] != [o.name for o in b.operators]:  # loops over chunks of tokens
+            mine, theirs = by_name(a.operators), by_name(b.operators)
+            pairs = [(mine[name], theirs.get(name, mine[name])) for name in mine]
+        operators = [
+            Operator(x.name, at(x.flops, y.flops), at(x.nbytes, y.nbytes), at(x.times, y.times)) for x, y in pairs
+        ]
+        calls = [(call, at(n, m)) for (call, n), (_, m) in zip(a.calls, b.calls, strict=False)]
+        delta = a.delta + (b.delta - a.delta) * (batch - 1)
+        parts[key] = PartCosts(operators, calls, delta, at(a.excess, b.excess))
+    return StepCosts(parts, one.held, at(one.hidden, two.hidden))
+
+
+def compact(costs: StepCosts) -> StepCosts:
+    """The costs with one operator for each name."""
+    parts = {k: replace(part, operators=list(by_name(part.operators).values())) for k, part in costs.parts.items()}
+    return replace(costs, parts=parts)
+
+
+def by_name(operators: Iterable[Operator]) -> dict[str, Operator]:
+    """One for each name, of the mean size."""
+    found: dict[str, list[Operator]] = {}
+    for operator in operators:
+        found.setdefault(operator.name, []).append(operator)
+    made = {}
+    for name, some in found.items():
+        times = sum(o.times for o in some)
+        flops, nbytes = (sum(getattr(o, f) * o.times for o in some) / times for f in ("flops", "nbytes"))
+        made[name] = Operator(name, flops, nbytes, times)
+    return made

@@ -1,0 +1,229 @@
+"""Counts a recorded step's operators, FLOPs and bytes, and follows the memory that its tensors hold.
+
+A step is a sequence of segments: the part before the layers, each layer, the part after them; then the same backward,
+the reduction, clipping and the optimizer.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from ..explain.recording import Recorder
+
+BEFORE, AFTER = "before the layers", "after the layers"
+ATTENTION, GROUPED = "attention", "grouped_mm"
+_aten = torch.ops.aten
+_FREE = {_aten.empty, _aten.new_empty, _aten.empty_like, _aten.empty_strided, _aten.detach, _aten._unsafe_view}
+_FREE |= {_aten.lift_fresh, _aten.scalar_tensor, _aten.new_empty_strided}
+_PICKED = {_aten.embedding, _aten.index, _aten.index_select, _aten.gather}  # they read as much as they write
+_KERNEL = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: 1.0,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: 2.5,
+}
+
+
+@dataclass(frozen=True)
+class Operator:
+    """``times`` alike of a step, on average. ``nbytes``: read and written by one."""
+
+    name: str
+    flops: float
+    nbytes: float
+    times: float = 1.0
+
+
+@dataclass
+class StepSegment:
+    """A run of operators of one phase of one part of the model. ``delta``: bytes held at its end less those at its
+    begin; ``excess``: the most that it held above those at its begin."""
+
+    phase: str
+    region: str
+    operators: list[Operator] = field(default_factory=list)
+    delta: float = 0.0
+    excess: float = 0.0
+
+
+class Meter(TorchDispatchMode):
+    """Meters the operators inside ``on``. ``layers``: names of modules, each of which is a region of its own."""
+
+    def __init__(self, layers: Sequence[str]) -> None:
+        super().__init__()
+        self.segments: list[StepSegment] = []
+        self._layers = tuple(layers)
+        self.shares: Mapping[str, float] = {}
+        """By the name of a layer of experts, the part of its grouped matmuls' rows that is computed."""
+        self._held = 0.0
+        self._entry = 0.0
+        self._storages: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
+        self._before: set[str] = set()  # modules that ran before all layers
+        self._inside = False  # whether a layer has run
+
+    @contextmanager
+    def on(self, recorder: Recorder, model: nn.Module, inputs: Any) -> Iterator[None]:
+        """Meter what runs inside the block; ``model``'s own tensors and ``inputs`` are no part of what is held."""
+        self._recorder = recorder
+        known = [t for t in (*model.parameters(), *model.buffers(), *tree_leaves(inputs)) if isinstance(t, Tensor)]
+        self._known = [t.untyped_storage() for t in known]  # kept, so that no other storage gets their place
+        self._ignored = {storage._cdata for storage in self._known}
+        with self, _Kernels(self):
+            yield
+        self._close()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        packet = func._overloadpacket
+        written = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        self._enter()
+        if not (func.is_view or packet in _FREE):
+            self.note(*cost_of(packet, args, kwargs or {}, out))
+        for t in written:
+            self._hold(t.untyped_storage())
+        return out
+
+    def note(self, name: str, flops: float, nbytes: float) -> None:
+        self._enter()
+        if name == GROUPED:
+            module = self._recorder.module
+            flops *= next((s for experts, s in self.shares.items() if f"{module}.".startswith(f"{experts}.")), 1.0)
+        self.segments[-1].operators.append(Operator(name, flops, nbytes))
+
+    def _enter(self) -> None:
+        """Begin a segment where the phase or the part of the model is another one than before."""
+        phase = self._recorder.phase
+        region = self.region(phase, self._recorder.module)
+        if self.segments and self.segments[-1].phase == phase and region in (None, self.segments[-1].region):
+            return
+        self._close()
+        self.segments.append(StepSegment(phase, region or AFTER))
+        self._entry = self._held
+
+    def _close(self) -> None:
+        if self.segments:
+            self.segments[-1].delta = self._held - self._entry
+
+    def region(self, phase: str, module: str) -> str | None:
+        """The part that ``module`` is of; None where it cannot be told: then it is the one of the operator before."""
+        for layer in self._layers:
+            if module == layer or module.startswith(f"{layer}."):
+                self._inside = True
+                return layer
+        if phase == "forward":
+            if not self._inside:
+                self._before.add(module)
+            return AFTER if self._inside else BEFORE
+        if phase == "backward":
+            return None if not module else BEFORE if module in self._before and "." in module else AFTER
+        return AFTER
+
+    def _hold(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._ignored or key in self._storages:
+            return
+        self._storages[key] = storage
+        nbytes = storage.nbytes()
+        self._held += nbytes
+        weakref.finalize(storage, self._release, nbytes)
+        last = self.segments[-1]
+        last.excess = max(last.excess, self._held - self._entry)
+
+    def _release(self, nbytes: int) -> None:
+        self._held -= nbytes
+
+
+def cost_of(packet: Any, args: Any, kwargs: Any, out: Any) -> tuple[str, float, float]:
+    """The name of an operator, its FLOPs, and the bytes that it reads and writes."""
+    written = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+    read = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    name, flops = packet.__name__, 0.0
+    if packet in flop_registry:
+        flops = float(flop_registry[packet](*args, **kwargs, out_val=out))
+    elif packet in _KERNEL:
+        backward = _KERNEL[packet] > 1
+        q, k, v = args[1:4] if backward else args[:3]
+        causal = args[8] if backward else (len(args) > 4 and args[4]) or kwargs.get("is_causal", False)
+        name, flops = ATTENTION, _KERNEL[packet] * attention_flops(q, k, v, causal)
+    if packet in _PICKED:
+        return name, flops, 2.0 * sum(map(_nbytes, written))
+    return name, flops, float(sum(map(_nbytes, read)) + sum(map(_nbytes, written)))
+
+
+def attention_flops(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> float:
+    """Of a fused forward, ``[..., tokens, features]``; a causal one passes over the keys that are hidden."""
+    pairs = float(q.shape[-2] * k.shape[-2])
+    if causal:
+        pairs = pairs / 2 + q.shape[-2] / 2
+    return float(2.0 * q.shape[:-2].numel() * pairs * (q.shape[-1] + v.shape[-1]))
+
+
+def _nbytes(t: Tensor) -> int:
+    """Of what is read or written: an expanded tensor's own memory."""
+    return min(t.numel() * t.element_size(), t.untyped_storage().nbytes())
+
+
+class _Kernels(TorchFunctionMode):
+    """Puts one operator in the place of fused attention, which on meta tensors is made of matmuls that hold all scores,
+    and of grouped matmuls, which there are for bfloat16 alone."""
+
+    def __init__(self, meter: Meter) -> None:
+        super().__init__()
+        self._meter = meter
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is nn.functional.scaled_dot_product_attention:
+            q, k, v = args
+            return _Fused.apply(q, k, v, bool(kwargs.get("is_causal")), self._meter)
+        if func in (torch._grouped_mm, getattr(nn.functional, "grouped_mm", None)):
+            return _Grouped.apply(*args[:2], self._meter)
+        return func(*args, **kwargs)
+
+
+class _Grouped(torch.autograd.Function):
+    """Each row with the matrix of its group: ``[T, K], [G, K, N] -> [T, N]``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, meter: Meter) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.meter = meter
+        out = x.new_empty(len(x), weight.shape[-1])
+        ctx.flops, ctx.nbytes = 2.0 * x.numel() * weight.shape[-1], float(sum(map(_nbytes, (x, weight, out))))
+        meter.note(GROUPED, ctx.flops, ctx.nbytes)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        for _ in range(2):  # the gradients of rows, and of matrices
+            ctx.meter.note(GROUPED, ctx.flops, ctx.nbytes)
+        return torch.empty_like(x), torch.empty_like(weight), None
+
+
+class _Fused(torch.autograd.Function):
+    """Keeps its inputs, its output and one number for each query and head (Dao et al. 2022, arXiv:2205.14135)."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, meter: Meter) -> Tensor:
+        out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32))
+        ctx.meter, ctx.flops = meter, attention_flops(q, k, v, causal)
+        meter.note(ATTENTION, ctx.flops, float(sum(map(_nbytes, (q, k, v, out)))))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, _ = ctx.saved_tensors
+        nbytes = 2.0 * sum(map(_nbytes, (q, k, v, out)))
+        ctx.meter.note(ATTENTION, 2.5 * ctx.flops, nbytes)
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None, None

@@ -1,0 +1,76 @@
+"""Operators without FLOPs as a training step has them, for calibration: bytes that one reads and writes, and a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .meter import attention_flops, cost_of
+
+_aten = torch.ops.aten
+_WIDTH = 1024
+SIZES = (2**18, 2**25)
+"""Bytes of a tensor: in a core's cache, and beyond."""
+SAME_AS = {"softmax": "_softmax", "_safe_softmax": "_softmax", "sub": "add", "index_put": "index_select"}
+"""Operators that are not run, and the one that they take the rate of."""
+
+
+def runs(nbytes: int, device: torch.device) -> dict[str, tuple[float, Callable[[], Any]]]:
+    """By torch's name: the bytes that one moves, and a run of it, on float32 tensors of ``nbytes``."""
+    x, y, z = (torch.rand(nbytes // 4 // _WIDTH, _WIDTH, device=device) + 0.5 for _ in range(3))
+    rows, scale = len(x), torch.ones(_WIDTH, device=device)
+    ids = torch.randint(rows, (rows,), device=device)
+    mean, rstd = x.mean(-1, keepdim=True), torch.ones(rows, 1, device=device)
+    hidden = x > 1
+    calls: list[tuple[Any, tuple[Any, ...]]] = [
+        *((op, (x,)) for op in (_aten.gelu, _aten.silu, _aten.tanh, _aten.exp, _aten.sqrt, _aten.rsqrt, _aten.neg)),
+        *((op, (x, y)) for op in (_aten.mul, _aten.add, _aten.div, _aten.gelu_backward, _aten.silu_backward)),
+        (_aten.tanh_backward, (x, y)),
+        (_aten.mul_, (z, 1.0)),
+        (_aten.div_, (z, 1.0)),
+        (_aten.add_, (z, 1.0)),
+        (_aten.copy_, (z, y)),
+        (_aten.addcmul_, (z, x, y)),
+        (_aten.addcdiv_, (z, x, y)),
+        (_aten.lerp_, (z, x, 0.1)),
+        (_aten.masked_fill_, (z, hidden, 1.0)),
+        (_aten.bernoulli_, (torch.empty_like(z), 0.9)),
+        (_aten.where, (hidden, x, y)),
+        (_aten.cat, ([x, y],)),
+        (_aten.clone, (x,)),
+        (_aten.pow, (x, 2)),
+        (_aten.sum, (x, [-1])),
+        (_aten.mean, (x, [-1])),
+        (_aten.amax, (x, [-1])),
+        (_aten.linalg_vector_norm, (x,)),
+        (_aten._softmax, (x, -1, False)),
+        (_aten._softmax_backward_data, (x, y, -1, x.dtype)),
+        (_aten._log_softmax, (x, -1, False)),
+        (_aten._log_softmax_backward_data, (x, y, -1, x.dtype)),
+        (_aten.native_layer_norm, (x, [_WIDTH], scale, scale, 1e-5)),
+        (_aten.native_layer_norm_backward, (y, x, [_WIDTH], mean, rstd, scale, scale, [True] * 3)),
+        (_aten.embedding, (x, ids)),
+        (_aten.embedding_dense_backward, (y, ids, rows, -1, False)),
+        (_aten.index_select, (x, 0, ids)),
+        (_aten.new_zeros, (x, list(x.shape))),
+    ]
+    found = {}
+    for packet, args in calls:
+        name, _, moved = cost_of(packet, args, {}, packet(*args))
+        found[name] = moved, partial(packet, *args)
+    return found
+
+
+def attention(device: torch.device) -> tuple[float, Callable[[], Tensor]]:
+    """FLOPs of a causal fused attention in float32, forward and backward, and a run of it."""
+    q, k, v = (torch.rand(2, 8, 1024, 64, device=device, requires_grad=True) for _ in range(3))
+
+    def run() -> Tensor:
+        y: Tensor = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return torch.autograd.grad(y, (q, k, v), y.detach())[0]
+
+    return 3.5 * attention_flops(q, k, v, causal=True), run

@@ -1,0 +1,318 @@
+"""Predicts the time and the memory of a training step on a mesh, from what its parts cost and what a machine can do.
+
+Not modelled: collectives beside compute, the host's reads, fragmented memory, experts that are chosen unevenly, masks
+that hide more than a causal one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from ...comm.transport import PRIMITIVES
+from ...layout.mesh import Mesh
+from ...train.data_parallel import BUCKET
+from ...train.pipeline import Schedule
+from .costs import RECORDED_BUCKET, HeldBytes, PartCosts, Reduced, StepCosts, Ways, by_name
+from .machine import Machine
+from .meter import AFTER, ATTENTION, BEFORE
+
+_UPDATE = ("reduction", "clipping", "optimizer")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A mesh and what is chosen with it. ``microbatch``: examples of one; ``microbatches``: of a step, one after the
+    other. ``recompute``: layers run again in backward, as they always do in stages. ``bucket_mb``: of Zero1."""
+
+    ways: Ways = field(default_factory=Ways)
+    pp: int = 1
+    dp: int = 1
+    microbatch: int = 1
+    microbatches: int = 1
+    recompute: bool = False
+    zero1: bool = False
+    bucket_mb: float = 4
+
+    @property
+    def mesh(self) -> Mesh:
+        ways = self.ways
+        return Mesh({"pp": self.pp, "dp": self.dp, "ep": ways.ep, "cp": ways.cp, "tp": ways.tp})
+
+    @property
+    def data(self) -> int:
+        """Ranks whose gradients are summed."""
+        return self.dp * self.ways.ep * self.ways.cp
+
+    @property
+    def batch(self) -> int:
+        """Examples of a step, of all ranks."""
+        return self.microbatch * self.microbatches * self.dp * self.ways.ep
+
+    def __str__(self) -> str:
+        axes = [f"{axis} {n}" for axis, n in self.mesh.axes.items() if n > 1] or ["1 device"]
+        more = [f"{self.microbatches} x {self.microbatch}"]
+        more += ["sequence parallel"] if self.ways.tp > 1 and self.ways.sequence_parallel else []
+        more += ["whole experts"] if self.ways.tp > 1 and self.ways.expert_parallel else []
+        more += [self.ways.context_parallel or "gather"] if self.ways.cp > 1 else []
+        more += ["recompute"] if self.recompute and self.pp == 1 else []
+        more += ["Zero1"] if self.zero1 else []
+        return f"{', '.join(axes)}; {', '.join(more)}"
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """``memory``: bytes of a device at the peak of a step, by kind. ``seconds``: of a step, by part. ``flops``: of a
+    device in a step, without those of recomputation and of idle ticks."""
+
+    choice: Choice
+    memory: Mapping[str, float]
+    seconds: Mapping[str, float]
+    flops: float
+    tokens: int
+    peak: float = field(compare=False)
+    """FLOP/s of the largest matmuls."""
+
+    @property
+    def nbytes(self) -> float:
+        return sum(self.memory.values())
+
+    @property
+    def step(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.step
+
+    @property
+    def efficiency(self) -> float:
+        """Of the rate that the largest matmuls reach."""
+        return self.flops / self.step / self.peak
+
+    def to_json(self) -> dict[str, Any]:
+        choice = self.choice
+        return {
+            "mesh": dict(choice.mesh.axes),
+            "microbatch": choice.microbatch,
+            "microbatches": choice.microbatches,
+            "recompute": choice.recompute or choice.pp > 1,
+            "zero1": choice.zero1,
+            "parallelize": choice.ways.options(),
+            "memory": dict(self.memory),
+            "seconds": dict(self.seconds),
+            "tokens_per_second": self.tokens_per_second,
+            "efficiency": self.efficiency,
+        }
+
+
+def predict(model: Reduced, choice: Choice, machine: Machine) -> Prediction:
+    """Raises ValueError where ``tpcore.parallelize`` refuses the choice, or the machine has no rate for the dtype."""
+    costs = model.costs(choice.ways, choice.microbatch)
+    clock = _Clock(machine, choice, _dtype_name(model))
+    seconds: dict[str, float] = {}
+    for name, phase, region, times in _runs(model, choice):
+        spent = clock.of(costs.part(phase, region), choice.pp if region in (BEFORE, AFTER) else 1)
+        for part, value in spent.items():
+            key = name if part == "compute" else part
+            seconds[key] = seconds.get(key, 0.0) + times * value
+    held = _held(model, costs, choice)
+    seconds |= _stage_seconds(costs, choice, clock)
+    for part, value in _update_seconds(model, choice, held, clock).items():
+        seconds[part] = seconds.get(part, 0.0) + value
+    runs = list(_runs(model, replace(choice, pp=1, recompute=False)))
+    flops = sum(
+        times * o.flops * o.times / choice.pp
+        for _, phase, region, times in runs
+        for o in costs.part(phase, region).operators
+    )
+    peak = machine.rate(_dtype_name(model), math.inf)
+    tokens = choice.batch * model.seq_len
+    return Prediction(choice, _memory(model, costs, choice, held), seconds, flops, tokens, peak)
+
+
+def _runs(model: Reduced, choice: Choice) -> Iterator[tuple[str, str, str, float]]:
+    """(what it is called, phase, region, how many times a rank runs it in a step)."""
+    m = choice.microbatches
+    schedule = Schedule(choice.pp, m)
+    ticks = schedule.ticks if choice.pp > 1 else m
+    again = choice.recompute or choice.pp > 1
+    for region, count in Counter(model.order).items():
+        share = count / choice.pp  # a stage has some of the layers, which are alike
+        yield "layers", "forward", region, share * m
+        yield "layers", "backward", region, share * m
+        if again:
+            yield "recomputation", "forward", region, share * m
+        if choice.pp > 1:
+            idle = share * (ticks - m)
+            yield "idle stages", "forward", region, 2 * idle
+            yield "idle stages", "backward", region, idle
+    yield "embedding and loss", "forward", BEFORE, m * (2 if choice.pp > 1 else 1)
+    for phase, region in (("forward", AFTER), ("backward", AFTER), ("backward", BEFORE)):
+        yield "embedding and loss", phase, region, m
+
+
+class _Clock:
+    """The seconds of operators and collectives."""
+
+    def __init__(self, machine: Machine, choice: Choice, dtype: str) -> None:
+        self.machine, self._choice, self._dtype = machine, choice, dtype
+
+    def of(self, part: PartCosts, stages: int = 1) -> dict[str, float]:
+        """By "compute" and the axes of collectives. ``stages``: that share the work, as that of the vocabulary."""
+        found = {
+            "compute": sum(o.times * self.operator(o.name, o.flops / stages, o.nbytes / stages) for o in part.operators)
+        }
+        for call, nbytes in part.calls:
+            axes = ("pp", *call.axes) if stages > 1 else call.axes
+            key = f"{' x '.join(axes)} collectives"
+            spent = self.collective(call.op, axes, nbytes, call.size * stages)
+            found[key] = found.get(key, 0.0) + spent
+        return found
+
+    def operator(self, name: str, flops: float, nbytes: float) -> float:
+        machine = self.machine
+        if flops:
+            share = machine.attention if name == ATTENTION else 1.0
+            rate = machine.rate(self._dtype, flops) * share
+            return machine.overhead + max(flops / rate, nbytes / machine.memory_bandwidth)
+        return machine.overhead + nbytes / machine.moved(name, nbytes)
+
+    def collective(self, op: str, axes: tuple[str, ...], nbytes: float, size: int) -> float:
+        """Of a ring; ``nbytes``: of a rank's input."""
+        if size == 1:
+            return 0.0
+        name = op.partition(" ")[0]
+        link = self.machine.inside if self.span(axes) <= self.machine.per_host else self.machine.between
+        steps = {"all_reduce": 2 * (size - 1), "permute": 1, "broadcast": math.ceil(math.log2(size))}
+        sent = PRIMITIVES[name].sent(int(nbytes), size)
+        return steps.get(name, size - 1) * link.latency + sent / link.bandwidth
+
+    def span(self, axes: tuple[str, ...]) -> int:
+        """The ranks from the first to the last of a group."""
+        every = list(self._choice.mesh.axes.items())
+        involved = [i for i, (axis, n) in enumerate(every) if axis in axes and n > 1]
+        return math.prod(n for _, n in every[involved[0] :]) if involved else 1
+
+
+def _stage_seconds(costs: StepCosts, choice: Choice, clock: _Clock) -> dict[str, float]:
+    """What stages send each other, forward and backward."""
+    if choice.pp == 1:
+        return {}
+    ticks = Schedule(choice.pp, choice.microbatches).ticks
+    shift = clock.collective("permute", ("pp",), costs.hidden, choice.pp)
+    ends = clock.collective("broadcast", ("pp",), costs.hidden, choice.pp)
+    return {"between stages": 2 * ticks * shift + 2 * choice.microbatches * ends}
+
+
+def _held(model: Reduced, costs: StepCosts, choice: Choice) -> dict[bool, HeldBytes]:
+    """What a rank holds, of parameters that all data ranks have and of those that ep divides."""
+    found = {False: HeldBytes(), True: HeldBytes()}
+    for (region, divided), held in costs.held.items():
+        found[divided] += held.scaled(max(model.order.count(region), 1) / choice.pp)
+    return found
+
+
+def _update_seconds(model: Reduced, choice: Choice, held: Mapping[bool, HeldBytes], clock: _Clock) -> dict[str, float]:
+    """Reduction, clipping and the optimizer: what they cost for the kept layers, scaled to all parameters."""
+    total = held[False] + held[True]
+    costs = model.update(choice.data, choice.zero1)
+    kept = sum(costs.held.values(), HeldBytes())
+    tensors, nbytes = total.tensors / kept.tensors, total.nbytes / kept.nbytes
+    overhead = clock.machine.overhead
+    update = 0.0
+    for o in by_name(o for phase in _UPDATE for o in costs.part(phase, AFTER).operators).values():
+        # several for each tensor: those of buckets, whose number goes by their size
+        more = nbytes * RECORDED_BUCKET / choice.bucket_mb if o.times > 3 * kept.tensors else tensors
+        update += o.times * (more * overhead + nbytes * (clock.operator(o.name, o.flops, o.nbytes) - overhead))
+    added = (choice.microbatches - 1) * total.gradient
+    update += (choice.microbatches - 1) * total.tensors * overhead
+    update += 3 * added / clock.machine.moved("add_", max(added, 1.0))
+    sums = 0.0
+    for divided, axes in ((False, ("dp", "ep", "cp")), (True, ("dp", "cp"))):
+        size = math.prod(choice.mesh.axes[axis] for axis in axes)
+        sums += _sum_seconds(held[divided], axes, size, choice, clock)
+    return {"optimizer": update, "gradients over data ranks": sums}
+
+
+def _sum_seconds(held: HeldBytes, axes: tuple[str, ...], size: int, choice: Choice, clock: _Clock) -> float:
+    """Of all gradients, and with Zero1 of the new weights, in buckets."""
+    bucket = choice.bucket_mb * 2**20 if choice.zero1 else BUCKET
+    count = math.ceil(held.gradient / bucket)
+    if size == 1 or not count:
+        return 0.0
+    if not choice.zero1:
+        return count * clock.collective("all_reduce", axes, held.gradient / count, size)
+    scattered = clock.collective("reduce_scatter", axes, held.gradient / count, size)
+    return count * (scattered + clock.collective("all_gather", axes, held.nbytes / count / size, size))
+
+
+# -- memory -----------------------------------------------------------------------------------------------
+def _memory(model: Reduced, costs: StepCosts, choice: Choice, held: Mapping[bool, HeldBytes]) -> dict[str, float]:
+    """At the peak of a step, by kind."""
+    total = held[False] + held[True]
+    ranks = {False: choice.data, True: choice.dp * choice.ways.cp} if choice.zero1 else {False: 1, True: 1}
+    state = model.state(choice.zero1) * sum(held[divided].elements / n for divided, n in ranks.items())
+    update = model.update(choice.data, choice.zero1)
+    kept = update.part("optimizer", AFTER)
+    temporary = max(kept.excess - max(kept.delta, 0.0), 0.0) / choice.ways.tp / choice.pp
+    gradients = total.gradient
+    peak_of = _stage_peak if choice.pp > 1 else _peak
+    peak = max(peak_of(model, costs, choice, gradients), temporary + gradients)
+    return {
+        "parameters": total.nbytes,
+        "gradients": gradients,
+        "optimizer": state,
+        "activations": max(peak - gradients, 0.0),
+    }
+
+
+def _peak(model: Reduced, costs: StepCosts, choice: Choice, gradients: float) -> float:
+    """Of gradients, activations and temporary tensors."""
+    live = gradients if choice.microbatches > 1 else 0.0
+    peak = live
+    layers: list[tuple[PartCosts, PartCosts]] = [
+        (costs.part("forward", r), costs.part("backward", r)) for r in model.order
+    ]
+    timeline: list[tuple[float, float]] = []
+    ends = [costs.part(phase, region) for phase, region in _ENDS]
+    timeline.append((ends[0].excess, ends[0].delta))
+    for forward, _ in layers:
+        kept = min(costs.hidden, forward.delta) if choice.recompute else forward.delta
+        timeline.append((forward.excess, kept))
+    timeline += [(ends[1].excess, ends[1].delta), (ends[2].excess, ends[2].delta)]
+    for forward, backward in reversed(layers):
+        if choice.recompute:
+            inner = forward.delta - min(costs.hidden, forward.delta)
+            timeline.append((inner + max(backward.excess, 0.0), backward.delta + inner))
+        else:
+            timeline.append((backward.excess, backward.delta))
+    timeline.append((ends[3].excess, ends[3].delta))
+    for excess, delta in timeline:
+        peak = max(peak, live + excess)
+        live += delta
+    return peak
+
+
+_ENDS = (("forward", BEFORE), ("forward", AFTER), ("backward", AFTER), ("backward", BEFORE))
+
+
+def _stage_peak(model: Reduced, costs: StepCosts, choice: Choice, gradients: float) -> float:
+    """Of one forward, one backward: the inputs of some microbatches, and one microbatch's work."""
+    schedule = Schedule(choice.pp, choice.microbatches)
+    one = model.order[: len(model.order) // choice.pp]
+    layers = [(costs.part("forward", r), costs.part("backward", r)) for r in one]
+    kept = sum(forward.delta for forward, _ in layers)
+    backward = kept + max(back.excess for _, back in layers)
+    after = costs.part("forward", AFTER)
+    loss = (after.excess + max(costs.part("backward", AFTER).excess + after.delta - after.excess, 0.0)) / choice.pp
+    return gradients + (schedule.inputs_held + 2) * costs.hidden + max(backward, loss)
+
+
+def _dtype_name(model: Reduced) -> str:
+    return str(model.dtype or torch.get_default_dtype()).removeprefix("torch.")

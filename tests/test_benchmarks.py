@@ -58,6 +58,12 @@ def test_serve() -> None:
     assert "20 calls in a row" in printed
 
 
+def test_linears() -> None:
+    printed = _run("linears", "--rows", "2", "--layers", "1", "--hidden", "64", "--rounds", "1")
+    for way in ("mapped file", "huge pages", "one for q, k, v"):
+        assert f"| 2 | {way} | " in printed
+
+
 def test_optimizer() -> None:
     printed = _run("optimizer", "--size", "tiny", "--dp", "2", "--rounds", "1", "--steps", "1", "--warm", "0")
     assert "in the end all 5 hold equal weights" in printed

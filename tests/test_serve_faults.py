@@ -240,7 +240,7 @@ class Clients:
 def test_many_requests_leave_no_memory_behind(server: Server, answers: dict[str, str], times: int) -> None:
     ranks = [server.rank(0), server.rank(1)]
     with Clients(server, answers, 2) as clients:
-        clients.wait_for(times // 5)  # caches of the allocator and of Python fill
+        clients.wait_for(max(100, times // 5))  # caches of the allocator and of Python fill
         before = [(files(pid), resident(pid)) for pid in ranks]
         for _ in range(10):
             clients.wait_for(times // 10)

@@ -12,6 +12,7 @@ for name in (
     "cross_entropy",
     "optimizer",
     "serve",
+    "linears",
     "generate",
     "decoding",
     "transformers_tp",

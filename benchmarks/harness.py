@@ -233,7 +233,7 @@ def say(text: str = "") -> None:
 def conditions(world: int = TP) -> str:
     """Where and with what: everything that a figure needs beside it."""
     cpu = re.search(r"model name\s*: (.*)", _read("/proc/cpuinfo"))
-    packages = ("torch", "tpcore", "fairscale", "megatron-core")
+    packages = ("torch", "tpcore", "fairscale", "megatron-core", "deepspeed")
     return (
         f"{date.today()}, {cpu[1] if cpu else platform.machine()}, {os.cpu_count()} cores, "
         f"load {os.getloadavg()[0]:.1f}; Python {platform.python_version()}, "

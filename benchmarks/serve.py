@@ -20,11 +20,13 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import re
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -102,6 +104,21 @@ def above_forward(models: dict[str, Any], ids: Tensor, turns: int) -> None:
         )
 
 
+def sleeps(models: dict[str, Any], ids: Tensor, calls: int) -> None:
+    """How often each process of a model waits asleep in a call: one wait is for the call itself."""
+    for name, (model, processes) in models.items():
+        before = [_switches(p.pid) for p in processes]
+        for _ in range(calls):
+            model(ids)
+        each = [(_switches(p.pid) - n) / calls for p, n in zip(processes, before, strict=True)]
+        print(f"{name}: waits asleep in a call: {', '.join(f'{n:.1f}' for n in each)} of the ranks")
+
+
+def _switches(pid: int) -> int:
+    found = re.search(r"^voluntary_ctxt_switches:\s+(\d+)", Path(f"/proc/{pid}/status").read_text(), re.M)
+    return int(found[1]) if found else 0
+
+
 def endurance(model: Any, ids: Tensor, calls: int) -> None:
     """Many calls in a row: the time of the first and of the last tenth, and the memory before and after."""
     tenth = calls // 10
@@ -151,7 +168,7 @@ def run(size: Size, options: argparse.Namespace, folder: Path) -> None:
     artifact = traced(size, ids, folder)
     start_up(artifact, ids, options.loads)
     with ExitStack() as stack:
-        runs: dict[str, Callable[[Tensor], Tensor]] = dict(engines(size, folder, stack))
+        runs: dict[str, Any] = dict(engines(size, folder, stack))
         runs["tpcore"] = model = stack.enter_context(parallel_model_load(artifact))
         with changed({"TPCORE_SHM": "0"}):
             runs["tpcore over gloo"] = stack.enter_context(parallel_model_load(artifact))
@@ -164,12 +181,15 @@ def run(size: Size, options: argparse.Namespace, folder: Path) -> None:
         title = f"one call, {size}"
         print(table(race(title, contestants, rounds, size.inner, options.warm, cpu_seconds), "floor"))
         above_forward({"floor": runs["floor"], "tpcore": model}, ids, max(1, rounds // 3))
+        both = {"floor": (runs["floor"], runs["floor"].processes), "tpcore": (model, model._workers._processes.all)}
+        sleeps(both, ids, max(1, rounds // 3))
         endurance(model, ids, options.calls or size.calls)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--size", nargs="+", choices=SIZES, default=["base", "small"])
+    parser.add_argument("--shapes", nargs="+", default=[], help="instead of the size's own: 1x16 8x512, batch x tokens")
     parser.add_argument("--rounds", type=int, help="default: 30 of BERT-large, 60 of base, 200 of small")
     parser.add_argument("--warm", type=int, default=5, help="calls before the first round")
     parser.add_argument("--loads", type=int, default=5, help="how often to start the model")
@@ -179,9 +199,13 @@ def main() -> None:
     os.environ.setdefault("TPCORE_CHECK", "0")  # the floor's layers; a traced model has no checks to leave out
     torch.set_num_threads(1)
     print(conditions() + "\n")
-    for name in options.size:
+    sizes = [SIZES[name] for name in options.size]
+    if options.shapes:
+        shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes]
+        sizes = [replace(size, batch=batch, sequence=tokens) for size in sizes for batch, tokens in shapes]
+    for size in sizes:
         with tempfile.TemporaryDirectory(prefix="tpcore-bench-") as folder:
-            run(SIZES[name], options, Path(folder))
+            run(size, options, Path(folder))
 
 
 if __name__ == "__main__":

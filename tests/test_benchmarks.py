@@ -47,13 +47,21 @@ def test_import_time() -> None:
 
 
 def test_serve() -> None:
-    options = ["--size", "tiny", "--rounds", "1", "--warm", "0", "--loads", "1", "--calls", "20"]
+    options = ["--size", "tiny", "--shapes", "2x8", "--rounds", "1", "--warm", "0", "--loads", "1", "--calls", "20"]
     printed = _run("serve", *options)
+    assert "batch 2 x 8" in printed
+    assert "tpcore: waits asleep in a call: " in printed
     assert "the outputs of all 7 equal those of the unsharded encoder" in printed
     for contestant in ("floor | ", "tpcore | ", "tpcore over gloo | ", "one process, 2 threads | "):
         assert f"| {contestant}" in printed
     assert "microseconds more than the slower rank's own forward" in printed
     assert "20 calls in a row" in printed
+
+
+def test_linears() -> None:
+    printed = _run("linears", "--rows", "2", "--layers", "1", "--hidden", "64", "--rounds", "1")
+    for way in ("mapped file", "huge pages", "one for q, k, v"):
+        assert f"| 2 | {way} | " in printed
 
 
 def test_optimizer() -> None:

@@ -105,6 +105,14 @@ THREADS = Variable(
     "a number, default `1` in processes that `tpcore.launch` starts",
     "Number of torch's threads in each process.",
 )
+HUGE_PAGES = Variable(
+    "THP_MEM_ALLOC_ENABLE",
+    one_of({"1": True, "0": False}),
+    False,
+    "`0` or `1`, default `1` in processes that serve",
+    "torch's: huge pages for tensors of 2 MiB or more. At `1` a traced model's ranks have copies of their parts "
+    "of the weights in huge pages, at `0` they map the files.",
+)
 
 # -- what a launcher sets -----------------------------------------------------------------------------------
 RANK = Variable("RANK", whole, 0, "0 to `WORLD_SIZE` - 1", "This process's rank in the job.", "launcher")

@@ -26,6 +26,7 @@ from models import VOCABULARY, Encoder, batch, differences
 import tpcore
 from tpcore.errors import BackendError, CheckpointError, PeerLostError
 from tpcore.layout.mesh import Mesh
+from tpcore.settings import HUGE_PAGES, changed
 from tpcore.testing import run_ranks
 from tpcore.trace import TensorParallelModel, parallel_model_load, parallel_model_save
 from tpcore.trace.artifact import opened
@@ -72,6 +73,21 @@ def test_calls_are_the_original_ones(served: TensorParallelModel) -> None:
     assert torch.equal(kept, first)  # outputs are the caller's own
     assert len(served.rank_seconds) == served.tp_degree == 2
     assert "ids [rows, length]" in repr(served)
+
+
+def _mapped(model: TensorParallelModel) -> list[set[str]]:
+    """Whose files of weights each rank maps."""
+    maps = [Path(f"/proc/{pid}/maps").read_text() for pid in pids(model)]
+    return [set(re.findall(r"tp_rank_\d(?=/model.safetensors)", text)) for text in maps]
+
+
+def test_a_host_holds_once_what_all_ranks_have(artifact: Path, served: TensorParallelModel) -> None:
+    """From the first rank's file; of the others each rank has a copy in huge pages, unless it is told not to."""
+    assert _mapped(served) == [{"tp_rank_0"}] * 2
+    with changed({HUGE_PAGES.name: "0"}), parallel_model_load(artifact, timeout=60) as model:
+        assert _mapped(model) == [{"tp_rank_0"}, {"tp_rank_0", "tp_rank_1"}]
+        ids, mask = batch(2, 8)
+        assert differences(model(ids, mask), plain()(ids, mask)) < EXACT
 
 
 def test_outputs_are_the_callers_own(served: TensorParallelModel) -> None:

@@ -14,10 +14,9 @@ from typing import Any
 
 import typer
 
-from .. import settings
 from ..c10d.supervision.rendezvous import host_store
 from ..errors import described, extra
-from ..processes.spawn import Processes, rank_environment
+from ..processes.spawn import Processes, serving_environment
 
 _RANK = "tpcore.integrations.serving.rank"
 _GRACE = 4.0  # seconds for the first rank to answer open requests after another one was lost
@@ -95,14 +94,11 @@ def _round(options: dict[str, Any], listener: socket.socket, ended: _Ended, at: 
     """From the start of the ranks to their end: whether they served, and why they ended."""
     processes, (store, job), (ready, write) = Processes(), host_store(), os.pipe()
     os.set_blocking(ready, False)
-    tp = options["tp"]
-    threads = {settings.THREADS.name: settings.THREADS.text() or str(max(1, (os.cpu_count() or 1) // tp))}
-    served = False
+    tp, served = options["tp"], False
     try:
         for rank in range(tp):
             arguments, fds = (listener.fileno(), write, json.dumps(options)), (listener.fileno(), write)
-            environment = rank_environment(rank, tp, job) | threads
-            processes.start(_RANK, arguments, environment=environment, fds=fds)
+            processes.start(_RANK, arguments, environment=serving_environment(rank, tp, job), fds=fds)
         while not ended and all(p.poll() is None for p in processes.all):
             with suppress(BlockingIOError):
                 if os.read(ready, 1):

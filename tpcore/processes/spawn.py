@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 
-from ..settings import inherited, of_rank
+from ..settings import HUGE_PAGES, THREADS, inherited, of_rank
 
 _POLL = 0.02  # seconds between polls of running processes
 
@@ -88,6 +88,13 @@ class Processes:
 def rank_environment(rank: int, size: int, job: Mapping[str, str]) -> dict[str, str]:
     """The environment of rank ``rank`` of ``size`` on this host. ``job``: variables for the rendezvous."""
     return inherited() | of_rank(rank, size) | dict(job)
+
+
+def serving_environment(rank: int, size: int, job: Mapping[str, str]) -> dict[str, str]:
+    """``rank_environment``; where that says nothing else, the host's cores are divided among the ranks, and large
+    tensors are in huge pages."""
+    threads = max(1, len(os.sched_getaffinity(0)) // size)
+    return {THREADS.name: str(threads), HUGE_PAGES.name: "1"} | rank_environment(rank, size, job)
 
 
 def _command(module: str) -> list[str]:

@@ -19,7 +19,7 @@ from ..backend.registry import backend_class, check_connects, check_fits, load_b
 from ..comm.signature import ALL, checked_calls
 from ..layout.mesh import Mesh
 from ..log import inform
-from .checks import in_eager_mode, raising
+from .checks import Checks, in_eager_mode, raising
 from .consensus import agree, gather
 from .context import ParallelContext, current, enter_process, is_initialized, leave_process
 
@@ -190,20 +190,35 @@ def init(
     rank, world = chosen.start(seconds)
     try:
         checks = raising() if checked_calls() == ALL else None
-        ctx = ParallelContext(chosen, _mesh(tp, pp, ep, cp, world), rank, checks)
-        check_fits(chosen, ctx.mesh)
-        # here, on all ranks in the same order: making a group is itself collective
-        check_connects(chosen, lambda: ctx.world)
-        _check_mesh(ctx)
-        for axis in ctx.mesh.axes:
-            check_connects(chosen, partial(ctx.comm, axis))
-        check_connects(chosen, lambda: ctx.data)
+        ctx = _divided(chosen, _mesh(tp, pp, ep, cp, world), rank, checks)
     except BaseException:
         chosen.stop()
         raise
     if checks is not None:
         ctx.ended.enter_context(in_eager_mode())
     ctx.ended.enter_context(whole_tensors_only())
+    enter_process(ctx)
+    return ctx
+
+
+def _divided(backend: Backend, mesh: Mesh, rank: int, checks: Checks | None) -> ParallelContext:
+    """A context whose groups of single axes are made: here, on all ranks in the same order, as that is collective."""
+    ctx = ParallelContext(backend, mesh, rank, checks)
+    check_fits(backend, mesh)
+    check_connects(backend, lambda: ctx.world)
+    _check_mesh(ctx)
+    for axis in mesh.axes:
+        check_connects(backend, partial(ctx.comm, axis))
+    check_connects(backend, lambda: ctx.data)
+    return ctx
+
+
+def remesh(tp: int = 1, pp: int = 1, *, ep: int = 1, cp: int = 1) -> ParallelContext:
+    """Divide the running job anew, before it has layers or optimizers. Collective. Raises ValueError as ``init``."""
+    old = current()
+    ctx = _divided(old.backend, _mesh(tp, pp, ep, cp, old.mesh.size), old.rank, old.checks)
+    ctx.ended.enter_context(old.ended.pop_all())
+    leave_process()
     enter_process(ctx)
     return ctx
 

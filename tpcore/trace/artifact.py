@@ -152,10 +152,14 @@ def write_weights(folder: Path, rank: int, weights: Mapping[str, Tensor], save_i
 
 
 def read_weights(folder: Path, rank: int, manifest: TraceManifest) -> dict[str, Tensor]:
-    """The weights of one rank, mapped: only bytes that are used are read from disk. CheckpointError if names
-    or shapes are not those of the manifest."""
+    """The weights of one rank, mapped: only bytes that are used are read from disk. Those that all ranks have are
+    mapped from the first rank's file, so the host holds them once. CheckpointError if names or shapes are not those
+    of the manifest."""
     path = weights_file(folder, rank)
     found = load_file(path)
+    same = {name for name, weight in manifest.weights.items() if weight.spec.dim is None} & found.keys()
+    # a mapping of their own for the first rank too, so that that of the others can end
+    found |= {name: t for name, t in load_file(weights_file(folder, 0)).items() if name in same}
     for name, weight in manifest.weights.items():
         if name not in found:
             raise CheckpointError(f"{path} has no {name!r}")

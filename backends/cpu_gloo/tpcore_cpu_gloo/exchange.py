@@ -8,6 +8,7 @@ and reads the peers' buffers. A rank that has taken every peer's post n knows th
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -63,7 +64,9 @@ def tiles(rows: int, columns: int, most: int) -> Iterator[tuple[slice, slice]]:
 
 
 _SPINS = 150  # of 0.3 us each: longer than a punctual peer takes
-_YIELDS = 200
+_AWAKE = 2e-3
+"""Seconds of yields to other processes before a rank sleeps, more than ranks of one program come apart. A sleeping core
+of a virtual machine takes 50 to 80 us to wake; where others want the core, one yield may take all of it."""
 _SLICE = 0.5  # seconds of sleep between two checks that the peer's process is alive
 
 
@@ -159,7 +162,8 @@ class Exchange:
         for _ in range(self._spins):
             if not semaphores.busy(address):
                 return
-        for _ in range(_YIELDS):
+        until = time.monotonic() + _AWAKE
+        while time.monotonic() < until:
             os.sched_yield()
             if not semaphores.busy(address):
                 return

@@ -83,7 +83,7 @@ def predict(model: Reduced, choice: Choice, machine: Machine) -> Prediction:
         for part, value in spent.items():
             key = name if part == "compute" else part
             seconds[key] = seconds.get(key, 0.0) + times * value
-    held = _held(model, costs, choice)
+    held = held_by_rank(model, costs, choice)
     seconds |= _stage_seconds(costs, choice, clock)
     for part, value in _update_seconds(model, choice, held, clock).items():
         seconds[part] = seconds.get(part, 0.0) + value
@@ -172,7 +172,7 @@ def _stage_seconds(costs: StepCosts, choice: Choice, clock: _Clock) -> dict[str,
     return {"between stages": 2 * ticks * shift + 2 * choice.microbatches * ends}
 
 
-def _held(model: Reduced, costs: StepCosts, choice: Choice) -> dict[bool, HeldBytes]:
+def held_by_rank(model: Reduced, costs: StepCosts, choice: Choice) -> dict[bool, HeldBytes]:
     """What a rank holds, of parameters that all data ranks have and of those that ep divides."""
     found = {False: HeldBytes(), True: HeldBytes()}
     for (region, divided), held in costs.held.items():

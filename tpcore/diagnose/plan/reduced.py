@@ -1,4 +1,4 @@
-"""A model of whose layers one of each kind is kept, and the costs of its step, recorded once for each way to cut it."""
+"""A model of whose layers one of each kind is kept, and the last, and the costs of its step, recorded once for each way to cut it."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Ways:
 
 
 class Reduced:
-    """A model, of whose layers one of each kind is kept. ``order``: the name of the kept one for each of all layers."""
+    """A model, of whose layers one of each kind is kept, and the last. ``order``: the kept one's name for each layer."""
 
     def __init__(self, target: str | Factory, seq_len: int, dtype: torch.dtype | None) -> None:
         self._target, self.seq_len, self.dtype = target, seq_len, dtype
@@ -87,15 +87,17 @@ class Reduced:
 
     def reduce(self, model: nn.Module) -> nn.Module:
         lists = _lists(model)
-        self.order = []
+        self.order, kinds = [], set()
         for name, layers in lists.items():
-            signatures = [_signature(layer) for layer in layers]
-            kinds = list(dict.fromkeys(signatures))
-            self.order += [f"{name}.{kinds.index(signature)}" for signature in signatures]
+            # what the last one returns may be made whole again, for what comes after the layers
+            signatures = [(_signature(layer), layer is layers[-1]) for layer in layers]
+            kept = list(dict.fromkeys(signatures))
+            kinds |= {signature for signature, _ in kept}
+            self.order += [f"{name}.{kept.index(signature)}" for signature in signatures]
             owner, _, attribute = name.rpartition(".")
-            kept = nn.ModuleList([layers[signatures.index(kind)] for kind in kinds])
-            setattr(model.get_submodule(owner), attribute, kept)
-        self.alike = len(lists) == 1 and len(set(self.order)) == 1
+            some = nn.ModuleList([layers[signatures.index(signature)] for signature in kept])
+            setattr(model.get_submodule(owner), attribute, some)
+        self.alike = len(lists) == len(kinds) == 1
         return model
 
     def made(self, batch: int, ways: Ways) -> tuple[nn.Module, Inputs]:

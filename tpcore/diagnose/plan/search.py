@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..explain.summary import size
 from ..explain.target import Factory
 from .choice import Choice
 from .machine import Machine
@@ -50,7 +51,8 @@ class MeshPlan:
     def best(self) -> Prediction:
         """Raises ValueError where nothing fits."""
         if not self.rows:
-            raise ValueError(f"{self.model} fits no mesh of {self.limits.devices} devices: {'; '.join(self.refused)}")
+            reasons = sorted(self.refused, key=lambda why: -self.refused[why])
+            raise ValueError(f"{self.model} fits no mesh of {self.limits.devices} devices: {'; '.join(reasons)}")
         return self.rows[0]
 
     def to_json(self) -> dict[str, Any]:
@@ -131,8 +133,8 @@ def _search(model: Reduced, machine: Machine, limits: Limits) -> tuple[list[Pred
             rows.append(row)
     if _TOO_LARGE in refused:
         count = refused.pop(_TOO_LARGE)
-        least = "" if nearest == math.inf else f"; the least of the others is {nearest / 1e9:.1f} GB"
-        refused[f"{_TOO_LARGE}: {usable / 1e9:.1f} GB{least}"] = count
+        least = "" if nearest == math.inf else f"; the least of the others is {size(nearest)}"
+        refused[f"{_TOO_LARGE}: {size(usable)}{least}"] = count
     return sorted(rows, key=lambda row: row.step), refused
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from queue import Queue
 from typing import Any
 
 from fastapi import HTTPException
@@ -27,7 +26,6 @@ class Batches(CBGenerateManager):
         """``limit``: tokens of a prompt and its answer. ``most``: how many requests may be open."""
         super().__init__()
         self._cb: Any = engine
-        engine.output_router.output_queue = _Dropped()
         self.limit, self._most = limit, most
 
     def counts(self) -> tuple[int, int]:
@@ -104,13 +102,6 @@ class Batches(CBGenerateManager):
             stream.cancel()
             raise
         return "".join(parts), len(inputs["input_ids"]), stream.tokens
-
-
-class _Dropped(Queue[Any]):
-    """For what the engine made of requests that were cancelled: nobody reads it, and it would pile up."""
-
-    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
-        pass
 
 
 class Stream(CBStreamer):

@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import threading
+from queue import Queue
 from typing import Any
 
 import torch
@@ -53,8 +54,17 @@ def engine_of(folder: str, dtype: str, length: int, requests: int, timeout: floa
         WorkloadHints(max_prompt_length=most, max_generated_length=0, num_requests=min(requests, _FULL)),
     )
     sample_by_request(engine)
+    engine.output_router.output_queue = _Unread()
     sizes = engine.continuous_batching_config
     return model, engine, min(most, sizes.num_blocks * sizes.page_size) if sizes.num_blocks else most
+
+
+class _Unread(Queue[Any]):
+    """For outputs of requests without a handler, which nobody reads and which would pile up: of requests that were
+    cancelled, and on all ranks but the first, of every token."""
+
+    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+        pass
 
 
 async def _served(app: Any, engine: Any, listener: socket.socket, ready: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from ..accelerate import Accelerator
 from ..accelerate.state import name_parameters, over_dp
 from .checks import check_arguments, check_cut
 from .files import load_model, load_state, of_other_ranks, save_state, saved, whole_state
+from .mesh import AUTO, choose_mesh
 
 
 class Trainer(transformers.Trainer):
@@ -29,17 +31,36 @@ class Trainer(transformers.Trainer):
     ``from_pretrained`` opens it, and the optimizer's state, which any other mesh may resume.
 
     ``zero1``: the optimizer that the arguments name becomes a ``tpcore.Zero1`` over it; options of
-    ``tpcore.Zero1`` may be given as a dict. ValueError for a model that is whole on ranks of one tp group,
-    and for arguments that another kind of parallelism would need.
+    ``tpcore.Zero1`` may be given as a dict. ``mesh``: "auto", or a dict of options of ``tpcore.plan`` (``machine``,
+    ``seq_len``, ``memory``): the mesh that is predicted to be the fastest, after ``tpcore.init()`` without degrees, for
+    a model that is whole. It decides about microbatches, recomputation, and Zero1 where ``zero1`` does not.
+
+    ValueError for a model that is whole on ranks of one tp group, and for arguments that another kind of parallelism
+    would need.
     """
 
     model: Any
     _whole: dict[str, Tensor] | None = None
     """All values of the model while it is saved, where it does not save itself."""
 
-    def __init__(self, *args: Any, zero1: bool | dict[str, Any] = False, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        model: Any = None,
+        args: Any = None,
+        *more: Any,
+        zero1: bool | dict[str, Any] = False,
+        mesh: str | Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if mesh is not None:
+            if isinstance(mesh, str) and mesh != AUTO:
+                raise ValueError(f"mesh must be {AUTO!r} or a dict of options of tpcore.plan, not {mesh!r}")
+            if model is None or args is None:
+                raise ValueError(f"mesh={mesh!r} needs model= and args=")
+            choice = choose_mesh(model, args, {} if isinstance(mesh, str) else mesh)
+            zero1 = zero1 or choice.zero1
         self._zero1 = {} if zero1 is True else zero1
-        super().__init__(*args, **kwargs)
+        super().__init__(model, args, *more, **kwargs)
         check_arguments(self.args)
         check_cut(self.model)
         _fit_microbatches(self.model)

@@ -25,7 +25,7 @@ from ...processes.spawn import follow
 from ...processes.transfer import Outcome, pack_outcome
 from ...runtime.context import ParallelContext
 from ...runtime.init import init
-from ...runtime.memory import keep_freed_memory
+from ...runtime.memory import in_huge_pages, keep_freed_memory
 from ..artifact import TracedFile, TraceManifest, opened, program_dir, read_weights, write_weights
 from .workers import Reply
 
@@ -45,6 +45,9 @@ class Rank:
         self._weights = read_weights(Path(folder), self._ctx.rank, self._manifest)
         load = self._ctx.backend.load_program
         device = self._ctx.device
+        if device.type == "cpu" and settings.HUGE_PAGES.get():  # what all ranks have stays mapped
+            cut = {name for name, weight in self._manifest.weights.items() if weight.spec.dim is not None}
+            self._weights |= in_huge_pages({name: t for name, t in self._weights.items() if name in cut})
         self._weights = {name: t.to(device) for name, t in self._weights.items()}
         self._programs: list[LoadedProgram] = [
             load(program_dir(self._folder, i), self._weights) for i in range(self._manifest.programs)

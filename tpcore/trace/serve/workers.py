@@ -21,9 +21,8 @@ from ...backend.registry import backend_class
 from ...checkpoint.storage.publish import OwnedDirectory
 from ...errors import BackendError, PeerLostError
 from ...processes.shared_memory import SharedBuffer, fill
-from ...processes.spawn import Processes, rank_environment
+from ...processes.spawn import Processes, serving_environment
 from ...processes.transfer import Outcome, death, root_cause, unpack_outcome
-from ...settings import THREADS
 from ..artifact import TraceManifest
 from ..inputs import Plan
 
@@ -80,13 +79,11 @@ class Workers:
         self._replies.append(from_rank)
         self._poll.register(from_rank, select.POLLIN)
         fds = (requests.fileno(), replies.fileno(), self._inputs.fd, self._outputs.fd)
-        n = self._manifest.tp
-        threads = {THREADS.name: str(max(1, len(os.sched_getaffinity(0)) // n))}
         try:
             self._processes.start(
                 "tpcore.trace.serve.worker",
                 (self._folder, self.weights, *fds),
-                environment=threads | rank_environment(rank, n, job),
+                environment=serving_environment(rank, self._manifest.tp, job),
                 fds=fds,
                 log=self._log(rank),
             )

@@ -132,8 +132,7 @@ def test_a_batch_is_on_the_line_through_one_and_two(tmp_path: Path, kind: str) -
         assert mine.delta == pytest.approx(part.delta)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_the_peak_of_all_layers_is_that_of_a_recorded_run(tmp_path: Path, recompute: bool) -> None:
+def test_the_peak_of_all_layers_is_that_of_a_recorded_run(tmp_path: Path) -> None:
     """A model of which no layer is left out, metered whole."""
     where = folder(tmp_path)
     reduced, whole = Reduced(where, SEQ, torch.float32), Reduced(where, SEQ, torch.float32)
@@ -142,11 +141,6 @@ def test_the_peak_of_all_layers_is_that_of_a_recorded_run(tmp_path: Path, recomp
     with torch.device("meta"):
         whole._plain = transformers.LlamaForCausalLM(config)
     whole.order = [f"model.layers.{i}" for i in range(4)]
-    if recompute:
-        checkpoint = getattr(
-            whole._plain, "activation_checkpointing_enable", whole._plain.gradient_checkpointing_enable
-        )
-        checkpoint()
     whole._plain.set_attn_implementation("tpcore_recorded")
     recorded = whole._costs(Ways(), 2)
     held = peak = 0.0
@@ -156,12 +150,27 @@ def test_the_peak_of_all_layers_is_that_of_a_recorded_run(tmp_path: Path, recomp
         part = recorded.part(phase, region)
         peak = max(peak, held + part.excess)
         held += part.delta
-    choice = Choice(microbatch=2, recompute=recompute)
+    choice = Choice(microbatch=2)
     costs = reduced.costs(Ways(), 2)
     memory = memory_of(reduced, costs, choice, held_by_rank(reduced, costs, choice))
     assert memory["gradients"] + memory["activations"] == pytest.approx(
         peak, rel=0.02
     )  # a few numbers of its bookkeeping
+
+
+def test_each_layer_keeps_its_activations_or_with_recomputation_its_input(tmp_path: Path) -> None:
+    kept = {}
+    for count in (40, 80):  # so many that the peak is at the end of forward
+        reduced = Reduced(folder(tmp_path, num_hidden_layers=count), SEQ, torch.float32)
+        costs = reduced.costs(Ways(), 2)
+        for recompute in (False, True):
+            choice = Choice(microbatch=2, microbatches=2, recompute=recompute)
+            kept[count, recompute] = memory_of(reduced, costs, choice, held_by_rank(reduced, costs, choice))[
+                "activations"
+            ]
+    assert costs.hidden == 2 * SEQ * 64 * 4
+    assert kept[80, False] - kept[40, False] == 40 * costs.part("forward", "model.layers.0").delta
+    assert kept[80, True] - kept[40, True] == 40 * costs.hidden
 
 
 def test_sums_of_a_machine_of_ones(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from ...train.pipeline import Schedule
 from .choice import Choice
-from .costs import HeldBytes, PartCosts, StepCosts
+from .costs import HeldBytes, StepCosts
 from .meter import AFTER, BEFORE
 from .reduced import Reduced
 
@@ -31,33 +31,33 @@ def memory_of(model: Reduced, costs: StepCosts, choice: Choice, held: Mapping[bo
 
 
 def _peak(model: Reduced, costs: StepCosts, choice: Choice, gradients: float) -> float:
-    """Of gradients, activations and temporary tensors."""
-    live = gradients if choice.microbatches > 1 else 0.0
-    peak = live
-    layers: list[tuple[PartCosts, PartCosts]] = [
-        (costs.part("forward", r), costs.part("backward", r)) for r in model.order
-    ]
-    timeline: list[tuple[float, float]] = []
-    ends = [costs.part(phase, region) for phase, region in _ENDS]
-    timeline.append((ends[0].excess, ends[0].delta))
-    for forward, _ in layers:
-        kept = min(costs.hidden, forward.delta) if choice.recompute else forward.delta
-        timeline.append((forward.excess, kept))
-    timeline += [(ends[1].excess, ends[1].delta), (ends[2].excess, ends[2].delta)]
-    for forward, backward in reversed(layers):
+    """Of gradients, activations and temporary tensors, along the step."""
+    timeline = [_at(costs, "forward", BEFORE)]
+    for region in model.order:
+        excess, delta = _at(costs, "forward", region)
+        timeline.append((excess, min(costs.hidden, delta) if choice.recompute else delta))
+    timeline += [_at(costs, "forward", AFTER), _at(costs, "backward", AFTER)]
+    for region in reversed(model.order):
+        excess, delta = _at(costs, "backward", region)
         if choice.recompute:
-            inner = forward.delta - min(costs.hidden, forward.delta)
-            timeline.append((inner + max(backward.excess, 0.0), backward.delta + inner))
-        else:
-            timeline.append((backward.excess, backward.delta))
-    timeline.append((ends[3].excess, ends[3].delta))
-    for excess, delta in timeline:
+            kept = _at(costs, "forward", region)[1]
+            again = kept - min(costs.hidden, kept)
+            excess, delta = again + max(excess, 0.0), delta + again
+        timeline.append((excess, delta))
+    timeline.append(_at(costs, "backward", BEFORE))
+    regions = [BEFORE, *model.order, AFTER, AFTER, *reversed(model.order), BEFORE]
+    live = peak = gradients if choice.microbatches > 1 else 0.0
+    for place, (region, (excess, delta)) in enumerate(zip(regions, timeline, strict=True)):
         peak = max(peak, live + excess)
         live += delta
+        if choice.microbatches > 1 and place >= len(regions) // 2:
+            live -= sum(held.gradient for (of, _), held in costs.held.items() if of == region)  # they were there
     return peak
 
 
-_ENDS = (("forward", BEFORE), ("forward", AFTER), ("backward", AFTER), ("backward", BEFORE))
+def _at(costs: StepCosts, phase: str, region: str) -> tuple[float, float]:
+    part = costs.part(phase, region)
+    return part.excess, part.delta
 
 
 def _stage_peak(model: Reduced, costs: StepCosts, choice: Choice, gradients: float) -> float:

@@ -1,4 +1,4 @@
-"""A model of whose layers one of each kind is kept, and the last, and the costs of its step, recorded once for each way to cut it."""
+"""A model of whose layers one of each kind is kept, and the last, and what its step costs by the ways to cut it."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Ways:
 
 
 class Reduced:
-    """A model, of whose layers one of each kind is kept, and the last. ``order``: the kept one's name for each layer."""
+    """A model of whose layers one of each kind is kept, and the last. ``order``: the kept one's name for each layer."""
 
     def __init__(self, target: str | Factory, seq_len: int, dtype: torch.dtype | None) -> None:
         self._target, self.seq_len, self.dtype = target, seq_len, dtype

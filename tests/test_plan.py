@@ -241,6 +241,13 @@ def test_every_plan_fits_and_the_fastest_is_first(tmp_path: Path) -> None:
         _ = none.best
 
 
+def test_the_cache_of_served_tokens(tmp_path: Path) -> None:
+    """Four layers, a key and a value of 4 heads of 8 numbers each; of fewer heads than ranks each rank has one."""
+    reduced = Reduced(folder(tmp_path), SEQ, torch.float32)
+    assert [reduced.cache(tp) for tp in (1, 2, 4, 8)] == [4 * 2 * heads * 8 * 4 for heads in (4, 2, 1, 1)]
+    assert plan(folder(tmp_path), devices=1, batch=1, seq_len=SEQ).cache == 4 * 2 * 4 * 8 * 2
+
+
 def test_experts_have_their_axis_and_their_share(tmp_path: Path) -> None:
     where = folder(tmp_path, "mixtral", num_local_experts=4, num_experts_per_tok=2)
     found = plan(where, devices=4, batch=8, seq_len=SEQ)

@@ -254,3 +254,50 @@ def examples_of(trainer: Any) -> Any:
 
 def test_what_would_train_half_a_model_is_refused(pool: RankPool, tmp_path: Path) -> None:
     pool.run(TP, _refused, tmp_path)
+
+
+def auto(where: Path) -> tuple[dict[str, int], list[float], int]:
+    """In a rank: the mesh that a Trainer chooses, its losses, and the examples of a rank."""
+    tpcore.init("cpu_gloo")
+    options = {"per_device_train_batch_size": 4, "max_steps": 3, "learning_rate": 1e-3}
+    trainer = Trainer(model=model(), args=arguments(where, **options), train_dataset=examples(24), mesh=AUTO_OPTIONS)
+    trainer.train()
+    axes = dict(tpcore.current().mesh.axes)
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    tpcore.shutdown()
+    return axes, losses, trainer.args.per_device_train_batch_size * trainer.args.gradient_accumulation_steps
+
+
+AUTO_OPTIONS = {"machine": "cpu", "seq_len": 8}
+
+
+@pytest.mark.slow
+def test_chooses_its_mesh(tmp_path: Path) -> None:
+    found = tpcore.launch(auto, 2, args=(tmp_path,))
+    reference = transformers.Trainer(
+        model=model(),
+        args=arguments(tmp_path, per_device_train_batch_size=8, max_steps=3, learning_rate=1e-3),
+        train_dataset=examples(24),
+    )
+    reference.train()
+    alone = [entry["loss"] for entry in reference.state.log_history if "loss" in entry]
+    for axes, losses, rows in found:
+        assert axes["tp"] * axes["pp"] * axes["dp"] * axes.get("cp", 1) == 2
+        assert rows * axes["dp"] == 8  # a step's examples are what they were
+        assert losses == pytest.approx(alone, rel=1e-4)  # the log is rounded
+
+
+def test_a_mesh_that_cannot_be_chosen(pool: RankPool, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"mesh must be 'auto' or a dict of options of tpcore\.plan, not 'best'"):
+        Trainer(model=model(), args=arguments(tmp_path), mesh="best")
+    text = "mesh='auto' divides the job and cuts the model, and they are already, on {'pp': 1, 'dp': 1, 'tp': 2}"
+    for message in pool.run(TP, refused_mesh, tmp_path):
+        assert text in message
+
+
+def refused_mesh(ctx: Any, where: Path) -> str:
+    try:
+        Trainer(model=tpcore.parallelize(model()), args=arguments(where), mesh="auto")
+    except ValueError as e:
+        return str(e)
+    return ""

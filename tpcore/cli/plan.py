@@ -174,6 +174,10 @@ def _show_best(console: Console, found: MeshPlan) -> None:
     console.print(f"\nThe first of them:\n\n  {launch_line(found)}\n", soft_wrap=True)
     for line in (*setup_lines(choice, dtype), "", *step_lines(choice)):
         console.print(f"  {line}", soft_wrap=True)
+    if found.cache is not None:
+        fit = (found.limits.memory - found.best.memory["parameters"]) / found.cache
+        served = f"{size(found.cache)} of keys and values on a device: {fit:,.0f} tokens fit beside its parameters"
+        console.print(f"\nServed at tp={choice.ways.tp}, a token has {served}.", soft_wrap=True)
     console.print()
 
 

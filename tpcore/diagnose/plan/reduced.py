@@ -70,6 +70,7 @@ class Reduced:
     def __init__(self, target: str | Factory, seq_len: int, dtype: torch.dtype | None) -> None:
         self._target, self.seq_len, self.dtype = target, seq_len, dtype
         self._plain: nn.Module | None = None
+        self._config: Any = None
         self.order: list[str] = []
         self.alike = False
         """Whether all layers are, so that stages run one program."""
@@ -81,6 +82,7 @@ class Reduced:
             with torch.device("meta"):
                 model, _ = build(target, 1, seq_len)
             self.name = type(model).__name__
+            self._config = getattr(model, "config", None)
             self.experts = _grouped(model)
             self._plain = self.reduce(model.to(dtype=dtype))
         self._recorded: dict[Any, StepCosts | ValueError] = {}
@@ -134,6 +136,20 @@ class Reduced:
         ranks = 2 if zero1 else 1
         held = sum(self._update(ranks, zero1).held.values(), HeldBytes())
         return ranks * held.optimizer / held.elements
+
+    def cache(self, tp: int) -> float | None:
+        """Bytes of a token's keys and values on a rank, of all layers; None where the configuration does not say. A
+        window is not looked at; there are at least whole heads on a rank."""
+        config = None if self._config is None else self._config.get_text_config()
+        heads = getattr(config, "num_attention_heads", None)
+        if not heads:
+            return None
+        each = -(-(getattr(config, "num_key_value_heads", None) or heads) // tp)
+        key = getattr(config, "head_dim", None) or config.hidden_size // heads
+        if latent := getattr(config, "qk_nope_head_dim", None):
+            key = (latent + config.qk_rope_head_dim + config.v_head_dim) / 2
+        itemsize = (self.dtype or torch.get_default_dtype()).itemsize
+        return 2.0 * len(self.order) * each * key * itemsize
 
     def least(self, shares: int, data: int, zero1: bool) -> float:
         """Bytes of parameters, gradients and optimizer that a rank has at least, of ``shares`` that divide them."""

@@ -46,6 +46,8 @@ class MeshPlan:
     rows: tuple[Prediction, ...]
     refused: Mapping[str, int]
     curve: Mapping[int, float]
+    cache: float | None = None
+    """Bytes of a token's keys and values on a device, when the best plan's tp serves the model."""
 
     @property
     def best(self) -> Prediction:
@@ -66,6 +68,7 @@ class MeshPlan:
             "seq_len": limits.seq_len,
             "dtype": str(limits.dtype).removeprefix("torch."),
             "plans": [row.to_json() for row in self.rows],
+            "cache_bytes_per_token": self.cache,
             "refused": dict(self.refused),
             "scaling": dict(self.curve),
         }
@@ -109,7 +112,8 @@ def plan(
     model = Reduced(target, seq_len, dtype)
     rows, refused = _search(model, found, limits)
     curve = _curve(model, found, limits) if scaling and rows else {}
-    return MeshPlan(found, limits, model.name, tuple(rows), refused, curve)
+    cache = model.cache(rows[0].choice.ways.tp) if rows else None
+    return MeshPlan(found, limits, model.name, tuple(rows), refused, curve, cache)
 
 
 def _search(model: Reduced, machine: Machine, limits: Limits) -> tuple[list[Prediction], dict[str, int]]:

@@ -9,7 +9,8 @@ from pathlib import Path
 import forked
 import pytest
 
-from tpcore.diagnose.plan.machine import Machine, find
+from tpcore.diagnose.plan.machine import Machine
+from tpcore.diagnose.plan.published import find
 
 ROOT = Path(__file__).parent.parent
 pytestmark = [pytest.mark.slow, pytest.mark.processes]

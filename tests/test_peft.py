@@ -499,7 +499,7 @@ QUICK = [
     ("mixtral", "pp 2"),
     ("llama", "cp 2 x tp 2"),
     ("mixtral", "ep 2 x tp 2"),
-    ("mixtral", "ep 2 x cp 2"),
+    ("mixtral", "ep 2 x cp 2 x tp 2"),
 ]
 SLOW = [pair for pair in product(MODELS, MESHES) if pair not in QUICK and _kept(*pair)]
 

@@ -751,6 +751,7 @@ def test_there_are_enough() -> None:
     assert caught >= {n for n in vars(Contract) if n.startswith("test_")} - {
         "test_there_are_ranks",
         "test_lost_ranks",  # test_kit_lost.py
+        "test_float32",  # a setting of the process, no transport: test_kit_threads.py
         "test_mixed",
         "test_layers",
         "test_training",

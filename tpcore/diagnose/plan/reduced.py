@@ -140,12 +140,12 @@ class Reduced:
     def cache(self, tp: int) -> float | None:
         """Bytes of a token's keys and values on a rank, of all layers; None where the configuration does not say. A
         window is not looked at; there are at least whole heads on a rank."""
-        config = None if self._config is None else self._config.get_text_config()
+        config: Any = None if self._config is None else self._config.get_text_config()
         heads = getattr(config, "num_attention_heads", None)
         if not heads:
             return None
-        each = -(-(getattr(config, "num_key_value_heads", None) or heads) // tp)
-        key = getattr(config, "head_dim", None) or config.hidden_size // heads
+        each: int = -(-(getattr(config, "num_key_value_heads", None) or heads) // tp)
+        key: float = getattr(config, "head_dim", None) or config.hidden_size // heads
         if latent := getattr(config, "qk_nope_head_dim", None):
             key = (latent + config.qk_rope_head_dim + config.v_head_dim) / 2
         itemsize = (self.dtype or torch.get_default_dtype()).itemsize

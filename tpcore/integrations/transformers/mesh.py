@@ -10,7 +10,7 @@ from torch import nn
 
 from ... import settings
 from ...diagnose.plan.choice import Choice
-from ...diagnose.plan.search import plan
+from ...diagnose.plan.search import MeshPlan, plan
 from ...log import inform
 from ...models import parallelize
 from ...models.guards import is_guarded
@@ -49,9 +49,9 @@ def choose_mesh(model: Any, args: Any, options: Mapping[str, Any]) -> Choice:
     with tempfile.TemporaryDirectory() as folder:
         config = type(model.config)(**{**model.config.to_dict(), "architectures": [type(model).__name__]})
         config.save_pretrained(folder)
-        found = plan(folder, devices=world, **{**wanted, **options})
+        found: MeshPlan = plan(folder, devices=world, **{**wanted, **options})
     # the first rank's: a machine's file may differ between hosts
-    place = gather(found.rows.index(found.best), ctx.world)[0]
+    place: int = gather(found.rows.index(found.best), ctx.world)[0]
     row = found.rows[place]
     _divide(model, args, row.choice)
     if ctx.rank == 0:
@@ -62,8 +62,7 @@ def choose_mesh(model: Any, args: Any, options: Mapping[str, Any]) -> Choice:
 def _divide(model: nn.Module, args: Any, choice: Choice) -> None:
     ways, staged = choice.ways, choice.pp > 1
     remesh(tp=ways.tp, pp=choice.pp, ep=ways.ep, cp=ways.cp)
-    more = {"num_microbatches": choice.microbatches} if staged else {}
-    parallelize(model, **ways.options(), **more)
+    parallelize(model, num_microbatches=choice.microbatches if staged else None, **ways.options())
     args.per_device_train_batch_size = choice.microbatch * (choice.microbatches if staged else 1)
     args.gradient_accumulation_steps = 1 if staged else choice.microbatches
     args.gradient_checkpointing = choice.recompute and not staged

@@ -148,12 +148,14 @@ class Zero1(torch.optim.Optimizer):
         if self._stepped is not None:
             return
         self.base()
-        self._stepped = self._reduction.run(self._reduced_chunks(), overlap_of(self).take())
-        if not self._in_use:
-            check_not_replaced(self.param_groups, {chunk.parameter for chunk in self._stepped})
-        self._in_use = True
+        self._stepped = self._reduction.run(self._reduced_chunks(), overlap_of(self).take(), self._check_in_use)
         for p in self._parameters:
             self._gradients.drop(p)  # also of parameters without entries
+
+    def _check_in_use(self, stepped: list[ParameterChunk]) -> None:
+        if not self._in_use:
+            check_not_replaced(self.param_groups, {chunk.parameter for chunk in stepped})
+        self._in_use = True
 
     def buckets(self) -> list[Bucket]:
         """The buckets of gradients that ``overlap_grad_reduce`` starts."""

@@ -53,9 +53,15 @@ class Reduction:
             for some in sorted(made, key=lambda some: place[some[-1].chunk])
         ]
 
-    def run(self, chunks: Sequence[ParameterChunk], under_way: Sequence[Bucket]) -> list[ParameterChunk]:
+    def run(
+        self,
+        chunks: Sequence[ParameterChunk],
+        under_way: Sequence[Bucket],
+        check: Callable[[list[ParameterChunk]], None],
+    ) -> list[ParameterChunk]:
         """Give ``chunks`` their gradients, and free those of the parameters. ``under_way``: buckets that are started.
-        Returns the chunks that have a gradient on any dp rank, filled with their values."""
+        Returns the chunks that have a gradient on any dp rank, filled with their values. ``check``: of these chunks,
+        before anything changes."""
         device = chunks[0].parameter.device if chunks else CPU
         has = [
             *(self._gradients.of(chunk.parameter) is not None for chunk in chunks),
@@ -63,6 +69,7 @@ class Reduction:
         ]
         anywhere = present_anywhere(has, self._dp, device)
         stepped = [chunk for chunk, somewhere in zip(chunks, anywhere, strict=False) if somewhere]
+        check(stepped)
         self._stepped = set(stepped)
         for chunk in stepped:
             chunk.fill()

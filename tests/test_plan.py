@@ -248,11 +248,16 @@ def test_the_cache_of_served_tokens(tmp_path: Path) -> None:
     assert plan(folder(tmp_path), devices=1, batch=1, seq_len=SEQ).cache == 4 * 2 * 4 * 8 * 2
 
 
-def test_experts_have_their_axis_and_their_share(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_experts_have_their_axis(tmp_path: Path) -> None:
     where = folder(tmp_path, "mixtral", num_local_experts=4, num_experts_per_tok=2)
     found = plan(where, devices=4, batch=8, seq_len=SEQ)
     assert any(row.choice.ways.ep == 4 for row in found.rows)
     assert any(row.choice.ways.expert_parallel for row in found.rows)
+
+
+def test_a_rank_computes_its_share_of_the_choices(tmp_path: Path) -> None:
+    where = folder(tmp_path, "mixtral", num_local_experts=4, num_experts_per_tok=2)
     reduced = Reduced(where, SEQ, torch.float32)
     alone, shared = (
         sum(

@@ -116,7 +116,8 @@ INTERFACE = {
     tpcore.backend.Backend: [
         "adopt", "capabilities", "comm", "comm_of", "compile_ahead", "compile_with", "connect", "device",
         "get_rng_state", "gone", "grouped_matmul", "interface", "job", "load_program", "manual_seed", "mark_step",
-        "memory_of", "most_ranks", "remark", "set_rng_state", "start", "stop", "trace", "transport_class", "unavailable",
+        "memory_of", "most_ranks", "remark", "set_rng_state", "start", "stop", "trace", "transport_class",
+        "unavailable",
     ],
     tpcore.comm.Comm: [
         "all_gather", "all_reduce", "all_to_all", "broadcast", "called", "chunk", "permute", "process_group",

@@ -35,6 +35,7 @@ _SLOWEST = 0.5  # seconds of a matmul after which no larger one is measured
 _REDUCED = tuple(2**k for k in range(10, 25, 2))  # bytes: 1 KiB to 16 MiB
 _COPIED = 2**26  # bytes, beyond the caches
 _OPERATORS = 300
+_TURNS = 5
 _FASTEST = 1e-15  # seconds a byte, where larger tensors took no longer
 _WARM = 520  # calls: a group compares its first 512 with other ranks
 
@@ -259,30 +260,27 @@ def _overhead(world: Comm, device: torch.device) -> float:
 
 
 def _time(run: Callable[[], Any], seconds: float, comm: Comm) -> float:
-    """The mean time of a run, the slowest rank's; all ranks make the same number of runs, in ``seconds``. Not the
-    median: where ranks share a core, a short run is alone on it, and waits between two."""
+    """The time of a run, the slowest rank's: of turns the median, in a turn the mean, since where ranks share a core a
+    short run is alone on it and waits between two. All ranks make as many runs, in ``seconds``."""
     one = torch.ones(1, device=comm.position.device)
     comm.all_reduce(one)  # all begin together
-    times = int(seconds / max(_agreed(_time_of(run, 3), comm), 1e-7))
+    times = int(seconds / max(_agreed(_time_of(run, 2), comm), 1e-7))
+    each = min(max(times // _TURNS, 1), 2000 // _TURNS)
     comm.all_reduce(one)
-    return _agreed(_time_of(run, min(max(times, 3), 2000)), comm)
+    return statistics.median(_agreed(_time_of(run, each), comm) for _ in range(_TURNS))
 
 
 def _time_of(run: Callable[[], Any], times: int) -> float:
     start = time.perf_counter()
     for _ in range(times):
         y = run()
-    _wait(y[0] if isinstance(y, tuple) else y)
+    (y[0] if isinstance(y, tuple) else y).flatten()[:1].cpu()  # an accelerator computes behind its host
     return (time.perf_counter() - start) / times
 
 
 def _agreed(seconds: float, comm: Comm) -> float:
     """The longest of all ranks."""
     return float(comm.all_reduce(torch.tensor([seconds], device=comm.position.device), "max"))
-
-
-def _wait(y: Tensor) -> None:
-    y.flatten()[:1].cpu()  # an accelerator computes behind its host
 
 
 def _full(nbytes: int, device: torch.device) -> Tensor:

@@ -57,7 +57,7 @@ def _stacked(axes: Any, rows: Sequence[Mapping[str, Any]], field: str, title: st
     axes.invert_yaxis()
     axes.margins(x=0.02)
     axes.set_title(title, fontsize=10)
-    axes.legend(frameon=False, fontsize=8, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.12))
+    axes.legend(frameon=False, fontsize=8, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.1))
 
 
 def _scaling(axes: Any, curves: Mapping[str, Mapping[int, float]]) -> None:

@@ -40,15 +40,16 @@ def _bloom(config: Any) -> Rules:
 
 
 def _better(config: Any) -> Rules:
-    """Families with a plan in transformers for which these rules are better: they shard each half of a gated
-    MLP, and each of q|k|v by its heads, which the model's own plan gathers.
+    """Families with a plan in transformers for which these rules are better: they shard each half of a gated MLP, and
+    each of q|k|v by its heads, which the model's own plan gathers, and DeepSeek-V3's attention, which it leaves whole.
 
-    For apertus the gradients of the activation's parameters are summed, because each rank has other features.
-    The families of OLMo 2 stay as transformers shards them, with q, k and v gathered: their norms of queries
-    and of keys take the mean over the features of all heads, which no rank has alone.
+    Apertus' activation has parameters, whose gradients are summed. OLMo 2's q, k and v stay gathered, for their norms.
     """
     if config.model_type == "apertus":
         return {"layers.*.mlp.act_fn": "replicated_with_grad_allreduce"}
+    if config.model_type in ("axk1", "deepseek_v3", "youtu"):
+        latent = {"layers.*.self_attn.kv_a_proj_with_mqa": "mla_kv_a_proj", "layers.*.self_attn.o_proj": "rowwise"}
+        return {"layers.*.self_attn.{q,q_b,kv_b}_proj": "colwise", **latent}
     gated = {"layers.*.mlp.gate_up_proj": "packed_colwise", "layers.*.mlp.down_proj": "rowwise"}
     fused = {"layers.*.self_attn.qkv_proj": "qkv_colwise", "layers.*.self_attn.o_proj": "rowwise"}
     return {**gated, **(fused if config.model_type == "phi3" else {})}
@@ -145,7 +146,7 @@ FAMILIES = (
             "encoder.layer.*.output.adapter_modules": "replicate",
         },
     ),
-    Family("apertus glm glm4 glm4v_text glm_image_text glm_ocr_text phi3", _better),
+    Family("apertus axk1 deepseek_v3 glm glm4 glm4v_text glm_image_text glm_ocr_text phi3 youtu", _better),
     Family("bloom falcon gpt_neox_japanese persimmon", _bloom),
     Family("deberta-v2", _deberta),
     Family(

@@ -78,6 +78,7 @@ class Reduced:
         self.experts = 0
         """How many experts a layer has; 0 if none."""
         self.takes_sequence = True
+        """Whether sequence parallelism is tried with tp."""
         if isinstance(target, str) and ":" not in target:
             with torch.device("meta"):
                 model, _ = build(target, 1, seq_len)

@@ -110,6 +110,7 @@ def plan(
         if getattr(limits, name) < 1:
             raise ValueError(f"{name} must be 1 or more, not {getattr(limits, name)}")
     model = Reduced(target, seq_len, dtype)
+    model.takes_sequence = _takes_sequence(model)
     rows, refused = _search(model, found, limits)
     curve = _curve(model, found, limits) if scaling and rows else {}
     cache = model.cache(rows[0].choice.ways.tp) if rows else None
@@ -121,9 +122,12 @@ def _search(model: Reduced, machine: Machine, limits: Limits) -> tuple[list[Pred
     refused: dict[str, int] = {}
     usable = (1 - _RESERVED) * limits.memory
     nearest = math.inf
+    too_large: set[tuple[Ways, int, bool]] = set()
     for choice in _choices(model, machine, limits, refused):
-        if model.least(choice.ways.tp * choice.ways.ep * choice.pp, choice.data, choice.zero1) > usable:
-            _count(refused, _TOO_LARGE)  # its parameters alone are; nothing is recorded
+        larger = choice.ways, choice.pp, choice.recompute  # than one of smaller microbatches, which comes first
+        least = model.least(choice.ways.tp * choice.ways.ep * choice.pp, choice.data, choice.zero1)
+        if larger in too_large or least > usable:
+            _count(refused, _TOO_LARGE)  # nothing is recorded
             continue
         try:
             row = predict(model, choice, machine)
@@ -132,14 +136,24 @@ def _search(model: Reduced, machine: Machine, limits: Limits) -> tuple[list[Pred
             continue
         nearest = min(nearest, row.nbytes)
         if row.nbytes > usable:
+            too_large.add(larger)
             _count(refused, _TOO_LARGE)
         else:
             rows.append(row)
     if _TOO_LARGE in refused:
         count = refused.pop(_TOO_LARGE)
-        least = "" if nearest == math.inf else f"; the least of the others is {size(nearest)}"
-        refused[f"{_TOO_LARGE}: {size(usable)}{least}"] = count
+        others = "" if nearest == math.inf else f"; the least of the others is {size(nearest)}"
+        refused[f"{_TOO_LARGE}: {size(usable)}{others}"] = count
     return sorted(rows, key=lambda row: row.step), refused
+
+
+def _takes_sequence(model: Reduced) -> bool:
+    """Whether ``parallelize`` takes sequence_parallel for it; a model that refuses more says why in the search."""
+    try:
+        model.costs(Ways(tp=2, sequence_parallel=True), 1)
+    except ValueError as e:
+        return "sequence_parallel" not in str(e)
+    return True
 
 
 _TOO_LARGE = "more memory than a device has for it"
@@ -171,7 +185,7 @@ def _choices(model: Reduced, machine: Machine, limits: Limits, refused: dict[str
                         yield from _loops(ways, pp, dp, limits, half)
 
 
-_TOKENS = 2048  # of an example that a rank has at least
+_TOKENS = 4096  # of an example that a rank has at least
 
 
 def _loops(ways: Ways, pp: int, dp: int, limits: Limits, half: bool) -> Iterator[Choice]:

@@ -93,7 +93,7 @@ def plan(
 
     ``target``: as for ``explain``: a directory with a Hugging Face ``config.json``, that file, a model class of
     transformers, or a function that returns a model. ``machine``: the name of a published one (``tpcore plan
-    --machines`` lists them), the file that ``tpcore plan --calibrate`` wrote, or a ``Machine``. ``per_host`` and
+    --help`` lists them), the file that ``tpcore plan --calibrate`` wrote, or a ``Machine``. ``per_host`` and
     ``memory``, bytes of a device: other than the machine's. ``batch``: examples of ``seq_len`` tokens in a step, of all
     devices together. ``dtype``: of parameters and activations; below float32 Zero1 has master weights in float32.
     ``capacity_factor``: of experts. ``scaling``: predict 8 to 4,096 devices too, with as many examples for each.
@@ -102,13 +102,13 @@ def plan(
     once, on tensors without values. Raises ValueError for sizes that cannot be, and where no step can be recorded.
     """
     found = find(machine) if isinstance(machine, str) else machine
-    per_host = per_host or found.per_host
-    devices = devices or hosts * per_host
-    found = replace(found, per_host=per_host, hosts=-(-devices // per_host))
-    limits = Limits(devices, memory or found.memory, batch, seq_len, dtype, capacity_factor)
+    per_host = found.per_host if per_host is None else per_host
+    devices = hosts * per_host if devices is None else devices
+    limits = Limits(devices, found.memory if memory is None else memory, batch, seq_len, dtype, capacity_factor)
     for name in ("devices", "memory", "batch", "seq_len"):
         if getattr(limits, name) < 1:
             raise ValueError(f"{name} must be 1 or more, not {getattr(limits, name)}")
+    found = replace(found, per_host=per_host, hosts=-(-devices // per_host))
     model = Reduced(target, seq_len, dtype)
     model.takes_sequence = _takes_sequence(model)
     rows, refused = _search(model, found, limits)

@@ -14,7 +14,7 @@ from ...diagnose.plan.search import MeshPlan, plan
 from ...log import inform
 from ...models import parallelize
 from ...models.guards import is_guarded
-from ...runtime.consensus import gather
+from ...runtime.consensus import agree, gather
 from ...runtime.context import current
 from ...runtime.init import remesh
 from .files import is_cut
@@ -50,9 +50,13 @@ def choose_mesh(model: Any, args: Any, options: Mapping[str, Any]) -> Choice:
         config = type(model.config)(**{**model.config.to_dict(), "architectures": [type(model).__name__]})
         config.save_pretrained(folder)
         found: MeshPlan = plan(folder, devices=world, **{**wanted, **options})
-    # the first rank's: a machine's file may differ between hosts
-    place: int = gather(found.rows.index(found.best), ctx.world)[0]
-    row = found.rows[place]
+    agree(
+        gather(str(found.rows[0].choice) if found.rows else "no mesh", ctx.world),
+        lambda rank, first, other: ValueError(
+            f"rank 0 would take {first} and rank {rank} {other}: give all hosts one machine's file"
+        ),
+    )
+    row = found.best
     _divide(model, args, row.choice)
     if ctx.rank == 0:
         inform(f"mesh {row.choice}: {row.step:.3g} s a step and {row.nbytes / 1e9:.3g} GB a device predicted")

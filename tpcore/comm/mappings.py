@@ -51,8 +51,8 @@ class _Transformed(_Linear):
 
 
 def transformed() -> bool:
-    """Whether forward-mode differentiation or a transform of torch.func is on: both know these mappings, and
-    neither knows a function with collectives of its own."""
+    """Whether forward mode or a transform of torch.func is on, which know these mappings and no function beside
+    them."""
     return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
 
 
@@ -62,9 +62,8 @@ def _applied(x: Tensor, forward: Map, transpose: Map) -> Tensor:
 
 
 def _linear(x: Tensor, comm: Comm, forward: Map, transpose: Map) -> Tensor:
-    if comm.size == 1:
-        return x  # not through autograd, which forbids in-place ops on a Function's unchanged output
-    return _applied(plain(x), forward, transpose)
+    # a group of one not through autograd, which forbids in-place ops on a Function's unchanged output
+    return x if comm.size == 1 else _applied(plain(x), forward, transpose)
 
 
 def _same(x: Tensor) -> Tensor:

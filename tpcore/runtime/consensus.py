@@ -108,11 +108,6 @@ def _rebuilt(kind: str, message: str) -> Exception:
     """Another rank's error, of the same type if that type takes just a message, else a RuntimeError."""
     module, _, name = kind.rpartition(".")
     found = getattr(errors if module == errors.__name__ else builtins, name, None)
-    if (
-        isinstance(found, type)
-        and issubclass(found, Exception)
-        and not issubclass(found, OSError | UnicodeError)
-        and found.__name__ != "ExceptionGroup"
-    ):
-        return found(message)
-    return RuntimeError(f"{name}: {message}")
+    if not isinstance(found, type) or not issubclass(found, Exception) or name == "ExceptionGroup":
+        return RuntimeError(f"{name}: {message}")
+    return RuntimeError(f"{name}: {message}") if issubclass(found, OSError | UnicodeError) else found(message)

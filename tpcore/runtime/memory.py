@@ -19,11 +19,10 @@ _LARGEST = (1 << 30, 32 << 20)  # bytes; older versions of glibc refuse more tha
 
 
 def keep_freed_memory() -> bool:
-    """Let glibc keep freed memory for the next tensors; does nothing with another C library.
+    """Let glibc keep freed memory for the next tensors; with another C library nothing. Returns whether it does.
 
-    glibc gives large blocks back to the kernel at once, so each step maps its large activations and
-    gradients anew: a fresh gradient of 62 MB costs 15,000 page faults. After this call the process keeps
-    its peak memory. Returns whether the C library accepted the setting.
+    glibc gives large blocks back to the kernel at once, so each step would map its large activations and gradients
+    anew, with 15,000 page faults for 62 MB. After this call the process keeps its peak memory.
     """
     if not sys.platform.startswith("linux"):
         return False

@@ -1,9 +1,6 @@
-"""The collectives of one group whose ranks are all on one host, through shared memory.
-
-Sums are taken in rank order on every rank, for half precision in float32 and rounded once: the same bits on
-all ranks, however a tensor is cut into pieces. A rank must not use it from several threads at once: a group's
-collectives have one order.
-"""
+"""The collectives of one group whose ranks are all on one host, through shared memory. Sums are taken in rank order
+on every rank, for half precision in float32 and rounded once: the same bits on all ranks, however a tensor is cut
+into pieces. A rank must not use it from several threads at once: a group's collectives have one order."""
 
 from __future__ import annotations
 
@@ -85,8 +82,7 @@ class SharedTransport(Transport):
         return folded(parts, _FOLD[op], x if donate and x.is_contiguous() else None)
 
     def start_all_reduce(self, x: Tensor, op: Op, donate: bool) -> Pending:
-        """A tensor that fits a buffer is visible to the others at once. The sum is computed at the wait, or
-        before the next collective."""
+        """What fits a buffer is visible at once. The sum is computed at the wait, or before the next collective."""
         plan, call = self._begin(ALL_REDUCE, x, op)
         if plan.views is None:
             out = self._summed_by_pieces(x.detach(), op, donate, call)

@@ -11,7 +11,6 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 import torch_xla.distributed.xla_backend  # noqa: F401  registers "xla"
 
-
 _MAPS = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag", "pg_coalesce_state")
 
 

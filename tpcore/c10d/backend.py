@@ -41,11 +41,9 @@ def job_of_environment(timeout: float) -> tuple[dist.Store, int, int] | None:
 
 
 class C10dBackend(Backend):
-    """One rank of a job. Errors name lost ranks and mismatched calls, whatever the transport.
-
-    The job is, in this order: torch.distributed's default group if the program has made one; ``store`` with
-    ``rank`` and ``world``; the job of torchrun's environment variables; a world of one.
-    """
+    """One rank of a job. Errors name lost ranks and mismatched calls, whatever the transport. The job is, in this
+    order: torch.distributed's default group if the program has made one; ``store`` with ``rank`` and ``world``; the
+    job of torchrun's environment variables; a world of one."""
 
     interface = 2
     capabilities = Capabilities(

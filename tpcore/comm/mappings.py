@@ -1,8 +1,6 @@
-"""Differentiable mappings, written once for every backend. Each is a linear map and its transpose.
-
-The names are those of Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053; sequence parallelism: Korthikanti et al.
-2022, arXiv:2205.05198). ``dtype`` is the least precision of a sum; the result has the dtype of the input.
-"""
+"""Differentiable mappings, written once for every backend. Each is a linear map and its transpose. The names are
+those of Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053; sequence parallelism: Korthikanti et al. 2022,
+arXiv:2205.05198). ``dtype`` is the least precision of a sum; the result has the dtype of the input."""
 
 from __future__ import annotations
 

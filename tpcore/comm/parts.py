@@ -94,11 +94,9 @@ class Mark:
 
 
 class PartOf(Tensor):
-    """This rank's part of an activation, in a run with checks: every operation on it is inspected.
-
-    The result of an operation is a part too, if the cut dim can be found in the result: exactly for views and
-    operations that keep the shape, for others if one dim alone has its size.
-    """
+    """This rank's part of an activation, in a run with checks: every operation on it is inspected. The result of an
+    operation is a part too, if the cut dim can be found in the result: exactly for views and operations that keep
+    the shape, for others if one dim alone has its size."""
 
     mark: Mark
 

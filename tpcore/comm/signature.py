@@ -70,12 +70,10 @@ def place_of(op: str, place: Caller) -> int:
 
 
 class Places:
-    """Finds swapped calls: calls that are equal on all ranks, but are made from different places.
-
-    Different places alone are no error: two branches of ``if ctx.rank == 0`` may make one call. Calls are swapped if a
-    rank calls from a place that another has used before, while that one calls from elsewhere; or if two ranks are in
-    different layers, unless one has made more layers than another.
-    """
+    """Finds swapped calls: calls that are equal on all ranks, but are made from different places. Different places
+    alone are no error: two branches of ``if ctx.rank == 0`` may make one call. Calls are swapped if a rank calls
+    from a place that another has used before, while that one calls from elsewhere; or if two ranks are in different
+    layers, unless one has made more layers than another."""
 
     def __init__(self) -> None:
         self._common: set[int] = set()
@@ -105,12 +103,10 @@ class Places:
 
 
 def checked_calls() -> int:
-    """How many collectives of each group to check before they run, from ``TPCORE_CHECK``.
-
-    ``always``: ALL, and the same call from two places of the program counts as a difference too. ``off``:
-    none. ``warmup``, the default: the first 512; later calls are compared without a wait. It is a count and
-    not a time, so that all ranks of a group stop at the same call.
-    """
+    """How many collectives of each group to check before they run, from ``TPCORE_CHECK``. ``always``: ALL, and the
+    same call from two places of the program counts as a difference too. ``off``: none. ``warmup``, the default: the
+    first 512; later calls are compared without a wait. It is a count and not a time, so that all ranks of a group
+    stop at the same call."""
     return {"always": ALL, "warmup": _WARMUP, "off": 0}[settings.CHECK.get()]
 
 

@@ -64,11 +64,9 @@ class Around(TransportWrapper):
 
 
 class Checked(Around):
-    """Compares the calls of a group's ranks over the group itself. If they differ, all ranks raise an error.
-
-    The first calls are compared before they run, which prevents hangs and wrong numbers; ``TPCORE_CHECK`` sets how
-    many. Later calls are compared in runs of ``RUN``: one exchange for each call would cost as much as a small call.
-    """
+    """Compares the calls of a group's ranks over the group itself. If they differ, all ranks raise an error. The
+    first calls are compared before they run, which prevents hangs and wrong numbers; ``TPCORE_CHECK`` sets how many.
+    Later calls are compared in runs of ``RUN``: one exchange for each call would cost as much as a small call."""
 
     RUN: ClassVar[int] = 32
 

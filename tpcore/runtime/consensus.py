@@ -78,11 +78,9 @@ class HasWorld(Protocol):
 
 
 class together(AbstractContextManager[None]):
-    """A block of local work that may fail on some ranks. Then all ranks raise an error of the same type.
-
-    A failed rank raises its own error. The others raise an error that names the first failed rank. The block
-    may make no collective; its end is one, over the world.
-    """
+    """A block of local work that may fail on some ranks. Then all ranks raise an error of the same type. A failed
+    rank raises its own error. The others raise an error that names the first failed rank. The block may make no
+    collective; its end is one, over the world."""
 
     # a class and not a generator: contextlib leaves a generator at different lines with and without an
     # error, so ranks would appear to make their collectives from different places

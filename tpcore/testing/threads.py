@@ -1,8 +1,6 @@
-"""Ranks as threads of one process, one running at a time. Also the smallest complete backend.
-
-The world's condition is a baton: a rank has it while it runs Python and passes it on only inside a collective, with
-torch's random state. So a run is deterministic, and a deadlock is found at once.
-"""
+"""Ranks as threads of one process, one running at a time. Also the smallest complete backend. The world's condition
+is a baton: a rank has it while it runs Python and passes it on only inside a collective, with torch's random state.
+So a run is deterministic, and a deadlock is found at once."""
 
 from __future__ import annotations
 

@@ -49,8 +49,7 @@ class _Transformed(_Linear):
 
 
 def transformed() -> bool:
-    """Whether forward mode or a transform of torch.func is on, which know these mappings and no function beside
-    them."""
+    """Whether forward mode or a transform of torch.func is on, which know only these mappings."""
     return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
 
 

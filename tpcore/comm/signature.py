@@ -147,8 +147,7 @@ class Call:
 
 
 def disagreement(calls: Sequence[Call], ranks: Sequence[int], place: bool = False, ended: str = "") -> str:
-    """A message that names the first rank whose call differs; if none does, that some have ``ended``, or that ranks
-    make fingerprints in different ways."""
+    """A message that names the first rank whose call differs; if none: that some ``ended``, or hash in other ways."""
     for rank, call in zip(ranks[1:], calls[1:], strict=True):
         if call.key(place) != calls[0].key(place):
             return (

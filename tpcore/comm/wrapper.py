@@ -112,8 +112,7 @@ Find = Callable[[str], Any]
 
 
 def define(find: Find) -> torch.library.Library:
-    """Define the operators ``tpcore::all_reduce`` and so on, which exist as long as the result does. Their last
-    argument is a name, for which ``find`` returns the Comm."""
+    """Define the operators ``tpcore::all_reduce``..., as long as the result lives; ``find``: the Comm of a name."""
     library = torch.library.Library(NAMESPACE, "DEF")
     for primitive in TABLE:
         library.define(primitive.name + _schema(primitive))

@@ -30,8 +30,7 @@ _CAUSES = {
 
 
 class TensorDigest(NamedTuple):
-    """One rank's values of one box of a tensor: equal ``kind``, ``name``, ``box`` and ``of`` should have equal
-    digests."""
+    """One rank's values of a box of a tensor: with ``kind``, ``name``, ``box`` and ``of`` the digests are equal."""
 
     kind: str
     name: str

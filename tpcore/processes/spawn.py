@@ -93,8 +93,7 @@ def rank_environment(rank: int, size: int, job: Mapping[str, str]) -> dict[str, 
 
 
 def serving_environment(rank: int, size: int, job: Mapping[str, str]) -> dict[str, str]:
-    """``rank_environment``; where that says nothing else, the host's cores are divided among the ranks, and large
-    tensors are in huge pages."""
+    """``rank_environment``; by default the host's cores are divided among the ranks, and tensors are in huge pages."""
     threads = max(1, len(os.sched_getaffinity(0)) // size)
     return {THREADS.name: str(threads), HUGE_PAGES.name: "1"} | rank_environment(rank, size, job)
 

@@ -130,8 +130,7 @@ class Exchange:
                 raise self._mismatch(entry, True)
 
     def room(self, need: int, call: Announced, whole: bool = False) -> int:
-        """Bytes of a buffer to use, the same on all ranks: ``need`` if all can reserve them; a piece unless
-        ``whole``."""
+        """Bytes of a buffer to use, equal on all ranks: ``need`` if all can reserve it; a piece unless ``whole``."""
         segment = self.segment
         most = segment.whole if whole else segment.most
         if segment.room >= min(need, most):

@@ -26,8 +26,7 @@ Target = Callable[..., Any]
 
 
 def to_json(module: GraphModule) -> JSON:
-    """The nodes of a graph in order, and the graphs that it calls. BackendError for what this format does not
-    support."""
+    """The nodes of a graph in order, and the graphs that it calls. BackendError for what this form does not hold."""
     graphs = {}
     for name in dict.fromkeys(str(n.target) for n in module.graph.nodes if n.op == "get_attr"):
         inner = getattr(module, name)

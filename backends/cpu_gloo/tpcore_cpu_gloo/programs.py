@@ -155,8 +155,7 @@ def _assert(holds: Tensor, message: str) -> None:
 
 
 def _replacements(comm_of: Callable[[str], Comm], groups: Sequence[str]) -> dict[str, Target]:
-    """What a graph calls in place of operators: no dispatcher (10 us), and the argument's memory may be the
-    result's."""
+    """What a graph calls in place of operators: no dispatcher (10 us), and results may be the argument's memory."""
     comms = {name: comm_of(name) for name in groups}
 
     def call(primitive: Primitive) -> Callable[..., Tensor]:

@@ -248,8 +248,7 @@ class SharedTransport(Transport):
         return _Plan(name, word_of((name, tuple(x.shape), x.dtype)), views)
 
     def _pieces(self, call: Announced, shape: Sequence[int], x: Tensor, parts: int = 1) -> Iterator[Chunk]:
-        """Pieces of a matrix of ``shape`` of which ``parts`` fit a buffer. There is at least one, because a
-        meeting is needed to find calls that differ. Fill each piece, call its ``meet``, then read."""
+        """Pieces of a matrix of which ``parts`` fit a buffer, at least one: fill it, call its ``meet``, then read."""
         rows, columns = shape
         need = parts * rows * columns * x.element_size()
         most = self._exchange.room(need, call) // x.element_size() // parts

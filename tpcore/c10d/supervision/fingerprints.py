@@ -56,8 +56,7 @@ class FingerprintExchange:
         self._send(frame)
 
     def arrived(self, now: bool) -> bool:
-        """Read, and whether all fingerprints have come that this rank waits for. DistNetworkError if they cannot
-        come."""
+        """Read, and whether all fingerprints have come that this rank waits for. DistNetworkError if they cannot."""
         self.read()
         calls = len(self._sent) - (0 if now else self._lag)
         late = [peer for peer, got in self._got.items() if len(got) // _FRAME.size < calls]

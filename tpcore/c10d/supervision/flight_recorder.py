@@ -119,8 +119,7 @@ def absent(members: Sequence[int], rank: int, reports: Mapping[int, RankReport])
 def timeout_report(
     rank: int, members: Sequence[int], seconds: float, reports: Mapping[int, RankReport], state: Callable[[int], str]
 ) -> str:
-    """Whom ``rank`` waited for, whom those wait for, and every rank's last calls. ``state``: what else is known of
-    one."""
+    """Whom ``rank`` waited for, whom those wait for, and all last calls. ``state``: what else is known of a rank."""
     lines = [f"rank {rank} waited {seconds:g} s in a collective of group {list(members)}"]
     seen, queue = {rank}, [(rank, tuple(members))]
     while queue:

@@ -109,8 +109,7 @@ class Supervisor:
         return Links({heads[i]: s for i, s in made.items()}, hosts, silent)
 
     def meet(self, what: str, mine: str = "") -> list[str]:
-        """Wait for all ranks, so that an error of all does not cut off one that still connects; return each one's
-        text."""
+        """Wait for all ranks, so that an error of all cuts off none that still connects; return each one's text."""
         return self._rendezvous.meet(what, mine, self._lost)
 
     def agree_on_group(self, number: int, partition: tuple[Members, ...]) -> None:
@@ -125,8 +124,8 @@ class Supervisor:
 
     @contextmanager
     def connecting(self, members: Sequence[int], opened: Sockets = sockets) -> Iterator[None]:
-        """Connect to ``members`` inside the block. An error names the failed rank. The sockets that the block
-        adds to those of ``opened`` are cut once the job is lost."""
+        """Connect to ``members`` in the block: an error names the failed rank, and new sockets are cut in a lost
+        job."""
         before = opened()
         try:
             yield

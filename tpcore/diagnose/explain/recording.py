@@ -25,8 +25,7 @@ LIBRARY = (str(Path(__file__).parents[2]) + os.sep, str(Path(torch.__file__).par
 
 
 class Where(NamedTuple):
-    """A module by its name in the model (the model: by its class), and the line outside tpcore and torch that calls
-    it."""
+    """A module by its name in the model (the model: its class), and the line outside tpcore and torch that calls it."""
 
     module: str
     site: str

@@ -41,8 +41,7 @@ def large(ctx: ParallelContext, primitive: str, sizes: Sequence[int]) -> Wrong:
 
 
 def _forms(comm: Comm, primitive: str, n: int, dtypes: Sequence[torch.dtype]) -> Iterator[tuple[str, list[Tensor]]]:
-    """``n`` elements of float32; where it takes little time also of other sizes, as a matrix, and as a transposed
-    one."""
+    """``n`` elements of float32; where that is fast also of other item sizes, as a matrix, and as a transposed one."""
     yield f"{n} elements", [wide((n,), p, torch.float32, comm.size) for p in range(comm.size)]
     if not comm.eager or n >= LARGE[-1]:
         return
@@ -113,8 +112,8 @@ def _odd_sums(ctx: ParallelContext, primitive: str, made: Made, note: str) -> Wr
 
 
 def precise(ctx: ParallelContext, dtype: torch.dtype) -> Wrong:
-    """A sum rounds at most once for each addend, in its own dtype, and up as often as down. Maxima and sums
-    of integers are exact. The same call gives the same bits."""
+    """A sum rounds once for each addend, up as often as down; maxima and integers are exact; calls repeat bit for
+    bit."""
     comm, out = ctx.comm("tp"), Wrong()
     for n in (8, 1024, 5_000) if comm.eager else (1024,):
         n += -n % comm.size  # noqa: PLW2901  divisible by the number of ranks

@@ -42,8 +42,8 @@ _FORK = get_context("fork")
 
 
 class Losses(NamedTuple):
-    """The jobs to start, in each of which a rank is lost. ``patience``: seconds for their ranks to start.
-    ``slack``: seconds for the error, beyond the time-out."""
+    """The jobs to start. ``patience``: seconds for their ranks to start; ``slack``: for the error, beyond the
+    time-out."""
 
     kind: type[Backend]
     patience: float
@@ -67,8 +67,7 @@ def lost(ctx: ParallelContext, plan: Losses) -> Wrong:
 
 
 class _JobRank:
-    """A process of a job that loses rank ``lost`` in a call of ``method``, and what it ``said`` after each of two
-    calls."""
+    """A process of a job that loses rank ``lost`` in a call of ``method``, and what it ``said`` after two calls."""
 
     def __init__(self, plan: Losses, way: str, method: str, lost: int, number: int) -> None:
         self.way, self.method, self.lost, self.number = way, method, lost, number

@@ -168,8 +168,7 @@ class _Mallinfo2(ctypes.Structure):
 
 
 def _allocated() -> int | None:
-    """Bytes in use by glibc's allocator and Python's (64 for each small object); None where the C library does not
-    tell."""
+    """Bytes in use by glibc's and Python's allocators (64 a small object); None where the C library does not tell."""
     found = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if found is None:
         return None

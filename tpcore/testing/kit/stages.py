@@ -81,8 +81,7 @@ class Least(Around):
 
 
 def pipeline_step(ctx: ParallelContext) -> Wrong:
-    """Loss and gradients equal the plain module's, by each engine, with the backend's own permute and the default
-    one."""
+    """Loss and gradients equal the plain module's, by each engine, with the backend's permute and the default."""
     out, plain, pp = Wrong(), _plain(), ctx.comm("pp")
     batch = torch.randn(BATCH * ctx.batch.size, WIDTH, generator=torch.Generator().manual_seed(3))
     want = plain(batch)

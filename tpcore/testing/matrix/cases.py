@@ -42,7 +42,7 @@ class Case:
 
 @dataclass(frozen=True)
 class MatrixRow:
-    """The cases of one layer: the product of ``axes``, filtered by ``accepts`` to what it takes; ``check`` compares
+    """The cases of one layer: the product of ``axes``, of which it takes what it ``accepts``; ``check`` compares
     one."""
 
     name: str

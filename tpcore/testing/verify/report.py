@@ -154,8 +154,7 @@ EDGES = tuple(name for name in vars(Contract) if name.startswith("test_") and na
 
 
 def edge_rows(ctx: ParallelContext, tests: Sequence[str] = EDGES) -> Iterator[Row]:
-    """The collectives at the edges, a row a test. None on a lazy backend, which would compile a program for each
-    call."""
+    """The collectives at the edges, a row a test. None on a lazy backend: each call would compile a program."""
     comm = ctx.comm("tp")
     if comm.size == 1 or not comm.eager:
         return

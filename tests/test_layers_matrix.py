@@ -9,7 +9,7 @@ from tiers import tiers
 from tpcore.layout.mesh import Mesh
 from tpcore.testing import matrix, run_ranks
 
-FULL = [(*point, 1) for point in matrix.points()]
+FULL = [(layer, tp, dtype, 1) for layer in matrix.AXES for tp in (1, 2, 4) for dtype in matrix.DTYPES]
 
 
 def sampled(cases: list[matrix.Case], every: int) -> list[matrix.Case]:

@@ -59,11 +59,7 @@ def test_layers_and_primitives():
 
 @pytest.mark.parametrize(
     ("version", "has_xla", "backend"),
-    [
-        ("2.13.1", False, "NativeBackend"),
-        ("2.9.0", False, "NeuronBackend"),
-        ("2.13.1", True, "NeuronBackend"),
-    ],
+    [("2.13.1", False, "NativeBackend"), ("2.9.0", False, "NeuronBackend"), ("2.13.1", True, "NeuronBackend")],
 )
 def test_the_installed_packages_choose_the_backend(monkeypatch, caplog, version, has_xla, backend):
     monkeypatch.setattr(platform, "installed", lambda name: version)

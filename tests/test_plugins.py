@@ -170,8 +170,7 @@ def test_two_distributions_with_one_name(install: Install) -> None:
     install("mine", GOOD)
     install("mine", GOOD, distribution="another-mine")
     with pytest.raises(
-        BackendError,
-        match=r"provided by several distributions: \['another-mine 1.2', 'tpcore-mine 1.2'\]; uninstall",
+        BackendError, match=r"provided by several distributions: \['another-mine 1.2', 'tpcore-mine 1.2'\]; uninstall"
     ):
         backend_class("mine")
 

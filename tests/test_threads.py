@@ -104,9 +104,7 @@ MISMATCHES: dict[str, Callable[[Comm], object]] = {
 
 
 @pytest.mark.parametrize("second", MISMATCHES.values(), ids=MISMATCHES)
-def test_mismatch_is_an_error_on_both_ranks_and_names_both_call_sites(
-    second: Callable[[Comm], object],
-) -> None:
+def test_mismatch_is_an_error_on_both_ranks_and_names_both_call_sites(second: Callable[[Comm], object]) -> None:
     said: dict[int, str] = {}
 
     def rank(ctx: ParallelContext) -> None:

@@ -17,12 +17,7 @@ def _donated(ctx: ParallelContext) -> None:
     assert comm.all_reduce(x, donate=True).data_ptr() == x.data_ptr()
     assert comm.all_reduce(x).data_ptr() != x.data_ptr()
     kept = torch.ones(8, requires_grad=True)
-    for y in (
-        comm.all_reduce(kept),
-        comm.all_gather(kept, 0),
-        comm.reduce_scatter(kept, 0),
-        comm.broadcast(kept, 0),
-    ):
+    for y in (comm.all_reduce(kept), comm.all_gather(kept, 0), comm.reduce_scatter(kept, 0), comm.broadcast(kept, 0)):
         assert not y.requires_grad, "a collective is no autograd function: its gradient would be wrong"
 
 

@@ -28,6 +28,7 @@ from tpcore.runtime.context import ParallelContext
 ALONE, TP2, TP4, SQUARE = Mesh({"tp": 1}), Mesh({"tp": 2}), Mesh({"tp": 4}), Mesh({"dp": 2, "tp": 2})
 HOW = ["killed", "fails", "leaves", "raises"]
 WHERE = ["forward", "backward"]
+ON_A_ROAD = [*zip(HOW, 2 * [SHARED, GLOO], strict=True)]
 
 
 def quick(test: str, params: Mapping[str, Any]) -> bool:
@@ -56,16 +57,13 @@ def _train(ctx: ParallelContext, how: str, where: str) -> None:
     torch.manual_seed(0)
     fault = _Fault(how, where if ctx.rank == 1 else "nowhere")
     model = nn.Sequential(
-        ColumnParallelLinear(8, 16, gather_output=False),
-        fault,
-        RowParallelLinear(16, 8, input_is_parallel=True),
+        ColumnParallelLinear(8, 16, gather_output=False), fault, RowParallelLinear(16, 8, input_is_parallel=True)
     )
     model(torch.ones(2, 8)).sum().backward()
     ctx.world.all_reduce(torch.ones(1))
 
 
-@pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize(("how", "where"), [*zip(HOW, 2 * WHERE, strict=True)])
 def test_the_lost_rank_is_named(pool: OverRoad, how: str, where: str) -> None:
     error = pool.outcomes(TP2, _train, how, where)[0].error
     assert isinstance(error, PeerLostError), "rank 0 went on without rank 1"
@@ -107,7 +105,7 @@ def _chain_with_release(ctx: ParallelContext, how: str) -> str:
     return said
 
 
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize(("how", "pool"), ON_A_ROAD, indirect=["pool"])
 def test_a_rank_that_waits_for_a_waiting_rank_gets_the_right_name(pool: OverRoad, tmp_path: Path, how: str) -> None:
     release = {"TPCORE_TEST_RELEASE": str(tmp_path / "release")}
     outcomes = pool.outcomes(SQUARE, _chain_with_release, how, env=release)
@@ -151,7 +149,7 @@ def test_leaving_a_lost_job_does_not_wait_for_calls_of_gloo() -> None:
         assert pool.run(ALONE, _groups_left, 1)[0] == 1
 
 
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize(("how", "pool"), ON_A_ROAD, indirect=["pool"])
 def test_all_of_four_learn_the_name(pool: OverRoad, how: str) -> None:
     outcomes = pool.outcomes(TP4, _mean, how)
     for rank in (0, 1, 3):
@@ -229,7 +227,7 @@ def _absent(ctx: ParallelContext, call: Callable[[Comm], object] = lambda comm: 
         release.touch()
 
 
-@pytest.mark.parametrize("check", ["1", "0"])
+@pytest.mark.parametrize(("check", "pool"), [("1", SHARED), ("0", GLOO)], indirect=["pool"])
 def test_a_rank_that_does_not_come_is_reported_at_the_timeout(pool: OverRoad, tmp_path: Path, check: str) -> None:
     env = {"TPCORE_TEST_RELEASE": str(tmp_path / "release"), "TPCORE_CHECK": check}
     error = pool.outcomes(TP2, _made_then_absent, timeout=5.0, env=env)[0].error

@@ -135,10 +135,7 @@ def test_ranks_end_with_their_parent(tmp_path: Path, how: signal.Signals) -> Non
     os.mkfifo(folder / "pids")
     script.write_text(SCRIPT)
     parent = subprocess.Popen(
-        [sys.executable, str(script), str(folder)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+        [sys.executable, str(script), str(folder)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     pids: list[str] = []
     while len(pids) < 2:  # a pipe: opening it waits for a rank to write

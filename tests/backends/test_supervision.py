@@ -125,10 +125,7 @@ def test_ranks_whose_words_differ_get_a_message(other: RankPool) -> None:
 
 @pytest.mark.parametrize(
     "error",
-    [
-        dist.DistBackendError("NCCL communicator was aborted"),
-        RuntimeError("[gloo/transport/tcp/pair.cc:547] closed"),
-    ],
+    [dist.DistBackendError("NCCL communicator was aborted"), RuntimeError("[gloo/transport/tcp/pair.cc:547] closed")],
 )
 def test_errors_of_transports_are_told_from_others(error: Exception) -> None:
     assert connection_broke(error)

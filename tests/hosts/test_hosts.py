@@ -98,11 +98,7 @@ DRILLS = {
     ),
     "three hosts, dp": Drill(lambda net, m: net.cut(2), {0: C, 1: C, 2: f"{A}|{B}"}, ranks=(2, 2, 2), drill=True),
     "three hosts, pp": Drill(
-        lambda net, m: net.cut(2),
-        {0: C, 1: C, 2: f"{A}|{B}"},
-        ranks=(2, 2, 2),
-        axes={"tp": 2, "pp": 3},
-        drill=True,
+        lambda net, m: net.cut(2), {0: C, 1: C, 2: f"{A}|{B}"}, ranks=(2, 2, 2), axes={"tp": 2, "pp": 3}, drill=True
     ),
 }
 NAMES = tiers([name for name, drill in DRILLS.items() if not drill.drill], drill=DRILLS)

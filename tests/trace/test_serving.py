@@ -128,16 +128,8 @@ def test_threads_are_served_in_their_order(served: TensorParallelModel) -> None:
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (
-            lambda m: m(*batch(9, 8)),
-            ValueError,
-            r"no program takes ids \[9, 8\], mask \[9, 8\]; the model was",
-        ),
-        (
-            lambda m: m(batch(1, 8)[0].int(), batch(1, 8)[1]),
-            TypeError,
-            "ids is of torch.int32, and the model",
-        ),
+        (lambda m: m(*batch(9, 8)), ValueError, r"no program takes ids \[9, 8\], mask \[9, 8\]; the model was"),
+        (lambda m: m(batch(1, 8)[0].int(), batch(1, 8)[1]), TypeError, "ids is of torch.int32, and the model"),
         (lambda m: m(batch(1, 8)[0]), TypeError, "missing argument 'mask'"),
         (lambda m: m(*batch(1, 8), 2.0), TypeError, "'scale' was not given when the model was traced"),
         (lambda m: m(*batch(1, 8), nope=1), TypeError, "unexpected keyword argument 'nope'"),
@@ -177,11 +169,7 @@ def test_weights_are_replaced(artifact: Path, tmp_path: Path) -> None:
     torch.save(plain(4).state_dict(), tmp_path / "whole.pt")
     ids, mask = batch(2, 8)
     with parallel_model_load(artifact) as model:
-        for source, seed in (
-            (tmp_path / "sharded", 3),
-            (str(tmp_path / "whole.pt"), 4),
-            (plain(5).state_dict(), 5),
-        ):
+        for source, seed in ((tmp_path / "sharded", 3), (str(tmp_path / "whole.pt"), 4), (plain(5).state_dict(), 5)):
             model.replace_weights(source)
             assert differences(model(ids, mask), plain(seed)(ids, mask)) < EXACT
         small = Encoder(False, hidden=8).state_dict()

@@ -67,10 +67,7 @@ LAYERS = {
     "column gathered": (lambda on: tpcore.ColumnParallelLinear(HIDDEN, 32, **on), HIDDEN),
     "row": (lambda on: tpcore.RowParallelLinear(4 * HIDDEN, 32, input_is_parallel=True, **on), HIDDEN),
     "row of whole": (lambda on: tpcore.RowParallelLinear(HIDDEN, 32, **on), HIDDEN),
-    "row unsummed": (
-        lambda on: layers.RowParallelLinear(HIDDEN, 32, bias=False, reduce_output=False, **on),
-        HIDDEN,
-    ),
+    "row unsummed": (lambda on: layers.RowParallelLinear(HIDDEN, 32, bias=False, reduce_output=False, **on), HIDDEN),
     "column padded": (lambda on: tpcore.ColumnParallelLinear(HIDDEN, 30, pad=True, **on), HIDDEN),
     "layer norm": (lambda on: tpcore.LayerNorm(HIDDEN, **on), HIDDEN),
     "rms norm": (lambda on: tpcore.RMSNorm(HIDDEN, **on), HIDDEN),
@@ -132,11 +129,7 @@ def lookups(ctx: ParallelContext, cut: str, sequence_parallel: bool) -> tuple[Pr
 
 @pytest.mark.parametrize(
     ("cut", "sequence_parallel", "forward", "backward"),
-    [
-        ("vocab", False, [(AR, X)], []),
-        ("vocab", True, [(RS, X)], [(AG, X // 4)]),
-        ("dim", False, [(AG, X // 4)], []),
-    ],
+    [("vocab", False, [(AR, X)], []), ("vocab", True, [(RS, X)], [(AG, X // 4)]), ("dim", False, [(AG, X // 4)], [])],
 )
 @pytest.mark.parametrize("process", ["n8"])
 def test_collectives_of_an_embedding(process, cut, sequence_parallel, forward, backward):

@@ -55,13 +55,7 @@ def serve(folder: Path, calls: Sequence[tuple[int, list[torch.Tensor]]]) -> list
 
 
 def traced(
-    folder: Path,
-    func: Callable[[], Any],
-    inputs: Any,
-    tp: int,
-    *,
-    bucket_inputs: Sequence[Any] = (),
-    **more: Any,
+    folder: Path, func: Callable[[], Any], inputs: Any, tp: int, *, bucket_inputs: Sequence[Any] = (), **more: Any
 ) -> TensorParallelModel:
     calls = sorted((_call(e) for e in (inputs, *bucket_inputs)), key=_size)
     order = Order(func, calls, more.get("dynamic_shapes"), "neuron", tp, folder, "traced", more.get("compiler"))
@@ -195,13 +189,7 @@ class Stubborn(torch.nn.Module):
 )
 def test_what_cannot_be_traced_is_said(tmp_path, what, said, more):
     with pytest.raises(tpcore.BackendError, match=said):
-        traced(
-            tmp_path,
-            lambda: Stubborn(what),
-            torch.ones(2, 3),
-            2,
-            dynamic_shapes={"x": more} if more else None,
-        )
+        traced(tmp_path, lambda: Stubborn(what), torch.ones(2, 3), 2, dynamic_shapes={"x": more} if more else None)
 
 
 def test_a_damaged_program_is_an_error(tmp_path):

@@ -11,11 +11,7 @@ from onreplicas import on_replicas
 import tpcore
 from tpcore.runtime.context import ParallelContext
 
-MESHES = [
-    pytest.param(2, 2, id="n2-tp2"),
-    pytest.param(4, 2, id="n4-dp2xtp2"),
-    pytest.param(4, 4, id="n4-tp4"),
-]
+MESHES = [pytest.param(2, 2, id="n2-tp2"), pytest.param(4, 2, id="n4-dp2xtp2"), pytest.param(4, 4, id="n4-tp4")]
 FLOAT64 = 1e-8  # XLA's exp and erf of float64 are good to about 1e-9, not to 1e-16
 
 

@@ -1,4 +1,4 @@
-"""Collectives of the gloo backend beside the kit: donated memory, refusals, groups of the user and for the user."""
+"""Collectives of the gloo backend beside the kit: donated memory, groups of the user and for the user."""
 
 from __future__ import annotations
 
@@ -23,34 +23,6 @@ def _donated(ctx: ParallelContext) -> None:
 
 def test_donated_memory_is_used_and_other_is_not(pool: OverRoad) -> None:
     pool.run(Mesh({"tp": 2}), _donated)
-
-
-def _meaningless(ctx: ParallelContext) -> list[str]:
-    comm, said = ctx.comm("tp"), []
-    for make in (
-        lambda: comm.all_reduce(torch.zeros(2, dtype=torch.float8_e4m3fn)),
-        lambda: comm.reduce_scatter(torch.zeros(2, dtype=torch.uint16), 0),
-        lambda: comm.all_reduce(torch.zeros(2, dtype=torch.complex64), "max"),
-        lambda: comm.reduce_scatter(torch.zeros(3), 0),
-        lambda: comm.all_gather(torch.zeros(3), 1),
-        lambda: comm.broadcast(torch.zeros(3), 2),
-    ):
-        try:
-            make()
-        except ValueError as e:
-            said.append(str(e))
-    assert float(comm.all_reduce(torch.ones(()))) == 2.0, "a refused call leaves the group usable"
-    return said
-
-
-def test_what_cannot_be_done_is_refused_before_anything_moves(pool: OverRoad) -> None:
-    said = pool.run(Mesh({"tp": 2}), _meaningless)[0]
-    assert "sum of torch.float8_e4m3fn" in said[0]
-    assert "sum of torch.uint16" in said[1]
-    assert "max of torch.complex64" in said[2]
-    assert "not divisible" in said[3]
-    assert "no dim 1" in said[4]
-    assert "no member 2" in said[5]
 
 
 def _user_group(ctx: ParallelContext) -> None:

@@ -7,7 +7,6 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import forked
@@ -182,17 +181,6 @@ def _hooks(ctx: ParallelContext) -> str:
 
 def test_our_hook_is_above_torchs(other: RankPool) -> None:
     assert other.run(TP2, _hooks) == ["PeerMonitor._excepthook"] * 2
-
-
-def test_a_launchers_store_is_used_by_one_start_after_another() -> None:
-    """Of the first start a rank was killed before it had its answer."""
-    store = dist.HashStore()
-    store.set("tpcore start/1", "of a rank that was killed")
-    for _ in range(2):
-        with ThreadPoolExecutor(3) as threads:
-            started = [threads.submit(rendezvous._of_this_start, store, r, 3, 20.0) for r in range(3)]
-        # one part for all three, which nobody has used before
-        assert sorted(s.result().add("ranks", 1) for s in started) == [1, 2, 3]
 
 
 def test_ranks_that_met_have_met_whatever_becomes_of_one_of_them() -> None:

@@ -80,7 +80,7 @@ STAGES = {"tp": 2, "pp": 2}
 DRILLS = {
     "slow": Drill(lambda net, m: net.slow(1, "4mbit"), {}, steps=TOLD + 4),
     "cut": Drill(lambda net, m: net.cut(1), {0: B, 1: A}, axes=STAGES),
-    "half-open": Drill(lambda net, m: net.swallow(0, 1), {0: B, 1: A}),
+    "half-open": Drill(lambda net, m: net.swallow(0, 1), {0: B, 1: A}, drill=True),
     "half-open, the other way": Drill(lambda net, m: net.swallow(1, 0), {0: B, 1: A}, drill=True),
     "all ranks killed": Drill(lambda net, m: m[1].kill(), {0: _gone("hostb", "[23]")}),
     "a rank killed": Drill(lambda net, m: m[1].kill(1), {0: _gone("hostb", "3")}, drill=True),

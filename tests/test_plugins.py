@@ -168,20 +168,19 @@ def test_two_distributions_with_one_name(install: Install) -> None:
         backend_class("mine")
 
 
-def test_a_backend_that_cannot_run_here_says_why(install: Install) -> None:
-    install("mine", GOOD + PROBE.format("return 'no device: buy one'"))
-    with pytest.raises(BackendError, match="backend 'mine' cannot run here: no device: buy one"):
+@pytest.mark.parametrize(
+    ("probe", "reason", "said"),
+    [
+        ("return 'no device: buy one'", "no device: buy one", "cannot run here"),
+        ("raise OSError('bus error')", "OSError: bus error", "cannot tell if it can run"),
+    ],
+)
+def test_a_backend_that_cannot_run_here_says_why(install: Install, probe: str, reason: str, said: str) -> None:
+    install("mine", GOOD + PROBE.format(probe))
+    with pytest.raises(BackendError, match=f"backend 'mine' {said}: {reason}"):
         tpcore.init("mine")
     (info,) = [b for b in tpcore.backend.backends() if b.name == "mine"]
-    assert (info.usable, info.reason) == (False, "no device: buy one")
-
-
-def test_a_probe_that_fails_is_a_reason(install: Install) -> None:
-    install("mine", GOOD + PROBE.format("raise OSError('bus error')"))
-    (info,) = [b for b in tpcore.backend.backends() if b.name == "mine"]
-    assert (info.usable, info.reason) == (False, "OSError: bus error")
-    with pytest.raises(BackendError, match=r"backend 'mine' cannot tell if it can run: OSError: bus error"):
-        tpcore.init("mine")
+    assert (info.usable, info.reason) == (False, reason)
 
 
 @pytest.mark.parametrize(

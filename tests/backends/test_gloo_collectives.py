@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
-from roads import OverRoad, each_road  # noqa: F401  a fixture
+from roads import GLOO, OverRoad, each_road  # noqa: F401  a fixture
 
 from tpcore.layers import ContextParallelAttention
 from tpcore.layout.mesh import Mesh
@@ -59,5 +60,6 @@ def _ring(ctx: ParallelContext) -> None:
             torch.testing.assert_close(t.grad, attention.order.cut(expected, 2), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("pool", [GLOO], indirect=True)  # in memory: test_shared_memory.py
 def test_blocks_of_a_ring_are_under_way_while_ranks_compute(pool: OverRoad) -> None:
     pool.run(Mesh({"tp": 4}), _ring)

@@ -64,34 +64,6 @@ def test_a_killed_rank_is_named(other: RankPool) -> None:
     assert "this rank's last collective: tp" in str(error), "from the flight recorder"
 
 
-def _disagree(ctx: ParallelContext) -> None:
-    ctx.comm("tp").all_reduce(torch.ones(2), "max" if ctx.rank else "sum")
-
-
-def test_a_mismatch_is_named(other: RankPool) -> None:
-    for outcome in other.outcomes(TP2, _disagree):
-        assert isinstance(outcome.error, CollectiveMismatchError)
-        assert re.search(r"rank 1: #1 all_reduce max .* in _disagree", str(outcome.error))
-
-
-def _absent(ctx: ParallelContext, release: str) -> None:
-    comm = ctx.comm("tp")
-    if ctx.rank == 1:
-        while not Path(release).exists():
-            torch.ones(64, 64) @ torch.ones(64, 64)
-        return
-    try:
-        comm.all_reduce(torch.ones(7))
-    finally:
-        Path(release).touch()
-
-
-def test_a_time_out_says_who_did_not_come(other: RankPool, tmp_path: Path) -> None:
-    error = other.outcomes(TP2, _absent, str(tmp_path / "release"), timeout=5.0)[0].error
-    assert isinstance(error, CollectiveTimeoutError)
-    assert "rank 0 waits for rank 1, which did not come" in str(error)
-
-
 def test_a_rank_without_a_report_is_not_silent_since_1970() -> None:
     """The store cannot be reached: nothing is known of a rank on another host."""
     here = Identity.own()

@@ -25,12 +25,7 @@ def _gather(ctx: ParallelContext, data: list[bytes]) -> list[bytes]:
 
 @pytest.mark.parametrize(
     "data",
-    [
-        [b"", b"", b""],
-        [b"a", b"", b"ccc"],
-        ["é".encode(), bytes(range(256)), b"\0\0"],
-        [b"x" * 100_000, b"y", b""],
-    ],
+    [[b"", b"", b""], [b"a", b"", b"ccc"], ["é".encode(), bytes(range(256)), b"\0\0"], [b"x" * 100_000, b"y", b""]],
     ids=["empty", "uneven", "any bytes", "long"],
 )
 def test_everyones_bytes_in_group_order(ranks: Ranks, data: list[bytes]) -> None:

@@ -9,7 +9,6 @@ import pytest
 import torch
 import transformers
 from rank_pool import RankPool
-from tiers import tiers
 
 import tpcore
 from tpcore.layout.mesh import Mesh
@@ -52,31 +51,35 @@ def _rank(ctx: tpcore.ParallelContext, kv: int) -> tuple[list[list[int]], int]:
     return found, sharded.config.num_key_value_heads
 
 
-@pytest.fixture(scope="module", params=tiers([2], slow=[4]))
+@pytest.fixture(scope="module")
 def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
     with RankPool(request.param) as ranks:
         yield ranks
 
 
-@pytest.mark.parametrize("kv", tiers([1], slow=[8, 4, 2]))
+def _whole_attention(ctx: tpcore.ParallelContext) -> list[list[int]]:
+    """Which has all heads in its cache."""
+    plan = dict.fromkeys([f"model.layers.*.self_attn.{name}_proj" for name in "qkvo"], "replicate")
+    return batched(tpcore.parallelize(model(4), plan=plan))
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("pool", "kv"),
+    [(2, 4), pytest.param(2, 1, marks=SLOW), pytest.param(4, 2, marks=SLOW)],
+    indirect=["pool"],
+)
 def test_tokens_are_those_of_generate(pool: RankPool, kv: int) -> None:
     dense, want = model(kv), []
     for prompt in prompts():
         ids = torch.tensor([prompt])
         answer = dense.generate(ids, attention_mask=torch.ones_like(ids), generation_config=greedy())
         want.append(answer[0, len(prompt) :].tolist())
-    found = pool.run(Mesh({"dp": 1, "tp": pool.size}), _rank, kv)
-    assert found[0] == (want, kv)  # the first rank takes the requests; the configuration is as it was
-
-
-def _whole_attention(ctx: tpcore.ParallelContext) -> list[list[int]]:
-    plan = dict.fromkeys([f"model.layers.*.self_attn.{name}_proj" for name in "qkvo"], "replicate")
-    return batched(tpcore.parallelize(model(4), plan=plan))
-
-
-def test_attention_that_stays_whole_has_all_heads_in_its_cache(pool: RankPool) -> None:
     mesh = Mesh({"dp": 1, "tp": pool.size})
-    assert pool.run(mesh, _whole_attention)[0] == pool.run(mesh, _rank, 4)[0][0]
+    assert pool.run(mesh, _rank, kv)[0] == (want, kv)  # rank 0 takes the requests; the configuration is as it was
+    assert kv != 4 or pool.run(mesh, _whole_attention)[0] == want
 
 
 def test_caches_take_what_the_requests_need_and_what_fits() -> None:

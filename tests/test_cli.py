@@ -11,28 +11,12 @@ from pathlib import Path
 
 import forked
 import pytest
+from installed import installed
 from typer.testing import CliRunner
 
 import tpcore
 from tpcore.backend.registry import backend_class
 from tpcore.cli.app import app
-
-
-@pytest.fixture
-def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Installs a third party's distribution ``tpcore-<name> 7.1`` for the length of a test."""
-
-    def install(name: str, code: str) -> Path:
-        (tmp_path / f"tpcore_{name}.py").write_text(code)
-        info = tmp_path / f"tpcore_{name}-7.1.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: tpcore-{name}\nVersion: 7.1\n")
-        (info / "entry_points.txt").write_text(f"[tpcore]\n{name} = tpcore_{name}\n")
-        monkeypatch.delitem(sys.modules, f"tpcore_{name}", raising=False)
-        return tmp_path
-
-    monkeypatch.syspath_prepend(tmp_path)
-    return install
 
 
 def invoke(*args: str) -> str:
@@ -49,11 +33,8 @@ def run(*command: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, check=False, capture_output=True, text=True, env={**os.environ, **env}, timeout=60)
 
 
-def test_help_names_every_command():
+def test_help_and_version():
     assert "backends" in invoke("--help")
-
-
-def test_version():
     assert invoke("--version") == f"tpcore {tpcore.__version__}\n"
 
 
@@ -98,11 +79,11 @@ def test_backends_says_what_carries_the_collectives_and_why(monkeypatch):
     assert f"cpu_gloo: {remark}" == f"{over_gloo}[Errno 27] File too large"
 
 
-def test_the_installed_script_and_the_module_print_the_same(plugin):
-    path = plugin("x_process", "import no_such_module_anywhere")
+def test_the_installed_script_and_the_module_print_the_same(tmp_path):
+    installed(tmp_path, "process", "import no_such_module_anywhere")
     script = Path(sys.executable).with_name("tpcore")
-    a = run(str(script), "backends", PYTHONPATH=str(path))
-    b = run(sys.executable, "-m", "tpcore", "backends", PYTHONPATH=str(path))
+    a = run(str(script), "backends", PYTHONPATH=str(tmp_path))
+    b = run(sys.executable, "-m", "tpcore", "backends", PYTHONPATH=str(tmp_path))
     assert (a.returncode, a.stderr) == (0, "")
     assert a.stdout == b.stdout
     assert "no_such_module_anywhere" in a.stdout

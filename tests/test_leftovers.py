@@ -140,9 +140,5 @@ def test_a_temporary_directory_goes_with_the_next_of_its_kind(
     with OwnedDirectory("tpcore-other-"):
         assert left in os.listdir(home)
     with OwnedDirectory("tpcore-test-") as first, OwnedDirectory("tpcore-test-") as second:
-        assert {home / name for name in os.listdir(home)} == {
-            Path(first),
-            Path(second),
-            home / "tpcore-test-of-nobody",
-        }
+        assert {home / name for name in os.listdir(home)} == {Path(first), Path(second), home / "tpcore-test-of-nobody"}
     assert os.listdir(home) == ["tpcore-test-of-nobody"]

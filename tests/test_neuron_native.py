@@ -8,8 +8,8 @@ import tpcore_neuron
 from tpcore_neuron import NativeBackend, platform
 
 import tpcore
-from tpcore.runtime.context import ParallelContext
 from tpcore.testing import matrix
+from tpcore.testing.kit import collectives
 
 pytestmark = pytest.mark.xdist_group("native")
 SOME = [c for layer in matrix.AXES for dtype in ("fp32", "bf16") for c in matrix.cases(layer, dtype)[::29]]
@@ -18,38 +18,10 @@ SOME = [c for layer in matrix.AXES for dtype in ("fp32", "bf16") for c in matrix
 def on_gloo() -> list[str]:
     ctx = tpcore.init(backend=NativeBackend("cpu", "gloo"), tp=2)
     found = matrix.run(ctx, SOME)
-    for axis in ("tp", "dp"):
-        found += [f"{axis}: {name}" for name, got, want in primitives(ctx, axis) if not torch.equal(got, want)]
+    for primitive in collectives.PRIMITIVES:
+        found += collectives.groups(ctx, primitive) + collectives.right_values(ctx, primitive, torch.float32)
     tpcore.shutdown()
     return found
-
-
-def primitives(ctx: ParallelContext, axis: str) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
-    comm = ctx.comm(axis)
-    members = comm.group.members(ctx.rank)
-    every = [torch.arange(64.0).view(4, 4, 4) * (r + 1) for r in range(4)]
-    x, mine, me = every[ctx.rank], [every[r] for r in members], members.index(ctx.rank)
-    total = mine[0] + mine[1]
-    out = [
-        ("sum", comm.all_reduce(x), total),
-        ("max", comm.all_reduce(x, "max"), torch.maximum(*mine)),
-        ("any", comm.all_reduce(x == x.max()), mine[0] == mine[0].max()),
-        ("broadcast", comm.broadcast(x, 1), mine[1]),
-        ("nothing", comm.all_gather(x[:0], 1), torch.empty(0, 8, 4)),
-        ("group", ctx.comm_for(comm.process_group).all_reduce(x), total),
-        ("bits", comm.all_gather(x > 3, 0), torch.cat([m > 3 for m in mine])),
-        ("input", x, torch.arange(64.0).view(4, 4, 4) * (ctx.rank + 1)),
-    ]
-    for dim in range(3):
-        out.append(
-            (
-                f"gather {dim}",
-                comm.all_gather(x.transpose(0, 2), dim),
-                torch.cat([m.transpose(0, 2) for m in mine], dim),
-            )
-        )
-        out.append((f"scatter {dim}", comm.reduce_scatter(x, dim), total.chunk(2, dim)[me]))
-    return out
 
 
 @pytest.mark.slow
@@ -59,11 +31,7 @@ def test_layers_and_primitives():
 
 @pytest.mark.parametrize(
     ("version", "has_xla", "backend"),
-    [
-        ("2.13.1", False, "NativeBackend"),
-        ("2.9.0", False, "NeuronBackend"),
-        ("2.13.1", True, "NeuronBackend"),
-    ],
+    [("2.13.1", False, "NativeBackend"), ("2.9.0", False, "NeuronBackend"), ("2.13.1", True, "NeuronBackend")],
 )
 def test_the_installed_packages_choose_the_backend(monkeypatch, caplog, version, has_xla, backend):
     monkeypatch.setattr(platform, "installed", lambda name: version)

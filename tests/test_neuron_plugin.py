@@ -50,11 +50,7 @@ def machine(tmp_path, monkeypatch):
     ("versions", "devices", "said"),
     [
         ({"torch": "2.13.0"}, 0, "torch_xla is not installed"),
-        (
-            GOOD | {"torch": "2.8.0"},
-            1,
-            "torch 2.8.0 cannot be used: this environment has torch 2.8.0,",
-        ),
+        (GOOD | {"torch": "2.8.0"}, 1, "torch 2.8.0 cannot be used: this environment has torch 2.8.0,"),
         (GOOD | {"torch-neuronx": "1.0"}, 1, "torch-neuronx 1.0 cannot be used"),
         ({"torch": "2.9.1", "torch-xla": "2.9.0"}, 1, "torch_neuronx is not installed"),
         (GOOD, 0, "no NeuronCore is visible: there is no /dev/neuron0"),
@@ -127,7 +123,8 @@ def test_it_says_what_it_can_do_before_anything_starts():
     assert cls.capabilities.group_sizes is None  # dp groups of any size; tp is asked about at init
 
 
-def test_importing_the_plugin_imports_nothing_of_the_neuron_stack():
-    modules = "tpcore_neuron, tpcore_neuron.testing"
-    code = f"import sys, {modules}; print(sorted({{'torch_xla', 'torch_neuronx'}} & set(sys.modules)))"
-    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "[]\n"
+def test_importing_tpcore_or_the_plugin_imports_nothing_of_the_neuron_stack_nor_the_base_of_others():
+    modules, others = "tpcore_neuron, tpcore_neuron.testing", "{'torch_xla', 'torch_neuronx', 'tpcore.c10d'}"
+    code = f"import sys, tpcore; print({others} & set(sys.modules)); import {modules}; "
+    code += "print(sorted({'torch_xla', 'torch_neuronx'} & set(sys.modules)))"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "set()\n[]\n"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from installed import installed
 
 import tpcore
 from tpcore.backend.registry import backend_class, load_backend
@@ -51,17 +51,10 @@ Install = Callable[..., None]
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
     """Put a distribution with one backend on the path, as an installer would."""
 
-    def put(name: str, code: str, distribution: str | None = None) -> None:
-        distribution = distribution or f"tpcore-{name}"
-        module = f"{distribution.replace('-', '_')}_plugin"
-        place = tmp_path / distribution
-        info = place / f"{distribution.replace('-', '_')}-1.2.dist-info"
-        info.mkdir(parents=True)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.2\n")
-        (info / "entry_points.txt").write_text(f"[tpcore]\n{name} = {module}\n")
-        (place / f"{module}.py").write_text(textwrap.dedent(code))
+    def put(name: str, code: str, distribution: str = "") -> None:
+        place = tmp_path / (distribution or name)
+        modules.append(installed(place, name, code, distribution, "1.2"))
         monkeypatch.syspath_prepend(place)
-        modules.append(module)
 
     modules: list[str] = []
     yield put
@@ -72,7 +65,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
 def test_a_third_partys_backend_needs_only_to_be_installed(install: Install) -> None:
     install("mine", GOOD)
     (info,) = [b for b in tpcore.backend.backends() if b.name == "mine"]
-    assert (info.distribution, info.version, info.module) == ("tpcore-mine", "1.2", "tpcore_mine_plugin")
+    assert (info.distribution, info.version, info.module) == ("tpcore-mine", "1.2", "tpcore_mine")
     assert (info.usable, info.reason) == (True, "")
     ctx = tpcore.init("mine")
     assert type(ctx.backend).__name__ == "Mine"
@@ -106,7 +99,7 @@ def test_only_the_named_plugin_is_imported(install: Install) -> None:
     install("mine", GOOD)
     install("other", "raise SystemError('must not be imported')")
     assert load_backend("mine")
-    assert "tpcore_other_plugin" not in sys.modules
+    assert "tpcore_other" not in sys.modules
 
 
 HOOK = "from tpcore.backend import hookimpl, Backend\n\n@hookimpl\ndef tpcore_backend():\n    "
@@ -170,26 +163,24 @@ def test_two_distributions_with_one_name(install: Install) -> None:
     install("mine", GOOD)
     install("mine", GOOD, distribution="another-mine")
     with pytest.raises(
-        BackendError,
-        match=r"provided by several distributions: \['another-mine 1.2', 'tpcore-mine 1.2'\]; uninstall",
+        BackendError, match=r"provided by several distributions: \['another-mine 1.2', 'tpcore-mine 1.2'\]; uninstall"
     ):
         backend_class("mine")
 
 
-def test_a_backend_that_cannot_run_here_says_why(install: Install) -> None:
-    install("mine", GOOD + PROBE.format("return 'no device: buy one'"))
-    with pytest.raises(BackendError, match="backend 'mine' cannot run here: no device: buy one"):
+@pytest.mark.parametrize(
+    ("probe", "reason", "said"),
+    [
+        ("return 'no device: buy one'", "no device: buy one", "cannot run here"),
+        ("raise OSError('bus error')", "OSError: bus error", "cannot tell if it can run"),
+    ],
+)
+def test_a_backend_that_cannot_run_here_says_why(install: Install, probe: str, reason: str, said: str) -> None:
+    install("mine", GOOD + PROBE.format(probe))
+    with pytest.raises(BackendError, match=f"backend 'mine' {said}: {reason}"):
         tpcore.init("mine")
     (info,) = [b for b in tpcore.backend.backends() if b.name == "mine"]
-    assert (info.usable, info.reason) == (False, "no device: buy one")
-
-
-def test_a_probe_that_fails_is_a_reason(install: Install) -> None:
-    install("mine", GOOD + PROBE.format("raise OSError('bus error')"))
-    (info,) = [b for b in tpcore.backend.backends() if b.name == "mine"]
-    assert (info.usable, info.reason) == (False, "OSError: bus error")
-    with pytest.raises(BackendError, match=r"backend 'mine' cannot tell if it can run: OSError: bus error"):
-        tpcore.init("mine")
+    assert (info.usable, info.reason) == (False, reason)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""``tpcore serve`` through killed ranks, malformed requests, clients that leave, and many requests."""
+"""``tpcore serve`` through malformed requests and clients that leave; in drills killed ranks and many requests."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ class Clients:
         assert not self.wrong
 
 
-@pytest.mark.parametrize("times", tiers([100], drill=[10_000]))
+@pytest.mark.parametrize("times", tiers([], drill=[10_000]))
 def test_many_requests_leave_no_memory_behind(server: Server, answers: dict[str, str], times: int) -> None:
     ranks = [server.rank(0), server.rank(1)]
     with Clients(server, answers, 2) as clients:
@@ -252,7 +252,7 @@ def test_many_requests_leave_no_memory_behind(server: Server, answers: dict[str,
     told(f"{clients.right} requests: open files and MiB of the ranks {before}, then {after}")
 
 
-@pytest.mark.parametrize("kills", tiers([1], drill=[30]))
+@pytest.mark.parametrize("kills", tiers([], drill=[30]))
 def test_tokens_are_those_of_generate_through_kills(server: Server, answers: dict[str, str], kills: int) -> None:
     numbers = random.Random(0)
     with Clients(server, answers) as clients:

@@ -35,10 +35,10 @@ def _wrapped() -> None:
     DistributedDataParallel(Model())
 
 
-def found() -> dict[str, str]:
+def found(names: list[str]) -> dict[str, str]:
     """What each mistake ends with."""
     said = {}
-    for name in [*MISTAKES, *OTHER, "DistributedDataParallel", "none"]:
+    for name in names:
         ctx = tpcore.init("cpu_gloo", tp=2)
         try:
             if name in MISTAKES:
@@ -56,14 +56,14 @@ def found() -> dict[str, str]:
 
 @pytest.mark.slow
 def test_each_is_named_on_every_rank() -> None:
-    said = tpcore.launch(found, 2, env={"TPCORE_CHECK": "1"})
     expected = {name: match for name, (_, _, match) in MISTAKES.items()}
     expected |= {name: match.format(0, 1) for name, (_, match) in OTHER.items()}
     expected["DistributedDataParallel"] = r"hold different parts of 'embed\.weight'"
     expected["none"] = "^no error$"
-    for rank in said:
+    for rank in tpcore.launch(found, 2, args=([*expected],), env={"TPCORE_CHECK": "1"}):
         assert rank.keys() == expected.keys()
         for name, match in expected.items():
             assert re.search(match, rank[name]), (name, rank[name])
-    silent = tpcore.launch(found, 2, env={"TPCORE_CHECK": "warmup"})[0]
-    assert {name for name, text in silent.items() if text != "no error"} == {"DistributedDataParallel"}
+    some = ["DistributedDataParallel", next(iter(MISTAKES)), next(iter(OTHER))]
+    silent = tpcore.launch(found, 2, args=(some,), env={"TPCORE_CHECK": "warmup"})[0]
+    assert [name for name, text in silent.items() if text != "no error"] == some[:1]

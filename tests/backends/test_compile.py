@@ -83,7 +83,7 @@ class StandIn(CudaOverGloo):
     kind = "cpu"
 
 
-@pytest.fixture(scope="module", params=["cpu_gloo", StandIn], ids=["cpu_gloo", "cuda"])
+@pytest.fixture(scope="module")
 def two(request: pytest.FixtureRequest) -> Iterator[RankPool]:
     """Two ranks: each makes its graphs itself."""
     with RankPool(2, backend=request.param) as pool:
@@ -91,7 +91,11 @@ def two(request: pytest.FixtureRequest) -> Iterator[RankPool]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("tokens", "backend"), [(True, "eager"), (False, "inductor")])
+@pytest.mark.parametrize(
+    ("two", "tokens", "backend"),
+    [("cpu_gloo", True, "eager"), ("cpu_gloo", False, "inductor"), (StandIn, True, "eager")],
+    indirect=["two"],
+)
 def test_a_model_is_one_graph_with_the_same_values(two: RankPool, tokens: bool, backend: str) -> None:
     two.run(TWO, _as_after_init, _alike, tokens, backend, timeout=300)
 
@@ -120,6 +124,7 @@ def _other_layers(ctx: ParallelContext) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("two", ["cpu_gloo"], indirect=True)
 def test_other_layers_and_collectives_compile_whole(two: RankPool) -> None:
     two.run(TWO, _as_after_init, _other_layers, timeout=300)
 
@@ -134,5 +139,6 @@ def _inside_a_block(ctx: ParallelContext) -> None:
     torch.testing.assert_close(with_group, torch.full((2,), 8.0).log())
 
 
+@pytest.mark.parametrize("two", ["cpu_gloo"], indirect=True)
 def test_a_context_that_a_block_enters_is_not_seen(two: RankPool) -> None:
     two.run(TWO, _inside_a_block, timeout=300)

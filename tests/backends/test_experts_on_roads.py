@@ -8,7 +8,7 @@ import hf
 import pytest
 import torch
 from pipelines import part_of
-from roads import OverRoad, each_road  # noqa: F401  a fixture
+from roads import GLOO, SHARED, OverRoad, each_road  # noqa: F401  a fixture
 from test_experts import ROUNDS, batches, mixtral
 
 import tpcore
@@ -37,7 +37,9 @@ def _step(ctx: ParallelContext, options: dict[str, Any]) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"dispatch": "all_to_all"}], ids=["gathered", "all_to_all"])
+@pytest.mark.parametrize(
+    ("options", "pool"), [({}, SHARED), ({"dispatch": "all_to_all"}, GLOO)], indirect=["pool"], ids=str
+)
 def test_experts_of_other_processes(options: dict[str, Any], pool: OverRoad) -> None:
     for road in pool.run(Mesh({"dp": 1, "ep": 2, "tp": 1}), _step, options):
         assert road.startswith("shared memory" if pool.shared else "gloo")

@@ -28,6 +28,7 @@ from tpcore.runtime.context import ParallelContext
 ALONE, TP2, TP4, SQUARE = Mesh({"tp": 1}), Mesh({"tp": 2}), Mesh({"tp": 4}), Mesh({"dp": 2, "tp": 2})
 HOW = ["killed", "fails", "leaves", "raises"]
 WHERE = ["forward", "backward"]
+ON_A_ROAD = [*zip(HOW, 2 * [SHARED, GLOO], strict=True)]
 
 
 def quick(test: str, params: Mapping[str, Any]) -> bool:
@@ -56,61 +57,38 @@ def _train(ctx: ParallelContext, how: str, where: str) -> None:
     torch.manual_seed(0)
     fault = _Fault(how, where if ctx.rank == 1 else "nowhere")
     model = nn.Sequential(
-        ColumnParallelLinear(8, 16, gather_output=False),
-        fault,
-        RowParallelLinear(16, 8, input_is_parallel=True),
+        ColumnParallelLinear(8, 16, gather_output=False), fault, RowParallelLinear(16, 8, input_is_parallel=True)
     )
     model(torch.ones(2, 8)).sum().backward()
     ctx.world.all_reduce(torch.ones(1))
 
 
-@pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize(("how", "where"), [*zip(HOW, 2 * WHERE, strict=True)])
 def test_the_lost_rank_is_named(pool: OverRoad, how: str, where: str) -> None:
     error = pool.outcomes(TP2, _train, how, where)[0].error
     assert isinstance(error, PeerLostError), "rank 0 went on without rank 1"
     assert names(str(error), 1, how), str(error)
 
 
-def _chain(ctx: ParallelContext, how: str) -> str:
+def _chain(ctx: ParallelContext, how: str, release: str) -> str:
     """Rank 3 ends; rank 2 waits for it over tp, rank 1 over dp, and rank 0 for rank 1 over tp."""
     dp, tp = ctx.comm("dp"), ctx.comm("tp")
     ctx.world.all_reduce(torch.ones(1))
     if ctx.rank == 3:
         end(how)
-    first = tp if ctx.rank in (0, 2) else dp
     try:
-        first.all_reduce(torch.ones(1))
+        (tp if ctx.rank in (0, 2) else dp).all_reduce(torch.ones(1))
     except PeerLostError as e:
-        if ctx.rank in (1, 2):  # caught by the program, and the rank stays: rank 0 waits for it in vain
-            try:
-                Stay.until_released(ctx)
-            except PeerLostError:
-                return str(e)
+        while ctx.rank and not Path(release).exists():  # the rank stays: rank 0 waits for it in vain
+            torch.ones(64, 64) @ torch.ones(64, 64)
+        Path(release).touch()
         return str(e)
     return "no error"
 
 
-class Stay:
-    @staticmethod
-    def until_released(ctx: ParallelContext) -> None:
-        """Compute, without collectives, until rank 0 has learned of the loss."""
-        path = Path(os.environ["TPCORE_TEST_RELEASE"])
-        while not path.exists():
-            torch.ones(64, 64) @ torch.ones(64, 64)
-
-
-def _chain_with_release(ctx: ParallelContext, how: str) -> str:
-    said = _chain(ctx, how)
-    if ctx.rank == 0:
-        Path(os.environ["TPCORE_TEST_RELEASE"]).touch()
-    return said
-
-
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize(("how", "pool"), ON_A_ROAD, indirect=["pool"])
 def test_a_rank_that_waits_for_a_waiting_rank_gets_the_right_name(pool: OverRoad, tmp_path: Path, how: str) -> None:
-    release = {"TPCORE_TEST_RELEASE": str(tmp_path / "release")}
-    outcomes = pool.outcomes(SQUARE, _chain_with_release, how, env=release)
+    outcomes = pool.outcomes(SQUARE, _chain, how, str(tmp_path / "release"))
     for rank in (0, 1, 2):
         assert outcomes[rank].error is None, outcomes[rank].error
         assert names(outcomes[rank].value, 3, how), outcomes[rank].value
@@ -151,7 +129,7 @@ def test_leaving_a_lost_job_does_not_wait_for_calls_of_gloo() -> None:
         assert pool.run(ALONE, _groups_left, 1)[0] == 1
 
 
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize(("how", "pool"), ON_A_ROAD, indirect=["pool"])
 def test_all_of_four_learn_the_name(pool: OverRoad, how: str) -> None:
     outcomes = pool.outcomes(TP4, _mean, how)
     for rank in (0, 1, 3):
@@ -229,7 +207,7 @@ def _absent(ctx: ParallelContext, call: Callable[[Comm], object] = lambda comm: 
         release.touch()
 
 
-@pytest.mark.parametrize("check", ["1", "0"])
+@pytest.mark.parametrize(("check", "pool"), [("1", SHARED), ("0", GLOO)], indirect=["pool"])
 def test_a_rank_that_does_not_come_is_reported_at_the_timeout(pool: OverRoad, tmp_path: Path, check: str) -> None:
     env = {"TPCORE_TEST_RELEASE": str(tmp_path / "release"), "TPCORE_CHECK": check}
     error = pool.outcomes(TP2, _made_then_absent, timeout=5.0, env=env)[0].error
@@ -262,13 +240,9 @@ def test_the_last_of_several_that_are_under_way_tells_the_timeout(pool: OverRoad
     assert "rank 0 waits for rank 1, which did not come" in str(error)
 
 
-def _absent_from_a_group(ctx: ParallelContext) -> None:
-    _absent(ctx)
-
-
 def test_a_rank_that_does_not_come_to_make_a_group(pool: OverRoad, tmp_path: Path) -> None:
     env = {"TPCORE_TEST_RELEASE": str(tmp_path / "release")}
-    error = pool.outcomes(TP2, _absent_from_a_group, timeout=5.0, env=env)[0].error
+    error = pool.outcomes(TP2, _absent, timeout=5.0, env=env)[0].error
     assert isinstance(error, CollectiveTimeoutError)
     assert "rank 0 waited 5 s to make group 0: rank 1 of 2 did not come" in str(error)
 

@@ -122,6 +122,16 @@ def test_a_default_group_of_the_program_is_adopted_and_left(pool: RankPool) -> N
     assert pool.run(Mesh({"tp": 4}), _adopt) == [[1.0, 1.0], [1.0, 1.0], [5.0, 5.0], [5.0, 5.0]]
 
 
+def by_hand(script: Path, port: int) -> tuple[list[subprocess.Popen[str]], list[tuple[str, str]]]:
+    """Two ranks without a launcher, and what they printed."""
+    ranks = []
+    for rank in range(2):
+        values = dict(zip(VARIABLES, (str(rank), "2", "127.0.0.1", str(port)), strict=True))
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        ranks.append(subprocess.Popen([sys.executable, str(script)], env=os.environ | values, **streams))
+    return ranks, [rank.communicate() for rank in ranks]
+
+
 BY_HAND = """
 import os, sys, torch, tpcore
 
@@ -137,19 +147,7 @@ ctx.comm("tp").all_reduce(torch.ones(()))
 def test_started_by_hand_and_the_host_of_the_store_dies(tmp_path: Path, port: int) -> None:
     script = tmp_path / "train.py"
     script.write_text(BY_HAND)
-    ranks = []
-    for rank in range(2):
-        values = zip(VARIABLES, (str(rank), "2", "127.0.0.1", str(port)), strict=True)
-        ranks.append(
-            subprocess.Popen(
-                [sys.executable, str(script)],
-                env=os.environ | dict(values),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
-    (first, _), (second, said) = (rank.communicate() for rank in ranks)
+    ranks, ((first, _), (second, said)) = by_hand(script, port)
     assert (first, second) == ("2.0\n", "2.0\n")
     assert [rank.returncode for rank in ranks] == [-9, 1]
     # gone: this test's own wait for rank 0 has taken the wait status away
@@ -167,12 +165,8 @@ tpcore.init("cpu_gloo", tp=1 + int(os.environ["RANK"]), timeout=30)
 def test_ranks_that_ask_for_different_meshes_all_say_so(tmp_path: Path, port: int) -> None:
     script = tmp_path / "train.py"
     script.write_text(OWN_TP)
-    ranks = []
-    for rank in range(2):
-        values = dict(zip(VARIABLES, (str(rank), "2", "127.0.0.1", str(port)), strict=True))
-        words, environment = [sys.executable, str(script)], os.environ | values
-        ranks.append(subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True))
-    errors = [rank.communicate()[1] for rank in ranks]
+    ranks, said = by_hand(script, port)
+    errors = [printed for _, printed in said]
     assert [rank.returncode for rank in ranks] == [1, 1], errors
     for printed in errors:
         assert re.search(r"ValueError: rank 0 has the mesh .*'tp': 1\} and rank 1 has .*'tp': 2\}", printed)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import forked
 import pytest
+from installed import installed
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("launched"), pytest.mark.processes]
 
@@ -50,11 +51,7 @@ class TestPlain(Conformance):
 
 
 def launched(tmp_path: Path, how: str) -> str:
-    (tmp_path / "tpcore_plain.py").write_text(PLUGIN)
-    info = tmp_path / "tpcore_plain-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tpcore-plain\nVersion: 1\n")
-    (info / "entry_points.txt").write_text("[tpcore]\nplain = tpcore_plain\n")
+    installed(tmp_path, "plain", PLUGIN)
     (tmp_path / "test_plain.py").write_text(KIT)
     env = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST") and k not in ("RANK", "WORLD_SIZE")}
     env |= {"PYTHONPATH": f"{tmp_path}:{env.get('PYTHONPATH', '')}", "OMP_NUM_THREADS": "1", "HOW": how}

@@ -23,13 +23,15 @@ from tpcore.layout.mesh import Mesh
 from tpcore.runtime.context import ParallelContext
 
 TP2, SQUARE = Mesh({"tp": 2}), Mesh({"dp": 2, "tp": 2})
-WHERE = ["save", "load"]
 HOW = ["killed", "fails", "leaves"]
+
+
+ON_A_ROAD = pytest.mark.parametrize(("where", "pool"), [("save", GLOO), ("load", SHARED)], indirect=["pool"])
 
 
 def quick(test: str, params: Mapping[str, Any]) -> bool:
     """Each end, place and road."""
-    return diagonal(params, how=HOW, where=WHERE, pool=[GLOO, SHARED])
+    return diagonal(params, how=HOW, where=["save", "load"], pool=[GLOO, SHARED])
 
 
 def _at_files(ctx: ParallelContext, how: str, where: str, folder: str) -> None:
@@ -46,7 +48,7 @@ def _at_files(ctx: ParallelContext, how: str, where: str, folder: str) -> None:
         checkpoint.save({"model": model.state_dict()}, path, master_dp_only=False)
 
 
-@pytest.mark.parametrize("where", WHERE)
+@ON_A_ROAD
 @pytest.mark.parametrize("how", HOW)
 def test_all_of_four_learn_who_was_lost(pool: OverRoad, tmp_path: Path, how: str, where: str) -> None:
     outcomes = pool.outcomes(SQUARE, _at_files, how, where, str(tmp_path))
@@ -76,7 +78,7 @@ def _chain(ctx: ParallelContext, where: str, folder: str, known: str) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize("where", WHERE)
+@ON_A_ROAD
 def test_a_chain_ends_at_the_rank_that_raised(pool: OverRoad, tmp_path: Path, where: str) -> None:
     (tmp_path / "run").mkdir()
     outcomes = pool.outcomes(SQUARE, _chain, where, str(tmp_path / "run"), str(tmp_path / "known"))
@@ -95,7 +97,7 @@ def _stopped(ctx: ParallelContext, where: str, folder: str) -> None:
             os.kill(pids[-1], signal.SIGCONT)
 
 
-@pytest.mark.parametrize("where", WHERE)
+@ON_A_ROAD
 def test_a_stopped_rank_is_named_as_stopped(pool: OverRoad, tmp_path: Path, where: str) -> None:
     for outcome in pool.outcomes(TP2, _stopped, where, str(tmp_path), timeout=5.0):
         assert isinstance(outcome.error, CollectiveTimeoutError)
@@ -122,6 +124,7 @@ def _stopped_in_the_background(ctx: ParallelContext, folder: str) -> None:
             os.kill(pids[2], signal.SIGCONT)
 
 
+@pytest.mark.parametrize("pool", [GLOO], indirect=True)
 def test_a_rank_that_is_stopped_in_a_save_in_the_background(pool: OverRoad, tmp_path: Path) -> None:
     tp3 = Mesh({"tp": 3})
     outcomes = pool.outcomes(tp3, _stopped_in_the_background, str(tmp_path), timeout=5.0)

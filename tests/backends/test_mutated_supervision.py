@@ -177,11 +177,7 @@ MUTANTS = [
     Mutant(Links.end, "errno.ECONNRESET, errno.EPIPE", "errno.ETIMEDOUT"),
     Mutant(Links.lose, "for rank in ranks:", "for rank in ranks[:1]:"),
     Mutant(rendezvous._answer, 'store.set(f"tpcore start/{asked}", name)', "store.set('tpcore start/0', name)"),
-    Mutant(
-        rendezvous._of_this_start,
-        "name, deadline, pause = uuid.uuid4().hex",
-        "name, deadline, pause = str(rank)",
-    ),
+    Mutant(rendezvous._of_this_start, "name, deadline, pause = uuid.uuid4().hex", "name, deadline, pause = str(rank)"),
 ]
 
 

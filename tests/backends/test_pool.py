@@ -28,16 +28,6 @@ def test_ranks_are_processes_in_order_and_a_small_world_uses_the_first(pool: Ran
     assert pool.run(Mesh({"tp": 1}), _where) == [(0, pool.pids()[0], True, 1, None)]
 
 
-def test_a_world_larger_than_the_pool(pool: RankPool) -> None:
-    with pytest.raises(ValueError, match="has 8 ranks, the pool 4 processes"):
-        pool.run(Mesh({"tp": 8}), _where)
-
-
-def test_closures_travel(pool: RankPool) -> None:
-    offset = torch.tensor(3)
-    assert pool.run(Mesh({"tp": 2}), lambda ctx, x: int(offset) + ctx.rank + x, 10) == [13, 14]
-
-
 def test_errors_keep_their_type_and_bring_their_traceback(pool: RankPool) -> None:
     class Peculiar(Exception):
         def __init__(self, rank: int, detail: str) -> None:

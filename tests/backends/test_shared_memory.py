@@ -45,23 +45,18 @@ def _roads(ctx: ParallelContext) -> list[str]:
     return [repr(ctx.comm(axis).transport) for axis in ctx.mesh.axes]
 
 
-def test_ranks_of_one_host_share_memory(pool: RankPool) -> None:
-    for roads in pool.run(Mesh({"dp": 2, "tp": 2}), _roads):
-        assert roads == ["shared memory", "shared memory"]
-
-
 def _context(ctx: ParallelContext) -> str:
     ctx.comm("tp")
     return repr(ctx)
 
 
-def test_the_context_says_how_its_groups_talk(pool: RankPool) -> None:
+def test_ranks_of_one_host_share_memory_without_a_name_unless_told_not_to(pool: RankPool) -> None:
+    before = set(os.listdir("/dev/shm"))
+    assert pool.run(Mesh({"dp": 2, "tp": 2}), _roads) == [["shared memory"] * 2] * 4
+    assert not {name for name in set(os.listdir("/dev/shm")) - before if "tpcore" in name}
     assert pool.run(TP2, _context)[0] == "ParallelContext(GlooBackend, Mesh({'tp': 2}), rank 0; tp: shared memory)"
-
-
-def test_it_can_be_turned_off(pool: RankPool) -> None:
-    for roads in pool.run(TP2, _roads, env={"TPCORE_SHM": "0"}):
-        assert roads == ["gloo (rank 0: TPCORE_SHM=0; rank 1: TPCORE_SHM=0)"]
+    told = ["gloo (rank 0: TPCORE_SHM=0; rank 1: TPCORE_SHM=0)"]
+    assert pool.run(TP2, _roads, env={"TPCORE_SHM": "0"}) == [told] * 2
 
 
 def _one_has_no_memory(ctx: ParallelContext) -> tuple[list[str], float, int]:
@@ -170,21 +165,14 @@ def quick(test: str, params: Mapping[str, Any]) -> bool:
 
 
 # -- the ends -----------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("step", STEPS["shared memory"])
-@pytest.mark.parametrize("how", ENDS)
+@pytest.mark.parametrize(("how", "world"), [*zip(ENDS, (2, 4, 2, 4, 2), strict=True)])  # tests/lost.py: each in both
 def test_a_rank_that_ends_at_any_step_is_named(tiny: RankPool, tmp_path: Path, how: str, step: str, world: int) -> None:
     outcomes = tiny.outcomes(Mesh({"tp": world}), ends_at, how, step, str(tmp_path))
     for outcome in outcomes[:-1]:
         assert outcome.error is None
         said, _ = outcome.value  # tests/lost.py measures the seconds; a time-out says other words
         assert names(said, world - 1, how), said
-
-
-def test_nothing_has_a_name(pool: RankPool) -> None:
-    before = set(os.listdir("/dev/shm"))
-    pool.run(TP4, _roads)
-    assert not {name for name in set(os.listdir("/dev/shm")) - before if "tpcore" in name}
 
 
 def _own_sums(ctx: ParallelContext, job: int) -> list[float]:
@@ -332,8 +320,7 @@ def _two(comm: Comm, n: int) -> object:
     return first(), second()
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("check", ["0", "1"])
+@pytest.mark.parametrize(("check", "world"), [("1", 2), ("0", 4)])
 @pytest.mark.parametrize("large", [4, 1000])
 def test_calls_that_differ_are_named_and_the_group_goes_on(tiny: RankPool, large: int, check: str, world: int) -> None:
     every = tiny.run(Mesh({"tp": world}), _differ, large, env={"TPCORE_CHECK": check})

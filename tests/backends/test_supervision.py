@@ -7,7 +7,6 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import forked
@@ -65,34 +64,6 @@ def test_a_killed_rank_is_named(other: RankPool) -> None:
     assert "this rank's last collective: tp" in str(error), "from the flight recorder"
 
 
-def _disagree(ctx: ParallelContext) -> None:
-    ctx.comm("tp").all_reduce(torch.ones(2), "max" if ctx.rank else "sum")
-
-
-def test_a_mismatch_is_named(other: RankPool) -> None:
-    for outcome in other.outcomes(TP2, _disagree):
-        assert isinstance(outcome.error, CollectiveMismatchError)
-        assert re.search(r"rank 1: #1 all_reduce max .* in _disagree", str(outcome.error))
-
-
-def _absent(ctx: ParallelContext, release: str) -> None:
-    comm = ctx.comm("tp")
-    if ctx.rank == 1:
-        while not Path(release).exists():
-            torch.ones(64, 64) @ torch.ones(64, 64)
-        return
-    try:
-        comm.all_reduce(torch.ones(7))
-    finally:
-        Path(release).touch()
-
-
-def test_a_time_out_says_who_did_not_come(other: RankPool, tmp_path: Path) -> None:
-    error = other.outcomes(TP2, _absent, str(tmp_path / "release"), timeout=5.0)[0].error
-    assert isinstance(error, CollectiveTimeoutError)
-    assert "rank 0 waits for rank 1, which did not come" in str(error)
-
-
 def test_a_rank_without_a_report_is_not_silent_since_1970() -> None:
     """The store cannot be reached: nothing is known of a rank on another host."""
     here = Identity.own()
@@ -125,10 +96,7 @@ def test_ranks_whose_words_differ_get_a_message(other: RankPool) -> None:
 
 @pytest.mark.parametrize(
     "error",
-    [
-        dist.DistBackendError("NCCL communicator was aborted"),
-        RuntimeError("[gloo/transport/tcp/pair.cc:547] closed"),
-    ],
+    [dist.DistBackendError("NCCL communicator was aborted"), RuntimeError("[gloo/transport/tcp/pair.cc:547] closed")],
 )
 def test_errors_of_transports_are_told_from_others(error: Exception) -> None:
     assert connection_broke(error)
@@ -185,17 +153,6 @@ def _hooks(ctx: ParallelContext) -> str:
 
 def test_our_hook_is_above_torchs(other: RankPool) -> None:
     assert other.run(TP2, _hooks) == ["PeerMonitor._excepthook"] * 2
-
-
-def test_a_launchers_store_is_used_by_one_start_after_another() -> None:
-    """Of the first start a rank was killed before it had its answer."""
-    store = dist.HashStore()
-    store.set("tpcore start/1", "of a rank that was killed")
-    for _ in range(2):
-        with ThreadPoolExecutor(3) as threads:
-            started = [threads.submit(rendezvous._of_this_start, store, r, 3, 20.0) for r in range(3)]
-        # one part for all three, which nobody has used before
-        assert sorted(s.result().add("ranks", 1) for s in started) == [1, 2, 3]
 
 
 def test_ranks_that_met_have_met_whatever_becomes_of_one_of_them() -> None:

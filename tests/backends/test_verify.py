@@ -11,6 +11,7 @@ from pathlib import Path
 import forked
 import pytest
 import torch
+from installed import installed
 
 pytestmark = [pytest.mark.xdist_group("verify"), pytest.mark.slow, pytest.mark.processes]
 
@@ -65,11 +66,7 @@ def test_gloo_is_right(tmp_path: Path) -> None:
 
 
 def test_a_wrong_backend_is_told_and_fails(tmp_path: Path) -> None:
-    (tmp_path / "tpcore_wrong.py").write_text(WRONG)
-    info = tmp_path / "tpcore_wrong-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tpcore-wrong\nVersion: 1\n")
-    (info / "entry_points.txt").write_text("[tpcore]\nwrong = tpcore_wrong\n")
+    installed(tmp_path, "wrong", WRONG)
     done = verify("--backend", "wrong", path=tmp_path, save=())
     assert done.returncode == 1, done.stdout + done.stderr
     assert "saved as tpcore-verify-wrong-tp2.json" in done.stdout  # also without being asked

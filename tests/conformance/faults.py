@@ -32,8 +32,7 @@ class Plain(ThreadBackend):
 
     transport_class: type[ThreadTransport] = ThreadTransport
     capabilities = Capabilities(
-        dtypes=(torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool),
-        moved=(torch.complex64,),
+        dtypes=(torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool), moved=(torch.complex64,)
     )
 
     def connect(self, group: Group, rank: int) -> ThreadTransport:

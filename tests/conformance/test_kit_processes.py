@@ -80,6 +80,10 @@ class TestShared(Conformance):
 
 
 class Sampled(TestShared):
+    """All but values on four ranks, and what `whole` does not name, are drills: TestShared runs them."""
+
+    whole: ClassVar[tuple[str, ...]] = ("test_layers", "test_lost_ranks", "test_checkpoint", "test_random_streams")
+
     def choices(self) -> dict[str, list[Any]]:
         found = super().choices()
         some = [torch.float64, torch.bfloat16, torch.bool]  # float32 is in all other tests
@@ -89,6 +93,13 @@ class Sampled(TestShared):
             "moved": tiers(found["moved"][:1], drill=found["moved"]),
         }
 
+    @classmethod
+    def drill(cls, test: str, params: Mapping[str, Any]) -> bool:
+        if test in cls.whole:
+            return True
+        four = any(mesh.size > 2 for mesh in params.values() if isinstance(mesh, Mesh))
+        return four and test != "test_values"
+
 
 class TestGloo(Sampled):
     env: ClassVar[Mapping[str, str]] = {"TPCORE_SHM": "0"}
@@ -96,6 +107,10 @@ class TestGloo(Sampled):
     @staticmethod
     def quick(test: str, params: Mapping[str, Any]) -> bool:
         return test in ("test_values", "test_large", "test_groups", "test_odd_values", "test_started")
+
+    @classmethod
+    def drill(cls, test: str, params: Mapping[str, Any]) -> bool:
+        return test != "test_groups" and super().drill(test, params)
 
 
 class TestPieces(Sampled):
@@ -113,14 +128,22 @@ class TestPieces(Sampled):
 
 
 class TestSimple(Sampled):
+    """That a backend of six lines works."""
+
     tested = Simple
     worlds = (2,)
     every = 70
+    least: ClassVar[tuple[str, ...]] = ("test_joined", "test_values", "test_layers")
+    composed: ClassVar[tuple[str, ...]] = ("test_training", "test_checkpoint", "test_traces", "test_lost_ranks")
 
-    @staticmethod
-    def quick(test: str, params: Mapping[str, Any]) -> bool:
-        """That a backend of six lines works."""
-        return test in ("test_joined", "test_values", "test_layers")
+    @classmethod
+    def quick(cls, test: str, params: Mapping[str, Any]) -> bool:
+        return test in cls.least
+
+    @classmethod
+    def drill(cls, test: str, params: Mapping[str, Any]) -> bool:
+        """TestGloo runs the same transport."""
+        return test not in cls.least + cls.composed
 
     def backend_class(self) -> type[Backend]:
         return Simple
@@ -132,6 +155,14 @@ class TestCuda(Sampled):
     @staticmethod
     def quick(test: str, params: Mapping[str, Any]) -> bool:
         return test in ("test_joined", "test_values", "test_layers") and TestShared.quick(test, params)
+
+    @classmethod
+    def drill(cls, test: str, params: Mapping[str, Any]) -> bool:
+        """TestGloo moves the same bytes by the same calls; what is waited for, and when, is this backend's own."""
+        if cls.quick(test, params):
+            return False
+        kept = ("memory", "again", "modes", "large", "overlap", "started", "mixed", "many", "training", "pipeline")
+        return test.removeprefix("test_") not in (*kept, "traces", "declaration") or super().drill(test, params)
 
     def backend_class(self) -> type[Backend]:
         return CudaStandIn

@@ -102,28 +102,13 @@ class Network:
     def swallow(self, source: int, target: int) -> None:
         """Packets from one to the other are lost, and those of the other direction arrive."""
         there = self._of(self.names[source])
-        _ip(
-            "-n",
-            there,
-            "neigh",
-            "replace",
-            address(target),
-            "lladdr",
-            _NOBODY,
-            "nud",
-            "permanent",
-            "dev",
-            "eth0",
-        )
+        _ip("-n", there, "neigh", "replace", address(target), "lladdr", _NOBODY, "nud", "permanent", "dev", "eth0")
 
     def slow(self, host: int, rate: str) -> None:
         """What it sends goes at so many bits a second. OSError where the kernel has no token bucket."""
         words = ["tc", "-n", self._of(self.names[host]), "qdisc", "add", "dev", "eth0", "root", "tbf"]
         done = subprocess.run(
-            [*words, "rate", rate, "burst", "32kb", "latency", "2s"],
-            capture_output=True,
-            text=True,
-            check=False,
+            [*words, "rate", rate, "burst", "32kb", "latency", "2s"], capture_output=True, text=True, check=False
         )
         if done.returncode:
             raise OSError(f"tc: {done.stderr.strip()}")

@@ -80,7 +80,7 @@ STAGES = {"tp": 2, "pp": 2}
 DRILLS = {
     "slow": Drill(lambda net, m: net.slow(1, "4mbit"), {}, steps=TOLD + 4),
     "cut": Drill(lambda net, m: net.cut(1), {0: B, 1: A}, axes=STAGES),
-    "half-open": Drill(lambda net, m: net.swallow(0, 1), {0: B, 1: A}),
+    "half-open": Drill(lambda net, m: net.swallow(0, 1), {0: B, 1: A}, drill=True),
     "half-open, the other way": Drill(lambda net, m: net.swallow(1, 0), {0: B, 1: A}, drill=True),
     "all ranks killed": Drill(lambda net, m: m[1].kill(), {0: _gone("hostb", "[23]")}),
     "a rank killed": Drill(lambda net, m: m[1].kill(1), {0: _gone("hostb", "3")}, drill=True),
@@ -98,11 +98,7 @@ DRILLS = {
     ),
     "three hosts, dp": Drill(lambda net, m: net.cut(2), {0: C, 1: C, 2: f"{A}|{B}"}, ranks=(2, 2, 2), drill=True),
     "three hosts, pp": Drill(
-        lambda net, m: net.cut(2),
-        {0: C, 1: C, 2: f"{A}|{B}"},
-        ranks=(2, 2, 2),
-        axes={"tp": 2, "pp": 3},
-        drill=True,
+        lambda net, m: net.cut(2), {0: C, 1: C, 2: f"{A}|{B}"}, ranks=(2, 2, 2), axes={"tp": 2, "pp": 3}, drill=True
     ),
 }
 NAMES = tiers([name for name, drill in DRILLS.items() if not drill.drill], drill=DRILLS)

@@ -99,10 +99,7 @@ MARK = "__import__('sys').modules.update(ran=None)"
         (lambda said: {**said, "graphs": {f"a={MARK}": {"nodes": []}}}, None),
         (node("a", "mine::op.default", []), "operator mine::op.default is not in this process"),
         (node("a", "aten::relu.default", [{"node": "nope"}]), "is damaged: KeyError: 'nope'"),
-        (
-            node("a", "aten::relu.default", [{"dtype": "load"}]),
-            "is damaged: TypeError: torch.load is no dtype",
-        ),
+        (node("a", "aten::relu.default", [{"dtype": "load"}]), "is damaged: TypeError: torch.load is no dtype"),
         (lambda said: [], "is damaged"),
         (lambda said: {**said, "weights": ["nope"]}, "is damaged: KeyError: 'nope'"),
     ],

@@ -108,11 +108,7 @@ def _dies() -> nn.Module:
     [(_fails, LookupError, "no such weights"), (_dies, PeerLostError, "rank 1 was killed by SIGKILL")],
 )
 def test_what_goes_wrong_in_a_process(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    func: Callable[[], Any],
-    error: type[Exception],
-    message: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, func: Callable[[], Any], error: type[Exception], message: str
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(error, match=message) as caught:
@@ -169,12 +165,7 @@ X = torch.ones(1)
         ((X, 0), {}, ValueError, "tp_degree must be a whole number of ranks, 1 or more, not 0"),
         ((X, True), {}, ValueError, "not True"),
         ((X, "2"), {}, ValueError, "not '2'"),
-        (
-            (X, 1_000_000),
-            {},
-            ValueError,
-            r"tp_degree=1000000: this machine can hold \d+ ranks of backend 'cpu",
-        ),
+        ((X, 1_000_000), {}, ValueError, r"tp_degree=1000000: this machine can hold \d+ ranks of backend 'cpu"),
         ((), {}, TypeError, "inputs and example_inputs are two names"),
         ((X,), {"example_inputs": X}, TypeError, "inputs and example_inputs are two names"),
         (("x",), {}, TypeError, "inputs must be a tensor, a tuple, a list or a dict, not a str"),

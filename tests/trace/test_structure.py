@@ -64,8 +64,7 @@ def test_names_say_where() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "message"),
-    [(object(), "x is a object"), ([A, {1, 2}], r"x\[1\] is a set"), ({1: A}, "x has the key 1")],
+    ("value", "message"), [(object(), "x is a object"), ([A, {1, 2}], r"x\[1\] is a set"), ({1: A}, "x has the key 1")]
 )
 def test_what_cannot_be_traced(value: Any, message: str) -> None:
     with pytest.raises(TypeError, match=message):

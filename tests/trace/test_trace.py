@@ -92,6 +92,9 @@ def test_buckets_pad_and_cut_back(pool: RankPool, tmp_path: Path) -> None:
         assert differences(got, want) < EXACT
     with pytest.raises(ValueError, match=r"no program takes ids"):
         model(*batch(5, 8))
+    ids[0, 3] = VOCABULARY
+    with pytest.raises(IndexError, match="ParallelEmbedding: an id does not fit a vocabulary of 30"):
+        model(ids, mask)
 
 
 class Cache(nn.Module):
@@ -156,14 +159,6 @@ def test_the_structure_of_outputs_comes_back(pool: RankPool, tmp_path: Path) -> 
         model(x, factor=3.0)
     with pytest.raises(TypeError, match="'return_dict' was not given when the model was traced"):
         model(x, False)
-
-
-def test_an_id_that_is_none_is_an_error_of_the_call(pool: RankPool, tmp_path: Path) -> None:
-    model = traced_in(pool, tmp_path, lambda: Encoder(True), batch(1, 8), 2)
-    ids, mask = batch(1, 8)
-    ids[0, 3] = VOCABULARY
-    with pytest.raises(IndexError, match="ParallelEmbedding: an id does not fit a vocabulary of 30"):
-        model(ids, mask)
 
 
 class ByRank(nn.Module):

@@ -9,9 +9,6 @@ from tpcore_neuron.testing import run_replicas
 
 import tpcore
 
-WORLDS = [("n2", 2, 1), ("n2", 2, 2), ("n4", 4, 2), ("n4", 4, 4)]
-"""(which process, world, tp): the ids keep the tests of one process together, see OnePool in conftest."""
-
 
 def on_replicas(world: int, tp: int, fn: Callable[..., Any], *args: Any, cp: int = 1, **options: Any) -> list[Any]:
     """``fn(ctx, *args)`` on every rank of dp x cp x tp replicas."""

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from nets import assert_same_parameters, cut_net, plain_net
 from onreplicas import on_replicas
@@ -46,8 +45,7 @@ def written(folder: Path) -> dict[str, Any]:
     return {**tensors, **{file: [said["state"], said["tensors"]] for file, said in states.items()}}
 
 
-@pytest.mark.parametrize("process", ["n2"])
-def test_a_tied_weight_is_written_once_and_loads_tied(process, tmp_path):
+def test_a_tied_weight_is_written_once_and_loads_tied(tmp_path):
     on_replicas(2, 2, saved, tmp_path)
     here, there = written(tmp_path / "xla"), written(tmp_path / "cpu")
     assert here.keys() == there.keys()
@@ -67,8 +65,7 @@ def left_to_end(ctx: ParallelContext, folder: Path) -> None:
     save({"model": {"w": torch.ones(3).to(ctx.device)}}, folder, async_save=True)
 
 
-@pytest.mark.parametrize("process", ["n2"])
-def test_a_save_in_the_background_is_finished_when_the_replicas_end(process, tmp_path):
+def test_a_save_in_the_background_is_finished_when_the_replicas_end(tmp_path):
     on_replicas(2, 2, left_to_end, tmp_path / "c")
     ended = replicas._processes[2]
     replicas.close()

@@ -43,9 +43,8 @@ def run(*words: str) -> tuple[int, str]:
     return done.exit_code, done.output
 
 
-@pytest.mark.parametrize("process", ["n2"])
-def test_each_distinct_program_is_listed(process, script):
-    status, text = run("--nprocs", "2", "--json", "--", "python", script, "6")
+def test_each_distinct_program_is_listed(script):
+    status, text = run("--json", "--", "torchrun", "--nproc_per_node=2", script, "6")
     assert status == 0
     first, step = (p for p in json.loads(text) if p["collectives"])
     assert (first["runs"], step["runs"]) == (1, 2)  # the number of the step is not in the program
@@ -56,15 +55,7 @@ def test_each_distinct_program_is_listed(process, script):
     assert step["parameter_bytes"] >= 4 * (24 + 6 + 16)
 
 
-@pytest.mark.parametrize("process", ["n2"])
-def test_a_torchrun_command_says_how_many(process, script):
-    status, text = run("--", "torchrun", "--nproc_per_node=2", script, "6")
-    assert status == 0
-    assert "all_reduce" in text
-
-
-@pytest.mark.parametrize("process", ["n2"])
-def test_where_the_neuron_tools_are_they_run_the_script_too(process, script, tmp_path, monkeypatch):
+def test_where_the_neuron_tools_are_they_run_the_script_too(script, tmp_path, monkeypatch):
     """The stand-in takes what ``neuron_parallel_compile`` is documented to take: a command, which it runs."""
     tool, said = tmp_path / "bin/neuron_parallel_compile", tmp_path / "said"
     tool.parent.mkdir()

@@ -47,8 +47,7 @@ def test_more_ranks_than_cores_are_refused():
 @pytest.mark.parametrize(
     ("tp", "said"), [(4, r"tp=4 on Trn1: .* 1, 2, 8, 16 or a multiple of 32"), (2, None), (8, None)]
 )
-@pytest.mark.parametrize("process", ["n8"])
-def test_tp_on_trn1(process, tp, said):
+def test_tp_on_trn1(tp, said):
     eight = {"NEURON_RT_VISIBLE_CORES": "0-7"}
     if said is None:
         assert run_replicas(starts, 8, tp, "trn1", env=eight)[0] == {"pp": 1, "dp": 8 // tp, "tp": tp}

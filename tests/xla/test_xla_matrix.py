@@ -9,7 +9,7 @@ from tiers import tiers
 from tpcore.testing import matrix
 
 DTYPES = ("fp32", "bf16")
-POINTS = [(f"n{tp}", layer, tp, dtype) for tp in (2, 4) for dtype in DTYPES for layer in matrix.AXES]
+POINTS = [(layer, tp, dtype) for tp in (2, 4) for dtype in DTYPES for layer in matrix.AXES]
 SAMPLE, FULL = (17, 7), (5, 1)  # one of so many cases, and where there are few
 
 
@@ -23,8 +23,7 @@ def some(layer: str, tp: int, dtype: str, strides: tuple[int, int]) -> list[matr
 
 
 @pytest.mark.parametrize(
-    ("process", "layer", "tp", "dtype", "strides"),
-    tiers([(*p, SAMPLE) for p in POINTS], drill=[(*p, FULL) for p in POINTS]),
+    ("layer", "tp", "dtype", "strides"), tiers([(*p, SAMPLE) for p in POINTS], drill=[(*p, FULL) for p in POINTS])
 )
-def test_equals_the_plain_module(process, layer, tp, dtype, strides):
+def test_equals_the_plain_module(layer, tp, dtype, strides):
     matrix.report(on_replicas(tp, tp, matrix.run, some(layer, tp, dtype, strides)))

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from onreplicas import on_replicas
-from tiers import tiers
 from tpcore_neuron.testing import programs, run_replicas
 
 import tpcore
@@ -35,8 +34,6 @@ def make(family: str) -> Any:
     if family == "llama":
         config = transformers.LlamaConfig(**SIZES, num_key_value_heads=1, tie_word_embeddings=True)
         return transformers.LlamaForCausalLM(config)
-    if family == "qwen3":
-        return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=8))
     if family == "bert":
         dropouts = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
         return transformers.BertForMaskedLM(transformers.BertConfig(**SIZES, **dropouts))
@@ -45,12 +42,9 @@ def make(family: str) -> Any:
         return transformers.T5ForConditionalGeneration(
             transformers.T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0)
         )
-    if family == "mixtral":
-        config = transformers.MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4)
-        return transformers.MixtralForCausalLM(config)
-    sizes = {"vocab_size": 99, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
-    dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **dropouts))
+    assert family == "mixtral"
+    config = transformers.MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4)
+    return transformers.MixtralForCausalLM(config)
 
 
 def losses(model: Any, optimizer: Any, update: Any, device: Any) -> list[float]:
@@ -85,14 +79,7 @@ def train(ctx: ParallelContext, family: str, sequence_parallel: bool, **ways: bo
     assert sum(bool(p.compiled) for p in ran) <= 2, "the first step, and the one with the optimizer's state"
 
 
-def cases() -> list[Any]:
-    """With the drills all families: the others say nothing of XLA that these do not say."""
-    quick = [("llama", True), ("bert", False), ("t5", True)]
-    every = [(f, tokens) for f in ("llama", "qwen3", "bert", "gpt2", "t5") for tokens in (False, True)]
-    return tiers(quick, drill=every)
-
-
-@pytest.mark.parametrize(("family", "sequence_parallel"), cases())
+@pytest.mark.parametrize(("family", "sequence_parallel"), [("llama", True), ("bert", False), ("t5", True)])
 def test_trains_as_the_whole_model(family: str, sequence_parallel: bool) -> None:
     on_replicas(2, 2, train, family, sequence_parallel)
 
@@ -135,7 +122,6 @@ def on_the_device(tp: int, ep: int, ways: dict[str, Any]) -> list[float]:
     [
         (2, 1, {"capacity_factor": 0.75}),
         (1, 2, {"capacity_factor": 0.75, "dispatch": "all_to_all"}),
-        (1, 2, {"dispatch": "all_to_all"}),
     ],
 )
 def test_a_capacity_drops_what_it_does_on_the_cpu(tp: int, ep: int, ways: dict[str, Any]) -> None:
@@ -144,4 +130,4 @@ def test_a_capacity_drops_what_it_does_on_the_cpu(tp: int, ep: int, ways: dict[s
     got = run_replicas(on_the_device, 2, tp, ep, ways)
     for mine, of_threads in zip(got, want, strict=True):
         assert mine == pytest.approx(of_threads, abs=1e-5)  # float32, four steps
-    assert all((dropped > 0) == ("capacity_factor" in ways) for dropped in want[0][STEPS:])
+    assert all(dropped > 0 for dropped in want[0][STEPS:])

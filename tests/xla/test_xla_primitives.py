@@ -1,8 +1,6 @@
-"""Every primitive of the neuron backend against plain torch, on real replicas: 1-D and 2-D meshes."""
+"""Collectives of the neuron backend beside the kit: what else replicas do with its groups and its permutations."""
 
 from __future__ import annotations
-
-import functools
 
 import pytest
 import torch
@@ -13,72 +11,12 @@ import tpcore
 from tpcore.runtime.consensus import gather_bytes
 from tpcore.runtime.context import ParallelContext
 
-MESHES = [pytest.param(2, 2, id="n2-tp2"), pytest.param(2, 1, id="n2-dp2"), pytest.param(4, 4, id="n4-tp4")]
-MESHES += [pytest.param(4, 2, id="n4-dp2xtp2"), pytest.param(4, 1, id="n4-dp4")]
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool]
-
 
 def inputs(world: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
     """What every rank puts in: small whole numbers, exact in every dtype and in every order of a sum."""
     generator = torch.Generator().manual_seed(1)
     values = [torch.randint(0, 8, shape, generator=generator) for _ in range(world)]
     return [v % 2 == 0 if dtype is torch.bool else v.to(dtype) for v in values]
-
-
-def primitives(ctx: ParallelContext, axis: str, dtype: torch.dtype) -> dict[str, tuple]:
-    """Name -> (what the backend gave, what it should have given)."""
-    comm = ctx.comm(axis)
-    members = comm.group.members(ctx.rank)
-    me, n = members.index(ctx.rank), len(members)
-    shape = (4, 8, 4)
-    every = inputs(ctx.mesh.size, shape, dtype)
-    mine = [every[r] for r in members]
-    x = every[ctx.rank].to(ctx.device)
-    out = {}
-    total = functools.reduce(torch.logical_or if dtype is torch.bool else torch.add, mine)
-    out["sum"] = comm.all_reduce(x), total
-    out["max"] = comm.all_reduce(x, "max"), torch.stack(mine).amax(0)
-    out["started sum"] = comm.start_all_reduce(x)(), total
-    for dim in (0, 1, -1):
-        out[f"gather {dim}"] = comm.all_gather(x, dim), torch.cat(mine, dim)
-        out[f"split {dim}"] = comm.split(x, dim), x.cpu().chunk(n, dim)[me]
-        if dtype is not torch.bool:
-            out[f"reduce_scatter {dim}"] = comm.reduce_scatter(x, dim), total.chunk(n, dim)[me]
-    strided = every[ctx.rank].transpose(0, 2).to(ctx.device)
-    out["gather of strides"] = comm.all_gather(strided, 1), torch.cat([m.transpose(0, 2) for m in mine], 1)
-    out["broadcast"] = comm.broadcast(x, n - 1), mine[-1]
-    empty = torch.empty(0, 4, dtype=dtype, device=ctx.device)
-    out["sum of nothing"] = comm.all_reduce(empty), torch.empty(0, 4, dtype=dtype)
-    out["gather of nothing"] = comm.all_gather(empty, 1), torch.empty(0, 4 * n, dtype=dtype)
-    if n > 1:
-        chunks = [m.chunk(n, 1)[me] for m in mine]
-        out["all_to_all"] = comm.all_to_all(x, 1, 0), torch.cat(chunks, 0)
-        out["permute"] = comm.permute(x, [(i + 1) % n for i in range(n)]), mine[me - 1]
-        out["started permute"] = comm.start_permute(x, [(i + 1) % n for i in range(n)])(), mine[me - 1]
-    out["input"] = x, every[ctx.rank]
-    ctx.backend.mark_step()
-    return {name: (got.cpu(), want) for name, (got, want) in out.items()}
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("world", "tp"), MESHES)
-def test_primitives(world, tp, dtype):
-    for axis in ("tp", "dp"):
-        for rank, found in enumerate(on_replicas(world, tp, primitives, axis, dtype)):
-            for name, (got, want) in found.items():
-                assert got.dtype == want.dtype, f"{name} over {axis} on rank {rank}"
-                assert torch.equal(got, want), f"{name} over {axis} on rank {rank}: {got} is not {want}"
-
-
-def nan_stays_where_it_is(ctx: ParallelContext) -> torch.Tensor:
-    comm = ctx.comm("tp")
-    x = torch.full((2, 2), float("nan") if ctx.coord("tp") else 1.0).to(ctx.device)
-    return comm.broadcast(x, 0)
-
-
-def test_broadcast_takes_nothing_from_the_others():
-    for got in on_replicas(4, 2, nan_stays_where_it_is):
-        assert torch.equal(got, torch.ones(2, 2))
 
 
 def library_groups(ctx: ParallelContext) -> dict[str, torch.Tensor]:
@@ -108,33 +46,6 @@ def test_groups_work_with_the_libraries_own_calls():
         for name, got in found.items():
             members = {"tp": (rank // 2 * 2, rank // 2 * 2 + 1), "dp": (rank % 2, rank % 2 + 2)}[name.split()[-1]]
             assert got.tolist() == [sum(2.0**r for r in members)], name
-
-
-def optimizer_steps(ctx: ParallelContext) -> dict[str, float]:
-    """One SGD step on the gradient ``rank + 1`` by tpcore's call, and by torch_xla's with our groups."""
-    import torch_xla.core.xla_model as xm
-
-    out = {}
-    for name in ("tpcore", "xm"):
-        p = torch.nn.Parameter(torch.zeros(1).to(ctx.device))
-        p.grad = torch.tensor([ctx.rank + 1.0]).to(ctx.device)
-        optimizer = torch.optim.SGD([p], lr=1.0)
-        if name == "tpcore":
-            tpcore.optimizer_step(optimizer)
-        else:
-            groups = tpcore.nxd.parallel_state.get_data_parallel_group(as_list=True)
-            xm.reduce_gradients(optimizer, groups=groups, pin_layout=False)
-            optimizer.step()
-        ctx.backend.mark_step()
-        out[name] = -p.item()
-    return out
-
-
-def test_the_mean_is_over_dp_and_not_over_the_world():
-    for rank, step in enumerate(on_replicas(4, 2, optimizer_steps)):
-        total = (rank % 2 + 1) + (rank % 2 + 3)
-        assert step["tpcore"] == total / 2
-        assert step["xm"] == total / 4  # which is why the guide says not to call it
 
 
 def wrong_device(ctx: ParallelContext) -> None:

@@ -215,7 +215,7 @@ class SequenceLoss:
         return _total(part, self._context.comm)
 
     def _check_sums(self, part: Tensor, again: Tensor) -> None:
-        """Once there is a loss: ValueError on all ranks unless the call with other labels and count was the same sum."""
+        """Once there is a loss: ValueError on all ranks unless other labels, and twice the count, gave half of it."""
         differs = ~torch.isclose(part, again, rtol=1e-2, equal_nan=True)  # rtol: of half precision
         flags = torch.stack([differs, part.nan_to_num() != 0]).to(torch.int64).view(2)
         refused, self._sums = (bool(flag) for flag in self._context.comm.all_reduce(flags, "max").tolist())

@@ -46,10 +46,7 @@ class _Hook:
 
 
 def share_input(
-    owner: nn.Module,
-    *columns: ColumnParallelLinear,
-    argument: str = "hidden_states",
-    copy: InputCopy | None = None,
+    owner: nn.Module, *columns: ColumnParallelLinear, argument: str = "hidden_states", copy: InputCopy | None = None
 ) -> None:
     """Let ``columns`` share one copy of an input. ``owner.forward`` calls them on its ``argument``.
 

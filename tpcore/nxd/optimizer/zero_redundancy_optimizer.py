@@ -117,10 +117,9 @@ class NeuronZero1Optimizer(Zero1):
         checkpoint.load(output_dir, self, model_key="optimizer")
 
 
-def _check_groups(name: str, given: Groups | None, *axes: str) -> None:
-    mesh = current().mesh
-    axes = mesh.present(axes)
-    want = mesh.group(*axes).as_list()
+def _check_groups(name: str, given: Groups | None, *names: str) -> None:
+    axes = current().mesh.present(names)
+    want = current().mesh.group(*axes).as_list()
     if given is not None and sorted(map(sorted, given)) != sorted(map(sorted, want)):
         raise ValueError(
             f"NeuronZero1Optimizer({name}={given}): state is cut over dp, ep and cp, and norms are summed over the "
@@ -131,9 +130,9 @@ def _check_groups(name: str, given: Groups | None, *axes: str) -> None:
 
 def _has_half(params: list[Any]) -> bool:
     """Whether a parameter is less precise than float32; ``params`` as optimizers take them."""
-    found: list[Tensor] = []
     for item in params:
         inside = item["params"] if isinstance(item, dict) else [item]
         for p in [inside] if isinstance(inside, Tensor) else inside:
-            found.append(p[1] if isinstance(p, tuple) else p)
-    return any(p.dtype.itemsize < torch.float32.itemsize for p in found)
+            if (p[1] if isinstance(p, tuple) else p).dtype.itemsize < torch.float32.itemsize:
+                return True
+    return False

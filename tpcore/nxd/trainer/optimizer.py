@@ -30,17 +30,10 @@ class NxDOptimizer(torch.optim.Optimizer):
         """The norm of the last step's gradient before clipping; None without clipping."""
         return self._grad_norm
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        return self.optimizer.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        return self.optimizer.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        return self.optimizer.defaults
+    def __getattr__(self, name: str) -> Any:
+        if name in ("param_groups", "state", "defaults"):
+            return getattr(self.optimizer, name)
+        raise AttributeError(f"NxDOptimizer has no attribute {name!r}")
 
     @property
     def params(self) -> list[Tensor]:

@@ -18,9 +18,8 @@ from ...runtime import random
 from ...runtime.checks import compare_stages
 from ...runtime.context import current
 from .alike import check_layers, one_call_for_all
-from .arguments import LayerArguments, check_told_apart
-from .fill_drain import FillDrain, FillDrainOptions
-from .microbatches import check_count, check_divides
+from .arguments import LayerArguments, check_count, check_divides, check_told_apart
+from .fill_drain import FillDrain
 from .schedule import Schedule
 from .stage import StageLayers
 
@@ -129,9 +128,9 @@ class PipelinedLayers(nn.Module):
         count = check_divides(len(x), self.num_microbatches)
         if self.shared is None and count > 1:
             check_told_apart(arguments, x)
+        end = self.end_program if self.cuts else None
         schedule = Schedule(self.pp.size, count)
-        options = FillDrainOptions(self.recompute, self.shared, self.end_program if self.cuts else None)
-        road = FillDrain(self.stage, self.pp, schedule, options, list(self.parameters()))
+        road = FillDrain(self.stage, self.pp, schedule, [*self.parameters()], self.recompute, self.shared, end)
         return road.run(x, arguments, self.seed())
 
     def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, LayerArguments]:

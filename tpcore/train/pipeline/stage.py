@@ -30,12 +30,7 @@ class StageLayers:
         return x
 
     def run(
-        self,
-        arguments: Callable[[], LayerArguments],
-        seed: int | None,
-        microbatch: int,
-        *,
-        check: bool = False,
+        self, arguments: Callable[[], LayerArguments], seed: int | None, microbatch: int, *, check: bool = False
     ) -> Callable[[Tensor], Tensor]:
         """A function that runs the stage on one microbatch; every call draws the same random numbers.
 

@@ -224,11 +224,10 @@ def parallel_cross_entropy(
 ) -> Tensor:
     """Per-token loss, as ``F.cross_entropy(..., reduction="none")`` of the gathered logits.
 
-    ``vocab_parallel_logits``: ``[..., vocab / tp]``, this rank's part of the vocabulary; not modified.
-    ``target``: int64 ``[...]``, the same on every rank: ids in the whole vocabulary, or ``ignore_index``
-    for loss 0 and no gradient. ``vocab_size``: the size without padding, which does not count in the loss.
-    The output of a layer with ``pad=True`` carries its size; pass it if other operations follow the layer:
-    without it they are a ValueError.
+    ``vocab_parallel_logits``: ``[..., vocab / tp]``, this rank's part of the vocabulary; not modified. ``target``:
+    int64 ``[...]``, the same on every rank: ids in the whole vocabulary, or ``ignore_index`` for loss 0 and no
+    gradient. ``vocab_size``: the size without padding, which does not count in the loss. The output of a layer with
+    ``pad=True`` carries its size; pass it if other operations follow the layer: without it they are a ValueError.
 
     Returns ``[...]``, the same on every rank, in float32 for half-precision logits. ValueError for shapes
     that do not fit. Backends that can read values also raise IndexError for a target out of range, and

@@ -30,7 +30,7 @@ class Bucket:
 
     def start(self) -> None:
         with torch.no_grad():
-            self._wait = self._begin()
+            self.wait = self._begin()
         # after the start, which makes sparse gradients dense
         self._sent = [(g, g._version if g is not None else 0) for g in map(self._gradient_of, self.parameters)]
 
@@ -46,9 +46,6 @@ class Bucket:
         """Wait, and put the result. ``again``: of the present gradients, since a rank's have changed. Collective."""
         total = self.wait()
         self._put(self._begin()() if again else total)
-
-    def wait(self) -> Tensor:
-        return self._wait()
 
 
 class Overlap:
@@ -98,10 +95,7 @@ class Overlap:
             bucket.wait()
 
 
-_NAME = "tpcore_overlap"
-"""Attribute of an optimizer, which its state does not include."""
-
-
 def overlap_of(optimizer: torch.optim.Optimizer) -> Overlap:
-    found: Overlap = vars(optimizer).setdefault(_NAME, Overlap())
+    """An attribute of ``optimizer``, which its state does not include."""
+    found: Overlap = vars(optimizer).setdefault("tpcore_overlap", Overlap())
     return found

@@ -23,13 +23,12 @@ _NEEDS_NOTHING = ("pin_layout", "coalesce_cc", "lazy_init", "save_master_weights
 class NeuronZero1Optimizer(Zero1):
     """``tpcore.Zero1`` whose ``step()`` does all: the mean over dp, clipping, the step, the new weights.
 
-    ``grad_clipping`` is on and ``max_norm`` is 1.0, as published. After a step ``grad_norm`` is the norm
-    before clipping. ``optimizer_dtype``: of the master weights, float32 by default. ``use_grad_acc_hook`` or
-    ``higher_cc_precision``: gradients are summed and sent in float32. ``sharding_groups`` and
-    ``grad_norm_groups`` have to be the dp and the tp groups, which is what they are without. Arguments about
-    XLA's own collectives need nothing here. ``tpcore.optimizer_step`` takes it as any ``Zero1``, and then it
-    is that call's ``max_norm`` that clips. Gradients stay in ``.grad``, as backward left them, until
-    ``zero_grad``: scripts read them after the step.
+    ``grad_clipping`` is on and ``max_norm`` is 1.0, as published. After a step ``grad_norm`` is the norm before
+    clipping. ``optimizer_dtype``: of the master weights, float32 by default. ``use_grad_acc_hook`` or
+    ``higher_cc_precision``: gradients are summed and sent in float32. ``sharding_groups`` and ``grad_norm_groups`` have
+    to be the dp and the tp groups, which is what they are without. Arguments about XLA's own collectives need nothing
+    here. ``tpcore.optimizer_step`` takes it as any ``Zero1``, and then it is that call's ``max_norm`` that clips.
+    Gradients stay in ``.grad``, as backward left them, until ``zero_grad``: scripts read them after the step.
     """
 
     def __init__(

@@ -35,10 +35,9 @@ _REFUSED = {
 class NxDPPModel(Wrapper):
     """A model in pipeline stages, trained by ``run_train(**batch)``: see ``tpcore.PipelineModel``.
 
-    The model's one list of layers becomes the stages, as many layers on each. Its forward returns the loss,
-    alone, as ``.loss`` or first in a tuple. ``transformer_layer_cls``: of these layers, checked.
-    ``pipeline_cuts``: the last layer of each stage but the last, checked to be these. Names of parameters and
-    state are those of ``module``.
+    The model's one list of layers becomes the stages, as many layers on each. Its forward returns the loss, alone, as
+    ``.loss`` or first in a tuple. ``transformer_layer_cls``: of these layers, checked. ``pipeline_cuts``: the last
+    layer of each stage but the last, checked to be these. Names of parameters and state are those of ``module``.
 
     The module's own forward runs, without tracing: arguments about tracing and about memory need nothing
     here, and one line names those that are given. ValueError for what would change the result:

@@ -33,15 +33,13 @@ def neuronx_distributed_config(
     """The configuration of a training script, with defaults filled in; joins the job if nobody has.
 
     ``optimizer_config``: ``zero_one_enabled`` (False), ``grad_clipping`` (True), ``max_grad_norm`` (1.0).
-    ``mixed_precision_config``: ``use_master_weights`` and ``use_fp32_grad_acc``, by default on where ZeRO-1
-    is; ``use_master_weights_in_ckpt`` needs nothing here, for a checkpoint has them. ``model_init_config``:
-    ``param_init_fn(module, device)`` is called for every module with parameters of its own where
-    ``meta_device_init`` asks for it. ``pipeline_config``: the arguments of ``NxDPPModel``.
-    ``sequence_parallel``: the optimizer sums the gradients of parameters that carry
-    ``sequence_parallel_enabled``; tpcore's own layers sum theirs in backward.
+    ``mixed_precision_config``: ``use_master_weights`` and ``use_fp32_grad_acc``, by default on where ZeRO-1 is;
+    ``use_master_weights_in_ckpt`` needs nothing here, for a checkpoint has them. ``model_init_config``:
+    ``param_init_fn(module, device)`` is called for every module with parameters of its own where ``meta_device_init``
+    asks for it. ``pipeline_config``: the arguments of ``NxDPPModel``. ``sequence_parallel``: the optimizer sums the
+    gradients of parameters that carry ``sequence_parallel_enabled``; tpcore's own layers sum theirs in backward.
 
-    Raises ValueError for what is not here, for unknown keys, and for sizes that are not those of the context
-    in force.
+    Raises ValueError for what is not here, for unknown keys, and for sizes that are not those of the context in force.
     """
     refused = {
         "lnc_size": (lnc_size, 1, "tp ranks are contiguous on every device"),

@@ -56,23 +56,23 @@ class Lockstep:
     @torch.no_grad()
     def _run_forward(self, t: int) -> Tensor:
         m = self._schedule.entering(t)
-        feed, self._arguments[m] = self._ends.enter(m) if m not in self._arguments else self._again(m)
+        if m in self._arguments:  # the bubble at the end, where any activations will do
+            feed = self.inputs[max(self.inputs)]
+        else:
+            feed, self._arguments[m] = self._ends.enter(m)
         x = feed if self._forward is None or self._pp.size == 1 else where(self._first, feed, self._forward)
         self.inputs[t] = x
-        numbers = self._schedule.forward_of(t)
-        call = self._stage.run(
-            lambda: self._arguments_of(numbers), self._seed, numbers[self._stage.place], check=t == 0
-        )
-        y = call(x)
+        y = self._run_stage(x, self._schedule.forward_of(t), check=t == 0)
         self._forward = self._pp.permute(y, self._ring)
         return y
 
-    def _again(self, m: int) -> tuple[Tensor, LayerArguments]:
-        """An input for stage 0 in the bubble at the end, where any activations will do."""
-        return self.inputs[max(self.inputs)], self._arguments[m]
+    def _run_stage(self, x: Tensor, numbers: list[int], *, check: bool = False) -> Tensor:
+        """The layers' output, with the arguments of one of the microbatches ``numbers``, which are by stage."""
 
-    def _arguments_of(self, numbers: list[int]) -> LayerArguments:
-        return chosen([self._arguments[m] for m in numbers], self._pp, self._stage.place)
+        def arguments() -> LayerArguments:
+            return chosen([self._arguments[m] for m in numbers], self._pp, self._stage.place)
+
+        return self._stage.run(arguments, self._seed, numbers[self._stage.place], check=check)(x)
 
     def _run_loss(self, y: Tensor, m: int | None) -> Tensor | None:
         """Compute the loss of the microbatch that the last stage has finished, if any, and return the
@@ -90,11 +90,9 @@ class Lockstep:
 
     def _run_backward(self, t: int, out: Tensor | None) -> None:
         schedule, pp = self._schedule, self._pp
-        numbers = schedule.backward_of(t)
         x = self._input_of(t).detach().requires_grad_()
-        call = self._stage.run(lambda: self._arguments_of(numbers), self._seed, numbers[self._stage.place])
         with torch.enable_grad():
-            y = call(x)
+            y = self._run_stage(x, schedule.backward_of(t))
         torch.autograd.backward(y, self._gradient_at(t, out))
         grad = x.grad if x.grad is not None else torch.zeros_like(x)
         self._gradient = pp.permute(grad, self._back)

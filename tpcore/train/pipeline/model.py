@@ -24,11 +24,10 @@ class PipelineModel:
     once in its forward. If it has none yet, they replace its only ``nn.ModuleList``. Use
     ``model.named_parameters()`` for the optimizer and ``model.state_dict()`` for checkpoints, as usual.
 
-    A batch is cut along dim 0 into ``num_microbatches``: every tensor whose dim 0 has the size of the first
-    tensor's, except arguments that ``shared`` names. ``loss``: the loss of the batch is the ``"mean"`` of the
-    microbatches' losses, or their ``"sum"``, e.g. if the model divides by a given number of tokens. The
-    model's forward runs up to its layers, and then a second time with the layers' output; both runs draw the
-    same random numbers.
+    A batch is cut along dim 0 into ``num_microbatches``: every tensor whose dim 0 has the size of the first tensor's,
+    except arguments that ``shared`` names. ``loss``: the loss of the batch is the ``"mean"`` of the microbatches'
+    losses, or their ``"sum"``, e.g. if the model divides by a given number of tokens. The model's forward runs up to
+    its layers, and then a second time with the layers' output; both runs draw the same random numbers.
 
     ``scaler``: scales each microbatch's loss before backward, but not the returned loss. Pass it
     to ``tpcore.optimizer_step`` too, and call its ``update`` afterwards.

@@ -18,8 +18,7 @@ class Accumulation:
         self._handles: dict[Tensor, int] = {}
 
     def watch(self, parameters: Iterable[Tensor]) -> None:
-        """Sum the gradients of these parameters from now on. A move to another device loses the hook: call
-        it again."""
+        """Sum the gradients of these parameters from now on. A move to another device loses the hook: call it again."""
         for p in parameters if self._dtype is not None else ():
             hooks = getattr(p, "_post_accumulate_grad_hooks", None) or {}
             if p.requires_grad and self._handles.get(p) not in hooks:

@@ -173,9 +173,8 @@ def _log_sum_exp(x: Tensor) -> Tensor:
 
 
 def _refuse_padding(nonzero: Tensor, columns: int, reads: bool) -> None:
-    """ValueError if the very last column looks like padding: zero for every token, unlike the first column.
-    ``nonzero``: ``[ranks, 2]``, how many logits of each rank's first and last column are not zero. On a device
-    that the host must not wait for, an assertion in its queue."""
+    """ValueError, or without ``reads`` an assertion in the device's queue, if the very last column looks like padding:
+    zero for every token, unlike the first. ``nonzero``: ``[ranks, 2]``, of each rank's first and last column."""
     if nonzero.is_meta:
         return
     why = (

@@ -102,14 +102,13 @@ def scale_to(grads: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
 def clip_grad_norm(parameters: Parameters, max_norm: float, norm_type: float | str = 2.0) -> Tensor:
     """Scale gradients in place so that the norm of the *full* gradient is at most ``max_norm``.
 
-    As ``torch.nn.utils.clip_grad_norm_`` on the unsharded model: cut gradients are summed over their ranks,
-    replicated and shared ones count once. The sum goes over exactly the mesh axes along which ranks have
-    other entries, in one all-reduce for each set of axes. ``parameters``: a model, a parameter, or any
-    iterable of parameters, also a generator. ``norm_type``: a positive number, ``float("inf")`` or ``"inf"``.
+    As ``torch.nn.utils.clip_grad_norm_`` on the unsharded model: cut gradients are summed over their ranks, in one
+    all-reduce for each set of axes, and replicated and shared ones count once. ``parameters``: a model, a parameter, or
+    any iterable of parameters. ``norm_type``: a positive number, ``float("inf")`` or ``"inf"``.
 
-    Returns the norm before clipping, 0-d, float32 or wider, the same on every rank. Call it after the
-    mean over data parallel. Collective: all ranks of the layouts' axes must call it. Raises ValueError for
-    parameters of another context and for parameters that torch's own parallelism has cut.
+    Returns the norm before clipping, 0-d, float32 or wider, the same on every rank. Call it after the mean over data
+    parallel. Collective: all ranks of the layouts' axes must call it. Raises ValueError for parameters of another
+    context and for parameters that torch's own parallelism has cut.
     """
     p = float(norm_type)
     if not p > 0:

@@ -49,12 +49,9 @@ class Bucket:
 
 
 class Overlap:
-    """The buckets of one optimizer that are under way, until its step takes them.
-
-    Buckets start in one order on all ranks. The step compares each gradient with what was sent, so that a start that
-    was too early costs time and changes no number. A block learns from the last one how often backward accumulates a
-    gradient: several times with microbatches, never for a parameter that is not used.
-    """
+    """The buckets of one optimizer that are under way, until its step takes them. They start in one order on all ranks.
+    The step compares each gradient with what was sent, so that a start that was too early changes no number. A block
+    learns from the last one how often backward accumulates a gradient: never for a parameter that is not used."""
 
     def __init__(self) -> None:
         self._due: dict[Tensor, int] = {}

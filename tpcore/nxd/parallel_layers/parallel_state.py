@@ -32,13 +32,11 @@ def initialize_model_parallel(
     skip_collective_init: bool = False,
     lnc_size: int = 1,
 ) -> None:
-    """``tpcore.init`` with these sizes, then one collective unless ``skip_collective_init``.
+    """``tpcore.init`` with these sizes, then unless ``skip_collective_init`` a collective over the world: it reveals an
+    unreachable rank here, and lets devices open all connections at once.
 
-    ``TPCORE_BACKEND`` chooses the backend. A process group that the script has made already is used. The
-    collective over the world reveals an unreachable rank here, and lets devices open all connections at once.
-
-    Raises ValueError if their product does not divide the world (none is ever lowered) or ``lnc_size`` is not
-    1, RuntimeError if initialized already.
+    ``TPCORE_BACKEND`` chooses the backend. A process group that the script has made already is used. Raises ValueError
+    if their product does not divide the world or ``lnc_size`` is not 1, RuntimeError if initialized already.
     """
     if lnc_size != 1:
         raise ValueError(
@@ -177,11 +175,8 @@ def rmsg(msg: str) -> str:
 
 
 def gather_python_object(obj: Any, group: Any = None) -> list[Any]:
-    """The ``obj`` of every rank of the group on its first rank, in group order; ``[]`` on the others.
-
-    ``group``: as in ``parallel_layers.mappings``; None is the tp group. ``obj``: what pickle takes. Only
-    bytes of this job's own ranks are unpickled. Collective over the group.
-    """
+    """The ``obj``, what pickle takes, of every rank of the group on its first rank, in group order; ``[]`` on the
+    others. ``group``: as in ``mappings``. Collective over it; only bytes of this job's own ranks are unpickled."""
     ctx = current()
     comm = ctx.comm_for(group)
     pickled = gather_bytes(pickle.dumps(obj), comm)

@@ -73,10 +73,8 @@ class NxDOptimizer(torch.optim.Optimizer):
 def initialize_parallel_optimizer(
     nxd_config: Config, optimizer_class: type[torch.optim.Optimizer], parameters: Any, **defaults: Any
 ) -> NxDOptimizer:
-    """``optimizer_class(parameters, **defaults)``, or ZeRO-1 over it, with a step that does all.
-
-    Give ``model.named_parameters()``: then its state opens at other degrees.
-    """
+    """``optimizer_class(parameters, **defaults)``, or ZeRO-1 over it, with a step that does all. Give
+    ``model.named_parameters()``: then its state opens at other degrees."""
     config, precision = nxd_config["optimizer_config"], nxd_config["mixed_precision_config"]
     if not config["zero_one_enabled"]:
         return NxDOptimizer(optimizer_class(parameters, **defaults), nxd_config)

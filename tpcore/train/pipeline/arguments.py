@@ -71,11 +71,9 @@ def check_told_apart(arguments: LayerArguments, x: Tensor) -> None:
 
 
 def chosen(every: Sequence[LayerArguments], pp: Comm, place: int) -> LayerArguments:
-    """This stage's arguments out of those of ``every`` stage, selected by data.
-
-    Their forms may differ: transformers leaves out a mask that masks nothing. Then data cannot select. An
-    eager backend takes the arguments at ``place``; a lazy one would need several programs: ValueError.
-    """
+    """This stage's arguments out of those of ``every`` stage, selected by data. Where their forms differ, as
+    transformers leaves out a mask that masks nothing, data cannot: an eager backend takes the arguments at ``place``;
+    a lazy one would need several programs: ValueError."""
     first = every[0]
     plain = [a.mapped(lambda t, name: ...) for a in every]
     if any(other != plain[0] for other in plain):

@@ -29,22 +29,21 @@ Instead = Callable[[Tensor, LayerArguments], Tensor]
 class PipelinedLayers(nn.Module):
     """The layers of a model, divided over the pipeline stages. Each stage runs one microbatch after another.
 
-    ``layers``: all layers of the model, equal in structure, and as many for each stage. Layers of other
-    stages are dropped, and the rest keep their numbers, so that parameters have the names of the unsharded
-    model. A forward that loops over the layers, or over a slice of all, finds one layer, the whole pipeline:
+    ``layers``: all layers of the model, equal in structure, and as many for each stage. Those of other stages are
+    dropped, and the rest keep their numbers, so that parameters have the names of the unsharded model. A forward that
+    loops over the layers, or over a slice of all, finds one layer, the whole pipeline:
     ``model.layers = tpcore.PipelinedLayers(model.layers, num_microbatches=8)`` is the only change needed.
 
-    It is called like a layer. The first argument, ``[batch, ...]``, and the result are the same on all
-    stages. The argument is cut along dim 0 into ``num_microbatches``, as are tensors in other arguments whose
-    dim 0 has the same size, except those that ``shared`` names. If their dim 0 could have that size for
-    another reason, ``shared`` is required. Gradients are those of the layers run in sequence.
+    It is called like a layer. The first argument, ``[batch, ...]``, and the result are the same on all stages. The
+    argument is cut along dim 0 into ``num_microbatches``, as are tensors in other arguments whose dim 0 has the same
+    size, except those that ``shared`` names; it is required if their dim 0 could have that size for another reason.
+    Gradients are those of the layers run in sequence.
 
-    ``recompute``: keep only the input of each microbatch, and run the layers again in backward.
-    ``cut_programs``: on lazy backends each tick ends a program, so that one program serves all microbatches
-    and no compiler merges the recomputation with the first computation. Dropout draws different numbers for
-    each microbatch and stage, and the same ones in the recomputation. Raises ValueError for layers that
-    differ, for a number of layers that ``pp`` does not divide, and for a batch that does not divide. In eval
-    mode and without gradients one stage takes any batch, as in a traced model.
+    ``recompute``: keep only the input of each microbatch, and run the layers again in backward. ``cut_programs``: on
+    lazy backends each tick ends a program, so that one program serves all microbatches and no compiler merges the
+    recomputation with the first computation. Dropout draws different numbers for each microbatch and stage, and the
+    same ones in the recomputation. Raises ValueError for layers that differ, and for numbers of layers or examples
+    that do not divide. In eval mode and without gradients one stage takes any batch, as in a traced model.
     """
 
     def __init__(

@@ -49,11 +49,9 @@ class PipelineModel:
         self.layers = pipelined_layers(model, num_microbatches)
 
     def run_train(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Run forward and backward of a batch; return its loss, detached and the same on every stage.
-
-        Gradients of several runs accumulate. ``args`` and ``kwargs`` are the model's. Raises ValueError on
-        all ranks for a batch that does not divide, or a model that no pipeline can run.
-        """
+        """Run forward and backward of a batch; return its loss, detached and the same on every stage. Gradients of
+        several runs accumulate. ``args`` and ``kwargs`` are the model's. Raises ValueError on all ranks for a batch
+        that does not divide, or a model that no pipeline can run."""
         return self._run(args, kwargs, train=True)
 
     def run_eval(self, *args: Any, **kwargs: Any) -> Tensor:

@@ -32,10 +32,8 @@ class StageLayers:
     def run(
         self, arguments: Callable[[], LayerArguments], seed: int | None, microbatch: int, *, check: bool = False
     ) -> Callable[[Tensor], Tensor]:
-        """A function that runs the stage on one microbatch; every call draws the same random numbers.
-
-        With ``check`` it raises ValueError on all ranks for layers that a pipeline cannot run.
-        """
+        """A function that runs the stage on one microbatch; every call draws the same random numbers. With ``check``
+        it raises ValueError on all ranks for layers that a pipeline cannot run."""
 
         def call(x: Tensor) -> Tensor:
             before = self._kept() if check else {}

@@ -73,10 +73,8 @@ class ParameterChunk:
 
     # -- a step -------------------------------------------------------------------------------------------
     def fill(self) -> None:
-        """Set ``value`` from the parameter. A master value stays if it still rounds to the parameter's value.
-
-        So changes of the weights since the last step, such as a loaded checkpoint, take effect.
-        """
+        """Set ``value`` from the parameter, which a checkpoint may have changed since the last step. A master value
+        stays if it still rounds to the parameter's value."""
         now = self.cut(self.parameter.detach())
         if self.has_master:
             master, now_wide = self.value.detach(), now.to(self.value.dtype)

@@ -26,24 +26,23 @@ from .state import IN_STEP, MASTER, Outline, entries_of, outline_of
 class Zero1(torch.optim.Optimizer):
     """``optimizer_class`` with its state cut over dp (dp times cp): 1/dp of the state on each rank, and the same steps.
 
-    Each parameter's local shard is flattened and cut into dp equal chunks, the last one padded. A step gives
-    each rank its chunks of the mean gradients, steps them, and gathers the new weights: for each bucket one
-    reduce-scatter and one all-gather. Gradients are freed as they are reduced. This is stage 1 of ZeRO
-    (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054).
+    Each parameter's local shard is flattened and cut into dp equal chunks, the last one padded. A step gives each rank
+    its chunks of the mean gradients, steps them, and gathers the new weights: for each bucket one reduce-scatter and
+    one all-gather. Gradients are freed as they are reduced. This is stage 1 of ZeRO (Rajbhandari et al., 2020,
+    https://arxiv.org/abs/1910.02054).
 
-    ``optimizer_class``: any optimizer, of torch or not, that treats each entry of a parameter independently:
-    AdamW, Adam, SGD, Adagrad, RMSprop, NAdam and others. ``params``: as for that class, preferably
-    ``model.named_parameters()``. ``options``: the class's own (``lr=...``). Groups, schedulers and
-    ``add_param_group`` work as usual.
+    ``optimizer_class``: any optimizer that treats each entry of a parameter independently: AdamW, Adam, SGD, Adagrad,
+    RMSprop, NAdam and others. ``params``: as for that class, preferably ``model.named_parameters()``. ``options``: the
+    class's own (``lr=...``). Groups, schedulers and ``add_param_group`` work as usual.
 
-    ``master_dtype``: each rank keeps a master copy of its chunks in this dtype, e.g. ``torch.float32`` for
-    bfloat16 weights, which are then the rounded master values. ``grad_dtype``: the dtype in which gradients
-    of several backwards are summed and sent. ``bucket_mb``: MiB of gradients or weights in one collective.
+    ``master_dtype``: each rank keeps a master copy of its chunks in this dtype, e.g. ``torch.float32`` for bfloat16
+    weights, which are then the rounded master values. ``grad_dtype``: the dtype in which gradients of several backwards
+    are summed and sent. ``bucket_mb``: MiB of gradients or weights in one collective.
 
-    The base optimizer is made at the first step, so that the model may be cut, moved or loaded before. Step
-    with ``tpcore.optimizer_step``, which can clip and skip; ``step()`` does neither. The constructor and all
-    methods that move tensors are collective over dp. Raises ValueError for an optimizer that mixes entries,
-    for a parameter given twice, built under another context, cut by torch's own parallelism or over dp.
+    The base optimizer is made at the first step, so that the model may be cut, moved or loaded before. Step with
+    ``tpcore.optimizer_step``, which can clip and skip; ``step()`` does neither. The constructor and all methods that
+    move tensors are collective over dp. Raises ValueError for an optimizer that mixes entries, for a parameter given
+    twice, built under another context, cut by torch's own parallelism or over dp.
     """
 
     grad_norm: Tensor | None = None

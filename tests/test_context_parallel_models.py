@@ -395,6 +395,66 @@ def test_a_call_that_would_be_wrong_is_refused(what: str) -> None:
     run_ranks(Mesh(CP2), rank)
 
 
+def _squares(logits: Tensor, labels: Tensor) -> Tensor:
+    """For each counted token: a loss of one's own."""
+    kept = labels.flatten() != -100
+    return kept * (logits.flatten(0, 1).softmax(-1) - F.one_hot(labels.flatten() * kept, logits.shape[-1])).pow(2).sum(
+        -1
+    )
+
+
+def _sum(logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: Any = None, **options: Any) -> Tensor:
+    labels = options.get("shift_labels")
+    return _squares(logits, labels).sum() / num_items_in_batch
+
+
+def _mean(logits: Tensor, labels: Tensor, vocab_size: int, **options: Any) -> Tensor:
+    labels = options["shift_labels"]
+    return _squares(logits, labels).sum() / (labels != -100).sum()
+
+
+def _shifting(logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: Any = None, **_: Any) -> Tensor:
+    return _squares(logits, F.pad(labels, (0, 1), value=-100)[:, 1:]).sum() / num_items_in_batch
+
+
+@pytest.mark.parametrize("mesh", [CP2, CP2_TP2], ids=["cp2", "cp2 tp2"])
+def test_a_loss_of_ones_own_that_counts_the_labels_of_all_ranks(mesh: dict[str, int]) -> None:
+    batch = plain()
+    shifted = F.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
+    whole = made(llama)
+    want = _squares(whole(batch["input_ids"]).logits, shifted).sum() / (shifted != -100).sum()
+    want.backward()
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        model = made(llama)
+        model.loss_function = _sum
+        model = tpcore.parallelize(model, context_parallel="gather")
+        loss = model(**batch).loss
+        loss.backward()
+        torch.testing.assert_close(loss, want, rtol=EXACT, atol=EXACT)
+        assert_gradients(ctx, model, whole)
+
+    run_ranks(Mesh(mesh), rank)
+
+
+@pytest.mark.parametrize("loss", [_mean, _shifting])
+def test_a_loss_of_ones_own_that_ranks_cannot_add_up_is_refused(loss: Callable[..., Tensor]) -> None:
+    batch = plain()
+    batch["labels"][:, 7:] = -100  # the second rank has no targets, and is told too
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        model = made(llama)
+        model.loss_function = loss
+        model = tpcore.parallelize(model, context_parallel="gather")
+        with pytest.raises(ValueError, match=f"{loss.__name__} with context .* divide their sum by num_items_in_batch"):
+            model(**batch)
+        model.loss_function = _sum
+        with pytest.raises(ValueError, match="loss_function was replaced after parallelize"):
+            model(**batch)
+
+    run_ranks(Mesh(CP2), rank)
+
+
 @pytest.mark.parametrize("dealt", [False, True])
 @pytest.mark.parametrize(("length", "way"), [(16, "gather"), (256, "ring")])
 def test_the_way_is_chosen_for_each_length(

@@ -321,7 +321,7 @@ def test_lockstep_holds_few_inputs(monkeypatch: pytest.MonkeyPatch, count: int) 
     run = Lockstep.run
 
     def watched(self: Lockstep, end_tick: Callable[[], None]) -> Tensor:
-        return run(self, lambda: most.append(len(self.held)))
+        return run(self, lambda: most.append(len(self.inputs)))
 
     monkeypatch.setattr(Lockstep, "run", watched)
     run_ranks(mesh(2), lambda ctx: tpcore.PipelineModel(cut(4, ctx), count).run_train(**batch_of(16)))

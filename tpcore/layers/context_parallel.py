@@ -94,9 +94,9 @@ class ContextParallelAttention(nn.Module):
         self.softcap = softcap
         if window is not None and window < 1:
             raise ValueError(f"window must be 1 token or more, not {window}")
-        ctx = None if context_parallel_group is not None else current()
-        comm = context_parallel_group if ctx is None else ctx.comm(*ctx.mesh.present(("cp",)))
-        self.order = TokenOrder(cast(Comm, comm), way == "ring" and causal)
+        if context_parallel_group is None:
+            context_parallel_group = current().comm(*current().mesh.present(("cp",)))
+        self.order = TokenOrder(context_parallel_group, way == "ring" and causal)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None = None) -> Tensor:
         """``q``: ``[batch, heads, tokens of this rank, head_dim]``; ``k``, ``v``: with as many heads or a divisor

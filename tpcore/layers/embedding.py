@@ -122,9 +122,8 @@ class ParallelEmbedding(ParallelModule):
 
     @torch.no_grad()
     def _clear_padding(self) -> None:
-        """Zero the row of ``padding_idx``, unless an init method was given. Not part of the init, which would
-        then need the full table in memory. Uses a mask, so that ranks with and without the row run the same
-        program."""
+        """Zero the row of ``padding_idx``, unless an init method was given. Not part of the init, which would then need
+        the full table in memory. Uses a mask, so that ranks with and without the row run the same program."""
         row = self.padding_idx
         if row is None or not self._clears_padding:
             return

@@ -13,12 +13,8 @@ def exporting() -> bool:
 
 
 def check_ids(ids: Tensor, size: int, what: str, ignore: int | None = None, *, read: bool = True) -> None:
-    """Raise IndexError if an id is outside ``range(size)`` and not ``ignore``.
-
-    Reads values, which would cut the graph on lazy backends: callers skip it there. Under torch.export and
-    torch.compile, and without ``read``, which a device's queue would wait for, it is an assertion in the graph
-    or the queue, and the error is a RuntimeError.
-    """
+    """Raise IndexError if an id is outside ``range(size)`` and not ``ignore``. It reads values; under torch.export and
+    torch.compile, and without ``read``, it is an assertion in the graph or the device's queue: a RuntimeError."""
     if not read or exporting() or torch.compiler.is_dynamo_compiling():
         if ids.is_meta:
             return

@@ -85,11 +85,8 @@ def _record(init: Init, shape: tuple[int, ...], dtype: torch.dtype) -> list[_Ste
 
 
 def _slabs(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """Runs of rows (start, stop) of at most about SLAB elements.
-
-    Every run but the last has a multiple of 16 elements, and the last has at least 16: torch draws normals in
-    blocks of 16, and draws the last 16 again if 16 does not divide the size.
-    """
+    """Runs of rows (start, stop) of at most about SLAB elements: multiples of 16, and 16 or more in the last. torch
+    draws normals in blocks of 16, and the last 16 again if 16 does not divide the size."""
     rows = shape[0] if shape else 1
     row = max(1, torch.Size(shape[1:]).numel())
     step = max(16, SLAB // row // 16 * 16)
@@ -113,11 +110,8 @@ def _keep(local: Tensor, slab: Tensor, start: int, boxes: Iterable[Box]) -> None
 
 
 def initial_part(init: Init, layout: Layout, rank: int, mesh: Mesh, dtype: torch.dtype) -> Tensor:
-    """The part of ``rank`` of the tensor that ``init`` fills, on the CPU. Padding is zero.
-
-    At most one slab of the full tensor is in memory in addition to the part. If ``init`` does more than fill
-    in place, the full tensor is in memory while this runs.
-    """
+    """The part of ``rank`` of the tensor that ``init`` fills, on the CPU. Padding is zero. Besides it one slab of the
+    full tensor is in memory, or all of it if ``init`` does more than fill in place."""
     with torch.no_grad(), torch.inference_mode(False):
         # no recorder for a single slab: for the first tensor with a __torch_dispatch__, torch imports
         # torch.distributed.tensor, which takes 0.6 s per process

@@ -173,9 +173,8 @@ def _log_sum_exp(x: Tensor) -> Tensor:
 
 
 def _refuse_padding(nonzero: Tensor, columns: int, reads: bool) -> None:
-    """ValueError if the very last column looks like padding: zero for every token, unlike the first column.
-    ``nonzero``: ``[ranks, 2]``, how many logits of each rank's first and last column are not zero. On a device
-    that the host must not wait for, an assertion in its queue."""
+    """ValueError, or without ``reads`` an assertion in the device's queue, if the very last column looks like padding:
+    zero for every token, unlike the first. ``nonzero``: ``[ranks, 2]``, of each rank's first and last column."""
     if nonzero.is_meta:
         return
     why = (
@@ -224,11 +223,10 @@ def parallel_cross_entropy(
 ) -> Tensor:
     """Per-token loss, as ``F.cross_entropy(..., reduction="none")`` of the gathered logits.
 
-    ``vocab_parallel_logits``: ``[..., vocab / tp]``, this rank's part of the vocabulary; not modified.
-    ``target``: int64 ``[...]``, the same on every rank: ids in the whole vocabulary, or ``ignore_index``
-    for loss 0 and no gradient. ``vocab_size``: the size without padding, which does not count in the loss.
-    The output of a layer with ``pad=True`` carries its size; pass it if other operations follow the layer:
-    without it they are a ValueError.
+    ``vocab_parallel_logits``: ``[..., vocab / tp]``, this rank's part of the vocabulary; not modified. ``target``:
+    int64 ``[...]``, the same on every rank: ids in the whole vocabulary, or ``ignore_index`` for loss 0 and no
+    gradient. ``vocab_size``: the size without padding, which does not count in the loss. The output of a layer with
+    ``pad=True`` carries its size; pass it if other operations follow the layer: without it they are a ValueError.
 
     Returns ``[...]``, the same on every rank, in float32 for half-precision logits. ValueError for shapes
     that do not fit. Backends that can read values also raise IndexError for a target out of range, and

@@ -23,12 +23,9 @@ Device = torch.device | str | None
 
 
 class ParallelModule(nn.Module):
-    """Owns ``shard_specs``, the single source of truth for the sharding of its parameters.
-
-    torch drops attributes of a Parameter in ``deepcopy``, ``load_state_dict(assign=True)``, ``to("meta")``
-    and ``to("xla")``. A dict on the module survives all of these, so parameters are stamped from it again
-    after each operation that may replace them.
-    """
+    """Owns ``shard_specs``, the single source of truth for the sharding of its parameters: torch drops attributes of a
+    Parameter in ``deepcopy``, ``load_state_dict(assign=True)``, ``to("meta")`` and ``to("xla")``, so parameters are
+    stamped from this dict again after each of them."""
 
     shard_specs: dict[str, ShardSpec]  # by local parameter name
     slot: Slot | None = None
@@ -60,11 +57,8 @@ class ParallelModule(nn.Module):
     def shard_parameter(
         self, name: str, spec: ShardSpec, init: Init, dtype: torch.dtype | None, device: Device
     ) -> None:
-        """Register this rank's shard, with the values that ``init`` gives the unsharded tensor.
-
-        ``dtype``: None is torch's default. ValueError for one that the backend does not declare, if the group
-        has more than one rank.
-        """
+        """Register this rank's shard, with the values that ``init`` gives the unsharded tensor. ``dtype``: None is
+        torch's default; ValueError for one that the backend does not declare, on more than one rank."""
         dtype = torch.get_default_dtype() if dtype is None else dtype
         if self.tp.size > 1 and dtype not in self._dtypes:
             known = ", ".join(map(str, self._dtypes))
@@ -199,9 +193,9 @@ class ParallelModule(nn.Module):
 def move_model_to_device(model: nn.Module, device: torch.device | str) -> nn.Module:
     """``model.to(device)`` that keeps the Parameter objects, their ties and their attributes.
 
-    On some devices, such as XLA, ``to`` makes new Parameters. Here the old Parameters get the contents of the
-    new ones, so an optimizer that was made before remains valid, if it has no state yet. A parameter with a
-    weak reference to it still becomes a new object, because torch cannot swap its contents.
+    On some devices, such as XLA, ``to`` makes new Parameters, of which the old ones get the contents here: an
+    optimizer that was made before remains valid, if it has no state yet. A parameter with a weak reference to it
+    still becomes a new object, because torch cannot swap its contents.
     """
     places: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
     before: dict[int, tuple[nn.Parameter, dict[str, Any]]] = {}

@@ -79,8 +79,7 @@ class LayerNorm(_Norm):
 class RMSNorm(_Norm):
     """``nn.RMSNorm`` whose weight gets complete gradients if the tokens are spread over the tp group.
 
-    ``eps=None`` is ``torch.finfo(x.dtype).eps``, as in torch. ``sequence_parallel`` as in
-    ``LayerNorm``.
+    ``eps=None`` is ``torch.finfo(x.dtype).eps``, as in torch. ``sequence_parallel`` as in ``LayerNorm``.
     """
 
     weight: Tensor

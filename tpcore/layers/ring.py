@@ -41,12 +41,10 @@ def put(x: Tensor, half: Half, dim: int, value: Tensor) -> Tensor:
 
 
 def steps(order: TokenOrder) -> Iterator[tuple[Tensor, list[tuple[Half, Half]]]]:
-    """For each step the position of the rank whose keys are here, and the blocks to compute: (which of the queries,
-    which of the keys).
+    """For each step the position of the rank whose keys are here, and the blocks: (which of the queries, which keys).
 
-    In zig-zag, chunks i and 2n-1-i, a causal mask leaves two half blocks of each step but the first: the second
-    half of the queries sees the first half of any keys, and either the first halves see each other or the
-    second ones, by which rank is earlier. So all ranks have equal work.
+    In zig-zag a causal mask leaves two half blocks of each step but the first: the second half of the queries sees the
+    first half of any keys, and either the first halves see each other or the second ones, by which rank is earlier.
     """
     comm = order.comm
     yield comm.position, [(None, None)]

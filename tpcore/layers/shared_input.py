@@ -46,28 +46,25 @@ class _Hook:
 
 
 def share_input(
-    owner: nn.Module,
-    *columns: ColumnParallelLinear,
-    argument: str = "hidden_states",
-    copy: InputCopy | None = None,
+    owner: nn.Module, *columns: ColumnParallelLinear, argument: str = "hidden_states", copy: InputCopy | None = None
 ) -> None:
     """Let ``columns`` share one copy of an input. ``owner.forward`` calls them on its ``argument``.
 
-    The gradient of that argument is then summed over the tp group once instead of once per column: 2 of 5
-    all-reduces remain in the backward of a Llama block. ``owner.forward`` is unchanged, and must use the
-    argument for nothing else, because gradients from other uses would be summed too. ``copy``: makes the
-    copy; by default with the group, sequence dim and dtype of the columns.
-
-    A pre-forward hook of the owner makes the copy. A cache in the columns would need no owner, but it would
-    keep activations alive, mix up calls with and without gradients, and give a recomputation the copy of the
-    first run. The hook has no state, so activation checkpointing, ``deepcopy``, ``torch.export`` and a second
-    call before the backward work.
+    The gradient of that argument is then summed over the tp group once instead of once per column: 2 of 5 all-reduces
+    remain in the backward of a Llama block. ``owner.forward`` must use the argument for nothing else, because gradients
+    from other uses would be summed too. ``copy``: makes the copy; by default with the group, sequence dim and dtype of
+    the columns. A pre-forward hook without state calls it, so that activation checkpointing, ``deepcopy``,
+    ``torch.export`` and a second call before the backward work.
     """
     kinds = {(c.tp, c.sequence_dim, c.reduce_dtype) for c in columns}
     if len(kinds) != 1 or any(c.input_is_copied for c in columns):
+        said = [
+            f"{c.tp.group.axes}, sequence_dim={c.sequence_dim}, {c.reduce_dtype}, input_is_copied={c.input_is_copied}"
+            for c in columns
+        ]
         raise ValueError(
             f"share_input: the columns of a {type(owner).__name__} need one group, sequence dim and "
-            f"reduce_dtype, and inputs that are no copies yet: {[_kind(c) for c in columns]}"
+            f"reduce_dtype, and inputs that are no copies yet: {said}"
         )
     names = list(inspect.signature(owner.forward).parameters)
     if argument not in names:
@@ -77,10 +74,3 @@ def share_input(
     )
     for column in columns:
         column.input_is_copied, column.sequence_dim = True, None
-
-
-def _kind(column: ColumnParallelLinear) -> str:
-    return (
-        f"{column.tp.group.axes}, sequence_dim={column.sequence_dim}, {column.reduce_dtype}, "
-        f"input_is_copied={column.input_is_copied}"
-    )

@@ -7,7 +7,7 @@ fewer than query heads. What a query sees is a function of places, so that no ma
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -79,21 +79,17 @@ class Visible:
 
     def mask(self, queries: Tensor, keys: Tensor) -> Tensor | None:
         """Whether each query at a place sees each key: ``[1 or batch, 1, queries, keys]``; None: all of them."""
-        found: Tensor | None = None
+        masks: list[Tensor] = []
         if self.causal or self.window is not None:
-            apart = queries[:, None] - keys
-            found = apart >= 0 if self.causal else None
+            apart = (queries[:, None] - keys)[None, None]
+            if self.causal:
+                masks.append(apart >= 0)
             if self.window is not None:
-                near = apart < self.window if self.causal else apart.abs() < self.window
-                found = near if found is None else found & near
-            found = cast(Tensor, found)[None, None]
+                masks.append((apart if self.causal else apart.abs()) < self.window)
         if self.segments is not None:
-            theirs = (self.segments.index_select(1, at) for at in (queries, keys))
-            q, k = theirs
-            seen = k[:, None, :] if k.dtype == torch.bool else q[:, :, None] == k[:, None, :]
-            same = seen.unsqueeze(1)
-            found = same if found is None else found & same
-        return found
+            q, k = (self.segments.index_select(1, at)[:, None] for at in (queries, keys))
+            masks.append(k[:, :, None] if k.dtype == torch.bool else q[..., None] == k[:, :, None])
+        return reduce(Tensor.bitwise_and, masks) if masks else None
 
 
 def hidden(scores: Tensor, mask: Tensor | None, least: float = -torch.inf) -> Tensor:

@@ -131,6 +131,11 @@ class DealtTokens:
                 "num_items_in_batch with tokens of tpcore.shard_sequence: a loop counts the labels of one rank there; "
                 "leave it out, the model counts those of all ranks"
             )
+        if self.shifted and labels is not None and not isinstance(model.loss_function, SequenceLoss):
+            raise ValueError(
+                f"{type(model).__name__}.loss_function was replaced after parallelize, and would see the tokens of one "
+                "rank: set it before"
+            )
         if mask is not None and mask.ndim != 2 and not dealt:
             raise ValueError(
                 f"an attention_mask of shape {tuple(mask.shape)} is not known by positions: pass [batch, tokens], or "
@@ -184,6 +189,8 @@ class SequenceLoss:
 
     def __init__(self, inner: Callable[..., Tensor], context: DealtTokens) -> None:
         self._inner, self._context = inner, context
+        # of which it is known that it counts
+        self._sums = str(getattr(inner, "__module__", "")).startswith(("transformers.", "tpcore."))
 
     def __call__(
         self,
@@ -199,6 +206,23 @@ class SequenceLoss:
         if labels is None:
             raise ValueError("a loss needs labels, or shift_labels")
         count = self._context.count(labels) if num_items_in_batch is None else num_items_in_batch
-        options |= {"num_items_in_batch": count, "shift_labels": labels}
-        part = self._inner(logits, labels=labels, vocab_size=vocab_size, **options)
+        options |= {"vocab_size": vocab_size, "shift_labels": labels}
+        part = self._inner(logits, labels=labels, num_items_in_batch=count, **options)
+        if not (self._sums or part.is_meta or torch.compiler.is_compiling()):
+            other = {"labels": torch.full_like(labels, IGNORED), "num_items_in_batch": 2 * count}
+            with torch.no_grad():
+                self._check_sums(part, 2 * self._inner(logits, **other, **options))
         return _total(part, self._context.comm)
+
+    def _check_sums(self, part: Tensor, again: Tensor) -> None:
+        """Once there is a loss: ValueError on all ranks unless other labels, and twice the count, gave half of it."""
+        differs = ~torch.isclose(part, again, rtol=1e-2, equal_nan=True)  # rtol: of half precision
+        flags = torch.stack([differs, part.nan_to_num() != 0]).to(torch.int64).view(2)
+        refused, self._sums = (bool(flag) for flag in self._context.comm.all_reduce(flags, "max").tolist())
+        if refused:
+            name = getattr(self._inner, "__name__", type(self._inner).__name__)
+            raise ValueError(
+                f"loss_function {name} with context parallelism: each of {self._context.comm.size} cp ranks scores its "
+                "own tokens and the parts are added, so it must score shift_labels (not labels, which it would shift) "
+                "and divide their sum by num_items_in_batch"
+            )

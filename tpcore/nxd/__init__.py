@@ -1,7 +1,6 @@
 """NeuronX Distributed by its own paths: a script replaces ``neuronx_distributed`` by ``tpcore.nxd``.
 
-Each module is at the path that NeuronX Distributed gives it, and what only its signatures need is
-in here alone.
+Each module is at the path that NeuronX Distributed gives it, and what only its signatures need is in here alone.
 """
 
 from __future__ import annotations

@@ -11,28 +11,19 @@ import torch
 from torch import Tensor
 
 from ..comm.comm import Comm
-from ..layers.sharding import Sharding, sharding
-from ..layout.slices import narrowed
+from ..layers.sharding import sharding
+from ..layout.slices import Share, narrowed
 from .parameters import Parameters, unique_parameters
 
 Parts = list[tuple[Tensor, int]]
 """(piece of a gradient, number of ranks in the sum that have it)."""
 
 
-def _gradient(p: Tensor) -> Tensor | None:
-    if p.grad is None or not p.grad.is_sparse:
-        return p.grad
-    return p.grad.coalesce().values()
-
-
-def _parts(parameter: Tensor, found: Sharding) -> Parts:
-    """The gradient, divided by the number of ranks that have each entry: one piece, unless blocks differ."""
-    grad, shares = parameter.grad, found.shares
-    if grad is None:
-        return []
-    if len(shares) == 1:
-        values = _gradient(parameter)
-        return [] if values is None else [(values, shares[0].copies)]
+def _parts(grad: Tensor, shares: Sequence[Share]) -> Parts:
+    """``grad`` by the number of ranks that have each entry: one piece, unless blocks differ."""
+    if len(shares) <= 1:
+        values = grad.coalesce().values() if grad.is_sparse else grad
+        return [(values, shares[0].copies if shares else 1)]
     whole = grad.to_dense() if grad.is_sparse else grad
     return [(narrowed(whole, s.start, s.size), s.copies) for s in shares]
 
@@ -56,12 +47,16 @@ class Addend(NamedTuple):
     parts: Parts
 
 
+def shares_of(parameter: Tensor) -> tuple[Comm | None, tuple[Share, ...]]:
+    """Over the ranks that have other entries, and how many have each of this rank's; (None, ()) if all have all."""
+    found = sharding(parameter)
+    return (found.ctx.comm(*found.axes), found.shares) if found is not None and found.axes else (None, ())
+
+
 def addend_of(parameter: Tensor) -> Addend:
-    found, grad = sharding(parameter), _gradient(parameter)
-    if found is not None and found.axes:
-        # part of the sum even if no rank has a gradient
-        return Addend(parameter.dtype, found.ctx.comm(*found.axes), _parts(parameter, found))
-    return Addend(parameter.dtype, None, [] if grad is None else [(grad, 1)])
+    grad, (comm, shares) = parameter.grad, shares_of(parameter)
+    # part of the sum even if no rank has a gradient
+    return Addend(parameter.dtype, comm, [] if grad is None else _parts(grad, shares))
 
 
 @torch.no_grad()
@@ -107,14 +102,13 @@ def scale_to(grads: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
 def clip_grad_norm(parameters: Parameters, max_norm: float, norm_type: float | str = 2.0) -> Tensor:
     """Scale gradients in place so that the norm of the *full* gradient is at most ``max_norm``.
 
-    As ``torch.nn.utils.clip_grad_norm_`` on the unsharded model: cut gradients are summed over their ranks,
-    replicated and shared ones count once. The sum goes over exactly the mesh axes along which ranks have
-    other entries, in one all-reduce for each set of axes. ``parameters``: a model, a parameter, or any
-    iterable of parameters, also a generator. ``norm_type``: a positive number, ``float("inf")`` or ``"inf"``.
+    As ``torch.nn.utils.clip_grad_norm_`` on the unsharded model: cut gradients are summed over their ranks, in one
+    all-reduce for each set of axes, and replicated and shared ones count once. ``parameters``: a model, a parameter, or
+    any iterable of parameters. ``norm_type``: a positive number, ``float("inf")`` or ``"inf"``.
 
-    Returns the norm before clipping, 0-d, float32 or wider, the same on every rank. Call it after the
-    mean over data parallel. Collective: all ranks of the layouts' axes must call it. Raises ValueError for
-    parameters of another context and for parameters that torch's own parallelism has cut.
+    Returns the norm before clipping, 0-d, float32 or wider, the same on every rank. Call it after the mean over data
+    parallel. Collective: all ranks of the layouts' axes must call it. Raises ValueError for parameters of another
+    context and for parameters that torch's own parallelism has cut.
     """
     p = float(norm_type)
     if not p > 0:

@@ -33,9 +33,8 @@ def present_anywhere(has: Sequence[bool], dp: Comm, device: torch.device) -> lis
 def reduce_gradients(parameters: Parameters) -> None:
     """Replace every gradient by its mean over the data-parallel group, in buckets. Collective over dp, ep and cp.
 
-    cp ranks count like dp ranks: each has other tokens and the loss of the whole batch, so that a mean over
-    all of them is the gradient whether a model cuts its tokens or not. The gradient of an expert is the sum over
-    the examples of all ep ranks already: it is summed over dp and cp, and divided by the number of all.
+    cp ranks count like dp ranks: each has other tokens and the loss of the whole batch. The gradient of an expert is
+    the sum over the examples of all ep ranks already: it is summed over dp and cp, and divided by the number of all.
 
     A parameter that has no gradient on any dp rank keeps none. Raises ValueError for parameters of another
     context and for parameters that torch's own parallelism has cut.

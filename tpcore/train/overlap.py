@@ -30,7 +30,7 @@ class Bucket:
 
     def start(self) -> None:
         with torch.no_grad():
-            self._wait = self._begin()
+            self.wait = self._begin()
         # after the start, which makes sparse gradients dense
         self._sent = [(g, g._version if g is not None else 0) for g in map(self._gradient_of, self.parameters)]
 
@@ -47,17 +47,11 @@ class Bucket:
         total = self.wait()
         self._put(self._begin()() if again else total)
 
-    def wait(self) -> Tensor:
-        return self._wait()
-
 
 class Overlap:
-    """The buckets of one optimizer that are under way, until its step takes them.
-
-    Buckets start in one order on all ranks. The step compares each gradient with what was sent, so that a start that
-    was too early costs time and changes no number. A block learns from the last one how often backward accumulates a
-    gradient: several times with microbatches, never for a parameter that is not used.
-    """
+    """The buckets of one optimizer that are under way, until its step takes them. They start in one order on all ranks.
+    The step compares each gradient with what was sent, so that a start that was too early changes no number. A block
+    learns from the last one how often backward accumulates a gradient: never for a parameter that is not used."""
 
     def __init__(self) -> None:
         self._due: dict[Tensor, int] = {}
@@ -98,10 +92,7 @@ class Overlap:
             bucket.wait()
 
 
-_NAME = "tpcore_overlap"
-"""Attribute of an optimizer, which its state does not include."""
-
-
 def overlap_of(optimizer: torch.optim.Optimizer) -> Overlap:
-    found: Overlap = vars(optimizer).setdefault(_NAME, Overlap())
+    """An attribute of ``optimizer``, which its state does not include."""
+    found: Overlap = vars(optimizer).setdefault("tpcore_overlap", Overlap())
     return found

@@ -14,11 +14,8 @@ from .parameters import names_of
 
 def check_not_replaced(groups: Iterable[dict[str, Any]], with_gradient: Collection[Tensor]) -> None:
     """Raise ValueError for parameters that no module has any more while a module has a DTensor of the same
-    full shape: ``fully_shard`` made other Parameters, and an optimizer of the old ones would change nothing.
-
-    If a parameter is not in ``with_gradient`` it looks at all modules of the process, which takes tens of
-    milliseconds: call it where that is rare.
-    """
+    full shape: ``fully_shard`` made other Parameters, and an optimizer of the old ones would change nothing. If a
+    parameter is not in ``with_gradient`` it looks at all modules of the process, for tens of milliseconds."""
     groups = list(groups)
     parameters = chain.from_iterable(group["params"] for group in groups)
     named = zip(names_of(groups), parameters, strict=True)

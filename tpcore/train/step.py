@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
+from torch.optim import Optimizer
 
 from ..runtime.context import current
 from .clip import addend_of, check_max_norm, norm_of, scale_to
@@ -18,56 +19,46 @@ from .parameters import unique_parameters
 from .replaced import check_not_replaced
 from .zero import Zero1
 from .zero.elementwise import check_steps_parts
+from .zero.optimizer import Scaled
+
+Scaler = GradScaler | None
 
 
-class Stepping(ABC):
-    """An optimizer's gradients between backward and its step."""
+class Stepping:
+    """The gradients of an optimizer of torch between backward and its step: each dp rank steps all parameters."""
 
     scaled: Any
     """The object that a GradScaler gets as the optimizer: it has ``param_groups`` and ``step``."""
 
-    @abstractmethod
-    def reduce(self) -> None:
-        """Take the mean of the gradients over dp. Collective."""
-
-    @abstractmethod
-    def gradients(self) -> list[Tensor]:
-        """This rank's part of the mean gradients, to change in place."""
-
-    @abstractmethod
-    def norm(self) -> Tensor:
-        """The norm of the full gradient. Collective."""
-
-    def skip(self, norm: Tensor | None) -> None:
-        """Take no step. ``norm``: the norm that the caller gets."""
-
-
-class WholeStepping(Stepping):
-    """The steps of an optimizer of torch: each dp rank steps all parameters."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer) -> None:
         self.scaled = optimizer
         self._parameters = unique_parameters(p for group in optimizer.param_groups for p in group["params"])
         check_steps_parts(optimizer, self._parameters)
 
     def reduce(self) -> None:
+        """Take the mean of the gradients over dp. Collective."""
         reduce_beside(self._parameters, overlap_of(self.scaled).take())
         if not self.gradients():
             check_not_replaced(self.scaled.param_groups, ())
 
     def gradients(self) -> list[Tensor]:
+        """This rank's part of the mean gradients, to change in place."""
         return [p.grad for p in self._parameters if p.grad is not None]
 
     def norm(self) -> Tensor:
+        """The norm of the full gradient. Collective."""
         device = self._parameters[0].device if self._parameters else None
         return norm_of([addend_of(p) for p in self._parameters], 2.0, device)
 
+    def skip(self, norm: Tensor | None) -> None:
+        """Take no step. ``norm``: the norm that the caller gets."""
 
-class CutStepping(Stepping):
-    """The steps of a Zero1: each dp rank steps its chunks."""
+
+class ChunkStepping(Stepping):
+    """The same of a Zero1: each dp rank steps its chunks."""
 
     def __init__(self, optimizer: Zero1) -> None:
-        self._optimizer, self.scaled = optimizer, optimizer.for_scaler
+        self._optimizer, self.scaled = optimizer, Scaled(optimizer)
         optimizer.grad_norm = None
 
     def reduce(self) -> None:
@@ -85,8 +76,8 @@ class CutStepping(Stepping):
         self._optimizer.skip()
 
 
-def stepping_of(optimizer: torch.optim.Optimizer) -> Stepping:
-    return CutStepping(optimizer) if isinstance(optimizer, Zero1) else WholeStepping(optimizer)
+def stepping_of(optimizer: Optimizer) -> Stepping:
+    return ChunkStepping(optimizer) if isinstance(optimizer, Zero1) else Stepping(optimizer)
 
 
 def _finite_everywhere(tensors: list[Tensor]) -> bool:
@@ -101,11 +92,9 @@ def _finite_everywhere(tensors: list[Tensor]) -> bool:
     return not bool(world.all_reduce(bad, "max").item())
 
 
-def _unscale(stepping: Stepping, scaler: torch.amp.GradScaler) -> bool:
-    """Unscale the gradients; False on all ranks if one of them has an infinity.
-
-    In that case every rank's gradients become NaN, so that each rank's scaler skips the step by itself.
-    """
+def _unscale(stepping: Stepping, scaler: GradScaler) -> bool:
+    """Unscale the gradients; False on all ranks if one of them has an infinity: then every rank's gradients become
+    NaN, so that each rank's scaler skips the step by itself."""
     finite = _finite_everywhere(stepping.gradients())
     for gradient in stepping.gradients() if not finite else ():
         gradient.mul_(float("nan"))
@@ -114,18 +103,17 @@ def _unscale(stepping: Stepping, scaler: torch.amp.GradScaler) -> bool:
 
 
 @contextmanager
-def overlap_grad_reduce(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def overlap_grad_reduce(optimizer: Optimizer) -> Iterator[None]:
     """Start the mean of gradients over dp while backward still runs: call the last backward before a step in it.
 
     Each bucket starts when its gradients are accumulated, in one order on all ranks, and ``optimizer_step`` waits. The
-    numbers are those without the block, bit for bit if every parameter gets a gradient: a gradient that has changed
-    since its bucket started, by a second backward or by hand, is reduced again. Only changes through ``.data`` are
-    not noticed. The first block starts at its end, and learns when each gradient is complete: after all microbatches
-    of a pipeline, or never. Buckets under way take the memory of a second copy of the gradients.
+    numbers are those without the block, bit for bit if every parameter gets a gradient: one that has changed since its
+    bucket started, except through ``.data``, is reduced again. The first block starts buckets at its end, and learns
+    when each gradient is complete: after all microbatches of a pipeline, or never. Buckets under way take the memory of
+    a second copy of the gradients.
 
-    For optimizers of torch and for ``Zero1``. On a lazy backend it does nothing: a step is one program there.
-    Collective over dp, ep and cp. A model whose backward itself makes collectives over dp must make them alike on all
-    ranks.
+    For optimizers of torch and for ``Zero1``. On a lazy backend, where a step is one program, it does nothing.
+    Collective over dp, ep and cp. A backward that itself makes collectives over dp must make them alike on all ranks.
     """
     if not current().data.eager:
         yield
@@ -138,56 +126,35 @@ def overlap_grad_reduce(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 @overload
 def optimizer_step(
-    optimizer: torch.optim.Optimizer,
-    *,
-    max_norm: None = None,
-    skip_nonfinite: Literal[False] = False,
-    scaler: torch.amp.GradScaler | None = None,
+    optimizer: Optimizer, *, max_norm: None = None, skip_nonfinite: Literal[False] = False, scaler: Scaler = None
 ) -> None: ...
 @overload
 def optimizer_step(
-    optimizer: torch.optim.Optimizer,
-    *,
-    max_norm: float,
-    skip_nonfinite: bool = False,
-    scaler: torch.amp.GradScaler | None = None,
+    optimizer: Optimizer, *, max_norm: float, skip_nonfinite: bool = False, scaler: Scaler = None
 ) -> Tensor: ...
 @overload
 def optimizer_step(
-    optimizer: torch.optim.Optimizer,
-    *,
-    max_norm: float | None = None,
-    skip_nonfinite: Literal[True],
-    scaler: torch.amp.GradScaler | None = None,
+    optimizer: Optimizer, *, max_norm: float | None = None, skip_nonfinite: Literal[True], scaler: Scaler = None
 ) -> Tensor: ...
 @overload
 def optimizer_step(
-    optimizer: torch.optim.Optimizer,
-    *,
-    max_norm: float | None = None,
-    skip_nonfinite: bool = False,
-    scaler: torch.amp.GradScaler | None = None,
+    optimizer: Optimizer, *, max_norm: float | None = None, skip_nonfinite: bool = False, scaler: Scaler = None
 ) -> Tensor | None: ...
 @torch.no_grad()
 def optimizer_step(
-    optimizer: torch.optim.Optimizer,
-    *,
-    max_norm: float | None = None,
-    skip_nonfinite: bool = False,
-    scaler: torch.amp.GradScaler | None = None,
+    optimizer: Optimizer, *, max_norm: float | None = None, skip_nonfinite: bool = False, scaler: Scaler = None
 ) -> Tensor | None:
     """Take the mean of the gradients over dp, clip them to ``max_norm``, step, and end the backend's step.
 
-    It works on every backend, for optimizers of torch and for ``Zero1``. With ``max_norm`` or
-    ``skip_nonfinite`` it returns the norm of the full gradient before clipping, else None.
+    It works on every backend, for optimizers of torch and for ``Zero1``. With ``max_norm`` or ``skip_nonfinite`` it
+    returns the norm of the full gradient before clipping, else None.
 
-    ``skip_nonfinite``: if the norm is not finite on some rank, no rank takes the step and the returned norm
-    is infinite. ``scaler``: a ``torch.amp.GradScaler``; call backward on its ``scale(loss)`` before.
-    Gradients are unscaled before clipping, and if one rank has an infinity all ranks skip the step, so that
-    their scales stay equal; call ``scaler.update()`` afterwards. Both options read a value, which ends a
-    program on a lazy backend. Collective over the world. Raises ValueError for parameters of another context,
-    for parameters that torch's own parallelism has cut, and for an optimizer that mixes a parameter's entries
-    (Adafactor, Muon, LAMB) where each rank has a part of them.
+    ``skip_nonfinite``: if the norm is not finite on some rank, no rank takes the step and the returned norm is
+    infinite. ``scaler``: a ``torch.amp.GradScaler``; call backward on its ``scale(loss)`` before, and its ``update()``
+    afterwards. Gradients are unscaled before clipping, and if one rank has an infinity all ranks skip the step, so
+    that their scales stay equal. Both options read a value, which ends a program on a lazy backend. Collective over
+    the world. Raises ValueError for parameters of another context, for parameters that torch's own parallelism has
+    cut, and for an optimizer that mixes a parameter's entries (Adafactor, Muon, LAMB) where each rank has a part.
     """
     if max_norm is not None:
         check_max_norm(max_norm)

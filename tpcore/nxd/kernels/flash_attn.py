@@ -26,11 +26,10 @@ def nki_flash_attn_func(
 ) -> Tensor:
     """``F.scaled_dot_product_attention``: ``[batch, heads, tokens, head size]``.
 
-    ``transpose_nki_inputs``: q, k and v are ``[batch, heads, head size, tokens]``, else they have the shape
-    of the result. k and v may have fewer heads, of which each serves several of q. ``dropout_p``: each tp
-    rank, whose heads are its own, draws its own numbers, from ``tpcore.random``; a ``seed`` is a ValueError.
-    ``lnc``, ``hardware_type`` and ``mixed_precision`` choose among kernels of one device, and there is one
-    way here, for any number of tokens.
+    ``transpose_nki_inputs``: q, k and v are ``[batch, heads, head size, tokens]``, else they have the shape of the
+    result. k and v may have fewer heads, of which each serves several of q. ``dropout_p``: each tp rank, whose heads
+    are its own, draws its own numbers, from ``tpcore.random``; a ``seed`` is a ValueError. ``lnc``, ``hardware_type``
+    and ``mixed_precision`` choose among kernels of one device, and there is one way here, for any number of tokens.
     """
     if seed is not None:
         raise ValueError(

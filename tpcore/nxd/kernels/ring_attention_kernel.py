@@ -47,12 +47,5 @@ def nki_ring_attn_func(
             )
         return attention("ring", q, k, v, Visible(causal), TokenOrder(comm), softmax_scale)
     return nki_flash_attn_func(
-        q,
-        k,
-        v,
-        dropout_p=dropout_p,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        seed=seed,
-        transpose_nki_inputs=False,
+        q, k, v, dropout_p=dropout_p, softmax_scale=softmax_scale, causal=causal, seed=seed, transpose_nki_inputs=False
     )

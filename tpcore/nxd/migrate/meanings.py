@@ -39,15 +39,10 @@ class Meaning:
 MEANINGS = (
     Meaning("checkpointing.save", "save_xser", "a ValueError: drop it, tensors are streamed anyhow", _true),
     Meaning(
-        "checkpointing.load",
-        "weights_only",
-        "False is a ValueError: nothing is unpickled",
-        lambda v: not _true(v),
+        "checkpointing.load", "weights_only", "False is a ValueError: nothing is unpickled", lambda v: not _true(v)
     ),
     Meaning(
-        "checkpointing.save",
-        None,
-        "writes safetensors and JSON into tp_rank_<i>; other files in the directory stay",
+        "checkpointing.save", None, "writes safetensors and JSON into tp_rank_<i>; other files in the directory stay"
     ),
     Meaning(
         "ParallelEmbedding",
@@ -57,12 +52,7 @@ MEANINGS = (
     ),
     Meaning("clip_grad_norm", "zero1_optimizer", "a ValueError: tpcore.Zero1 clips in its own step", _true),
     Meaning("get_grad_norm", "zero1_optimizer", "a ValueError: use the optimizer's norm()", _true),
-    Meaning(
-        "parallel_cross_entropy",
-        "label_smoothing",
-        "smooths as torch.nn.functional.cross_entropy does",
-        _true,
-    ),
+    Meaning("parallel_cross_entropy", "label_smoothing", "smooths as torch.nn.functional.cross_entropy does", _true),
     Meaning("initialize_model_parallel", "mesh_only", "no such argument: tpcore.Mesh needs no job"),
     Meaning("neuronx_distributed_config", "lora_config", "a ValueError: there are no adapters", _true),
     Meaning("neuronx_distributed_config", "pad_model", "a ValueError: pass pad=True to the layers", _true),
@@ -75,12 +65,7 @@ MEANINGS = (
         _not_one,
     ),
     Meaning("parallel_model_trace", "bucket_config", "no such argument: bucket_inputs= has examples of sizes"),
-    Meaning(
-        "parallel_model_trace",
-        "inline_weights_to_neff",
-        "weights stay apart from the program",
-        _true,
-    ),
+    Meaning("parallel_model_trace", "inline_weights_to_neff", "weights stay apart from the program", _true),
     Meaning("parallel_model_trace", "states", "no such argument: func returns (model, aliases)"),
     Meaning(
         "save_checkpoint",

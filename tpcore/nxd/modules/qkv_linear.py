@@ -19,14 +19,12 @@ from ..parallel_layers.attributes import Place, PublishedAttributes
 class GQAQKVColumnParallelLinear(PublishedAttributes):
     """``(q, k, v)`` of one input, of which each rank computes its part of the features.
 
-    ``output_sizes``: features of q, and of k (those of v are as many). ``kv_size_multiplier``: so many
-    consecutive ranks hold the same part of k and v, and the gradients of its weights are summed over them.
-    Parameters are ``weight_qkv`` with ``fuse_qkv``, else ``weight_q``, ``weight_k`` and ``weight_v``, and
-    biases alike. Input ``[..., input_size]``, the same on every rank, or with sequence parallelism this
-    rank's chunk along dim 0. ``gather_output``: all features of each, keys and values once.
-
-    Rank r holds part ``r // kv_size_multiplier`` of k and v, so that its query heads attend to what it has
-    where heads are in the model's own order. ValueError for sizes that do not divide.
+    ``output_sizes``: features of q, and of k (those of v are as many). ``kv_size_multiplier``: so many consecutive
+    ranks hold the same part of k and v, rank r part ``r // kv_size_multiplier`` in the model's own order of heads, and
+    the gradients of its weights are summed over them. Parameters are ``weight_qkv`` with ``fuse_qkv``, else
+    ``weight_q``, ``weight_k`` and ``weight_v``, and biases alike. Input ``[..., input_size]``, the same on every rank,
+    or with sequence parallelism this rank's chunk along dim 0. ``gather_output``: all features of each, keys and values
+    once. ValueError for sizes that do not divide.
     """
 
     def __init__(

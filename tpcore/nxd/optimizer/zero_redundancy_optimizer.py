@@ -23,13 +23,12 @@ _NEEDS_NOTHING = ("pin_layout", "coalesce_cc", "lazy_init", "save_master_weights
 class NeuronZero1Optimizer(Zero1):
     """``tpcore.Zero1`` whose ``step()`` does all: the mean over dp, clipping, the step, the new weights.
 
-    ``grad_clipping`` is on and ``max_norm`` is 1.0, as published. After a step ``grad_norm`` is the norm
-    before clipping. ``optimizer_dtype``: of the master weights, float32 by default. ``use_grad_acc_hook`` or
-    ``higher_cc_precision``: gradients are summed and sent in float32. ``sharding_groups`` and
-    ``grad_norm_groups`` have to be the dp and the tp groups, which is what they are without. Arguments about
-    XLA's own collectives need nothing here. ``tpcore.optimizer_step`` takes it as any ``Zero1``, and then it
-    is that call's ``max_norm`` that clips. Gradients stay in ``.grad``, as backward left them, until
-    ``zero_grad``: scripts read them after the step.
+    ``grad_clipping`` is on and ``max_norm`` is 1.0, as published. After a step ``grad_norm`` is the norm before
+    clipping. ``optimizer_dtype``: of the master weights, float32 by default. ``use_grad_acc_hook`` or
+    ``higher_cc_precision``: gradients are summed and sent in float32. ``sharding_groups`` and ``grad_norm_groups`` have
+    to be the dp and the tp groups, which is what they are without. Arguments about XLA's own collectives need nothing
+    here. ``tpcore.optimizer_step`` takes it as any ``Zero1``, and then it is that call's ``max_norm`` that clips.
+    Gradients stay in ``.grad``, as backward left them, until ``zero_grad``: scripts read them after the step.
     """
 
     def __init__(
@@ -117,10 +116,9 @@ class NeuronZero1Optimizer(Zero1):
         checkpoint.load(output_dir, self, model_key="optimizer")
 
 
-def _check_groups(name: str, given: Groups | None, *axes: str) -> None:
-    mesh = current().mesh
-    axes = mesh.present(axes)
-    want = mesh.group(*axes).as_list()
+def _check_groups(name: str, given: Groups | None, *names: str) -> None:
+    axes = current().mesh.present(names)
+    want = current().mesh.group(*axes).as_list()
     if given is not None and sorted(map(sorted, given)) != sorted(map(sorted, want)):
         raise ValueError(
             f"NeuronZero1Optimizer({name}={given}): state is cut over dp, ep and cp, and norms are summed over the "
@@ -131,9 +129,9 @@ def _check_groups(name: str, given: Groups | None, *axes: str) -> None:
 
 def _has_half(params: list[Any]) -> bool:
     """Whether a parameter is less precise than float32; ``params`` as optimizers take them."""
-    found: list[Tensor] = []
     for item in params:
         inside = item["params"] if isinstance(item, dict) else [item]
         for p in [inside] if isinstance(inside, Tensor) else inside:
-            found.append(p[1] if isinstance(p, tuple) else p)
-    return any(p.dtype.itemsize < torch.float32.itemsize for p in found)
+            if (p[1] if isinstance(p, tuple) else p).dtype.itemsize < torch.float32.itemsize:
+                return True
+    return False

@@ -1,16 +1,6 @@
 """The import paths of NeuronX Distributed's layers: the same objects as in tpcore, under their old names."""
 
-from . import (
-    checkpointing,
-    grads,
-    layer_norm,
-    layers,
-    loss_functions,
-    mappings,
-    parallel_state,
-    random,
-    utils,
-)
+from . import checkpointing, grads, layer_norm, layers, loss_functions, mappings, parallel_state, random, utils
 from .checkpointing import load, save
 from .grads import clip_grad_norm
 from .layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear

@@ -119,3 +119,23 @@ class EmbeddingAttributes(PublishedAttributes):
     def end_index(self) -> int:
         """One past its last row, padding included."""
         return self.start_index + self.num_embeddings_per_partition
+
+
+class NormArguments:
+    """A norm's arguments by their published names: those of the norm in tpcore, and these two for the last ones."""
+
+    sequence_parallel: bool
+
+    def __init__(
+        self,
+        *args: Any,
+        sequence_parallel_enabled: bool = False,
+        tensor_model_parallel_group: Any = None,
+        **options: Any,
+    ) -> None:
+        options = {"sequence_parallel": sequence_parallel_enabled, "group": tensor_model_parallel_group} | options
+        super().__init__(*args, **options)
+
+    @property
+    def sequence_parallel_enabled(self) -> bool:
+        return self.sequence_parallel

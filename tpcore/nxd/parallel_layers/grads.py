@@ -30,22 +30,16 @@ def _sum_in_place(grads: Iterable[Tensor], comm: Comm, divide_by: int = 1) -> No
 
 
 def bucket_allreduce_gradients(grads_list: Iterable[Tensor], reduce_over_ep_group: bool = False) -> None:
-    """Replace each of these gradients by its mean over dp, in place.
-
-    The same ones on every dp rank. ``reduce_over_ep_group=True`` asks for the mean over expert-parallel
-    ranks, of which there is one: nothing is left to do.
-    """
+    """Replace each of these gradients, the same on every dp rank, by its mean over dp, in place.
+    ``reduce_over_ep_group=True`` asks for the mean over expert-parallel ranks, of which there is one."""
     if not reduce_over_ep_group:
         dp = current().data
         _sum_in_place(list(grads_list), dp, dp.size)
 
 
 def allreduce_sequence_parallel_gradients(optimizer: torch.optim.Optimizer) -> None:
-    """Sum over tp, in place, the gradients of parameters that carry ``sequence_parallel_enabled``.
-
-    Such are the parameters of a script's own norms, marked by it. Those of tpcore's layers carry no such
-    mark: backward has summed theirs.
-    """
+    """Sum over tp, in place, the gradients of parameters that carry ``sequence_parallel_enabled``: those of a script's
+    own norms. Backward has summed those of tpcore's layers, which carry no such mark."""
     optimizer = getattr(optimizer, "optimizer", optimizer)
     found = [
         optimizer.gradient_of(p) if isinstance(optimizer, Zero1) else p.grad
@@ -71,10 +65,8 @@ def get_grad_norm(
     zero1_optimizer_groups: Any = None,
     force_spmd: bool = True,
 ) -> Tensor:
-    """The norm of the full gradient, as ``clip_grad_norm`` returns it, without clipping. Collective.
-
-    ``force_spmd``: about programs, which are the same on all ranks in any case.
-    """
+    """The norm of the full gradient, as ``clip_grad_norm`` returns it, without clipping. Collective. ``force_spmd`` is
+    about programs, which are the same on all ranks in any case."""
     _check_not_zero1(zero1_optimizer, zero1_optimizer_groups)
     unique = unique_parameters(parameters)
     device = unique[0].device if unique else None

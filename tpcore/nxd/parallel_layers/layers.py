@@ -227,11 +227,7 @@ def _first_order(
 
 @torch.no_grad()
 def create_local_weight(
-    full_weight: Tensor,
-    partition_dim: int,
-    per_partition_size: int,
-    stride: int,
-    out_weight: Tensor | None = None,
+    full_weight: Tensor, partition_dim: int, per_partition_size: int, stride: int, out_weight: Tensor | None = None
 ) -> Tensor:
     """This tp rank's shard of ``full_weight`` along ``partition_dim``, of ``stride`` fused parts each.
 

@@ -22,11 +22,8 @@ def copy_to_tensor_model_parallel_region(x: Tensor, process_group: Any = None) -
 
 
 def reduce_from_tensor_model_parallel_region(x: Tensor, process_group: Any = None) -> Tensor:
-    """The sum over the group; backward leaves the gradient unchanged.
-
-    If autograd does not record the call, the sum is written into ``x``, which is returned: published loops
-    call ``reduce_from_tensor_model_parallel_region(p.grad)`` and drop the result.
-    """
+    """The sum over the group; backward leaves the gradient unchanged. If autograd does not record the call, the sum is
+    written into ``x``, which is returned: published loops call it on ``p.grad`` and drop the result."""
     y = ops.reduce(x, current().comm_for(process_group))
     if y is x or y.requires_grad or _has_shared_entries(x) or torch.compiler.is_compiling():
         return y

@@ -32,13 +32,11 @@ def initialize_model_parallel(
     skip_collective_init: bool = False,
     lnc_size: int = 1,
 ) -> None:
-    """``tpcore.init`` with these sizes, then one collective unless ``skip_collective_init``.
+    """``tpcore.init`` with these sizes, then unless ``skip_collective_init`` a collective over the world: it reveals an
+    unreachable rank here, and lets devices open all connections at once.
 
-    ``TPCORE_BACKEND`` chooses the backend. A process group that the script has made already is used. The
-    collective over the world reveals an unreachable rank here, and lets devices open all connections at once.
-
-    Raises ValueError if their product does not divide the world (none is ever lowered) or ``lnc_size`` is not
-    1, RuntimeError if initialized already.
+    ``TPCORE_BACKEND`` chooses the backend. A process group that the script has made already is used. Raises ValueError
+    if their product does not divide the world or ``lnc_size`` is not 1, RuntimeError if initialized already.
     """
     if lnc_size != 1:
         raise ValueError(
@@ -89,15 +87,23 @@ def _replica_groups(*axes: str) -> list[list[int]]:
     return mesh.group(*mesh.present(axes)).as_list()
 
 
-def _group(*axes: str, as_list: bool) -> Any:
+def _group(axes: tuple[str, ...], as_list: bool = False) -> Any:
+    """This rank's group as the backend's own object (on cpu_gloo a ``torch.distributed`` group, which
+    DistributedDataParallel takes); ``as_list``: the ranks of *all* groups, ``[[0, 1], [2, 3]]``."""
     return _replica_groups(*axes) if as_list else _comm(*axes).process_group
 
 
 def _src_rank(*axes: str) -> int:
+    """Global rank of the first member of this rank's group: the ``src`` of broadcasts over it."""
     return _comm(*axes).group.members(current().rank)[0]
 
 
-# -- the world ----------------------------------------------------------------------------------------
+def _stage(step: int) -> int:
+    """Global rank of a neighbouring stage; the first follows the last."""
+    stages = _comm("pp").group.members(current().rank)
+    return stages[(stages.index(current().rank) + step) % len(stages)]
+
+
 def get_world_group(as_list: bool = False) -> Any:
     """The group of all ranks as the backend's own object; ``as_list``: ``[[0, 1, ...]]``."""
     ctx = current()
@@ -108,78 +114,31 @@ def is_global_rank_zero() -> bool:
     return current().rank == 0
 
 
-# -- tensor parallel ----------------------------------------------------------------------------------
-def get_tensor_model_parallel_group(as_list: bool = False) -> Any:
-    """This rank's tp group as the backend's own object (on cpu_gloo a ``torch.distributed`` group);
-    ``as_list``: the ranks of *all* tp groups, ``[[0, 1], [2, 3]]``."""
-    return _group("tp", as_list=as_list)
-
-
+get_tensor_model_parallel_group = partial(_group, ("tp",))
 get_tensor_model_parallel_replica_groups = partial(_replica_groups, "tp")
 get_tensor_model_parallel_size = partial(_size, "tp")
 get_tensor_model_parallel_rank = partial(_rank, "tp")
-
-
-def get_tensor_model_parallel_src_rank() -> int:
-    """Global rank of the first member of this rank's tp group: the ``src`` of broadcasts over it."""
-    return _src_rank("tp")
-
-
+get_tensor_model_parallel_src_rank = partial(_src_rank, "tp")
 # names that published samples use for the same getters
 get_tensor_parallel_size = get_tensor_model_parallel_size
 get_tensor_model_parallel_world_size = get_tensor_model_parallel_size
 
-
-# -- data parallel ------------------------------------------------------------------------------------
-def get_data_parallel_group(as_list: bool = False) -> Any:
-    """This rank's dp group as the backend's own object (on cpu_gloo a ``torch.distributed`` group, as
-    DistributedDataParallel needs it); ``as_list``: the ranks of *all* dp groups, ``[[0, 2], [1, 3]]``."""
-    return _group(*BATCH, as_list=as_list)
-
-
+get_data_parallel_group = partial(_group, BATCH)
 get_data_parallel_replica_groups = partial(_replica_groups, *BATCH)
 get_data_parallel_size = partial(_size, *BATCH)
 get_data_parallel_rank = partial(_rank, *BATCH)
-
-
-def get_data_parallel_src_rank() -> int:
-    """Global rank of the first member of this rank's dp group."""
-    return _src_rank(*BATCH)
-
-
+get_data_parallel_src_rank = partial(_src_rank, *BATCH)
 get_data_parallel_world_size = get_data_parallel_size
 
-
-# -- pipeline parallel --------------------------------------------------------------------------------
-def get_pipeline_model_parallel_group(as_list: bool = False) -> Any:
-    return _group("pp", as_list=as_list)
-
-
+get_pipeline_model_parallel_group = partial(_group, ("pp",))
 get_pipeline_model_parallel_replica_groups = partial(_replica_groups, "pp")
 get_pipeline_model_parallel_size = partial(_size, "pp")
 get_pipeline_model_parallel_rank = partial(_rank, "pp")
+get_pipeline_model_parallel_next_rank = partial(_stage, 1)
+get_pipeline_model_parallel_prev_rank = partial(_stage, -1)
 
-
-def _stage(step: int) -> int:
-    ctx = current()
-    stages = _comm("pp").group.members(ctx.rank)
-    return stages[(stages.index(ctx.rank) + step) % len(stages)]
-
-
-def get_pipeline_model_parallel_next_rank() -> int:
-    """Global rank of the next stage; of the first after the last."""
-    return _stage(1)
-
-
-def get_pipeline_model_parallel_prev_rank() -> int:
-    return _stage(-1)
-
-
-# -- context and expert parallel: scripts query the axes even if they do not use them -------------------
-def get_context_model_parallel_group(as_list: bool = False) -> Any:
-    return _group("cp", as_list=as_list)
-
-
+# scripts query these axes even if they do not use them
+get_context_model_parallel_group = partial(_group, ("cp",))
 get_context_model_parallel_replica_groups = partial(_replica_groups, "cp")
 get_context_model_parallel_size = partial(_size, "cp")
 get_context_model_parallel_rank = partial(_rank, "cp")
@@ -191,29 +150,19 @@ def get_context_model_parallel_src_tgt_pairs() -> list[list[int]]:
     return sorted([rank, ranks[(i + 1) % len(ranks)]] for ranks in groups for i, rank in enumerate(ranks))
 
 
-def get_expert_model_parallel_group(as_list: bool = False) -> Any:
-    return _group("ep", as_list=as_list)
-
-
+get_expert_model_parallel_group = partial(_group, ("ep",))
 get_expert_model_parallel_replica_groups = partial(_replica_groups, "ep")
 get_expert_model_parallel_size = partial(_size, "ep")
 get_expert_model_parallel_rank = partial(_rank, "ep")
-
-
-def get_expert_data_parallel_group(as_list: bool = False) -> Any:
-    """Over the ranks that have the same experts and other examples."""
-    return _group("dp", as_list=as_list)
-
-
+# of the ranks that have the same experts and other examples
+get_expert_data_parallel_group = partial(_group, ("dp",))
 get_expert_data_parallel_replica_groups = partial(_replica_groups, "dp")
 get_expert_data_parallel_size = partial(_size, "dp")
 get_expert_data_parallel_rank = partial(_rank, "dp")
 
-
 get_zero1_sharding_groups = partial(_replica_groups, *DATA)
 
 
-# -- messages and objects -----------------------------------------------------------------------------------------
 def rmsg(msg: str) -> str:
     """``msg`` with this rank's coordinates in front, for logs; before initialization each of them is -1."""
     if is_initialized():
@@ -226,11 +175,8 @@ def rmsg(msg: str) -> str:
 
 
 def gather_python_object(obj: Any, group: Any = None) -> list[Any]:
-    """The ``obj`` of every rank of the group on its first rank, in group order; ``[]`` on the others.
-
-    ``group``: as in ``parallel_layers.mappings``; None is the tp group. ``obj``: what pickle takes. Only
-    bytes of this job's own ranks are unpickled. Collective over the group.
-    """
+    """The ``obj``, what pickle takes, of every rank of the group on its first rank, in group order; ``[]`` on the
+    others. ``group``: as in ``mappings``. Collective over it; only bytes of this job's own ranks are unpickled."""
     ctx = current()
     comm = ctx.comm_for(group)
     pickled = gather_bytes(pickle.dumps(obj), comm)

@@ -14,16 +14,11 @@ _MODEL_PARALLEL_RNG_TRACKER_NAME = "model-parallel-rng"
 
 
 class XLARNGStatesTracker:
-    """Its ``fork`` is for dropout on cut activations. It has no state: see ``tpcore.random``.
-
-    Streams are derived from torch's generator, whose state is the only one to save.
-    """
+    """Its ``fork`` is for dropout on cut activations. It has no state: streams are derived from torch's generator,
+    whose state is the only one to save (``tpcore.random``)."""
 
     def fork(self, name: str = _MODEL_PARALLEL_RNG_TRACKER_NAME) -> AbstractContextManager[None]:
-        """``tpcore.random.sharded()``: different numbers on each tp rank inside a ``with`` block.
-
-        Any ``name`` is valid: two forks draw different numbers, under one name or under two.
-        """
+        """``tpcore.random.sharded()``: different numbers on each tp rank, and in each block, whatever its ``name``."""
         return sharded()
 
     def add(self, name: str, seed: int) -> None:

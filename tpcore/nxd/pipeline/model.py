@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,24 +13,13 @@ from ...runtime.context import current
 from ...train.pipeline import PipelineModel, find_layers
 from ..wrapper import Wrapper
 
-_NEEDS_NOTHING = {
-    "auto_partition": True,
-    "broadcast_and_average_loss": True,
-    "use_zero1_optimizer": True,
-    "use_model_wrapper": True,
-    "use_optimizer_wrapper": True,
-    "input_names": None,
-    "leaf_module_cls": None,
-    "autowrap_functions": None,
-    "autowrap_modules": None,
-    "autowrap_obj_methods": None,
-    "tracer_cls": None,
-    "param_init_fn": None,
-    "return_loss_on_cpu": True,
-    "deallocate_pipeline_outputs": True,
-    "fuse_microbatches": True,
-}
-"""Arguments that ask for what is so here anyhow, or for a step that is not taken; a value of None or this."""
+_NAMES = """
+auto_partition broadcast_and_average_loss use_zero1_optimizer use_model_wrapper use_optimizer_wrapper input_names
+leaf_module_cls autowrap_functions autowrap_modules autowrap_obj_methods tracer_cls param_init_fn return_loss_on_cpu
+deallocate_pipeline_outputs fuse_microbatches
+"""
+_NEEDS_NOTHING = frozenset(_NAMES.split())
+"""Arguments that ask for what is so here anyhow, or for a step that is not taken."""
 
 _BY_HAND = "layers are divided evenly, and the loss is the module's own; leave it out"
 _REFUSED = {
@@ -46,10 +35,9 @@ _REFUSED = {
 class NxDPPModel(Wrapper):
     """A model in pipeline stages, trained by ``run_train(**batch)``: see ``tpcore.PipelineModel``.
 
-    The model's one list of layers becomes the stages, as many layers on each. Its forward returns the loss,
-    alone, as ``.loss`` or first in a tuple. ``transformer_layer_cls``: of these layers, checked.
-    ``pipeline_cuts``: the last layer of each stage but the last, checked to be these. Names of parameters and
-    state are those of ``module``.
+    The model's one list of layers becomes the stages, as many layers on each. Its forward returns the loss, alone, as
+    ``.loss`` or first in a tuple. ``transformer_layer_cls``: of these layers, checked. ``pipeline_cuts``: the last
+    layer of each stage but the last, checked to be these. Names of parameters and state are those of ``module``.
 
     The module's own forward runs, without tracing: arguments about tracing and about memory need nothing
     here, and one line names those that are given. ValueError for what would change the result:
@@ -96,9 +84,7 @@ class NxDPPModel(Wrapper):
         return self.original_torch_module(*args, **kwargs)
 
     # what is local is all that a stage has
-    def local_parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        return self.original_torch_module.parameters(recurse)
-
+    local_parameters = Wrapper.parameters
     local_named_parameters = Wrapper.named_parameters
     local_state_dict = Wrapper.state_dict
 
@@ -108,10 +94,10 @@ def _check_options(options: Mapping[str, Any]) -> None:
     for name, why in _REFUSED.items():
         if options.get(name):
             raise ValueError(f"NxDPPModel({name}={options[name]!r}): {why}")
-    known = {name: value for name, value in options.items() if name in _NEEDS_NOTHING or name.startswith("_")}
-    if unknown := sorted(set(options) - set(known) - set(_REFUSED)):
+    unknown = sorted(n for n in set(options) - set(_NEEDS_NOTHING) - set(_REFUSED) if not n.startswith("_"))
+    if unknown:
         raise TypeError(f"NxDPPModel: no arguments {unknown}; {sorted(_NEEDS_NOTHING)} are accepted")
-    given = [name for name, value in known.items() if value not in (None, False)]
+    given = [name for name, value in options.items() if value not in (None, False)]
     if given and current().rank == 0:
         inform(f"NxDPPModel: {', '.join(given)} need nothing here")
 

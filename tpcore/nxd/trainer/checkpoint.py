@@ -33,11 +33,10 @@ def save_checkpoint(
 ) -> None:
     """Save what is given as the checkpoint ``checkpoint_dir_str/tag``. Collective over the world.
 
-    ``model`` and ``optimizer``: themselves, or their ``state_dict()``; the optimizer itself opens at other
-    degrees where the model is saved with it. ``user_content``: what JSON can say. ``num_kept_ckpts``: of
-    the checkpoints whose tags differ in the number at the end only, the last so many stay. ``async_save``:
-    returns once values are copied. The other arguments choose among formats and numbers of writers, of
-    which there is one: they change nothing.
+    ``model`` and ``optimizer``: themselves, or their ``state_dict()``; the optimizer itself opens at other degrees
+    where the model is saved with it. ``user_content``: what JSON can say. ``num_kept_ckpts``: how many checkpoints
+    stay whose tags differ in the number at the end only. ``async_save``: returns once values are copied. The other
+    arguments choose among formats and numbers of writers, of which there is one: they change nothing.
     """
     state: dict[str, Any] = {}
     if model is not None:
@@ -73,7 +72,7 @@ def load_checkpoint(
     if model is None and target is not None:
         rest = checkpoint.load(where, target, model_key="optimizer")
     else:
-        rest = checkpoint.load(where, _plain(model), strict=strict)
+        rest = checkpoint.load(where, getattr(model, "original_module", lambda: model)(), strict=strict)
         if target is not None:
             target.load_state_dict(_entry(rest, "optimizer", where))
     if scheduler is not None:
@@ -90,10 +89,6 @@ def has_checkpoint(checkpoint_dir_str: str | os.PathLike[str]) -> bool:
 def finalize_checkpoint() -> None:
     """Return when a save in the background, if any, is complete; raise if it failed. Collective."""
     checkpoint.wait()
-
-
-def _plain(model: Any) -> Any:
-    return model if model is None else getattr(model, "original_module", lambda: model)()
 
 
 def _entry(saved: Any, name: str, where: str) -> Any:

@@ -12,8 +12,6 @@ from ...runtime.init import init
 Config = dict[str, Any]
 
 _OPTIMIZER = {"zero_one_enabled": False, "grad_clipping": True, "max_grad_norm": 1.0}
-_MODEL_INIT = {"sequential_move_factor": 11, "meta_device_init": False, "param_init_fn": None}
-_PRECISION = ("use_master_weights", "use_fp32_grad_acc", "use_master_weights_in_ckpt")
 
 
 def neuronx_distributed_config(
@@ -35,15 +33,13 @@ def neuronx_distributed_config(
     """The configuration of a training script, with defaults filled in; joins the job if nobody has.
 
     ``optimizer_config``: ``zero_one_enabled`` (False), ``grad_clipping`` (True), ``max_grad_norm`` (1.0).
-    ``mixed_precision_config``: ``use_master_weights`` and ``use_fp32_grad_acc``, by default on where ZeRO-1
-    is; ``use_master_weights_in_ckpt`` needs nothing here, for a checkpoint has them. ``model_init_config``:
-    ``param_init_fn(module, device)`` is called for every module with parameters of its own where
-    ``meta_device_init`` asks for it. ``pipeline_config``: the arguments of ``NxDPPModel``.
-    ``sequence_parallel``: the optimizer sums the gradients of parameters that carry
-    ``sequence_parallel_enabled``; tpcore's own layers sum theirs in backward.
+    ``mixed_precision_config``: ``use_master_weights`` and ``use_fp32_grad_acc``, by default on where ZeRO-1 is;
+    ``use_master_weights_in_ckpt`` needs nothing here, for a checkpoint has them. ``model_init_config``:
+    ``param_init_fn(module, device)`` is called for every module with parameters of its own where ``meta_device_init``
+    asks for it. ``pipeline_config``: the arguments of ``NxDPPModel``. ``sequence_parallel``: the optimizer sums the
+    gradients of parameters that carry ``sequence_parallel_enabled``; tpcore's own layers sum theirs in backward.
 
-    Raises ValueError for what is not here, for unknown keys, and for sizes that are not those of the context
-    in force.
+    Raises ValueError for what is not here, for unknown keys, and for sizes that are not those of the context in force.
     """
     refused = {
         "lnc_size": (lnc_size, 1, "tp ranks are contiguous on every device"),
@@ -57,7 +53,14 @@ def neuronx_distributed_config(
     zero1 = bool(optimizer["zero_one_enabled"])
     default = {"use_master_weights": zero1, "use_fp32_grad_acc": zero1, "use_master_weights_in_ckpt": False}
     precision = _filled("mixed_precision_config", mixed_precision_config, default)
-    _check_precision(precision, zero1)
+    asked = [name for name, value in precision.items() if value]
+    if asked and not zero1:
+        raise ValueError(
+            f"mixed_precision_config asks for {asked}, which the ZeRO-1 optimizer has: set "
+            "optimizer_config={'zero_one_enabled': True, ...}"
+        )
+    defaults = {"sequential_move_factor": sequential_move_factor, "meta_device_init": False, "param_init_fn": None}
+    model_init = _filled("model_init_config", model_init_config, defaults)
     _join(tp=tensor_parallel_size, pp=pipeline_parallel_size, ep=expert_parallel_size, cp=context_parallel_size)
     return {
         "tensor_parallel_size": tensor_parallel_size,
@@ -69,11 +72,7 @@ def neuronx_distributed_config(
         "activation_checkpoint_config": activation_checkpoint_config,
         "pad_model": pad_model,
         "sequence_parallel": sequence_parallel,
-        "model_init_config": _filled(
-            "model_init_config",
-            model_init_config,
-            _MODEL_INIT | {"sequential_move_factor": sequential_move_factor},
-        ),
+        "model_init_config": model_init,
         "lora_config": lora_config,
         "mixed_precision_config": precision,
         "lnc_size": lnc_size,
@@ -87,21 +86,11 @@ def _filled(name: str, given: Mapping[str, Any] | None, defaults: Mapping[str, A
     return {**defaults, **(given or {})}
 
 
-def _check_precision(precision: Config, zero1: bool) -> None:
-    asked = [name for name in _PRECISION if precision[name]]
-    if asked and not zero1:
-        raise ValueError(
-            f"mixed_precision_config asks for {asked}, which the ZeRO-1 optimizer has: set "
-            "optimizer_config={'zero_one_enabled': True, ...}"
-        )
-
-
 def _join(tp: int, pp: int, ep: int, cp: int) -> None:
     if not is_initialized():
         ctx = init(tp=tp, pp=pp, ep=ep, cp=cp)
         if ctx.rank == 0:
             inform(f"{ctx.mesh} over {type(ctx.backend).__name__}")
-        return
     axes = current().mesh.axes
     for axis, size in (("tp", tp), ("pp", pp), ("ep", ep), ("cp", cp)):
         if axes.get(axis, 1) != size:

@@ -15,6 +15,7 @@ from ...layers.module import move_model_to_device
 from ...runtime.consensus import gather_bytes
 from ...runtime.context import current, is_initialized
 from ...train.pipeline import PipelinedLayers, find_layers
+from ...train.pipeline.ends import loss_of
 from ..pipeline.model import NxDPPModel
 from ..wrapper import Wrapper
 from .config import Config, neuronx_distributed_config
@@ -36,8 +37,7 @@ class NxDModel(Wrapper):
         """Forward and backward of a batch; the loss, on every rank."""
         if isinstance(self.module, NxDPPModel):
             return self.module.run_train(*args, **kwargs)
-        out = self.module(*args, **kwargs)
-        loss: Tensor = _loss_of(out)
+        loss = loss_of(self.module(*args, **kwargs), type(self.module).__name__)
         loss.backward()
         return loss.detach()
 
@@ -70,16 +70,6 @@ class NxDModel(Wrapper):
             return getattr(self.original_module(), name)
 
 
-def _loss_of(out: Any) -> Any:
-    found = getattr(out, "loss", out[0] if isinstance(out, tuple | list) and out else out)
-    if not isinstance(found, Tensor) or found.numel() != 1:
-        raise ValueError(
-            f"run_train needs a loss of one element, as a tensor, as .loss or first in a tuple, and the "
-            f"model returned a {type(out).__name__}"
-        )
-    return found
-
-
 def initialize_parallel_model(
     nxd_config: Config,
     model_fn: Callable[..., nn.Module],
@@ -108,9 +98,10 @@ def initialize_parallel_model(
     if nxd_config["pipeline_parallel_size"] > 1:
         wrapped = NxDPPModel(model, **nxd_config["pipeline_config"])
     move_model_to_device(model, current().device)
+    # the layers of a pipeline are computed again anyhow
+    pipelined = {child for m in model.modules() if isinstance(m, PipelinedLayers) for child in m.modules()}
     for module in model.modules():
-        # the layers of a pipeline are computed again anyhow
-        if isinstance(module, classes) and not _in_pipeline(model, module):
+        if isinstance(module, classes) and module not in pipelined:
             module.forward = partial(checkpoint, module.forward, use_reentrant=False)
     made = NxDModel(wrapped, nxd_config)
     made.train()
@@ -144,8 +135,3 @@ def _checkpointed(model: nn.Module, asked: Any) -> tuple[type[nn.Module], ...]:
     if wrong or not classes:
         raise ValueError(f"activation_checkpoint_config must be None, 'full' or classes of modules, not {asked!r}")
     return classes
-
-
-def _in_pipeline(model: nn.Module, module: nn.Module) -> bool:
-    owners = [m for m in model.modules() if isinstance(m, PipelinedLayers)]
-    return any(module is child for owner in owners for child in owner.modules())

@@ -30,17 +30,10 @@ class NxDOptimizer(torch.optim.Optimizer):
         """The norm of the last step's gradient before clipping; None without clipping."""
         return self._grad_norm
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        return self.optimizer.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        return self.optimizer.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        return self.optimizer.defaults
+    def __getattr__(self, name: str) -> Any:
+        if name in ("param_groups", "state", "defaults"):
+            return getattr(self.optimizer, name)
+        raise AttributeError(f"NxDOptimizer has no attribute {name!r}")
 
     @property
     def params(self) -> list[Tensor]:
@@ -80,10 +73,8 @@ class NxDOptimizer(torch.optim.Optimizer):
 def initialize_parallel_optimizer(
     nxd_config: Config, optimizer_class: type[torch.optim.Optimizer], parameters: Any, **defaults: Any
 ) -> NxDOptimizer:
-    """``optimizer_class(parameters, **defaults)``, or ZeRO-1 over it, with a step that does all.
-
-    Give ``model.named_parameters()``: then its state opens at other degrees.
-    """
+    """``optimizer_class(parameters, **defaults)``, or ZeRO-1 over it, with a step that does all. Give
+    ``model.named_parameters()``: then its state opens at other degrees."""
     config, precision = nxd_config["optimizer_config"], nxd_config["mixed_precision_config"]
     if not config["zero_one_enabled"]:
         return NxDOptimizer(optimizer_class(parameters, **defaults), nxd_config)

@@ -28,13 +28,7 @@ class AdamW_FP32OptimParams(torch.optim.Optimizer):
     ) -> None:
         if lr < 0 or eps < 0 or not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"AdamW_FP32OptimParams: lr={lr}, eps={eps}, betas={betas} are no such values")
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "correct_bias": correct_bias,
-        }
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "correct_bias": correct_bias}
         super().__init__(params, defaults)
 
     @torch.no_grad()

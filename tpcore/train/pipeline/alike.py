@@ -30,25 +30,21 @@ def check_layers(layers: Sequence[nn.Module], stages: int) -> None:
                     f"layers {owners[id(p)]} and {i} share a parameter, {name}: they would be on two stages "
                     "that do not add its gradients up"
                 )
-    per = count // stages
-    for i, layer in enumerate(layers):
-        _check_alike(i, layer, i % per, layers[i % per])
+    signatures = [_signature(layer) for layer in layers]
+    for i, mine in enumerate(signatures):
+        j = i % (count // stages)
+        theirs = signatures[j]
+        for differs in [name for name in {**theirs, **mine} if mine.get(name) != theirs.get(name)]:
+            raise ValueError(
+                f"layers {j} and {i} would do the same on two stages, and differ: {differs or 'the layer'} is "
+                f"{theirs.get(differs, 'not there')} in the one and {mine.get(differs, 'not there')} in the other. "
+                "Stages run one program: a pattern of layers must repeat on each of them, so pp has to "
+                "divide the number of times that it occurs"
+            )
 
 
 def _any(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers[:-1])) + (" or " if numbers[1:] else "") + str(numbers[-1])
-
-
-def _check_alike(i: int, layer: nn.Module, j: int, other: nn.Module) -> None:
-    mine, theirs = _signature(layer), _signature(other)
-    for name in {**theirs, **mine}:
-        if mine.get(name) != theirs.get(name):
-            raise ValueError(
-                f"layers {j} and {i} would do the same on two stages, and differ: {name or 'the layer'} is "
-                f"{theirs.get(name, 'not there')} in the one and {mine.get(name, 'not there')} in the other. "
-                "Stages run one program: a pattern of layers must repeat on each of them, so pp has to "
-                "divide the number of times that it occurs"
-            )
 
 
 def _signature(layer: nn.Module) -> Signature:

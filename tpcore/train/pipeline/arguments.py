@@ -1,4 +1,4 @@
-"""The layers' arguments after their input: nested values whose tensors are cut into microbatches too."""
+"""Nested arguments, of a model or of its layers, whose tensors are cut into microbatches."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from ...comm.comm import Comm
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format)
+_PLAIN = (
+    *(bool, int, float, complex, str, bytes, type(None)),
+    *(torch.dtype, torch.device, torch.memory_format, torch.Size),
+)
 
 
 @dataclass(frozen=True)
@@ -67,11 +71,9 @@ def check_told_apart(arguments: LayerArguments, x: Tensor) -> None:
 
 
 def chosen(every: Sequence[LayerArguments], pp: Comm, place: int) -> LayerArguments:
-    """This stage's arguments out of those of ``every`` stage, selected by data.
-
-    Their forms may differ: transformers leaves out a mask that masks nothing. Then data cannot select. An
-    eager backend takes the arguments at ``place``; a lazy one would need several programs: ValueError.
-    """
+    """This stage's arguments out of those of ``every`` stage, selected by data. Where their forms differ, as
+    transformers leaves out a mask that masks nothing, data cannot: an eager backend takes the arguments at ``place``;
+    a lazy one would need several programs: ValueError."""
     first = every[0]
     plain = [a.mapped(lambda t, name: ...) for a in every]
     if any(other != plain[0] for other in plain):
@@ -94,18 +96,51 @@ def chosen(every: Sequence[LayerArguments], pp: Comm, place: int) -> LayerArgume
 
 
 def _mapped(value: Any, fn: Callable[[Tensor, str], Any], name: str) -> Any:
-    if isinstance(value, Tensor):
-        return fn(value, name)
-    if isinstance(value, _PLAIN):
-        return value
-    if isinstance(value, Mapping):
-        return {key: _mapped(v, fn, name) for key, v in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a namedtuple
-        return type(value)(*(_mapped(v, fn, name) for v in value))
-    if isinstance(value, tuple | list):
-        return type(value)(_mapped(v, fn, name) for v in value)
-    raise ValueError(
-        f"the layers of a pipeline get {name}, a {type(value).__name__}: what it holds cannot go with its "
-        "microbatch. Pass tensors, numbers, strings, and tuples, lists and dicts of these; a transformers "
-        "model makes no cache with use_cache=False"
-    )
+    def leaf(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return fn(value, name)
+        if isinstance(value, _PLAIN):
+            return value
+        raise ValueError(
+            f"the layers of a pipeline get {name}, a {type(value).__name__}: what it holds cannot go with its "
+            "microbatch. Pass tensors, numbers, strings, and tuples, lists and dicts of these; a transformers "
+            "model makes no cache with use_cache=False"
+        )
+
+    return tree_map(leaf, value)
+
+
+def check_count(number: int) -> int:
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise ValueError(f"num_microbatches must be a whole number, 1 or more, not {number!r}")
+    return number
+
+
+def check_divides(batch: int, count: int) -> int:
+    """``count``. ValueError if it does not divide the batch."""
+    if not batch or batch % count:
+        fit = ", ".join(str(n) for n in range(1, batch + 1) if not batch % n)
+        raise ValueError(
+            f"a batch of {batch} does not divide into num_microbatches={count}: "
+            + (f"{fit} would do" if batch else "it is empty")
+        )
+    return count
+
+
+def microbatches(
+    args: tuple[Any, ...], kwargs: dict[str, Any], count: int, shared: Collection[str], *, copied: bool
+) -> list[LayerArguments]:
+    """Each microbatch's arguments: its part of every tensor whose dim 0 has the size of the first tensor's.
+    ``copied``: in memory of its own, so that one program serves all microbatches."""
+    names = tuple(f"argument {i}" for i in range(len(args)))
+    whole = LayerArguments(names, args, kwargs)
+    batch = next((len(t) for t in whole.tensors() if t.ndim), 0)
+    check_divides(batch, count)
+
+    def part(t: Tensor, name: str, i: int) -> Tensor:
+        if not t.ndim or len(t) != batch or name in shared:
+            return t
+        chunk = t.chunk(count)[i]
+        return chunk.clone() if copied else chunk
+
+    return [whole.mapped(lambda t, name, i=i: part(t, name, i)) for i in range(count)]  # type: ignore[misc]

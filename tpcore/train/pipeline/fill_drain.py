@@ -21,15 +21,6 @@ from .schedule import Schedule
 from .stage import StageLayers
 
 
-@dataclass(frozen=True)
-class FillDrainOptions:
-    """``shared``: arguments that every microbatch gets whole. ``cut``: ends a program, on lazy backends."""
-
-    recompute: bool
-    shared: Collection[str] | None
-    cut: Callable[[], None] | None
-
-
 def tick(number: int, like: Tensor) -> Tensor:
     """``number`` as a one-element tensor, moved to the device so that it is no constant of a program."""
     return torch.tensor([number]).to(like.device)
@@ -56,22 +47,25 @@ class _Cut(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class FillDrain:
-    """``run`` computes a batch through all stages; the result is the same on every stage."""
+    """``run`` computes a batch through all stages; the result is the same on every stage. ``shared``: arguments that
+    every microbatch gets whole. ``cut``: ends a program, on lazy backends."""
 
     stage: StageLayers
     pp: Comm
     schedule: Schedule
-    options: FillDrainOptions
     parameters: list[Tensor]
+    recompute: bool
+    shared: Collection[str] | None
+    cut: Callable[[], None] | None
 
     def run(self, x: Tensor, arguments: LayerArguments, seed: int | None) -> Tensor:
         first, last = self.pp.position == 0, self.pp.position == self.pp.size - 1
         # only stage 0 uses the input, so its gradient is summed over stages; all stages use the arguments
         feeds = list(ops.copy(x, self.pp).chunk(self.schedule.microbatches))
         every = arguments.mapped(lambda t, name: ops.copy(t, self.pp) if t.requires_grad else t)
-        if self.options.cut is not None:  # in buffers of their own, a tick's program does not know which it reads
+        if self.cut is not None:  # in buffers of their own, a tick's program does not know which it reads
             feeds = [feed.clone() for feed in feeds]
-            self.options.cut()
+            self.cut()
         # real activations in the bubble too: a norm of zeros may be NaN
         state, made = feeds[0], []
         for t in range(self.schedule.ticks):
@@ -81,8 +75,8 @@ class FillDrain:
                 made.append(y)
             if t + 1 < self.schedule.ticks:
                 state = ops.shift(y, self.pp)
-            if self.options.cut is not None:
-                self.options.cut()
+            if self.cut is not None:
+                self.cut()
         out = torch.cat(made)
         if self.pp.size == 1:
             return out
@@ -90,16 +84,16 @@ class FillDrain:
 
     def _tick(self, t: int, x: Tensor, every: LayerArguments, batch: int, seed: int | None) -> Tensor:
         """This stage's output for ``x`` at tick ``t``."""
-        count, options = self.schedule.microbatches, self.options
+        count = self.schedule.microbatches
         index = (tick(t, x) - self.pp.position).clamp(0, count - 1)
         call = self.stage.run(
-            lambda: every.microbatch(index, count, batch, options.shared),
+            lambda: every.microbatch(index, count, batch, self.shared),
             seed,
             self.schedule.forward_of(t)[self.stage.place],
             check=t == 0,
         )
         if not torch.is_grad_enabled():
             return call(x)
-        if options.cut is not None:
-            x = _Cut.apply(x, options.cut)
-        return recomputed(call, x, [*every.tensors(), *self.parameters]) if options.recompute else call(x)
+        if self.cut is not None:
+            x = _Cut.apply(x, self.cut)
+        return recomputed(call, x, [*every.tensors(), *self.parameters]) if self.recompute else call(x)

@@ -18,9 +18,8 @@ from ...runtime import random
 from ...runtime.checks import compare_stages
 from ...runtime.context import current
 from .alike import check_layers, one_call_for_all
-from .arguments import LayerArguments, check_told_apart
-from .fill_drain import FillDrain, FillDrainOptions
-from .microbatches import check_count, check_divides
+from .arguments import LayerArguments, check_count, check_divides, check_told_apart
+from .fill_drain import FillDrain
 from .schedule import Schedule
 from .stage import StageLayers
 
@@ -30,22 +29,21 @@ Instead = Callable[[Tensor, LayerArguments], Tensor]
 class PipelinedLayers(nn.Module):
     """The layers of a model, divided over the pipeline stages. Each stage runs one microbatch after another.
 
-    ``layers``: all layers of the model, equal in structure, and as many for each stage. Layers of other
-    stages are dropped, and the rest keep their numbers, so that parameters have the names of the unsharded
-    model. A forward that loops over the layers, or over a slice of all, finds one layer, the whole pipeline:
+    ``layers``: all layers of the model, equal in structure, and as many for each stage. Those of other stages are
+    dropped, and the rest keep their numbers, so that parameters have the names of the unsharded model. A forward that
+    loops over the layers, or over a slice of all, finds one layer, the whole pipeline:
     ``model.layers = tpcore.PipelinedLayers(model.layers, num_microbatches=8)`` is the only change needed.
 
-    It is called like a layer. The first argument, ``[batch, ...]``, and the result are the same on all
-    stages. The argument is cut along dim 0 into ``num_microbatches``, as are tensors in other arguments whose
-    dim 0 has the same size, except those that ``shared`` names. If their dim 0 could have that size for
-    another reason, ``shared`` is required. Gradients are those of the layers run in sequence.
+    It is called like a layer. The first argument, ``[batch, ...]``, and the result are the same on all stages. The
+    argument is cut along dim 0 into ``num_microbatches``, as are tensors in other arguments whose dim 0 has the same
+    size, except those that ``shared`` names; it is required if their dim 0 could have that size for another reason.
+    Gradients are those of the layers run in sequence.
 
-    ``recompute``: keep only the input of each microbatch, and run the layers again in backward.
-    ``cut_programs``: on lazy backends each tick ends a program, so that one program serves all microbatches
-    and no compiler merges the recomputation with the first computation. Dropout draws different numbers for
-    each microbatch and stage, and the same ones in the recomputation. Raises ValueError for layers that
-    differ, for a number of layers that ``pp`` does not divide, and for a batch that does not divide. In eval
-    mode and without gradients one stage takes any batch, as in a traced model.
+    ``recompute``: keep only the input of each microbatch, and run the layers again in backward. ``cut_programs``: on
+    lazy backends each tick ends a program, so that one program serves all microbatches and no compiler merges the
+    recomputation with the first computation. Dropout draws different numbers for each microbatch and stage, and the
+    same ones in the recomputation. Raises ValueError for layers that differ, and for numbers of layers or examples
+    that do not divide. In eval mode and without gradients one stage takes any batch, as in a traced model.
     """
 
     def __init__(
@@ -129,9 +127,9 @@ class PipelinedLayers(nn.Module):
         count = check_divides(len(x), self.num_microbatches)
         if self.shared is None and count > 1:
             check_told_apart(arguments, x)
+        end = self.end_program if self.cuts else None
         schedule = Schedule(self.pp.size, count)
-        options = FillDrainOptions(self.recompute, self.shared, self.end_program if self.cuts else None)
-        road = FillDrain(self.stage, self.pp, schedule, options, list(self.parameters()))
+        road = FillDrain(self.stage, self.pp, schedule, [*self.parameters()], self.recompute, self.shared, end)
         return road.run(x, arguments, self.seed())
 
     def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, LayerArguments]:

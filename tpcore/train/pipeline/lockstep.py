@@ -6,7 +6,6 @@ from the stage's input. Inputs are stored by tick, in the same way on all ranks;
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import torch
@@ -14,26 +13,11 @@ from torch import Tensor
 
 from ...comm.comm import Comm
 from .arguments import LayerArguments, chosen
+from .ends import Ends
 from .fill_drain import tick, where
 from .recompute import Backward
 from .schedule import Schedule
 from .stage import StageLayers
-
-
-class Ends(ABC):
-    """The parts of a model before and after its layers, for one microbatch at a time."""
-
-    @abstractmethod
-    def enter(self, microbatch: int) -> tuple[Tensor, LayerArguments]:
-        """Run the model up to its layers, without gradients; return their input and other arguments."""
-
-    @abstractmethod
-    def leave(self, microbatch: int, hidden: Tensor) -> tuple[Tensor, Backward]:
-        """The loss for the layers' output ``hidden``, and the backward of the part before the layers."""
-
-    def scaled(self, loss: Tensor) -> Tensor:
-        """The multiple of a microbatch's loss that backward starts from; the same multiple on all ranks."""
-        return loss
 
 
 class Lockstep:
@@ -48,17 +32,12 @@ class Lockstep:
         self._first, self._last = pp.position == 0, pp.position == pp.size - 1
         self._ring = [(i + 1) % pp.size for i in range(pp.size)]
         self._back = [(i - 1) % pp.size for i in range(pp.size)]
-        self._inputs: dict[int, Tensor] = {}  # by tick
+        self.inputs: dict[int, Tensor] = {}  # the stored ones, by tick
         self._arguments: dict[int, LayerArguments] = {}  # by microbatch
         self._entered: dict[int, Backward] = {}  # by microbatch
         self._forward: Tensor | None = None  # the activation received from the previous stage
         self._gradient: Tensor | None = None  # the gradient received from the next stage
         self._losses: list[Tensor] = []
-
-    @property
-    def held(self) -> list[Tensor]:
-        """The stage inputs that are stored at present."""
-        return list(self._inputs.values())
 
     def run(self, end_tick: Callable[[], None]) -> Tensor:
         """The sum of the losses. ``end_tick`` is called at the end of each tick."""
@@ -77,23 +56,23 @@ class Lockstep:
     @torch.no_grad()
     def _run_forward(self, t: int) -> Tensor:
         m = self._schedule.entering(t)
-        feed, self._arguments[m] = self._ends.enter(m) if m not in self._arguments else self._again(m)
+        if m in self._arguments:  # the bubble at the end, where any activations will do
+            feed = self.inputs[max(self.inputs)]
+        else:
+            feed, self._arguments[m] = self._ends.enter(m)
         x = feed if self._forward is None or self._pp.size == 1 else where(self._first, feed, self._forward)
-        self._inputs[t] = x
-        numbers = self._schedule.forward_of(t)
-        call = self._stage.run(
-            lambda: self._arguments_of(numbers), self._seed, numbers[self._stage.place], check=t == 0
-        )
-        y = call(x)
+        self.inputs[t] = x
+        y = self._run_stage(x, self._schedule.forward_of(t), check=t == 0)
         self._forward = self._pp.permute(y, self._ring)
         return y
 
-    def _again(self, m: int) -> tuple[Tensor, LayerArguments]:
-        """An input for stage 0 in the bubble at the end, where any activations will do."""
-        return self._inputs[max(self._inputs)], self._arguments[m]
+    def _run_stage(self, x: Tensor, numbers: list[int], *, check: bool = False) -> Tensor:
+        """The layers' output, with the arguments of one of the microbatches ``numbers``, which are by stage."""
 
-    def _arguments_of(self, numbers: list[int]) -> LayerArguments:
-        return chosen([self._arguments[m] for m in numbers], self._pp, self._stage.place)
+        def arguments() -> LayerArguments:
+            return chosen([self._arguments[m] for m in numbers], self._pp, self._stage.place)
+
+        return self._stage.run(arguments, self._seed, numbers[self._stage.place], check=check)(x)
 
     def _run_loss(self, y: Tensor, m: int | None) -> Tensor | None:
         """Compute the loss of the microbatch that the last stage has finished, if any, and return the
@@ -111,11 +90,9 @@ class Lockstep:
 
     def _run_backward(self, t: int, out: Tensor | None) -> None:
         schedule, pp = self._schedule, self._pp
-        numbers = schedule.backward_of(t)
         x = self._input_of(t).detach().requires_grad_()
-        call = self._stage.run(lambda: self._arguments_of(numbers), self._seed, numbers[self._stage.place])
         with torch.enable_grad():
-            y = call(x)
+            y = self._run_stage(x, schedule.backward_of(t))
         torch.autograd.backward(y, self._gradient_at(t, out))
         grad = x.grad if x.grad is not None else torch.zeros_like(x)
         self._gradient = pp.permute(grad, self._back)
@@ -126,8 +103,8 @@ class Lockstep:
     def _input_of(self, t: int) -> Tensor:
         """This stage's input of the microbatch whose backward it runs at tick ``t``: stage ``r`` ran its
         forward ``2 (stages - 1 - r)`` ticks ago."""
-        stages, latest = self._pp.size, max(self._inputs)
-        ages = [self._inputs.get(t - 2 * (stages - 1 - r), self._inputs[latest]) for r in range(stages)]
+        stages, latest = self._pp.size, max(self.inputs)
+        ages = [self.inputs.get(t - 2 * (stages - 1 - r), self.inputs[latest]) for r in range(stages)]
         if stages == 1:
             return ages[0]
         return torch.stack(ages).index_select(0, self._pp.position).squeeze(0)
@@ -145,5 +122,5 @@ class Lockstep:
     def _forget(self, t: int) -> None:
         """Drop inputs and arguments that no stage needs at later ticks."""
         kept = t + 1 - 2 * (self._pp.size - 1) if self._train else t
-        self._inputs = {at: x for at, x in self._inputs.items() if at >= kept}
+        self.inputs = {at: x for at, x in self.inputs.items() if at >= kept}
         self._arguments = {m: a for m, a in self._arguments.items() if m >= kept - self._pp.size}

@@ -47,9 +47,7 @@ def _autocast(kind: str) -> Callable[[], torch.autocast]:
 
 
 def recomputed(run: Callable[[Tensor], Tensor], x: Tensor, others: Sequence[Tensor]) -> Tensor:
-    """``run(x)``, which backward runs again. ``others``: other tensors that it uses and that may need
-    gradients.
-    """
+    """``run(x)``, which backward runs again. ``others``: other tensors that it uses and that may need gradients."""
     y: Tensor = _Recomputed.apply(run, x, *(t for t in others if t.requires_grad))
     return y
 

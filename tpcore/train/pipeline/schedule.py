@@ -29,8 +29,8 @@ class Schedule:
 
     @property
     def bubble(self) -> float:
-        """The fraction of ticks at which a stage works on no microbatch. It is equal for both schedules: the
-        first and last ticks of one forward, one backward do half the work."""
+        """The fraction of ticks at which a stage works on no microbatch. It is equal for both schedules: the first and
+        last ticks of one forward, one backward do half the work."""
         return (self.stages - 1) / self.ticks
 
     @property

@@ -30,17 +30,10 @@ class StageLayers:
         return x
 
     def run(
-        self,
-        arguments: Callable[[], LayerArguments],
-        seed: int | None,
-        microbatch: int,
-        *,
-        check: bool = False,
+        self, arguments: Callable[[], LayerArguments], seed: int | None, microbatch: int, *, check: bool = False
     ) -> Callable[[Tensor], Tensor]:
-        """A function that runs the stage on one microbatch; every call draws the same random numbers.
-
-        With ``check`` it raises ValueError on all ranks for layers that a pipeline cannot run.
-        """
+        """A function that runs the stage on one microbatch; every call draws the same random numbers. With ``check``
+        it raises ValueError on all ranks for layers that a pipeline cannot run."""
 
         def call(x: Tensor) -> Tensor:
             before = self._kept() if check else {}

@@ -18,12 +18,11 @@ class Accumulation:
         self._handles: dict[Tensor, int] = {}
 
     def watch(self, parameters: Iterable[Tensor]) -> None:
-        """Sum the gradients of these parameters from now on. A move to another device loses the hook: call
-        it again."""
+        """Sum the gradients of these parameters from now on. A move to another device loses the hook: call it again."""
         for p in parameters if self._dtype is not None else ():
             hooks = getattr(p, "_post_accumulate_grad_hooks", None) or {}
             if p.requires_grad and self._handles.get(p) not in hooks:
-                self._handles[p] = p.register_post_accumulate_grad_hook(_adder(self)).id
+                self._handles[p] = p.register_post_accumulate_grad_hook(AddHook(weakref.ref(self))).id
 
     def add(self, p: Tensor) -> None:
         if p.grad is None or self._dtype is None:
@@ -47,10 +46,6 @@ class Accumulation:
     def drop(self, p: Tensor) -> None:
         self._sums.pop(p, None)
         p.grad = None
-
-
-def _adder(sums: Accumulation) -> AddHook:
-    return AddHook(weakref.ref(sums))
 
 
 class AddHook:

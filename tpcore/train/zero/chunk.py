@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...comm.comm import Comm
-from ...layers.sharding import sharding
-from ...layout.slices import narrowed
+from ...layout.slices import Share, narrowed
 from ...runtime.context import current
-from ..clip import Addend, Parts
+from ..clip import Addend, Parts, shares_of
 
 ReadRun = Callable[[int, Tensor], None]
 """Fills a flat tensor in host memory with the entries of a stored one from that number on, row by row."""
@@ -74,10 +73,8 @@ class ParameterChunk:
 
     # -- a step -------------------------------------------------------------------------------------------
     def fill(self) -> None:
-        """Set ``value`` from the parameter. A master value stays if it still rounds to the parameter's value.
-
-        So changes of the weights since the last step, such as a loaded checkpoint, take effect.
-        """
+        """Set ``value`` from the parameter, which a checkpoint may have changed since the last step. A master value
+        stays if it still rounds to the parameter's value."""
         now = self.cut(self.parameter.detach())
         if self.has_master:
             master, now_wide = self.value.detach(), now.to(self.value.dtype)
@@ -134,13 +131,10 @@ class ParameterChunk:
     # -- the norm -----------------------------------------------------------------------------------------
     def addend(self, p: float) -> Addend:
         """This rank's share of a norm, which is summed over dp afterwards."""
-        found, grad = sharding(self.parameter), self.value.grad
-        comm = found.ctx.comm(*found.axes) if found is not None and found.axes else None
-        return Addend(self.parameter.dtype, comm, [] if grad is None else self._parts(grad, p))
+        grad, (comm, shares) = self.value.grad, shares_of(self.parameter)
+        return Addend(self.parameter.dtype, comm, [] if grad is None else self._parts(grad, shares, p))
 
-    def _parts(self, grad: Tensor, p: float) -> Parts:
-        found = sharding(self.parameter)
-        shares = found.layout.shares(found.ctx.mesh) if found is not None and found.axes else ()
+    def _parts(self, grad: Tensor, shares: Sequence[Share], p: float) -> Parts:
         if len(shares) <= 1:
             return [(grad, shares[0].copies if shares else 1)]
         # blocks with different numbers of copies: each entry is weighted by its number

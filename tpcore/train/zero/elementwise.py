@@ -54,10 +54,8 @@ def tried(cls: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> Trial
 
 
 def check_elementwise(cls: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> frozenset[str]:
-    """Raise ValueError for an optimizer that mixes entries: known by name, or found by two small steps.
-
-    Returns the keys of its state that have a value for each entry.
-    """
+    """The keys of its state that have a value for each entry. ValueError for an optimizer that mixes entries: known by
+    name, or found by two small steps."""
     why = _known(cls)
     trial = Trial(why, frozenset()) if why is not None else _trial(cls, options)
     if trial.mixes is not None:
@@ -69,10 +67,8 @@ def check_elementwise(cls: type[torch.optim.Optimizer], options: Mapping[str, An
 
 
 def check_steps_parts(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> None:
-    """Raise ValueError for an optimizer that mixes entries of a parameter of which this rank has a part.
-
-    Tried once for an optimizer. A warning tells of one that cannot be tried.
-    """
+    """Raise ValueError for an optimizer that mixes entries of a parameter of which this rank has a part, and warn of
+    one that cannot be tried; once for an optimizer."""
     if _STEPS_PARTS in vars(optimizer):
         return
     marks = (sharding(p) for p in parameters)

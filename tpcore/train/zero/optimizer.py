@@ -20,33 +20,29 @@ from .chunk import ParameterChunk, ReadRun, kind_of
 from .elementwise import check_elementwise
 from .reduction import Reduction, in_buckets
 from .saved import check_kind, renumbered
-from .scaled import Scaled
-from .state import IN_STEP, Outline, entries_of, outline_of
-
-_NOT_OPTIONS = ("params", "param_names")
+from .state import IN_STEP, MASTER, Outline, entries_of, outline_of
 
 
 class Zero1(torch.optim.Optimizer):
     """``optimizer_class`` with its state cut over dp (dp times cp): 1/dp of the state on each rank, and the same steps.
 
-    Each parameter's local shard is flattened and cut into dp equal chunks, the last one padded. A step gives
-    each rank its chunks of the mean gradients, steps them, and gathers the new weights: for each bucket one
-    reduce-scatter and one all-gather. Gradients are freed as they are reduced. This is stage 1 of ZeRO
-    (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054).
+    Each parameter's local shard is flattened and cut into dp equal chunks, the last one padded. A step gives each rank
+    its chunks of the mean gradients, steps them, and gathers the new weights: for each bucket one reduce-scatter and
+    one all-gather. Gradients are freed as they are reduced. This is stage 1 of ZeRO (Rajbhandari et al., 2020,
+    https://arxiv.org/abs/1910.02054).
 
-    ``optimizer_class``: any optimizer, of torch or not, that treats each entry of a parameter independently:
-    AdamW, Adam, SGD, Adagrad, RMSprop, NAdam and others. ``params``: as for that class, preferably
-    ``model.named_parameters()``. ``options``: the class's own (``lr=...``). Groups, schedulers and
-    ``add_param_group`` work as usual.
+    ``optimizer_class``: any optimizer that treats each entry of a parameter independently: AdamW, Adam, SGD, Adagrad,
+    RMSprop, NAdam and others. ``params``: as for that class, preferably ``model.named_parameters()``. ``options``: the
+    class's own (``lr=...``). Groups, schedulers and ``add_param_group`` work as usual.
 
-    ``master_dtype``: each rank keeps a master copy of its chunks in this dtype, e.g. ``torch.float32`` for
-    bfloat16 weights, which are then the rounded master values. ``grad_dtype``: the dtype in which gradients
-    of several backwards are summed and sent. ``bucket_mb``: MiB of gradients or weights in one collective.
+    ``master_dtype``: each rank keeps a master copy of its chunks in this dtype, e.g. ``torch.float32`` for bfloat16
+    weights, which are then the rounded master values. ``grad_dtype``: the dtype in which gradients of several backwards
+    are summed and sent. ``bucket_mb``: MiB of gradients or weights in one collective.
 
-    The base optimizer is made at the first step, so that the model may be cut, moved or loaded before. Step
-    with ``tpcore.optimizer_step``, which can clip and skip; ``step()`` does neither. The constructor and all
-    methods that move tensors are collective over dp. Raises ValueError for an optimizer that mixes entries,
-    for a parameter given twice, built under another context, cut by torch's own parallelism or over dp.
+    The base optimizer is made at the first step, so that the model may be cut, moved or loaded before. Step with
+    ``tpcore.optimizer_step``, which can clip and skip; ``step()`` does neither. The constructor and all methods that
+    move tensors are collective over dp. Raises ValueError for an optimizer that mixes entries, for a parameter given
+    twice, built under another context, cut by torch's own parallelism or over dp.
     """
 
     grad_norm: Tensor | None = None
@@ -75,7 +71,7 @@ class Zero1(torch.optim.Optimizer):
         self._reduction = Reduction(self._gradients, self._dp, self._bucket)
         self._base: torch.optim.Optimizer | None = None
         self._chunks: dict[Tensor, ParameterChunk] = {}
-        self.for_scaler = Scaled(self)
+        self._new: list[ParameterChunk] = []  # which the base optimizer may not have seen
         self._in_use = False  # whether a step has found the parameters in use
         # the chunks with a gradient, between the mean and the step
         self._stepped: list[ParameterChunk] | None = None
@@ -103,24 +99,21 @@ class Zero1(torch.optim.Optimizer):
         if self._base is None:
             check_parameters(self._parameters, names_of(self.param_groups))
             self._chunks = {}
-            first = self.param_groups[0]
-            self._base = self._class([self._group(first)], **self._options)
-            self._free_those_of(first)
+            self._base = self._class([self._add(self.param_groups[0])], **self._options)
         for group in self.param_groups[len(self._base.param_groups) :]:
-            self._base.add_param_group(self._group(group))
-            self._free_those_of(group)
-        for mine, theirs in zip(self.param_groups, self._base.param_groups, strict=True):
-            theirs.update({k: v for k, v in mine.items() if k not in _NOT_OPTIONS})
+            self._base.add_param_group(self._add(group))
+        for chunk in self._new:
+            chunk.free()
+        self._new = []
+        _copy_options(self.param_groups, self._base.param_groups)
         return self._base
 
-    def _group(self, group: dict[str, Any]) -> dict[str, Any]:
+    def _add(self, group: dict[str, Any]) -> dict[str, Any]:
+        """The group of the base optimizer for ``group``, over new chunks."""
         made = [ParameterChunk(p, data_comm(p), self._master_dtype) for p in group["params"]]
+        self._new += made
         self._chunks |= {chunk.parameter: chunk for chunk in made}
         return {**group, "params": [chunk.value for chunk in made]}
-
-    def _free_those_of(self, group: dict[str, Any]) -> None:
-        for p in group["params"]:
-            self._chunks[p].free()
 
     def _changed(self) -> bool:
         """Whether parameters were cut, moved or converted since the base was made. ValueError if there is
@@ -201,25 +194,18 @@ class Zero1(torch.optim.Optimizer):
         self.reduce_gradients()
         base = self.base()
         base.step()
-        self._take_options(base)
-        self._gather()
-        self.skip()
-        self._show_state()
-        return loss
-
-    def _take_options(self, base: torch.optim.Optimizer) -> None:
-        for mine, theirs in zip(self.param_groups, base.param_groups, strict=True):
-            mine.update({k: v for k, v in theirs.items() if k not in _NOT_OPTIONS})
-
-    # makes GradScaler call step on every rank, inf or not, so that step can raise its error
-    _step_supports_amp_scaling = True
-
-    def _gather(self) -> None:
+        _copy_options(base.param_groups, self.param_groups)
         for bucket in in_buckets(self._stepped or (), lambda p: p.dtype, self._bucket):
             mine = torch.cat([segment.of_value() for segment in bucket])
             rows = bucket[0].chunk.dp.all_gather(mine.unsqueeze(0), 0)
             for segment, part in zip(bucket, rows.split([s.length for s in bucket], 1), strict=True):
                 segment.chunk.put(segment.start, part)
+        self.skip()
+        self._show_state(base)
+        return loss
+
+    # makes GradScaler call step on every rank, inf or not, so that step can raise its error
+    _step_supports_amp_scaling = True
 
     def skip(self) -> None:
         """Drop the mean of the gradients without a step."""
@@ -228,14 +214,13 @@ class Zero1(torch.optim.Optimizer):
         self._stepped = None
 
     # -- state --------------------------------------------------------------------------------------------
-    def _show_state(self) -> None:
+    def _show_state(self, base: torch.optim.Optimizer) -> None:
         """Set ``state``, by this optimizer's own parameters, to this rank's chunks and master values."""
-        base = self._base
         self.state = defaultdict(dict)
-        for p, chunk in self._chunks.items() if base is not None else ():
-            values = dict(base.state.get(chunk.value, {})) if base is not None else {}
+        for p, chunk in self._chunks.items():
+            values = dict(base.state.get(chunk.value, {}))
             if chunk.master is not None:
-                values["master"] = chunk.master
+                values[MASTER] = chunk.master
             if values:
                 self.state[p] = values
 
@@ -276,9 +261,26 @@ class Zero1(torch.optim.Optimizer):
         base = self.base()
         saved = renumbered(outline, self.param_groups, {})
         check_kind(self._class, self.defaults, saved, self._parameters)
-        found = entries_of(saved, self._parameters, self._chunks, self._entries, runs)
-        base.load_state_dict(found.state)
+        state, masters = entries_of(saved, self._parameters, self._chunks, self._entries, runs)
+        base.load_state_dict(state)
         for p, chunk in self._chunks.items():
-            chunk.take_master(found.masters.get(p))
-        self._take_options(base)
-        self._show_state()
+            chunk.take_master(masters.get(p))
+        _copy_options(base.param_groups, self.param_groups)
+        self._show_state(base)
+
+
+class Scaled:
+    """A Zero1 as a GradScaler sees it: the groups of chunks with their gradients, and the step."""
+
+    def __init__(self, optimizer: Zero1) -> None:
+        self.step = optimizer.step
+        self._base = optimizer.base
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self._base().param_groups
+
+
+def _copy_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
+    for mine, theirs in zip(source, target, strict=True):
+        theirs.update({k: v for k, v in mine.items() if k not in ("params", "param_names")})

@@ -51,9 +51,7 @@ def renumbered(saved: Saved, groups: Sequence[dict[str, Any]], known: Mapping[st
 
 def _prefix(saved: Sequence[str], here: Mapping[str, Any]) -> tuple[str, str]:
     """The prefix to take from ``saved`` names, and the one to put before them, to get those of ``here``."""
-    if not saved or saved[0] in here:
-        return "", ""
-    for name in here:
+    for name in here if saved and saved[0] not in here else ():
         if saved[0].endswith(f".{name}"):
             return saved[0][: -len(name)], ""
         if name.endswith(f".{saved[0]}"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,9 +49,7 @@ class Outline:
 
 
 def outline_of(
-    packed: dict[str, Any],
-    parameters: Sequence[Tensor],
-    chunks: Mapping[Tensor, ParameterChunk],
+    packed: dict[str, Any], parameters: Sequence[Tensor], chunks: Mapping[Tensor, ParameterChunk]
 ) -> Outline:
     """The outline of ``packed``, an optimizer's ``state_dict()`` that has this rank's chunks."""
     gather: dict[int, Callable[[], Tensor]] = {}
@@ -72,22 +70,15 @@ def outline_of(
     return Outline({**packed, "state": states}, gather)
 
 
-class Entries(NamedTuple):
-    """What one rank takes of a saved state: the base optimizer's state over its chunks, and by parameter its
-    chunks of master values."""
-
-    state: dict[str, Any]
-    masters: dict[Tensor, Tensor]
-
-
 def entries_of(
     saved: Mapping[str, Any],
     parameters: Sequence[Tensor],
     chunks: Mapping[Tensor, ParameterChunk],
     keys: Collection[str],
     runs: Mapping[int, ReadRun],
-) -> Entries:
-    """This rank's entries of a plain optimizer's state.
+) -> tuple[dict[str, Any], dict[Tensor, Tensor]]:
+    """This rank's entries of a plain optimizer's state: the base optimizer's state over its chunks, and by parameter
+    its chunks of master values.
 
     ``keys``: state keys with a value for each entry. ``runs``: readers by the ``id`` of the tensors on meta
     that stand for values that are still to be read. Parameters are numbered in the order of the groups.
@@ -103,16 +94,18 @@ def entries_of(
     for number, values in saved["state"].items():
         p, states[number] = by_number[number], {}
         for key, value in values.items():
-            run, where = runs.get(id(value)), f"state[{number}].{key}"
-            if isinstance(value, Tensor) and (key in keys or key == MASTER or _like(value, p)):
-                part = _part(value, p, chunks[p], run, where)
+            run = runs.get(id(value))
+            like = isinstance(value, Tensor) and value.ndim > 0 and value.shape == p.shape
+            if isinstance(value, Tensor) and (key in keys or key == MASTER or like):
+                check_shape(value, p, f"state[{number}].{key}")
+                part = _part(value, chunks[p], run)
                 if key == MASTER:
                     masters[p] = part
                 else:
                     states[number][key] = part
             else:
                 states[number][key] = _read(value, run)
-    return Entries({**saved, "state": states}, masters)
+    return {**saved, "state": states}, masters
 
 
 def refuse_sums(saved: Mapping[str, Any]) -> None:
@@ -130,12 +123,7 @@ def _read(value: Any, run: ReadRun | None) -> Any:
     return out.view(value.shape)
 
 
-def _like(value: Tensor, p: Tensor) -> bool:
-    return value.ndim > 0 and value.shape == p.shape
-
-
-def _part(value: Tensor, p: Tensor, chunk: ParameterChunk, run: ReadRun | None, where: str) -> Tensor:
-    check_shape(value, p, where)
+def _part(value: Tensor, chunk: ParameterChunk, run: ReadRun | None) -> Tensor:
     if run is not None:
         return chunk.read_on_host(run, value.dtype)
     return chunk.cut_on_host(value) if value.device.type == "cpu" else chunk.cut(value)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tpcore
+from tpcore.layout.shard import Block, ShardSpec
 from tpcore.runtime.context import ParallelContext
 
 
@@ -45,6 +46,15 @@ class PlainNet(nn.Module):
             self.head.weight = self.embed.weight
 
     forward = Net.forward
+
+
+class Heads(tpcore.ParallelModule):
+    """q of 4 heads, k and v of 2 in one weight: on 4 ranks each key head is held twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        heads = (Block(8, 2), Block(4, 2, replicate=True), Block(4, 2, replicate=True))
+        self.shard_parameter("weight", ShardSpec((16, 3), 0, heads), nn.init.normal_, torch.float64, None)
 
 
 def plain_net(sparse: bool = False) -> PlainNet:

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from nets import Net, cut_net, ids_of, loss_of, plain_net
-from test_zero import Heads
+from nets import Heads, Net, cut_net, ids_of, loss_of, plain_net
 from torch import Tensor, nn
 
 import tpcore
@@ -87,16 +86,10 @@ def _averaged(ctx: ParallelContext, net: Net) -> nn.Module:
 
 WRONG: dict[str, tuple[Callable[[ParallelContext, Net], nn.Module], str]] = {
     "seed": (_seed, r"parameter 'norm\.weight' differs between rank 0 .*another seed"),
-    "weight": (
-        _weight,
-        r"parameter 'up\.weight' differs between rank 1 \(dp 0, tp 1\) and rank 3 \(dp 1, tp 1\)",
-    ),
+    "weight": (_weight, r"parameter 'up\.weight' differs between rank 1 \(dp 0, tp 1\) and rank 3 \(dp 1, tp 1\)"),
     "unused": (_unused, r"the gradient of 'norm\.bias' .*rank 1 \(dp 0, tp 1\).*one has none"),
     "uncovered": (_uncovered, r"the gradient of 'weight' differs .*sequence_parallel=True"),
-    "broadcast": (
-        _broadcast,
-        r"'embed\.weight' has the same values on .* different parts .*process_group=ctx",
-    ),
+    "broadcast": (_broadcast, r"'embed\.weight' has the same values on .* different parts .*process_group=ctx"),
     "averaged": (_averaged, r"the gradient of 'embed\.weight' has the same values on .* averaged over tp"),
 }
 

@@ -174,14 +174,9 @@ def test_tensors_of_every_kind(tmp_path: Path) -> None:
     state["expanded"] = torch.tensor([1.0, 2.0]).expand(3, 2)
     state["parameter"] = nn.Parameter(torch.ones(2)).detach()
     assert same(round_trip(state, tmp_path / "c"), state)
-    for file in (tmp_path / "c" / "tp_rank_0").glob("*.safetensors"):
-        load_file(file)
-
-
-def test_dtypes_that_safetensors_names_are_plain(tmp_path: Path) -> None:
-    state = {str(d): torch.arange(6).reshape(2, 3).to(d) for d in DTYPES[:6] + DTYPES[7:12]}
-    round_trip({"a": state}, tmp_path / "c")
-    assert same(dict(sorted(load_file(tmp_path / "c/tp_rank_0/a.safetensors").items())), dict(sorted(state.items())))
+    files = [load_file(file) for file in (tmp_path / "c" / "tp_rank_0").glob("*.safetensors")]
+    for dtype in DTYPES[:6] + DTYPES[7:12]:  # that safetensors names: plain in the file
+        assert any(same(file.get("full"), state[str(dtype)]["full"]) for file in files), dtype
 
 
 def test_ties_are_written_once(tmp_path: Path) -> None:
@@ -219,35 +214,12 @@ def test_a_flat_model_state(tmp_path: Path) -> None:
     run_ranks(Mesh({"tp": 2}), check)
 
 
-def test_published_spellings(tmp_path: Path) -> None:
-    def check(ctx: ParallelContext) -> None:
-        state = {"model": net().state_dict(), "step": 1}
-        save(state_dict=state, save_dir=tmp_path / "a")
-        nxd.save(checkpoint=state, output_dir=str(tmp_path / "b"), save_serially=True)
-        for keywords in ({"load_dir": tmp_path / "a"}, {"chkpt_path": str(tmp_path / "b")}):
-            model = net(seed=1)
-            assert nxd.load(**keywords, model_or_optimizer=model, model_key="model", strict=True) == {"step": 1}
-            assert same(model.state_dict(), state["model"])
-        model, optimizer = net(), torch.optim.SGD(net().parameters(), lr=3.0, momentum=0.9)
-        save({"model": model.state_dict(), "opt": optimizer.state_dict()}, tmp_path / "c")
-        other = torch.optim.SGD(net().parameters(), lr=1.0)
-        rest = load(tmp_path / "c", other, model_key="opt")
-        assert other.param_groups[0]["lr"] == 3.0
-        assert list(rest) == ["model"]
-
-    run_ranks(Mesh({"tp": 2}), check)
-
-
 def test_arguments_that_would_be_ignored(tmp_path: Path) -> None:
     def check(ctx: ParallelContext) -> None:
         for bad in ({"save_xser": True}, {"keep_last": 0}, {"async_save": True, "save_serially": True}):
             with pytest.raises(ValueError, match=next(iter(bad))):
                 nxd.save({}, tmp_path / "c", **bad)
-        for bad in (
-            {"master_dp_only": False},
-            {"weights_only": False},
-            {"sharded": False},
-        ):
+        for bad in ({"master_dp_only": False}, {"weights_only": False}, {"sharded": False}):
             with pytest.raises(ValueError, match=next(iter(bad))):
                 nxd.load(tmp_path / "c", **bad)
         with pytest.raises(TypeError, match="both"):
@@ -327,8 +299,7 @@ def _continue(ctx: ParallelContext, path: Path, device: str | None) -> dict[str,
     return out
 
 
-@pytest.mark.parametrize("device", [None, "meta"])
-@pytest.mark.parametrize("a", [1, 2, 3])
+@pytest.mark.parametrize(("a", "device"), [(1, None), (2, "meta"), (3, None)])
 def test_training_goes_on_at_any_degree(a: int, device: str | None, tmp_path: Path) -> None:
     def write(ctx: ParallelContext) -> None:
         _train_and_save(ctx, tmp_path / "c")
@@ -382,20 +353,6 @@ def test_another_cut_of_the_same_tensor(tmp_path: Path) -> None:
 
     for n in (1, 2, 4):
         run_ranks(Mesh({"tp": n}), read)
-
-
-def test_from_a_plain_model(tmp_path: Path) -> None:
-    """A model of plain torch layers, saved at tp=1, fills a parallel one."""
-    torch.manual_seed(0)
-    plain = nn.Linear(6, 4)
-    run_ranks(Mesh({"tp": 1}), lambda ctx: save({"model": plain.state_dict()}, tmp_path / "c"))
-
-    def read(ctx: ParallelContext) -> Tensor:
-        layer = tpcore.ColumnParallelLinear(6, 4)
-        load(tmp_path / "c", layer)
-        return layer.weight.detach()
-
-    assert torch.equal(torch.cat(run_ranks(Mesh({"tp": 2}), read)), plain.weight.detach())
 
 
 @pytest.mark.parametrize(("a", "b"), [(2, 1), (1, 2)])
@@ -502,20 +459,6 @@ def test_any_spec_from_any_degree_to_any(
     run_ranks(Mesh({"tp": b}), read)
 
 
-def test_replicated_heads(tmp_path: Path) -> None:
-    """Two kv heads over four ranks, each held twice, back to two ranks and to eight."""
-    spec = ShardSpec((16, 2), 0, (Block(8, 2), Block(4, 2, True), Block(4, 2, True)))
-    run_ranks(Mesh({"tp": 4}), lambda ctx: save(_Any([spec], torch.float32, None).state_dict(), tmp_path / "c"))
-
-    def read(ctx: ParallelContext) -> None:
-        model = _Any([spec], torch.float32, "meta")
-        load(tmp_path / "c", model)
-        assert same(model.state_dict(), _Any([spec], torch.float32, None).state_dict())
-
-    for n in (1, 2, 8):
-        run_ranks(Mesh({"tp": n}), read)
-
-
 def test_pipeline_ranks_have_directories_of_their_own(tmp_path: Path) -> None:
     def write(ctx: ParallelContext) -> None:
         save({"stage": ctx.coord("pp"), "w": torch.tensor([ctx.coord("tp")])}, tmp_path / "c")
@@ -528,18 +471,6 @@ def test_pipeline_ranks_have_directories_of_their_own(tmp_path: Path) -> None:
         assert found["w"].tolist() == [rank % 2]
     with pytest.raises(CheckpointError, match=r"stage .* at the degree .* pp=2: it is 0 .*, 1 of 0 of stage"):
         run_ranks(Mesh({"tp": 2}), lambda ctx: load(tmp_path / "c"))
-
-
-def test_an_entry_of_which_stages_hold_other_values_is_not_taken_from_one(tmp_path: Path) -> None:
-    def write(ctx: ParallelContext) -> None:
-        save({"rng": torch.tensor([ctx.coord("pp")]), "same": torch.ones(2)}, tmp_path / "c")
-
-    run_ranks(Mesh({"pp": 2, "tp": 1}), write)
-
-    def read(ctx: ParallelContext) -> None:
-        with pytest.raises(CheckpointError, match=r"rng can be loaded only .* pp=2: stages 0 and 1"):
-            load(tmp_path / "c", model_key=None)
-        with pytest.warns(UserWarning, match="left out: rng"):
-            assert list(load(tmp_path / "c", model_key=None, strict=False)) == ["same"]
-
-    run_ranks(Mesh({"tp": 1}), read)
+    run_ranks(Mesh({"pp": 2, "tp": 1}), lambda ctx: save({"rng": torch.tensor([ctx.coord("pp")])}, tmp_path / "rng"))
+    with pytest.raises(CheckpointError, match=r"rng can be loaded only .* pp=2: stages 0 and 1"):
+        run_ranks(Mesh({"tp": 1}), lambda ctx: load(tmp_path / "rng"))

@@ -72,19 +72,17 @@ REFUSED: dict[str, tuple[Callable[[ParallelContext], State], str]] = {
         f"'0.weight' of model.safetensors: {SHAPE}, "
         "rank 1 has bfloat16 of shape [4, 3], cut of [8, 3] along dim 0 over tp",
     ),
-    "blocks": (
-        odd(stride=2),
-        f"{SHAPE}, rank 1 has float32 of shape [4, 3], cut of [8, 3] along dim 0 over ",
-    ),
+    "blocks": (odd(stride=2), f"{SHAPE}, rank 1 has float32 of shape [4, 3], cut of [8, 3] along dim 0 over "),
     "a layer less": (more(0), f"'1.weight' of model.safetensors: {SHAPE}, rank 1 has none"),
     "a layer more": (more(1), "'1.weight' of model.safetensors: rank 0 has none, rank 1 has float32 of "),
     "ties": (tied, "'again' of model.safetensors: rank 0 has none, rank 1 has float32 of shape [4, 3]"),
 }
 
 
-@pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize("mesh", [TP, BOTH], ids=["tp", "dp and tp"])
-@pytest.mark.parametrize("what", REFUSED)
+@pytest.mark.parametrize(
+    ("what", "mesh", "background"),
+    [(what, TP, False) for what in REFUSED] + [("width", BOTH, True), ("ties", BOTH, False), ("dtype", TP, True)],
+)
 def test_they_replace_nothing(what: str, mesh: Mesh, background: bool, tmp_path: Path) -> None:
     state, message = REFUSED[what]
     run_ranks(TP, lambda ctx: save({"model": net().state_dict(), "epoch": 1}, tmp_path / "c"))

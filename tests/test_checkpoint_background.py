@@ -7,8 +7,6 @@ import json
 import logging
 import os
 import re
-import signal
-import stat
 import subprocess
 import sys
 import threading
@@ -17,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from rank_pool import RankPool
 
 import tpcore
 from tpcore.checkpoint import load, save, wait
@@ -155,24 +152,6 @@ def test_a_rank_that_falls_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert os.listdir(tmp_path) == []
 
 
-def _killed_while_it_writes(ctx: ParallelContext, target: str) -> None:
-    def killed(*args: Any) -> Any:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    if ctx.rank == 1:
-        writing.write_tensors = killed  # type: ignore[assignment]  # of this process
-    save({"model": {"w": torch.ones(3)}}, target, async_save=True)
-    wait()
-
-
-def test_a_rank_that_is_killed_while_it_writes(tmp_path: Path) -> None:
-    """Rank 0 learns of it at once, whatever started the ranks: it does not wait for bytes."""
-    with RankPool(2, grace=30) as ranks:
-        outcomes = ranks.outcomes(Mesh({"tp": 2}), _killed_while_it_writes, str(tmp_path / "c"))
-    assert re.search(r"rank 1 .*(was killed by SIGKILL|is gone)", str(outcomes[0].error))
-    assert os.listdir(tmp_path) == []
-
-
 def test_ranks_that_save_in_different_ways_all_say_so(tmp_path: Path) -> None:
     def one(ctx: ParallelContext) -> None:
         with pytest.raises(ValueError, match=r"rank 0 with async_save=False.* rank 1 with async_save=True"):
@@ -227,13 +206,3 @@ def test_keep_last_removes_no_directory_of_another_program(tmp_path: Path, manif
         run_ranks(MESH, lambda ctx: save({"n": 0}, tmp_path / f"step_{step}", keep_last=1))  # noqa: B023
     assert sorted(os.listdir(tmp_path)) == ["step_1", "step_3"]
     assert sorted(os.listdir(tmp_path / "step_1")) == ["manifest.json", "precious.txt"]
-
-
-def test_files_get_the_umask(tmp_path: Path) -> None:
-    before = os.umask(0o027)
-    try:
-        run_ranks(MESH, lambda ctx: save({"model": {"w": torch.ones(2)}}, tmp_path / "c"))
-    finally:
-        os.umask(before)
-    for file in (tmp_path / "c").rglob("*"):
-        assert stat.S_IMODE(file.stat().st_mode) == (0o750 if file.is_dir() else 0o640), file

@@ -271,30 +271,19 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     before = (tmp_path / "out" / "model.safetensors").stat().st_mtime_ns
     run("consolidate", tmp_path / "c", tmp_path / "out", status=2)
     run("reshard", tmp_path / "c", tmp_path / "out", "--tp", 1, status=2)
+    write(tmp_path / "precious", 2)
+    manifest = (tmp_path / "precious" / "manifest.json").read_bytes()
+    (tmp_path / "other" / "tp_rank_0").mkdir(parents=True)
+    torch.save({"model": {"w": torch.ones(2)}}, tmp_path / "other" / "tp_rank_0" / "checkpoint.pt")
+    for name, source, *options in (("reshard", "c", "--tp", 1), ("convert", "other")):
+        said = run(name, tmp_path / source, tmp_path / "precious", *options, status=2).replace("\n", "")
+        assert f"{tmp_path / 'precious'} is there already: give another name" in said
+    assert (tmp_path / "precious" / "manifest.json").read_bytes() == manifest
     assert (tmp_path / "out" / "model.safetensors").stat().st_mtime_ns == before
     held = sorted(os.listdir(tmp_path / "c"))
     assert "c is a checkpoint: give another" in run("consolidate", tmp_path / "c", tmp_path / "c", status=2)
     assert sorted(os.listdir(tmp_path / "c")) == held
-    assert sorted(os.listdir(tmp_path)) == ["c", "out"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("command", [["reshard", "--tp", "1"], ["convert"]])
-def test_a_checkpoint_at_out_stays(command: list[str], tmp_path: Path) -> None:
-    write(tmp_path / "precious", 2)
-    before = (tmp_path / "precious" / "manifest.json").read_bytes()
-    source = tmp_path / "other"
-    if command[0] == "reshard":
-        write(source, 2, seed=1)
-    else:
-        (source / "tp_rank_0").mkdir(parents=True)
-        torch.save({"model": {"w": torch.ones(2)}}, source / "tp_rank_0" / "checkpoint.pt")
-    name, *options = command
-    for out in ("precious", "other") if name == "reshard" else ("precious",):
-        result = CliRunner().invoke(app, ["checkpoint", name, str(source), str(tmp_path / out), *options])
-        assert result.exit_code == 2
-        assert f"{tmp_path / out} is there already: give another name" in result.output.replace("\n", "")
-    assert (tmp_path / "precious" / "manifest.json").read_bytes() == before
+    assert sorted(os.listdir(tmp_path)) == ["c", "other", "out", "precious"]
 
 
 def test_transformers_opens_it(tmp_path: Path) -> None:

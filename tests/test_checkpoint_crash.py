@@ -31,11 +31,7 @@ class Killed(BaseException):
 
 
 def state(rank: int, version: int) -> dict[str, Any]:
-    return {
-        "model": {"w": torch.full((3,), float(version))},
-        "optimizer": {"v": torch.tensor([rank])},
-        "n": version,
-    }
+    return {"model": {"w": torch.full((3,), float(version))}, "optimizer": {"v": torch.tensor([rank])}, "n": version}
 
 
 def write(ctx: ParallelContext, path: Path, version: int) -> None:

@@ -112,10 +112,7 @@ def record(top: Any) -> Any:
 STATE = "tp_rank_0/state.json"
 WRONG: dict[str, tuple[str, Callable[[Any], object]]] = {
     "unit": (STATE, lambda top: record(top).update(spec={"shape": [2, 3], "dim": 0, "blocks": [[2, 0, 0]]})),
-    "blocks": (
-        STATE,
-        lambda top: record(top).update(spec={"shape": [2, 3], "dim": 0, "blocks": [[0, 1, 0]] * 10**5}),
-    ),
+    "blocks": (STATE, lambda top: record(top).update(spec={"shape": [2, 3], "dim": 0, "blocks": [[0, 1, 0]] * 10**5})),
     "infinite": (STATE, lambda top: record(top).update(shape=["1e400", 3])),
     "deep": (STATE, lambda top: top["state"].update(epoch=deep(900))),
     "no items": (STATE, lambda top: top["state"].update(when={"$": "tuple"})),
@@ -190,7 +187,7 @@ def test_pickles_that_make_much_of_little(tmp_path: Path, what: str, form: str) 
         read(path if form == "whole" else tmp_path / "c")
 
 
-@pytest.mark.parametrize("inside", ["tp_rank_0", "tp_rank_0/x", "tp_rank_0/x/y"])
+@pytest.mark.parametrize("inside", ["tp_rank_0", "tp_rank_0/x/y"])
 def test_a_save_into_a_part_of_a_checkpoint_is_refused(saved: Path, inside: str) -> None:
     with pytest.raises(CheckpointError, match=r"is inside of the checkpoint .*/c, in its tp_rank_0"):
         run_ranks(Mesh({"tp": 1}), lambda ctx: save({"model": tpcore_state()}, saved / inside))

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 import tpcore
 from tpcore import CheckpointError, Mesh, ParallelContext
 from tpcore.checkpoint import load
-from tpcore.checkpoint.forms.source import Reading
 from tpcore.checkpoint.offline.consolidate import consolidate
 from tpcore.checkpoint.offline.inspect import inspect
 from tpcore.checkpoint.offline.reshard import convert
@@ -129,15 +128,14 @@ def opens(path: Path, meshes: list[tuple[int, int]], **options: Any) -> None:
         run_ranks(Mesh({"pp": pp, "dp": 1, "tp": tp}), rank)
 
 
-@pytest.mark.parametrize("saved", [(1, [3]), (2, [3]), (2, [2, 1]), (1, [1, 1, 1])])
+@pytest.mark.parametrize("saved", [(1, [3]), (2, [2, 1])])
 def test_at_any_degree(saved: tuple[int, list[int]], tmp_path: Path, enum: Enum) -> None:
     write(tmp_path / "c", *saved, enum)
     opens(tmp_path / "c", [(1, 1), (1, 2), (1, 4)])
 
 
-@pytest.mark.parametrize("saved", [(1, [3]), (2, [2, 1])])
-def test_tied_tables(saved: tuple[int, list[int]], tmp_path: Path, enum: Enum) -> None:
-    write(tmp_path / "c", *saved, enum, tied=True)
+def test_tied_tables(tmp_path: Path, enum: Enum) -> None:
+    write(tmp_path / "c", 2, [2, 1], enum, tied=True)
     opens(tmp_path / "c", [(1, 2)], tie_word_embeddings=True)
 
 
@@ -206,8 +204,6 @@ def test_refused(options: dict[str, Any], error: str, tmp_path: Path, enum: Enum
 
 def test_refused_files(tmp_path: Path, enum: Enum) -> None:
     write(tmp_path / "c", 2, [3], enum)
-    with pytest.raises(CheckpointError, match="is a pickle, which trust=False"):
-        inspect(tmp_path / "c", how=Reading(trust=False))
     file = tmp_path / "c" / "iter_0000007" / "mp_rank_01" / "model_optim_rng.pt"
     top = {"args": args_of(enum), "checkpoint_version": 3.0}
     for state, error in (

@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from rank_pool import RankPool
 
@@ -14,7 +13,7 @@ import tpcore
 from tpcore.checkpoint import load, save
 from tpcore.checkpoint.tensors import stored
 from tpcore.checkpoint.write import save as writing
-from tpcore.errors import CheckpointError, PeerLostError
+from tpcore.errors import PeerLostError
 from tpcore.layout.mesh import Mesh
 from tpcore.runtime.context import ParallelContext
 
@@ -39,11 +38,7 @@ def _load(ctx: ParallelContext, path: str) -> tuple[int, torch.Tensor, torch.Ten
     model = _model(100)
     rest = load(path, model)
     moment = rest["optimizer"]["state"][0]["exp_avg"]
-    return (
-        rest["seed"],
-        ctx.comm("tp").all_gather(model.weight.detach(), 0),
-        ctx.comm("tp").all_gather(moment, 0),
-    )
+    return (rest["seed"], ctx.comm("tp").all_gather(model.weight.detach(), 0), ctx.comm("tp").all_gather(moment, 0))
 
 
 def _check(results: list[Any], seed: int) -> None:
@@ -63,32 +58,17 @@ def test_round_trip(pool: RankPool, tmp_path: Path) -> None:
         _check([*again, first[0]], 5)
 
 
-def _refused(ctx: ParallelContext, path: str) -> str:
-    model = tpcore.ColumnParallelLinear(6, 8 if ctx.rank else 16)
-    with pytest.raises(CheckpointError) as caught:
-        load(path, model)
-    return str(caught.value)
-
-
-def test_one_rank_does_not_fit(pool: RankPool, tmp_path: Path) -> None:
-    pool.run(MESH, _save, str(tmp_path / "c"), 5)
-    messages = pool.run(MESH, _refused, str(tmp_path / "c"))
-    assert all("'weight': the checkpoint has shape (8, 6), the model (16, 6)" in m for m in messages)
-    assert all(m.startswith("rank 0: ") for m in messages[1:])
-
-
-def _save_and_die(ctx: ParallelContext, path: str, victim: int) -> None:
-    if ctx.rank == victim:
+def _save_and_die(ctx: ParallelContext, path: str) -> None:
+    if ctx.rank == 0:
         writing.write_tensors = lambda *args: os._exit(7)  # type: ignore[attr-defined]
     _save(ctx, path, 6)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_dies_in_a_save(victim: int, pool: RankPool, tmp_path: Path) -> None:
+def test_a_rank_dies_in_a_save(pool: RankPool, tmp_path: Path) -> None:
     """The others hear of it, the previous checkpoint is whole, and the next save clears up."""
     path = str(tmp_path / "c")
     pool.run(MESH, _save, path, 5)
-    for outcome in pool.outcomes(MESH, _save_and_die, path, victim):
+    for outcome in pool.outcomes(MESH, _save_and_die, path):
         assert isinstance(outcome.error, PeerLostError)  # and not CollectiveTimeoutError
     _check(pool.run(MESH, _load, path), 5)
     pool.run(MESH, _save, path, 7)

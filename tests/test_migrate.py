@@ -178,38 +178,13 @@ def test_scripts_for_other_libraries() -> None:
     ("line", "rewritten", "use", "findings"),
     [
         # one module here has all of its names, as they are
-        (
-            "from megatron.core import parallel_state as ps",
-            "from tpcore.nxd import parallel_state as ps",
-            "ps.rmsg",
-            1,
-        ),
+        ("from megatron.core import parallel_state as ps", "from tpcore.nxd import parallel_state as ps", "ps.rmsg", 1),
         ("from megatron.core import mpu", "from tpcore.nxd import parallel_state as mpu", "mpu.rmsg()", 1),
-        (
-            "import megatron.core.mpu as m",
-            "import tpcore.nxd.parallel_state as m",
-            "m.get_data_parallel_rank()",
-            1,
-        ),
-        (
-            "import optimum.neuron as on",
-            "import tpcore.integrations.optimum_neuron as on",
-            "on.NeuronTrainer",
-            1,
-        ),
-        (
-            "from optimum import neuron",
-            "from tpcore.integrations import optimum_neuron as neuron",
-            "neuron",
-            1,
-        ),
+        ("import megatron.core.mpu as m", "import tpcore.nxd.parallel_state as m", "m.get_data_parallel_rank()", 1),
+        ("import optimum.neuron as on", "import tpcore.integrations.optimum_neuron as on", "on.NeuronTrainer", 1),
+        ("from optimum import neuron", "from tpcore.integrations import optimum_neuron as neuron", "neuron", 1),
         # but a name that is not there is listed, and one that is elsewhere
-        (
-            "from megatron.core import mpu",
-            "from tpcore.nxd import parallel_state as mpu",
-            "mpu.get_cuda_rng()",
-            2,
-        ),
+        ("from megatron.core import mpu", "from tpcore.nxd import parallel_state as mpu", "mpu.get_cuda_rng()", 2),
         (
             "import optimum.neuron as on",
             "import tpcore.integrations.optimum_neuron as on",
@@ -218,12 +193,7 @@ def test_scripts_for_other_libraries() -> None:
         ),
         # their names are others, or in several modules: the import stays, and each use is listed
         ("import fairscale.nn.model_parallel.initialize as fs", None, "fs.get_model_parallel_rank()", 2),
-        (
-            "from fairscale.nn.model_parallel import initialize as fs",
-            None,
-            "fs.initialize_model_parallel(2)",
-            2,
-        ),
+        ("from fairscale.nn.model_parallel import initialize as fs", None, "fs.initialize_model_parallel(2)", 2),
         ("from megatron.core import tensor_parallel", None, "tensor_parallel.ColumnParallelLinear(4, 8)", 2),
         ("import optimum.neuron", None, "optimum.neuron.NeuronTrainer()", 2),
         ("import megatron.core.parallel_state", None, "megatron.core.parallel_state.rmsg()", 2),
@@ -363,14 +333,7 @@ def test_the_report_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     done = CliRunner().invoke(app, ["doctor"])
     assert done.exit_code == 0, done.output
-    for said in (
-        "torch: ",
-        "cores: ",
-        "/dev/shm: ",
-        "lo: ",
-        "cpu_gloo (TPCORE_BACKEND is set)",
-        "one process",
-    ):
+    for said in ("torch: ", "cores: ", "/dev/shm: ", "lo: ", "cpu_gloo (TPCORE_BACKEND is set)", "one process"):
         assert said in done.output
     assert "hidden" not in done.output
     found = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).output)

@@ -78,10 +78,7 @@ def test_it_steps_parameters_that_each_rank_has_whole(make: str) -> None:
 @pytest.mark.parametrize("make", ELEMENTWISE)
 def test_others_are_tried_once_and_step_as_the_whole(make: str) -> None:
     def check(ctx: ParallelContext) -> None:
-        layer, plain = (
-            tpcore.ColumnParallelLinear(4, 8, bias=False).double(),
-            nn.Linear(4, 8, bias=False).double(),
-        )
+        layer, plain = (tpcore.ColumnParallelLinear(4, 8, bias=False).double(), nn.Linear(4, 8, bias=False).double())
         with torch.no_grad():
             plain.weight.copy_(ctx.comm("tp").all_gather(layer.weight.detach(), 0))
         steps: list[int] = []

@@ -40,9 +40,7 @@ def test_attention_is_the_one_written_out(transposed: bool) -> None:
     want = written_out(*given, 0.3)
     torch.testing.assert_close(got, want)
     for mine, theirs in zip(
-        torch.autograd.grad(got.square().sum(), given),
-        torch.autograd.grad(want.square().sum(), given),
-        strict=True,
+        torch.autograd.grad(got.square().sum(), given), torch.autograd.grad(want.square().sum(), given), strict=True
     ):
         torch.testing.assert_close(mine, theirs)
 

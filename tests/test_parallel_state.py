@@ -38,7 +38,7 @@ def _rule(world: int, tp: int) -> dict[str, list[list[int]]]:
     }
 
 
-@pytest.mark.parametrize(("world", "tp"), [(1, 1), (2, 2), (4, 1), (4, 2), (6, 3), (8, 2), (8, 4), (32, 8), (64, 32)])
+@pytest.mark.parametrize(("world", "tp"), [(1, 1), (4, 1), (6, 3), (8, 2), (32, 8)])
 def test_every_rank_knows_its_place(world: int, tp: int) -> None:
     rule = _rule(world, tp)
 
@@ -82,6 +82,8 @@ def test_getters_answer_for_pipeline_stages() -> None:
         assert ps.get_pipeline_model_parallel_replica_groups() == groups
         assert ps.get_pipeline_model_parallel_size() == 2
         assert ps.get_pipeline_model_parallel_rank() == ctx.rank // 4
+        assert ps.get_pipeline_model_parallel_prev_rank() == (ctx.rank - 4) % 8
+        assert ps.get_pipeline_model_parallel_next_rank() == (ctx.rank + 4) % 8
         assert ps.get_data_parallel_group(as_list=True) == [[0, 2], [1, 3], [4, 6], [5, 7]]
         assert ps.get_tensor_model_parallel_src_rank() == ctx.rank // 2 * 2
         assert ps.get_data_parallel_src_rank() == ctx.rank // 4 * 4 + ctx.rank % 2

@@ -13,18 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from pipelines import (
-    SEQ,
-    VOCAB,
-    WIDTH,
-    Block,
-    assert_same_gradients,
-    batch_of,
-    cut,
-    part_of,
-    plain,
-    share_of,
-)
+from pipelines import SEQ, VOCAB, WIDTH, Block, assert_same_gradients, batch_of, cut, part_of, plain, share_of
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -78,15 +67,10 @@ def both_ways(ctx: ParallelContext, layers: int, count: int, tokens: bool) -> se
         (1, 1, 1, 4, False),
         (2, 1, 1, 1, False),
         (2, 1, 1, 16, False),
-        (2, 2, 1, 2, True),
         (2, 2, 2, 4, False),
         (2, 4, 1, 2, True),
-        (3, 1, 1, 4, False),
-        (3, 2, 1, 2, True),
         (3, 1, 2, 8, False),
-        (4, 1, 1, 4, False),
         (4, 2, 1, 8, True),
-        (4, 1, 2, 2, False),
         (6, 1, 1, 2, False),
     ],
 )
@@ -96,11 +80,10 @@ def test_a_pipeline_is_the_plain_model(pp: int, tp: int, dp: int, count: int, to
     assert set().union(*names) == {name for name, _ in plain(layers, tied=True).named_parameters()}
 
 
-@pytest.mark.parametrize("tokens", [False, True])
-def test_checked_runs_find_nothing_in_stages(tokens: bool) -> None:
+def test_checked_runs_find_nothing_in_stages() -> None:
     def run(ctx: ParallelContext) -> None:
         with use(replace(ctx, checks=raising())):
-            both_ways(tpcore.current(), 4, 2, tokens)
+            both_ways(tpcore.current(), 4, 2, True)
             tpcore.optimizer_step(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1))
 
     run_ranks(mesh(2, 2), run)
@@ -156,7 +139,7 @@ def test_a_checkpoint_opens_on_any_mesh(tmp_path: Path) -> None:
             torch.testing.assert_close(value, want[name], rtol=1e-9, atol=1e-9)
 
     run_ranks(mesh(2, 2), write)
-    for pp, tp in ((1, 1), (4, 1), (2, 1), (1, 2), (2, 2)):
+    for pp, tp in ((4, 1), (1, 2), (2, 2)):
         run_ranks(mesh(pp, tp), read)
     consolidate(tmp_path / "c", tmp_path / "whole")
     unsharded = plain(4, tied=True)
@@ -166,7 +149,7 @@ def test_a_checkpoint_opens_on_any_mesh(tmp_path: Path) -> None:
         torch.testing.assert_close(value, want[name], rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("there", [1, 2, 4])
+@pytest.mark.parametrize("there", [1, 4])
 def test_stages_that_others_wrote(tmp_path: Path, there: int) -> None:
     """The table on the first of them, head and norm on the last, each cut over tp alone."""
     full = plain(4).state_dict()
@@ -299,8 +282,7 @@ def test_each_microbatch_and_stage_draws_its_own() -> None:
 
 
 # -- memory, and the schedule -----------------------------------------------------------------------------
-@pytest.mark.parametrize("stages", [1, 2, 3, 5])
-@pytest.mark.parametrize("count", [1, 2, 3, 16])
+@pytest.mark.parametrize(("stages", "count"), [(1, 3), (2, 1), (3, 2), (3, 16), (5, 3)])
 def test_the_schedule_runs_every_microbatch_once_on_each_stage(stages: int, count: int) -> None:
     schedule = Schedule(stages, count)
     forward, backward = schedule.forward_of, schedule.backward_of
@@ -404,8 +386,7 @@ def test_arguments_that_take_a_gradient_nested_and_split() -> None:
     want = run([Biased() for _ in range(4)])
     for recompute in (True, False):
         for got in run_ranks(
-            mesh(2),
-            lambda ctx, r=recompute: run(tpcore.PipelinedLayers([Biased() for _ in range(4)], 3, recompute=r)),
+            mesh(2), lambda ctx, r=recompute: run(tpcore.PipelinedLayers([Biased() for _ in range(4)], 3, recompute=r))
         ):
             torch.testing.assert_close(got, want, **EXACT)
 
@@ -533,12 +514,8 @@ def test_explain_tells_what_each_stage_costs() -> None:
 
 
 # -- stages that are given different batches -----------------------------------------------------------------
-@pytest.mark.parametrize("engine", [False, True])
-@pytest.mark.parametrize("checked", [False, True])
-@pytest.mark.parametrize(
-    ("other", "at"),
-    [("labels", 0), ("ids", 1), ("shape", 1), ("none", 0)],
-)
+@pytest.mark.parametrize(("checked", "engine"), [(False, False), (False, True), (True, False)])
+@pytest.mark.parametrize(("other", "at"), [("labels", 0), ("ids", 1), ("shape", 1), ("none", 0)])
 def test_stages_of_different_batches_are_told(other: str, at: int, checked: bool, engine: bool) -> None:
     """As scripts do that give ids to the first stage and labels to the last."""
 

@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import io
 from argparse import Namespace
+from contextvars import Context
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,7 @@ import torch
 import transformers
 from rank_pool import RankPool
 from test_dropout_masks import Recorder
-from trainers import (
-    arguments,
-    assert_same_history,
-    assert_same_weights,
-    data,
-    examples,
-    history,
-    model,
-    on_mesh,
-    stock,
-)
+from trainers import arguments, assert_same_history, assert_same_weights, data, examples, history, model, on_mesh, stock
 
 import tpcore
 from tpcore import Mesh
@@ -72,7 +63,6 @@ def test_all_that_is_overridden_is_listed() -> None:
     [
         (TP, {"sequence_parallel": True}, True, {}, {"gradient_accumulation_steps": 2}),
         (TP, {}, False, {}, {"label_smoothing_factor": 0.1, "optim": "sgd", "max_grad_norm": 0.0}),
-        (BOTH, {}, False, HALF, {}),
         (BOTH, {"sequence_parallel": True}, {"bucket_mb": 1e-3}, HALF, {"weight_decay": 0.1}),
         (STAGES, {"num_microbatches": 4}, True, {}, EPOCH),
         (CONTEXT, {"context_parallel": "ring"}, True, HALF, {}),
@@ -83,7 +73,6 @@ def test_all_that_is_overridden_is_listed() -> None:
     ids=[
         "tp zero1 tokens accumulation",
         "tp smoothing sgd",
-        "dp tp",
         "dp tp zero1 tokens",
         "pp tp zero1",
         "dp cp zero1",
@@ -216,7 +205,7 @@ def _refused(ctx: tpcore.ParallelContext, where: Path) -> None:
     stocks = transformers.Trainer(made, arguments(where), **data())
     for call in (stocks.train, stocks.evaluate, stocks.predict):
         with pytest.raises(ValueError, match=r"cut over ranks, and accelerate.*use Trainer of tpcore"):
-            call(*[examples_of(stocks)] if call == stocks.predict else [])
+            call(*[stocks.eval_dataset] if call == stocks.predict else [])
     with pytest.raises(ValueError, match="cut over ranks, and accelerate"):
         accelerate.Accelerator(cpu=True).prepare(made)
     with pytest.raises(ValueError, match=r"train_sampling_strategy='batch_rebalance'.*all ranks"):
@@ -228,36 +217,27 @@ def _refused(ctx: tpcore.ParallelContext, where: Path) -> None:
     trainer = Trainer(made, arguments(where, optim="adafactor"), **data(), zero1=True)
     with pytest.raises(ValueError, match="Adafactor"):
         trainer.create_optimizer()
-
-
-def _scaled(ctx: tpcore.ParallelContext, where: Path) -> None:
-    with pytest.raises(ValueError, match=r"mixed_precision='fp16'.*use bf16"):
-        Trainer(tpcore.parallelize(model()), arguments(where, fp16=True), **data())
-
-
-def test_fp16_is_refused(pool: RankPool, tmp_path: Path) -> None:
-    pool.run(TP, _scaled, tmp_path)
-
-
-def _mixing(ctx: tpcore.ParallelContext, where: Path) -> None:
     with pytest.raises(ValueError, match=r"sharded over tp, and Adafactor mixes"):
         on_mesh(ctx, where, {}, optim="adafactor")
-
-
-def test_adafactor_is_refused(pool: RankPool, tmp_path: Path) -> None:
-    pool.run(TP, _mixing, tmp_path)
-
-
-def examples_of(trainer: Any) -> Any:
-    return trainer.eval_dataset
+    with pytest.raises(ValueError, match=r"mixed_precision='fp16'.*use bf16"):
+        Trainer(tpcore.parallelize(model()), arguments(where, fp16=True), **data())
+    taken = r"mesh='auto' divides the job and cuts the model, and they are already, on \{'pp': 1, 'dp': 1, 'tp': 2\}"
+    with pytest.raises(ValueError, match=taken):
+        Trainer(model=made, args=arguments(where), mesh="auto")
 
 
 def test_what_would_train_half_a_model_is_refused(pool: RankPool, tmp_path: Path) -> None:
     pool.run(TP, _refused, tmp_path)
+    with pytest.raises(ValueError, match=r"mesh must be 'auto' or a dict of options of tpcore\.plan, not 'best'"):
+        Trainer(model=model(), args=arguments(tmp_path), mesh="best")
 
 
-def auto(where: Path) -> tuple[dict[str, int], list[float], int]:
-    """In a rank: the mesh that a Trainer chooses, its losses, and the examples of a rank."""
+def auto(ctx: tpcore.ParallelContext, where: Path) -> tuple[dict[str, int], list[float], int]:
+    """The mesh that a Trainer chooses, its losses, and the examples of a rank; in a job that the script has joined."""
+    return Context().run(_auto, where)
+
+
+def _auto(where: Path) -> tuple[dict[str, int], list[float], int]:
     tpcore.init("cpu_gloo")
     options = {"per_device_train_batch_size": 4, "max_steps": 3, "learning_rate": 1e-3}
     trainer = Trainer(model=model(), args=arguments(where, **options), train_dataset=examples(24), mesh=AUTO_OPTIONS)
@@ -272,8 +252,8 @@ AUTO_OPTIONS = {"machine": "cpu", "seq_len": 8}
 
 
 @pytest.mark.slow
-def test_chooses_its_mesh(tmp_path: Path) -> None:
-    found = tpcore.launch(auto, 2, args=(tmp_path,))
+def test_chooses_its_mesh(pool: RankPool, tmp_path: Path) -> None:
+    found = pool.run(TP, auto, tmp_path)
     reference = transformers.Trainer(
         model=model(),
         args=arguments(tmp_path, per_device_train_batch_size=8, max_steps=3, learning_rate=1e-3),
@@ -285,19 +265,3 @@ def test_chooses_its_mesh(tmp_path: Path) -> None:
         assert axes["tp"] * axes["pp"] * axes["dp"] * axes.get("cp", 1) == 2
         assert rows * axes["dp"] == 8  # a step's examples are what they were
         assert losses == pytest.approx(alone, rel=1e-4)  # the log is rounded
-
-
-def test_a_mesh_that_cannot_be_chosen(pool: RankPool, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"mesh must be 'auto' or a dict of options of tpcore\.plan, not 'best'"):
-        Trainer(model=model(), args=arguments(tmp_path), mesh="best")
-    text = "mesh='auto' divides the job and cuts the model, and they are already, on {'pp': 1, 'dp': 1, 'tp': 2}"
-    for message in pool.run(TP, refused_mesh, tmp_path):
-        assert text in message
-
-
-def refused_mesh(ctx: Any, where: Path) -> str:
-    try:
-        Trainer(model=tpcore.parallelize(model()), args=arguments(where), mesh="auto")
-    except ValueError as e:
-        return str(e)
-    return ""

@@ -23,8 +23,7 @@ Model = nn.Sequential
 
 def built() -> Model:
     return nn.Sequential(
-        tpcore.ColumnParallelLinear(4, 8, gather_output=False),
-        tpcore.RowParallelLinear(8, 4, input_is_parallel=True),
+        tpcore.ColumnParallelLinear(4, 8, gather_output=False), tpcore.RowParallelLinear(8, 4, input_is_parallel=True)
     )
 
 
@@ -48,10 +47,7 @@ def test_a_model_of_another_mesh_is_refused(use: str, other: dict[str, int]) -> 
         model(torch.ones(2, 4)).sum().backward()
         inner = ParallelContext(ctx.backend, Mesh(other), ctx.rank)
         before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-        with (
-            tpcore.use(inner),
-            pytest.raises(ValueError, match=r"under another context, on mesh \{'tp': 2\}"),
-        ):
+        with tpcore.use(inner), pytest.raises(ValueError, match=r"under another context, on mesh \{'tp': 2\}"):
             USES[use](model)
         after = [p.grad for p in model.parameters() if p.grad is not None]
         assert all(map(torch.equal, before, after))

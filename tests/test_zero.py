@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from nets import cut_net, ids_of, loss_of, plain_net
+from nets import Heads, assert_same_parameters, cut_net, ids_of, loss_of, plain_net
 from tiers import tiers
 from torch import Tensor, nn
 
 import tpcore
-from tpcore import Block, Mesh, ParallelContext, ShardSpec, Zero1
+from tpcore import Mesh, ParallelContext, Zero1
 from tpcore.testing import run_ranks
 
 
@@ -36,7 +35,6 @@ class Lion(torch.optim.Optimizer):
                 average.mul_(second).add_(p.grad, alpha=1 - second)
 
 
-Make = Callable[..., torch.optim.Optimizer]
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1}),
     "adam": (torch.optim.Adam, {"lr": 1e-2, "amsgrad": True}),
@@ -46,7 +44,7 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "nadam": (torch.optim.NAdam, {"lr": 1e-2}),
     "lion": (Lion, {"lr": 1e-3}),
 }
-STEPS, BATCH = 20, 12
+STEPS, BATCH = 10, 12
 
 
 def groups_of(net: nn.Module) -> list[dict[str, Any]]:
@@ -87,15 +85,12 @@ def mine(ctx: ParallelContext) -> Callable[[Tensor], Tensor]:
 
 
 def assert_equals(net: nn.Module, plain: nn.Module, ctx: ParallelContext, tolerance: float) -> None:
-    n, r, specs = ctx.comm("tp").size, ctx.coord("tp"), tpcore.layers.shard_specs(net)
-    want = dict(plain.named_parameters())
-    for name, p in net.named_parameters():
-        shard = specs[name].shard(want[name].detach(), r, n)
-        torch.testing.assert_close(p.detach(), shard, rtol=tolerance, atol=tolerance, msg=lambda m, k=name: f"{k}: {m}")
+    want = {name: p.detach() for name, p in plain.named_parameters()}
+    assert_same_parameters(net, want, ctx, nn.Parameter.detach, tolerance, tolerance)
 
 
 @pytest.mark.parametrize("kind", tiers(["adamw", "sgd", "nadam"], OPTIMIZERS))
-def test_twenty_steps_are_those_of_the_plain_optimizer(kind: str) -> None:
+def test_ten_steps_are_those_of_the_plain_optimizer(kind: str) -> None:
     cls, options = OPTIMIZERS[kind]
     plain = plain_net()
     full = {k: v.clone() for k, v in plain.state_dict().items()}
@@ -137,8 +132,7 @@ def test_state_is_that_of_the_plain_optimizer_and_a_share_of_it_lies_here() -> N
                 shard = specs[name].shard(want[key], r, n)
                 torch.testing.assert_close(values[key], shard, rtol=1e-10, atol=1e-12)
 
-    for dp, tp in ((3, 1), (2, 2)):
-        run_ranks(Mesh({"dp": dp, "tp": tp}), rank)
+    run_ranks(Mesh({"dp": 2, "tp": 2}), rank)
 
 
 def test_odd_parameters() -> None:
@@ -178,17 +172,7 @@ def test_odd_parameters() -> None:
     run_ranks(Mesh({"dp": 4, "tp": 1}), rank)
 
 
-class Heads(tpcore.ParallelModule):
-    """q of 4 heads, k and v of 2 in one weight: on 4 ranks each key head is held twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        heads = (Block(8, 2), Block(4, 2, replicate=True), Block(4, 2, replicate=True))
-        self.shard_parameter("weight", ShardSpec((16, 3), 0, heads), nn.init.normal_, torch.float64, None)
-
-
-@pytest.mark.parametrize("p", [1.0, 2.0, float("inf")])
-def test_the_norm_counts_entries_that_several_ranks_hold_once(p: float) -> None:
+def test_the_norm_counts_entries_that_several_ranks_hold_once() -> None:
     full = torch.randn(16, 3, dtype=torch.float64)
 
     def rank(ctx: ParallelContext) -> None:
@@ -196,7 +180,8 @@ def test_the_norm_counts_entries_that_several_ranks_hold_once(p: float) -> None:
         layer.weight.grad = layer.shard_specs["weight"].shard(full, ctx.coord("tp"), ctx.comm("tp").size)
         optimizer = Zero1(torch.optim.SGD, layer.parameters(), lr=1.0)
         optimizer.reduce_gradients()
-        torch.testing.assert_close(optimizer.norm(p), torch.linalg.vector_norm(full, p), rtol=1e-12, atol=0)
+        for p in (1.0, 2.0, float("inf")):
+            torch.testing.assert_close(optimizer.norm(p), torch.linalg.vector_norm(full, p), rtol=1e-12, atol=0)
 
     run_ranks(Mesh({"dp": 2, "tp": 4}), rank)
 
@@ -250,9 +235,10 @@ def bytes_of(optimizer: torch.optim.Optimizer) -> int:
     return sum(t.nbytes for values in optimizer.state.values() for t in values.values() if t.ndim)
 
 
-@pytest.mark.parametrize("dp", [2, 4])
-def test_bytes_that_a_rank_holds(dp: int) -> None:
+def test_bytes_that_a_rank_holds() -> None:
     """AdamW: 8/dp bytes a parameter; with masters 4/dp more; nothing else between steps."""
+
+    dp = 4
 
     def rank(ctx: ParallelContext) -> None:
         for dtype, master, each in ((torch.float32, None, 8), (torch.bfloat16, torch.float32, 12)):
@@ -276,9 +262,8 @@ def _with(kind: str, net: nn.Module, **options: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(net.named_parameters(), lr=1e-2)
 
 
-@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 @pytest.mark.parametrize("kind", ["plain", "zero1"])
-@pytest.mark.parametrize("where", ["up.weight", "norm.weight"])
+@pytest.mark.parametrize(("where", "bad"), [("up.weight", float("nan")), ("norm.weight", float("inf"))])
 def test_an_infinity_on_one_rank_is_skipped_by_all(where: str, kind: str, bad: float) -> None:
     """Of a weight that is cut, which every rank's norm shows, and of one that is not."""
     full = plain_net().state_dict()
@@ -349,10 +334,7 @@ def test_scales_stay_the_same_on_all_ranks(kind: str) -> None:
 def test_a_scaler_that_would_decide_alone_is_refused() -> None:
     def rank(ctx: ParallelContext) -> None:
         layer = nn.Linear(4, 4)
-        optimizer, scaler = (
-            Zero1(torch.optim.SGD, layer.named_parameters(), lr=1.0),
-            torch.amp.GradScaler("cpu"),
-        )
+        optimizer, scaler = Zero1(torch.optim.SGD, layer.named_parameters(), lr=1.0), torch.amp.GradScaler("cpu")
         scaler.scale(layer(torch.ones(1, 4)).sum()).backward()
         with pytest.raises(ValueError, match=r"optimizer_step\(optimizer, scaler=scaler\)"):
             scaler.step(optimizer)
@@ -420,10 +402,6 @@ def test_a_parameter_used_on_one_dp_rank_only() -> None:
 
 
 # -- errors ------------------------------------------------------------------------------------------------
-class Muon(torch.optim.SGD):
-    pass
-
-
 class Mixes(torch.optim.SGD):
     """Scales by the norm of the whole parameter, and has no name that anybody knows."""
 
@@ -445,50 +423,23 @@ def _elsewhere(ctx: ParallelContext, p: nn.Parameter) -> nn.Module:
         return tpcore.ColumnParallelLinear(4, 4, bias=False)
 
 
-class DTensor(nn.Parameter):
-    """As FSDP2's, by name: making one takes process groups."""
-
-
 ERRORS: dict[str, tuple[Callable[[ParallelContext, nn.Parameter], Any], str]] = {
-    "mixing, by name": (lambda ctx, p: Zero1(Muon, [p], lr=1.0), "Muon mixes its entries: it orthogonalizes"),
     "mixing": (lambda ctx, p: Zero1(Mixes, [p], lr=1.0), "Mixes mixes its entries: a step of a whole"),
-    "LBFGS": (lambda ctx, p: Zero1(torch.optim.LBFGS, [p]), "LBFGS mixes"),
-    "Adafactor": (lambda ctx, p: Zero1(torch.optim.Adafactor, [p]), "Adafactor mixes"),
+    "mixing, by name": (lambda ctx, p: Zero1(torch.optim.Adafactor, [p]), "Adafactor mixes"),
     "two groups": (_twice, "more than one parameter group"),
-    "twice in one": (
-        lambda ctx, p: Zero1(torch.optim.SGD, [("p", p), ("q", p)], lr=1.0),
-        "twice in one group",
-    ),
-    "DTensor": (
-        lambda ctx, p: Zero1(torch.optim.SGD, [("p", DTensor(p))], lr=1.0),
-        "'p' is a DTensor: fully",
-    ),
-    "DTensor, clipped": (lambda ctx, p: tpcore.clip_grad_norm([DTensor(p)], 1.0), "0 is a DTensor"),
+    "twice in one": (lambda ctx, p: Zero1(torch.optim.SGD, [("p", p), ("q", p)], lr=1.0), "twice in one group"),
     "another context": (
         lambda ctx, p: Zero1(torch.optim.SGD, _elsewhere(ctx, p).named_parameters(), lr=1.0),
         "'weight' .* another context",
     ),
-    "another context, stepped": (
-        lambda ctx, p: tpcore.optimizer_step(torch.optim.SGD(_elsewhere(ctx, p).parameters(), lr=1.0)),
-        "another context",
-    ),
-    "another context, clipped": (
-        lambda ctx, p: tpcore.clip_grad_norm(_elsewhere(ctx, p), 1.0),
-        "'weight' .* context",
-    ),
     "cut over dp": (
         lambda ctx, p: Zero1(
-            torch.optim.SGD,
-            tpcore.ColumnParallelLinear(4, 4, group=ctx.comm("dp")).named_parameters(),
-            lr=1.0,
+            torch.optim.SGD, tpcore.ColumnParallelLinear(4, 4, group=ctx.comm("dp")).named_parameters(), lr=1.0
         ),
         "'weight' .* cut over dp",
     ),
     "bucket": (lambda ctx, p: Zero1(torch.optim.SGD, [p], lr=1.0, bucket_mb=0), "bucket_mb must be above 0"),
-    "dtype": (
-        lambda ctx, p: Zero1(torch.optim.SGD, [p], lr=1.0, master_dtype=torch.int64),
-        "master_dtype must be",
-    ),
+    "dtype": (lambda ctx, p: Zero1(torch.optim.SGD, [p], lr=1.0, master_dtype=torch.int64), "master_dtype must be"),
     "rate": (lambda ctx, p: Zero1(torch.optim.SGD, [p], lr=-1.0), "learning rate"),
     "max_norm": (lambda ctx, p: tpcore.optimizer_step(torch.optim.SGD([p], lr=1.0), max_norm=-1), "max_norm"),
 }
@@ -520,7 +471,7 @@ def test_a_state_of_another_shape_is_refused() -> None:
     run_ranks(Mesh({"dp": 1, "tp": 2}), rank)
 
 
-# -- processes, and ranks that fail ------------------------------------------------------------------------
+# -- processes ---------------------------------------------------------------------------------------------
 def _on_gloo(ctx: ParallelContext, full: dict[str, Tensor], kind: str) -> dict[str, Tensor]:
     cls, options = OPTIMIZERS[kind]
     net = cut_net(full, ctx)
@@ -530,61 +481,13 @@ def _on_gloo(ctx: ParallelContext, full: dict[str, Tensor], kind: str) -> dict[s
     return {k: specs[k].unshard(list(tp.all_gather(p.detach()[None], 0))) for k, p in net.named_parameters()}
 
 
-@pytest.mark.parametrize("mesh", [{"dp": 2, "tp": 2}, {"dp": 4, "tp": 1}], ids=str)
-def test_processes_take_the_same_steps(pool: Any, mesh: dict[str, int]) -> None:
-    for kind in ("adamw", "sgd"):
-        plain = plain_net()
-        full = {k: v.clone() for k, v in plain.state_dict().items()}
-        train(
-            plain,
-            OPTIMIZERS[kind][0](groups_of(plain), **OPTIMIZERS[kind][1]),
-            lambda ids: ids,
-            range(5),
-            plainly,
-        )
-        for got in pool.run(Mesh(mesh), _on_gloo, full, kind):
-            for name, p in plain.named_parameters():
-                torch.testing.assert_close(got[name], p.detach(), rtol=1e-12, atol=1e-12)
-
-
-class Fails(torch.optim.AdamW):
-    def step(self, closure: Any = None) -> None:
-        if tpcore.is_initialized() and tpcore.current().rank == 2:
-            raise RuntimeError("lost in the step")
-        super().step()
-
-
-def test_a_rank_that_is_lost_in_the_step_leaves_the_checkpoint_before_it(tmp_path: Path) -> None:
-    full = plain_net().state_dict()
-    errors: list[str] = []
-
-    def rank(ctx: ParallelContext) -> None:
-        net = cut_net(full, ctx)
-        optimizer = Zero1(torch.optim.AdamW, net.named_parameters(), lr=1e-2)
-        train(net, optimizer, mine(ctx), range(2), cut)
-        tpcore.checkpoint.save({"model": net.state_dict(), "optimizer": optimizer}, tmp_path / "c")
-        optimizer.base().__class__ = Fails
-        loss_of(net, mine(ctx)(ids_of(2, BATCH))).backward()
-        try:
-            tpcore.optimizer_step(optimizer)
-            tpcore.checkpoint.save({"model": net.state_dict(), "optimizer": optimizer}, tmp_path / "c")
-        except Exception as e:
-            errors.append(type(e).__name__)
-            raise
-
-    with pytest.raises((RuntimeError, tpcore.PeerLostError)):
-        run_ranks(Mesh({"dp": 2, "tp": 2}), rank)
-    assert sorted(errors) == ["PeerLostError"] * 3 + ["RuntimeError"]
-    assert [path.name for path in tmp_path.iterdir()] == ["c"]
-
-    def again(ctx: ParallelContext) -> None:
-        net = cut_net(full, ctx)
-        optimizer = Zero1(torch.optim.AdamW, net.named_parameters(), lr=1e-2)
-        optimizer.load_state_dict(tpcore.checkpoint.load(tmp_path / "c", net)["optimizer"])
-        assert optimizer.state_dict()["state"][0]["step"] == 2
-        tpcore.diagnose.check_replicas(net, optimizer)
-
-    run_ranks(Mesh({"dp": 2, "tp": 2}), again)
+def test_processes_take_the_same_steps(pool: Any) -> None:
+    plain, (cls, options) = plain_net(), OPTIMIZERS["adamw"]
+    full = {k: v.clone() for k, v in plain.state_dict().items()}
+    train(plain, cls(groups_of(plain), **options), lambda ids: ids, range(5), plainly)
+    for got in pool.run(Mesh({"dp": 2, "tp": 2}), _on_gloo, full, "adamw"):
+        for name, p in plain.named_parameters():
+            torch.testing.assert_close(got[name], p.detach(), rtol=1e-12, atol=1e-12)
 
 
 # -- optimizers made before the model is moved -------------------------------------------------------------

@@ -16,8 +16,7 @@ from tpcore.checkpoint.storage.tensorfile import FileTensor
 from tpcore.testing import run_ranks
 
 
-@pytest.mark.parametrize("there", [(2, 2), (4, 1), (3, 2), (1, 1)])
-@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize(("there", "alone"), [((2, 2), False), ((4, 1), True), ((3, 2), False), ((1, 1), True)])
 def test_a_load_reads_this_ranks_entries_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: tuple[int, int], alone: bool
 ) -> None:

@@ -108,7 +108,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "flint": {"mlp_only_layers": [0]},
     "gemma4_text": {
         "enable_moe_block": True,
-        **_named("num_experts top_k_experts", 2),
+        "num_experts": 4,
+        "top_k_experts": 2,
         "moe_intermediate_size": 32,
     },
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},

@@ -154,6 +154,7 @@ switch_transformers zaya
 OF_EXPERTS = NAMES.split()
 BY_FEATURES = ("glm5_next_text", "gpt_oss", "inkling2_text", "llama4_text", "longcat_flash", "nllb-moe")
 BY_FEATURES += ("openai_privacy_filter", "switch_transformers")
+BY_FEATURES += ("muse_spark_text",)  # its experts have a norm, and stay whole
 
 
 @newest

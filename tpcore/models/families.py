@@ -41,18 +41,33 @@ def _bloom(config: Any) -> Rules:
 
 def _better(config: Any) -> Rules:
     """Families with a plan in transformers for which these rules are better: they shard each half of a gated MLP, and
-    each of q|k|v by its heads, which the model's own plan gathers, and DeepSeek-V3's attention, which it leaves whole.
+    each of q|k|v by its heads, which the model's own plan gathers.
 
     Apertus' activation has parameters, whose gradients are summed. OLMo 2's q, k and v stay gathered, for their norms.
     """
     if config.model_type == "apertus":
         return {"layers.*.mlp.act_fn": "replicated_with_grad_allreduce"}
-    if config.model_type in ("axk1", "deepseek_v3", "youtu"):
-        latent = {"layers.*.self_attn.kv_a_proj_with_mqa": "mla_kv_a_proj", "layers.*.self_attn.o_proj": "rowwise"}
-        return {"layers.*.self_attn.{q,q_b,kv_b}_proj": "colwise", **latent}
     gated = {"layers.*.mlp.gate_up_proj": "packed_colwise", "layers.*.mlp.down_proj": "rowwise"}
     fused = {"layers.*.self_attn.qkv_proj": "qkv_colwise", "layers.*.self_attn.o_proj": "rowwise"}
     return {**gated, **(fused if config.model_type == "phi3" else {})}
+
+
+def _latent(config: Any) -> Rules:
+    """Latent attention, which plans of transformers leave whole, by its heads; between layers of linear attention the
+    layers that have it."""
+    types = getattr(config, "layer_types", None) or ()
+    full = [str(i) for i, kind in enumerate(types) if kind == "full_attention"]
+    attention = f"layers.{{{','.join(full)}}}.self_attn." if "linear_attention" in types else "layers.*.self_attn."
+    return {
+        attention + "{q,q_b,kv_b}_proj": "colwise",
+        attention + "kv_a_proj_with_mqa": "mla_kv_a_proj",
+        attention + "o_proj": "rowwise",
+        **({attention + "g_proj": "colwise"} if config.model_type == "bailing_hybrid" else {}),
+        # of MistralLarge4, whose indexer gives numbers, through which no gradient passes
+        "layers.*.self_attn.softmax_scaling": "local_params",
+        "layers.*.self_attn.softmax_scaling.{scale,bias}": "colwise",
+        "layers.*.self_attn.indexer": "replicate",
+    }
 
 
 def _deberta(config: Any) -> Rules:
@@ -146,7 +161,8 @@ FAMILIES = (
             "encoder.layer.*.output.adapter_modules": "replicate",
         },
     ),
-    Family("apertus axk1 deepseek_v3 glm glm4 glm4v_text glm_image_text glm_ocr_text phi3 youtu", _better),
+    Family("apertus glm glm4 glm4v_text glm_image_text glm_ocr_text phi3", _better),
+    Family("axk1 bailing_hybrid deepseek_v3 kimi_linear mistral4 mistral_large4_text youtu", _latent),
     Family("bloom falcon gpt_neox_japanese persimmon", _bloom),
     Family("deberta-v2", _deberta),
     Family(
@@ -229,6 +245,10 @@ FAMILIES = (
             "blocks.*.ffn.up_proj": "colwise",
             "blocks.*.{attn.out_proj,ffn.down_proj}": "rowwise",
         },
+    ),
+    Family(
+        "muse_spark_text",  # its experts have a norm over all features, and stay whole
+        {"layers.*.self_attn.{q,k,v,gate}_proj": "colwise", "layers.*.self_attn.o_proj": "rowwise"},
     ),
     Family("longt5 mt5 switch_transformers t5 umt5", _t5),
     Family(

@@ -53,8 +53,7 @@ def _better(config: Any) -> Rules:
 
 
 def _latent(config: Any) -> Rules:
-    """Latent attention, which plans of transformers leave whole, by its heads; between layers of linear attention the
-    layers that have it."""
+    """Latent attention, which plans of transformers leave whole, by its heads."""
     types = getattr(config, "layer_types", None) or ()
     full = [str(i) for i, kind in enumerate(types) if kind == "full_attention"]
     attention = f"layers.{{{','.join(full)}}}.self_attn." if "linear_attention" in types else "layers.*.self_attn."
@@ -63,7 +62,6 @@ def _latent(config: Any) -> Rules:
         attention + "kv_a_proj_with_mqa": "mla_kv_a_proj",
         attention + "o_proj": "rowwise",
         **({attention + "g_proj": "colwise"} if config.model_type == "bailing_hybrid" else {}),
-        # of MistralLarge4, whose indexer gives numbers, through which no gradient passes
         "layers.*.self_attn.softmax_scaling": "local_params",
         "layers.*.self_attn.softmax_scaling.{scale,bias}": "colwise",
         "layers.*.self_attn.indexer": "replicate",
@@ -87,7 +85,6 @@ def _bigcode(config: Any) -> Rules:
 
 
 def _vision(config: Any) -> Rules:
-    """Encoders of images and speech."""
     return {
         "{layers,encoder.layers,encoder.layer}.*.{self_attn,attention}.{q,k,v}_proj": "colwise",
         "{layers,encoder.layers,encoder.layer}.*.{self_attn,attention}.{out,o}_proj": "rowwise",
@@ -214,9 +211,9 @@ FAMILIES = (
     ),
     Family("gptj", {"h.*.{attn.{q,k,v}_proj,mlp.fc_in}": "colwise", "h.*.{attn.out_proj,mlp.fc_out}": "rowwise"}),
     Family(
-        "hunyuan_v1_dense stablelm",
+        "hunyuan_v1_dense muse_spark_text stablelm",  # Muse Spark's experts have a norm of all features: whole
         {
-            "layers.*.{self_attn.{q,k,v}_proj,mlp.{gate,up}_proj}": "colwise",
+            "layers.*.{self_attn.{q,k,v,gate}_proj,mlp.{gate,up}_proj}": "colwise",
             "layers.*.{self_attn.o_proj,mlp.down_proj}": "rowwise",
         },
     ),
@@ -245,10 +242,6 @@ FAMILIES = (
             "blocks.*.ffn.up_proj": "colwise",
             "blocks.*.{attn.out_proj,ffn.down_proj}": "rowwise",
         },
-    ),
-    Family(
-        "muse_spark_text",  # its experts have a norm over all features, and stay whole
-        {"layers.*.self_attn.{q,k,v,gate}_proj": "colwise", "layers.*.self_attn.o_proj": "rowwise"},
     ),
     Family("longt5 mt5 switch_transformers t5 umt5", _t5),
     Family(
@@ -286,19 +279,6 @@ FAMILIES = (
 _BY_KIND = {kind: family for family in FAMILIES for kind in family.kinds.split()}
 KINDS = frozenset(_BY_KIND)
 """Each ``model_type`` that has rules here."""
-
-_ONE = "it is several models in one, which were not compared with the whole after a cut"
-_ALONE = "a cut one was not compared with the whole"
-_NO_ATTENTION = "its layers carry a state along the sequence, and have no attention to shard"
-
-REFUSED = {
-    **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"), _NO_ATTENTION),
-    **dict.fromkeys(("llama4", "muse_glimmer", "muse_spark", "phi4_multimodal"), _ONE),
-    "dbrx": "all its experts are the rows of one matrix",
-    "jetmoe": "its attention has experts of its own, which give each token other queries",
-    **dict.fromkeys(("gemma4_vision", "muse_glimmer_assistant", "muse_glimmer_vision"), _ALONE),
-}
-"""Families whose own plan is wrong, or was not compared, with the reason."""
 
 
 def rules_of(config: Any) -> dict[str, Rule]:

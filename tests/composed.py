@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import transformers
-from families import DROPOUTS, Verdict, _named, compared
+from families import DROPOUTS, Verdict, Whole, _named
 from torch import Tensor
 
 IMAGE = 98  # the token in whose places the vision tower's outputs stand
@@ -132,7 +132,9 @@ def composed(name: str, degree: int = 2) -> Verdict:
             if isinstance(getattr(part, option, None), float):
                 setattr(part, option, 0.0)
     kind = getattr(transformers, name)
-    found, share = compared(kind, config, degree, batch())
+    outcome = Whole.of(kind, config, batch()).compared(degree)
+    assert not isinstance(outcome, str), outcome
+    found, share = outcome
     if not found < 1e-5:  # as in families.verdict
         raise AssertionError(f"a sharded {name} differs from the whole by {found:.0e}")
     return Verdict(config.model_type, name, True, "works", share)

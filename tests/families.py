@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 import warnings
@@ -36,12 +37,14 @@ def _named(names: str, value: Any) -> dict[str, Any]:
 SIZES: dict[str, Any] = {
     **_named("hidden_size d_model n_embd dim embed_dim emb_dim embedding_size word_embed_proj_dim", 32),
     **_named("intermediate_size ffn_dim d_ff n_inner encoder_ffn_dim decoder_ffn_dim hidden_dim mlp_dim", 64),
-    **_named("ffn_hidden_size shared_intermediate_size", 64),
+    **_named("ffn_hidden_size shared_intermediate_size dense_intermediate_size", 64),
     **_named("num_hidden_layers num_layers n_layer n_layers encoder_layers decoder_layers", 2),
     **_named("num_decoder_layers num_encoder_layers", 2),
     **_named("num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads", 4),
     **_named("num_key_value_heads num_kv_heads multi_query_group_num", 2),
-    **_named("head_dim d_kv", 8),
+    **_named("head_dim d_kv linear_head_dim linear_key_head_dim linear_value_head_dim", 8),
+    **_named("linear_num_heads linear_num_key_heads linear_num_value_heads index_n_heads", 4),
+    **_named("index_head_dim", 16),
     **_named("max_position_embeddings n_positions max_seq_len max_source_positions max_target_positions n_ctx", 64),
     **_named("pad_token_id", 0),
     **_named("image_size", 32),
@@ -90,7 +93,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}},
     },
     "muse_spark_text": {
-        **_named("num_local_experts moe_intermediate_size moe_hidden_size", 32),
+        **_named("moe_intermediate_size moe_hidden_size", 32),
+        "num_local_experts": 4,
         "num_experts_per_tok": 2,
         "layer_rope_theta": [500000.0, 0],
         "mlp_layer_types": ["sparse", "sparse"],
@@ -108,7 +112,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "flint": {"mlp_only_layers": [0]},
     "gemma4_text": {
         "enable_moe_block": True,
-        **_named("num_experts top_k_experts", 2),
+        "num_experts": 4,
+        "top_k_experts": 2,
         "moe_intermediate_size": 32,
     },
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
@@ -334,32 +339,80 @@ def distance(got: Tensor, want: Tensor) -> float:
     return float((got - want).abs().max() / (want.abs().max() + 1e-3)) if want.numel() else 0.0
 
 
-def compared(
-    kind: type[nn.Module], config: Any, degree: int, batch: dict[str, Tensor] | None = None, **options: Any
-) -> tuple[float, float]:
-    """How far a cut model is from the whole one: loss, output and every gradient, on every rank. And the part
-    of its parameters that a rank holds."""
-    whole = made(kind, config)
-    batch = batch_of(whole) if batch is None else batch
-    want = step(whole, batch)
-    gradients = {name: p.grad for name, p in whole.named_parameters()}
-    size = sum(p.numel() for p in whole.parameters())
+class _Wide:
+    """torch, in which transformers' modules find float64 where they ask for float32."""
 
-    def rank(ctx: tpcore.ParallelContext) -> tuple[float, float]:
-        model = tpcore.parallelize(made(kind, config), **options)
-        found = [distance(got, expected) for got, expected in zip(step(model, batch), want, strict=True)]
-        for name, p in model.named_parameters():
-            expected, place = gradients[name], sharding(p)
-            if expected is None or p.grad is None:
-                found.append(0.0 if expected is p.grad else float("inf"))
-                continue
-            if place is not None:
-                expected = place.layout.spec.shard(expected, ctx.coord("tp"), degree)
-            found.append(distance(p.grad, expected))
-        return max(found), sum(p.numel() for p in model.parameters()) / size
+    def __getattr__(self, name: str) -> Any:
+        return torch.float64 if name in ("float", "float32") else getattr(torch, name)
 
-    ranks = run_ranks(Mesh({"tp": degree}), rank)
-    return max(found for found, _ in ranks), ranks[0][1]
+
+def widen(monkeypatch: Any) -> None:
+    """Let the norms, routers, rotary positions and losses of the modules that are imported compute in float64."""
+    narrow = Tensor.float
+    monkeypatch.setattr(Tensor, "float", lambda t: t if t.dtype == torch.float64 else narrow(t))
+    for name, module in list(sys.modules.items()):
+        if name.startswith("transformers.") and getattr(module, "torch", None) is torch:
+            monkeypatch.setattr(module, "torch", _Wide())
+
+
+@dataclass(frozen=True, eq=False)
+class Whole:
+    """A model, untouched, and what one step of a copy of it gives."""
+
+    model: Any
+    batch: dict[str, Tensor]
+    want: tuple[Tensor, Tensor]
+    gradients: dict[str, Tensor | None]
+
+    @classmethod
+    def of(cls, kind: type[nn.Module], config: Any, batch: dict[str, Tensor] | None = None) -> Whole:
+        model = made(kind, config)
+        batch = batch_of(model) if batch is None else batch
+        stepped = copy.deepcopy(model)
+        want = step(stepped, batch)
+        return cls(model, batch, want, {name: p.grad for name, p in stepped.named_parameters()})
+
+    def compared(self, degree: int, **options: Any) -> tuple[float, float] | str:
+        """How far a cut model is from the whole one: loss, output and every gradient, on every rank. And the part
+        of its parameters that a rank holds. Or why it is refused."""
+        size = sum(p.numel() for p in self.model.parameters())
+
+        def rank(ctx: tpcore.ParallelContext) -> tuple[float, float] | str:
+            try:
+                model = tpcore.parallelize(copy.deepcopy(self.model), **options)
+            except ValueError as e:
+                return str(e)
+            found = [distance(a, b) for a, b in zip(step(model, self.batch), self.want, strict=True)]
+            for name, p in model.named_parameters():
+                expected, place = self.gradients[name], sharding(p)
+                if expected is None or p.grad is None:
+                    found.append(0.0 if expected is p.grad else float("inf"))
+                    continue
+                if place is not None:
+                    expected = place.layout.spec.shard(expected, ctx.coord("tp"), degree)
+                found.append(distance(p.grad, expected))
+            return max(found), sum(p.numel() for p in model.parameters()) / size
+
+        ranks = run_ranks(Mesh({"tp": degree}), rank)
+        if isinstance(ranks[0], str):
+            return ranks[0]
+        return max(found for found, _ in ranks), ranks[0][1]
+
+
+_LAST: dict[str, Whole | None] = {}
+
+
+def _whole(model_type: str, features: dict[str, Any]) -> Whole | None:
+    """The family's model, kept for the degrees and options that follow each other; None if it is too large to run."""
+    key = f"{model_type} {features}"
+    if key not in _LAST:
+        kind, config = class_of(model_type), config_of(model_type, **features)
+        assert kind is not None
+        with torch.device("meta"):
+            size = sum(p.numel() for p in kind(config).parameters())
+        _LAST.clear()
+        _LAST[key] = Whole.of(kind, config) if size <= LARGEST else None
+    return _LAST[key]
 
 
 def refusal(kind: type[nn.Module], config: Any, degree: int, **options: Any) -> str | None:
@@ -400,15 +453,14 @@ def verdict(model_type: str, degree: int = 2, features: dict[str, Any] | None = 
     kind, config = class_of(model_type), config_of(model_type, **features or {})
     if kind is None:
         return Verdict(model_type, "-", False, "no model class of its own")
-    why = refusal(kind, config, degree, **options)
-    if why is not None:
-        return Verdict(model_type, kind.__name__, False, why)
-    with torch.device("meta"):
-        size = sum(p.numel() for p in kind(config).parameters())
-    if size > LARGEST:
-        raise AssertionError(f"{model_type}: {size} parameters are too many to run; give it sizes in SPECIAL")
+    whole = _whole(model_type, features or {})
+    outcome = refusal(kind, config, degree, **options) if whole is None else whole.compared(degree, **options)
+    if outcome is None:
+        raise AssertionError(f"{model_type}: more than {LARGEST} parameters are too many to run; see SPECIAL")
+    if isinstance(outcome, str):
+        return Verdict(model_type, kind.__name__, False, outcome)
     # 1e-5: norms of transformers round to float32, whose step is 1e-7, and a few layers stand above them
-    found, share = compared(kind, config, degree, **options)
+    found, share = outcome
     if not found < (1e-4 if model_type in SINGLE else 1e-5):
         raise AssertionError(f"{model_type}: a cut {kind.__name__} differs from the whole by {found:.0e}")
     return Verdict(model_type, kind.__name__, True, "works", share)

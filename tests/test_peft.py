@@ -22,7 +22,7 @@ import tpcore
 from tpcore.cli.app import app
 from tpcore.layers.sharding import sharding
 from tpcore.layout.mesh import Mesh
-from tpcore.models.families import REFUSED
+from tpcore.models.transformers import REFUSED
 from tpcore.testing import run_ranks
 
 peft = pytest.importorskip("peft")

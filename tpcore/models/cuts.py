@@ -84,7 +84,7 @@ def decide(model: nn.Module, rules: Mapping[str, Rule], expert_parallel: bool = 
             refused.add(name)
     modules = {name for name, _ in model.named_modules()}
     bare: dict[str, dict[str, str]] = defaultdict(dict)
-    by_heads: list[Cut] = []
+    by_heads: dict[str, Cut] = {}
     for name, p in model.named_parameters():
         rule, (owner, _, leaf) = rule_of(name, rules), name.rpartition(".")
         if rule is None or rule == plan.REPLICATE or name in modules or owner in refused:
@@ -92,7 +92,7 @@ def decide(model: nn.Module, rules: Mapping[str, Rule], expert_parallel: bool = 
         if _is_of_experts(rule_of(owner, rules)) and isinstance(rule, str):
             bare[owner][leaf] = rule
         elif rule_of(owner, rules) == plan.LOCAL_PARAMETERS and rule == plan.COLUMN:
-            by_heads.append(_of_heads(name, model.get_submodule(owner), p))
+            by_heads[owner] = _of_heads(name, model.get_submodule(owner), p)
         else:
             wrong.append(unknown_style(plan.wildcard(name), type(p), str(rule), owner))
     if wrong:
@@ -106,7 +106,7 @@ def decide(model: nn.Module, rules: Mapping[str, Rule], expert_parallel: bool = 
         else _cut(model, name, module, rule, queries)
         for name, module, rule in matched
     ]
-    return cuts + by_heads
+    return [*cuts, *by_heads.values()]
 
 
 def _experts(name: str, module: nn.Module, rule: Rule, styles: Mapping[str, str], whole: bool, ep: int) -> Cut:

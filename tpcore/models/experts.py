@@ -27,7 +27,7 @@ from ..layout.shard import Block, ShardSpec
 from . import plan
 from .dispatch import ALL_TO_ALL, Dispatch, GatherTokens, Route, SendTokens, seated
 from .fit import Need
-from .static import grouped, has_known_form, one_program, with_capacity
+from .static import grouped, has_known_form, one_by_one, one_program, with_capacity
 
 _NUMBERS, _WEIGHTS = "top_k_index", "top_k_weights"
 _DISTRIBUTED = "_is_expert_parallel"  # of experts that pass by the numbers of others: releases before 5.23 have none
@@ -152,7 +152,12 @@ class ShardedExperts(ParallelModule):
             made = grouped(self.inner, backend.grouped_matmul, *inputs.values())
             if made is not None:
                 return made
-        return one_program(self.inner, *inputs.values()) if self._known and self._compiled else self.inner(**inputs)
+        if self._known and self._compiled:
+            return one_program(self.inner, *inputs.values())
+        if self._known and self._some and self.inner.config._experts_implementation == "eager":  # type: ignore[union-attr]
+            # not every eager forward passes by numbers of experts that are not here: Nemotron-H's does not
+            return grouped(self.inner, one_by_one, *inputs.values())
+        return self.inner(**inputs)
 
     def _tell(self, dropped: Tensor) -> None:
         for watcher in self.watchers:

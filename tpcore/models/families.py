@@ -41,18 +41,31 @@ def _bloom(config: Any) -> Rules:
 
 def _better(config: Any) -> Rules:
     """Families with a plan in transformers for which these rules are better: they shard each half of a gated MLP, and
-    each of q|k|v by its heads, which the model's own plan gathers, and DeepSeek-V3's attention, which it leaves whole.
+    each of q|k|v by its heads, which the model's own plan gathers.
 
     Apertus' activation has parameters, whose gradients are summed. OLMo 2's q, k and v stay gathered, for their norms.
     """
     if config.model_type == "apertus":
         return {"layers.*.mlp.act_fn": "replicated_with_grad_allreduce"}
-    if config.model_type in ("axk1", "deepseek_v3", "youtu"):
-        latent = {"layers.*.self_attn.kv_a_proj_with_mqa": "mla_kv_a_proj", "layers.*.self_attn.o_proj": "rowwise"}
-        return {"layers.*.self_attn.{q,q_b,kv_b}_proj": "colwise", **latent}
     gated = {"layers.*.mlp.gate_up_proj": "packed_colwise", "layers.*.mlp.down_proj": "rowwise"}
     fused = {"layers.*.self_attn.qkv_proj": "qkv_colwise", "layers.*.self_attn.o_proj": "rowwise"}
     return {**gated, **(fused if config.model_type == "phi3" else {})}
+
+
+def _latent(config: Any) -> Rules:
+    """Latent attention, which plans of transformers leave whole, by its heads."""
+    types = getattr(config, "layer_types", None) or ()
+    full = [str(i) for i, kind in enumerate(types) if kind == "full_attention"]
+    attention = f"layers.{{{','.join(full)}}}.self_attn." if "linear_attention" in types else "layers.*.self_attn."
+    return {
+        attention + "{q,q_b,kv_b}_proj": "colwise",
+        attention + "kv_a_proj_with_mqa": "mla_kv_a_proj",
+        attention + "o_proj": "rowwise",
+        **({attention + "g_proj": "colwise"} if config.model_type == "bailing_hybrid" else {}),
+        "layers.*.self_attn.softmax_scaling": "local_params",
+        "layers.*.self_attn.softmax_scaling.{scale,bias}": "colwise",
+        "layers.*.self_attn.indexer": "replicate",
+    }
 
 
 def _deberta(config: Any) -> Rules:
@@ -72,7 +85,6 @@ def _bigcode(config: Any) -> Rules:
 
 
 def _vision(config: Any) -> Rules:
-    """Encoders of images and speech."""
     return {
         "{layers,encoder.layers,encoder.layer}.*.{self_attn,attention}.{q,k,v}_proj": "colwise",
         "{layers,encoder.layers,encoder.layer}.*.{self_attn,attention}.{out,o}_proj": "rowwise",
@@ -146,7 +158,8 @@ FAMILIES = (
             "encoder.layer.*.output.adapter_modules": "replicate",
         },
     ),
-    Family("apertus axk1 deepseek_v3 glm glm4 glm4v_text glm_image_text glm_ocr_text phi3 youtu", _better),
+    Family("apertus glm glm4 glm4v_text glm_image_text glm_ocr_text phi3", _better),
+    Family("axk1 bailing_hybrid deepseek_v3 kimi_linear mistral4 mistral_large4_text youtu", _latent),
     Family("bloom falcon gpt_neox_japanese persimmon", _bloom),
     Family("deberta-v2", _deberta),
     Family(
@@ -198,9 +211,9 @@ FAMILIES = (
     ),
     Family("gptj", {"h.*.{attn.{q,k,v}_proj,mlp.fc_in}": "colwise", "h.*.{attn.out_proj,mlp.fc_out}": "rowwise"}),
     Family(
-        "hunyuan_v1_dense stablelm",
+        "hunyuan_v1_dense muse_spark_text stablelm",  # Muse Spark's experts have a norm of all features: whole
         {
-            "layers.*.{self_attn.{q,k,v}_proj,mlp.{gate,up}_proj}": "colwise",
+            "layers.*.{self_attn.{q,k,v,gate}_proj,mlp.{gate,up}_proj}": "colwise",
             "layers.*.{self_attn.o_proj,mlp.down_proj}": "rowwise",
         },
     ),
@@ -266,19 +279,6 @@ FAMILIES = (
 _BY_KIND = {kind: family for family in FAMILIES for kind in family.kinds.split()}
 KINDS = frozenset(_BY_KIND)
 """Each ``model_type`` that has rules here."""
-
-_ONE = "it is several models in one, which were not compared with the whole after a cut"
-_ALONE = "a cut one was not compared with the whole"
-_NO_ATTENTION = "its layers carry a state along the sequence, and have no attention to shard"
-
-REFUSED = {
-    **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"), _NO_ATTENTION),
-    **dict.fromkeys(("llama4", "muse_glimmer", "muse_spark", "phi4_multimodal"), _ONE),
-    "dbrx": "all its experts are the rows of one matrix",
-    "jetmoe": "its attention has experts of its own, which give each token other queries",
-    **dict.fromkeys(("gemma4_vision", "muse_glimmer_assistant", "muse_glimmer_vision"), _ALONE),
-}
-"""Families whose own plan is wrong, or was not compared, with the reason."""
 
 
 def rules_of(config: Any) -> dict[str, Rule]:

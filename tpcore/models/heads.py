@@ -80,6 +80,9 @@ def grouped(name: str, owner: nn.Module, size: int, queries: int) -> tuple[Block
     number, several ranks have the same head. If it is larger, each head has several parts side by side (q|k|v
     of GPT-NeoX).
     """
+    count = getattr(owner, "num_heads", None)
+    if hasattr(owner, "kv_lora_rank") and isinstance(count, int) and size % count == 0:
+        return Block(size, size // count), Need(name, count, "heads")  # of latent attention, in no common size
     leaf = name.rpartition(".")[2]
     unit = getattr(owner, "v_head_dim", None) if leaf == "v_proj" else None  # values may be wider than keys
     unit = unit if isinstance(unit, int) else head_size(owner)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +17,9 @@ def go_around(projection: nn.Module, attention: nn.Module, comm: Comm) -> None:
 
     The other features, the latent ones, meet a sharded layer that sums theirs (DeepSeek-V2, arXiv:2405.04434).
     """
-    width = getattr(attention, "qk_rope_head_dim", None) or attention.config.qk_rope_head_dim  # type: ignore[union-attr]
-    projection.register_forward_hook(_Rotary(comm, int(width)))  # type: ignore[arg-type]
+    width: Any = getattr(attention, "qk_rope_head_dim", None)  # 0 in a layer without positions
+    width = attention.config.qk_rope_head_dim if width is None else width  # type: ignore[union-attr]
+    projection.register_forward_hook(_Rotary(comm, int(width)))
 
 
 def share_identity(expert: nn.Module, comm: Comm) -> None:

@@ -12,6 +12,19 @@ from . import families, plan
 from .cuts import is_linear
 from .plan import Rule, normalized, rule_of, wildcard
 
+_ONE = "it is several models in one, which were not compared with the whole after a cut"
+_ALONE = "a cut one was not compared with the whole"
+_NO_ATTENTION = "its layers carry a state along the sequence, and have no attention to shard"
+
+REFUSED = {
+    **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"), _NO_ATTENTION),
+    **dict.fromkeys(("llama4", "muse_glimmer", "muse_spark", "phi4_multimodal"), _ONE),
+    "dbrx": "all its experts are the rows of one matrix",
+    "jetmoe": "its attention has experts of its own, which give each token other queries",
+    **dict.fromkeys(("gemma4_vision", "muse_glimmer_assistant", "muse_glimmer_vision"), _ALONE),
+}
+"""Families whose own plan is wrong, or was not compared, with the reason."""
+
 
 def checked_model(model: Any) -> Any:
     """``model``, if it is one of transformers; TypeError otherwise."""
@@ -32,7 +45,7 @@ def rules_of(model: Any, user: dict[str, Rule]) -> dict[str, Rule]:
 
     ValueError if they cut no block: then all ranks would compute the same.
     """
-    why = families.REFUSED.get(model.config.model_type)
+    why = REFUSED.get(model.config.model_type)
     if why is not None and not user:
         raise ValueError(
             f"{type(model).__name__} ({model.config.model_type}) cannot be cut by its plan: {why}; say how "

@@ -15,8 +15,8 @@ from torch import nn
 from ...checkpoint.offline.consolidate import consolidate
 from ...log import inform
 from ...models import lazy
-from ...models.families import KINDS, REFUSED
-from ...models.transformers import checked_model, rules_of
+from ...models.families import KINDS
+from ...models.transformers import REFUSED, checked_model, rules_of
 from ...runtime.context import current
 from .options import ModelParallelismPlugin, TrainingNeuronConfig, join
 

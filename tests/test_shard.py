@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 import torch
@@ -40,28 +41,17 @@ def fits(spec: ShardSpec, n: int) -> bool:
 
 def full_of(spec: ShardSpec) -> Tensor:
     """Distinct and not zero, so that padding and misplaced entries show."""
-    return torch.arange(1, spec.numel + 1).reshape(spec.shape)
+    return torch.arange(1, math.prod(spec.shape) + 1).reshape(spec.shape)
 
 
-@given(specs(), DEGREES, DEGREES)
+@given(specs(), DEGREES)
 @settings(max_examples=300)
-def test_law(spec: ShardSpec, n: int, m: int) -> None:
-    assume(fits(spec, n) and fits(spec, m))
+def test_law(spec: ShardSpec, n: int) -> None:
+    assume(fits(spec, n))
     full = full_of(spec)
     shards = [spec.shard(full, r, n) for r in range(n)]
     assert all(tuple(s.shape) == spec.local_shape(n) for s in shards)
     assert torch.equal(spec.unshard(shards), full)
-    for r in range(m):
-        assert torch.equal(spec.reshard(shards, r, m), spec.shard(full, r, m))
-
-
-@given(specs(), DEGREES, DEGREES, st.data())
-def test_moves_bring_each_entry_once(spec: ShardSpec, m: int, n: int, data: st.DataObject) -> None:
-    """However many ranks hold it: a checkpoint is read by these moves."""
-    assume(fits(spec, n) and fits(spec, m) and spec.dim is not None)
-    rank = data.draw(st.integers(0, n - 1))
-    brought = [i for move in spec.moves(m, rank, n) for i in range(move.dst_start, move.dst_start + move.length)]
-    assert sorted(brought) == (spec.source_index(n)[rank] >= 0).nonzero().flatten().tolist()
 
 
 @given(specs(), DEGREES)

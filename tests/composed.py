@@ -114,16 +114,10 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[], dict[str, Tensor]]]] = {
     "BertForSequenceClassification": (lambda: t.BertConfig(**BERT), lambda: {**words(), **labels(3)}),
     "LlamaForSequenceClassification": (lambda: t.LlamaConfig(**LLAMA), lambda: {**words(), **labels(3)}),
     "BartForSequenceClassification": (lambda: t.BartConfig(**SEQ2SEQ), lambda: {**words(), **labels(3)}),
-    "T5ForSequenceClassification": (
-        lambda: t.T5Config(**T5, eos_token_id=2),
-        lambda: {**words(), **labels(3)},
-    ),
+    "T5ForSequenceClassification": (lambda: t.T5Config(**T5, eos_token_id=2), lambda: {**words(), **labels(3)}),
     "BertForTokenClassification": (lambda: t.BertConfig(**BERT), lambda: {**words(), **labels(3, 8)}),
     "LlamaForTokenClassification": (lambda: t.LlamaConfig(**LLAMA), lambda: {**words(), **labels(3, 8)}),
-    "BertForQuestionAnswering": (
-        lambda: t.BertConfig(**{**BERT, "num_labels": 2}),
-        lambda: {**words(), **span()},
-    ),
+    "BertForQuestionAnswering": (lambda: t.BertConfig(**{**BERT, "num_labels": 2}), lambda: {**words(), **span()}),
     "LlamaForQuestionAnswering": (lambda: t.LlamaConfig(**TEXT), lambda: {**words(), **span()}),
 }
 """For each class its configuration and a batch, of float64 where it is no text."""
@@ -133,10 +127,7 @@ def composed(name: str, degree: int = 2) -> Verdict:
     """What comes of a class. Raises if it differs: none of these is refused."""
     configure, batch = CASES[name]
     config = configure()
-    for part in (
-        config,
-        *(getattr(config, n) for n in ("text_config", "vision_config") if hasattr(config, n)),
-    ):
+    for part in (config, *(getattr(config, n) for n in ("text_config", "vision_config") if hasattr(config, n))):
         for option in DROPOUTS.split():
             if isinstance(getattr(part, option, None), float):
                 setattr(part, option, 0.0)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import forked
 import pytest
+from tiers import tiers
 
 from tpcore.diagnose.plan.machine import Machine
 from tpcore.diagnose.plan.published import find
@@ -22,7 +23,7 @@ def _run(module: str, *options: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("module", ["mlp_block", "cross_entropy"])
+@pytest.mark.parametrize("module", tiers(["mlp_block"], drill=["cross_entropy"]))
 def test_race(module: str) -> None:
     printed = _run(module, "--size", "tiny", "--rounds", "1", "--warm", "0")
     assert "equal those of the unsharded" in printed
@@ -65,6 +66,7 @@ def test_linears() -> None:
         assert f"| 2 | {way} | " in printed
 
 
+@pytest.mark.drill  # five trainings, four of them by torch's own means
 def test_optimizer() -> None:
     printed = _run("optimizer", "--size", "tiny", "--dp", "2", "--rounds", "1", "--steps", "1", "--warm", "0")
     assert "in the end all 5 hold equal weights" in printed
@@ -83,17 +85,13 @@ def test_pipeline() -> None:
     printed = _run("pipeline", "--pp", "2", "--microbatches", "2", "6", "--rounds", "1")
     for count in (2, 6):
         table = printed.split(f"**pp=2, {count} microbatches**")[1]
-        for name in (
-            "PipelinedLayers",
-            "PipelineModel",
-            "torch Schedule1F1B",
-            "torch Schedule1F1B, recomputing",
-        ):
+        for name in ("PipelinedLayers", "PipelineModel", "torch Schedule1F1B", "torch Schedule1F1B, recomputing"):
             assert f"| {name} |" in table
     few, many = (float(n) for n in printed.split("| PipelineModel |")[-1].split("|")[:2])
     assert many < 1.05 * few  # its memory does not grow with the microbatches
 
 
+@pytest.mark.drill  # quantized layers themselves: tests/test_quantized.py
 def test_decoding() -> None:
     printed = _run("decoding", "--size", "tiny", "--rounds", "1", "--warm", "1")
     assert "int8 over bfloat16, tp=2: " in printed

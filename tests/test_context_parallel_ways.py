@@ -146,20 +146,8 @@ def test_the_choice_is_of_fewest_bytes_that_fit() -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_explain_deals_the_tokens_of_a_configuration_and_tells_the_costs(way: Way, tmp_path: Path) -> None:
     where, cp = config(tmp_path, 2), 4
-    made = [
-        where,
-        "--cp",
-        str(cp),
-        "--seq-len",
-        "4096",
-        "--context-parallel",
-        way,
-        "--ranks",
-        "0",
-        "--dtype",
-        "bfloat16",
-    ]
-    done = CliRunner().invoke(app, ["explain", *made])
+    sizes_of = f"--cp {cp} --seq-len 4096 --context-parallel {way} --ranks 0 --dtype bfloat16"
+    done = CliRunner().invoke(app, ["explain", where, *sizes_of.split()])
     assert done.exit_code == 0, done.output
     of = sizes(2, cp, itemsize=2)
     kept, rest = of.kept(way, 4096, masked=False), of.rest(4096)

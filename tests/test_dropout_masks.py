@@ -91,7 +91,7 @@ def test_ranks_drop_apart_where_their_data_differ_and_alike_elsewhere(family: st
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("family", tiers([], OTHERS[::4], OTHERS))
+@pytest.mark.parametrize("family", tiers([], OTHERS[::16], OTHERS))
 def test_the_law_holds_for_families_of_the_page(family: str) -> None:
     apart(family)
 

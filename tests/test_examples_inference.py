@@ -150,20 +150,9 @@ def test_documented_calls(tmp_path):
 
 @pytest.mark.slow
 def test_a_tiny_llama_is_trained_served_and_streamed(tmp_path):
-    options = [
-        "--steps",
-        2,
-        "--hidden",
-        64,
-        "--layers",
-        1,
-        "--new_tokens",
-        5,
-        "--tensor_parallel_degree",
-        1,  # at 2 tests/test_generate_served.py does the same step by step
-        "--output_dir",
-        tmp_path / "out",
-    ]
+    # at tp=2 tests/test_generate_served.py does the same step by step
+    sizes = "--steps 2 --hidden 64 --layers 1 --new_tokens 5 --tensor_parallel_degree 1"
+    options = [*sizes.split(), "--output_dir", tmp_path / "out"]
     printed = run("llama_generate.py", *options, cwd=tmp_path)
     assert "step 2: loss" in printed
     assert "The for statement is used to" in printed

@@ -58,6 +58,19 @@ def arguments(text, output_dir, *flags, **options):
     return [*(f"--{name}={value}" for name, value in settings.items()), *flags]
 
 
+@pytest.fixture(scope="module")
+def whole(text, tmp_path_factory):
+    """The folder of a run at tp=1 without dropout."""
+    folder = tmp_path_factory.mktemp("whole")
+    train(Mesh({"dp": 1, "tp": 1}), arguments(text, folder, dropout=0))
+    return folder
+
+
+def assert_close(one, other):
+    """In float32: sums over ranks round differently, by about 1e-7 of a loss of about 6, and six steps keep that."""
+    torch.testing.assert_close(torch.tensor(curve(one)), torch.tensor(curve(other)), rtol=1e-5, atol=1e-6)
+
+
 def train(mesh, argv):
     run_ranks(mesh, lambda ctx: bert_pretrain.train(bert_pretrain.parse(argv)))
 
@@ -77,35 +90,27 @@ def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(mesh, text, tmp_pa
     assert len(curve(tmp_path / "whole")) == 6
 
 
-def test_steps_after_the_checkpoint_are_trained_and_reported_again(text, tmp_path):
+def test_steps_after_the_checkpoint_are_trained_and_reported_again(text, whole, tmp_path):
     mesh = Mesh({"dp": 1, "tp": 1})
-    train(mesh, arguments(text, tmp_path / "whole"))
-    train(mesh, arguments(text, tmp_path / "killed", steps_this_run=4))
-    with (tmp_path / "killed" / "metrics.jsonl").open("a") as file:  # as if a step 5 had been interrupted
+    train(mesh, arguments(text, tmp_path, dropout=0, steps_this_run=4))
+    with (tmp_path / "metrics.jsonl").open("a") as file:  # as if a step 5 had been interrupted
         file.write('{"step": 5, "loss": 1.0, "mlm_loss": 1.0, "nsp_loss": 0.0, "grad_norm": 1.0, "lr": 1.0}\n')
-    train(mesh, arguments(text, tmp_path / "killed", "--resume_ckpt"))
-    assert curve(tmp_path / "killed") == curve(tmp_path / "whole")
+    train(mesh, arguments(text, tmp_path, "--resume_ckpt", dropout=0))
+    assert curve(tmp_path) == curve(whole)
 
 
-def test_the_curve_does_not_depend_on_the_degree(text, tmp_path):
-    for tp in (1, 2):
-        train(Mesh({"dp": 1, "tp": tp}), arguments(text, tmp_path / str(tp), dropout=0))
-    (vocabulary,) = {json.loads((tmp_path / tp / "run.json").read_text())["vocabulary"] for tp in "12"}
-    assert vocabulary % 2
-    # float32: sums over ranks round differently, by about 1e-7 of a loss of about 6, and six steps keep that
-    torch.testing.assert_close(
-        torch.tensor(curve(tmp_path / "1")), torch.tensor(curve(tmp_path / "2")), rtol=1e-5, atol=1e-6
-    )
-
-
-@pytest.mark.skipif(torch.__version__ < (2, 6), reason="optimizers do not know parameter names before torch 2.6")
-def test_a_run_may_be_resumed_at_another_degree(text, tmp_path):
-    train(Mesh({"dp": 1, "tp": 1}), arguments(text, tmp_path / "whole", dropout=0))
-    train(Mesh({"dp": 1, "tp": 1}), arguments(text, tmp_path / "parts", dropout=0, steps_this_run=3))
-    train(Mesh({"dp": 1, "tp": 2}), arguments(text, tmp_path / "parts", "--resume_ckpt", dropout=0))
-    torch.testing.assert_close(
-        torch.tensor(curve(tmp_path / "whole")), torch.tensor(curve(tmp_path / "parts")), rtol=1e-5, atol=1e-6
-    )
+@pytest.mark.parametrize("resumed", [False, True])
+def test_the_curve_does_not_depend_on_the_degree(resumed, text, whole, tmp_path):
+    if resumed:
+        if torch.__version__ < (2, 6):
+            pytest.skip("optimizers do not know parameter names before torch 2.6")
+        train(Mesh({"dp": 1, "tp": 1}), arguments(text, tmp_path, dropout=0, steps_this_run=3))
+    flags = ["--resume_ckpt"] if resumed else []
+    train(Mesh({"dp": 1, "tp": 2}), arguments(text, tmp_path, *flags, dropout=0))
+    about = [json.loads((folder / "run.json").read_text())["vocabulary"] for folder in (whole, tmp_path)]
+    assert about[0] == about[1]
+    assert about[0] % 2
+    assert_close(whole, tmp_path)
 
 
 def test_reported_losses_are_means_over_micro_batches_and_data_parallel_ranks(text, tmp_path):
@@ -138,17 +143,12 @@ def test_learning_rate_rises_to_its_highest_and_falls_to_zero():
 class TestErrors:
     mesh = Mesh({"dp": 1, "tp": 1})
 
-    def test_nothing_to_resume(self, text, tmp_path):
+    def test_what_cannot_be_resumed(self, text, tmp_path):
         with pytest.raises(ValueError, match="--resume_ckpt: there is no checkpoint in"):
             train(self.mesh, arguments(text, tmp_path, "--resume_ckpt"))
-
-    def test_a_checkpoint_is_neither_ignored_nor_overwritten(self, text, tmp_path):
         train(self.mesh, arguments(text, tmp_path, steps_this_run=1))
         with pytest.raises(ValueError, match="holds checkpoint_00000001: give --resume_ckpt"):
             train(self.mesh, arguments(text, tmp_path))
-
-    def test_other_settings(self, text, tmp_path):
-        train(self.mesh, arguments(text, tmp_path, steps_this_run=1))
         with pytest.raises(ValueError, match=r"other settings: dropout was 0\.1, is 0\.3; batch_size was 4, is 2"):
             train(self.mesh, arguments(text, tmp_path, "--resume_ckpt", dropout=0.3, batch_size=2))
 
@@ -179,17 +179,14 @@ class TestErrors:
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_under_torchrun(text, tmp_path):
-    train(Mesh({"dp": 1, "tp": 1}), arguments(text, tmp_path / "one", dropout=0))
+def test_under_torchrun(text, whole, tmp_path):
     argv = arguments(text, tmp_path / "two", "--tensorboard", tensor_parallel_degree=2, dropout=0)
     words = ["torchrun", "--standalone", "--nproc_per_node=2", SCRIPT, *argv]
     ran = forked.run(words, tmp_path, os.environ | {"OMP_NUM_THREADS": "1"})
     assert ran.returncode == 0, ran.stderr
     assert "tp=2, dp=1; steps 1 to 6" in ran.stdout
     assert "sequences/s" in ran.stderr
-    torch.testing.assert_close(
-        torch.tensor(curve(tmp_path / "one")), torch.tensor(curve(tmp_path / "two")), rtol=1e-5, atol=1e-6
-    )
+    assert_close(whole, tmp_path / "two")
     assert list((tmp_path / "two" / "tensorboard").glob("events.*"))
     assert (tmp_path / "two" / "checkpoint_00000006" / "tp_rank_1").is_dir()
     assert not tpcore.is_initialized()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from itertools import pairwise
@@ -23,13 +24,12 @@ from tpcore.comm import Transport
 from tpcore.layout import Group
 from tpcore.models.dispatch import Dispatch, put, seated, taken
 from tpcore.models.experts import ShardedExperts
-from tpcore.models.static import every_expert, has_known_form, with_capacity
+from tpcore.models.static import has_known_form, with_capacity
 from tpcore.testing import run_ranks
 from tpcore.testing.threads import ThreadBackend
 
 EP2, EP4 = {"dp": 1, "ep": 2, "tp": 1}, {"dp": 1, "ep": 4, "tp": 1}
 MESHES = {"ep 2": (EP2, {}), "ep 4": (EP4, {}), "ep 2 x tp 2": (EP_TP, {}), "ep 2 x tp 2, experts": (EP_TP, WHOLE)}
-EVERY = pytest.mark.parametrize("mesh", tiers(["ep 2", "ep 2 x tp 2, experts"], slow=["ep 4", "ep 2 x tp 2"]))
 
 
 def layer_of(model: Any) -> ShardedExperts:
@@ -56,7 +56,7 @@ def chosen(rank: int, tokens: int = 12) -> tuple[Tensor, Tensor, Tensor]:
     return x, numbers, torch.rand(tokens, 2, dtype=torch.float64, generator=draw)
 
 
-@EVERY
+@pytest.mark.parametrize("mesh", MESHES)
 def test_all_to_all_with_room_is_what_gathering_makes(mesh: str) -> None:
     axes, options = MESHES[mesh]
 
@@ -108,8 +108,7 @@ DROPPING = {
 } | {f"{mesh}, all_to_all": (axes, {**options, "dispatch": "all_to_all"}) for mesh, (axes, options) in MESHES.items()}
 
 
-@pytest.mark.parametrize("factor", [0.5, 1.0])
-@pytest.mark.parametrize("mesh", DROPPING)
+@pytest.mark.parametrize(("mesh", "factor"), list(zip(DROPPING, itertools.cycle([0.5, 1.0]))))
 def test_what_is_dropped_is_left_out_and_counted(mesh: str, factor: float) -> None:
     axes, options = DROPPING[mesh]
     ep, data = axes.get("ep", 1), axes["dp"] * axes.get("ep", 1)
@@ -184,13 +183,6 @@ def test_no_values_are_read() -> None:
     assert (out.shape, dropped.shape) == (x.shape, (1,))
 
 
-def test_room_for_all_is_every_expert() -> None:
-    layer, given = large().model.layers[0].mlp.experts, chosen(0)
-    out, dropped = with_capacity(layer, *given, seats=12)
-    torch.testing.assert_close(out, every_expert(layer, *given), rtol=1e-12, atol=1e-12)  # another order of sums
-    assert int(dropped) == 0
-
-
 def llama4() -> Any:
     return families.made(families.class_of("llama4_text"), families.config_of("llama4_text"))
 
@@ -201,11 +193,7 @@ def llama4() -> Any:
         (mixtral, {"dispatch": "broadcast"}, "dispatch='broadcast' is none of 'gathered', 'all_to_all' and 'auto'"),
         (mixtral, {"capacity_factor": 0.0}, "capacity_factor=0.0 is not above 0"),
         (hf.llama, {"dispatch": "auto"}, "dispatch='auto', capacity_factor=None: LlamaForCausalLM has no layers"),
-        (
-            llama4,
-            {"capacity_factor": 1.0},
-            r"capacity_factor: .*experts \(Llama4TextExperts\) computes in",
-        ),
+        (llama4, {"capacity_factor": 1.0}, r"capacity_factor: .*experts \(Llama4TextExperts\) computes in"),
     ],
 )
 def test_what_cannot_be_dispatched_so(make: Any, options: dict[str, Any], words: str) -> None:
@@ -216,8 +204,13 @@ def test_what_cannot_be_dispatched_so(make: Any, options: dict[str, Any], words:
     run_ranks(Mesh({"tp": 2}), rank)
 
 
-@pytest.mark.parametrize("name", tiers(["mixtral"], slow=["qwen3_moe", "glm4_moe"]))
-@EVERY
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    tiers(
+        [("mixtral", "ep 2"), ("mixtral", "ep 2 x tp 2, experts")],
+        slow=[("glm4_moe", "ep 4"), ("qwen3_moe", "ep 2 x tp 2")],
+    ),
+)
 def test_clipped_steps_with_all_to_all(name: str, mesh: str) -> None:
     """With the routers' auxiliary loss, a mean over ranks of data, and a z loss of their logits."""
     axes, options = MESHES[mesh]
@@ -297,8 +290,16 @@ class Forgetting(torch.autograd.Function):
         return grad, more, None
 
 
-@pytest.mark.parametrize("name", tiers(["mixtral", "gpt_oss"], slow=["aria_text"]))
-@pytest.mark.parametrize("mesh", ["tp 2", "tp 2, experts", "ep 2, gathered", "ep 2, all_to_all"])
+KERNELS = ["tp 2", "tp 2, experts", "ep 2, gathered", "ep 2, all_to_all"]
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    tiers(
+        [*itertools.product(["mixtral"], KERNELS), ("gpt_oss", "tp 2"), ("gpt_oss", "ep 2, all_to_all")],
+        slow=[("aria_text", "ep 2, all_to_all")],
+    ),
+)
 def test_a_backends_kernel_computes_the_chosen_experts_and_one_program_all(name: str, mesh: str) -> None:
     axes, options = DROPPING[mesh]
     kind: Any = families.class_of(name)
@@ -336,7 +337,7 @@ def test_a_backends_kernel_computes_the_chosen_experts_and_one_program_all(name:
             run_ranks(Mesh(axes), rank, backend=backend)
 
 
-@pytest.mark.parametrize("mesh", ["tp 2", "tp 2, experts", "ep 2, gathered", "ep 2, all_to_all"])
+@pytest.mark.parametrize("mesh", ["tp 2", "ep 2, all_to_all"])
 def test_torchs_kernel_computes_the_chosen_experts(mesh: str) -> None:
     """``grouped_mm`` of torch, by which transformers computes unless another implementation is asked for."""
     axes, options = DROPPING[mesh]

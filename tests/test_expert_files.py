@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -49,8 +50,10 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     return asked
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("name", tiers(["mixtral"], slow=["qwen3_moe", "glm4_moe"]))
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    tiers(product(["mixtral"], MESHES), slow=[("qwen3_moe", "ep 2 x tp 2"), ("glm4_moe", "tp 2, experts")]),
+)
 def test_a_rank_reads_of_each_expert_what_it_keeps(
     name: str, mesh: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,9 +78,17 @@ def test_a_rank_reads_of_each_expert_what_it_keeps(
     assert max(of_experts) <= one_expert  # no read, and so no buffer, is of more than one matrix of one expert
 
 
-@pytest.mark.parametrize("mesh", tiers(["ep 2 x tp 2"], slow=["tp 2, experts", "ep 2 x tp 2, experts"]))
-@pytest.mark.parametrize("name", tiers(["mixtral"], slow=["qwen3_moe", "glm4_moe"]))
-def test_a_checkpoint_becomes_the_files_that_transformers_writes(name: str, mesh: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    tiers(
+        [("mixtral", "ep 2 x tp 2"), ("mixtral", "tp 2, experts")],
+        slow=[("qwen3_moe", "tp 2, experts"), ("glm4_moe", "ep 2 x tp 2, experts")],
+    ),
+)
+def test_a_model_and_a_checkpoint_become_the_files_that_transformers_writes(
+    name: str, mesh: str, tmp_path: Path
+) -> None:
+    """With each expert by itself."""
     axes, options = MESHES[mesh]
     torch.manual_seed(0)
     whole = MAKES[name]()
@@ -89,18 +100,29 @@ def test_a_checkpoint_becomes_the_files_that_transformers_writes(name: str, mesh
             for key, p in model.named_parameters():
                 p.copy_(part_of(whole.get_parameter(key), p, ctx))
         tpcore.checkpoint.save({"model": model.state_dict()}, tmp_path / "c")
+        model.save_pretrained(tmp_path / "saved one")
+        model.save_pretrained(tmp_path / "saved many", max_shard_size="20KB")
 
     run_ranks(Mesh(axes), rank)
     for out, more in (("one", []), ("many", ["--max-shard-size", "20KB"])):
         given = ["checkpoint", "consolidate", str(tmp_path / "c"), str(tmp_path / out)]
         said = CliRunner().invoke(app, [*given, "--config", str(tmp_path / "whole"), *more])
         assert said.exit_code == 0, said.output
-    stored, made = (load_file(tmp_path / folder / "model.safetensors") for folder in ("whole", "one"))
-    assert stored.keys() == made.keys()
-    assert all(torch.equal(t, stored[key]) for key, t in made.items())
-    again = type(whole).from_pretrained(tmp_path / "many")
-    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 3
-    assert all(torch.equal(t, whole.state_dict()[key]) for key, t in again.state_dict().items())
+    stored = load_file(tmp_path / "whole" / "model.safetensors")
+    matrices = sum(".experts." in key for key in stored)
+    assert matrices == sum(p.shape[0] * (2 if "gate_up" in key else 1) for key, p in experts_of(whole).items())
+    for folder in ("one", "saved one"):
+        made = load_file(tmp_path / folder / "model.safetensors")
+        assert stored.keys() == made.keys()
+        assert all(torch.equal(t, stored[key]) for key, t in made.items())
+    for folder in ("many", "saved many"):
+        again = type(whole).from_pretrained(tmp_path / folder)
+        assert len(list((tmp_path / folder).glob("*.safetensors"))) > 3
+        assert all(torch.equal(t, whole.state_dict()[key]) for key, t in again.state_dict().items())
+
+
+def experts_of(model: Any) -> dict[str, Tensor]:
+    return {key: p for key, p in model.named_parameters() if ".experts." in key}
 
 
 def transposed(folder: Path) -> Any:

@@ -48,13 +48,7 @@ class Net(nn.Module):
 
     def __init__(self, sequence: bool = False, recompute: bool = False) -> None:
         super().__init__()
-        self.embedding = ParallelEmbedding(
-            10,
-            8,
-            pad=True,
-            padding_idx=0,
-            sequence_dim=1 if sequence else None,
-        )
+        self.embedding = ParallelEmbedding(10, 8, pad=True, padding_idx=0, sequence_dim=1 if sequence else None)
         self.blocks = nn.ModuleList(Mlp(sequence) for _ in range(2))
         self.whole = nn.Linear(8, 8)
         self.fused = ColumnParallelLinear(8, 24, blocks=3)
@@ -103,10 +97,7 @@ def zero1(model: nn.Module, master_dtype: torch.dtype | None = None) -> torch.op
 
 
 def seen_in_threads(
-    build: Callable[[], Any],
-    tp: int,
-    dp: int,
-    make: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
+    build: Callable[[], Any], tp: int, dp: int, make: Callable[[nn.Module], torch.optim.Optimizer] = adamw
 ) -> list[tuple[list[Any], list[tuple[Any, ...]]]]:
     """Per rank: the collectives of a real step, and (name, bytes of parameter, gradient, state)."""
     mesh = Mesh({"pp": 1, "dp": dp, "tp": tp})
@@ -312,8 +303,6 @@ def test_ranks_of_a_large_mesh_are_sampled_at_its_ends() -> None:
     assert tpcore.explain(FACTORIES["columns"], tp=8, dp=64, ranks=[5, 3]).ranks == (3, 5)
     with pytest.raises(ValueError, match="rank 1 was not recorded"):
         found.program(1)
-    with pytest.raises(ValueError, match="rank 9 is outside a mesh of 2 ranks"):
-        tpcore.explain(FACTORIES["columns"], tp=2, ranks=[9])
 
 
 def test_no_memory_is_used_and_the_random_state_is_left_alone() -> None:
@@ -341,14 +330,7 @@ def test_options() -> None:
         model[0] = ColumnParallelLinear(8, 8)
 
     found = tpcore.explain(
-        build,
-        tp=2,
-        batch_size=3,
-        seq_len=5,
-        parallelize=cut,
-        dtype=torch.bfloat16,
-        optimizer="SGD",
-        max_norm=None,
+        build, tp=2, batch_size=3, seq_len=5, parallelize=cut, dtype=torch.bfloat16, optimizer="SGD", max_norm=None
     )
     program = found.program(0)
     (gathered,) = program.collectives  # the input needs no gradient, so backward sums nothing
@@ -374,38 +356,36 @@ def takes_something() -> nn.Module:
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        (
-            reads_a_value,
-            r"rank 0 reads a value at \S*test_explain.py:\d+ in loss, and a recorded step has none",
-        ),
-        (
-            takes_something,
-            r"inputs of Sequential cannot be told from its first layer: return \(model, inputs\)",
-        ),
+        (reads_a_value, r"rank 0 reads a value at \S*test_explain.py:\d+ in loss, and a recorded step has none"),
+        (takes_something, r"inputs of Sequential cannot be told from its first layer: return \(model, inputs\)"),
         (lambda: 3, "returned int, not a module"),
         (lambda: (nn.Linear(2, 2), lambda model: torch.zeros(2)), "the loss function returned torch.float32"),
-        (
-            lambda: nn.Embedding(3, 3).requires_grad_(False),
-            "returned torch.float32 .*, none of it with a gradient",
-        ),
+        (lambda: nn.Embedding(3, 3).requires_grad_(False), "returned torch.float32 .*, none of it with a gradient"),
         ("no_such_file.py:build", "there is no file .*no_such_file.py"),
         ("tpcore:no_such_function", "tpcore has no function 'no_such_function'"),
         ("NoSuchModel", "transformers has no model class 'NoSuchModel'"),
     ],
 )
-def test_errors(target: Any, message: str) -> None:
+def test_targets_that_are_none(target: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         tpcore.explain(target, tp=2)
     assert not tpcore.is_initialized()
 
 
-def test_an_optimizer_that_is_not_there() -> None:
-    with pytest.raises(ValueError, match="no optimizer 'Adan'"):
-        tpcore.explain(FACTORIES["net"], optimizer="Adan")
-    with pytest.raises(ValueError, match="no optimizer 'Adan'"):
-        tpcore.explain(FACTORIES["net"], optimizer="zero1:Adan")
-    with pytest.raises(ValueError, match="only Zero1 keeps master weights"):
-        tpcore.explain(FACTORIES["net"], master_dtype=torch.float32)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"optimizer": "Adan"}, "no optimizer 'Adan'"),
+        ({"optimizer": "zero1:Adan"}, "no optimizer 'Adan'"),
+        ({"master_dtype": torch.float32}, "only Zero1 keeps master weights"),
+        ({"ranks": [9]}, "rank 9 is outside a mesh of 2 ranks"),
+        ({"plan": "auto", "parallelize": len}, "two ways to cut"),
+        ({"sequence_parallel": True}, "sequence_parallel can only be given with a plan"),
+    ],
+)
+def test_options_that_do_not_fit(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tpcore.explain(FACTORIES["net"], tp=2, **options)
 
 
 # -- a Hugging Face config, and the command line ---------------------------------------------------------
@@ -453,7 +433,7 @@ def test_a_hugging_face_config_with_a_function_that_cuts_it(bert: Path, file: st
     assert found.disagreement is None
 
 
-@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "T5ForConditionalGeneration", "ViTForImageClassification"])
+@pytest.mark.parametrize("name", ["T5ForConditionalGeneration", "ViTForImageClassification"])
 def test_a_model_class_that_nobody_has_cut(name: str) -> None:
     program = tpcore.explain(name, tp=2, seq_len=8).program(0)
     assert not any(p.cut for p in program.parameters)
@@ -467,10 +447,7 @@ def test_a_model_of_transformers_by_its_own_plan(name: str, tmp_path: Path) -> N
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     configs: dict[str, tuple[str, dict[str, Any]]] = {
         "llama": ("LlamaForCausalLM", {**sizes, "num_key_value_heads": 1, "vocab_size": 99}),
-        "t5": (
-            "T5ForConditionalGeneration",
-            {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4},
-        ),
+        "t5": ("T5ForConditionalGeneration", {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}),
         "vit": ("ViTForImageClassification", {**sizes, "image_size": 32, "patch_size": 8}),
         "mixtral": ("MixtralForCausalLM", {**sizes, "num_key_value_heads": 2, "num_local_experts": 4}),
     }
@@ -495,10 +472,7 @@ def test_a_model_of_transformers_by_its_own_plan(name: str, tmp_path: Path) -> N
     if name == "llama":
         # the embedding, then two in each layer; the loss of a cut vocabulary: three numbers of each token
         forward = [c for c in program.collectives if c.phase == "forward"]
-        assert [c.module.rpartition(".")[2] for c in forward[:5]] == [
-            "embed_tokens",
-            *["o_proj", "down_proj"] * 2,
-        ]
+        assert [c.module.rpartition(".")[2] for c in forward[:5]] == ["embed_tokens", *["o_proj", "down_proj"] * 2]
         assert all(c.nbytes < 100 for c in forward[5:])
         spread = tpcore.explain(str(tmp_path), tp=2, seq_len=8, plan="auto", sequence_parallel=True).program(0)
         assert "reduce_scatter" in " ".join(c.op for c in spread.collectives)
@@ -520,10 +494,6 @@ def test_a_plan_in_a_file_and_what_is_wrong_with_one(tmp_path: Path) -> None:
         code, out = invoke("GPT2LMHeadModel", "--tp", tp, "--seq-len", "8", "--plan", plan)
         assert code == 2
         assert wrong in out
-    with pytest.raises(ValueError, match="two ways to cut"):
-        tpcore.explain("GPT2LMHeadModel", tp=2, plan="auto", parallelize=SHARD_BERT)
-    with pytest.raises(ValueError, match="sequence_parallel can only be given with a plan"):
-        tpcore.explain("GPT2LMHeadModel", tp=2, sequence_parallel=True)
 
 
 def invoke(*args: str) -> tuple[int, str]:
@@ -561,13 +531,11 @@ def test_the_command_prints_json(bert: Path) -> None:
     code, out = invoke(str(bert), "--tp", "2", "--parallelize", SHARD_BERT, "--seq-len", "8", "--json")
     assert code == 0
     told = json.loads(out)
-    assert told["mesh"] == {"pp": 1, "dp": 1, "tp": 2}
-    assert told["disagreement"] is None
+    assert (told["mesh"], told["disagreement"]) == ({"pp": 1, "dp": 1, "tp": 2}, None)
     (program,) = told["programs"]
     assert program["ranks"] == [0, 1]
-    assert set(program["collectives"][0]) == {
-        "phase", "axes", "size", "op", "shape", "dtype", "nbytes", "module", "site", "sent"
-    }  # fmt: skip
+    fields = "phase axes size op shape dtype nbytes module site sent"
+    assert set(program["collectives"][0]) == set(fields.split())
 
 
 PLANTED = """
@@ -596,8 +564,7 @@ def test_the_command_ends_with_1_where_ranks_would_hang(tmp_path: Path) -> None:
     assert done.returncode == 1, done.stderr
     assert "disagree on collective #1 of the group" in done.stderr
     assert re.search(
-        r"rank 0: all_reduce sum of float32 \[1\], forward in module Model at \S+planted_model.py:13 in",
-        done.stderr,
+        r"rank 0: all_reduce sum of float32 \[1\], forward in module Model at \S+planted_model.py:13 in", done.stderr
     )
     assert "rank 0\n" in done.stdout  # each of the two programs is shown
     assert "rank 1\n" in done.stdout
@@ -606,8 +573,6 @@ def test_the_command_ends_with_1_where_ranks_would_hang(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (("nothing_like_it.py:build",), "there is no file"),
-        (("tpcore:no_such_function",), "tpcore has no function"),
         (("no.such.module:build",), "No module named 'no'"),
         (("GPT2LMHeadModel", "--dtype", "float31"), "torch has no dtype 'float31'"),
         (("GPT2LMHeadModel", "--ranks", "a,b"), "--ranks takes numbers"),

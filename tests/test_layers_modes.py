@@ -28,14 +28,8 @@ def on_two(fn: Callable[[ParallelContext], Any]) -> list[Any]:
 INPUTS: dict[str, Callable[[], Tensor]] = {"embedding": lambda: torch.randint(8, (2, 4))}
 CALLS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
     "column": lambda: (tpcore.ColumnParallelLinear(8, 8), torch.randn(4, 8)),
-    "column, not gathered": lambda: (
-        tpcore.ColumnParallelLinear(8, 8, gather_output=False),
-        torch.randn(4, 8),
-    ),
-    "column, padded": lambda: (
-        tpcore.ColumnParallelLinear(8, 7, gather_output=False, pad=True),
-        torch.randn(4, 8),
-    ),
+    "column, not gathered": lambda: (tpcore.ColumnParallelLinear(8, 8, gather_output=False), torch.randn(4, 8)),
+    "column, padded": lambda: (tpcore.ColumnParallelLinear(8, 7, gather_output=False, pad=True), torch.randn(4, 8)),
     "column, padded and gathered": lambda: (tpcore.ColumnParallelLinear(8, 7, pad=True), torch.randn(4, 8)),
     "column, replicated blocks": lambda: (
         tpcore.ColumnParallelLinear(8, 6, gather_output=False, blocks=[Block(4), Block(2, 2, replicate=True)]),
@@ -43,10 +37,7 @@ CALLS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
     ),
     "column, conv1d": lambda: (tpcore.layers.ColumnParallelConv1D(8, 8), torch.randn(4, 8)),
     "row, conv1d": lambda: (tpcore.layers.RowParallelConv1D(8, 8), torch.randn(4, 8)),
-    "column, sequence parallel": lambda: (
-        tpcore.ColumnParallelLinear(8, 8, sequence_dim=0),
-        torch.randn(4, 8),
-    ),
+    "column, sequence parallel": lambda: (tpcore.ColumnParallelLinear(8, 8, sequence_dim=0), torch.randn(4, 8)),
     "row": lambda: (tpcore.RowParallelLinear(8, 8), torch.randn(4, 8)),
     "row, sequence parallel": lambda: (
         tpcore.RowParallelLinear(8, 8, input_is_parallel=True, sequence_dim=0),
@@ -58,29 +49,43 @@ CALLS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
         tpcore.ParallelEmbedding(8, 8, 0, shard_across_embedding=True),
         torch.randint(8, (2, 4)),
     ),
-    "embedding, sequence parallel": lambda: (
-        tpcore.ParallelEmbedding(8, 8, sequence_dim=0),
-        torch.randint(8, (2, 4)),
-    ),
+    "embedding, sequence parallel": lambda: (tpcore.ParallelEmbedding(8, 8, sequence_dim=0), torch.randint(8, (2, 4))),
     "layer norm": lambda: (tpcore.LayerNorm(8, sequence_parallel=True), torch.randn(4, 8)),
     "rms norm": lambda: (tpcore.RMSNorm(8), torch.randn(4, 8)),
 }
 at_tp_1_and_2 = pytest.mark.parametrize("tp", [1, 2])
 
 
+IN_PLACE: list[tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = [
+    (lambda y: F.relu(y, inplace=True), F.relu),
+    (lambda y: y.add_(1), lambda y: y + 1),
+    (lambda y: y.mul_(2), lambda y: y * 2),
+]
+
+
 @at_tp_1_and_2
 @pytest.mark.parametrize("name", CALLS)
-def test_without_gradients_the_same_values(name: str, tp: int) -> None:
+def test_without_gradients_and_with_outputs_changed_in_place(name: str, tp: int) -> None:
+    """As of nn.Linear: the same values, and ``relu(inplace=True)`` or ``+= residual`` hurt no gradient."""
+
     def rank(ctx: ParallelContext) -> None:
         torch.manual_seed(0)
         layer, x = CALLS[name]()
-        want = layer(x)
+        before, want = layer.weight.detach().clone(), layer(x)
         assert want.requires_grad
         for mode in (torch.no_grad, torch.inference_mode):
             with mode():
                 got = layer(x)
             assert not got.requires_grad
             assert torch.equal(got, want)
+        for changes in IN_PLACE:
+            grads = []
+            for change in changes:
+                layer.zero_grad()
+                change(layer(x)).square().sum().backward()
+                grads.append(layer.weight.grad.clone())
+            assert torch.equal(*grads)
+        assert torch.equal(layer.weight, before)
         layer.requires_grad_(False)
         assert torch.equal(layer(x), want)
         assert not layer(x).requires_grad
@@ -88,30 +93,12 @@ def test_without_gradients_the_same_values(name: str, tp: int) -> None:
     run_ranks(Mesh({"tp": tp}), rank)
 
 
-@at_tp_1_and_2
-@pytest.mark.parametrize("name", CALLS)
-def test_the_output_may_be_changed_in_place(name: str, tp: int) -> None:
-    """As that of nn.Linear: ``relu(inplace=True)``, ``+= residual``."""
-    changes: list[tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = [
-        (lambda y: F.relu(y, inplace=True), F.relu),
-        (lambda y: y.add_(1), lambda y: y + 1),
-        (lambda y: y.mul_(2), lambda y: y * 2),
-    ]
-
-    def rank(ctx: ParallelContext) -> None:
-        torch.manual_seed(0)
-        layer, x = CALLS[name]()
-        before = layer.weight.detach().clone()
-        for in_place, plain in changes:
-            grads = []
-            for change in (in_place, plain):
-                layer.zero_grad()
-                change(layer(x)).square().sum().backward()
-                grads.append(layer.weight.grad.clone())
-            assert torch.equal(*grads)
-        assert torch.equal(layer.weight, before)
-
-    run_ranks(Mesh({"tp": tp}), rank)
+def loaded(name: str, plain: nn.Module, ctx: ParallelContext) -> nn.Module:
+    """The layer of ``CALLS`` with its part of the parameters of ``plain``."""
+    layer, _ = CALLS[name]()
+    n, r = ctx.comm("tp").size, ctx.coord("tp")
+    layer.load_state_dict({k: s.shard(plain.state_dict()[k], r, n) for k, s in layer.shard_specs.items()})
+    return layer
 
 
 @at_tp_1_and_2
@@ -124,9 +111,7 @@ def test_what_is_frozen_gets_no_gradient_and_the_rest_its_own(name: str, tp: int
     plain(leaf).backward(grad)
 
     def rank(ctx: ParallelContext) -> None:
-        layer, _ = CALLS[name]()
-        n, r = ctx.comm("tp").size, ctx.coord("tp")
-        layer.load_state_dict({k: s.shard(plain.state_dict()[k], r, n) for k, s in layer.shard_specs.items()})
+        layer = loaded(name, plain, ctx)
         for key, p in layer.named_parameters():
             p.requires_grad_(key not in frozen)
         mine = x.clone().requires_grad_(frozen != "input")
@@ -137,7 +122,7 @@ def test_what_is_frozen_gets_no_gradient_and_the_rest_its_own(name: str, tp: int
         for key, p in layer.named_parameters():
             assert (p.grad is None) == (key in frozen)
             if p.grad is not None:
-                want = layer.shard_specs[key].shard(plain.get_parameter(key).grad, r, n)
+                want = layer.shard_specs[key].shard(plain.get_parameter(key).grad, ctx.coord("tp"), tp)
                 torch.testing.assert_close(p.grad, want, rtol=0, atol=1e-5)
 
     run_ranks(Mesh({"tp": tp}), rank)
@@ -154,9 +139,7 @@ def test_autocast(name: str, tp: int) -> None:
     want.sum().backward()
 
     def rank(ctx: ParallelContext) -> None:
-        layer, _ = CALLS[name]()
-        n, r = ctx.comm("tp").size, ctx.coord("tp")
-        layer.load_state_dict({k: s.shard(plain.state_dict()[k], r, n) for k, s in layer.shard_specs.items()})
+        layer = loaded(name, plain, ctx)
         mine = x.clone().requires_grad_()
         with torch.autocast("cpu", torch.bfloat16):
             y = layer(mine)
@@ -167,7 +150,7 @@ def test_autocast(name: str, tp: int) -> None:
         assert mine.grad is not None
         assert mine.grad.dtype == torch.float32
         torch.testing.assert_close(mine.grad, leaf.grad, rtol=0, atol=3 * 2**-7)
-        shard = layer.shard_specs["weight"].shard(plain.weight.grad, r, n)
+        shard = layer.shard_specs["weight"].shard(plain.weight.grad, ctx.coord("tp"), tp)
         assert layer.weight.grad.dtype == torch.float32
         torch.testing.assert_close(layer.weight.grad, shard, rtol=0, atol=3 * 2**-7)
 
@@ -189,19 +172,19 @@ def test_gradients_accumulate_over_calls() -> None:
     on_two(rank)
 
 
-@pytest.mark.parametrize("shape", [(0,), (0, 3), (4, 0)])
 @pytest.mark.parametrize("name", [name for name in CALLS if name != "layer norm"])
-def test_no_tokens(name: str, shape: tuple[int, ...]) -> None:
+def test_no_tokens(name: str) -> None:
     def rank(ctx: ParallelContext) -> None:
         layer, x = CALLS[name]()
-        leaf = x.new_zeros(shape if "embedding" in name else (*shape, x.shape[-1]))
-        if x.is_floating_point():
-            leaf.requires_grad_()
-        y = layer(leaf)
-        assert y.numel() == 0
-        y.sum().backward()
-        assert not layer.weight.grad.any()
-        assert leaf.grad is None or leaf.grad.shape == leaf.shape
+        for shape in ((0,), (0, 3), (4, 0)):
+            leaf = x.new_zeros(shape if "embedding" in name else (*shape, x.shape[-1]))
+            if x.is_floating_point():
+                leaf.requires_grad_()
+            y = layer(leaf)
+            assert y.numel() == 0
+            y.sum().backward()
+            assert not layer.weight.grad.any()
+            assert leaf.grad is None or leaf.grad.shape == leaf.shape
 
     on_two(rank)
 
@@ -284,12 +267,7 @@ def _sums_of_256_and_ones(ctx: ParallelContext) -> list[list[float]]:
     norm(torch.randn(1, 4, dtype=torch.bfloat16)).backward(mine.expand(1, 4))
     assert norm.bias is not None
     row = tpcore.RowParallelLinear(
-        4,
-        1,
-        input_is_parallel=True,
-        dtype=torch.bfloat16,
-        skip_bias_add=True,
-        sequence_dim=0,
+        4, 1, input_is_parallel=True, dtype=torch.bfloat16, skip_bias_add=True, sequence_dim=0
     )
     row(ones)[1].backward(mine[0])
     return [[] if t is None else t.flatten().tolist() for t in (*out, norm.bias.grad, row.bias.grad)]

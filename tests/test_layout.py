@@ -119,8 +119,7 @@ def test_regions_bring_each_entry_once(
 ) -> None:
     """From one layout to another of the same tensor: a checkpoint is read by these."""
     want = Layout(
-        have.shape,
-        tuple(AxisCut(c.axes, ShardSpec(have.shape, i)) for i, c in enumerate(want.cuts[: len(have.shape)])),
+        have.shape, tuple(AxisCut(c.axes, ShardSpec(have.shape, i)) for i, c in enumerate(want.cuts[: len(have.shape)]))
     )
     assume(fits(have, mesh) and fits(want, other))
     full, rank = full_of(have), data.draw(st.integers(0, other.size - 1))
@@ -217,8 +216,7 @@ def test_text() -> None:
         (lambda: Layout((4,), slot=Slot("pp", 2, 2)), "has no such index"),
         (
             lambda: Layout(
-                (4,),
-                (AxisCut(("tp",), ShardSpec((4,), 0)), AxisCut(("dp",), ShardSpec.strided((4,), 0, 2))),
+                (4,), (AxisCut(("tp",), ShardSpec((4,), 0)), AxisCut(("dp",), ShardSpec.strided((4,), 0, 2)))
             ),
             r"dim 0 of \(4,\) is cut twice: the later cut makes even chunks",
         ),
@@ -236,10 +234,7 @@ def test_text() -> None:
         ),
         (
             lambda: (
-                Layout(
-                    (4, 4),
-                    (AxisCut(("tp",), ShardSpec((4, 4), 0)), AxisCut(("dp",), ShardSpec((4, 4), 1))),
-                ).spec
+                Layout((4, 4), (AxisCut(("tp",), ShardSpec((4, 4), 0)), AxisCut(("dp",), ShardSpec((4, 4), 1)))).spec
             ),
             "has 2 cuts, not one",
         ),

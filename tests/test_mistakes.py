@@ -18,37 +18,6 @@ from tpcore.runtime.context import ParallelContext, use
 from tpcore.testing import run_ranks
 
 
-# -- heads that tp does not divide --------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("build", "says"),
-    [
-        (
-            lambda: tpcore.ColumnParallelLinear(96, 288, gather_output=False, blocks=[Block(96, 16)] * 3),
-            "out_features=288 in blocks of 96 \\(6 units of 16\\) is not divisible by tp=4",
-        ),
-        (
-            lambda: tpcore.RowParallelLinear(96, 96, input_is_parallel=True, blocks=[Block(96, 16)]),
-            "in_features=96 in blocks of 96 \\(6 units of 16\\) is not divisible by tp=4",
-        ),
-        (
-            lambda: tpcore.ColumnParallelLinear(96, 288, blocks=[Block(96, 20)] * 3),
-            "unit=20.* is not a whole number of units",
-        ),
-        (
-            lambda: tpcore.layout.divide(6, tpcore.current().comm("tp").size, "heads"),
-            "heads=6 is not divisible by 4",
-        ),
-    ],
-    ids=["column", "row", "no whole units", "divide"],
-)
-def test_heads_that_tp_would_cut_are_refused_by_name(build: object, says: str) -> None:
-    def check(ctx: ParallelContext) -> None:
-        with pytest.raises(ValueError, match=says):
-            build()  # type: ignore[operator]
-
-    run_ranks(Mesh({"tp": 4}), check)
-
-
 # -- a padded head ------------------------------------------------------------------------------------------
 def _head(vocab: int, bias: bool = True) -> tuple[nn.Linear, Tensor, Tensor]:
     torch.manual_seed(0)
@@ -180,17 +149,9 @@ def _plain_norm(model: Model) -> None:
 
 
 MISTAKES = {
-    "F.cross_entropy": (
-        _cut_cross_entropy,
-        False,
-        "cross_entropy sees only 6 of 12 features.* use tpcore.parallel",
-    ),
+    "F.cross_entropy": (_cut_cross_entropy, False, "cross_entropy sees only 6 of 12 features.* use tpcore.parallel"),
     "softmax": (_softmax, False, "softmax sees only 6 of 12 features.*gather them"),
-    "nn.RMSNorm": (
-        _plain_norm,
-        True,
-        r"rms_norm with a parameter of shape \(8,\) sees 2 of 4 tokens.*tpcore.RMSNorm",
-    ),
+    "nn.RMSNorm": (_plain_norm, True, r"rms_norm with a parameter of shape \(8,\) sees 2 of 4 tokens.*tpcore.RMSNorm"),
 }
 GIVEN = torch.arange(8).view(2, 4) % 5, torch.arange(8).view(2, 4) % 3  # targets that each rank has
 
@@ -354,18 +315,9 @@ def _other_targets(ctx: ParallelContext) -> None:
 
 
 OTHER: dict[str, tuple[Callable[[ParallelContext], None], str]] = {
-    "seed": (
-        _other_seed,
-        "ranks {} and {} .* the random state for the initial weight of ParallelEmbedding at ",
-    ),
-    "batch": (
-        _other_batch,
-        r"ranks {} and {} .* the ids of ParallelEmbedding at .*test_mistakes.*same batch",
-    ),
-    "activations": (
-        _other_activations,
-        "the input of ColumnParallelLinear at .*in _other_activations",
-    ),
+    "seed": (_other_seed, "ranks {} and {} .* the random state for the initial weight of ParallelEmbedding at "),
+    "batch": (_other_batch, r"ranks {} and {} .* the ids of ParallelEmbedding at .*test_mistakes.*same batch"),
+    "activations": (_other_activations, "the input of ColumnParallelLinear at .*in _other_activations"),
     "targets": (_other_targets, "the targets of parallel_cross_entropy at "),
 }
 

@@ -69,12 +69,7 @@ def test_marks_that_other_libraries_scripts_read() -> None:
     def rank(ctx: ParallelContext) -> None:
         layer = layers.ColumnParallelLinear(4, 8, stride=2)
         weight = layer.weight
-        marks = (
-            weight.tensor_model_parallel,
-            weight.partition_dim,
-            weight.partition_stride,
-            weight.num_partitions,
-        )
+        marks = (weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride, weight.num_partitions)
         assert marks == (True, 0, 2, 2)
         bias = layers.RowParallelLinear(4, 8).bias
         assert (bias.tensor_model_parallel, bias.partition_dim, bias.num_partitions) == (False, -1, 1)
@@ -147,6 +142,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "embedding_dim=5 is not divisible by tp=2",
     ),
+    "heads": (lambda: tpcore.layout.divide(7, 2, "heads"), ValueError, "heads=7 is not divisible by 2"),
     "padding_idx": (
         lambda: tpcore.ParallelEmbedding(8, 4, 8),
         ValueError,
@@ -177,11 +173,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         IndexError,
         "ParallelEmbedding: ids from 0 to 8 do not fit a vocabulary of 8",
     ),
-    "negative ids": (
-        lambda: tpcore.ParallelEmbedding(8, 4)(torch.tensor([-1])),
-        IndexError,
-        "ids from -1 to -1",
-    ),
+    "negative ids": (lambda: tpcore.ParallelEmbedding(8, 4)(torch.tensor([-1])), IndexError, "ids from -1 to -1"),
     "ids in the padding": (
         lambda: tpcore.ParallelEmbedding(7, 4, pad=True)(torch.tensor([7])),
         IndexError,

@@ -79,10 +79,6 @@ def test_an_attention_that_reads_the_configuration_has_its_own_heads() -> None:
     run_ranks(TWO, rank)
 
 
-def test_eager_attention() -> None:
-    assert_equals_whole(lambda: llama(num_key_value_heads=1, attn_implementation="eager"))
-
-
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "tokens"])
 def test_activation_checkpointing(sequence_parallel: bool) -> None:
     def run(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -172,11 +168,6 @@ def test_tokens_are_gathered_and_reduced_by_scattering() -> None:
     assert found["all_reduce"] == 6  # table and head; the norms of 2 layers
 
 
-def test_the_head_and_the_table_stay_whole_where_asked() -> None:
-    whole = {"lm_head": "replicate", "model.embed_tokens": "replicate"}
-    assert_equals_whole(llama, (2,), plan=whole)
-
-
 def test_experts_may_stay_whole() -> None:
     """The rest of a model of experts is cut: attention, the vocabulary and the loss."""
     sizes = {**TINY, "num_key_value_heads": 2, "num_local_experts": 4, "experts_implementation": "eager"}
@@ -185,9 +176,16 @@ def test_experts_may_stay_whole() -> None:
     assert_equals_whole(lambda: transformers.MixtralForCausalLM(config), (2,), tolerance=ROUNDS, plan=plan)
 
 
-def test_blocks_say_how_a_layer_is_cut() -> None:
-    rules = {"model.layers.*.mlp.up_proj": [Block(64)], "model.layers.1.mlp.gate_proj": "colwise"}
-    assert_equals_whole(llama, (2,), plan=rules)
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"lm_head": "replicate", "model.embed_tokens": "replicate"},
+        {"model.layers.*.mlp.up_proj": [Block(64)], "model.layers.1.mlp.gate_proj": "colwise"},
+    ],
+    ids=["a whole head and table", "blocks"],
+)
+def test_rules_of_the_callers(plan: dict[str, Any]) -> None:
+    assert_equals_whole(lambda: llama(attn_implementation="eager", num_key_value_heads=1), (2,), plan=plan)
 
 
 def refused(match: str, degree: int = 2, make: Any = llama, **options: Any) -> None:
@@ -201,25 +199,6 @@ def refused(match: str, degree: int = 2, make: Any = llama, **options: Any) -> N
         assert {name: p.shape for name, p in model.named_parameters()} == before
 
     run_ranks(Mesh({"tp": degree}), rank)
-
-
-def test_a_rule_that_matches_nothing_is_refused() -> None:
-    refused(
-        "match no module and no parameter: 'model.layers.\\*.mlp.up'",
-        plan={"model.layers.*.mlp.up": "colwise"},
-    )
-
-
-def test_an_unknown_style_is_refused_by_name() -> None:
-    refused("mlp.up_proj .*'diagonal' is not supported", plan={"model.layers.*.mlp.up_proj": "diagonal"})
-
-
-def test_all_misfits_are_named_with_the_degrees_that_fit() -> None:
-    refused(
-        "tp=4 does not fit LlamaForCausalLM: .*gate_proj has 62 features.*q_proj has 6 heads.*Degrees that fit: 1, 2$",
-        degree=4,
-        make=lambda: llama(intermediate_size=62, hidden_size=48, num_attention_heads=6),
-    )
 
 
 def mamba() -> Any:
@@ -236,41 +215,67 @@ def codegen() -> Any:
     return transformers.CodeGenForCausalLM(transformers.CodeGenConfig(**sizes))
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (mamba, "have no attention to shard"),
-        (codegen, "no plan of its own and its family is not known: .*'transformer.h.\\*.mlp.fc_in', "),
-    ],
-)
-def test_a_family_without_a_plan_is_refused_with_its_own_names(make: Any, words: str) -> None:
-    refused(words, make=make)
-
-
-@pytest.mark.parametrize("style", ["colwise", "qkv_colwise"])
-def test_a_projection_in_another_order_is_refused(style: str) -> None:
-    plan = {"transformer.h.*.attn.qkv_proj": style, "transformer.h.*.attn.out_proj": "rowwise"}
-    refused(r"h.0.attn.qkv_proj \(CodeGenAttention\) holds q\|v\|k of four groups", make=codegen, plan=plan)
-
-
-def test_a_parameter_of_experts_without_a_style_is_refused() -> None:
-    plan = {"model.layers.*.mlp.experts.gate_up_proj_bias": "replicate"}
-    refused(
-        r"mlp.experts.gate_up_proj_bias \(GptOssExperts\) has no style, and no known meaning", make=gpt_oss, plan=plan
-    )
-
-
-def test_features_of_experts_that_do_not_divide_are_counted() -> None:
+def mixtral() -> Any:
     config = transformers.MixtralConfig(**{**TINY, "intermediate_size": 33}, num_key_value_heads=2)
-    refused(
+    return transformers.MixtralForCausalLM(config)
+
+
+def trained() -> Any:
+    model = llama()
+    model(**text()).loss.backward()
+    return model
+
+
+OUT = "transformer.h.*.attn.out_proj"
+ORDER = r"h.0.attn.qkv_proj \(CodeGenAttention\) holds q\|v\|k of four groups"
+REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "a rule that matches nothing": (
+        llama,
+        {"model.layers.*.mlp.up": "colwise"},
+        "match no module and no parameter: 'model.layers.\\*.mlp.up'",
+    ),
+    "an unknown style": (
+        llama,
+        {"model.layers.*.mlp.up_proj": "diagonal"},
+        "mlp.up_proj .*'diagonal' is not supported",
+    ),
+    "no attention": (mamba, {}, "have no attention to shard"),
+    "no plan": (codegen, {}, "no plan of its own and its family is not known: .*'transformer.h.\\*.mlp.fc_in', "),
+    "another order": (codegen, {"transformer.h.*.attn.qkv_proj": "colwise", OUT: "rowwise"}, ORDER),
+    "another order, of heads": (codegen, {"transformer.h.*.attn.qkv_proj": "qkv_colwise", OUT: "rowwise"}, ORDER),
+    "experts without a style": (
+        gpt_oss,
+        {"model.layers.*.mlp.experts.gate_up_proj_bias": "replicate"},
+        r"mlp.experts.gate_up_proj_bias \(GptOssExperts\) has no style, and no known meaning",
+    ),
+    "features of experts": (
+        mixtral,
+        {},
         r"tp=2 does not fit MixtralForCausalLM: .*\*.mlp.experts.down_proj has 33 features of each expert; .*"
         "Degrees that fit: 1$",
-        make=lambda: transformers.MixtralForCausalLM(config),
+    ),
+    "gradients of the whole": (trained, {}, "zero_grad"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_sharded_is_refused_by_name(what: str) -> None:
+    make, plan, words = REFUSED[what]
+    refused(words, make=make, **({"plan": plan} if plan else {}))
+
+
+def test_all_misfits_are_named_with_the_degrees_that_fit() -> None:
+    refused(
+        "tp=4 does not fit LlamaForCausalLM: .*gate_proj has 62 features.*q_proj has 6 heads.*Degrees that fit: 1, 2$",
+        degree=4,
+        make=lambda: llama(intermediate_size=62, hidden_size=48, num_attention_heads=6),
     )
 
 
-def test_a_sharded_model_is_not_sharded_again() -> None:
+def test_other_modules_and_a_sharded_model_are_refused() -> None:
     def rank(ctx: tpcore.ParallelContext) -> None:
+        with pytest.raises(TypeError, match="a model of transformers, not a Linear"):
+            tpcore.parallelize(torch.nn.Linear(2, 2))
         with pytest.raises(ValueError, match="this LlamaForCausalLM is sharded already"):
             tpcore.parallelize(tpcore.parallelize(llama()))
 
@@ -283,23 +288,6 @@ def test_what_stays_whole_is_said(caplog: pytest.LogCaptureFixture) -> None:
     run_ranks(TWO, lambda ctx: tpcore.parallelize(llama(), plan=plan))
     lines = [r.getMessage() for r in caplog.records if "of the parameters" in r.getMessage()]
     assert lines == ["LlamaForCausalLM: sharded 50% of the parameters; whole: model.layers.*.mlp.*"]
-
-
-def test_gradients_of_the_whole_are_refused() -> None:
-    def make() -> Any:
-        model = llama()
-        model(**text()).loss.backward()
-        return model
-
-    refused("zero_grad", make=make)
-
-
-def test_other_modules_are_refused() -> None:
-    def rank(ctx: tpcore.ParallelContext) -> None:
-        with pytest.raises(TypeError, match="a model of transformers, not a Linear"):
-            tpcore.parallelize(torch.nn.Linear(2, 2))
-
-    run_ranks(TWO, rank)
 
 
 def test_an_optimizer_made_before_goes_on_working() -> None:

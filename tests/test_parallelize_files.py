@@ -51,6 +51,7 @@ def logits(model: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_read_by_parts_and_written_whole(name: str, tmp_path: Path) -> None:
+    """By the model itself, and from a checkpoint, which needs nothing but the configuration."""
     torch.manual_seed(0)
     whole = MODELS[name]()
     whole.save_pretrained(tmp_path / "whole")
@@ -69,48 +70,26 @@ def test_read_by_parts_and_written_whole(name: str, tmp_path: Path) -> None:
         assert full.keys() == state.keys()
         assert all(torch.equal(full[n], t) for n, t in state.items())
         model.save_pretrained(tmp_path / "again", max_shard_size="20KB")
+        tpcore.checkpoint.save({"model": model.state_dict()}, str(tmp_path / "run"))
 
     run_ranks(TWO, rank)
-    again, info = type(whole).from_pretrained(tmp_path / "again", output_loading_info=True)
-    assert torch.equal(logits(again), expected)
-    assert not info["missing_keys"]
-    assert not info["unexpected_keys"]
-    index = json.loads((tmp_path / "again" / "model.safetensors.index.json").read_text())
-    assert len(set(index["weight_map"].values())) > 1
-    with safe_open(tmp_path / "whole" / "model.safetensors", "pt") as file:
-        assert index["weight_map"].keys() == set(file.keys()), "the names that transformers writes"
-    assert again.config.to_diff_dict() == type(whole).from_pretrained(tmp_path / "whole").config.to_diff_dict()
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_a_checkpoint_becomes_files_of_transformers(name: str, tmp_path: Path) -> None:
-    """All that is needed is the checkpoint and the configuration."""
-    torch.manual_seed(0)
-    whole = MODELS[name]()
-    whole.save_pretrained(tmp_path / "whole")
-    config = tmp_path / "config" / "config.json"
-    config.parent.mkdir()
-    config.write_text((tmp_path / "whole" / "config.json").read_text())
-    expected, state = logits(whole), {n: t.clone() for n, t in whole.state_dict().items()}
-
-    def rank(ctx: tpcore.ParallelContext) -> None:
-        model = MODELS[name]()
-        model.load_state_dict(state)
-        tpcore.checkpoint.save({"model": tpcore.parallelize(model).state_dict()}, str(tmp_path / "run"))
-
-    run_ranks(TWO, rank)
-    command = ["checkpoint", "consolidate", str(tmp_path / "run"), str(tmp_path / "again")]
-    done = CliRunner().invoke(app, [*command, "--config", str(config)])
+    index = json.loads((tmp_path / "again" / "model.safetensors.index.json").read_text())["weight_map"]
+    assert len(set(index.values())) > 1
+    command = ["checkpoint", "consolidate", str(tmp_path / "run"), str(tmp_path / "consolidated")]
+    done = CliRunner().invoke(app, [*command, "--config", str(tmp_path / "whole" / "config.json")])
     assert done.exit_code == 0, done.output
-    again, info = type(whole).from_pretrained(tmp_path / "again", output_loading_info=True)
-    assert torch.equal(logits(again), expected)
-    assert not info["missing_keys"]
-    assert not info["unexpected_keys"]
     with (
         safe_open(tmp_path / "whole" / "model.safetensors", "pt") as file,
-        safe_open(tmp_path / "again" / "model.safetensors", "pt") as made,
+        safe_open(tmp_path / "consolidated" / "model.safetensors", "pt") as made,
     ):
-        assert set(made.keys()) == set(file.keys()), "the names that transformers writes"
+        assert index.keys() == set(made.keys()) == set(file.keys()), "the names that transformers writes"
+    for folder in ("again", "consolidated"):
+        again, info = type(whole).from_pretrained(tmp_path / folder, output_loading_info=True)
+        assert torch.equal(logits(again), expected)
+        assert not info["missing_keys"]
+        assert not info["unexpected_keys"]
+    again = type(whole).from_pretrained(tmp_path / "again")
+    assert again.config.to_diff_dict() == type(whole).from_pretrained(tmp_path / "whole").config.to_diff_dict()
 
 
 def test_a_configuration_of_another_model_is_refused(tmp_path: Path) -> None:
@@ -122,10 +101,7 @@ def test_a_configuration_of_another_model_is_refused(tmp_path: Path) -> None:
     run_ranks(TWO, rank)
     command = ["checkpoint", "consolidate", str(tmp_path / "run"), str(tmp_path / "again"), "--config"]
     (tmp_path / "empty.json").write_text("{}")
-    for config, wrong in (
-        (tmp_path / "other", "also has model.layers.2"),
-        (tmp_path / "empty.json", "no model class"),
-    ):
+    for config, wrong in ((tmp_path / "other", "also has model.layers.2"), (tmp_path / "empty.json", "no model class")):
         done = CliRunner().invoke(app, [*command, str(config)])
         assert done.exit_code == 2
         assert wrong in done.output

@@ -24,10 +24,7 @@ TWO = Mesh({"tp": 2})
 
 def generated(model: Any, **options: Any) -> torch.Tensor:
     batch = text()
-    ids, mask = (
-        batch["input_ids"],
-        batch["attention_mask"].flip(1),
-    )  # padding on the left, as generation wants it
+    ids, mask = (batch["input_ids"], batch["attention_mask"].flip(1))  # padding on the left, as generation wants it
     transformers.set_seed(7)
     return model.eval().generate(ids, attention_mask=mask, max_new_tokens=6, pad_token_id=0, **options)
 
@@ -82,12 +79,7 @@ def test_ranks_with_different_seeds_return_one_text(options: dict[str, Any]) -> 
         torch.manual_seed(ctx.rank)
         ids = text()["input_ids"][:rows]
         found = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=True,
-            max_new_tokens=8,
-            pad_token_id=0,
-            **options,
+            ids, attention_mask=torch.ones_like(ids), do_sample=True, max_new_tokens=8, pad_token_id=0, **options
         )
         return found.tolist()
 
@@ -137,14 +129,6 @@ def test_attention_weights_are_those_of_all_heads(family: str, degree: int) -> N
     run_ranks(Mesh({"tp": degree}), rank)
 
 
-def test_the_vocabulary_cannot_be_resized() -> None:
-    def rank(ctx: tpcore.ParallelContext) -> None:
-        with pytest.raises(ValueError, match="resize_token_embeddings before"):
-            tpcore.parallelize(llama()).resize_token_embeddings(120)
-
-    run_ranks(TWO, rank)
-
-
 def test_distributed_data_parallel_is_refused(tmp_path: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:
@@ -159,12 +143,37 @@ def test_distributed_data_parallel_is_refused(tmp_path: Path) -> None:
         dist.destroy_process_group()
 
 
-def test_a_model_that_accelerate_had_before_is_refused_to_it() -> None:
+def test_what_would_pass_by_a_sharded_model_is_refused() -> None:
+    class PeftModel(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base_model = torch.nn.ModuleDict({"model": llama()})
+
+    class Int8Tensor(torch.nn.Parameter):
+        pass
+
     def rank(ctx: tpcore.ParallelContext) -> None:
-        model = llama()
+        model: Any = llama()
         model._is_accelerate_prepared = True  # as accelerate marks what it has prepared
         with pytest.raises(ValueError, match="is cut over ranks, and accelerate"):
             bool(tpcore.parallelize(model)._is_accelerate_prepared)
+        model = tpcore.parallelize(llama())
+        with pytest.raises(ValueError, match="resize_token_embeddings before"):
+            model.resize_token_embeddings(120)
+        # as TRL's trainers replace the forward, with an argument of this name
+        model.forward = lambda fused_lm_head, **inputs: model.get_output_embeddings().weight
+        with pytest.raises(ValueError, match=r"train this model with SFTTrainer or DPOTrainer of tpcore\.integrations"):
+            model(**text(), fused_lm_head=True)
+        with pytest.raises(TypeError, match=r"not a PeftModel: pass model\.base_model\.model$"):
+            tpcore.parallelize(PeftModel())
+        model = llama()
+        proj = model.model.layers[0].self_attn.q_proj
+        proj.weight = Int8Tensor(proj.weight.detach())
+        with pytest.raises(ValueError, match=r"self_attn\.q_proj has a weight of .*Int8Tensor, and quantized"):
+            tpcore.parallelize(model)
+        config = transformers.OPTConfig(**{**TINY, "ffn_dim": 64, "word_embed_proj_dim": 32})
+        with pytest.raises(ValueError, match="OPTDecoderLayer calls fc1 itself"):  # it may mix tokens
+            tpcore.parallelize(transformers.OPTForCausalLM(config), sequence_parallel=True)
 
     run_ranks(TWO, rank)
 
@@ -206,19 +215,6 @@ def test_adapters_on_modules_that_are_cut_afterwards_are_refused() -> None:
     run_ranks(TWO, rank)
 
 
-def test_a_model_around_one_of_transformers_is_refused_by_where_that_is() -> None:
-    class PeftModel(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.base_model = torch.nn.ModuleDict({"model": llama()})
-
-    def rank(ctx: tpcore.ParallelContext) -> None:
-        with pytest.raises(TypeError, match=r"not a PeftModel: pass model\.base_model\.model$"):
-            tpcore.parallelize(PeftModel())
-
-    run_ranks(TWO, rank)
-
-
 def quantize_(model: Any) -> None:
     """As torchao's walks over a model, with a filter for instances of ``nn.Linear``."""
     assert not isinstance(model, torch.nn.Linear), "no linear layer is left"
@@ -245,32 +241,6 @@ def test_quantizers_that_would_pass_by_sharded_layers_are_refused(how: Any) -> N
     run_ranks(TWO, rank)
 
 
-def test_a_loss_that_reads_the_head_itself_is_refused() -> None:
-    """As TRL's trainers replace the forward, with an argument of this name."""
-
-    def rank(_: tpcore.ParallelContext) -> None:
-        model: Any = tpcore.parallelize(llama())
-        model.forward = lambda fused_lm_head, **inputs: model.get_output_embeddings().weight
-        with pytest.raises(ValueError, match=r"train this model with SFTTrainer or DPOTrainer of tpcore\.integrations"):
-            model(**text(), fused_lm_head=True)
-
-    run_ranks(Mesh({"tp": 2}), rank)
-
-
-def test_quantized_weights_are_refused_by_name() -> None:
-    class Int8Tensor(torch.nn.Parameter):
-        pass
-
-    def rank(ctx: tpcore.ParallelContext) -> None:
-        model = llama()
-        proj = model.model.layers[0].self_attn.q_proj
-        proj.weight = Int8Tensor(proj.weight.detach())
-        with pytest.raises(ValueError, match=r"self_attn\.q_proj has a weight of .*Int8Tensor, and quantized"):
-            tpcore.parallelize(model)
-
-    run_ranks(TWO, rank)
-
-
 def test_torchs_own_clipping_is_refused_before_and_after_files_are_read(tmp_path: Path) -> None:
     llama().save_pretrained(tmp_path)
 
@@ -285,59 +255,34 @@ def test_torchs_own_clipping_is_refused_before_and_after_files_are_read(tmp_path
     run_ranks(TWO, rank)
 
 
-def test_bfloat16_under_autocast_stays_close() -> None:
-    """Sums in parts round elsewhere: bfloat16 has 8 bits, and a loss of about 4.6 moves by 1%."""
-    torch.manual_seed(0)
-    whole = llama()
-    with torch.autocast("cpu", torch.bfloat16):
-        expected = whole(**text()).loss.detach()
-
-    def rank(ctx: tpcore.ParallelContext) -> None:
-        torch.manual_seed(0)
-        model = tpcore.parallelize(llama(), sequence_parallel=True).train()
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = model(**text()).loss
-        loss.backward()
-        torch.testing.assert_close(loss.detach(), expected, rtol=1e-2, atol=0)
-
-    run_ranks(TWO, rank)
-
-
-def test_labels_of_the_last_tokens_only_and_a_count_of_the_callers() -> None:
-    """What the Trainer passes: a number of tokens of several batches."""
-    torch.manual_seed(0)
-    whole = llama()
-    expected = whole(**text(), num_items_in_batch=torch.tensor(40)).loss
-
-    def rank(ctx: tpcore.ParallelContext) -> None:
-        torch.manual_seed(0)
-        model = tpcore.parallelize(llama())
-        loss = model(**text(), num_items_in_batch=torch.tensor(40)).loss
-        torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)  # float32
-
-    run_ranks(TWO, rank)
-
-
-def test_an_encoder_decoder_with_tokens_spread() -> None:
+def t5() -> Any:
     sizes = {"vocab_size": 99, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
     config = transformers.T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0)
-    torch.manual_seed(0)
-    whole = transformers.T5ForConditionalGeneration(config)
-    expected = whole(**text()).loss
+    return transformers.T5ForConditionalGeneration(config)
 
-    def rank(ctx: tpcore.ParallelContext) -> None:
+
+LOSSES: dict[str, tuple[Any, dict[str, Any], dict[str, Any], float]] = {
+    # sums in parts round elsewhere: bfloat16 has 8 bits, and a loss of about 4.6 moves by 1%
+    "bfloat16": (llama, {"sequence_parallel": True}, {}, 1e-2),
+    # what the Trainer passes: a number of tokens of several batches; float32
+    "a count of the caller's": (llama, {}, {"num_items_in_batch": torch.tensor(40)}, 1e-5),
+    "an encoder and a decoder": (t5, {"sequence_parallel": True}, {}, 1e-5),
+}
+
+
+@pytest.mark.parametrize("how", LOSSES)
+def test_the_loss_is_that_of_the_whole_model(how: str) -> None:
+    make, options, given, tolerance = LOSSES[how]
+
+    def loss(cut: bool) -> torch.Tensor:
         torch.manual_seed(0)
-        model = tpcore.parallelize(transformers.T5ForConditionalGeneration(config), sequence_parallel=True)
-        torch.testing.assert_close(model(**text()).loss, expected, rtol=1e-5, atol=1e-5)  # float32
+        model = make()
+        if cut:
+            tpcore.parallelize(model, **options)
+        with torch.autocast("cpu", torch.bfloat16, enabled=how == "bfloat16"):
+            out = model.train()(**text(), **given).loss
+        out.backward()
+        return out.detach()
 
-    run_ranks(TWO, rank)
-
-
-def test_layers_that_may_mix_tokens_are_refused_with_tokens_spread() -> None:
-    config = transformers.OPTConfig(**{**TINY, "ffn_dim": 64, "word_embed_proj_dim": 32})
-
-    def rank(ctx: tpcore.ParallelContext) -> None:
-        with pytest.raises(ValueError, match="OPTDecoderLayer calls fc1 itself"):
-            tpcore.parallelize(transformers.OPTForCausalLM(config), sequence_parallel=True)
-
-    run_ranks(TWO, rank)
+    expected = loss(cut=False)
+    run_ranks(TWO, lambda ctx: torch.testing.assert_close(loss(cut=True), expected, rtol=tolerance, atol=0))

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import tpcore
-from tpcore.comm import mappings as ops
 from tpcore.layout.mesh import Mesh
 from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
@@ -159,33 +158,6 @@ def test_and_other_bits_where_the_numbers_are_not_replayed() -> None:
     plain, other = (run_ranks(MESH, lambda ctx, r=r: _gradients(ctx, r)) for r in ("none", "with new numbers"))
     assert torch.equal(plain[0][0][1], other[0][0][1])  # the output is from before
     assert not torch.equal(plain[0][0][0], other[0][0][0])
-
-
-def _sequence_parallel(ctx: ParallelContext, recompute: bool) -> list[Tensor]:
-    """Dropout on this rank's tokens, between a row layer and the gather of the next column layer."""
-    tpcore.random.manual_seed(2)
-    tp = ctx.comm("tp")
-    seq: dict[str, Any] = {"sequence_dim": 1}
-    up = tpcore.ColumnParallelLinear(8, 16, gather_output=False, **seq)
-    down = tpcore.RowParallelLinear(16, 8, input_is_parallel=True, **seq)
-    x = torch.randn(2, 8, 8, requires_grad=True)
-
-    def region(x: Tensor) -> Tensor:
-        h = down(F.gelu(up(ops.scatter(x, tp, 1))))
-        with tpcore.random.sharded():
-            h = F.dropout(h)
-        return ops.gather(h, tp, 1)
-
-    y = checkpoint(region, x, use_reentrant=False) if recompute else region(x)
-    y.square().sum().backward()
-    assert x.grad is not None
-    return [x.grad, up.weight.grad, down.weight.grad, y.detach()]
-
-
-def test_and_so_in_a_sequence_parallel_region(ranks: Ranks) -> None:
-    mesh = Mesh({"dp": 1, "tp": 2})
-    for want, got in zip(ranks(mesh, _sequence_parallel, False), ranks(mesh, _sequence_parallel, True), strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
 
 
 def test_sharded_numbers_differ_over_cp_too() -> None:

@@ -117,21 +117,6 @@ def pair(make: type[nn.Module]) -> tuple[Any, Any, Tensor]:
     return whole, sharded, torch.randn(4, 8, dtype=torch.float64)
 
 
-@at_tp_1_2_4
-@at_nets
-def test_hessian_hvp_vhp_and_jvp(net: type[nn.Module], tp: int) -> None:
-    def rank(ctx: ParallelContext) -> None:
-        whole, sharded, x = pair(net)
-        v = torch.randn_like(x)
-        for derivative in (functional.hvp, functional.vhp, functional.jvp):
-            torch.testing.assert_close(derivative(sharded, x, v), derivative(whole, x, v))
-        want = functional.hessian(whole, x)
-        assert want.any()
-        torch.testing.assert_close(functional.hessian(sharded, x), want)
-
-    run_ranks(Mesh({"tp": tp}), rank)
-
-
 def penalty(net: nn.Module, x: Tensor) -> Tensor:
     """Squares of all gradients. Its own gradients are complete on each rank, and its value is not."""
     slopes = torch.autograd.grad(net(x), [x, *net.parameters()], create_graph=True)
@@ -140,9 +125,15 @@ def penalty(net: nn.Module, x: Tensor) -> Tensor:
 
 @at_tp_1_2_4
 @at_nets
-def test_backward_of_a_penalty_on_all_gradients(net: type[nn.Module], tp: int) -> None:
+def test_hessians_products_with_them_and_a_penalty_on_all_gradients(net: type[nn.Module], tp: int) -> None:
     def rank(ctx: ParallelContext) -> None:
         whole, sharded, x = pair(net)
+        v = torch.randn_like(x)
+        for derivative in (functional.hvp, functional.vhp, functional.jvp):
+            torch.testing.assert_close(derivative(sharded, x, v), derivative(whole, x, v))
+        want = functional.hessian(whole, x)
+        assert want.any()
+        torch.testing.assert_close(functional.hessian(sharded, x), want)
         xs = [x.clone().requires_grad_() for _ in range(2)]
         for one, leaf in zip((whole, sharded), xs, strict=True):
             penalty(one, leaf).backward()

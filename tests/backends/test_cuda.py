@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 from tpcore_cuda import CudaBackend, CudaOverGloo
-from tpcore_cuda.queue import Queue
+from tpcore_cuda.backend import Queue
 
 import tpcore
 from tpcore.backend.registry import backend_class

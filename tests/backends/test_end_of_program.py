@@ -36,7 +36,7 @@ tpcore.checkpoint.save({"model": model.state_dict(), "optimizer": optimizer}, "s
 
 # what takes microseconds, and would rarely be under way when the program ends, takes longer here: a report of
 # the monitor, and the release of a tensor by gloo's thread
-peers = ctx.backend._supervisor._peers
+peers = ctx.backend._supervisor.peers
 beat = peers._beat
 
 

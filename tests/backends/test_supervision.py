@@ -138,7 +138,7 @@ def test_errors_of_transports_are_told_from_others(error: Exception) -> None:
 
 def _beats(ctx: ParallelContext) -> tuple[int, list[str]]:
     """Growth of the job's file in twenty beats, and what is beside it."""
-    peers = ctx.backend._supervisor._peers  # type: ignore[attr-defined]
+    peers = ctx.backend._supervisor.peers  # type: ignore[attr-defined]
     ctx.world.all_reduce(torch.ones(1))
     store = Path(os.environ["TPCORE_STORE"])
     peers._ask(peers._beat, None)

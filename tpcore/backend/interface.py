@@ -100,10 +100,8 @@ class Capabilities:
 
     def misfit(self, sizes: Mapping[str, int]) -> str | None:
         """A message about the first group that this backend cannot form, or None. ``sizes``: by name."""
-        if self.group_sizes is None:
-            return None
         for name, size in sizes.items():
-            if size not in (1, *self.group_sizes):
+            if self.group_sizes is not None and size not in (1, *self.group_sizes):
                 return f"a {name} group of {size} ranks; it forms groups of {list(self.group_sizes)}"
         return None
 
@@ -168,8 +166,7 @@ class Backend(ABC):
 
     @abstractmethod
     def connect(self, group: Group, rank: int) -> Transport:
-        """The transport for this rank's part of ``group``. All ranks call it in the same order, for groups of
-        one too."""
+        """The transport for this rank's part of ``group``, one of size 1 too. All ranks call it in the same order."""
 
     def adopt(self, process_group: Any) -> Transport:
         """The transport for a group object that the user made with the backend's own library."""

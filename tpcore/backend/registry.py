@@ -62,8 +62,7 @@ def _load(ep: EntryPoint) -> type[Backend]:
         )
     if not (isinstance(cls, type) and issubclass(cls, Backend)):
         raise BackendError(f"{where}: its tpcore_backend hook returned {cls!r}, not a Backend class")
-    why = unfit(cls)
-    if why is not None:
+    if why := unfit(cls):
         raise BackendError(f"{where}: {why}")
     return cls
 
@@ -109,17 +108,14 @@ def load_backend(name: str) -> Backend:
 def check_fits(backend: Backend, mesh: Mesh) -> None:
     """Raise an error if ``backend``, by its declared capabilities, cannot run a job on ``mesh``."""
     name = type(backend).__name__
-    why = unfit(type(backend))
-    if why is not None:
+    if why := unfit(type(backend)):
         raise BackendError(f"{name}: {why}")
-    misfit = backend.capabilities.misfit({**mesh.axes, "world": mesh.size})
-    if misfit is not None:
+    if misfit := backend.capabilities.misfit({**mesh.axes, "world": mesh.size}):
         raise ValueError(f"{name} cannot form {misfit}; this job is {dict(mesh.axes)}")
 
 
 def check_connects(backend: Backend, made: Callable[[], Any]) -> None:
-    """Call ``made``, which makes a Comm of ``backend``. BackendError, naming the distribution, if the class
-    of its transport lacks a method."""
+    """Call ``made``, which makes a Comm. BackendError if the class of the backend's transport lacks a method."""
     try:
         made()
     except TypeError as e:
@@ -148,9 +144,7 @@ def backends() -> list[BackendInfo]:
             can = cls.capabilities.to_json()
             reason = cls.unavailable() or ""
             remark = "" if reason else cls.remark()
-        except BackendError as e:
-            reason = str(e)
         except Exception as e:  # noqa: BLE001  a plugin's hook or probe may fail in any way
-            reason = f"{type(e).__name__}: {e}"
+            reason = str(e) if isinstance(e, BackendError) else f"{type(e).__name__}: {e}"
         out.append(BackendInfo(ep.name, *_origin(ep), ep.value, not reason, reason, can, remark))
     return out

@@ -1,9 +1,5 @@
-"""The base class of backends over torch.distributed: all but the transport's name and the device.
-
-A backend is a subclass of ``C10dBackend`` that sets ``transport`` and ``device()``. The module is here, and
-not in ``backends/``, because third parties derive from it. The core never imports it, so a job on another
-backend does not load it.
-"""
+"""The base class of backends over torch.distributed: a subclass sets ``transport`` and ``device()``. It is here and
+not in ``backends/`` because third parties derive from it; the core never imports it."""
 
 from __future__ import annotations
 
@@ -35,11 +31,8 @@ from .transport import C10dTransport
 
 
 def job_of_environment(timeout: float) -> tuple[dist.Store, int, int] | None:
-    """(store, rank, world size) of a process that was started with the variables of ``C10dBackend.job``.
-
-    The store is a file and not a TCP port: no port has to be chosen, and torch looks up the host name of each
-    address that it connects to, which can take seconds.
-    """
+    """(store, rank, world size) of a process with the variables of ``C10dBackend.job``. The store is a file: no port
+    has to be chosen, and torch looks up no host name, which can take seconds."""
     if not settings.STORE.is_set:
         return None
     store = dist.FileStore(settings.STORE.get(), -1)
@@ -48,11 +41,9 @@ def job_of_environment(timeout: float) -> tuple[dist.Store, int, int] | None:
 
 
 class C10dBackend(Backend):
-    """One rank of a job. Errors name lost ranks and mismatched calls, whatever the transport.
-
-    The job is, in this order: torch.distributed's default group if the program has made one; ``store`` with
-    ``rank`` and ``world``; the job of torchrun's environment variables; a world of one.
-    """
+    """One rank of a job. Errors name lost ranks and mismatched calls, whatever the transport. The job is, in this
+    order: torch.distributed's default group if the program has made one; ``store`` with ``rank`` and ``world``; the
+    job of torchrun's environment variables; a world of one."""
 
     interface = 2
     capabilities = Capabilities(
@@ -114,7 +105,7 @@ class C10dBackend(Backend):
                 if world > 1:
                     self._settle(dist.group.WORLD)
         if self._supervisor is not None:
-            self._supervisor.watch_exceptions()
+            self._supervisor.peers.hook()
             # wait for all: an error that all ranks raise next must not cut off a rank that still connects
             self._supervisor.meet("have joined")
             self._hooks.append(refuse_shards_as_replicas())
@@ -156,7 +147,7 @@ class C10dBackend(Backend):
         self._owns = False
 
     def gone(self, rank: int) -> str | None:
-        return None if self._supervisor is None else self._supervisor.gone(rank)
+        return None if self._supervisor is None else self._supervisor.peers.gone(rank)
 
     # -- hooks for subclasses -----------------------------------------------------------------------------
     @property
@@ -265,9 +256,8 @@ class C10dBackend(Backend):
 
 
 def refuse_shards_as_replicas() -> RemovableHandle:
-    """Until the handle is removed, DistributedDataParallel raises ValueError on all of its ranks if their
-    parts of a parameter differ. It would overwrite all parts by its first rank's, and average gradients of
-    different entries. accelerate and Fabric wrap models in it too."""
+    """Until the handle is removed, DistributedDataParallel, also of accelerate and Fabric, raises ValueError on its
+    ranks if their parts of a parameter differ: it would overwrite all by its first rank's."""
     handle: RemovableHandle = register_module_module_registration_hook(_look)
     return handle
 

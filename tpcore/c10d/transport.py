@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import methodcaller
 from typing import Any, ClassVar
 
 import torch
@@ -41,16 +42,11 @@ class C10dTransport(Transport):
     """Dtypes that the transport itself moves and reduces. Others travel as bytes and can only be moved."""
 
     def __init__(
-        self,
-        group: Group,
-        rank: int,
-        pg: Callable[[], Any],
-        device: torch.device = CPU,
-        watch: Waiting | None = None,
+        self, group: Group, rank: int, pg: Callable[[], Any], device: torch.device = CPU, watch: Waiting | None = None
     ) -> None:
         super().__init__(group, rank, device)
         self._pg, self._watch = pg, watch
-        self.finish: Callable[[Any], None] = _wait if watch is None else watch.finish
+        self.finish: Callable[[Any], None] = methodcaller("wait") if watch is None else watch.finish
         if group.size > 1:
             self._calls = self._handle(pg())
 
@@ -92,18 +88,12 @@ class C10dTransport(Transport):
         return wait
 
     def _started_maximum(self, x: Tensor) -> Pending:
-        """Gather, then take the maximum locally: gloo's own maximum propagates NaN or not, depending on the
-        order of the ranks."""
+        """Gathered, then taken locally: gloo's own maximum has NaN or not, depending on the order of the ranks."""
         self._enter("all_reduce", x, "max")
         x = x.detach().contiguous()
         every = x.new_empty((self.size, *x.shape))
-        work = self._calls._allgather_base(self._wire(every).view(-1), self._wire(x).view(-1))
-
-        def wait() -> Tensor:
-            self.finish(work)
-            return every.amax(0)
-
-        return wait
+        gathered = self._pending(self._calls._allgather_base(self._wire(every).view(-1), self._wire(x).view(-1)), every)
+        return lambda: gathered().amax(0)
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         self._enter("all_gather", x, dim)
@@ -131,13 +121,7 @@ class C10dTransport(Transport):
         out = torch.empty_like(sent[0])
         # flat: some transports divide only dim 0, others compare shapes
         options = _options(dist.ReduceScatterOptions(), reduceOp=_SUM)
-        work = self._calls._reduce_scatter_base(out.view(-1), sent.view(-1), options)
-
-        def wait() -> Tensor:
-            self.finish(work)
-            return out
-
-        return wait
+        return self._pending(self._calls._reduce_scatter_base(out.view(-1), sent.view(-1), options), out)
 
     def broadcast(self, x: Tensor, src: int) -> Tensor:
         self._enter("broadcast", x, src)
@@ -148,7 +132,7 @@ class C10dTransport(Transport):
 
     def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Tensor:
         self._enter("all_to_all", x, split_dim, concat_dim)
-        got = self._exchanged(self._chunks(x, split_dim))
+        got = self._started_exchange(self._chunks(x, split_dim))()
         return got.movedim(0, concat_dim).flatten(concat_dim, concat_dim + 1).contiguous()
 
     def permute(self, x: Tensor, to: tuple[int, ...]) -> Tensor:
@@ -169,25 +153,19 @@ class C10dTransport(Transport):
         taken = [got.numel() if r == source else 0 for r in range(self.size)]
         if source < 0:
             out.zero_()
-        work = self._calls.alltoall_base(got[: sum(taken)], sent[: sum(given)], taken, given, _ALL_TO_ALL)
+        return self._pending(
+            self._calls.alltoall_base(got[: sum(taken)], sent[: sum(given)], taken, given, _ALL_TO_ALL), out
+        )
 
+    def _started_exchange(self, sent: Tensor) -> Pending:
+        """Send row ``i`` of ``sent`` to member ``i``; the result is the received rows in the group's order."""
+        got = torch.empty_like(sent)
+        return self._pending(self._calls.alltoall_base(self._wire(got), self._wire(sent), [], [], _ALL_TO_ALL), got)
+
+    def _pending(self, work: Any, out: Tensor) -> Pending:
         def wait() -> Tensor:
             self.finish(work)
             return out
-
-        return wait
-
-    def _exchanged(self, sent: Tensor) -> Tensor:
-        """Send row ``i`` of ``sent`` to member ``i``; return the received rows in the group's order."""
-        return self._started_exchange(sent)()
-
-    def _started_exchange(self, sent: Tensor) -> Pending:
-        got = torch.empty_like(sent)
-        work = self._calls.alltoall_base(self._wire(got), self._wire(sent), [], [], _ALL_TO_ALL)
-
-        def wait() -> Tensor:
-            self.finish(work)
-            return got
 
         return wait
 
@@ -199,10 +177,6 @@ class C10dTransport(Transport):
     def _wire(self, x: Tensor) -> Tensor:
         """Contiguous ``x`` in a dtype that the transport moves: as bytes if its own dtype is not native."""
         return x if x.dtype in self.native else x.view(-1).view(torch.uint8)
-
-
-def _wait(work: Any) -> None:
-    work.wait()
 
 
 def copied(x: Tensor) -> Tensor:

@@ -1,7 +1,4 @@
-"""The command line's table of contents: a command is a module here and a line below.
-
-A command with sub-commands is a ``typer.Typer`` in its module, added with ``app.add_typer(...)``.
-"""
+"""The command line's table of contents: a command is a module here and a line below; a group of them is a Typer."""
 
 from __future__ import annotations
 

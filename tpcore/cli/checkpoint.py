@@ -15,13 +15,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
+from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.progress import Progress as Bar
 
 from ..checkpoint.storage.files import Progress
@@ -156,12 +150,7 @@ def reshard(
 
 @checkpoint.command()
 @_reads
-def convert(
-    src: Src,
-    out: Out,
-    *,
-    given: Given,
-) -> None:
+def convert(src: Src, out: Out, *, given: Given) -> None:
     """Make safetensors of pickles: of an unsharded file a file, of another library's shards a checkpoint."""
     from ..checkpoint.offline.reshard import convert as convert_checkpoint
 
@@ -172,11 +161,7 @@ def convert(
 
 @checkpoint.command("inspect")
 @_reads
-def inspect_(
-    src: Src,
-    *,
-    given: Given,
-) -> None:
+def inspect_(src: Src, *, given: Given) -> None:
     """List the tensors: logical shape, dtype, how it is cut, and the shape on each rank."""
     from ..checkpoint.offline.inspect import inspect as inspect_checkpoint
 
@@ -199,10 +184,7 @@ def inspect_(
 @checkpoint.command()
 @_reads
 def diff(
-    a: Annotated[str, typer.Argument(metavar="A")],
-    b: Annotated[str, typer.Argument(metavar="B")],
-    *,
-    given: Given,
+    a: Annotated[str, typer.Argument(metavar="A")], b: Annotated[str, typer.Argument(metavar="B")], *, given: Given
 ) -> None:
     """Compare the models in two checkpoints, of any form and degree. Exit status 1 if they differ."""
     from ..checkpoint.offline.inspect import diff as diff_checkpoint
@@ -225,11 +207,7 @@ def diff(
 
 @checkpoint.command()
 @_reads
-def verify(
-    src: Src,
-    *,
-    given: Given,
-) -> None:
+def verify(src: Src, *, given: Given) -> None:
     """Compare all checksums and look for missing and surplus files. Exit status 1 if anything is wrong."""
     from ..checkpoint.offline.inspect import verify as verify_checkpoint
 

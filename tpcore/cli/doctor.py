@@ -25,44 +25,24 @@ from .console import table_of
 Section = dict[str, str]
 
 _PACKAGES = (
-    "tpcore",
-    "torch",
-    "numpy",
-    "safetensors",
-    "pluggy",
-    "transformers",
-    "accelerate",
-    "torch_xla",
-    "torch-neuronx",
-    "neuronx-cc",
-    "neuronx-distributed",
-    "optimum-neuron",
+    *("tpcore", "torch", "numpy", "safetensors", "pluggy", "transformers", "accelerate", "torch_xla"),
+    *("torch-neuronx", "neuronx-cc", "neuronx-distributed", "optimum-neuron"),
 )
 _SHOWN = (
-    "TPCORE_",
-    "TORCHELASTIC_",
-    "GLOO_",
-    "FI_",
-    "NEURON_",
-    "PJRT_",
-    "SLURM_",
-    "OMP_",
-    "MASTER_",
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_",
+    *("TPCORE_", "TORCHELASTIC_", "GLOO_", "FI_", "NEURON_", "PJRT_", "SLURM_", "OMP_"),
+    *("MASTER_", "RANK", "WORLD_SIZE", "LOCAL_"),
 )
 _GIB = 2**30
 
 
 def report() -> dict[str, Section]:
-    """Names and values by section, all strings. It has only environment variables that tpcore, launchers and
-    networks read: others may be secret."""
+    """Names and values by section. Only environment variables that tpcore, launchers and networks read."""
+    network = {name: _read(f"/sys/class/net/{name}/operstate") for _, name in socket.if_nameindex()}
     return {
         "versions": _versions(),
         "machine": _machine(),
         "devices": _devices(),
-        "network": _network(),
+        "network": {name: state or "state unknown" for name, state in network.items()},
         "environment": _environment(),
         "backends": _backends(),
         "what init() would choose": _choice(),
@@ -81,11 +61,10 @@ def _versions() -> Section:
 
 def _machine() -> Section:
     disk = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
-    memory = _read("/proc/meminfo")
-    total = next((line.split()[1] for line in memory.splitlines() if line.startswith("MemTotal")), "0")
-    libc = "-".join(platform.libc_ver())
+    memory = _read("/proc/meminfo").splitlines()
+    total = next((line.split()[1] for line in memory if line.startswith("MemTotal")), "0")
     return {
-        "system": f"{platform.system()} {platform.release()}, {platform.machine()}, {libc}",
+        "system": f"{platform.system()} {platform.release()}, {platform.machine()}, {'-'.join(platform.libc_ver())}",
         "cores": f"{os.cpu_count()}, of which {len(os.sched_getaffinity(0))} for this process",
         "cores by control group": _read("/sys/fs/cgroup/cpu.max") or "no limit known",
         "memory": f"{int(total) * 1024 / _GIB:.1f} GiB",
@@ -98,14 +77,9 @@ def _machine() -> Section:
 
 
 def _devices() -> Section:
-    found = {path.name: "there" for path in sorted(Path("/dev").glob("neuron[0-9]*"))}
-    found |= {path.name: "there" for path in sorted(Path("/dev").glob("nvidia[0-9]*"))}
+    found = {path.name: "there" for kind in ("neuron", "nvidia") for path in sorted(Path("/dev").glob(f"{kind}[0-9]*"))}
     efa = sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))
     return {**(found or {"accelerators": "none"}), "EFA or InfiniBand": ", ".join(efa) or "none"}
-
-
-def _network() -> Section:
-    return {name: _read(f"/sys/class/net/{name}/operstate") or "state unknown" for _, name in socket.if_nameindex()}
 
 
 def _environment() -> Section:
@@ -147,9 +121,7 @@ def _resolves(name: str) -> str:
         return f"no, {e}"
 
 
-def doctor(
-    as_json: bool = typer.Option(False, "--json", help="Print JSON for programs."),
-) -> None:
+def doctor(as_json: bool = typer.Option(False, "--json", help="Print JSON for programs.")) -> None:
     """Print versions, backends, cores, memory, devices and network of this machine, and what would be chosen.
 
     For a report of a problem. Nothing is sent anywhere, and nothing is started.
@@ -164,9 +136,7 @@ def doctor(
             typer.echo(f"  {name}: {value}")
 
 
-def backends(
-    as_json: bool = typer.Option(False, "--json", help="Print a JSON list for programs."),
-) -> None:
+def backends(as_json: bool = typer.Option(False, "--json", help="Print a JSON list for programs.")) -> None:
     """List the installed backends: which can run on this machine, and what carries their collectives."""
     found = registry.backends()
     if as_json:
@@ -188,10 +158,7 @@ def _can(info: registry.BackendInfo) -> tuple[str, str]:
     if not info.capabilities:
         return "?", "?"
     sizes = info.capabilities["group_sizes"]
-    return (
-        "any" if sizes is None else ", ".join(map(str, sizes)),
-        "yes" if info.capabilities["tracing"] else "no",
-    )
+    return ("any" if sizes is None else ", ".join(map(str, sizes)), "yes" if info.capabilities["tracing"] else "no")
 
 
 def compile_ahead(

@@ -31,8 +31,7 @@ def explain_step(
     batch_size: int = typer.Option(1, min=1, help="Examples of one dp rank in a step."),
     seq_len: int = typer.Option(128, min=1, help="Tokens of an example."),
     parallelize: str | None = typer.Option(
-        None,
-        help="package.module:function or path/to/file.py:function that puts tpcore's layers into the model.",
+        None, help="package.module:function or path/to/file.py:function that puts tpcore's layers into the model."
     ),
     plan: str | None = typer.Option(
         None,
@@ -43,8 +42,7 @@ def explain_step(
         False, "--sequence-parallel", help="With --plan: each rank keeps some of the tokens."
     ),
     context_parallel: str | None = typer.Option(
-        None,
-        help="With --cp: how attention sees other ranks' tokens: gather, ulysses, ring, or auto, which says why.",
+        None, help="With --cp: how attention sees other ranks' tokens: gather, ulysses, ring, or auto, which says why."
     ),
     dispatch: str = typer.Option(
         "gathered", help="With --plan and --ep: how tokens come to experts: gathered, all_to_all or auto."
@@ -165,10 +163,9 @@ def _memory(program: Program, *, staged: bool) -> Table:
 
 def _stage(cost: StageCost) -> str:
     return (
-        f"Stage {cost.stage} of {cost.stages}: {cost.name} {', '.join(cost.layers)}, "
-        f"{cost.microbatches} microbatches of {size(cost.input_bytes)}; "
-        f"idle {cost.bubble:.0%} of the time; keeps {size(cost.kept)} of inputs for backward, "
-        f"{size(cost.kept_lockstep)} with PipelineModel; sends {size(cost.sent)} to other stages"
+        f"Stage {cost.stage} of {cost.stages}: {cost.name} {', '.join(cost.layers)}, {cost.microbatches} microbatches "
+        f"of {size(cost.input_bytes)}; idle {cost.bubble:.0%} of the time; keeps {size(cost.kept)} of inputs for "
+        f"backward, {size(cost.kept_lockstep)} with PipelineModel; sends {size(cost.sent)} to other stages"
     )
 
 
@@ -183,7 +180,8 @@ def _traffic(program: Program) -> Table:
             table.add_row(title, style="bold")
             above = title
         what = f"  {call.op} of {call.dtype} {list(call.shape)}"
-        at = ", ".join(part for part in (kind.module, _short(call.site)) if part)
+        line = os.path.basename(call.site.partition(" in ")[0])
+        at = ", ".join(part for part in (kind.module, line) if part)
         row = (size(call.nbytes), str(kind.times), size(kind.sent))
         table.add_row(Text(f"{what}\n    {at}" if at else what), *row)
     for group in dict.fromkeys(map(_group, program.collectives)):
@@ -194,7 +192,3 @@ def _traffic(program: Program) -> Table:
 
 def _group(call: Collective) -> str:
     return f"{' x '.join(call.axes)} of {call.size}"
-
-
-def _short(site: str) -> str:
-    return os.path.basename(site.partition(" in ")[0])

@@ -53,30 +53,17 @@ def serve(
         listener = socket.create_server((host, port))
     except OSError as e:
         raise typer.BadParameter(f"cannot listen at {host}:{port}: {e.strerror}") from None
-    with listener, _Ended() as ended:
-        raise typer.Exit(_rounds(options, listener, ended))
+    ended: list[int] = []  # the signals to end that have come
+    before = {n: signal.signal(n, lambda n, _: ended.append(n)) for n in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        with listener:
+            raise typer.Exit(_rounds(options, listener, ended))
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-class _Ended:
-    """Truth from the first SIGTERM or SIGINT on."""
-
-    def __enter__(self) -> _Ended:
-        self._come = False
-        self._before = {number: signal.signal(number, self._take) for number in (signal.SIGTERM, signal.SIGINT)}
-        return self
-
-    def _take(self, *_: Any) -> None:
-        self._come = True
-
-    def __bool__(self) -> bool:
-        return self._come
-
-    def __exit__(self, *_: object) -> None:
-        for number, before in self._before.items():
-            signal.signal(number, before)
-
-
-def _rounds(options: dict[str, Any], listener: socket.socket, ended: _Ended) -> int:
+def _rounds(options: dict[str, Any], listener: socket.socket, ended: list[int]) -> int:
     """Start the ranks, again after each loss. The exit code: 1 if they never came to serve."""
     at = "http://{}:{}".format(*listener.getsockname()[:2])
     while True:
@@ -90,7 +77,7 @@ def _rounds(options: dict[str, Any], listener: socket.socket, ended: _Ended) -> 
         typer.echo(f"tpcore serve: {lost}; after {time.monotonic() - started:.0f} s, the ranks start again", err=True)
 
 
-def _round(options: dict[str, Any], listener: socket.socket, ended: _Ended, at: str) -> tuple[bool, str]:
+def _round(options: dict[str, Any], listener: socket.socket, ended: list[int], at: str) -> tuple[bool, str]:
     """From the start of the ranks to their end: whether they served, and why they ended."""
     processes, (store, job), (ready, write) = Processes(), host_store(), os.pipe()
     os.set_blocking(ready, False)

@@ -93,8 +93,7 @@ class Comm:
         return x if self.size == 1 else self._active.reduce_scatter(x, dim)
 
     def start_reduce_scatter(self, x: Tensor, dim: int, *, donate: bool = False) -> Pending:
-        """Begin a reduce-scatter so that local work can overlap with it; call the result to wait. With ``donate`` the
-        caller must not use ``x`` again."""
+        """Begin a reduce-scatter; call the result to wait. With ``donate`` the caller must not use ``x`` again."""
         dim = self._divided(x, dim)
         return (lambda: x) if self.size == 1 else self._active.start_reduce_scatter(x, dim, donate)
 
@@ -119,8 +118,7 @@ class Comm:
         return x if self.size == 1 else self._active.all_to_all(x, split_dim, concat_dim)
 
     def permute(self, x: Tensor, to: Sequence[int | None]) -> Tensor:
-        """Send ``x`` of member ``i`` to member ``to[i]``, or nowhere if that is None or -1. A member that
-        receives nothing gets zeros."""
+        """Send ``x`` of member ``i`` to member ``to[i]``; None or -1: nowhere. Who receives nothing gets zeros."""
         targets = self._targets(to)
         if self.size == 1:
             return x if 0 in targets else torch.zeros_like(x)
@@ -162,8 +160,8 @@ class Comm:
 
     @contextmanager
     def traced(self, position: Tensor, transport: Transport | None = None) -> Iterator[None]:
-        """While a graph is traced: ``position``, an input of the graph, replaces this rank's position, and
-        ``transport`` makes the collectives, ``operators`` for instance; None: the present one, at ``position``."""
+        """While a graph is traced: ``position`` is an input of it, and ``transport`` (None: the present one) makes
+        the calls."""
         saved = self.position, self.transport
         self.position, self.transport = position, transport or self.transport.at(position)
         try:

@@ -1,8 +1,6 @@
-"""Differentiable mappings, written once for every backend. Each is a linear map and its transpose.
-
-The names are those of Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053; sequence parallelism: Korthikanti et al.
-2022, arXiv:2205.05198). ``dtype`` is the least precision of a sum; the result has the dtype of the input.
-"""
+"""Differentiable mappings, written once for every backend. Each is a linear map and its transpose. The names are
+those of Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053; sequence parallelism: Korthikanti et al. 2022,
+arXiv:2205.05198). ``dtype`` is the least precision of a sum; the result has the dtype of the input."""
 
 from __future__ import annotations
 
@@ -51,8 +49,7 @@ class _Transformed(_Linear):
 
 
 def transformed() -> bool:
-    """Whether forward-mode differentiation or a transform of torch.func is on: both know these mappings, and
-    neither knows a function with collectives of its own."""
+    """Whether forward mode or a transform of torch.func is on, which know only these mappings."""
     return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
 
 
@@ -62,9 +59,8 @@ def _applied(x: Tensor, forward: Map, transpose: Map) -> Tensor:
 
 
 def _linear(x: Tensor, comm: Comm, forward: Map, transpose: Map) -> Tensor:
-    if comm.size == 1:
-        return x  # not through autograd, which forbids in-place ops on a Function's unchanged output
-    return _applied(plain(x), forward, transpose)
+    # a group of one not through autograd, which forbids in-place ops on a Function's unchanged output
+    return x if comm.size == 1 else _applied(plain(x), forward, transpose)
 
 
 def _same(x: Tensor) -> Tensor:

@@ -17,11 +17,11 @@ def _words(*texts: str) -> frozenset[str]:
 
 
 _CONTRACTIONS = _words(
-    "linear matmul rmatmul mm bmm mv dot addmm baddbmm einsum tensordot scaled_dot_product_attention sum mean",
+    "linear matmul rmatmul mm bmm mv dot addmm baddbmm einsum tensordot scaled_dot_product_attention sum mean"
 )
 _CONVOLUTIONS = {"conv1d": 1, "conv2d": 2, "conv3d": 3}
 _REARRANGEMENTS = _words(
-    "view reshape flatten unflatten transpose swapaxes swapdims permute movedim moveaxis t squeeze unsqueeze expand",
+    "view reshape flatten unflatten transpose swapaxes swapdims permute movedim moveaxis t squeeze unsqueeze expand"
 )
 _SPLITTING = frozenset(("view", "reshape", "unflatten"))
 _OVER_LAST = frozenset(("layer_norm", "rms_norm"))
@@ -29,7 +29,7 @@ _OVER_DIM: dict[str, tuple[int, int | None]] = {
     **dict.fromkeys(
         _words(
             "softmax log_softmax softmin logsumexp argmax argmin max min amax amin var std var_mean std_mean prod "
-            "nansum nanmean median nanmedian any all count_nonzero cumsum cumprod cummax cummin logcumsumexp flip",
+            "nansum nanmean median nanmedian any all count_nonzero cumsum cumprod cummax cummin logcumsumexp flip"
         ),
         (1, None),
     ),
@@ -94,11 +94,9 @@ class Mark:
 
 
 class PartOf(Tensor):
-    """This rank's part of an activation, in a run with checks: every operation on it is inspected.
-
-    The result of an operation is a part too, if the cut dim can be found in the result: exactly for views and
-    operations that keep the shape, for others if one dim alone has its size.
-    """
+    """This rank's part of an activation, in a run with checks: every operation on it is inspected. The result of an
+    operation is a part too, if the cut dim can be found in the result: exactly for views and operations that keep
+    the shape, for others if one dim alone has its size."""
 
     mark: Mark
 
@@ -110,29 +108,25 @@ class PartOf(Tensor):
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         mark = next(t.mark for t in given if isinstance(t, PartOf))
         name = getattr(func, "__name__", "").strip("_")
-        problem = None if _is_inner(func) else _problem(name, mark, given, args, kwargs)
-        if problem:
+        # what an operation is made of is no operation of the program: on meta tensors it comes here by itself
+        inner = isinstance(func, torch._ops.OpOverload) and func.namespace in ("aten", "prims")
+        if not inner and (problem := _problem(name, mark, given, args, kwargs)):
             mark.report(problem)
         with torch._C.DisableTorchFunctionSubclass():
             out = func(*args, **kwargs)
-            if name in _CONTRACTIONS or (name in _CONVOLUTIONS and _groups(args, kwargs) == 1):
+            groups = kwargs.get("groups", args[6] if len(args) > 6 else 1)
+            if name in _CONTRACTIONS or (name in _CONVOLUTIONS and groups == 1):
                 return out
             if name in _REARRANGEMENTS and args and isinstance(args[0], PartOf):
                 return _rearranged(out, args[0], name, lambda x: func(x, *args[1:], **kwargs))
             return _propagated(out, mark, next(t.shape for t in given if isinstance(t, PartOf)))
 
 
-def _is_inner(func: Any) -> bool:
-    """Whether ``func`` is what an operation is made of, which on meta calls these by themselves."""
-    return isinstance(func, torch._ops.OpOverload) and func.namespace in ("aten", "prims")
-
-
 def _rearranged(out: Tensor, x: PartOf, name: str, how: Callable[[Tensor], Tensor]) -> Tensor:
     """``out``, marked where ``how`` puts the cut dim of ``x``: it follows from the strides of a view."""
     mark = x.mark
     if mark.width == 1:  # any dim of one entry has any stride
-        found: Tensor = _propagated(out, mark, x.shape)
-        return found
+        return _propagated(out, mark, x.shape)  # type: ignore[no-any-return]
     like = how(torch.empty(x.shape, device="meta"))
     # the dim whose steps lead from this rank's part to the next rank's
     edge = math.prod(x.shape[mark.dim :])
@@ -178,10 +172,9 @@ def _problem(name: str, mark: Mark, given: list[Tensor], args: tuple[Any, ...], 
         whole = [t for t in given if isinstance(t, nn.Parameter) and t.requires_grad]
         if whole and torch.is_grad_enabled() and not getattr(whole[0], "sequence_parallel_enabled", False):
             return (
-                f"{name} with a parameter of shape {tuple(whole[0].shape)} sees {have}, and so would its "
-                "gradient: in a sequence-parallel region use tpcore.RMSNorm or tpcore.LayerNorm with "
-                "sequence_parallel=True, or tpcore.comm.mappings.copy(parameter, comm) in a layer of "
-                "your own"
+                f"{name} with a parameter of shape {tuple(whole[0].shape)} sees {have}, and so would its gradient: in "
+                "a sequence-parallel region use tpcore.RMSNorm or tpcore.LayerNorm with sequence_parallel=True, or "
+                "tpcore.comm.mappings.copy(parameter, comm) in a layer of your own"
             )
     if mark.dim not in _reduced(name, args, kwargs):
         return None
@@ -220,11 +213,6 @@ def _reduced(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> range 
         dims = [dim] if isinstance(dim, int) and not isinstance(dim, bool) else dim
         return tuple(d % x.ndim for d in dims) if isinstance(dims, (list, tuple)) else range(x.ndim)
     return ()
-
-
-def _groups(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    groups: int = kwargs.get("groups", args[6] if len(args) > 6 else 1)
-    return groups
 
 
 def plain(t: Tensor) -> Tensor:

@@ -27,8 +27,7 @@ Site = tuple[CodeType, int]
 """A place in the code, as cheap to take as possible: it is formatted only for a message."""
 
 Caller = tuple[CodeType, int, int, int]
-"""A site, and the layer whose forward makes the call: its number among the layers on its group, and their
-count; 0 and 0 without one."""
+"""A site, and the layer whose forward makes the call: its number of how many on its group; 0 and 0 without one."""
 
 
 def call_site(*also: str) -> Site:
@@ -43,8 +42,7 @@ def call_site(*also: str) -> Site:
 
 
 def call_place(*also: str) -> Caller:
-    """``call_site`` with the innermost layer whose forward makes the call: so calls from one line, in a loop
-    over layers, have different places."""
+    """``call_site``, and the innermost layer whose forward makes the call, which tells calls of one loop apart."""
     code, line = call_site(*also)
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -72,13 +70,10 @@ def place_of(op: str, place: Caller) -> int:
 
 
 class Places:
-    """Finds swapped calls: calls that are equal on all ranks, but are made from different places.
-
-    Different places alone are no error: the two branches of ``if ctx.rank == 0`` may make one call. Each
-    place then belongs to some of the ranks only. Calls are swapped if one rank calls from a place that
-    another rank has used before, while that other rank calls from elsewhere. They are swapped as well if two
-    ranks are in different layers, unless a rank has made more layers than another: its numbers are others.
-    """
+    """Finds swapped calls: calls that are equal on all ranks, but are made from different places. Different places
+    alone are no error: two branches of ``if ctx.rank == 0`` may make one call. Calls are swapped if a rank calls
+    from a place that another has used before, while that one calls from elsewhere; or if two ranks are in different
+    layers, unless one has made more layers than another."""
 
     def __init__(self) -> None:
         self._common: set[int] = set()
@@ -108,12 +103,10 @@ class Places:
 
 
 def checked_calls() -> int:
-    """How many collectives of each group to check before they run, from ``TPCORE_CHECK``.
-
-    ``always``: ALL, and the same call from two places of the program counts as a difference too. ``off``:
-    none. ``warmup``, the default: the first 512; later calls are compared without a wait. It is a count and
-    not a time, so that all ranks of a group stop at the same call.
-    """
+    """How many collectives of each group to check before they run, from ``TPCORE_CHECK``. ``always``: ALL, and the
+    same call from two places of the program counts as a difference too. ``off``: none. ``warmup``, the default: the
+    first 512; later calls are compared without a wait. It is a count and not a time, so that all ranks of a group
+    stop at the same call."""
     return {"always": ALL, "warmup": _WARMUP, "off": 0}[settings.CHECK.get()]
 
 
@@ -154,8 +147,7 @@ class Call:
 
 
 def disagreement(calls: Sequence[Call], ranks: Sequence[int], place: bool = False, ended: str = "") -> str:
-    """A message that names the first rank whose call differs, of ``ranks`` whose fingerprints differ. If none
-    does: that some have ``ended``, or that the ranks make fingerprints in different ways."""
+    """A message that names the first rank whose call differs; if none: that some ``ended``, or hash in other ways."""
     for rank, call in zip(ranks[1:], calls[1:], strict=True):
         if call.key(place) != calls[0].key(place):
             return (
@@ -170,11 +162,9 @@ def disagreement(calls: Sequence[Call], ranks: Sequence[int], place: bool = Fals
 
 
 def compare(calls: Sequence[Call], ranks: Sequence[int], exchange: Callable[[bytes], bytes], place: bool) -> None:
-    """Raise CollectiveMismatchError on all ``ranks`` unless all make these calls, or have made them already.
-    The error describes the first call that differs. ``place``: the call sites must agree too.
-
-    ``exchange`` gathers the ranks' bytes, all of one length, and concatenates them; it is collective.
-    """
+    """Raise CollectiveMismatchError on all ``ranks`` unless all make these calls: it describes the first that
+    differs. ``place``: the call sites must agree too. ``exchange`` concatenates the ranks' bytes, all of one length;
+    collective."""
     mine = b"".join(word_of(call.key(place)).to_bytes(8, "little") for call in calls)
     every = exchange(mine)
     for i, call in enumerate(calls):

@@ -51,16 +51,12 @@ class Primitive:
         return x.new_empty(x.shape if self.shape is None else self.shape(x.shape, size, *arguments))
 
 
-def _resized(shape: Shape, dim: int, size: int) -> Shape:
-    return (*shape[:dim], size, *shape[dim + 1 :])
-
-
 def _longer(shape: Shape, n: int, dim: int) -> Shape:
-    return _resized(shape, dim, shape[dim] * n)
+    return (*shape[:dim], shape[dim] * n, *shape[dim + 1 :])
 
 
 def _shorter(shape: Shape, n: int, dim: int) -> Shape:
-    return _resized(shape, dim, shape[dim] // n)
+    return (*shape[:dim], shape[dim] // n, *shape[dim + 1 :])
 
 
 def _combined(every: Sequence[Tensor], op: str) -> Tensor:
@@ -229,8 +225,7 @@ class Transport(ABC):
         return every.movedim(0, concat_dim).flatten(concat_dim, concat_dim + 1).contiguous()
 
     def permute(self, x: Tensor, to: tuple[int, ...]) -> Tensor:
-        """Send ``x`` of member ``i`` to member ``to[i]``, or nowhere if that is -1. A member that receives
-        nothing gets zeros."""
+        """Send ``x`` of member ``i`` to member ``to[i]``, or nowhere if that is -1. Who receives nothing gets zeros."""
         sources = torch.tensor(inverse(to)).to(self.position.device).index_select(0, self.position)
         found = self.all_gather(x.unsqueeze(0), 0).index_select(0, sources.clamp(min=0))[0]
         if -1 not in inverse(to):

@@ -43,18 +43,11 @@ for _primitive in TABLE:
         setattr(TransportWrapper, _primitive.name, _relayed(_primitive))
 
 
-class Checked(TransportWrapper):
-    """Compares the calls of a group's ranks over the group itself. If they differ, all ranks raise an error.
-
-    The first calls are compared before they run, which prevents hangs and wrong numbers; ``TPCORE_CHECK`` sets how
-    many. Later calls are compared in runs of ``RUN``: one exchange for each call would cost as much as a small call.
-    """
-
-    RUN: ClassVar[int] = 32
+class Around(TransportWrapper):
+    """A transport that stands before ``inner``: it makes the same collectives."""
 
     def __init__(self, inner: Transport) -> None:
-        self._inner, self._seq, self._checked = inner, 0, checked_calls()
-        self._run: list[Call] = []
+        self._inner = inner
         self.group, self.size, self.members = inner.group, inner.size, inner.members
         self.index, self.position = inner.index, inner.position
 
@@ -66,9 +59,25 @@ class Checked(TransportWrapper):
         return self._inner.process_group
 
     def relay(self, primitive: Primitive, x: Tensor, *arguments: Any) -> Tensor:
-        self._enter(primitive, x, arguments)
         out: Tensor = getattr(self._inner, primitive.name)(x, *arguments)
         return out
+
+
+class Checked(Around):
+    """Compares the calls of a group's ranks over the group itself. If they differ, all ranks raise an error. The
+    first calls are compared before they run, which prevents hangs and wrong numbers; ``TPCORE_CHECK`` sets how many.
+    Later calls are compared in runs of ``RUN``: one exchange for each call would cost as much as a small call."""
+
+    RUN: ClassVar[int] = 32
+
+    def __init__(self, inner: Transport) -> None:
+        super().__init__(inner)
+        self._seq, self._checked = 0, checked_calls()
+        self._run: list[Call] = []
+
+    def relay(self, primitive: Primitive, x: Tensor, *arguments: Any) -> Tensor:
+        self._enter(primitive, x, arguments)
+        return super().relay(primitive, x, *arguments)
 
     def start_all_reduce(self, x: Tensor, op: Op, donate: bool) -> Pending:
         self._enter(ALL_REDUCE, x, (op, donate))
@@ -103,8 +112,7 @@ Find = Callable[[str], Any]
 
 
 def define(find: Find) -> torch.library.Library:
-    """Define the operators ``tpcore::all_reduce`` and so on. Their last argument is a name, and the Comm that
-    ``find`` returns for it runs the collective. They exist as long as the returned library does."""
+    """Define the operators ``tpcore::all_reduce``..., as long as the result lives; ``find``: the Comm of a name."""
     library = torch.library.Library(NAMESPACE, "DEF")
     for primitive in TABLE:
         library.define(primitive.name + _schema(primitive))
@@ -115,8 +123,7 @@ def define(find: Find) -> torch.library.Library:
 
 
 def _schema(primitive: Primitive) -> str:
-    """The operator's schema: the primitive's arguments, the group's size if the result's shape depends on
-    it, and the group's name."""
+    """The primitive's arguments, the group's size if the result's shape depends on it, and the group's name."""
     size = {} if primitive.shape is None else {"size": "int"}
     parameters = {"x": "Tensor", **primitive.arguments, **size, "axes": "str"}
     return f"({', '.join(f'{kind} {name}' for name, kind in parameters.items())}) -> Tensor"

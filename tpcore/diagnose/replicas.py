@@ -30,8 +30,7 @@ _CAUSES = {
 
 
 class TensorDigest(NamedTuple):
-    """One rank's values of one box of a tensor. Ranks with equal ``kind``, ``name``, ``box`` and ``of``
-    should have equal digests."""
+    """One rank's values of a box of a tensor: with ``kind``, ``name``, ``box`` and ``of`` the digests are equal."""
 
     kind: str
     name: str
@@ -46,24 +45,20 @@ class TensorDigest(NamedTuple):
 def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, batch: Any = None) -> None:
     """Raise ValueError on every rank if tensors that should be equal on several ranks are not.
 
-    It compares hashes of parameters, over dp and over the tp ranks that have the same entries; of gradients,
-    over these tp ranks (over dp they differ until the mean is taken); with ``optimizer``, plain or ``Zero1``,
-    of its state and of its groups' options, ``lr`` among them; with ``batch``, a tensor or nested tensors, of
-    the inputs of one tp group's ranks. Gradients alone may hide different batches, because layers sum over
-    tp. The error names the first tensor that differs, its ranks and usual causes. It also reports the
-    opposite: different parts of one tensor with equal values, which DistributedDataParallel over all ranks
-    causes.
+    It compares hashes of parameters, over dp and over the tp ranks that have the same entries; of gradients, over these
+    tp ranks (over dp they differ until the mean is taken); with ``optimizer``, plain or ``Zero1``, of its state and of
+    its groups' options, ``lr`` among them; with ``batch``, a tensor or nested tensors, of the inputs of one tp group's
+    ranks. Gradients alone may hide different batches, because layers sum over tp. The error names the first tensor that
+    differs, its ranks and usual causes. It also reports the opposite: different parts of one tensor with equal values,
+    which DistributedDataParallel over all ranks causes.
 
-    It reads every value: call it after the first backward and occasionally, not in each step. Collective
-    over the world.
+    It reads every value: call it after the first backward and occasionally, not in each step. Collective over the
+    world.
     """
     ctx = current()
-    mine = [
-        *_batch(batch, ctx),
-        *_parameters(model, ctx),
-        *(_states(model, optimizer, ctx) if optimizer is not None else ()),
-        *(_options(optimizer, ctx) if optimizer is not None else ()),
-    ]
+    mine = [*_batch(batch, ctx), *_parameters(model, ctx)]
+    if optimizer is not None:
+        mine += [*_states(model, optimizer, ctx), *_options(optimizer, ctx)]
     every = [TensorDigest(*one) for theirs in gather(mine, ctx.world) for one in theirs]
     problem = _difference(every, ctx) or _equality(every, ctx)
     if problem is not None:
@@ -97,9 +92,8 @@ def _states(model: nn.Module, optimizer: torch.optim.Optimizer, ctx: ParallelCon
                 box = "; ".join(box for box, _ in _boxes(p, p, ctx))
                 yield TensorDigest(STATE, called, box, _at(ctx, ctx.data), *_digest(value), ctx.rank)
             else:
-                yield TensorDigest(
-                    STATE, called, "", "", repr(float(value) if value is not None else None), True, ctx.rank
-                )
+                shown = repr(None if value is None else float(value))
+                yield TensorDigest(STATE, called, "", "", shown, True, ctx.rank)
 
 
 def _options(optimizer: torch.optim.Optimizer, ctx: ParallelContext) -> Iterator[TensorDigest]:

@@ -19,17 +19,16 @@ def _log(kind: type[BaseException], error: BaseException, tb: TracebackType | No
     log.error("rank %d: %s: %s", RANK.get(), kind.__name__, error)
 
 
-def _call(fd: int) -> Any:
-    fn, args, kwargs = unpack_call(read_file(fd))
-    return fn(*args, **kwargs)
-
-
 def main(lifeline: int, call: int, result: int) -> None:
+    def run() -> Any:
+        fn, args, kwargs = unpack_call(read_file(call))
+        return fn(*args, **kwargs)
+
     follow(lifeline)
     keep_freed_memory()
     rank = RANK.get()
     sys.excepthook = _log  # a backend's own hook, which informs the other ranks, calls this one
-    outcome = outcome_of(lambda: _call(call))
+    outcome = outcome_of(run)
     error = outcome.error
     if isinstance(error, SystemExit):
         exited = RuntimeError(f"rank {rank} called sys.exit({error.code!r})")

@@ -92,20 +92,19 @@ def _outcome(rank: int, packed: bytes, code: int | None) -> Outcome:
 
 @contextmanager
 def _signals_raise() -> Iterator[None]:
-    """Turn signals that would end this process into SystemExit, so that it ends the ranks first. Signals
-    with a handler of the program keep it."""
+    """Turn signals that would end this process into SystemExit, so that it ends the ranks first."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may set handlers
         return
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
     replaced = [s for s in _SIGNALS if signal.getsignal(s) is signal.SIG_DFL]
     for s in replaced:
-        signal.signal(s, _exit)
+        signal.signal(s, leave)
     try:
         yield
     finally:
         for s in replaced:
             signal.signal(s, signal.SIG_DFL)
-
-
-def _exit(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)

@@ -22,7 +22,8 @@ class Processes:
 
     def __init__(self) -> None:
         self.all: list[subprocess.Popen[bytes]] = []
-        self._lifeline = Lifeline()
+        # a child inherits neither, unless pass_fds names it; nobody writes, so a read ends when this process does
+        self._lifeline, self._owned = os.pipe()
 
     def start(
         self,
@@ -33,17 +34,17 @@ class Processes:
         fds: Sequence[int] = (),
         log: Path | None = None,
     ) -> subprocess.Popen[bytes]:
-        """Start ``python -m module LIFELINE arguments`` with ``fds`` open. The module first calls
-        ``lifeline.follow(LIFELINE)``. ``log``: a file for its output; None for this process's output."""
+        """Start ``python -m module LIFELINE arguments`` with ``fds`` open, which first calls ``follow(LIFELINE)``.
+        ``log``: a file for its output; None for this process's output."""
         out = None if log is None else log.open("wb")
         try:
             process = subprocess.Popen(
-                [*_command(module), str(self._lifeline.fd), *map(str, arguments)],
+                [*_command(module), str(self._lifeline), *map(str, arguments)],
                 env=dict(environment),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=None if out is None else subprocess.STDOUT,
-                pass_fds=(self._lifeline.fd, *fds),
+                pass_fds=(self._lifeline, *fds),
                 start_new_session=True,  # Ctrl-C in a terminal reaches the owner only
             )
         finally:
@@ -76,7 +77,8 @@ class Processes:
         for process in self.all:
             process.kill()
             process.wait()
-        self._lifeline.close()
+        os.close(self._owned)
+        os.close(self._lifeline)
 
     def _wait(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -91,37 +93,23 @@ def rank_environment(rank: int, size: int, job: Mapping[str, str]) -> dict[str, 
 
 
 def serving_environment(rank: int, size: int, job: Mapping[str, str]) -> dict[str, str]:
-    """``rank_environment``; where that says nothing else, the host's cores are divided among the ranks, and large
-    tensors are in huge pages."""
+    """``rank_environment``; by default the host's cores are divided among the ranks, and tensors are in huge pages."""
     threads = max(1, len(os.sched_getaffinity(0)) // size)
     return {THREADS.name: str(threads), HUGE_PAGES.name: "1"} | rank_environment(rank, size, job)
 
 
 def _command(module: str) -> list[str]:
-    """``python -m module`` with the ``sys.path`` of this process from the first import on. Plain ``-m`` would
-    put the working directory first, and a file there could shadow a module."""
+    """``python -m module`` with this process's ``sys.path``, which a file in the working directory cannot shadow."""
     path = [p or os.getcwd() for p in sys.path]
     run = f"import runpy; runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
     return [sys.executable, "-c", f"import sys; sys.path[:] = {path!r}; {run}"]
 
 
-class Lifeline:
-    """The owner's side. ``fd``: the descriptor to pass to the processes."""
-
-    def __init__(self) -> None:
-        self.fd, self._owned = os.pipe()  # a child inherits neither, unless pass_fds names it
-
-    def close(self) -> None:
-        """End the processes that still run ``follow``."""
-        os.close(self._owned)
-        os.close(self.fd)
-
-
 def follow(fd: int) -> None:
     """End this process when the owner of the lifeline ends, for whatever reason."""
-    Thread(target=_follow, args=(fd,), name="tpcore lifeline", daemon=True).start()
 
+    def end() -> None:
+        os.read(fd, 1)
+        os._exit(1)
 
-def _follow(fd: int) -> None:
-    os.read(fd, 1)  # nobody writes: this returns when the owner's end is closed
-    os._exit(1)
+    Thread(target=end, name="tpcore lifeline", daemon=True).start()

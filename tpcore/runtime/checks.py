@@ -78,8 +78,7 @@ def first_difference(ranks: Sequence[int], every: Sequence[Sequence[Note]]) -> s
 
 def compare_stages(tensors: Mapping[str, Tensor], pp: Comm) -> None:
     """Raise ValueError on all stages if ``tensors``, which each stage needs alike, differ. Collective."""
-    notes = [(what, _digest(plain(t.detach()))) for what, t in tensors.items()]
-    every = gather(notes, pp)
+    every = gather([(what, _digest(plain(t.detach()))) for what, t in tensors.items()], pp)
     for stage, theirs in enumerate(every):
         for (what, here), (_, there) in zip(every[0], theirs, strict=False):
             if not _alike(here, there):
@@ -97,16 +96,13 @@ def _digest(t: Tensor) -> list[float]:
         places = torch.arange(flat.numel(), device=flat.device) % 1009 + 1
         return [float(flat.numel()), float(int((flat.to(torch.int64) * places).sum()) % (1 << 52))]
     sums = [float(chunk.abs().sum(dtype=torch.float64)) for chunk in flat.chunk(_CHUNKS)]
-    return [float(flat.numel()), *(s if math.isfinite(s) else -1.0 for s in sums), *_sample(flat)]
-
-
-def _sample(flat: Tensor) -> list[float]:
-    """Entries at places that depend on the size alone: all, or ``_SAMPLE`` without a period, so that no
-    width of a row divides their distances. Four digits, which are short in JSON."""
+    # a sample of places that depend on the size alone, without a period, so that no width of a row divides their
+    # distances; four digits, which are short in JSON
     n = flat.numel()
-    places = range(n) if n <= _SAMPLE else [int(i * _GOLDEN % 1 * n) for i in range(_SAMPLE)]
-    entries = flat[torch.tensor(places, dtype=torch.int64, device=flat.device)].double().tolist()
-    return [float(f"{x:.4g}") if math.isfinite(x) else 0.0 for x in entries]
+    chosen = range(n) if n <= _SAMPLE else [int(i * _GOLDEN % 1 * n) for i in range(_SAMPLE)]
+    sample = flat[torch.tensor(chosen, dtype=torch.int64, device=flat.device)].double().tolist()
+    sample = [float(f"{x:.4g}") if math.isfinite(x) else 0.0 for x in sample]
+    return [float(n), *(s if math.isfinite(s) else -1.0 for s in sums), *sample]
 
 
 def _alike(a: list[float], b: list[float]) -> bool:
@@ -126,8 +122,7 @@ def _alike(a: list[float], b: list[float]) -> bool:
 
 
 def in_eager_mode() -> AbstractContextManager[Any]:
-    """In the block, or from the call on, torch.compile runs functions as they are: compiled code has no
-    operations that a check could see. No effect before torch 2.6."""
+    """torch.compile runs functions as they are: compiled code has no operations that a check could see."""
     stance = getattr(torch.compiler, "set_stance", None)
     return nullcontext() if stance is None else cast(AbstractContextManager[Any], stance("force_eager"))
 

@@ -78,11 +78,9 @@ class HasWorld(Protocol):
 
 
 class together(AbstractContextManager[None]):
-    """A block of local work that may fail on some ranks. Then all ranks raise an error of the same type.
-
-    A failed rank raises its own error. The others raise an error that names the first failed rank. The block
-    may make no collective; its end is one, over the world.
-    """
+    """A block of local work that may fail on some ranks. Then all ranks raise an error of the same type. A failed
+    rank raises its own error. The others raise an error that names the first failed rank. The block may make no
+    collective; its end is one, over the world."""
 
     # a class and not a generator: contextlib leaves a generator at different lines with and without an
     # error, so ranks would appear to make their collectives from different places
@@ -108,11 +106,6 @@ def _rebuilt(kind: str, message: str) -> Exception:
     """Another rank's error, of the same type if that type takes just a message, else a RuntimeError."""
     module, _, name = kind.rpartition(".")
     found = getattr(errors if module == errors.__name__ else builtins, name, None)
-    if (
-        isinstance(found, type)
-        and issubclass(found, Exception)
-        and not issubclass(found, OSError | UnicodeError)
-        and found.__name__ != "ExceptionGroup"
-    ):
-        return found(message)
-    return RuntimeError(f"{name}: {message}")
+    if not isinstance(found, type) or not issubclass(found, Exception) or name == "ExceptionGroup":
+        return RuntimeError(f"{name}: {message}")
+    return RuntimeError(f"{name}: {message}") if issubclass(found, OSError | UnicodeError) else found(message)

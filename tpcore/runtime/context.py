@@ -114,8 +114,7 @@ class ParallelContext:
 
     @cached_property
     def place(self) -> tuple[int, tuple[tuple[str, int], ...]]:
-        """This rank, and the mesh of the whole job without axes of one rank: equal for contexts in which a
-        sharded tensor has the same entries on the same ranks."""
+        """This rank, and the job's mesh without axes of one rank: equal where a sharded tensor has the same entries."""
         job = self.part_of or self
         return job.rank, tuple((axis, size) for axis, size in job.mesh.axes.items() if size > 1)
 
@@ -153,8 +152,7 @@ class ParallelContext:
         return self._adopted[-1]
 
     def grouped(self, name: str, partition: tuple[tuple[int, ...], ...]) -> Comm:
-        """The Comm called ``name`` over ``partition``: groups that no axes make. The first call of a name is
-        collective over the world."""
+        """The Comm ``name`` over groups that no axes make. The first call of a name is collective over the world."""
         known = next((comm for comm in self._adopted if comm.name == name), None)
         if known is None:
             known = self.backend.comm(Group((), partition), self.rank).called(name)
@@ -210,8 +208,7 @@ def leave_process() -> ParallelContext | None:
 
 
 def swap_process(contexts: list[ParallelContext]) -> list[ParallelContext]:
-    """Replace the contexts that ``enter_process`` set by ``contexts``, and return the old ones: for several
-    ranks that take turns in one process."""
+    """Replace the contexts of ``enter_process``, and return the old ones: for ranks that take turns in one process."""
     before = list(_process)
     _process[:] = contexts
     return before

@@ -84,23 +84,19 @@ def whole_tensors_only() -> Iterator[None]:
 
 def default_backend() -> tuple[str, str]:
     """The first of TPCORE_BACKEND, neuron or cuda if it can run here, cpu_gloo; and the reason for it."""
-    chosen, why = settings.BACKEND.get(), f"{settings.BACKEND.name} is set"
-    if not chosen:
-        usable = (name for name in ("neuron", "cuda") if backend_class(name).unavailable() is None)
-        chosen, why = next(usable, "cpu_gloo"), "it can run here"
-        if chosen == "cpu_gloo":
-            why = "no Neuron device and no GPU is present"
-    return chosen, why
+    if chosen := settings.BACKEND.get():
+        return chosen, f"{settings.BACKEND.name} is set"
+    usable = ((name, "it can run here") for name in ("neuron", "cuda") if backend_class(name).unavailable() is None)
+    return next(usable, ("cpu_gloo", "no Neuron device and no GPU is present"))
 
 
 def choose_backend(name: str | None) -> str:
     """``name``, or ``default_backend``, which rank 0 logs."""
-    if name is not None:
-        return name
-    chosen, why = default_backend()
-    if settings.RANK.get() == 0:
-        inform(f"backend {chosen} ({why})")
-    return chosen
+    if name is None:
+        name, why = default_backend()
+        if settings.RANK.get() == 0:
+            inform(f"backend {name} ({why})")
+    return name
 
 
 def _mesh(tp: int, pp: int, ep: int, cp: int, world: int) -> Mesh:
@@ -137,15 +133,6 @@ def _check_mesh(ctx: ParallelContext) -> None:
     )
 
 
-def _seconds(timeout: float | None) -> float:
-    if timeout is None:
-        return settings.TIMEOUT.get()
-    try:
-        return settings.seconds(str(timeout))
-    except ValueError as e:
-        raise ValueError(f"timeout must be {e}, not {timeout!r}") from None
-
-
 def init(
     backend: str | Backend | None = None,
     tp: int = 1,
@@ -158,13 +145,12 @@ def init(
 ) -> ParallelContext:
     """Join the job that ``torchrun`` started and divide it into tp groups; dp is the rest of the world.
 
-    ``pp``: pipeline stages, the outermost axis of the mesh; ``ctx.comm("pp", "tp")`` spans stages and tp.
-    ``ep``: ranks among which whole experts are divided, and ``cp``: ranks among which the tokens of each sequence
-    are (``tpcore.parallelize``). Ranks of ep have other examples, like those of dp. The axes are between dp and
-    tp, in this order, and a mesh has them above 1.
-    ``backend``: a plugin's name, an instance, or None to choose one (``TPCORE_BACKEND``, else neuron or cuda if
-    such a device is present, else cpu_gloo). ``timeout``: seconds that a collective waits for a rank before
-    every rank gets an error; default ``TPCORE_TIMEOUT`` or 120.
+    ``pp``: pipeline stages, the outermost axis of the mesh; ``ctx.comm("pp", "tp")`` spans stages and tp. ``ep``: ranks
+    among which whole experts are divided, and ``cp``: ranks among which the tokens of each sequence are
+    (``tpcore.parallelize``). Ranks of ep have other examples, like those of dp. The axes are between dp and tp, in this
+    order, and a mesh has them above 1. ``backend``: a plugin's name, an instance, or None to choose one
+    (``TPCORE_BACKEND``, else neuron or cuda if such a device is present, else cpu_gloo). ``timeout``: seconds that a
+    collective waits for a rank before every rank gets an error; default ``TPCORE_TIMEOUT`` or 120.
 
     Raises ValueError if pp times ep times cp times tp does not divide the world, RuntimeError if called twice,
     BackendError if the backend is missing or cannot run here. No degree is clamped; an error leaves nothing running.
@@ -185,7 +171,10 @@ def init(
     for name, size in (("tp", tp), ("pp", pp), ("ep", ep), ("cp", cp)):
         if not isinstance(size, int) or size < 1:
             raise ValueError(f"{name} must be a whole number of ranks, 1 or more, not {size!r}")
-    seconds = _seconds(timeout)
+    try:
+        seconds = settings.TIMEOUT.get() if timeout is None else settings.seconds(str(timeout))
+    except ValueError as e:
+        raise e if timeout is None else ValueError(f"timeout must be {e}, not {timeout!r}") from None
     chosen = backend if isinstance(backend, Backend) else load_backend(choose_backend(backend))
     rank, world = chosen.start(seconds)
     try:

@@ -19,12 +19,9 @@ _LARGEST = (1 << 30, 32 << 20)  # bytes; older versions of glibc refuse more tha
 
 
 def keep_freed_memory() -> bool:
-    """Let glibc keep freed memory for the next tensors; does nothing with another C library.
-
-    glibc gives large blocks back to the kernel at once, so each step maps its large activations and
-    gradients anew: a fresh gradient of 62 MB costs 15,000 page faults. After this call the process keeps
-    its peak memory. Returns whether the C library accepted the setting.
-    """
+    """Let glibc keep freed memory for the next tensors; with another C library nothing. Returns whether it does.
+    glibc gives large blocks back to the kernel at once, so each step would map its large activations and gradients
+    anew, with 15,000 page faults for 62 MB. After this call the process keeps its peak memory."""
     if not sys.platform.startswith("linux"):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -36,10 +33,8 @@ def keep_freed_memory() -> bool:
 
 def in_huge_pages(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copies of contiguous tensors of the host, side by side in memory for which the kernel is asked for huge pages.
-
-    A mapped file has pages of 4 KiB on the usual file systems, and a product of few rows, which reads each weight once,
-    then waits for the page table. Without huge pages in the kernel these are plain copies.
-    """
+    A mapped file has pages of 4 KiB on the usual file systems, and a product of few rows, which reads each weight
+    once, then waits for the page table. Without huge pages in the kernel these are plain copies."""
     places, size = {}, 0
     for name, t in tensors.items():
         places[name] = size

@@ -29,11 +29,8 @@ def manual_seed(seed: int) -> None:
 
 @contextmanager
 def sharded() -> Iterator[None]:
-    """Draw different numbers on each tp rank inside a ``with`` block, reproducible from the seed.
-
-    For dropout on activations that are cut over the tp group, and over cp where ranks have other tokens. All
-    ranks of both must enter it.
-    """
+    """Draw different numbers on each tp rank inside a ``with`` block, reproducible from the seed: for dropout on
+    activations cut over tp, and over cp where ranks have other tokens. All ranks of both must enter it."""
     ctx = current()
     seed = draw()
     state = ctx.backend.get_rng_state()

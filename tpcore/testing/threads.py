@@ -1,9 +1,6 @@
-"""Ranks as threads of one process, one running at a time. Also the smallest complete backend.
-
-The world's condition is a baton: a rank has it while it runs Python and passes it on only inside a
-collective, with torch's random state. So a run is deterministic, ``torch.manual_seed`` in one rank does not
-affect another rank, and a deadlock is found at once instead of after a timeout.
-"""
+"""Ranks as threads of one process, one running at a time. Also the smallest complete backend. The world's condition
+is a baton: a rank has it while it runs Python and passes it on only inside a collective, with torch's random state.
+So a run is deterministic, and a deadlock is found at once."""
 
 from __future__ import annotations
 
@@ -132,11 +129,8 @@ class ThreadBackend(Backend):
 def run_ranks(
     mesh: Mesh, fn: Callable[[ParallelContext], T], *, backend: type[ThreadBackend] = ThreadBackend
 ) -> list[T]:
-    """Call ``fn(ctx)`` on every rank of ``mesh``; return the results in rank order.
-
-    Every rank starts from the caller's random state, which is restored afterwards. If ranks fail, the first
-    failure that is not a consequence of another is raised.
-    """
+    """Call ``fn(ctx)`` on every rank of ``mesh``; return the results in rank order. Every rank starts from the
+    caller's random state. If ranks fail, the first failure that is not a consequence of another is raised."""
     world = ThreadWorld(mesh.size)
     results: dict[int, T] = {}
     state = torch.get_rng_state()

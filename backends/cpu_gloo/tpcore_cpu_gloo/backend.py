@@ -5,8 +5,8 @@ from __future__ import annotations
 import atexit
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,8 +20,8 @@ from tpcore.backend.interface import Dims, Function, LoadedProgram
 from tpcore.c10d.backend import C10dBackend
 from tpcore.c10d.supervision.host import RANK_MEMORY, available_memory, let_threads_finish, sockets
 from tpcore.c10d.supervision.waiting import Waiting
-from tpcore.c10d.transport import REDUCE, C10dTransport, copied
-from tpcore.comm.transport import CPU, Op, Pending, Transport
+from tpcore.c10d.transport import C10dTransport
+from tpcore.comm.transport import CPU, Pending, Transport
 from tpcore.layout.mesh import Group
 from tpcore.log import inform
 from tpcore.runtime.context import current
@@ -62,14 +62,6 @@ class GlooTransport(C10dTransport):
 
     def _handle(self, pg: Any) -> Any:
         return pg._get_backend(CPU)
-
-    def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
-        if x.dtype not in self.native or (op == "max" and x.is_floating_point()):
-            return self.start_all_reduce(x, op, donate)()
-        self._enter("all_reduce", x, op)
-        out = x if donate and x.is_contiguous() else copied(x)
-        self.finish(self._calls.allreduce([out], REDUCE[op]))
-        return out
 
     def _started_scatter(self, sent: Tensor, x: Tensor, dim: int) -> Pending:
         """All-to-all, then a local sum: half the traffic of gloo's reduce-scatter, which all-reduces.
@@ -165,12 +157,11 @@ class GlooBackend(C10dBackend):
 
     def _share_memory(self, pg: Any, waiting: Waiting) -> Exchange | str:
         """Set up memory that all members share; return the reason if they cannot. Collective."""
-        members, neighbours = waiting.members, waiting.neighbours()
+        members, neighbours = waiting.members, waiting.neighbours
         if not neighbours.issuperset(members):
             return "not all on one host"
-        found = shared(
-            len(members), members.index(self._rank), self.buffers, partial(exchanged, pg, waiting), _refusal()
-        )
+        gather = partial(exchanged, pg, waiting)
+        found = shared(len(members), members.index(self._rank), self.buffers, gather, _refusal())
         if not isinstance(found, list):
             return Exchange(found, waiting, len(neighbours))
         why = "; ".join(f"rank {r}: {text}" for r, text in zip(members, found, strict=True) if text)
@@ -181,18 +172,15 @@ class GlooBackend(C10dBackend):
     def _sockets(self) -> frozenset[int]:
         return sockets()
 
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _alone(self) -> AbstractContextManager[None]:
         """Let gloo listen on the loopback interface: a group of one needs no port that others can reach."""
         local = [i for _, i in socket.if_nameindex() if i in ("lo", "lo0")]
-        with changed({INTERFACE.name: local[0]} if local and not INTERFACE.is_set else {}):
-            yield
+        return changed({INTERFACE.name: local[0]} if local and not INTERFACE.is_set else {})
 
 
 def _release_tensors() -> None:
-    """Let gloo's threads release the tensors of the last collectives, which they do after the caller has gone
-    on, and with the interpreter's lock. CPython before 3.14 ends a thread that asks for the lock of an
-    interpreter that ends, and in such a thread that aborts the process."""
+    """Let gloo's threads release the last collectives' tensors, for which they need the interpreter's lock: CPython
+    before 3.14 ends a thread that asks for that of an interpreter that ends, and so aborts the process."""
     let_threads_finish("pt_gloo_runloop", 1.0)
 
 

@@ -1,9 +1,7 @@
-"""The protocol of shared buffers: which buffer is next, and the wait until every member has filled it.
-
-Each rank alternates between two buffers: it fills its own, posts one semaphore for each peer, takes one of each peer,
-and reads the peers' buffers. A rank that has taken every peer's post n knows that all have read the buffers of post n -
-1, since they read before they post n. So the buffer of n - 1 is free for n + 1 without another message.
-"""
+"""The protocol of shared buffers: which buffer is next, and the wait until every member has filled it. Each rank
+alternates between two buffers: it fills its own, posts one semaphore for each peer, takes one of each peer, and
+reads the peers' buffers. A rank that has taken every peer's post n knows that all have read the buffers of post n -
+1, since they read before they post n. So the buffer of n - 1 is free for n + 1 without another message."""
 
 from __future__ import annotations
 
@@ -123,15 +121,16 @@ class Exchange:
         words = self._words[self._posts & 1]
         for view, at in words:
             if view[at + CALL] != word:
-                raise self._lost() if self._member_left() else self._mismatch(entry, False)
+                if any(v[i + LEFT] for v, i in self._words[0]):
+                    raise self.waiting.lost(ConnectionResetError("it makes no more calls"))
+                raise self._mismatch(entry, False)
         if place:
             places = [view[at + PLACE] for view, at in words]
             if self._places.swapped(self._positions, places):
                 raise self._mismatch(entry, True)
 
     def room(self, need: int, call: Announced, whole: bool = False) -> int:
-        """Bytes of a buffer that may be used, the same on all ranks: ``need`` if all can reserve them, and no more
-        than a piece unless ``whole``."""
+        """Bytes of a buffer to use, equal on all ranks: ``need`` if all can reserve it; a piece unless ``whole``."""
         segment = self.segment
         most = segment.whole if whole else segment.most
         if segment.room >= min(need, most):
@@ -171,20 +170,12 @@ class Exchange:
         self.waiting.finish(_Post(peer, address, self.waiting))
 
     def _leave(self) -> None:
-        """Tell peers that this rank leaves, as a closed connection would: they wake up now or at their next
-        call. They still complete the call that this rank posted last. Any thread may call it, in the middle of a
-        call too.
-        """
+        """Tell peers that this rank leaves, as a closed connection would: they wake up now or at their next call.
+        They still complete the call that this rank posted last. Any thread may call it, in the middle of a call too."""
         view, at = self._words[0][self.segment.position]
         view[at + LEFT] = 1
         for address in self.segment.posts:
             semaphores.post(address)
-
-    def _member_left(self) -> bool:
-        return any(view[at + LEFT] for view, at in self._words[0])
-
-    def _lost(self) -> Exception:
-        return self.waiting.lost(ConnectionResetError("it makes no more calls"))
 
     def _mismatch(self, entry: Entry, place: bool) -> CollectiveMismatchError:
         """The error for calls that differ. All members find this and call it; they exchange their calls."""

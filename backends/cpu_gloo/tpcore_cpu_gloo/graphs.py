@@ -1,8 +1,6 @@
-"""Graphs of torch.fx as JSON: names of operators and their arguments, and nothing executable.
-
-torch.export's own file format is not used: it pickles values that it cannot serialize otherwise, and reading
-it imports a symbolic algebra system, which takes 1.5 s in each process that starts.
-"""
+"""Graphs of torch.fx as JSON: names of operators and their arguments, and nothing executable. torch.export's own
+file format is not used: it pickles values that it cannot serialize otherwise, and reading it imports a symbolic
+algebra system, which takes 1.5 s in each process that starts."""
 
 from __future__ import annotations
 
@@ -28,19 +26,15 @@ Target = Callable[..., Any]
 
 
 def to_json(module: GraphModule) -> JSON:
-    """The nodes of a graph in order, and the graphs that it calls. BackendError for an operator or a value
-    that this format does not support."""
-    graphs = {str(n.target): n for n in module.graph.nodes if n.op == "get_attr"}
-    inner = {name: to_json(_graph_at(module, name)) for name in graphs}
+    """The nodes of a graph in order, and the graphs that it calls. BackendError for what this form does not hold."""
+    graphs = {}
+    for name in dict.fromkeys(str(n.target) for n in module.graph.nodes if n.op == "get_attr"):
+        inner = getattr(module, name)
+        if not isinstance(inner, GraphModule):
+            raise BackendError(f"the graph holds {name!r}, a {type(inner).__name__}, which no program can hold")
+        graphs[name] = to_json(inner)
     nodes = [_node(n) for n in module.graph.nodes if n.op != "get_attr"]
-    return {"nodes": nodes, **({"graphs": inner} if inner else {})}
-
-
-def _graph_at(module: GraphModule, name: str) -> GraphModule:
-    found = getattr(module, name)
-    if not isinstance(found, GraphModule):
-        raise BackendError(f"the graph holds {name!r}, a {type(found).__name__}, which no program can hold")
-    return found
+    return {"nodes": nodes, **({"graphs": graphs} if graphs else {})}
 
 
 def _node(node: Node) -> JSON:
@@ -68,9 +62,7 @@ def _name_of(target: Any) -> str:
 def _to_json(value: Any) -> JSON:
     """One argument. A value that JSON does not support becomes a dict with one entry."""
     if isinstance(value, Node):
-        return {
-            "graph" if value.op == "get_attr" else "node": str(value.target if value.op == "get_attr" else value.name)
-        }
+        return {"graph": str(value.target)} if value.op == "get_attr" else {"node": value.name}
     if isinstance(value, bool | int | str) or value is None:
         return value
     if isinstance(value, float):
@@ -90,12 +82,10 @@ def _to_json(value: Any) -> JSON:
 
 
 def from_json(data: JSON, instead: Mapping[str, Target]) -> GraphModule:
-    """The graph of ``to_json``. ``instead``: functions to call in place of the operators of these names.
-
-    torch.fx generates Python source from a graph. Text of ``data`` gets into the source only as literals:
-    nodes and inner graphs get new names, operators are looked up, and names of arguments are checked. Raises
-    KeyError, TypeError and the like for damaged data, BackendError for an unknown operator.
-    """
+    """The graph of ``to_json``. ``instead``: functions in place of operators. torch.fx generates Python source, into
+    which text of ``data`` gets only as literals: nodes and graphs get new names, operators are looked up, names of
+    arguments are checked. Raises KeyError, TypeError and the like for damaged data, BackendError for an unknown
+    operator."""
     root, graph, made = torch.nn.Module(), Graph(), _Made({}, {})
     for number, (name, inner) in enumerate(data.get("graphs", {}).items()):
         made.graphs[name] = f"graph{number}"
@@ -159,11 +149,7 @@ def _value_of(value: JSON, graph: Graph, made: _Made) -> Any:
         return float(inner)
     if kind == "device":
         return torch.device(inner)
-    return _torch_value(kind, inner)
-
-
-def _torch_value(kind: str, name: str) -> Any:
-    found = getattr(torch, name)
+    found = getattr(torch, inner)
     if _OF_TORCH.get(type(found)) != kind:
-        raise TypeError(f"torch.{name} is no {kind}")
+        raise TypeError(f"torch.{inner} is no {kind}")
     return found

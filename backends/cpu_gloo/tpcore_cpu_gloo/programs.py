@@ -75,8 +75,9 @@ def trace(
 def _exported(
     pure: _PureFunction, weights: list[Tensor], comms: Sequence[Comm], inputs: Sequence[Tensor], dims: Dims
 ) -> Any:
-    known: dict[str, Any] = {}
-    shapes = [{at: _dim(d, known) for at, d in of.items()} for of in dims]
+    named = {dim.name: dim for of in dims for dim in of.values()}
+    known = {name: torch.export.Dim(f"d{i}", min=d.min, max=d.max) for i, (name, d) in enumerate(named.items())}
+    shapes = [{at: known[d.name] for at, d in of.items()} for of in dims]
     examples = [_example(t, d) for t, d in zip(inputs, dims, strict=True)]
     try:
         with torch.no_grad():
@@ -89,16 +90,11 @@ def _exported(
     except Exception as e:
         if not known or "Constraints violated" not in str(e):
             raise
-        dims_of = ", ".join(str(d) for d in {d.name: d for of in dims for d in of.values()}.values())
         raise ValueError(
-            f"the model does not take every size of {dims_of}: sequence parallelism, say, takes multiples "
-            "of tp only. Trace it without sequence_dim (the weights are the same), or for "
-            f"few sizes with bucket_inputs. torch says: {str(e)[:500]}"
+            f"the model does not take every size of {', '.join(map(str, named.values()))}: sequence parallelism, say, "
+            "takes multiples of tp only. Trace it without sequence_dim (the weights are the same), or for few sizes "
+            f"with bucket_inputs. torch says: {str(e)[:500]}"
         ) from e
-
-
-def _dim(dim: DynamicDim, known: dict[str, Any]) -> Any:
-    return known.setdefault(dim.name, torch.export.Dim(f"d{len(known)}", min=dim.min, max=dim.max))
 
 
 def _example(t: Tensor, dims: Mapping[int, DynamicDim]) -> Tensor:
@@ -159,8 +155,7 @@ def _assert(holds: Tensor, message: str) -> None:
 
 
 def _replacements(comm_of: Callable[[str], Comm], groups: Sequence[str]) -> dict[str, Target]:
-    """What a loaded graph calls in place of operators: collectives skip the dispatcher (10 us), and may
-    return the argument's memory."""
+    """What a graph calls in place of operators: no dispatcher (10 us), and results may be the argument's memory."""
     comms = {name: comm_of(name) for name in groups}
 
     def call(primitive: Primitive) -> Callable[..., Tensor]:

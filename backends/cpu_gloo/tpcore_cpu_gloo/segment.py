@@ -1,9 +1,7 @@
-"""The memory that the ranks of one host share: its layout, and how ranks map each other's part.
-
-Each rank owns one file in memory, which only it fills and the others read. The file has no name, so
-nothing remains however a job ends, and the size of /dev/shm does not matter. The others open it through
-/proc/<pid>/fd. Memory is reserved before use, so that a lack of memory raises an error and no SIGBUS.
-"""
+"""The memory that the ranks of one host share: its layout, and how ranks map each other's part. Each rank owns one
+file in memory, which only it fills and the others read. The file has no name, so nothing remains however a job ends,
+and the size of /dev/shm does not matter. The others open it through /proc/<pid>/fd. Memory is reserved before use,
+so that a lack of memory raises an error and no SIGBUS."""
 
 from __future__ import annotations
 
@@ -29,13 +27,10 @@ CALL, PLACE, _ROOM, LEFT = range(4)
 
 
 class Segment:
-    """This rank's memory for one group, and its view of the peers'.
-
-    The head has a semaphore for each peer, two lines of words, and a page of text. Two buffers follow,
-    which use ``room`` of their bytes, up to ``most`` for a piece of a tensor and ``whole`` for a tensor that is
-    posted whole: all address space is mapped from the beginning, so views of a buffer stay valid when more of it is
-    reserved.
-    """
+    """This rank's memory for one group, and its view of the peers': a head of a semaphore for each peer, two lines
+    of words and a page of text, and two buffers. Of those ``room`` bytes are used, up to ``most`` for a piece and
+    ``whole`` for a tensor posted whole. All address space is mapped at first, so views stay valid when more of it is
+    reserved."""
 
     def __init__(self, size: int, position: int, first: int, most: int) -> None:
         self.size, self.position = size, position
@@ -127,29 +122,22 @@ def _address(memory: mmap.mmap) -> int:
 
 
 def shared(
-    size: int,
-    position: int,
-    limits: tuple[int, int],
-    exchange: Callable[[str], Sequence[str]],
-    refusal: str = "",
+    size: int, position: int, limits: tuple[int, int], exchange: Callable[[str], Sequence[str]], refusal: str = ""
 ) -> Segment | list[str]:
     """A segment that all members have mapped, or for each member the reason why it cannot ("" if it can).
-
-    Collective; all members succeed or none. ``limits``: bytes of a buffer at first and at most. ``exchange``
-    gathers the members' texts. ``refusal``: the reason if this rank must not share memory.
-    """
+    Collective; all members succeed or none. ``limits``: bytes of a buffer at first and at most. ``exchange`` gathers
+    the members' texts. ``refusal``: the reason if this rank must not share memory."""
     segment, reason = None, refusal
-    if not refusal:
-        try:
-            segment = Segment(size, position, *limits)
-        except _FAILURES as e:
-            reason = str(e)
+    try:
+        segment = None if refusal else Segment(size, position, *limits)
+    except _FAILURES as e:
+        reason = str(e)
     tickets = exchange("" if segment is None else segment.ticket)
-    if segment is not None and all(tickets):
-        try:
+    try:
+        if segment is not None and all(tickets):
             segment.open(tickets)
-        except _FAILURES as e:
-            reason = str(e)
+    except _FAILURES as e:
+        reason = str(e)
     reasons = list(exchange(reason))
     if segment is not None and not any(reasons):
         return segment

@@ -1,8 +1,6 @@
-"""POSIX semaphores in shared memory, through the C library: no compiler is needed.
-
-Semaphores and not flags: writes before ``sem_post`` are visible after ``sem_wait`` on every processor, also
-where plain stores may be reordered (Arm), and a process can sleep on a semaphore.
-"""
+"""POSIX semaphores in shared memory, through the C library: no compiler is needed. Semaphores and not flags: writes
+before ``sem_post`` are visible after ``sem_wait`` on every processor, also where plain stores may be reordered
+(Arm), and a process can sleep on a semaphore."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
-"""The collectives of one group whose ranks are all on one host, through shared memory.
-
-Sums are taken in rank order on every rank, for half precision in float32 and rounded once: the same bits on
-all ranks, however a tensor is cut into pieces. A rank must not use it from several threads at once: a group's
-collectives have one order.
-"""
+"""The collectives of one group whose ranks are all on one host, through shared memory. Sums are taken in rank order
+on every rank, for half precision in float32 and rounded once: the same bits on all ranks, however a tensor is cut
+into pieces. A rank must not use it from several threads at once: a group's collectives have one order."""
 
 from __future__ import annotations
 
@@ -85,8 +82,7 @@ class SharedTransport(Transport):
         return folded(parts, _FOLD[op], x if donate and x.is_contiguous() else None)
 
     def start_all_reduce(self, x: Tensor, op: Op, donate: bool) -> Pending:
-        """A tensor that fits a buffer is visible to the others at once. The sum is computed at the wait, or
-        before the next collective."""
+        """What fits a buffer is visible at once. The sum is computed at the wait, or before the next collective."""
         plan, call = self._begin(ALL_REDUCE, x, op)
         if plan.views is None:
             out = self._summed_by_pieces(x.detach(), op, donate, call)
@@ -252,8 +248,7 @@ class SharedTransport(Transport):
         return _Plan(name, word_of((name, tuple(x.shape), x.dtype)), views)
 
     def _pieces(self, call: Announced, shape: Sequence[int], x: Tensor, parts: int = 1) -> Iterator[Chunk]:
-        """Pieces of a matrix of ``shape`` of which ``parts`` fit a buffer. There is at least one, because a
-        meeting is needed to find calls that differ. Fill each piece, call its ``meet``, then read."""
+        """Pieces of a matrix of which ``parts`` fit a buffer, at least one: fill it, call its ``meet``, then read."""
         rows, columns = shape
         need = parts * rows * columns * x.element_size()
         most = self._exchange.room(need, call) // x.element_size() // parts

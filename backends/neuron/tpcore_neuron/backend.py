@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,7 @@ import torch
 from torch import Tensor
 
 from tpcore import settings
-from tpcore.backend.interface import (
-    Backend,
-    Capabilities,
-    CompilerOptions,
-    Dims,
-    Function,
-    LoadedProgram,
-    ProgramInfo,
-)
+from tpcore.backend.interface import Backend, Capabilities, CompilerOptions, Dims, Function, LoadedProgram, ProgramInfo
 from tpcore.comm.transport import Transport
 from tpcore.errors import BackendError
 from tpcore.layout.mesh import Group
@@ -108,7 +101,6 @@ class NeuronBackend(Backend):
                 f"{asked} processes were started and the XLA runtime connects {world}: "
                 + platform.connect(str(xr.device_type()), asked)
             )
-        self._made: list[Any] = []
         if settings.CHECK.get() == "always":
             from . import reads
 
@@ -198,8 +190,6 @@ def as_on_neuron(can: Capabilities) -> Capabilities:
 
 
 def _join(timeout: float) -> None:
-    from datetime import timedelta
-
     import torch.distributed as dist
     import torch_xla.distributed.xla_backend  # noqa: F401  registers "xla"
 
@@ -211,11 +201,9 @@ def _join(timeout: float) -> None:
 
 
 def _process_group(group: Group, rank: int) -> Any:
-    """This rank's ``torch.distributed`` group, which has the whole partition in its options. All ranks make
-    all groups in the same order, as torch requires."""
+    """This rank's ``torch.distributed`` group, with the whole partition. All ranks make all groups in one order."""
     import torch.distributed as dist
 
-    mesh = group.as_list()
-    options = {"xla_pg_options": {"mesh": mesh}}
+    options = {"xla_pg_options": {"mesh": group.as_list()}}
     made = {ranks: dist.new_group(list(ranks), pg_options=options) for ranks in group.partition}
     return made[group.members(rank)]

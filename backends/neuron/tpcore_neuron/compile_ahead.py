@@ -30,7 +30,9 @@ def compile_ahead(command: Sequence[str], world: int | None) -> list[ProgramInfo
     if tool is not None:
         torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={world}"]
         subprocess.run([tool, *torchrun, *script], check=True)
-    return _distinct(found)
+    runs = Counter(p.digest for p in found)
+    first = {p.digest: p for p in reversed(found)}
+    return [_info(first[digest], times) for digest, times in runs.items()]
 
 
 def _parse(command: list[str], world: int | None) -> tuple[int, list[str]]:
@@ -70,12 +72,6 @@ def _run_script(script: list[str]) -> list[HloProgram]:
         if end.code not in (None, 0):
             raise BackendError(f"{path} ended with status {end.code}") from end
     return [p for p in programs() if p.operations]
-
-
-def _distinct(found: list[HloProgram]) -> list[ProgramInfo]:
-    runs = Counter(p.digest for p in found)
-    first = {p.digest: p for p in reversed(found)}
-    return [_info(first[digest], runs[digest]) for digest in dict.fromkeys(p.digest for p in found)]
 
 
 def _info(program: HloProgram, runs: int) -> ProgramInfo:

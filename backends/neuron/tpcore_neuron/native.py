@@ -1,9 +1,7 @@
-"""The backend over AWS's native PyTorch: torch.distributed's collectives on the ``neuron`` device.
-
-From torch-neuronx 2.13 on (Trn2, Trn3) there is no torch_xla: tensors are on the device ``neuron``, and
-``torch.distributed`` has a transport of that name. The two names are parameters, so that the same code runs
-over gloo on a CPU, where it is tested. It has not been run on the hardware.
-"""
+"""The backend over AWS's native PyTorch: torch.distributed's collectives on the ``neuron`` device. From
+torch-neuronx 2.13 on (Trn2, Trn3) there is no torch_xla: tensors are on the device ``neuron``, and
+``torch.distributed`` has a transport of that name. The two names are parameters, so that the same code runs over
+gloo on a CPU, where it is tested. It has not been run on the hardware."""
 
 from __future__ import annotations
 

@@ -41,15 +41,11 @@ def has_native() -> bool:
 def wrong_versions() -> str | None:
     """A message about installed versions that do not work together, or None."""
     found = {name: installed(name) for name in ("torch", "torch-xla", "torch-neuronx")}
-    wrong = [f"{k} {v}" for k, v in found.items() if v is not None and not _is(v, XLA_LINE)]
+    wrong = [f"{k} {v}" for k, v in found.items() if v is not None and not f"{v}.".startswith(f"{XLA_LINE}.")]
     if not wrong:
         return None
     have = ", ".join(f"{name} {v or 'missing'}" for name, v in found.items())
     return f"{' and '.join(wrong)} cannot be used: this environment has {have}. {INSTALL}"
-
-
-def _is(found: str, line: str) -> bool:
-    return found == line or found.startswith(line + ".")
 
 
 def neuron_devices() -> int:
@@ -61,14 +57,10 @@ def visible_cores(platform: str | None) -> int | None:
     given = CORES.get()
     # under torchrun torch_xla sets it to one core for each process: then it is no number of the host
     if given and given != LOCAL_RANK.text():
-        return sum(_span(part) for part in given.split(","))
+        spans = (part.partition("-") for part in given.split(","))
+        return sum(int(high or low) - int(low) + 1 for low, _, high in spans)
     per_device = _CORES_PER_DEVICE.get(platform or "")
     return None if per_device is None else neuron_devices() * per_device
-
-
-def _span(part: str) -> int:
-    low, _, high = part.partition("-")
-    return int(high or low) - int(low) + 1
 
 
 def check_cores(platform: str | None, local: int, cores: int | None) -> None:

@@ -1,8 +1,6 @@
-"""Traced programs: one HLO module for all ranks, whose parameters are weights, ranks and inputs.
-
-The written module is the compiler's input, the same on a CPU and on Neuron. On a machine with the Neuron
-tools ``torch_neuronx.trace`` compiles it too, and the compiled program is used.
-"""
+"""Traced programs: one HLO module for all ranks, whose parameters are weights, ranks and inputs. The written module
+is the compiler's input, the same on a CPU and on Neuron. On a machine with the Neuron tools ``torch_neuronx.trace``
+compiles it too, and the compiled program is used."""
 
 from __future__ import annotations
 
@@ -67,13 +65,13 @@ def trace(
         )
     comms = ctx.comms
     with together(ctx):
-        program, recipe, constants = _lowered(fn, weights, inputs, comms)
-    check_one_program(recipe.encode() + program.text.encode(), constants, ctx.world)
+        hlo, text, recipe, constants = _lowered(fn, weights, inputs, comms)
+    check_one_program(recipe + text, constants, ctx.world)
     with together(ctx):
         if ctx.rank == 0:
-            write_file(str(folder / HLO), [program.hlo])
-            write_file(str(folder / TEXT), [program.text.encode()])
-            write_file(str(folder / PARAMETERS), [recipe.encode()])
+            write_file(str(folder / HLO), [hlo])
+            write_file(str(folder / TEXT), [text])
+            write_file(str(folder / PARAMETERS), [recipe])
             write_file(str(folder / CONSTANTS), [constants])
             if neuronx.platform() is not None:
                 zeros = {name: torch.zeros(t.shape, dtype=t.dtype) for name, t in weights.items()}
@@ -82,45 +80,28 @@ def trace(
                 neuronx.compile_module(module, examples, folder / COMPILED, compiler)
 
 
-class _Lowered:
-    """The pending computation of ``outputs``."""
-
-    def __init__(self, outputs: Sequence[Tensor]) -> None:
-        self._context = _XLA.lowering.LoweringContext("tpcore")
-        self._context.build(list(outputs))
-        self.hlo: bytes = self._context.hlo()
-        self.text: str = _XLA._get_stablehlo(list(outputs), str(outputs[0].device), [], False).decode()
-
-    def parameters(self) -> dict[int, Tensor]:
-        """The parameters' tensors, by position."""
-        found: dict[int, Tensor] = self._context.device_parameter_id_tensor_mapping()
-        return found
-
-    def position(self, t: Tensor) -> int:
-        """The position of ``t``; -1 if it is no parameter, because no output depends on it."""
-        return int(self._context.tensor_parameter_id(t))
-
-
 def _lowered(
     fn: Function, weights: Mapping[str, Tensor], inputs: Sequence[Tensor], comms: Sequence[Comm]
-) -> tuple[_Lowered, str, bytes]:
-    """The program; its parameters' sources, as JSON; and the constant parameters, as a safetensors file."""
+) -> tuple[bytes, bytes, bytes, bytes]:
+    """The program as HLO and as text; its parameters' sources, as JSON; and the constant ones, as safetensors."""
     # placeholders have no values, so no value can get into the program or decide a branch
     placeholders = {name: _placeholder(t) for name, t in weights.items()}
     ranks, given = [_placeholder(c.position) for c in comms], [_placeholder(t) for t in inputs]
     with torch.no_grad(), reads.refused():
-        program = _Lowered(_PureModule(fn, placeholders, comms)(*ranks, *given))
+        outputs = list(_PureModule(fn, placeholders, comms)(*ranks, *given))
+        context = _XLA.lowering.LoweringContext("tpcore")
+        context.build(outputs)
+        hlo, text = context.hlo(), _XLA._get_stablehlo(outputs, str(outputs[0].device), [], False)
     sources: list[tuple[list[Any], Tensor]] = [(["weight", name], t) for name, t in placeholders.items()]
     sources += [(["rank", i], t) for i, t in enumerate(ranks)]
     sources += [(["input", i], t) for i, t in enumerate(given)]
-    known = {program.position(t): source for source, t in sources}
-    parameters = program.parameters()
+    known = {context.tensor_parameter_id(t): source for source, t in sources}  # -1: no output depends on it
+    parameters: dict[int, Tensor] = context.device_parameter_id_tensor_mapping()
     # torch_xla makes Python numbers other than 0 and 1 parameters too, to avoid recompilation
     constants = {str(at): t.cpu() for at, t in parameters.items() if at not in known}
     recipe = [known.get(at, ["constant", str(at)]) for at in range(len(parameters))]
-    groups = [c.name for c in comms]
-    text = json.dumps({"groups": groups, "parameters": recipe}, separators=(",", ":"))
-    return program, text, save({name: t.contiguous() for name, t in constants.items()})
+    written = json.dumps({"groups": [c.name for c in comms], "parameters": recipe}, separators=(",", ":")).encode()
+    return hlo, text, written, save({name: t.contiguous() for name, t in constants.items()})
 
 
 def _placeholder(t: Tensor) -> Tensor:

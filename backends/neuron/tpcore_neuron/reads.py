@@ -53,7 +53,8 @@ def watch() -> None:
 
 
 def _warn(name: str, t: Tensor, arguments: Sequence[Any]) -> None:
-    if sys._getframe(2).f_code.co_filename.startswith(_TPCORE) or not _is_pending(t):
+    pending = torch_xla._XLAC._check_tensor_need_materialization([t])[0]
+    if sys._getframe(2).f_code.co_filename.startswith(_TPCORE) or not pending:
         return  # tpcore itself reads between steps, e.g. for a checkpoint
     code, line = call_site(_HERE)
     where = f"{code.co_filename}:{line}"
@@ -65,10 +66,6 @@ def _warn(name: str, t: Tensor, arguments: Sequence[Any]) -> None:
         "there, and the host waits. Read it after the step (mark_step), or from xm.add_step_closure",
         stacklevel=3,
     )
-
-
-def _is_pending(t: Tensor) -> bool:
-    return bool(torch_xla._XLAC._check_tensor_need_materialization([t])[0])
 
 
 @contextmanager

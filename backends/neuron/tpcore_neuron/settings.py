@@ -12,11 +12,7 @@ DEVICE = Variable(
     "The device of torch_xla. With another value than `NEURON` the `neuron` backend runs on that device.",
 )
 CORES = Variable(
-    "NEURON_RT_VISIBLE_CORES",
-    str,
-    "",
-    "`0-3` or `0,1`",
-    "The NeuronCores of this host that a job may use.",
+    "NEURON_RT_VISIBLE_CORES", str, "", "`0-3` or `0,1`", "The NeuronCores of this host that a job may use."
 )
 PAIRS = Variable(
     "TPCORE_NEURON_PERMUTE",

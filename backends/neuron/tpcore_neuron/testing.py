@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .replicas import HloCollective as Collective
-from .replicas import HloProgram as Program
-from .replicas import lower, programs, run_replicas
+from .replicas.api import lower, programs, run_replicas
+from .replicas.stablehlo import HloCollective as Collective
+from .replicas.stablehlo import HloProgram as Program
 
 __all__ = ["Collective", "Program", "lower", "programs", "run_replicas"]

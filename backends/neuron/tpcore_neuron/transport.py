@@ -15,13 +15,10 @@ from .settings import PAIRS
 
 
 class XlaTransport(Transport):
-    """Every call names all groups of the partition and pins no layout, so the program is the same on every
-    rank. (With a pinned layout ``xm.all_gather`` pads by the rank and all-reduces.)
-
-    torch_xla chains the collectives of a step with a token: each adds it to its input, which orders ranks
-    whose programs differ. Here programs are equal, and the chain does harm: an infinity in one result makes
-    all later ones NaN, and after a value is read all earlier collectives run again in the next program, which
-    thereby changes. So every collective here ends the chain."""
+    """Every call names all groups of the partition and pins no layout, so the program is the same on every rank.
+    (With a pinned layout ``xm.all_gather`` pads by the rank and all-reduces.) Every collective ends torch_xla's
+    chain, a token that orders ranks whose programs differ: with it an infinity in one result makes all later ones
+    NaN, and after a read all earlier collectives run again in the next program, which thereby changes."""
 
     eager = False
 
@@ -45,13 +42,9 @@ class XlaTransport(Transport):
         x = self._checked(x, "all_reduce", op)
         if x.numel() == 0:
             return x.clone()
-        if x.dtype is torch.bool:  # the sum of bools is "any", and so is their maximum
-            return self._reduced(x.to(torch.int32), "max").to(torch.bool)
-        return self._reduced(x, op)
-
-    def _reduced(self, x: Tensor, op: Op) -> Tensor:
-        # xm.REDUCE_SUM and xm.REDUCE_MAX are "sum" and "max"
-        return self._unchained(self._xm.all_reduce(op, x, groups=self._groups, pin_layout=False))
+        # xm.REDUCE_SUM and xm.REDUCE_MAX are "sum" and "max"; the sum of bools is "any", and so is their maximum
+        how = "max" if x.dtype is torch.bool else op
+        return self._unchained(self._xm.all_reduce(how, _wide(x), groups=self._groups, pin_layout=False)).to(x.dtype)
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         x = self._checked(x, "all_gather", dim)
@@ -97,8 +90,7 @@ class XlaTransport(Transport):
         return self._unchained(out).to(x.dtype)
 
     def broadcast(self, x: Tensor, src: int) -> Tensor:
-        """A sum with zeros: it sends less than a gather. The sign of zero is lost, as everywhere here: what
-        the contract lets a library lose that says so."""
+        """A sum with zeros: it sends less than a gather. The sign of zero is lost, as everywhere here."""
         x = self._checked(x, "broadcast", src)
         # where, not a product: 0 * nan is nan
         mine = torch.where(self.position == src, x, torch.zeros_like(x)).reshape(x.shape)
@@ -116,8 +108,7 @@ class XlaTransport(Transport):
         return self._unchained(self._xm.collective_permute(_wide(x), pairs)).to(x.dtype)
 
     def _by_pairs(self, x: Tensor, to: tuple[int, ...]) -> Tensor:
-        """A permute for compilers without collective-permute: two or three rounds of gathers over pairs of
-        ranks, from which every rank keeps its part. A group of odd size has no such pairs."""
+        """A permute for compilers without it: gathers over pairs of ranks. A group of odd size has no such pairs."""
         if self.size % 2:
             return super().permute(x, to)
         stays = self._own_entry([int(i == j) for i, j in enumerate(to)])

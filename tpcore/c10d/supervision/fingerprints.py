@@ -1,9 +1,6 @@
-"""Fingerprints of calls, which the members of a group exchange over connections of their own.
-
-The group's own collectives cannot carry them: if calls differ, gloo mixes up their data, waits, or aborts the
-process. Sending does not wait, and fingerprints are read once they have arrived, so a call costs two system calls
-for each other member and no wake-up.
-"""
+"""Fingerprints of calls, which the members of a group exchange over connections of their own: the group cannot carry
+them, for if calls differ, gloo mixes up their data, waits, or aborts. Sending does not wait, and a fingerprint is
+read once it has arrived: two system calls for each other member, and no wake-up."""
 
 from __future__ import annotations
 
@@ -41,12 +38,7 @@ class FingerprintExchange:
     rank waits for the fingerprints of the first. ``strict``: equal calls from different places differ."""
 
     def __init__(
-        self,
-        members: Sequence[int],
-        position: int,
-        sockets: Mapping[int, socket.socket],
-        lag: int,
-        strict: bool,
+        self, members: Sequence[int], position: int, sockets: Mapping[int, socket.socket], lag: int, strict: bool
     ) -> None:
         self._members, self._position, self._sockets = tuple(members), position, dict(sockets)
         self._lag, self._strict, self._places = lag, strict, Places()
@@ -64,10 +56,10 @@ class FingerprintExchange:
         self._send(frame)
 
     def arrived(self, now: bool) -> bool:
-        """Read, and whether this rank need not wait for fingerprints; with ``now``, for those of all its calls. Raises
-        DistNetworkError if fingerprints that it waits for cannot arrive any more."""
+        """Read, and whether all fingerprints have come that this rank waits for. DistNetworkError if they cannot."""
         self.read()
-        late = [peer for peer in self._got if self._behind(peer) > (0 if now else self._lag)]
+        calls = len(self._sent) - (0 if now else self._lag)
+        late = [peer for peer, got in self._got.items() if len(got) // _FRAME.size < calls]
         if any(peer not in self._sockets for peer in late):
             raise dist.DistNetworkError("a connection over which calls are compared was closed")
         return not late
@@ -78,8 +70,7 @@ class FingerprintExchange:
         return not self._sent
 
     def differing(self) -> tuple[Entry, bool] | None:
-        """The first call that differs among the fingerprints read so far, and whether only its place differs. Each
-        call is compared once."""
+        """The first call that differs, of those not compared yet, and whether only its place differs."""
         size = _FRAME.size
         while self._sent and all(len(got) >= size for got in self._got.values()):
             mine, entry = self._sent.popleft()
@@ -101,12 +92,13 @@ class FingerprintExchange:
         calls, ended = {self._position: call}, []
         for peer in list(self._got):
             arrive(partial(self.has_text, peer))
-            text = self._text(peer)
+            end = self._text_end(peer)
             self._sent.clear()
-            if text is None:
+            if end is None:
                 ended.append(self._members[peer])
             else:
-                calls[peer] = Call.unpack(text)
+                calls[peer] = Call.unpack(bytes(self._got[peer][end - _TEXT : end]))
+                del self._got[peer][:end]  # including the fingerprints of calls that will not run
         order = sorted(calls)
         ranks = [self._members[i] for i in order]
         gone = (
@@ -123,30 +115,17 @@ class FingerprintExchange:
     def has_text(self, peer: int) -> bool:
         """Read, and whether the text of a peer has arrived or cannot arrive any more."""
         self.read()
-        at = self._text_at(peer)
-        return peer not in self._sockets or (at is not None and len(self._got[peer]) >= at + _TEXT)
+        return peer not in self._sockets or self._text_end(peer) is not None
 
     def wait(self, seconds: float) -> None:
         self._poll.poll(seconds * 1e3)
 
-    def _text_at(self, peer: int) -> int | None:
-        """The offset of the peer's text; fingerprints of later calls may come before it."""
+    def _text_end(self, peer: int) -> int | None:
+        """Where the peer's text ends, behind fingerprints of later calls; None while it is not all there."""
         got, size = self._got[peer], _FRAME.size
         marks = (i for i in range(0, len(got) - size + 1, size) if got[i : i + size] == _TEXT_NEXT)
-        found = next(marks, None)
-        return None if found is None else found + size
-
-    def _text(self, peer: int) -> bytes | None:
-        got, at = self._got[peer], self._text_at(peer)
-        if at is None or len(got) < at + _TEXT:
-            return None
-        text = bytes(got[at : at + _TEXT])
-        del got[: at + _TEXT]  # including the fingerprints of calls that will not run
-        return text
-
-    def _behind(self, peer: int) -> int:
-        """How many of this rank's calls have no fingerprint of ``peer`` yet."""
-        return len(self._sent) - len(self._got[peer]) // _FRAME.size
+        end = next(marks, len(got)) + size + _TEXT
+        return end if end <= len(got) else None
 
     # -- bytes --------------------------------------------------------------------------------------------
     def _frame(self, entry: Entry) -> bytes:
@@ -190,8 +169,7 @@ class FingerprintExchange:
 
 
 def _members(server: socket.socket, secret: bytes, count: int, timeout: float) -> Iterator[tuple[int, socket.socket]]:
-    """Position and connection of ``count`` members as they greet. Other connections are not waited for, and
-    their errors do not matter: a port may be scanned."""
+    """Position and connection of ``count`` members as they greet. Others, as of who scans ports, are not waited for."""
     deadline, greetings = time.monotonic() + timeout, dict[socket.socket, bytes]()
     server.setblocking(False)
     try:

@@ -117,16 +117,9 @@ def absent(members: Sequence[int], rank: int, reports: Mapping[int, RankReport])
 
 
 def timeout_report(
-    rank: int,
-    members: Sequence[int],
-    seconds: float,
-    reports: Mapping[int, RankReport],
-    state: Callable[[int], str],
+    rank: int, members: Sequence[int], seconds: float, reports: Mapping[int, RankReport], state: Callable[[int], str]
 ) -> str:
-    """The ranks that ``rank`` waited for, the ranks that those wait for, and every rank's last calls.
-
-    ``state`` returns what else is known of a rank: that it is stopped, or for how long it is silent.
-    """
+    """Whom ``rank`` waited for, whom those wait for, and all last calls. ``state``: what else is known of a rank."""
     lines = [f"rank {rank} waited {seconds:g} s in a collective of group {list(members)}"]
     seen, queue = {rank}, [(rank, tuple(members))]
     while queue:

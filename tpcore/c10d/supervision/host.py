@@ -7,10 +7,11 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ...errors import described
 
@@ -23,11 +24,10 @@ RANK_MEMORY = 200 << 20
 
 def available_memory() -> int | None:
     """Bytes available to new processes; None if the kernel does not report them."""
-    try:
+    with suppress(OSError):
         lines = (_PROC / "meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), None)
+        return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), None)
+    return None
 
 
 def _host() -> str:
@@ -75,8 +75,7 @@ class Identity:
         return f"pid {self.pid} on {self.hostname}"
 
 
-@dataclass(frozen=True)
-class _Stat:
+class _Stat(NamedTuple):
     state: str
     started: int
     status: int
@@ -96,52 +95,36 @@ def sockets() -> frozenset[int]:
     return frozenset(inode for _, inode in open_sockets())
 
 
-def sever(inodes: Iterable[int]) -> None:
-    """Shut these sockets down in both directions, so that threads that wait on them get an error now.
-
-    gloo has no abort: a thread inside a collective, and the destructor that joins it, would otherwise
-    wait until the group's timeout (seen: 20 s at exit with a timeout of 20 s, none with this call).
-    """
-    wanted = set(inodes)
+def sever(inodes: Collection[int]) -> None:
+    """Shut these sockets down, so that threads that wait on them get an error now: gloo has no abort, and its
+    destructor, which joins them, would wait until the group's timeout."""
     for fd, inode in open_sockets():
-        if inode not in wanted:
+        if inode not in inodes:
             continue
-        try:
-            copy = socket.socket(fileno=os.dup(fd))
-        except OSError:
-            continue  # closed by its owner in between
-        with copy:
+        # its owner may have closed it in between, or the other side
+        with suppress(OSError), socket.socket(fileno=os.dup(fd)) as copy:
             # gloo treats an error from accept() as a broken invariant and aborts the process
             listens = copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
             if os.fstat(copy.fileno()).st_ino == inode and not listens:
-                with suppress(OSError):  # the other side has closed it already
-                    copy.shutdown(socket.SHUT_RDWR)
+                copy.shutdown(socket.SHUT_RDWR)
 
 
 def open_sockets() -> list[tuple[int, int]]:
     """Descriptor and inode of each socket of this process."""
     found = []
-    try:
-        names = os.listdir("/proc/self/fd")
-    except OSError:
-        return []
-    for name in names:
-        try:
+    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
+        with suppress(OSError):  # the descriptor of the listing itself
             target = os.readlink(f"/proc/self/fd/{name}")
-        except OSError:
-            continue  # the descriptor of the listing itself
-        if target.startswith("socket:["):
-            found.append((int(name), int(target[8:-1])))
+            if target.startswith("socket:["):
+                found.append((int(name), int(target[8:-1])))
     return found
 
 
 def let_threads_finish(name: str, seconds: float) -> None:
     """Return when the native threads called ``name``, and those without a name of their own, have finished
-    their work that needs the interpreter's lock, and at the latest after ``seconds``.
-
-    Between two looks this thread gives the lock away. A thread that waits for it would run meanwhile, and be
-    running or have switched at the second look.
-    """
+    their work that needs the interpreter's lock, and at the latest after ``seconds``."""
+    # Between two looks this thread gives the lock away. A thread that waits for it would run meanwhile, and be
+    # running or have switched at the second look.
     deadline, before = time.monotonic() + seconds, _native_threads(name)
     while before and time.monotonic() < deadline:
         time.sleep(0.001)

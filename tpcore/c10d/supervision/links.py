@@ -8,7 +8,6 @@ import selectors
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
 
 from .host import GONE, open_sockets
 
@@ -20,10 +19,8 @@ _TRY = 1.0  # seconds for a new connection to a server whose last one broke
 
 
 def keep_alive(s: socket.socket, seconds: float) -> None:
-    """Have the kernel end the connection once the other host has not answered for ``seconds``.
-
-    Kernels answer for processes that are stopped or compute, so silence is that of a host or of the link.
-    """
+    """Have the kernel end the connection once the other host has not answered for ``seconds``. Kernels answer for
+    processes that are stopped or compute, so silence is that of a host or of the link."""
     whole = max(3, round(seconds))
     s.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
@@ -58,15 +55,10 @@ def answers(host: str, port: int) -> bool:
 
 class Links:
     """A connection from the first rank of this host to the first rank of each other. Used by one thread.
-
-    ``sockets``: by rank; none on the other ranks of a host. ``hosts``: the ranks at each address.
-    """
+    ``sockets``: by rank; none on the other ranks of a host. ``hosts``: the ranks at each address."""
 
     def __init__(
-        self,
-        sockets: Mapping[int, socket.socket],
-        hosts: Mapping[str, Sequence[int]],
-        seconds: float = SECONDS,
+        self, sockets: Mapping[int, socket.socket], hosts: Mapping[str, Sequence[int]], seconds: float = SECONDS
     ) -> None:
         self._sockets, self._hosts, self._seconds = dict(sockets), hosts, seconds
         self.fates: dict[int, str] = {}
@@ -94,7 +86,9 @@ class Links:
 
     def lose(self, host: str) -> int | None:
         """Nothing answers at this address or name: note that, and return the first rank there."""
-        addresses = {str(info[4][0]) for info in _addresses(host)}
+        addresses: set[str] = set()
+        with suppress(OSError):  # of a name server that is cut off as well
+            addresses = {str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
         ranks = next((ranks for address, ranks in self._hosts.items() if address in addresses), ())
         for rank in ranks:
             others = ", ".join(str(r) for r in ranks if r != rank)
@@ -108,9 +102,3 @@ class Links:
         for s in self._sockets.values():
             s.close()
         self._sockets.clear()
-
-
-def _addresses(host: str) -> Sequence[tuple[Any, ...]]:
-    with suppress(OSError):  # of a name server that is cut off as well
-        return socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    return ()

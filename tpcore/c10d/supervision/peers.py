@@ -32,10 +32,8 @@ _LINGER = 1.0  # seconds for collectives that can still complete, before a lost 
 
 
 class PeerMonitor(threading.Thread):
-    """Publishes this rank's last calls, watches its neighbours, and finds out which rank was lost.
-
-    Only this thread uses the store, so that a store that does not answer blocks no other thread.
-    """
+    """Publishes this rank's last calls, watches its neighbours, and finds out which rank was lost. Only this thread
+    uses the store, so that a store that does not answer blocks no other thread."""
 
     def __init__(
         self,
@@ -120,7 +118,8 @@ class PeerMonitor(threading.Thread):
 
     def look(self, ranks: Sequence[int]) -> Verdict | None:
         """Like ``find``, but the verdict is not posted to the other ranks."""
-        return self.verdict or self._ask(lambda: self._look(ranks), None) or self._look_around(ranks)
+        lost = (self._lost(r, how) for r in ranks if (how := self._fate(r)) is not None)
+        return self.verdict or self._ask(lambda: self._look(ranks), None) or next(lost, None)
 
     def gone(self, rank: int) -> str | None:
         """How the process of ``rank`` ended; None if it may still run, as after an error or after it left the job."""
@@ -206,9 +205,6 @@ class PeerMonitor(threading.Thread):
 
     def _fate(self, rank: int) -> str | None:
         return self._near.fate(rank) if rank in self._near.ranks else self._links.fates.get(rank)
-
-    def _look_around(self, ranks: Sequence[int]) -> Verdict | None:
-        return next((self._lost(r, how) for r in ranks if (how := self._fate(r)) is not None), None)
 
     # -- in the monitor's own thread --------------------------------------------------------------------
     def run(self) -> None:

@@ -27,11 +27,11 @@ class Rendezvous:
     def __init__(self, store: dist.Store, rank: int, world: int, timeout: float) -> None:
         self.store, self.rank, self.world, self.timeout = store, rank, world, timeout
 
-    def meet(self, what: str, mine: str, lost: Lost, ranks: Sequence[int] | None = None) -> list[str]:
-        """The ``mine`` of every rank of the job or of ``ranks``, in that order.
-
-        Raises CollectiveTimeoutError, which names the missing ranks, or the error that ``lost`` returns for them.
-        """
+    def meet(
+        self, what: str, mine: str, lost: Lost = lambda missing: None, ranks: Sequence[int] | None = None
+    ) -> list[str]:
+        """The ``mine`` of every rank of the job or of ``ranks``, in that order. Raises CollectiveTimeoutError, which
+        names the missing ranks, or the error that ``lost`` returns for them."""
         keys = {r: f"{what}/{r}" for r in (range(self.world) if ranks is None else ranks)}
         try:
             self.store.set(keys[self.rank], mine)
@@ -87,12 +87,9 @@ def store_of_environment(timeout: float) -> tuple[dist.Store, int, int] | None:
 
 
 def _of_this_start(store: dist.Store, rank: int, world: int, timeout: float) -> dist.Store:
-    """The part of a launcher's store that ranks have in common which were started together.
-
-    The launcher may keep its store when it starts ranks again. Its count of restarts is no name for them:
-    agents of several hosts count what failed on their own host. So rank 0 draws a name, and gives it to
-    whoever asks with a name of its own, which nobody has used before.
-    """
+    """The part of a launcher's store of the ranks that were started together, for it may be kept when ranks start
+    again. Agents of several hosts count restarts apart, so rank 0 draws a name, and gives it to whoever asks with a
+    new one."""
     name, deadline, pause = uuid.uuid4().hex, time.monotonic() + timeout, 0.001
     ask, answer = f"tpcore start/{rank}", f"tpcore start/{name}"
     if rank > 0:
@@ -116,8 +113,7 @@ def _of_this_start(store: dist.Store, rank: int, world: int, timeout: float) -> 
 
 
 def _answer(store: dist.Store, name: str, missing: set[int], answered: set[str]) -> None:
-    """Give ``name`` to all that have asked by now, killed ranks of earlier starts among them; those that
-    took it are not ``missing`` any more."""
+    """Give ``name`` to all that have asked, killed ranks among them; who took it is not ``missing`` any more."""
     for rank in sorted(missing):
         if store.check([f"{name}/{rank}"]):
             missing.discard(rank)

@@ -112,8 +112,7 @@ class StatusStore:
 
 
 class Requests:
-    """Calls that other threads make in the one that uses the store, which waits for them and for other descriptors at
-    once. ``fd`` can be read when there is something to answer."""
+    """Calls that other threads make in the one that uses the store. ``fd`` can be read when one has come."""
 
     def __init__(self) -> None:
         self.fd, self._write = os.pipe()

@@ -46,19 +46,18 @@ class Supervisor:
         if world > 1:
             claim(store, rank, Identity.own(), self._token, timeout)
         # a program may start, stop and start again at one store, which keeps the old keys
-        store = dist.PrefixStore(f"tpcore{store.add(f'tpcore/starts/{rank}', 1)}", store)
+        self.store = store = dist.PrefixStore(f"tpcore{store.add(f'tpcore/starts/{rank}', 1)}", store)
         self._rank, self._timeout, self._checked = rank, timeout, checked_calls()
         self._library, self._lazy = tuple(library), lazy
         self._recorder = FlightRecorder()
         self._rendezvous = Rendezvous(store, rank, world, timeout)
         self._made: Counter[Members] = Counter()
         self._waiting: dict[Any, Waiting] = {}
-        self._peers = self._introduced(store)
-        self._peers.open()
+        self.peers = self._introduced(store)
+        self.peers.open()
 
     def _introduced(self, store: dist.Store) -> PeerMonitor:
-        """Exchange the ranks' identities. ValueError if they are not to check the same calls, or if their
-        versions differ."""
+        """Exchange the ranks' identities. ValueError if they check other calls, or if their versions differ."""
         ids = job_ids(self._rendezvous.world)
         own = json.dumps([astuple(Identity.own()), self._checked, self._token, f"tpcore {settings.__version__}", ids])
         texts = self._rendezvous.meet("start", own, lambda _: self._twice())
@@ -69,7 +68,7 @@ class Supervisor:
             # rank 0 may host the store, which ends with it: until all have read it, or as long as one takes to
             briefly = Rendezvous(store, self._rank, self._rendezvous.world, min(SECONDS, self._timeout))
             with suppress(BackendError):
-                briefly.meet("refuse to start", "", _nobody)
+                briefly.meet("refuse to start", "")
             raise
         connect = partial(own_client, store, monitor_of(found[0][2]), self._timeout)
         identities = [Identity(*peer) for peer, *_ in found]
@@ -101,27 +100,16 @@ class Supervisor:
         if len(heads) == 1:
             return Links({}, {})
         hosts: dict[str, list[int]] = {}
-        for rank, address in enumerate(self._rendezvous.meet("tell addresses", self._address, _nobody)):
+        for rank, address in enumerate(self._rendezvous.meet("tell addresses", self._address)):
             hosts.setdefault(address, []).append(rank)
         if self._rank not in heads:
             return Links({}, hosts, silent)
-
-        def meet(mine: str) -> list[str]:
-            return self._rendezvous.meet("link hosts", mine, _nobody, heads)
-
+        meet = partial(self._rendezvous.meet, "link hosts", ranks=heads)
         made = connected(heads.index(self._rank), len(heads), self._address, self._timeout, meet)
         return Links({heads[i]: s for i, s in made.items()}, hosts, silent)
 
-    @property
-    def store(self) -> dist.Store:
-        return self._rendezvous.store
-
-    def watch_exceptions(self) -> None:
-        self._peers.hook()
-
     def meet(self, what: str, mine: str = "") -> list[str]:
-        """Wait for all ranks, and return the text of each: an error that all raise next must not cut off a rank
-        that still connects."""
+        """Wait for all ranks, so that an error of all cuts off none that still connects; return each one's text."""
         return self._rendezvous.meet(what, mine, self._lost)
 
     def agree_on_group(self, number: int, partition: tuple[Members, ...]) -> None:
@@ -136,22 +124,22 @@ class Supervisor:
 
     @contextmanager
     def connecting(self, members: Sequence[int], opened: Sockets = sockets) -> Iterator[None]:
-        """Connect to ``members`` inside the block. An error names the failed rank. The sockets that the block
-        adds to those of ``opened`` are cut once the job is lost."""
+        """Connect to ``members`` in the block: an error names the failed rank, and new sockets are cut in a lost
+        job."""
         before = opened()
         try:
             yield
         except RuntimeError as e:
             if isinstance(e, BackendError):
                 raise
-            verdict = self._late(members, e) if timed_out(e) else self._peers.diagnose(members, e)
+            verdict = self._late(members, e) if timed_out(e) else self.peers.diagnose(members, e)
             raise verdict.error(self._recorder.last()) from e
         finally:
-            self._peers.sockets |= opened() - before
+            self.peers.sockets |= opened() - before
 
     def _late(self, members: Sequence[int], error: RuntimeError) -> Verdict:
         """The verdict after ``members`` did not connect in time: a lost rank, or what is known of each."""
-        peers, others = self._peers, [m for m in members if m != self._rank]
+        peers, others = self.peers, [m for m in members if m != self._rank]
         lost = peers.find(others)
         if lost is not None:
             return lost
@@ -161,52 +149,30 @@ class Supervisor:
         return peers.post(Verdict("timeout", text))
 
     def waiting(self, pg: Any, axes: Sequence[str], members: Members, compares: Callable[[Waiting], bool]) -> Waiting:
-        """The watch around the collectives of ``pg``. One process group may serve several axes.
-
-        ``compares``: whether the group's transport compares calls; all members call it, once for a group.
-        """
+        """The watch around the collectives of ``pg``. One process group may serve several axes. ``compares``:
+        whether the group's transport compares calls; all members call it, once for a group."""
         if pg not in self._waiting:
-            self._waiting[pg] = self._around(axes, members, compares)
+            made = Waiting(axes, members, self._checked, self._timeout, self.peers, self._library, self._lazy)
+            if not compares(made) and self._checked:
+                made.fingerprints = self._fingerprints(members)
+            self._waiting[pg] = made
         waiting = self._waiting[pg]
         waiting.axes = min(waiting.axes, tuple(axes), key=len)
-        return waiting
-
-    def _around(self, axes: Sequence[str], members: Members, compares: Callable[[Waiting], bool]) -> Waiting:
-        waiting = Waiting(
-            axes,
-            members,
-            self._rank,
-            self._checked,
-            self._timeout,
-            self._recorder,
-            self._peers,
-            self._library,
-            self._lazy,
-        )
-        if not compares(waiting) and self._checked:
-            waiting.fingerprints = self._fingerprints(members)
         return waiting
 
     def _fingerprints(self, members: Members) -> FingerprintExchange:
         """Connect the members over sockets of their own, whatever the transport."""
         self._made[members] += 1
         what, position = f"compare calls {members} {self._made[members]}", members.index(self._rank)
-
-        def meet(mine: str) -> list[str]:
-            return self._rendezvous.meet(what, mine, self._lost, members)
-
+        meet = partial(self._rendezvous.meet, what, lost=self._lost, ranks=members)
         with self.connecting(members):
             remedy = f"; {CHECK.name}=off compares no calls, and needs none between these ranks"
             made = connected(position, len(members), self._address, self._timeout, meet, remedy)
         return FingerprintExchange(members, position, made, _RUN_AHEAD[self._lazy], self._checked == ALL)
 
     def _lost(self, missing: Sequence[int]) -> BackendError | None:
-        verdict = self._peers.find(missing)
+        verdict = self.peers.find(missing)
         return None if verdict is None else verdict.error(self._recorder.last())
-
-    def gone(self, rank: int) -> str | None:
-        """How the process of ``rank`` ended; None while it may still run."""
-        return self._peers.gone(rank)
 
     def settle(self) -> None:
         """Compare the calls that are not compared yet, before this rank leaves."""
@@ -216,29 +182,18 @@ class Supervisor:
     def close(self, error: BaseException | None) -> None:
         """``error``: the error that ends this rank, if any; then all other ranks fail too."""
         if error is not None:
-            self._peers.fail(error)
-        self._peers.close("left the job (tpcore.shutdown)")
-        if self._peers.verdict is not None:
-            self._peers.sever()
+            self.peers.fail(error)
+        self.peers.close("left the job (tpcore.shutdown)")
+        if self.peers.verdict is not None:
+            self.peers.sever()
+            # Never destroyed: that would join the threads of calls under way, and gloo does not always wake a thread
+            # whose connection was cut while it sent (torch 2.13: in 1 of 20 to 30 jobs of 4 ranks in which a rank
+            # ended in the middle of a sum), so that it waits for the group's timeout, half an hour by default.
             for pg in self._waiting:
-                _never_destroy(pg)
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(pg))
         for waiting in self._waiting.values():
             waiting.close()
         self._waiting.clear()
-
-
-def _never_destroy(pg: Any) -> None:
-    """Keep ``pg`` until the process ends. Its destructor joins the threads of calls under way.
-
-    gloo does not always wake a thread whose connection was cut while it sent: seen in 1 of 20 to 30 jobs of
-    4 ranks in which a rank ended in the middle of a sum (torch 2.13). The thread then waits for the group's
-    timeout, half an hour by default.
-    """
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(pg))
-
-
-def _nobody(missing: Sequence[int]) -> None:
-    """Nobody is known to be lost while there is nothing to know it from."""
 
 
 _TWICE = "tpcore/twice"
@@ -253,12 +208,10 @@ def claim(store: dist.Store, rank: int, own: Identity, token: str, timeout: floa
     """Take the place of ``rank``. BackendError, here and on the job's ranks, if another process has it."""
     mine, key = json.dumps([astuple(own), token]), f"tpcore/rank/{rank}"
     holder = Identity(*json.loads(store.compare_set(key, "", mine))[0])
-    if holder == own or (holder.neighbour_of(own) and holder.fate() is not None):
+    earlier = holder == own or (holder.neighbour_of(own) and holder.fate() is not None)
+    status = None if earlier else _status(store, timeout)
+    if earlier or (status is not None and status.ended(rank) is not None):
         store.set(key, mine)  # of an earlier start at this store
-        return
-    status = _status(store, timeout)
-    if status is not None and status.ended(rank) is not None:
-        store.set(key, mine)
         return
     place = place_of_server(store)
     where = "" if place is None else f" to {place[0]}:{place[1]}"

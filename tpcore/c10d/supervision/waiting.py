@@ -15,7 +15,7 @@ from torch import Tensor
 from ...comm.signature import ALL, Call, call_place
 from ...errors import BackendError
 from .fingerprints import FingerprintExchange
-from .flight_recorder import Entry, FlightRecorder, Verdict, connection_broke, timeout_report
+from .flight_recorder import Entry, Verdict, connection_broke, timeout_report
 from .peers import PeerMonitor
 
 _LOOK = 17  # past the first calls, the place of every 17th is compared: a prime, so it drifts through a step
@@ -24,55 +24,47 @@ _SLICE = timedelta(seconds=1)  # a wait returns to Python this often, for Ctrl-C
 
 
 class Waiting:
-    """``members`` are world ranks in group order, ``rank`` the world rank of this process.
-
-    ``checked``: how many collectives to compare before they run. Later ones are compared while they run. The comparison
-    uses the connections of ``fingerprints``, so it cannot mix with other code's calls on the group. A transport that
-    compares calls itself has none, and calls ``note`` instead of ``enter``. ``library``: path prefixes of the backend's
-    own files, which call sites skip. ``lazy``: the transport's wait returns at once and makes a device's stream wait.
-    """
+    """The watch of the group of ``members``, world ranks in its order. ``checked``: how many collectives to compare
+    before they run; later ones are compared while they run, over the connections of ``fingerprints``. A transport
+    that compares calls itself has none, and calls ``note`` instead of ``enter``. ``library``: path prefixes of the
+    backend's own files, which call sites skip. ``lazy``: the transport's wait returns at once and makes a device's
+    stream wait."""
 
     def __init__(
         self,
         axes: Sequence[str],
         members: tuple[int, ...],
-        rank: int,
         checked: int,
         timeout: float,
-        recorder: FlightRecorder,
         peers: PeerMonitor,
         library: tuple[str, ...],
         lazy: bool,
     ) -> None:
-        self.axes, self.members, self.rank, self.seq = tuple(axes), members, rank, 0
-        self._checked, self._timeout = checked, timeout
+        self.axes, self.members, self.seq = tuple(axes), members, 0
+        self._checked, self._timeout, self._lazy, self._closed = checked, timeout, lazy, False
         self.fingerprints: FingerprintExchange | None = None
-        self._closed = False
         self.places, self._library = checked == ALL, library
-        self._entries, self._recorder, self._peers = recorder.entries, recorder, peers
-        self._lazy = lazy
-        recorder.groups.append(self)
+        self._entries, self._recorder, self._peers = peers.recorder.entries, peers.recorder, peers
+        self.neighbours = peers.neighbours()
+        """The ranks of this host, this one among them."""
+        peers.recorder.groups.append(self)
 
     def enter(self, op: str, x: Tensor) -> None:
-        """Called before every collective. Raises on all ranks if their calls differ: before a checked call
-        runs, else at the next call at the latest."""
-        self.seq += 1
-        if self._closed:
-            raise self._unusable()
+        """Before every collective. Raises on all ranks if their calls differ, at the next call at the latest."""
+        entry = self.note(op, x, locate=True)
         self._raise_if_over()
-        entry = (self, self.seq, op, x.shape, x.dtype, call_place(*self._library))
-        self._entries.append(entry)
         if self.fingerprints is not None:
             self.fingerprints.say(entry)
-            self._compare(self.fingerprints, self.seq <= self._checked)
+            self._arrive(self.fingerprints, partial(self.fingerprints.arrived, self.seq <= self._checked))
+            self._raise_if_differing(self.fingerprints)
 
-    def note(self, op: str, x: Tensor) -> Entry:
+    def note(self, op: str, x: Tensor, locate: bool = False) -> Entry:
         """Called before every collective of a transport that compares calls itself. The call site is taken
         now for checked calls; for later calls ``locate`` or ``call`` take it while the call is running."""
         self.seq += 1
         if self._closed:
-            raise self._unusable()
-        look = self.seq <= self._checked or (self._checked and self.seq % _LOOK == 0)
+            raise BackendError(f"the group of ranks {list(self.members)} was used after tpcore.shutdown()")
+        look = locate or self.seq <= self._checked or (self._checked and self.seq % _LOOK == 0)
         site = call_place(*self._library) if look else None
         entry = (self, self.seq, op, x.shape, x.dtype, site)
         self._entries.append(entry)
@@ -88,13 +80,8 @@ class Waiting:
         """The Call of ``entry``. Its site is the present one if the entry has none."""
         return Call.of(*entry[1:-1], entry[-1] or call_place(*self._library))
 
-    def neighbours(self) -> frozenset[int]:
-        """The ranks of this host, this one among them."""
-        return self._peers.neighbours()
-
     def ask_after(self, position: int, came: Callable[[], bool]) -> None:
-        """Post that the job is lost if the process of the late member at ``position`` ended before it
-        ``came``: shared memory has no connection that closes."""
+        """Post that the job is lost if the late member at ``position`` has ended before it ``came``."""
         ended = self._peers.look([self.members[position]])
         if ended is not None and not came():
             self._peers.post(ended)
@@ -115,7 +102,10 @@ class Waiting:
         if self._lazy:
             self._wait(work)
         else:
-            self._wait_in_slices(work)
+            try:
+                work.wait(_SLICE)
+            except RuntimeError:
+                self._keep_waiting(work)
         self._recorder.waiting = None
         self.settle()  # before the program uses the result
 
@@ -131,12 +121,6 @@ class Waiting:
         if self.fingerprints is not None and not self.fingerprints.settled:
             self.fingerprints.read()
             self._raise_if_differing(self.fingerprints)
-
-    def _wait_in_slices(self, work: Any) -> None:
-        try:
-            work.wait(_SLICE)
-        except RuntimeError:
-            self._keep_waiting(work)
 
     def _wait(self, work: Any) -> None:
         try:
@@ -161,19 +145,13 @@ class Waiting:
         if final is not None:
             raise final.error(self._recorder.last()) from None
         if time.monotonic() > deadline:
-            raise self._timed_out() from None
+            raise self.expire() from None
 
     def _reason(self, error: RuntimeError) -> Exception:
         if any(words in str(error) for words in _TIMED_OUT):
-            return self._timed_out()
+            return self.expire()
         self.settle()  # raises if a mismatch was the reason
-        if connection_broke(error):
-            return self._peers.diagnose(self.members, error).error(self._recorder.last())
-        return error
-
-    def expire(self) -> None:
-        """Post that a collective of this group was not complete in time. For a thread that watches a device."""
-        self._timed_out()
+        return self.lost(error) if connection_broke(error) else error
 
     @property
     def lost_job(self) -> BackendError | None:
@@ -186,15 +164,12 @@ class Waiting:
         if self._lazy and (error := self.lost_job) is not None:
             raise error
 
-    def _timed_out(self) -> BackendError:
+    def expire(self) -> BackendError:
+        """Post that a collective of this group was not complete in time, and return the job's error."""
         peers = self._peers
         reports = peers.reports()
-        text = timeout_report(self.rank, self.members, self._timeout, reports, lambda r: peers.state(r, reports))
+        text = timeout_report(peers.rank, self.members, self._timeout, reports, lambda r: peers.state(r, reports))
         return peers.post(Verdict("timeout", text)).error(self._recorder.last())
-
-    def _compare(self, fingerprints: FingerprintExchange, now: bool) -> None:
-        self._arrive(fingerprints, partial(fingerprints.arrived, now))
-        self._raise_if_differing(fingerprints)
 
     def _raise_if_differing(self, fingerprints: FingerprintExchange) -> None:
         found = fingerprints.differing()
@@ -211,6 +186,3 @@ class Waiting:
         except dist.DistNetworkError as e:
             raise self._reason(e) from None
         self._recorder.waiting = None
-
-    def _unusable(self) -> BackendError:
-        return BackendError(f"the group of ranks {list(self.members)} was used after tpcore.shutdown()")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -15,7 +17,6 @@ from torch import nn
 from ...layout.mesh import Mesh
 from ...runtime.checks import Note, first_difference
 from ...train.zero import Zero1
-from .lockstep import first_disagreement
 from .planned import AUTO, by_plan, with_labels
 from .recording import Collective
 from .stages import StageCost
@@ -24,6 +25,7 @@ from .target import Factory, Inputs, build, function
 
 __all__ = ["Collective", "Explanation", "Parameter", "Program", "StageCost", "explain"]
 
+Members = tuple[int, ...]
 _MANY = 16  # up to this many ranks, all are recorded
 
 
@@ -97,23 +99,22 @@ def explain(
 
     ``target``: a function that returns a model with tpcore's layers, or ``(model, inputs)``; or its name,
     ``package.module:function`` or ``path/to/file.py:function``; or a Hugging Face config: a directory, a
-    ``config.json``, a model class of transformers. ``inputs``: a tensor, positional or keyword arguments, or
-    a function ``loss(model)``. The target function may take ``batch_size`` (of one dp rank) and ``seq_len``;
-    it must not call ``tpcore.init``. With ``pp`` above 1 the model needs ``PipelinedLayers``, and each
-    program includes the costs of its stage.
+    ``config.json``, a model class of transformers. ``inputs``: a tensor, positional or keyword arguments, or a function
+    ``loss(model)``. The target function may take ``batch_size`` (of one dp rank) and ``seq_len``; it must not call
+    ``tpcore.init``. With ``pp`` above 1 the model needs ``PipelinedLayers``, and each program includes the costs of its
+    stage.
 
-    ``parallelize``: replaces layers of the model by tpcore's, in place, or returns another model. ``plan``:
-    instead of it, for a model of transformers: rules that go before its own, as ``tpcore.parallelize`` takes
-    them, a JSON file of such rules, or ``"auto"`` for the model's own; with ``sequence_parallel``, ``dispatch``
-    and ``capacity_factor``, and, at ``cp`` above 1, ``context_parallel``; a Hugging Face config is cut by
-    ``"auto"`` there. ``dtype``:
-    parameters and inputs are converted to it. ``optimizer``: a class of ``torch.optim``; ``zero1``, which
-    is ``Zero1`` over AdamW, or ``zero1:SGD`` over another; or a function of the parameters. ``master_dtype``:
-    dtype of ``Zero1``'s master weights. ``max_norm``: for clipping; None: none. ``ranks``: the ranks to
-    record; by default all, and of more than 16 the first and the last along each axis.
+    ``parallelize``: replaces layers of the model by tpcore's, in place, or returns another model. ``plan``: instead of
+    it, for a model of transformers: rules that go before its own, as ``tpcore.parallelize`` takes them, a JSON file of
+    such rules, or ``"auto"`` for the model's own; with ``sequence_parallel``, ``dispatch`` and ``capacity_factor``,
+    and, at ``cp`` above 1, ``context_parallel``; a Hugging Face config is cut by ``"auto"`` there. ``dtype``:
+    parameters and inputs are converted to it. ``optimizer``: a class of ``torch.optim``; ``zero1``, which is ``Zero1``
+    over AdamW, or ``zero1:SGD`` over another; or a function of the parameters. ``master_dtype``: dtype of ``Zero1``'s
+    master weights. ``max_norm``: for clipping; None: none. ``ranks``: the ranks to record; by default all, and of more
+    than 16 the first and the last along each axis.
 
-    Raises ValueError for a target that cannot be built and for a step that reads values. Errors of the model
-    pass through.
+    Raises ValueError for a target that cannot be built and for a step that reads values. Errors of the model pass
+    through.
     """
     mesh = Mesh({"pp": pp, "dp": dp, **({"ep": ep} if ep > 1 else {}), **({"cp": cp} if cp > 1 else {}), "tp": tp})
     change = function(parallelize) if isinstance(parallelize, str) else parallelize
@@ -149,14 +150,63 @@ def explain(
             same[0].append(rank)
         else:
             alike.append(([rank], program))
-    problem = first_disagreement(mesh, {r: one.program.collectives for r, one in found.items()})
+    problem = _first_disagreement(mesh, {r: one.program.collectives for r, one in found.items()})
     differs = _difference(mesh, {r: one.notes for r, one in found.items()}, lambda r: take(r).notes)
     return Explanation(mesh, tuple((tuple(r), p) for r, p in alike), problem, differs)
 
 
+def _first_disagreement(mesh: Mesh, programs: Mapping[int, Sequence[Collective]]) -> str | None:
+    """Run the ranks' collectives against each other; return a message about the first that hangs or differs. None if
+    all fit. Only members in ``programs`` are compared. Two members agree if they make the same collective from the
+    same module: with equal calls from different layers, one gets the other's numbers."""
+    done = dict.fromkeys(programs, 0)
+    made: Counter[Members] = Counter()
+    while True:
+        waiting = {r: calls[done[r]] for r, calls in programs.items() if done[r] < len(calls)}
+        if not waiting:
+            return None
+        groups = {r: mesh.group(*c.axes, within=c.size).members(r) for r, c in waiting.items()}
+        for members in groups.values():
+            present = [r for r in members if r in programs]
+            if all(groups.get(r) == members for r in present):
+                break
+        else:
+            return _stuck(programs, waiting, groups)
+        message = _unlike(members, {r: waiting[r] for r in present}, made[members])
+        if message is not None:
+            return message
+        made[members] += 1
+        for rank in present:
+            done[rank] += 1
+
+
+def _unlike(members: Members, calls: Mapping[int, Collective], position: int) -> str | None:
+    first = next(iter(calls))
+    of = attrgetter("op", "shape", "dtype", "phase", "module")
+    for rank, call in calls.items():
+        if of(call) != of(calls[first]):
+            return (
+                f"ranks {first} and {rank} of group {members} disagree on collective #{position} of the "
+                f"group:\n  rank {first}: {calls[first]}\n  rank {rank}: {call}\n"
+                "Every rank of a group must make the same collectives in the same order."
+            )
+    return None
+
+
+def _stuck(
+    programs: Mapping[int, Sequence[Collective]], waiting: Mapping[int, Collective], groups: Mapping[int, Members]
+) -> str:
+    lines = []
+    for rank, calls in programs.items():
+        if rank in waiting:
+            lines.append(f"  rank {rank} waits for group {groups[rank]}: {waiting[rank]}")
+        else:
+            lines.append(f"  rank {rank} has made all of its {len(calls)} collectives")
+    return "the step would hang, its ranks waiting for one another:\n" + "\n".join(lines)
+
+
 def _difference(mesh: Mesh, notes: Mapping[int, Sequence[Note]], again: Callable[[int], Sequence[Note]]) -> str | None:
-    """The first difference between ranks of a tp group. None if ``again`` gives a rank other notes than
-    before: a target with other inputs at each call says nothing about ranks."""
+    """The first difference between ranks of a tp group. None if ``again`` gives a rank other notes than before."""
     for group in mesh.group("tp").partition:
         ranks = [r for r in group if r in notes]
         found = first_difference(ranks, [notes[r] for r in ranks]) if ranks else None

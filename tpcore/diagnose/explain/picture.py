@@ -81,13 +81,7 @@ def _traffic(axes: Any, program: Program) -> None:
         total = size(sum(calls[i].sent for i in at))
         name = " x ".join(group)
         axes.vlines(at, 0, [calls[i].nbytes for i in at], color=_COLOURS.get(name, "#616161"), linewidth=2)
-        axes.plot(
-            [],
-            [],
-            color=_COLOURS.get(name, "#616161"),
-            linewidth=2,
-            label=f"{name} of {ranks}: sends {total}",
-        )
+        axes.plot([], [], color=_COLOURS.get(name, "#616161"), linewidth=2, label=f"{name} of {ranks}: sends {total}")
     starts = [i for i, c in enumerate(calls) if i == 0 or calls[i - 1].phase != c.phase]
     for i in starts:
         axes.axvline(i - 0.5, color="#cfd8dc", linewidth=0.8)

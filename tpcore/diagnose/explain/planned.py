@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,9 @@ AUTO = "auto"
 
 def by_plan(plan: str | Mapping[str, Any], **options: Any) -> Callable[[nn.Module], nn.Module]:
     """A function that cuts a model as ``tpcore.parallelize`` does, with its ``options``."""
-    rules = rules_in(plan) if isinstance(plan, str) else plan
+    from ...models import parallelize
 
-    def cut(model: nn.Module) -> nn.Module:
-        from ...models import parallelize
-
-        return parallelize(model, plan=rules, **options)
-
-    return cut
+    return partial(parallelize, plan=rules_in(plan) if isinstance(plan, str) else plan, **options)
 
 
 def rules_in(plan: str) -> dict[str, str]:

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,8 +25,7 @@ LIBRARY = (str(Path(__file__).parents[2]) + os.sep, str(Path(torch.__file__).par
 
 
 class Where(NamedTuple):
-    """A module, by its name in the model (the model itself: by its class), and the line that calls it,
-    outside tpcore and torch."""
+    """A module by its name in the model (the model: its class), and the line outside tpcore and torch that calls it."""
 
     module: str
     site: str
@@ -57,11 +57,8 @@ class Collective:
 
 
 class Recorder:
-    """The collectives of one rank, in order, each with its module.
-
-    In forward this is the innermost running module. Backward runs no modules: there it is the module whose
-    forward made the current node of the autograd graph.
-    """
+    """The collectives of one rank, in order, each with its module. In forward this is the innermost running module.
+    Backward runs no modules: there it is the module whose forward made the current node of the autograd graph."""
 
     def __init__(self) -> None:
         self.phase = ""
@@ -104,7 +101,7 @@ class Recorder:
         handles: list[RemovableHandle] = []
         for name, module in model.named_modules():
             shown = name or type(model).__name__
-            handles.append(module.register_forward_pre_hook(self._entering(shown), with_kwargs=True))
+            handles.append(module.register_forward_pre_hook(partial(self._entering, shown), with_kwargs=True))
             handles.append(module.register_forward_hook(self._leaving, always_call=True))
         try:
             yield
@@ -112,13 +109,10 @@ class Recorder:
             for handle in handles:
                 handle.remove()
 
-    def _entering(self, name: str) -> Any:
-        def enter(module: nn.Module, inputs: Any, named: Any) -> None:
-            if self._running:
-                self._mark((inputs, named), self._running[-1])  # made before this module is entered
-            self._running.append(Where(name, _site() or _definition(module)))
-
-        return enter
+    def _entering(self, name: str, module: nn.Module, inputs: Any, named: Any) -> None:
+        if self._running:
+            self._mark((inputs, named), self._running[-1])  # made before this module is entered
+        self._running.append(Where(name, _site() or _definition(module)))
 
     def _leaving(self, module: nn.Module, inputs: Any, output: Any) -> None:
         where = self._running.pop()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -29,29 +29,24 @@ class StageCost:
     sent: int  # bytes sent: to the next stage in forward, to the previous one in backward
 
 
-class StageWatch:
-    """Notes the inputs of a model's pipelines while the model runs."""
+@contextmanager
+def pipeline_inputs(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """The inputs of the model's pipelines, by name, noted while the model runs in the block."""
+    inputs: dict[str, Tensor] = {}
 
-    def __init__(self) -> None:
-        self._inputs: dict[str, Tensor] = {}
+    def note(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        inputs[name] = args[0] if args else next(iter(kwargs.values()))
 
-    @contextmanager
-    def on(self, model: nn.Module) -> Iterator[None]:
-        handles = [
-            module.register_forward_pre_hook(partial(self._note, name), with_kwargs=True)
-            for name, module in _pipelines(model)
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+    handles = [m.register_forward_pre_hook(partial(note, name), with_kwargs=True) for name, m in _pipelines(model)]
+    try:
+        yield inputs
+    finally:
+        for handle in handles:
+            handle.remove()
 
-    def _note(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._inputs[name] = args[0] if args else next(iter(kwargs.values()))
 
-    def costs(self, model: nn.Module) -> tuple[StageCost, ...]:
-        return tuple(_cost(name, m, self._inputs[name]) for name, m in _pipelines(model) if name in self._inputs)
+def stage_costs(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[StageCost, ...]:
+    return tuple(_cost(name, m, inputs[name]) for name, m in _pipelines(model) if name in inputs)
 
 
 def _pipelines(model: nn.Module) -> list[tuple[str, PipelinedLayers]]:

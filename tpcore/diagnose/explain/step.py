@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from ...backend.registry import check_fits
 from ...layers.module import move_model_to_device
@@ -20,7 +21,7 @@ from ...runtime.context import ParallelContext, current, use
 from ...train.clip import scale_to
 from ...train.step import stepping_of
 from .recording import LIBRARY, Collective, Recorder, RecordingBackend, tensors
-from .stages import StageCost, StageWatch
+from .stages import StageCost, pipeline_inputs, stage_costs
 from .target import Inputs
 
 Build = Callable[[], tuple[nn.Module, Inputs]]
@@ -52,8 +53,7 @@ class Program:
     collectives: tuple[Collective, ...]
     pipelines: tuple[StageCost, ...] = ()
     routes: tuple[tuple[str, str], ...] = ()
-    """(name of a layer of experts, how tokens come to those of other ranks and why), and what the way of context
-    parallelism costs."""
+    """(layer of experts, how tokens come to those of other ranks and why), and what context parallelism costs."""
     mistakes: tuple[str, ...] = ()
     """Places where the step computes something else than the whole model would."""
 
@@ -63,14 +63,6 @@ class RecordedStep(NamedTuple):
 
     program: Program
     notes: tuple[Note, ...]
-
-
-@contextmanager
-def _recording(rank: int, recorder: Recorder) -> Iterator[None]:
-    """On meta tensors, uncompiled, with the random state restored."""
-    meta = torch.device("meta")
-    with in_eager_mode(), torch.random.fork_rng(devices=[]), _explain_errors(rank, recorder), meta:
-        yield
 
 
 def record(
@@ -90,7 +82,8 @@ def record(
     check_fits(backend, mesh)
     checks = Checks(recorder.mistake, running=False)
     ctx = ParallelContext(backend, mesh, rank, checks)
-    with use(ctx), _recording(rank, recorder):
+    kept, meta = torch.random.fork_rng(devices=[]), torch.device("meta")
+    with use(ctx), in_eager_mode(), kept, _explain_errors(rank, recorder), meta:
         recorder.phase = "building"
         model, inputs = build()
         for i, t in enumerate(tensors(inputs)):
@@ -99,24 +92,20 @@ def record(
         if dtype is not None:
             model.to(dtype)
         recorder.phase = "forward"
-        watch = StageWatch()
         with nullcontext() if meter is None else meter(recorder, model, inputs):
-            with recorder.watch(model), watch.on(model):
+            with recorder.watch(model), pipeline_inputs(model) as entered:
                 loss = _loss(model, inputs, dtype)
                 recorder.phase = "backward"
                 loss.backward()
             gradients = {id(p): _nbytes(p.grad) for p in model.parameters() if p.grad is not None}
             state = {} if optimizer is None else _update(model, recorder, optimizer, max_norm).state
-        routes = (*_context_route(model, inputs), *_expert_routes(model))
+        experts = ((name, str(m.route)) for name, m in model.named_modules() if getattr(m, "route", None))
+        routes = (*_context_route(model, inputs), *experts)
     owners = {id(p): type(m).__name__ for m in model.modules() for p in m.parameters(recurse=False)}
     parameters = tuple(_info(n, p, owners[id(p)], gradients.get(id(p), 0), state) for n, p in model.named_parameters())
     calls, mistakes = tuple(recorder.calls), tuple(recorder.mistakes)
-    program = Program(type(model).__name__, parameters, calls, watch.costs(model), routes, mistakes)
+    program = Program(type(model).__name__, parameters, calls, stage_costs(model, entered), routes, mistakes)
     return RecordedStep(program, tuple(checks.notes))
-
-
-def _expert_routes(model: nn.Module) -> Iterator[tuple[str, str]]:
-    yield from ((name, str(m.route)) for name, m in model.named_modules() if getattr(m, "route", None))
 
 
 def _context_route(model: nn.Module, inputs: Inputs) -> Iterator[tuple[str, str]]:
@@ -154,7 +143,8 @@ def _loss(model: nn.Module, inputs: Inputs, dtype: torch.dtype | None) -> Tensor
         if not isinstance(found, Tensor) or found.numel() != 1:
             raise ValueError(f"the loss function returned {_kind(found)}, not a tensor of one element")
         return found
-    moved = _on_meta(inputs, dtype)
+    given = dict(inputs) if isinstance(inputs, Mapping) else inputs  # of transformers there are mappings of other kinds
+    moved = tree_map_only(Tensor, lambda t: t.to("meta", dtype if t.is_floating_point() else None), given)
     if isinstance(moved, Mapping):
         out = model(**moved)
     else:
@@ -166,16 +156,6 @@ def _loss(model: nn.Module, inputs: Inputs, dtype: torch.dtype | None) -> Tensor
     if not parts:
         raise ValueError(f"{type(model).__name__} returned {_kind(out)}, none of it with a gradient")
     return torch.stack([p.float() for p in parts]).sum()
-
-
-def _on_meta(value: Any, dtype: torch.dtype | None) -> Any:
-    if isinstance(value, Tensor):
-        return value.to("meta", dtype if value.is_floating_point() else None)
-    if isinstance(value, Mapping):
-        return {k: _on_meta(v, dtype) for k, v in value.items()}
-    if isinstance(value, (tuple, list)):
-        return tuple(_on_meta(v, dtype) for v in value)
-    return value
 
 
 def _kind(value: Any) -> str:
@@ -197,8 +177,7 @@ def _nbytes(t: Tensor) -> int:
 
 @contextmanager
 def _explain_errors(rank: int, recorder: Recorder) -> Iterator[None]:
-    """Turn torch's errors about missing values into a ValueError that explains them. Other errors get a note
-    with the phase, the module and the line."""
+    """Explain torch's errors about missing values by a ValueError; note phase, module and line with others."""
     try:
         yield
     except Exception as e:

@@ -20,10 +20,6 @@ class Kind:
     times: int = 0
 
     @property
-    def nbytes(self) -> int:
-        return self.times * self.first.nbytes
-
-    @property
     def sent(self) -> int:
         return self.times * self.first.sent
 
@@ -56,14 +52,9 @@ def alike(parameters: Iterable[Parameter]) -> list[tuple[str, Parameter, int]]:
 
 def sizes(parameters: Iterable[Parameter]) -> tuple[int, int, int, int]:
     """Number of elements, and bytes of the parameters, of their gradients, of the optimizer's state."""
-    some = list(parameters)
-    elements = sum(math.prod(p.shape) for p in some)
-    return (
-        elements,
-        sum(p.nbytes for p in some),
-        sum(p.gradient for p in some),
-        sum(p.optimizer for p in some),
-    )
+    some = [(math.prod(p.shape), p.nbytes, p.gradient, p.optimizer) for p in parameters]
+    elements, nbytes, gradients, states = (sum(column) for column in zip((0, 0, 0, 0), *some, strict=True))
+    return elements, nbytes, gradients, states
 
 
 def replicated(program: Program, tp: int) -> list[str]:

@@ -109,16 +109,11 @@ def _hugging_face(target: str, batch_size: int, seq_len: int) -> tuple[nn.Module
         config.use_cache = False  # the cache is for generation; in a training step it only costs memory
     config._experts_implementation = "batched_mm"  # of static shapes: the others read which experts are chosen
     model = transformers.AutoModel.from_config(config) if cls is None else cls(config)
-    _without_masks(transformers, model)
-    return model, hugging_face_inputs(model, batch_size, seq_len)
-
-
-def _without_masks(transformers: Any, model: Any) -> None:
-    """Set an attention implementation without masks: transformers reads values to decide if it needs a mask.
-    It makes none for an implementation that has its own name and no mask function."""
+    # transformers reads values to decide if it needs a mask, and makes none for an implementation of another name
     sdpa = importlib.import_module("transformers.integrations.sdpa_attention")
     transformers.AttentionInterface.register("tpcore_recorded", sdpa.sdpa_attention_forward)
     model.set_attn_implementation("tpcore_recorded")
+    return model, hugging_face_inputs(model, batch_size, seq_len)
 
 
 def _transformers(target: str) -> Any:

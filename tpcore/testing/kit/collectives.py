@@ -1,7 +1,5 @@
-"""The conformance kit's checks of collectives: functions of (ctx, ...) that return messages about errors.
-
-They return and do not raise, so that ranks stay in step and report all errors.
-"""
+"""The conformance kit's checks of collectives: functions of (ctx, ...) that return messages about errors. They
+return and do not raise, so that ranks stay in step and report all errors."""
 
 from __future__ import annotations
 
@@ -95,8 +93,7 @@ def _arguments(primitive: Primitive, shape: torch.Size, n: int) -> Iterator[dict
 
 
 def calls(comm: Comm, name: str, every: list[Tensor], count: int | None = None) -> Calls:
-    """(description, call, correct result) for the first ``count`` ways to call ``name``, a primitive or a
-    variant, on tensors like ``every``."""
+    """(description, call, right result) for the first ``count`` ways to call ``name`` on tensors like ``every``."""
     me, ndim = int(comm.position.cpu()), every[0].ndim
     of, fixed = _VARIANTS.get(name, (name, {}))
     primitive, out = PRIMITIVES_BY_NAME[of], []
@@ -200,8 +197,7 @@ def eager_dtypes(ctx: ParallelContext) -> tuple[torch.dtype, ...]:
 
 
 def overlapped(ctx: ParallelContext) -> Wrong:
-    """Several all-reduces under way and a permute, with a gather in between. Ranks wait for them in different
-    orders."""
+    """Several all-reduces under way, a permute and a gather. Ranks wait for them in different orders."""
     comm, out = ctx.comm("tp"), Wrong()
     n, me = comm.size, comm.position.float()  # a tensor: one program for all ranks of a compiling backend
     waits = [comm.start_all_reduce(me.repeat(9) + i) for i in range(4)]
@@ -220,8 +216,7 @@ def overlapped(ctx: ParallelContext) -> Wrong:
 
 
 def groups(ctx: ParallelContext, primitive: str) -> Wrong:
-    """Collectives over an axis, several axes in either order, a part of them and the world involve only the
-    group's members."""
+    """Collectives over one axis, several in either order, a part of them, the world: only among the group's members."""
     axes, out = list(ctx.mesh.axes), Wrong()
     tried: list[tuple[tuple[str, ...], int | None]] = [((a,), None) for a in axes] + [
         (tuple(axes[:2]), None),

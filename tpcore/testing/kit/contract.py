@@ -23,8 +23,6 @@ from .launched import launched_world
 Run = Callable[..., list[list[str]]]
 """``run(mesh, fn, *args)`` calls ``fn(ctx, *args)`` on every rank and returns the ranks' messages."""
 
-_NAMES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-
 
 def meshes(world: int) -> list[Mesh]:
     """All meshes of ``world`` ranks with two or three axes of which at least two have two or more ranks."""
@@ -40,9 +38,8 @@ def meshes(world: int) -> list[Mesh]:
 
 
 class Contract:
-    """The tests, from simple to composed, and the values of their arguments. ``worlds``: the numbers of ranks
-    to test; default: the launcher's number.
-    """
+    """The tests, from simple to composed, and the values of their arguments. ``worlds``: the numbers of ranks to
+    test; default: the launcher's number."""
 
     backend: ClassVar[str]
     worlds: ClassVar[tuple[int, ...]] = ()
@@ -70,7 +67,6 @@ class Contract:
         """The values of each test argument."""
         can = self.backend_class().capabilities
         worlds = type(self).worlds or (launched_world(),)
-        layers = [name for name, dtype in _NAMES.items() if dtype in can.dtypes]
         return {
             "first": [Mesh({"dp": 1, "tp": worlds[0]})],
             "line": [Mesh({"dp": 1, "tp": n}) for n in worlds],
@@ -86,7 +82,7 @@ class Contract:
             "linear": list(PRIMITIVES),
             "mapping": list(law.MAPPINGS),
             "layer": list(matrix.AXES),
-            "precision": layers,
+            "precision": [name for name, dtype in matrix.DTYPES.items() if dtype in can.dtypes],
         }
 
     def cases(self, test: str, run: Run) -> Iterator[dict[str, Any]]:

@@ -16,9 +16,8 @@ from .collectives import Made, Wrong, calls, differs, divides, eager_dtypes, onl
 from .samples import values, wide
 
 LARGE = (4_097, 1 << 14, (1 << 14) + 3, 1 << 22)
-"""Numbers of float32 elements: a little more than 16 KiB, 64 KiB, a little more than that; and 16 MB, more
-than a network buffers, so that ranks that all send before they receive wait for ever. The last is for groups
-of two, where it is fast"""
+"""Numbers of float32 elements: a little more than 16 KiB; 64 KiB; a little more; and, for groups of two, where it is
+fast, 16 MB, more than a network buffers: ranks that all send before they receive wait for ever."""
 
 
 _POWERS = (5, 8, 10, 12, 14, 16)  # of float32: 64 KiB are 2^14, 256 KiB 2^16
@@ -42,8 +41,7 @@ def large(ctx: ParallelContext, primitive: str, sizes: Sequence[int]) -> Wrong:
 
 
 def _forms(comm: Comm, primitive: str, n: int, dtypes: Sequence[torch.dtype]) -> Iterator[tuple[str, list[Tensor]]]:
-    """About ``n`` elements as a vector of float32. Those that take little time on eager backends as vectors
-    of other item sizes too, as a matrix and as a transposed one."""
+    """``n`` elements of float32; where that is fast also of other item sizes, as a matrix, and as a transposed one."""
     yield f"{n} elements", [wide((n,), p, torch.float32, comm.size) for p in range(comm.size)]
     if not comm.eager or n >= LARGE[-1]:
         return
@@ -63,8 +61,7 @@ def without_dims(ctx: ParallelContext, primitive: str) -> Wrong:
         return Wrong()
     out = Wrong()
     for dtype in eager_dtypes(ctx):
-        made = partial(_scalar, dtype)
-        out += only(ctx, ctx.comm("tp"), primitive, made, f"a {dtype} tensor of no dims")
+        out += only(ctx, ctx.comm("tp"), primitive, partial(_scalar, dtype), f"a {dtype} tensor of no dims")
     return out
 
 
@@ -74,42 +71,34 @@ def _scalar(dtype: torch.dtype, position: int) -> Tensor:
 
 
 def odd_values(ctx: ParallelContext, primitive: str, loses: Sequence[str] = ()) -> Wrong:
-    """NaN and infinity arrive, a maximum with NaN is NaN, a sum out of range is infinite, sums of denormal
-    numbers are exact, and all numbers may be negative. Moved values keep their bits, also of NaN and zero.
-    Except what the backend ``loses``."""
-    comm, out = ctx.comm("tp"), Wrong()
+    """NaN, infinity and negative numbers arrive, a maximum with NaN is NaN, a sum out of range is infinite, sums of
+    denormal numbers are exact, moved values keep their bits. Except what the backend ``loses``."""
+    out = Wrong()
     for dtype in [d for d in eager_dtypes(ctx) if d.is_floating_point]:
-        out += only(ctx, comm, primitive, partial(_negative, dtype), f"negative {dtype}")
-        odd = partial(_odd, dtype, comm.size, 0.0 if "the sign of zero" in loses else -0.0)
-        if "reduce" not in primitive:
-            out += only(ctx, comm, primitive, odd, f"{dtype} numbers that are not finite")
-        elif primitive != "all_reduce max" or "NaN in a maximum" not in loses:
-            out += _odd_sums(ctx, primitive, odd, f"NaN and infinity of {dtype}")
-        if "reduce" in primitive and comm.eager and "denormal numbers" not in loses:
-            out += only(ctx, comm, primitive, partial(_denormal, dtype), f"denormal {dtype}")
-        if "reduce" in primitive:
-            top = torch.finfo(dtype).max
-            huge = torch.tensor([top, -top, top / 2, -top / 4], dtype=dtype).repeat(4, 1)
-            out += _odd_sums(ctx, primitive, partial(_alike, huge), f"the largest numbers of {dtype}")
+        out += _odd_values(ctx, primitive, dtype, loses)
     return out
 
 
-def _negative(dtype: torch.dtype, position: int) -> Tensor:
-    return -1 - values((4, 4), position, dtype)
+def _odd_values(ctx: ParallelContext, primitive: str, dtype: torch.dtype, loses: Sequence[str]) -> Wrong:
+    comm, info = ctx.comm("tp"), torch.finfo(dtype)
+    nan, inf, zero = float("nan"), float("inf"), 0.0 if "the sign of zero" in loses else -0.0
 
+    def odd(position: int) -> Tensor:
+        one = [nan, -inf, inf, zero] if position == comm.size - 1 else [1.0, -2.0, 3.0, zero]
+        return torch.tensor(one, dtype=dtype).repeat(4, 1)
 
-def _denormal(dtype: torch.dtype, position: int) -> Tensor:
-    return values((4, 4), position, dtype) * torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
-
-
-def _alike(t: Tensor, position: int) -> Tensor:
-    return t
-
-
-def _odd(dtype: torch.dtype, size: int, zero: float, position: int) -> Tensor:
-    nan, inf = float("nan"), float("inf")
-    one = [nan, -inf, inf, zero] if position == size - 1 else [1.0, -2.0, 3.0, zero]
-    return torch.tensor(one, dtype=dtype).repeat(4, 1)
+    out = only(ctx, comm, primitive, lambda p: -1 - values((4, 4), p, dtype), f"negative {dtype}")
+    if "reduce" not in primitive:
+        out += only(ctx, comm, primitive, odd, f"{dtype} numbers that are not finite")
+        return out
+    if primitive != "all_reduce max" or "NaN in a maximum" not in loses:
+        out += _odd_sums(ctx, primitive, odd, f"NaN and infinity of {dtype}")
+    if comm.eager and "denormal numbers" not in loses:
+        tiny = info.smallest_normal * info.eps
+        out += only(ctx, comm, primitive, lambda p: values((4, 4), p, dtype) * tiny, f"denormal {dtype}")
+    huge = torch.tensor([info.max, -info.max, info.max / 2, -info.max / 4], dtype=dtype).repeat(4, 1)
+    out += _odd_sums(ctx, primitive, lambda p: huge, f"the largest numbers of {dtype}")
+    return out
 
 
 def _odd_sums(ctx: ParallelContext, primitive: str, made: Made, note: str) -> Wrong:
@@ -123,8 +112,8 @@ def _odd_sums(ctx: ParallelContext, primitive: str, made: Made, note: str) -> Wr
 
 
 def precise(ctx: ParallelContext, dtype: torch.dtype) -> Wrong:
-    """A sum rounds at most once for each addend, in its own dtype, and up as often as down. Maxima and sums
-    of integers are exact. The same call gives the same bits."""
+    """A sum rounds once for each addend, up as often as down; maxima and integers are exact; calls repeat bit for
+    bit."""
     comm, out = ctx.comm("tp"), Wrong()
     for n in (8, 1024, 5_000) if comm.eager else (1024,):
         n += -n % comm.size  # noqa: PLW2901  divisible by the number of ranks
@@ -231,9 +220,8 @@ def interleaved(ctx: ParallelContext) -> Wrong:
 
 
 def _sizes(comm: Comm, most: int) -> list[int]:
-    """Numbers of elements up to ``most``: the least, and those about the group's size, about powers of two
-    and, for groups of two, where it is fast, about 1 MiB. One alone on a lazy backend, which compiles a
-    program for each."""
+    """Numbers of elements up to ``most``: the least, and those about the group's size, about powers of two and, for
+    groups of two, where it is fast, about 1 MiB. One alone on a lazy backend, which compiles a program for each."""
     if not comm.eager:
         return [257]
     near = [a + d for a in (comm.size, *(1 << k for k in _POWERS)) for d in (-1, 0, 1)]
@@ -263,8 +251,7 @@ def owned(ctx: ParallelContext, primitive: str, most: int) -> Wrong:
 
 
 def same_bits(ctx: ParallelContext, most: int) -> Wrong:
-    """Sums that round, and maxima of zeros of both signs, have the same bits on every rank: otherwise ranks
-    would drift apart."""
+    """Sums that round, and maxima of zeros of both signs, have the same bits on every rank."""
     comm, out = ctx.comm("tp"), Wrong()
     for dtype in [d for d in eager_dtypes(ctx) if d.is_floating_point]:
         for n in _sizes(comm, most) if dtype is torch.float32 else [min(257, most)]:

@@ -7,31 +7,24 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from ... import settings
 from ...backend.registry import load_backend
 from ...errors import BackendError
 from ...layout.mesh import Mesh
-from ...runtime.consensus import gather_bytes
+from ...runtime.consensus import gather
 from ...runtime.context import ParallelContext, use
 
 
 class Launched:
-    """This process as one rank of a launcher's job; the backend finds out which rank.
-
-    A rank that fails alone leaves the others in a collective, and not every transport reports that. So a rank
-    ends its process if the others do not receive its error within ``grace`` seconds, or if one test takes
-    ``timeout + grace`` seconds; launchers then end the other processes. ``say``: prints the reason, bypassing
-    captured output.
-    """
+    """This process as one rank of a launcher's job. A rank that fails alone leaves the others in a collective, so it
+    ends its process if they do not receive its error within ``grace`` seconds, or if one test takes
+    ``timeout + grace``; launchers then end the other processes. ``say`` prints the reason, bypassing captured
+    output."""
 
     def __init__(
-        self,
-        name: str,
-        timeout: float = 60.0,
-        grace: float = 10.0,
-        say: Callable[[str], object] = sys.stderr.write,
+        self, name: str, timeout: float = 60.0, grace: float = 10.0, say: Callable[[str], object] = sys.stderr.write
     ) -> None:
         self.backend = load_backend(name)
         self._timeout, self._grace, self._say = timeout, grace, say
@@ -48,11 +41,9 @@ class Launched:
         except Exception as e:  # noqa: BLE001  sent to the other ranks, which would go on to the next test
             found, failed = [f"rank {self.rank}: {type(e).__name__}: {e}"], True
             limit, what = self._grace, f"{found[0]}\nThe other ranks did not come to hear of it"
-        if self.world == 1:
-            return [found]
         try:
             with self._within(limit, what):
-                return [t.decode().splitlines() for t in gather_bytes("\n".join(found).encode(), ctx.world)]
+                return cast("list[list[str]]", gather(found, ctx.world))
         except BackendError:  # a backend that compares calls: the others are in another collective
             if not failed:
                 raise

@@ -1,8 +1,5 @@
-"""The conformance kit's check of lost ranks: jobs of its own, in each of which one rank is lost.
-
-The first process of the kit starts a process that imports the backend. Its forks are the ranks of these jobs:
-a rank starts in hundredths of a second, and not in the seconds that imports take.
-"""
+"""The conformance kit's check of lost ranks: jobs of its own, in each of which one rank is lost. The ranks are forks
+of one process that has imported the backend, and start in hundredths of a second."""
 
 from __future__ import annotations
 
@@ -45,8 +42,8 @@ _FORK = get_context("fork")
 
 
 class Losses(NamedTuple):
-    """The jobs to start, in each of which a rank is lost. ``patience``: seconds for their ranks to start.
-    ``slack``: seconds for the error, beyond the time-out."""
+    """The jobs to start. ``patience``: seconds for their ranks to start; ``slack``: for the error, beyond the
+    time-out."""
 
     kind: type[Backend]
     patience: float
@@ -56,8 +53,7 @@ class Losses(NamedTuple):
 
 
 def lost(ctx: ParallelContext, plan: Losses) -> Wrong:
-    """Every rank that waits for a lost one gets an error that says so, in each method. Each way has another
-    rank lost in a method, so that in all ways together it is each of them."""
+    """Every rank that waits for a lost one gets an error that says so, in each method. Each way loses another rank."""
     if ctx.rank:
         return Wrong()
     with tempfile.TemporaryDirectory() as name, closing(Processes()) as processes:
@@ -71,8 +67,7 @@ def lost(ctx: ParallelContext, plan: Losses) -> Wrong:
 
 
 class _JobRank:
-    """One process of a job in which rank ``lost`` is lost in a call of ``method``, and what it has said: that its
-    first call has worked, and the outcome of the second."""
+    """A process of a job that loses rank ``lost`` in a call of ``method``, and what it ``said`` after two calls."""
 
     def __init__(self, plan: Losses, way: str, method: str, lost: int, number: int) -> None:
         self.way, self.method, self.lost, self.number = way, method, lost, number

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...comm.comm import Comm
 from ...runtime.context import ParallelContext
-from .collectives import PRIMITIVES, Made, Wrong, calls, differs, only
+from .collectives import PRIMITIVES, Wrong, calls, differs, only
 from .samples import values
 
 
@@ -85,24 +85,18 @@ def odd_memory(ctx: ParallelContext, primitive: str) -> Wrong:
     """Inputs with a storage offset, and inputs with strides of 0."""
     comm = ctx.comm("tp")
 
-    def inside(p: int) -> Tensor:
-        return values((5, 4), p, torch.float32)[1:]
+    def placed(t: Tensor) -> Tensor:  # a copy to a device must not lose the strides
+        return t if ctx.device.type == "cpu" else t.to(ctx.device)
 
-    def repeated(p: int) -> Tensor:
-        return values((1, 4), p, torch.float32).expand(4, 4)
-
-    def on_device(made: Made) -> Made:  # a copy to a device must not lose the strides
-        return lambda p: made(p) if ctx.device.type == "cpu" else made(p).to(ctx.device)
-
-    out = only(ctx, comm, primitive, on_device(inside), "a slice")
+    out = only(ctx, comm, primitive, lambda p: placed(values((5, 4), p, torch.float32)[1:]), "a slice")
     if primitive != "all_reduce donate":  # memory with repeated elements cannot be donated
-        out += only(ctx, comm, primitive, on_device(repeated), "a tensor with strides of 0")
+        note = "a tensor with strides of 0"
+        out += only(ctx, comm, primitive, lambda p: placed(values((1, 4), p, torch.float32).expand(4, 4)), note)
     return out
 
 
 def again(ctx: ParallelContext, primitive: str) -> Wrong:
-    """Calls of one shape with other values, of one size with other shapes and dtypes, and of one memory with
-    other strides. All results stay valid."""
+    """Calls like an earlier one: other values, shapes, dtypes or strides. All results stay valid."""
     comm, out = ctx.comm("tp"), Wrong()
     me, kept = int(comm.position.cpu()), []
     kinds = [((4, 4), torch.float32), ((4, 4), torch.int64), ((4, 8), torch.float32), ((8, 4), torch.float32)]
@@ -144,8 +138,7 @@ def any_mode(ctx: ParallelContext, primitive: str) -> Wrong:
 
 
 def freed(ctx: ParallelContext) -> Wrong:
-    """Memory is free when the caller drops a result: of every large one, and all but half a kilobyte of a
-    small call. Asked of the C library's allocator, glibc's, and of Python's."""
+    """Memory of dropped results is free: of large ones all, of a small call all but half a kilobyte."""
     comm, out = ctx.comm("tp"), Wrong()
     if ctx.device.type != "cpu" or not comm.eager or _allocated() is None:
         return out
@@ -175,8 +168,7 @@ class _Mallinfo2(ctypes.Structure):
 
 
 def _allocated() -> int | None:
-    """Bytes that this process has allocated and not freed, of Python's small objects at 64 each. None where
-    the C library does not tell."""
+    """Bytes in use by glibc's and Python's allocators (64 a small object); None where the C library does not tell."""
     found = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if found is None:
         return None

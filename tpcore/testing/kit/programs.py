@@ -108,16 +108,11 @@ def _shared_folder(ctx: ParallelContext) -> Iterator[Path]:
     """A folder that all ranks share, removed when all have left the block."""
     made = tempfile.mkdtemp(prefix="tpcore-kit-") if ctx.rank == 0 else ""
     try:
-        yield Path(gather_bytes(made.encode(), ctx.world)[0].decode() if ctx.world.size > 1 else made)
-        _wait_for_all(ctx)
+        yield Path(gather_bytes(made.encode(), ctx.world)[0].decode())
+        gather_bytes(b"", ctx.world)  # until all have left
     finally:
         if ctx.rank == 0:
             shutil.rmtree(made)
-
-
-def _wait_for_all(ctx: ParallelContext) -> None:
-    if ctx.world.size > 1:
-        gather_bytes(b"", ctx.world)
 
 
 def checkpoint_round_trip(ctx: ParallelContext) -> Wrong:
@@ -205,10 +200,9 @@ class _Example:
 
 
 def traced_program(ctx: ParallelContext) -> Wrong:
-    """A traced model equals the model on every rank, in outputs that the ranks share and in outputs of which
-    each has a part; also with other weights, with other values of one shape, and with other batch sizes if
-    dynamic shapes are declared. A later call leaves earlier outputs as they are. All ranks refuse a model
-    that needs a program for each rank. A backend without declared tracing refuses to trace."""
+    """A traced model equals the model on every rank, also with other weights, other values and, where declared,
+    other sizes; later calls leave earlier outputs as they are. All ranks refuse a model that needs a program for
+    each rank, and a backend without declared tracing refuses to trace."""
     example, out = _Example(ctx), Wrong()
     with _shared_folder(ctx) as folder, torch.no_grad():
         if not ctx.backend.capabilities.tracing:
@@ -218,7 +212,7 @@ def traced_program(ctx: ParallelContext) -> Wrong:
         for place in places:
             place.mkdir(exist_ok=True)
         example.trace(example.run, places[0])
-        _wait_for_all(ctx)  # rank 0 writes
+        gather_bytes(b"", ctx.world)  # until rank 0 has written
         _measure_program(example, places[0], out)
         if ctx.comm("tp").size > 1:
             what = "a model that reads the rank in Python"

@@ -33,8 +33,7 @@ def wide(shape: tuple[int, ...], position: int, dtype: torch.dtype, size: int) -
 
 
 def bits(shape: tuple[int, ...], position: int, dtype: torch.dtype, *, normal: bool = False) -> Tensor:
-    """Random bits: any number. The first are a signalling NaN, a denormal number and -0. With ``normal`` such
-    numbers are 1."""
+    """Random bits, a signalling NaN, a denormal number and -0 first; with ``normal`` such numbers are 1."""
     n = torch.Size(shape).numel()
     random = torch.Generator().manual_seed(position + 1)
     out = torch.randint(0, 256, (n * dtype.itemsize,), generator=random, dtype=torch.uint8)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,8 +11,8 @@ from torch import Tensor, nn
 
 import tpcore
 
-from ...comm.transport import Primitive, Transport
-from ...comm.wrapper import TransportWrapper
+from ...comm.transport import Transport
+from ...comm.wrapper import Around
 from ...layers.sharding import sharding
 from ...layout.mesh import Mesh
 from ...runtime.context import ParallelContext
@@ -73,42 +72,24 @@ def _cut(ctx: ParallelContext) -> _Model:
     return model
 
 
-class Least(TransportWrapper):
+class Least(Around):
     """A transport with the three primitives that a backend must write; the others are their defaults."""
 
     broadcast = Transport.broadcast
     all_to_all = Transport.all_to_all
     permute = Transport.permute
 
-    def __init__(self, inner: Transport) -> None:
-        self._inner = inner
-        self.group, self.size, self.members = inner.group, inner.size, inner.members
-        self.index, self.position = inner.index, inner.position
-
-    def relay(self, primitive: Primitive, x: Tensor, *arguments: Any) -> Tensor:
-        out: Tensor = getattr(self._inner, primitive.name)(x, *arguments)
-        return out
-
-
-@contextmanager
-def _defaults(ctx: ParallelContext) -> Iterator[None]:
-    """The stages' collectives go through the defaults inside the block."""
-    pp = ctx.comm("pp")
-    with pp.traced(pp.position, Least(pp.transport)):
-        yield
-
 
 def pipeline_step(ctx: ParallelContext) -> Wrong:
-    """Loss and gradients of two stages equal those of the plain module on the whole batch: by each engine,
-    with the backend's own permute and with the default one."""
-    out, plain = Wrong(), _plain()
+    """Loss and gradients equal the plain module's, by each engine, with the backend's permute and the default."""
+    out, plain, pp = Wrong(), _plain(), ctx.comm("pp")
     batch = torch.randn(BATCH * ctx.batch.size, WIDTH, generator=torch.Generator().manual_seed(3))
     want = plain(batch)
     want.backward()
     mine = batch.chunk(ctx.batch.size)[ctx.index(ctx.batch)].to(ctx.device)
     for engine, run in {"layers": _by_layers, "engine": _by_engine}.items():
         _compare(ctx, engine, run, mine, plain, want, out)
-        with _defaults(ctx):
+        with pp.traced(pp.position, Least(pp.transport)):
             _compare(ctx, f"{engine} with the default permute", run, mine, plain, want, out)
     return out
 

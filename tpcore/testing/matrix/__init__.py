@@ -1,22 +1,18 @@
 """The correctness matrix: every layer under every option against the plain torch module, on any backend.
 
-A row has the cases of one layer. A case is data and its check is a function of (ctx, case), so the same cases
-run on threads, on processes and on compiled replicas.
-Each check builds the plain module with the same seed, once in the case's dtype (the initial values must
-agree) and once in float64, gives both the same inputs, and compares this rank's part of the output and of
-every gradient with an elementwise error bound.
+A row has the cases of one layer. A case is data and its check is a function of (ctx, case), so the same cases run on
+threads, on processes and on compiled replicas. Each check builds the plain module with the same seed, once in the
+case's dtype (the initial values must agree) and once in float64, gives both the same inputs, and compares this rank's
+part of the output and of every gradient with an elementwise error bound.
 
-The bounds are those of Higham, Accuracy and Stability of Numerical Algorithms, section 3.1: a sum of K
-products computed in any order is off by at most about ``K u sum |products|``, u being the unit roundoff of
-the accumulator, and each rounding of the result to the storage dtype adds its own u. So a bound is
-``A * (roundings * u + 2 * K * u_acc)`` with ``A`` the same expression over absolute values. Where A is 0
-(padding), the value must be exactly 0.
+The bounds are those of Higham, Accuracy and Stability of Numerical Algorithms, section 3.1: a sum of K products
+computed in any order is off by at most about ``K u sum |products|``, u being the unit roundoff of the accumulator, and
+each rounding of the result to the storage dtype adds its own u. So a bound is ``A * (roundings * u + 2 * K * u_acc)``
+with ``A`` the same expression over absolute values. Where A is 0 (padding), the value must be exactly 0.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
 from typing import Any
 
 from ...runtime.context import ParallelContext
@@ -28,20 +24,7 @@ from .linear import COLUMN, COLUMN_BLOCKS, COLUMN_CONV1D, ROW, ROW_BLOCKS, ROW_C
 from .loss import CROSS_ENTROPY
 from .norm import LAYER_NORM, RMS_NORM
 
-__all__ = [
-    "AXES",
-    "DTYPES",
-    "ROWS",
-    "Case",
-    "MatrixRow",
-    "cases",
-    "check",
-    "findings_of",
-    "points",
-    "report",
-    "run",
-    "runnable",
-]
+__all__ = ["AXES", "DTYPES", "ROWS", "Case", "MatrixRow", "cases", "findings_of", "report", "run", "runnable"]
 
 ROWS: dict[str, MatrixRow] = {
     row.name: row
@@ -66,26 +49,14 @@ def cases(layer: str, dtype: str, **only: Any) -> list[Case]:
     return ROWS[layer].cases(dtype, **only)
 
 
-def points() -> Iterator[tuple[str, int, str]]:
-    """(layer, tp, dtype): one test each."""
-    return itertools.product(AXES, (1, 2, 4), DTYPES)
-
-
 def run(ctx: ParallelContext, some: list[Case]) -> list[str]:
     """Check every case on this rank; return the findings, empty if all is well."""
-    out: list[str] = []
-    for case in runnable(ctx, some):
-        out += check(ctx, case)
-    return out
+    return [message for case in runnable(ctx, some) for message in findings_of(ctx, case).messages]
 
 
 def runnable(ctx: ParallelContext, some: list[Case]) -> list[Case]:
     """The cases that can run here: lazy devices have no sparse tensors."""
     return [c for c in some if ctx.comm("tp").eager or ("mode", "sparse") not in c.options]
-
-
-def check(ctx: ParallelContext, case: Case) -> list[str]:
-    return findings_of(ctx, case).messages
 
 
 def findings_of(ctx: ParallelContext, case: Case) -> Findings:

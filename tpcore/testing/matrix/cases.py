@@ -40,24 +40,17 @@ class Case:
         return f"{self.layer} {self.dtype} " + " ".join(f"{k}={v}" for k, v in self.options)
 
 
-Options = dict[str, Any]
-
-
-def _any(options: Options) -> bool:
-    return True
-
-
 @dataclass(frozen=True)
 class MatrixRow:
-    """The cases of one layer: the product of ``axes``, filtered by ``accepts`` to what the layer takes (other
-    tests check that it refuses the rest). ``check`` compares one case."""
+    """The cases of one layer: the product of ``axes``, of which it takes what it ``accepts``; ``check`` compares
+    one."""
 
     name: str
     layer: object
     """The layer's class, or a function such as the loss. Every new layer of tpcore needs a row."""
     axes: Mapping[str, tuple[Any, ...]]
     check: Callable[[ParallelContext, Case, Findings], None]
-    accepts: Callable[[Options], bool] = _any
+    accepts: Callable[[dict[str, Any]], bool] = lambda options: True
 
     def cases(self, dtype: str, **only: Any) -> list[Case]:
         """Every combination of the axes; the number of dims and the memory layout alternate over them."""

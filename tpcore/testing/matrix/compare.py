@@ -28,10 +28,8 @@ Place = Callable[[Tensor], Tensor]
 
 
 class Reference:
-    """What a plain module computes in float64: ``outs``, and the gradients of ``x`` and of its parameters.
-
-    ``of`` is applied to every tensor first: with ``torch.abs`` the results are magnitudes for the bounds.
-    """
+    """What a plain module computes in float64: ``outs``, and the gradients of ``x`` and of its parameters. ``of`` is
+    applied to every tensor first: with ``torch.abs`` the results are magnitudes for the bounds."""
 
     def __init__(
         self,

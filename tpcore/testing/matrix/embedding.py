@@ -13,17 +13,7 @@ import tpcore
 from ...runtime.context import ParallelContext
 from .cases import LEADS, Case, MatrixRow
 from .compare import Findings, unit
-from .cutting import (
-    GARBAGE,
-    chunk,
-    compare_initial,
-    cut_features,
-    features,
-    grad_of,
-    scrambled,
-    sequence,
-    shard_of,
-)
+from .cutting import GARBAGE, chunk, compare_initial, cut_features, features, grad_of, scrambled, sequence, shard_of
 
 
 def _compare_weight(

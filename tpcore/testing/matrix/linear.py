@@ -60,13 +60,6 @@ def _conv(case: Case) -> bool:
     return case.layer.endswith("conv1d")
 
 
-def _plain(case: Case, inputs: int, outputs: int) -> Any:
-    torch.manual_seed(7)
-    if _conv(case):
-        return _PlainConv1D(inputs, outputs, case.torch_dtype)
-    return nn.Linear(inputs, outputs, bias=case.bias, dtype=case.torch_dtype)
-
-
 def _cut(case: Case) -> tuple[ShardSpec, Any]:
     """The spec of the cut features, and the layer's option ``blocks`` for it."""
     options = dict(case.options)
@@ -74,12 +67,6 @@ def _cut(case: Case) -> tuple[ShardSpec, Any]:
         return features(case.size, options["blocks"]), options["blocks"]
     blocks = BLOCKS[case.blocks]
     return ShardSpec((sum(b.size for b in blocks),), 0, blocks), blocks
-
-
-def _shares(spec: ShardSpec, n: int) -> Tensor:
-    """For each output, 1 / the number of ranks that compute it: one rank's share of its gradient."""
-    counts = zip(spec.blocks, spec.block_copies(n), strict=True)
-    return torch.cat([torch.full((block.size,), 1 / copies) for block, copies in counts])
 
 
 def _compare(
@@ -126,7 +113,11 @@ def linear(ctx: ParallelContext, case: Case, found: Findings) -> None:
     n, (spec, blocks), column = ctx.comm("tp").size, _cut(case), case.layer.startswith("column")
     (size,) = spec.shape
     inputs, outputs = (OTHER, size) if column else (size, OTHER)
-    plain = _plain(case, inputs, outputs)
+    torch.manual_seed(7)
+    if _conv(case):
+        plain: nn.Module = _PlainConv1D(inputs, outputs, case.torch_dtype)
+    else:
+        plain = nn.Linear(inputs, outputs, bias=case.bias, dtype=case.torch_dtype)
     torch.manual_seed(7)
     layer = LAYERS[column, _conv(case)](
         inputs,
@@ -142,13 +133,15 @@ def linear(ctx: ParallelContext, case: Case, found: Findings) -> None:
     )
 
     def share(grad: Tensor) -> Tensor:
-        return part(grad * _shares(spec, n).to(grad.dtype), padding=GARBAGE)
+        """This rank's part: 1 / the number of ranks that compute an output, of its gradient."""
+        copies = zip(spec.blocks, spec.block_copies(n), strict=True)
+        shares = torch.cat([torch.full((block.size,), 1 / times) for block, times in copies])
+        return part(grad * shares.to(grad.dtype), padding=GARBAGE)
 
     tokens, part = partial(chunk, dim=case.seq, ctx=ctx), partial(cut_features, spec=spec, ctx=ctx)
-    sharded: Place = part
-    sent: Place = share if column else partial(part, padding=GARBAGE)
-    if case.gather_output if column else not case.input_is_parallel:
-        sharded = sent = _all
+    whole = case.gather_output if column else not case.input_is_parallel
+    sharded: Place = (lambda t: t) if whole else part
+    sent: Place = sharded if whole else share if column else partial(part, padding=GARBAGE)
     if column:
         # two roundings to the dtype: of each rank's part, and of their sum, which is computed in a wider dtype
         roundings = (OTHER + 1, 2), (2 * size + n, 2)
@@ -159,10 +152,6 @@ def linear(ctx: ParallelContext, case: Case, found: Findings) -> None:
     _compare(layer, plain, case, (sharded, tokens), (sent, tokens), roundings, ctx, found)
     if layer.bias is not None:
         found.replicated("bias grad", layer.bias.grad, ctx.comm("tp"))
-
-
-def _all(t: Tensor) -> Tensor:
-    return t
 
 
 def _row_accepts(o: dict[str, Any]) -> bool:

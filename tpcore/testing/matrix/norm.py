@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,7 +16,17 @@ from .compare import Findings
 from .cutting import chunk, grad_of, leaf, scrambled
 
 
-def _norm(ctx: ParallelContext, case: Case, found: Findings, layer: nn.Module, plain: nn.Module) -> None:
+def norm(ctx: ParallelContext, case: Case, found: Findings) -> None:
+    torch.manual_seed(7)
+    if case.layer == "rms_norm":
+        kinds: tuple[Any, Any] = (tpcore.RMSNorm, nn.RMSNorm)
+        options: dict[str, Any] = {"eps": case.eps}
+    else:
+        kinds = (tpcore.LayerNorm, nn.LayerNorm)
+        options = {"elementwise_affine": case.affine != "none", "bias": case.affine == "weight and bias"}
+    options["dtype"] = case.torch_dtype
+    layer = kinds[0](case.shape, device=ctx.device, sequence_parallel=case.seq is not None, **options)
+    plain = kinds[1](case.shape, **options)
     tp = ctx.comm("tp")
     lead = LEADS[case.ndim]
     with torch.no_grad():
@@ -46,34 +57,7 @@ def _norm(ctx: ParallelContext, case: Case, found: Findings, layer: nn.Module, p
     found.expect(list(layer.state_dict()) == list(plain.state_dict()), "state_dict keys differ")
 
 
-def layer_norm(ctx: ParallelContext, case: Case, found: Findings) -> None:
-    torch.manual_seed(7)
-    options = {"elementwise_affine": case.affine != "none", "bias": case.affine == "weight and bias"}
-    ours = tpcore.LayerNorm(
-        case.shape,
-        device=ctx.device,
-        dtype=case.torch_dtype,
-        sequence_parallel=case.seq is not None,
-        **options,
-    )
-    _norm(ctx, case, found, ours, nn.LayerNorm(case.shape, dtype=case.torch_dtype, **options))
-
-
-def rms_norm(ctx: ParallelContext, case: Case, found: Findings) -> None:
-    torch.manual_seed(7)
-    ours = tpcore.RMSNorm(
-        case.shape,
-        case.eps,
-        device=ctx.device,
-        dtype=case.torch_dtype,
-        sequence_parallel=case.seq is not None,
-    )
-    _norm(ctx, case, found, ours, nn.RMSNorm(case.shape, case.eps, dtype=case.torch_dtype))
-
-
 SHAPES = ((8,), (3, 4))
 AFFINE = ("weight and bias", "weight", "none")
-LAYER_NORM = MatrixRow(
-    "layer_norm", tpcore.LayerNorm, {"seq": (None, 0, 1), "affine": AFFINE, "shape": SHAPES}, layer_norm
-)
-RMS_NORM = MatrixRow("rms_norm", tpcore.RMSNorm, {"seq": (None, 0, 1), "eps": (1e-6, None), "shape": SHAPES}, rms_norm)
+LAYER_NORM = MatrixRow("layer_norm", tpcore.LayerNorm, {"seq": (None, 0, 1), "affine": AFFINE, "shape": SHAPES}, norm)
+RMS_NORM = MatrixRow("rms_norm", tpcore.RMSNorm, {"seq": (None, 0, 1), "eps": (1e-6, None), "shape": SHAPES}, norm)

@@ -72,9 +72,8 @@ def sharded_bert() -> _Bert:
 
 
 def training_steps(ctx: ParallelContext) -> Wrong:
-    """Compare two steps of SGD with dp, tp and clipping (loss, gradient norm, every parameter) with the plain
-    model in float64 on the CPU. Allowed is eight times the plain model's own error in float32, which another
-    order of the same sums does not exceed, or eight roundings of the largest number or step."""
+    """Two steps of SGD with dp, tp and clipping against the plain model in float64. Allowed is eight times the plain
+    model's own error in float32, or eight roundings of the largest number or step."""
     out = Wrong()
     if HEADS % ctx.comm("tp").size:
         return out

@@ -92,8 +92,7 @@ def _by_examples(whole: Any, ranks: int) -> None:
 
 
 def _of_rank(model: Any, ep: Comm, index: int) -> None:
-    """Let ``model`` take this rank's examples of a batch, and give all logits, and the mean of the losses with the
-    gradient of its own: gradients are averaged later."""
+    """Let ``model`` take this rank's examples, and give all logits and the mean loss with the gradient of its own."""
     forward = model.forward
 
     def run(**inputs: Any) -> Any:

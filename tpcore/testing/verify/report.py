@@ -19,7 +19,7 @@ import tpcore
 from ...backend.interface import Backend
 from ...backend.registry import backend_class, backends
 from ...layout.mesh import Mesh
-from ...runtime.consensus import gather_bytes
+from ...runtime.consensus import gather
 from ...runtime.context import ParallelContext, use
 from ...runtime.init import init, shutdown
 from .. import matrix
@@ -32,8 +32,7 @@ from . import bert
 
 @dataclass
 class Row:
-    """One line of the table. ``error``: the largest relative to ``allowed``, over cases and ranks. If
-    ``allowed`` is 0, results are compared bit for bit."""
+    """One line of the table. ``error``: the largest relative to ``allowed``; if that is 0, bits are compared."""
 
     what: str
     dtype: str
@@ -68,8 +67,9 @@ class Report:
         return cls(**{**fields, "rows": [Row(**row) for row in fields["rows"]]})
 
 
-def verify(backend: str | None, tp: int) -> Report:
-    """Start this rank and check everything; return the same report on every rank."""
+def on_rank(backend: str | None, tp: int) -> Report:
+    """Start this rank, in a process only for it, and check everything; return the same report on every rank."""
+    torch.set_num_threads(1)
     ctx = init(backend, tp=tp)
     try:
         return checked(ctx)
@@ -154,8 +154,7 @@ EDGES = tuple(name for name in vars(Contract) if name.startswith("test_") and na
 
 
 def edge_rows(ctx: ParallelContext, tests: Sequence[str] = EDGES) -> Iterator[Row]:
-    """The collectives at the edges, a row for each test of the kit. None on a lazy backend, which would
-    compile a program for each call."""
+    """The collectives at the edges, a row a test. None on a lazy backend: each call would compile a program."""
     comm = ctx.comm("tp")
     if comm.size == 1 or not comm.eager:
         return
@@ -182,19 +181,11 @@ def _layer(ctx: ParallelContext, layer: str, dtype: str, sequence: bool) -> Row:
 
 
 def _merged(ctx: ParallelContext, row: Row) -> Row:
-    if ctx.world.size == 1:
-        return row
-    rows = [Row(**json.loads(t)) for t in gather_bytes(json.dumps(asdict(row)).encode(), ctx.world)]
+    rows = [Row(**theirs) for theirs in gather(asdict(row), ctx.world)]
     worst = max(rows, key=lambda r: r.error / max(r.allowed, 1e-300))
     row.error, row.allowed = worst.error, worst.allowed
     row.wrong = [message for r in rows for message in r.wrong]
     return row
-
-
-def on_rank(backend: str | None, tp: int) -> Report:
-    """``verify`` in a process that was started only for it."""
-    torch.set_num_threads(1)
-    return verify(backend, tp)
 
 
 def figures(row: Row) -> tuple[str, str]:

@@ -1,8 +1,5 @@
-"""A tiny copy of a model of transformers, of its own configuration: what decides how it is sharded stays.
-
-That is every option, the numbers of heads, of experts and of groups, the sizes of heads, and a layer of each kind.
-Only widths, the vocabulary and the number of layers are less; tp divides a width where it divides the model's.
-"""
+"""A tiny copy of a model of transformers, of its own configuration. What decides how it is sharded stays: options,
+numbers and sizes of heads, experts and groups, a layer of each kind. Widths and the vocabulary are less."""
 
 from __future__ import annotations
 
@@ -10,6 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from functools import partial
 from math import gcd
 from typing import Any
 
@@ -30,10 +28,8 @@ _SMALL, _VOCABULARY = 16, 128
 
 
 def tiny_model(folder: str | os.PathLike[str], tp: int) -> Any:
-    """A tiny copy of the model whose ``config.json`` is in ``folder``, with random weights, in float64.
-
-    ValueError where its sizes depend on each other in ways that this does not know.
-    """
+    """A tiny copy of the model whose ``config.json`` is in ``folder``, with random weights, in float64. ValueError
+    where its sizes depend on each other in ways that this does not know."""
     with extra("hf", "tpcore verify --model"):
         import transformers
     config = transformers.AutoConfig.from_pretrained(folder)
@@ -45,7 +41,9 @@ def tiny_model(folder: str | os.PathLike[str], tp: int) -> Any:
         raise ValueError(f"{kind.__name__} takes {model.main_input_name}, and --model compares models of text")
     depth = _depth(model)
     why: Exception | None = None
-    for shrink in (_separate_heads, _narrow_heads, _half_heads, _as_wide):
+    # not as small, where a part of each head is rotated; at last only fewer layers, and what is narrowed in any case
+    larger_heads = partial(_narrow_heads, most=4 * _SMALL)
+    for shrink in (_separate_heads, _narrow_heads, larger_heads, lambda text, tp: None):
         for layers in (depth, None):  # all of them, if some layers refer to others
             try:
                 return _made(kind, _less(config, tp, shrink, layers))
@@ -194,12 +192,3 @@ def _narrow_heads(text: Any, tp: int, most: int = _SMALL) -> None:
     setattr(text, name, heads * size)
     if _head_dim(text) != 0:
         text.head_dim = size
-
-
-def _half_heads(text: Any, tp: int) -> None:
-    """Not as small, where a part of each head is rotated."""
-    _narrow_heads(text, tp, 4 * _SMALL)
-
-
-def _as_wide(text: Any, tp: int) -> None:
-    """Only fewer layers, and all that is narrowed in any case."""

@@ -108,8 +108,7 @@ def close() -> None:
 
 
 def lower(*tensors: Tensor) -> HloProgram:
-    """The program that computes ``tensors``, without compiling or running it. If it differs between ranks,
-    every rank gets an error that shows the lines. Call it inside ``run_replicas``."""
+    """The program of ``tensors``, not compiled; an error on every rank if it differs. Inside ``run_replicas``."""
     from . import meeting_points
 
     return meeting_points.lowered(list(tensors))

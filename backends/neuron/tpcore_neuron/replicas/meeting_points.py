@@ -1,9 +1,7 @@
-"""The calls at which all replicas must meet: those by which torch_xla compiles and runs a program.
-
-All ranks of a run share one executable, because collectives of different executables never meet. torch_xla
-caches executables by the hash of the graph. So it suffices that the graphs are equal, which is checked here,
-and that one rank compiles before the others run.
-"""
+"""The calls at which all replicas must meet: those by which torch_xla compiles and runs a program. All ranks of a
+run share one executable, because collectives of different executables never meet. torch_xla caches executables by
+the hash of the graph. So it suffices that the graphs are equal, which is checked here, and that one rank compiles
+before the others run."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ import re
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch_xla
@@ -34,12 +32,11 @@ _SHOWN = 12  # differing lines in a message
 _HERE = threading.local()
 
 
-class Run:
+class Run(NamedTuple):
     """One run of a function on all replicas: its scheduler and its programs so far."""
 
-    def __init__(self, world: Scheduler) -> None:
-        self.world = world
-        self.programs: list[HloProgram] = []
+    world: Scheduler
+    programs: list[HloProgram]
 
 
 running: list[Run] = []

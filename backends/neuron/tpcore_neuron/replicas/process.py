@@ -45,10 +45,11 @@ def serve(size: int, conn: Connection) -> None:
             return
         fn, args, kwargs = unpack_call(call)
         world = Scheduler(size, timeout)
-        patches.running.append(patches.Run(world))
+        patches.running.append(patches.Run(world, []))
 
         one = partial(patches.as_rank, partial(_on_cpu, fn, *args, **kwargs))
-        outcomes = world.run(one, [{**env, **_launched(rank, size)} for rank in range(size)])
+        store = {settings.MASTER_ADDR.name: "127.0.0.1", settings.MASTER_PORT.name: "0"}
+        outcomes = world.run(one, [{**env, **settings.of_rank(rank, size), **store} for rank in range(size)])
         patches.running.pop()
         conn.send((world.broken, [pack_outcome(o, r) for r, o in enumerate(outcomes)]))
         if world.broken:
@@ -57,12 +58,6 @@ def serve(size: int, conn: Connection) -> None:
         worlds.forget()
         sys.excepthook = excepthook  # each init of torch.distributed wraps the previous hook
         gc.collect()  # drops the unfinished graphs of a failed run, so that the next does not run them
-
-
-def _launched(rank: int, size: int) -> dict[str, str]:
-    """The variables that torchrun sets."""
-    store = {settings.MASTER_ADDR.name: "127.0.0.1", settings.MASTER_PORT.name: "0"}
-    return settings.of_rank(rank, size) | store
 
 
 def _on_cpu(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -1,9 +1,7 @@
-"""Ranks as threads, of which one runs Python at a time; they meet when XLA programs are run.
-
-As in ``tpcore.testing.threads`` a rank has the turn while it runs and passes it on only when it meets the
-others. The process's global state (random state, environment, tpcore's context) is swapped with it. So each
-rank runs as in a process of its own, and it is known which rank waits for which.
-"""
+"""Ranks as threads, of which one runs Python at a time; they meet when XLA programs are run. As in
+``tpcore.testing.threads`` a rank has the turn while it runs and passes it on only when it meets the others. The
+process's global state (random state, environment, tpcore's context) is swapped with it. So each rank runs as in a
+process of its own, and it is known which rank waits for which."""
 
 from __future__ import annotations
 
@@ -75,7 +73,8 @@ class Scheduler:
             self._holder = rank
             state.restore()
             if self._failure is not None and not passed:
-                raise _copied(self._failure)
+                error = self._failure  # a copy: one object would collect the tracebacks of all threads
+                raise type(error)(*error.args) if isinstance(error, BackendError) else RuntimeError(str(error))
             return [a.payload for a in met]
 
     def _complete(self, check: Check) -> None:
@@ -144,33 +143,21 @@ class Scheduler:
         with self._turn:
             self._turn.wait_for(lambda: self._holder is None)
             self._holder = rank
-            self._begin(env)
+            torch.manual_seed(0)  # unlike the start of a real process this is reproducible
+            random.seed(0)
+            np.random.seed(0)
+            settings.update(env)
+            swap_process([])
         outcome = outcome_of(lambda: fn(rank))
         with self._turn:
             self._ended[rank] = outcome
             self._holder = None
             error = outcome.error
             if error is not None:
-                lost = PeerLostError(f"rank {rank} failed with {type(error).__name__}: {error}")
-                self._fail(lost)
+                self._fail(PeerLostError(f"rank {rank} failed with {type(error).__name__}: {error}"))
             elif self._waiting and len(self._waiting) + len(self._ended) == self.size:
                 self._fail(PeerLostError(f"a rank has finished and others wait for it:\n{self._report()}"))
             self._turn.notify_all()
-
-    @staticmethod
-    def _begin(env: dict[str, str]) -> None:
-        torch.manual_seed(0)  # unlike the start of a real process this is reproducible
-        random.seed(0)
-        np.random.seed(0)
-        settings.update(env)
-        swap_process([])
-
-
-def _copied(error: BaseException) -> BaseException:
-    """A copy of an error for another thread: one object would collect the tracebacks of all threads."""
-    if isinstance(error, BackendError):
-        return type(error)(*error.args)
-    return RuntimeError(str(error))
 
 
 class _GlobalState:

@@ -69,17 +69,9 @@ class HloProgram:
             if kind in ("all_reduce", "reduce_scatter"):
                 body = _BODY.search(rest)
                 kind = f"{kind} {body.group(1) if body else '?'}"
-            yield HloCollective(
-                kind,
-                _parse_groups(groups.group(1)),
-                tuple(operands),
-                sum(_nbytes(*operand) for operand in operands),
-            )
-
-
-def _parse_groups(text: str) -> tuple[tuple[int, ...], ...]:
-    rows = re.findall(r"\[([0-9, ]+)\]", text) or [text]  # a single number is printed without brackets
-    return tuple(tuple(int(n) for n in row.split(",")) for row in rows)
+            rows = re.findall(r"\[([0-9, ]+)\]", groups[1]) or [groups[1]]  # a single number has no brackets
+            members = tuple(tuple(int(n) for n in row.split(",")) for row in rows)
+            yield HloCollective(kind, members, tuple(operands), sum(_nbytes(*operand) for operand in operands))
 
 
 def _tensors(text: str) -> list[tuple[str, tuple[int, ...]]]:

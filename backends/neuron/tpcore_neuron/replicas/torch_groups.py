@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -11,20 +11,12 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 import torch_xla.distributed.xla_backend  # noqa: F401  registers "xla"
 
+_MAPS = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag", "pg_coalesce_state")
 
-@dataclass
-class _Groups:
+
+def _groups() -> SimpleNamespace:
     """The fields of torch's ``_World``, of which a process has only one."""
-
-    default_pg: Any = None
-    group_count: int = 0
-    pg_map: dict[Any, Any] = field(default_factory=dict)
-    pg_names: dict[Any, str] = field(default_factory=dict)
-    pg_group_ranks: dict[Any, dict[int, int]] = field(default_factory=dict)
-    pg_backend_config: dict[Any, str] = field(default_factory=dict)
-    tags_to_pg: dict[str, list[Any]] = field(default_factory=dict)
-    pg_to_tag: dict[Any, str] = field(default_factory=dict)
-    pg_coalesce_state: dict[Any, list[Any]] = field(default_factory=dict)
+    return SimpleNamespace(default_pg=None, group_count=0, **{name: {} for name in _MAPS})
 
 
 class Worlds:
@@ -32,7 +24,7 @@ class Worlds:
     because autograd's threads, one for each device, belong to the same ranks."""
 
     _own = ("groups", "rank", "store")
-    groups: dict[int | None, _Groups]
+    groups: dict[int | None, SimpleNamespace]
     rank: Callable[[], int | None]
     store: dist.Store | None
 
@@ -42,13 +34,13 @@ class Worlds:
     def __getattr__(self, name: str) -> Any:
         if name in self._own:
             raise AttributeError(name)
-        return getattr(self.groups.setdefault(self.rank(), _Groups()), name)
+        return getattr(self.groups.setdefault(self.rank(), _groups()), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self._own:
             object.__setattr__(self, name, value)
         else:
-            setattr(self.groups.setdefault(self.rank(), _Groups()), name, value)
+            setattr(self.groups.setdefault(self.rank(), _groups()), name, value)
 
     def forget(self) -> None:
         self.groups.clear()

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ class Net(nn.Module):
 
 def _filled(t: Tensor, spec: Any, rank: int, n: int, scale: float) -> Tensor:
     """This rank's shard of 0, 1, 2 ... times ``scale``."""
-    count = torch.arange(spec.numel, dtype=torch.float32).reshape(spec.shape)
+    count = torch.arange(math.prod(spec.shape), dtype=torch.float32).reshape(spec.shape)
     return spec.shard(count * scale, rank, n).to(t.dtype)
 
 

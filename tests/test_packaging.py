@@ -186,7 +186,7 @@ def test_each_import_that_needs_an_extra_names_it():
     wanted = {
         "from tpcore.integrations.transformers import Trainer": ("transformers", "trainer"),
         "import tpcore.integrations.accelerate": ("accelerate", "trainer"),
-        "import tpcore.integrations.optimum_neuron": ("accelerate", "trainer"),
+        "import tpcore.integrations.optimum_neuron": ("transformers", "trainer"),
         "import tpcore.testing.conformance": ("pytest", "testing"),
         "with tpcore.lazy(): pass": ("transformers", "hf"),
         "from tpcore.models.stored import model_of; model_of('config.json')": ("transformers", "hf"),

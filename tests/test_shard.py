@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import assume, given, settings
@@ -38,19 +40,17 @@ def fits(spec: ShardSpec, n: int) -> bool:
 
 def full_of(spec: ShardSpec) -> Tensor:
     """Distinct and not zero, so that padding and misplaced entries show."""
-    return torch.arange(1, spec.numel + 1).reshape(spec.shape)
+    return torch.arange(1, math.prod(spec.shape) + 1).reshape(spec.shape)
 
 
-@given(specs(), DEGREES, DEGREES)
+@given(specs(), DEGREES)
 @settings(max_examples=300)
-def test_law(spec: ShardSpec, n: int, m: int) -> None:
-    assume(fits(spec, n) and fits(spec, m))
+def test_law(spec: ShardSpec, n: int) -> None:
+    assume(fits(spec, n))
     full = full_of(spec)
     shards = [spec.shard(full, r, n) for r in range(n)]
     assert all(tuple(s.shape) == spec.local_shape(n) for s in shards)
     assert torch.equal(spec.unshard(shards), full)
-    for r in range(m):
-        assert torch.equal(spec.reshard(shards, r, m), spec.shard(full, r, m))
 
 
 @given(specs(), DEGREES)

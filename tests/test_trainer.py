@@ -20,7 +20,7 @@ from trainers import arguments, assert_same_history, assert_same_weights, data, 
 import tpcore
 from tpcore import Mesh
 from tpcore.integrations.transformers import Trainer
-from tpcore.integrations.transformers.checks import check_arguments
+from tpcore.integrations.transformers.trainer import check_arguments
 
 TP = Mesh({"pp": 1, "dp": 1, "tp": 2})
 BOTH = Mesh({"pp": 1, "dp": 2, "tp": 2})

@@ -26,29 +26,25 @@ def save(
     async_save: bool = False,
     keep_last: int | None = None,
 ) -> None:
-    """Save this job's state as the directory ``save_dir``, each tp rank's part in ``tp_rank_<i>``.
+    """Save this job's state as the directory ``save_dir``, each tp rank's part in ``tp_rank_<i>``. Collective.
 
     ``state_dict``: a ``model.state_dict()``, or a dict of state_dicts and values that JSON can represent:
-    ``{"model": ..., "optimizer": ..., "scheduler": ..., "rng": tpcore.random.get_state(), "epoch": 3}``.
-    Tied weights are written once. An optimizer may be passed in place of its ``state_dict()``: its state is
-    then cut like its parameters, and a ``Zero1`` gathers its state one tensor at a time, of which each dp
-    rank writes a share. The ``state_dict()`` of an optimizer can be loaded at another degree only if the
-    optimizer was made from ``model.named_parameters()`` and the model is saved with it.
+    ``{"model": ..., "optimizer": ..., "scheduler": ..., "rng": tpcore.random.get_state(), "epoch": 3}``. Tied weights
+    are written once. An optimizer in place of its ``state_dict()`` is cut like its parameters; each dp rank writes a
+    share of a ``Zero1``. The ``state_dict()`` of an optimizer can be loaded at another degree only if the optimizer was
+    made from ``model.named_parameters()`` and the model is saved with it.
 
-    An earlier checkpoint of that name is replaced in one step, when the new one is complete. A collective
-    call: call it on every rank. dp rank 0 writes. On every rank, ValueError for an entry that cannot be
-    saved, and CheckpointError for an error of the file system.
+    An earlier checkpoint of that name is replaced in one step, when the new one is complete. Tensors are written one by
+    one, by dp rank 0. On every rank, ValueError for an entry that cannot be saved, and CheckpointError for an error of
+    the file system.
 
-    ``save_serially``: one rank after the other. (Tensors are written one by one in any case, so a rank needs
-    memory for one tensor only.) ``down_cast_bf16``: write float32 as bfloat16, except tensors without dims.
-    ``master_dp_only=False``: every dp rank writes a share of its tp rank's tensors.
+    ``save_serially``: one rank after the other. ``down_cast_bf16``: write float32 as bfloat16, except tensors without
+    dims. ``master_dp_only=False``: every dp rank writes a share of its tp rank's tensors. ``keep_last=N``: when the new
+    checkpoint is complete, keep the last N of those beside it whose names differ only in the number at the end.
 
-    ``keep_last=N``: when the new checkpoint is complete, keep the last N of the checkpoints in the same
-    parent directory whose names differ only in the number at the end, and remove the older ones.
-
-    ``async_save``: return when the values are copied to host memory, and write in the background. One save
-    runs at a time. An error on any rank is raised on every rank by the next ``save``, ``load`` or ``wait``,
-    and logged at the end of the program. ``wait()`` returns when the save is complete.
+    ``async_save``: return when the values are copied to host memory, and write in the background. One save runs at a
+    time. An error on any rank is raised on every rank by the next ``save``, ``load`` or ``wait``, and logged at the end
+    of the program. ``wait()`` returns when the save is complete.
     """
     if keep_last is not None and keep_last < 1:
         raise ValueError(f"keep_last={keep_last}: at least the checkpoint that is being saved is kept")
@@ -74,18 +70,16 @@ def load(
     With ``model``, loads the entry ``model_key`` into it, or the whole state if that is a model's state. Each rank
     reads its own part. A model on meta gets memory on the context's device. Without ``model``, returns all entries of
     this rank. ``sharded=False``: load a ``.safetensors`` file, a file of ``torch.save`` (``{"model": ...}`` or flat) or
-    a Hugging Face directory, and read only this rank's part. Its names may have one prefix more or less than the
-    model's.
+    a Hugging Face directory. Its names may have one prefix more or less than the model's.
 
-    ``optimizer``: takes the entry ``"optimizer"``, which is then not returned. Of a checkpoint of this library a
-    ``Zero1`` reads its own entries alone, one tensor after the other. In place of a model, ``model`` may be another
-    object whose ``load_state_dict`` takes the entry ``model_key``. A torch optimizer knows its parameters, so its state
-    can be loaded at any degree from files of other libraries and from unsharded files too.
+    ``optimizer``: takes the entry ``"optimizer"``, which is then not returned; a ``Zero1`` reads its own part alone. In
+    place of a model, ``model`` may be another object whose ``load_state_dict`` takes the entry ``model_key``. A torch
+    optimizer loads its state at any degree from files of other libraries and from unsharded files too.
 
-    Directories of NeuronX Distributed and optimum-neuron can be loaded too, in all their layouts. The cut of their
-    tensors comes from the model. They and files of ``torch.save`` are pickles, from which only tensors and plain values
-    are unpickled. Before torch 2.10 that restriction has a hole, and a warning says so. ``trust=False`` refuses
-    pickles; ``tpcore checkpoint convert`` converts them to safetensors.
+    Directories of NeuronX Distributed and optimum-neuron can be loaded too, in all their layouts, cut as the model is.
+    They and files of ``torch.save`` are pickles, from which only tensors and plain values are unpickled. Before torch
+    2.10 that restriction has a hole, and a warning says so. ``trust=False`` refuses pickles; ``tpcore checkpoint
+    convert`` converts them to safetensors.
 
     Names, shapes and dtypes are compared before the model is changed. CheckpointError on every rank lists the
     differences. Floats are converted to the model's dtype. ``strict=False`` skips missing and surplus names, and
@@ -99,9 +93,8 @@ def load(
 def latest(directory: StrPath) -> str | None:
     """Path of the last checkpoint in ``directory``, to go on from; None if there is none yet.
 
-    That is the complete one whose name ends in the highest number: of ``step_90`` and ``step_100`` the second. What a
-    killed job has left half-written never counts. Waits for a save in the background, if there is one. Rank 0 looks,
-    and all ranks get its answer. Collective over all ranks. Raises CheckpointError where the directory cannot be read.
+    That is the complete one whose name ends in the highest number: of ``step_90`` and ``step_100`` the second. Waits
+    for a save in the background. Collective over all ranks. CheckpointError where the directory cannot be read.
     """
     finish_save()
     ctx, last = current(), None

@@ -39,13 +39,10 @@ def dtensor_state_dict(model: nn.Module) -> dict[str, Any]:
         )
     ctx = current()
     _known_meshes(ctx)
-    found: dict[str, Any] = {}
+    state: dict[str, Any] = {}
     for name, value in model.state_dict(keep_vars=True).items():
-        if isinstance(value, Tensor):
-            found.update(_entries(ctx, name, value))
-        else:
-            found[name] = value
-    return found
+        state.update(_entries(ctx, name, value) if isinstance(value, Tensor) else {name: value})
+    return state
 
 
 def _entries(ctx: ParallelContext, name: str, value: Tensor) -> Iterator[tuple[str, DTensor]]:
@@ -96,17 +93,16 @@ def _over(
     copies: int = 1,
 ) -> DTensor:
     """A DTensor of the full ``shape``. ``copies``: how many neighbours on ``axis`` have equal parts."""
-    axes = {a: n for a, n in ctx.mesh.axes.items() if n > 1 or a != "pp"}
-    if copies > 1:  # the copies become an axis of their own, inside ``axis``
-        axes = {k: v for a, n in axes.items() for k, v in _divided(a, n, axis, copies).items()}
+    axes: dict[str, int] = {}
+    for name, n in ctx.mesh.axes.items():
+        if name == axis and copies > 1:  # the copies become an axis of their own, inside ``axis``
+            axes |= {name: n // copies, f"{name}_copies": copies}
+        elif n > 1 or name != "pp":
+            axes[name] = n
     placements = [cuts.get(a, Replicate()) for a in axes]
     size = torch.Size(shape)
     stride = torch.empty(size, device="meta").stride()
     return DTensor.from_local(local, device_mesh(ctx, axes), placements, run_check=False, shape=size, stride=stride)
-
-
-def _divided(name: str, size: int, axis: str, copies: int) -> dict[str, int]:
-    return {name: size // copies, f"{name}_copies": copies} if name == axis else {name: size}
 
 
 def _known_meshes(ctx: ParallelContext) -> dict[tuple[tuple[str, int], ...], Any]:

@@ -1,11 +1,9 @@
-"""peft's functions for models that ``tpcore.parallelize`` has sharded; those of peft itself know whole
-models."""
+"""peft's functions for models that ``tpcore.parallelize`` has sharded."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from typing import Any
 
 from torch import nn
@@ -22,14 +20,13 @@ __all__ = ["from_pretrained", "get_peft_model"]
 
 
 def get_peft_model(model: nn.Module, peft_config: peft.PeftConfig, *args: Any, **options: Any) -> Any:
-    """``peft.get_peft_model``, for a model that is sharded or whole: a ``PeftModel``, whose adapters are
-    sharded as the layers are that they stand beside, and have the values that one process draws from the same
-    seed.
+    """``peft.get_peft_model``, for a model that is sharded or whole: a ``PeftModel``, whose adapters are sharded like
+    the layers beside them, with the values that one process draws from the same seed.
 
-    ``save_pretrained`` of it is collective, and writes peft's files of the whole adapters. ValueError for
-    kinds of adapters and options that are not there for a sharded layer, such as DoRA.
+    ``save_pretrained`` of it is collective, and writes peft's files of the whole adapters. ValueError for kinds of
+    adapters and options that a sharded layer lacks, such as DoRA.
     """
-    with _open(model):
+    with permit_adapters(model) if is_guarded(model) else nullcontext():
         adapters.check_targets(model, adapters.prepared(peft_config))
         return adapters.bound(peft.get_peft_model(model, peft_config, *args, **options))
 
@@ -42,9 +39,8 @@ def from_pretrained(
     config: peft.PeftConfig | None = None,
     **options: Any,
 ) -> Any:
-    """``peft.PeftModel.from_pretrained``, for a model that is sharded or whole: the files' adapters on
-    ``model``."""
-    with _open(model):
+    """``peft.PeftModel.from_pretrained``, for a model that is sharded or whole: the files' adapters on ``model``."""
+    with permit_adapters(model) if is_guarded(model) else nullcontext():
         path = os.fspath(model_id)
         place = {key: options[key] for key in ("subfolder", "revision", "cache_dir", "token") if key in options}
         config = config or peft.PeftConfig.from_pretrained(path, **place)
@@ -52,13 +48,3 @@ def from_pretrained(
         adapters.check_targets(model, adapters.prepared(config))
         open_files: Any = peft.PeftModel.from_pretrained
         return adapters.bound(open_files(model, path, adapter_name, is_trainable, config, **options))
-
-
-@contextmanager
-def _open(model: nn.Module) -> Iterator[None]:
-    """Let peft have a sharded model; if it fails, the model refuses peft's own functions as before."""
-    if not is_guarded(model):
-        yield
-        return
-    with permit_adapters(model):
-        yield

@@ -118,8 +118,7 @@ class Layout:
         return _local_shape(self, mesh)
 
     def shares(self, mesh: Mesh) -> tuple[Share, ...]:
-        """The part, divided by the number of copies of each entry: one share if all numbers are equal.
-        The same on every rank, so that a sum over entries is one program."""
+        """The part, divided by the number of copies of each entry, alike on every rank: one program sums them."""
         return _shares(self, mesh)
 
     def copies(self, mesh: Mesh) -> int:
@@ -145,8 +144,7 @@ class Layout:
 
     # -- moving between meshes ----------------------------------------------------------------------------
     def regions(self, mesh: Mesh, want: Layout, position: int, other: Mesh) -> Iterator[Region]:
-        """The copies that build the part of ``position`` on ``other`` under ``want`` from parts on ``mesh``.
-        ``want`` is a layout of the same tensor, maybe this one. Each entry is copied once."""
+        """The copies that build the part of ``position`` on ``other`` under ``want``: each entry once."""
         if self.shape != want.shape:
             raise ValueError(f"{self} and {want} are not layouts of one tensor")
         wanted = want.boxes(position, other)
@@ -162,11 +160,10 @@ class Layout:
         """The part of ``position`` on ``other``, from the parts of all ranks of ``mesh``."""
         if len(parts) != mesh.size:
             raise ValueError(f"{len(parts)} parts for a mesh of {mesh.size} ranks {dict(mesh.axes)}")
+        want = self.local_shape(mesh)
         for part in parts:
-            if tuple(part.shape) != self.local_shape(mesh):
-                raise ValueError(
-                    f"a part of {self} on {mesh} has shape {self.local_shape(mesh)}, not {tuple(part.shape)}"
-                )
+            if tuple(part.shape) != want:
+                raise ValueError(f"a part of {self} on {mesh} has shape {want}, not {tuple(part.shape)}")
         out = parts[0].new_zeros(self.local_shape(other))
         for region in self.regions(mesh, self, position, other):
             source = narrowed(parts[region.src], region.src_start, region.size)
@@ -181,9 +178,9 @@ class Layout:
 
     # -- JSON ---------------------------------------------------------------------------------------------
     def to_json(self) -> dict[str, Any]:
-        cuts = [
-            {"axes": list(c.axes), "dim": c.spec.dim, "blocks": [list(b) for b in c.spec.blocks]} for c in self.cuts
-        ]
+        cuts: list[dict[str, Any]] = [{"axes": list(cut.axes), **cut.spec.to_json()} for cut in self.cuts]
+        for cut in cuts:
+            del cut["shape"]
         slot = {} if self.slot is None else {"slot": astuple(self.slot)}
         return {"shape": list(self.shape), "cuts": cuts, **slot}
 
@@ -241,16 +238,11 @@ def _boxes(layout: Layout, position: int, mesh: Mesh) -> tuple[Box, ...]:
     runs = [[_Run(0, 0, size, 1)] for size in layout.shape]
     for cut, dim, spec in _steps(layout, mesh):
         runs[dim] = list(_within(runs[dim], spec, cut.rank(mesh, at), cut.degree(mesh)))
-    return tuple(
-        Box(
-            tuple(r.full for r in along),
-            tuple(r.local for r in along),
-            tuple(r.length for r in along),
-            math.prod(r.copies for r in along),
-        )
-        for along in product(*runs)
-        if all(r.length > 0 for r in along)
-    )
+    boxes = []
+    for along in product(*([run for run in of_dim if run.length > 0] for of_dim in runs)):
+        full, local, size, copies = zip(*along, strict=True) if along else ((), (), (), ())
+        boxes.append(Box(full, local, size, math.prod(copies)))
+    return tuple(boxes)
 
 
 def _within(runs: list[_Run], spec: ShardSpec, rank: int, n: int) -> Iterator[_Run]:
@@ -290,8 +282,7 @@ def _shares(layout: Layout, mesh: Mesh) -> tuple[Share, ...]:
 
 @lru_cache(maxsize=1 << 10)
 def _once(layout: Layout, mesh: Mesh) -> tuple[tuple[int, Box], ...]:
-    """The different boxes of the full tensor, each with the first rank that has it. Copies of a box have the
-    same extent: ranks that have the same units cut them alike."""
+    """The different boxes of the full tensor, each with the first rank that has it. Copies of a box are cut alike."""
     first: dict[tuple[Any, Any], tuple[int, Box]] = {}
     for rank in layout.positions(mesh):
         for box in layout.boxes(rank, mesh):

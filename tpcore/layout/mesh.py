@@ -19,12 +19,9 @@ optimizer cuts its state over them, and a checkpoint stores one copy for all of 
 
 @dataclass(frozen=True)
 class Group:
-    """One partition of the world, e.g. all tp groups. Identical on all ranks.
-
-    ``partition`` is XLA's replica groups, the result of ``get_*_group(as_list=True)``, and the table from
-    which a c10d backend makes its subgroups: one table, so that the three cannot disagree. ``within``: the
-    length of the runs into which groups over ``axes`` are divided; None: they are whole.
-    """
+    """One partition of the world, e.g. all tp groups. Identical on all ranks. ``partition`` is XLA's replica groups,
+    the result of ``get_*_group(as_list=True)``, and the table of a c10d backend's subgroups. ``within``: the length of
+    the runs into which groups over ``axes`` are divided; None: they are whole."""
 
     axes: tuple[str, ...]
     partition: tuple[tuple[int, ...], ...]
@@ -83,11 +80,8 @@ class Mesh:
         return tuple(axis for axis in axes if axis in self.axes)
 
     def group(self, *names: str, within: int | None = None) -> Group:
-        """All groups of ranks that differ only in their coordinates on ``names``.
-
-        ``within`` divides each group into runs of that many consecutive members: ``within=2`` over tp for
-        key heads that two neighbouring ranks both have.
-        """
+        """All groups of ranks that differ only in their coordinates on ``names``. ``within`` divides each into runs of
+        that many members: ``within=2`` over tp for key heads that two neighbouring ranks both have."""
         unknown = set(names) - set(self.axes)
         if unknown:
             raise ValueError(f"no mesh axis {sorted(unknown)}; this mesh has {list(self.axes)}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -17,8 +16,7 @@ _MOST_BLOCKS = 4096  # limit for specs read from files: the work grows with the 
 
 
 def divide(numerator: int, denominator: int, what: str = "") -> int:
-    """The quotient, e.g. of heads by ``tp.size``. ValueError, naming the numerator as ``what``, if there is a
-    remainder."""
+    """The quotient, e.g. of heads by ``tp.size``. ValueError, naming ``what``, if there is a remainder."""
     if denominator < 1 or numerator % denominator:
         raise ValueError(f"{what + '=' if what else ''}{numerator} is not divisible by {denominator}")
     return numerator // denominator
@@ -40,15 +38,6 @@ class Piece(NamedTuple):
     length: int
 
 
-class Move(NamedTuple):
-    """A copy of ``length`` entries along the cut dim from ``src_start`` of shard ``src`` to ``dst_start``."""
-
-    src: int
-    src_start: int
-    dst_start: int
-    length: int
-
-
 @dataclass(frozen=True)
 class ShardSpec:
     """The cut of one tensor. It names no rank and no world size, so it is valid for any degree.
@@ -56,7 +45,7 @@ class ShardSpec:
     ``shape`` is the logical (unsharded, unpadded) shape; ``dim`` is the cut dim, or None if every rank has
     the full tensor. If the ranks do not divide the dim, each block is padded with zeros at its end.
 
-    Law: ``unshard(shards) == full`` and ``reshard(shards, r, m) == shard(full, r, m)`` for every degree.
+    Law: ``unshard(shards) == full`` for every degree.
     """
 
     shape: tuple[int, ...]
@@ -120,8 +109,7 @@ class ShardSpec:
         return tuple(self._chunk(block, n)[1] for block in self.blocks)
 
     def copies(self, n: int) -> int:
-        """How many of ``n`` ranks have each entry: n if uncut, above 1 if a block is replicated. ValueError
-        if that differs by block."""
+        """How many of ``n`` ranks have each entry, n if uncut. ValueError if that differs by block."""
         if self.dim is None:
             return n
         copies = {c for c, b in zip(self.block_copies(n), self.blocks, strict=True) if b.size} or {1}
@@ -146,38 +134,34 @@ class ShardSpec:
         return len(self.blocks) <= 1 and not self.padded(n) and self.copies(n) == 1
 
     # -- moving between degrees -------------------------------------------------------------------------
-    def moves(self, m: int, rank: int, n: int) -> Iterator[Move]:
-        """The copies that build shard ``rank`` of ``n`` from the shards of degree ``m``."""
-        for want in self.pieces(rank, n):
-            filled = want.full  # replicated blocks have the same entries several times: take each once
-            for src in range(m):
-                for have in self.pieces(src, m):
-                    lo = max(filled, have.full)
-                    hi = min(want.full + want.length, have.full + have.length)
-                    if lo < hi:
-                        yield Move(src, have.local + lo - have.full, want.local + lo - want.full, hi - lo)
-                        filled = hi
-
-    def reshard(self, sources: Sequence[Tensor], rank: int, n: int) -> Tensor:
-        """Shard ``rank`` of ``n``, from all shards of another degree; one source is the full tensor."""
-        m = len(sources)
-        for source in sources:
-            if tuple(source.shape) != self.local_shape(m):
-                raise ValueError(f"a shard of {m} of {self} has shape {tuple(source.shape)}, not {self.local_shape(m)}")
+    def shard(self, full: Tensor, rank: int, n: int) -> Tensor:
+        """Shard ``rank`` of ``n``, in its own memory. ValueError if ``full`` has not the full shape."""
+        self._check([full])
         if self.dim is None:
-            return sources[0].clone()
-        out = sources[0].new_zeros(self.local_shape(n))
-        for move in self.moves(m, rank, n):
-            out.narrow(self.dim, move.dst_start, move.length).copy_(
-                sources[move.src].narrow(self.dim, move.src_start, move.length)
-            )
+            return full.clone()
+        out = full.new_zeros(self.local_shape(n))
+        for piece in self.pieces(rank, n):
+            source = full.narrow(self.dim, piece.full, piece.length)
+            out.narrow(self.dim, piece.local, piece.length).copy_(source)
         return out
 
-    def shard(self, full: Tensor, rank: int, n: int) -> Tensor:
-        return self.reshard([full], rank, n)
-
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:
-        return self.reshard(shards, 0, 1)
+        """The full tensor, in its own memory. ValueError if a shard has another shape than ``local_shape``."""
+        self._check(shards)
+        if self.dim is None:
+            return shards[0].clone()
+        out = shards[0].new_empty(self.shape)
+        for rank in reversed(range(len(shards))):  # of copies the first rank's stays
+            for piece in self.pieces(rank, len(shards)):
+                source = shards[rank].narrow(self.dim, piece.local, piece.length)
+                out.narrow(self.dim, piece.full, piece.length).copy_(source)
+        return out
+
+    def _check(self, shards: Sequence[Tensor]) -> None:
+        n, want = len(shards), self.local_shape(len(shards))
+        for shard in shards:
+            if tuple(shard.shape) != want:
+                raise ValueError(f"a shard of {n} of {self} has shape {tuple(shard.shape)}, not {want}")
 
     # -- JSON -------------------------------------------------------------------------------------------
     def to_json(self) -> dict[str, Any]:
@@ -196,10 +180,6 @@ class ShardSpec:
             return f"{size} replicated"
         blocks = "" if len(self.blocks) == 1 else f" in {len(self.blocks)} blocks"
         return f"{size} cut on dim {self.dim}{blocks}"
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
 
 
 # The caches keep arrays: a tensor made under inference_mode or while tracing cannot be used outside of it.

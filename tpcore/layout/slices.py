@@ -52,10 +52,7 @@ Slab = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def slabs(shape: Sequence[int], start: int, stop: int) -> Iterator[Slab]:
-    """The entries from ``start`` up to ``stop`` of a tensor, numbered row by row, as boxes in that order.
-
-    There are at most two a dim, and one more.
-    """
+    """The entries from ``start`` up to ``stop`` of a tensor, numbered row by row, as a few boxes in that order."""
     if start >= stop:
         return
     if len(shape) < 2:

@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -16,18 +16,7 @@ from ...layout.layout import Layout
 from ...layout.mesh import Mesh
 from ...layout.shard import ShardSpec
 from ..storage.dtypes import dtype_of
-from ..storage.files import (
-    MANIFEST,
-    PREFIX,
-    FileRecord,
-    crc32_text,
-    damage,
-    dumps,
-    loads,
-    naming,
-    read_file,
-    sync_dir,
-)
+from ..storage.files import MANIFEST, PREFIX, FileRecord, crc32_text, damage, dumps, loads, naming, read_file, sync_dir
 from ..storage.publish import replaced_names, resolve
 from ..storage.tensorfile import FileTensor, TensorFile
 from ..tensors.stored import Cut
@@ -83,15 +72,12 @@ class Manifest:
         top = loads(data, path)
         check_format(top, path)
         with damage(path):
-            manifest = cls(
-                save_id=typed(str, top["save_id"]),
-                mesh={typed(str, axis): typed(int, size) for axis, size in top["mesh"].items()},
-                files={
-                    typed(str, name): FileRecord(typed(int, f["bytes"]), typed(str, f["crc32"]))
-                    for name, f in top["files"].items()
-                },
-                written_by=dict(top["written_by"]),
-            )
+            mesh = {typed(str, axis): typed(int, size) for axis, size in top["mesh"].items()}
+            files = {
+                typed(str, name): FileRecord(typed(int, f["bytes"]), typed(str, f["crc32"]))
+                for name, f in top["files"].items()
+            }
+            manifest = cls(typed(str, top["save_id"]), mesh, files, dict(top["written_by"]))
         manifest.check(path)
         return manifest
 
@@ -185,11 +171,9 @@ class RankState:
         top = loads(data, self.path, halves=True)
         check_format(top, self.path)
         self._check_save(top.get("save_id"), top.get("rank"), self.path)
-        try:
+        with damage(self.path):
             self.tree: Any = top["state"]
             self._records: dict[str, dict[str, Any]] = top["tensors"]
-        except KeyError as e:
-            raise CheckpointError(f"{self.path} is damaged: no {e}") from e
         try:  # here, where the file is known
             decode(self.tree, lambda leaf, path: None)
             entries(self.tree)
@@ -238,12 +222,17 @@ def newest(parent: str) -> str | None:
         return None
     with naming("list", parent):
         names = {*os.listdir(parent), *replaced_names(parent)}
-    numbered = [(int(match[2]), name) for name in names if (match := _NUMBERED.fullmatch(name))]
-    for _, name in sorted(numbered, reverse=True):
+    for _, name in _numbered(names):
         path = os.path.join(parent, name)
         if not name.startswith(".") and _is_checkpoint(os.path.join(resolve(path), MANIFEST)):
             return path
     return None
+
+
+def _numbered(names: Iterable[str], stem: str | None = None) -> list[tuple[int, str]]:
+    """The ``names`` that end in a number, after ``stem`` if it is given, by number, the highest first."""
+    matches = [match for match in map(_NUMBERED.fullmatch, names) if match and stem in (None, match[1])]
+    return sorted(((int(match[2]), match[0]) for match in matches), reverse=True)
 
 
 def _is_checkpoint(manifest: str) -> bool:
@@ -258,29 +247,23 @@ def _is_checkpoint(manifest: str) -> bool:
 
 
 def keep_last(target: str, n: int) -> None:
-    """Keep ``target`` and the ``n - 1`` checkpoints before it, and remove older ones. Traced models and
-    directories of other programs stay.
+    """Keep ``target`` and the ``n - 1`` checkpoints before it, and remove older ones.
 
-    Their names differ from ``target`` only in the number at the end. Checkpoints with higher numbers are not
-    touched, because they are from a run that went further. A name without a number has no older checkpoints.
+    Their names differ from ``target`` only in the number at the end. Those with higher numbers, from a run that went
+    further, and directories of other programs stay.
     """
     parent, name = os.path.split(target)
     mine = _NUMBERED.fullmatch(name)
     if mine is None:
         return
-    older = []
     with naming("list", parent):
         names = os.listdir(parent)
     for other in names:
         if other.startswith(f".{mine[1]}") and other.endswith(_REMOVING):
             shutil.rmtree(os.path.join(parent, other), ignore_errors=True)  # from a killed save
-        match = _NUMBERED.fullmatch(other)
-        if match is None or match[1] != mine[1] or int(match[2]) >= int(mine[2]):
-            continue
-        path = os.path.join(parent, other)
-        if not os.path.islink(path) and _is_checkpoint(os.path.join(path, MANIFEST)):
-            older.append((int(match[2]), path))
-    for _, path in sorted(older, reverse=True)[n - 1 :]:
+    paths = [os.path.join(parent, other) for i, other in _numbered(names, mine[1]) if i < int(mine[2])]
+    older = [p for p in paths if not os.path.islink(p) and _is_checkpoint(os.path.join(p, MANIFEST))]
+    for path in older[n - 1 :]:
         # renamed first, so that no reader takes the half-removed directory for a checkpoint
         removing = os.path.join(parent, f".{os.path.basename(path)}{_REMOVING}")
         with naming("remove", path):

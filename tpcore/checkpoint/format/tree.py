@@ -30,10 +30,7 @@ def dotted(path: Path) -> str:
 
 
 def encode(value: Any, leaf: Callable[[Any, Path], Any], path: Path = ()) -> Any:
-    """Encode a state. ``leaf`` returns the JSON of a tensor or ReadPlan. ValueError, naming the entry, for other types.
-
-    Types are matched exactly, because a subclass of a number or a container would be loaded as its base.
-    """
+    """Encode a state. ``leaf`` returns the JSON of a tensor or ReadPlan. ValueError, naming it, for other types."""
     kind = type(value)
     if value is None or kind in (bool, int, str):
         return value
@@ -141,27 +138,22 @@ def leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     if is_dict(tree):
         for key, item in entries(tree).items():
             yield from leaves(item, (*path, key))
-    elif isinstance(tree, list) or (isinstance(tree, dict) and tree[TAG] == "tuple"):
-        items = tree if isinstance(tree, list) else tree.get("items")
-        if not isinstance(items, list):
-            raise CheckpointError("a tuple's items are missing where a checkpoint has them")
-        for i, item in enumerate(items):
+    elif isinstance(tree, list):
+        for i, item in enumerate(tree):
             yield from leaves(item, (*path, i))
+    elif isinstance(tree, dict) and tree[TAG] == "tuple":
+        with damage("a tuple"):
+            yield from leaves(list(tree["items"]), path)
     else:
         yield path, tree
 
 
-def is_nested(
-    top: Mapping[Any, Any],
-    model_key: str | None,
-    where: str,
-    is_dict: Callable[[Any], bool],
-    is_tensor: Callable[[Any], bool],
-) -> bool:
-    """True if ``top[model_key]`` is the model's state, False if ``top`` is: then it has tensors as values."""
-    if model_key is not None and is_dict(top.get(model_key)):
+def is_nested(top: Mapping[Any, Any], model_key: str | None, where: str) -> bool:
+    """True if ``top[model_key]`` is the model's state, encoded or not; False if ``top`` itself is one."""
+    state = None if model_key is None else top.get(model_key)
+    if isinstance(state, Mapping) and (is_dict(state) or TAG not in state):
         return True
-    if any(is_tensor(value) for value in top.values()):
+    if any(isinstance(value, Tensor) or is_tensor(value) for value in top.values()):
         return False
     raise CheckpointError(
         f"{where} has no model under {model_key!r}, nor is it one's state itself: it has {list(top)[:20]}"
@@ -170,11 +162,8 @@ def is_nested(
 
 def is_optimizer(value: Any) -> bool:
     """Whether ``value`` has the form of an optimizer's ``state_dict()``."""
-    return (
-        isinstance(value, Mapping)
-        and isinstance(value.get("state"), Mapping)
-        and isinstance(value.get("param_groups"), list)
-    )
+    has_state = isinstance(value, Mapping) and isinstance(value.get("state"), Mapping)
+    return has_state and isinstance(value.get("param_groups"), list)
 
 
 def model_tensors(state: Any) -> Iterator[tuple[Any, Tensor]]:

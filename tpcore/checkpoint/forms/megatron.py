@@ -17,10 +17,9 @@ from torch import Tensor
 from ...errors import CheckpointError
 from ...layout.shard import ShardSpec
 from ..storage.files import damage, naming, read_file
-from ..tensors.stored import Stored
-from .pickles import mapped, top_of
-from .rank_files import Entries, RankFiles, even_cut, grid
-from .source import Form, Reading, Source, State, inside
+from .pickles import top_of
+from .rank_files import Entries, Original, RankFiles, even_cut, grid
+from .source import Form, Reading, Source, inside
 
 _RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?")
 _FILE, _LATEST = "model_optim_rng.pt", "latest_checkpointed_iteration.txt"
@@ -52,8 +51,7 @@ _DIMS = {"embed_tokens": 0, "lm_head": 0, "o_proj": 1, "down_proj": 1}
 
 @dataclass(frozen=True)
 class Projections:
-    """The order of rows in the fused layers. ``interleaved``: for each kv head its query heads, the key, the
-    value; otherwise q|k|v one after the other on each rank, as files of ``checkpoint_version`` 0 have them."""
+    """``interleaved``: for each kv head its query heads, key and value; otherwise q|k|v one after the other."""
 
     heads: int
     kv_heads: int
@@ -96,28 +94,25 @@ class MegatronShards(RankFiles):
         dim = _DIMS.get(name.split(".")[-2]) if len(shape) == 2 else None
         return None if dim is None else even_cut(shape, self.tp, dim)
 
-    def originals(self, states: Sequence[Mapping[str, Any]], pp_rank: int) -> tuple[State, set[str]]:
-        found: State = {}
+    def originals(self, states: Sequence[Mapping[str, Any]], pp_rank: int) -> tuple[list[Original], set[str]]:
+        originals: list[Original] = []
         fused = {name for name in states[0] if name.endswith((*_QKV, *_GATE_UP))}
         for name in fused:
             try:
-                split = list(self._split(name, [state[name] for state in states]))
+                originals += self._split(name, [state[name] for state in states])
             except (ArithmeticError, AttributeError, KeyError, RuntimeError, TypeError) as e:
                 raise CheckpointError(f"{self.path}: {name!r} is not as its args say: {e}") from e
-            for original, pieces in split:
-                shards = [mapped(piece, original, self.path) for piece in pieces]
-                spec = even_cut(shards[0].shape, self.tp, 0)
-                found[original] = Stored.over_tp(original, spec, self.tp, None, shards.__getitem__)
-        return found, fused
+        return originals, fused
 
-    def _split(self, name: str, shards: Sequence[Tensor]) -> Iterator[tuple[str, list[Tensor]]]:
+    def _split(self, name: str, shards: Sequence[Tensor]) -> Iterator[Original]:
         if name.endswith(_GATE_UP):
             layer, halves = name.removesuffix(_GATE_UP[0]), [t.chunk(2) for t in shards]
-            yield from ((f"{layer}mlp.{n}_proj.weight", [h[i] for h in halves]) for i, n in enumerate(("gate", "up")))
+            for i, part in enumerate(("gate", "up")):
+                yield Original(f"{layer}mlp.{part}_proj.weight", 0, [h[i] for h in halves])
             return
         layer, _, end = name.partition("self_attention.linear_qkv.")
         for part, pieces in zip("qkv", self._projections.qkv(shards), strict=True):
-            yield f"{layer}self_attn.{part}_proj.{end}", pieces
+            yield Original(f"{layer}self_attn.{part}_proj.{end}", 0, pieces)
 
 
 def _top(file: str, how: Reading) -> Mapping[str, Any]:
@@ -159,13 +154,11 @@ def _renamed(name: str, first_layer: int, file: str) -> str:
 def _open(path: str, how: Reading, stack: ExitStack) -> Source | None:
     if not os.path.isdir(path):
         return None
-    latest = os.path.join(path, _LATEST)
+    root, latest = path, os.path.join(path, _LATEST)
     if os.path.isfile(latest):
         with damage(latest):
             iteration = read_file(latest).decode().strip()
         root = os.path.join(path, f"iter_{int(iteration):07d}" if iteration.isdecimal() else "release")
-    else:
-        root = path
     with naming("list", root):
         matches = [match for match in map(_RANK.fullmatch, sorted(os.listdir(root))) if match]
     files = {(int(m[2] or 0), int(m[1])): inside(root, os.path.join(m[0], _FILE), root) for m in matches}

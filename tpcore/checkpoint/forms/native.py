@@ -27,7 +27,7 @@ from ..format.tree import (
     only,
     parameter_names,
 )
-from ..storage.files import MANIFEST
+from ..storage.files import MANIFEST, damage
 from ..storage.publish import resolve
 from ..storage.tensorfile import FileTensor
 from ..tensors.stored import ReadPlan, Stored
@@ -57,12 +57,7 @@ class NativeStage(Stage):
     """One stage. At another degree, the first rank's entries represent those of all ranks."""
 
     def __init__(
-        self,
-        checkpoint: Checkpoint,
-        model_key: str | None,
-        pp_rank: int,
-        own: int | None,
-        alike: Sequence[int] = (),
+        self, checkpoint: Checkpoint, model_key: str | None, pp_rank: int, own: int | None, alike: Sequence[int] = ()
     ) -> None:
         self._alike = alike or (pp_rank,)  # the stages that this one's entries represent
         self._checkpoint, self._model_key, self._own = checkpoint, model_key, own
@@ -82,7 +77,7 @@ class NativeStage(Stage):
                 self._merged[key] = one
 
     def _optimizer(self, key: Any, stage: int) -> Any:
-        """The optimizer's state at ``key``, with a Stored in place of each tensor; None for another entry."""
+        """The optimizer's state at ``key``, with a Stored for each tensor; None for another entry."""
         item = entries(self._checkpoint.rank(self._own or 0, stage).tree).get(key)
         if not is_dict(item) or not {"state", "param_groups"} <= entries(item).keys():
             return None
@@ -91,7 +86,7 @@ class NativeStage(Stage):
     @cached_property
     def _nested(self) -> bool:
         """Whether the model is one of the entries."""
-        return is_nested(self._top, self._model_key, self._checkpoint.path, is_dict, is_tensor)
+        return is_nested(self._top, self._model_key, self._checkpoint.path)
 
     def model(self, fill: Fill | None = None) -> State:
         top = entries(self._top[self._model_key]) if self._nested else self._top
@@ -175,10 +170,8 @@ class NativeStage(Stage):
     def stored(self, leaf: dict[str, Any], where: str, stage: int | None = None) -> Stored:
         """The tensor of an encoded entry, of this stage or of ``stage``."""
         path = self._first.path
-        try:
+        with damage(f"{path}: {where}"):
             file, name = str(leaf["file"]), str(leaf["name"])
-        except KeyError as e:
-            raise CheckpointError(f"{path}: {where} is damaged: no {e}") from e
         stage = self._pp_rank if stage is None else stage
         if (stage, file, name) not in self._stored:
             shard, cut = self._checkpoint.rank(self._own or 0, stage).tensor(file, name)
@@ -186,9 +179,8 @@ class NativeStage(Stage):
             at = {"pp": stage, "tp": self._own or 0}
             if isinstance(cut, Layout) and cut.local_shape(mesh) != shard.shape:
                 raise CheckpointError(f"{path}: {where} is {shard.shape} and not a shard of {cut}")
-
-            shards = {mesh.rank({axis: at[axis] for axis in mesh.axes}): shard}
-            own = None if self._own is None else next(iter(shards))
+            here = mesh.rank({axis: at[axis] for axis in mesh.axes})
+            shards = {here: shard}
 
             def shard_of(i: int) -> FileTensor:
                 if i not in shards:
@@ -203,6 +195,7 @@ class NativeStage(Stage):
                     shards[i] = other
                 return shards[i]
 
+            own = None if self._own is None else here
             self._stored[stage, file, name] = Stored(where, cut, mesh, own, shard_of)
         return self._stored[stage, file, name]
 
@@ -231,11 +224,7 @@ def _tensors(value: Any) -> list[Stored]:
 
 
 def merged(stages: Sequence[dict[str, Any]], names: Sequence[str] | None) -> dict[str, Any] | None:
-    """One optimizer state with the parameters of all stages, or None if a stage has no parameter names.
-
-    ``names``: the wanted parameters, in the order of the job's optimizer; None: all, stage after stage. The
-    groups' options are those of the first stage.
-    """
+    """One optimizer's state of the stages', for the parameters ``names`` in order; None if a stage has no names."""
     groups = [optimizer["param_groups"] for optimizer in stages]
     if len({len(g) for g in groups}) > 1 or not all(_named(group) for g in groups for group in g):
         return None

@@ -15,21 +15,12 @@ from torch import Tensor
 from ...errors import CheckpointError
 from ...layout.shard import ShardSpec
 from ..storage.files import damage, loads, read_file
-from ..tensors.stored import Stored
-from .pickles import mapped, top_of
-from .rank_files import PickledShards, even_cut, find
-from .source import Form, Reading, Source, State, inside
+from .pickles import top_of
+from .rank_files import Original, PickledShards, even_cut, find
+from .source import Form, Reading, Source, inside
 
 Shards = Mapping[str, Sequence[Tensor]]
 """The shards of all ranks, by name."""
-
-
-class Original(NamedTuple):
-    """A tensor of the original model, in equal pieces along ``dim``, in order."""
-
-    name: str
-    dim: int
-    pieces: list[Tensor]
 
 
 @dataclass(frozen=True)
@@ -54,11 +45,9 @@ class Fused:
 
 @dataclass(frozen=True)
 class Attention:
-    """q, k, v and the output projection of grouped-query attention with ``copies`` of each kv head.
-
-    The copies of kv heads ``a b`` are in the order ``a b a b`` over the ranks. Query heads are reordered so
-    that each is on a rank with a copy of its kv head, and the output projection's columns likewise.
-    """
+    """q, k, v and the output projection of grouped-query attention with ``copies`` of each kv head, in the order
+    ``a b a b`` over the ranks. Each query head, and its columns of the output projection, is on a rank with a copy of
+    its kv head."""
 
     stored: Mapping[str, str]  # names in the shards by "q", "k" and "v", or by "qkv" if fused
     names: Mapping[str, str]  # original names by "q", "k" and "v"
@@ -88,13 +77,9 @@ class Attention:
 
     def _order(self) -> list[int]:
         """The query head at each position, over all ranks."""
-        group, each = self.q_heads // self.kv_heads, self.q_heads // (self.kv_heads * self.copies)
-        return [
-            kv * group + copy * each + i
-            for copy in range(self.copies)
-            for kv in range(self.kv_heads)
-            for i in range(each)
-        ]
+        heads = torch.arange(self.q_heads).view(self.kv_heads, self.copies, -1)
+        order: list[int] = heads.transpose(0, 1).flatten().tolist()
+        return order
 
     def used(self) -> list[str]:
         return [*self.stored.values(), *([] if self.output is None else [self.output])]
@@ -218,10 +203,7 @@ class OptimumShards(PickledShards):
     def __init__(self, path: str, files: Sequence[Sequence[str]], how: Reading, recorded: Sequence[Recorded]) -> None:
         super().__init__(path, files, how)
         self._recorded = recorded
-
-    @property
-    def mixed(self) -> bool:
-        return any(stage.transformations for stage in self._recorded)
+        self.mixed = any(stage.transformations for stage in recorded)
 
     def cut(self, name: str, shape: tuple[int, ...], pp_rank: int) -> ShardSpec | None:
         dim = self._recorded[pp_rank].dims.get(name)
@@ -230,8 +212,7 @@ class OptimumShards(PickledShards):
         return None if dim is None else even_cut(shape, self.tp, dim)
 
     def _of_tied(self, name: str, pp_rank: int) -> int | None:
-        """The cut dim of a tensor that is recorded under another name, maybe of another stage: the one with
-        the same values on all ranks."""
+        """The cut dim of a tensor that is recorded under another name, which has the same values on all ranks."""
         mine = [self.read(file)[0][name] for file in self.files[pp_rank]]
         if all(_equal(t, mine[0]) for t in mine):
             return None  # not cut: a buffer
@@ -242,38 +223,30 @@ class OptimumShards(PickledShards):
                     return dim
         return None
 
-    def originals(self, states: Sequence[Mapping[str, Any]], pp_rank: int) -> tuple[State, set[str]]:
-        state: State = {}
-        transformations = self._recorded[pp_rank].transformations
-        for transformation in transformations:
-            names = [name for name in transformation.used() if name not in states[0]]
-            if names == transformation.used():
+    def originals(self, states: Sequence[Mapping[str, Any]], pp_rank: int) -> tuple[list[Original], set[str]]:
+        originals: list[Original] = []
+        used: set[str] = set()
+        for transformation in self._recorded[pp_rank].transformations:
+            names = transformation.used()
+            used.update(names)
+            missing = [name for name in names if name not in states[0]]
+            if missing == names:
                 continue  # not saved
-            if names:
-                raise CheckpointError(f"{self.files[pp_rank][0]} has no {names[0]!r}, which its metadata name")
-            for name, dim, pieces in self._originals(transformation, states):
-                parts = [mapped(piece, name, self.path) for piece in pieces]
-                cut = even_cut(parts[0].shape, len(parts), dim)
-                state[name] = Stored.over_tp(name, cut, len(parts), None, parts.__getitem__)
-        used = {name for transformation in transformations for name in transformation.used()}
-        return state, used | self._of_others(states[0], pp_rank)
+            if missing:
+                raise CheckpointError(f"{self.files[pp_rank][0]} has no {missing[0]!r}, which its metadata name")
+            try:
+                originals += transformation.originals({name: [state[name] for state in states] for name in names})
+            except (ArithmeticError, IndexError, RuntimeError, ValueError) as e:
+                why = f"{type(e).__name__}: {e}"
+                raise CheckpointError(f"{self.path}: {names} are not as their metadata say: {why}") from e
+        return originals, used | self._of_others(states[0], pp_rank)
 
     def _of_others(self, state: Mapping[str, Any], pp_rank: int) -> set[str]:
-        """Names in a stage's file that stand for parameters of other stages: some versions write all of the
-        model there, and what this stage does not have without values."""
+        """Names in a stage's file of other stages' parameters: some versions write them all, without values."""
         mine = self._recorded[pp_rank].names
         every = {name for stage in self._recorded for name in stage.names}
         empty = {name for name, t in state.items() if isinstance(t, Tensor) and t.is_meta}
         return ((every & state.keys()) | empty) - mine
-
-    def _originals(self, transformation: Fused | Attention, states: Sequence[Mapping[str, Any]]) -> list[Original]:
-        try:
-            return list(
-                transformation.originals({name: [state[name] for state in states] for name in transformation.used()})
-            )
-        except (ArithmeticError, IndexError, RuntimeError, ValueError) as e:
-            why = f"{type(e).__name__}: {e}"
-            raise CheckpointError(f"{self.path}: {transformation.used()} are not as their metadata say: {why}") from e
 
 
 def _equal(a: Any, b: Tensor) -> bool:

@@ -39,16 +39,13 @@ class Placeholder:
 
 
 def unpickled(path: str, how: Reading, allow: Sequence[type] = (), placeholders: Sequence[str] = ()) -> Any:
-    """Load a torch file by torch's restricted unpickler: tensors, plain values, and classes in ``allow``.
-
-    ``placeholders``: packages of which no class is imported; a Placeholder stands for each of their objects.
-    """
+    """Load a torch file without running code in it; a Placeholder stands for each object of ``placeholders``."""
     if not how.trust:
         raise CheckpointError(
             f"{path} is a pickle, which trust=False (--no-trust) does not read: where it is trusted, "
             "`tpcore checkpoint convert` makes safetensors of it"
         )
-    if not how.quiet and _version() < (2, 10):
+    if not how.quiet and tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < (2, 10):
         warnings.warn(
             f"{path} is a pickle, and before torch 2.10 (this is {torch.__version__}) one can run code in "
             "spite of weights_only=True (CVE-2026-24747): trust who made it, or make safetensors of it "
@@ -59,7 +56,12 @@ def unpickled(path: str, how: Reading, allow: Sequence[type] = (), placeholders:
     try:
         if not zipfile.is_zipfile(path):
             raise CheckpointError(f"{path} is truncated: its directory, which is at its end, is missing")
-        _refuse_compressed(path)
+        with zipfile.ZipFile(path) as records:
+            if any(record.compress_type != zipfile.ZIP_STORED for record in records.infolist()):
+                raise CheckpointError(  # torch would take compressed bytes for values
+                    f"{path} has compressed records, which cannot be read in part: "
+                    "write it anew, torch.save(torch.load(path, weights_only=True), path)"
+                )
         with torch.serialization.safe_globals([*allow, *_placeholders(path, placeholders)]):
             value = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         _Extent(path).check(value)
@@ -88,20 +90,6 @@ def _placeholders(path: str, packages: Sequence[str]) -> list[type]:
     return [type(name, (Placeholder,), {"__module__": module}) for module, name in pairs]
 
 
-def _refuse_compressed(path: str) -> None:
-    """CheckpointError for compressed records: torch maps records as they are, compressed bytes as values."""
-    with zipfile.ZipFile(path) as records:
-        if any(record.compress_type != zipfile.ZIP_STORED for record in records.infolist()):
-            raise CheckpointError(
-                f"{path} has compressed records, which cannot be read in part: "
-                "write it anew, torch.save(torch.load(path, weights_only=True), path)"
-            )
-
-
-def _version() -> tuple[int, ...]:
-    return tuple(int(n) for n in re.findall(r"\d+", torch.__version__)[:2])
-
-
 def top_of(path: str, how: Reading, allow: Sequence[type] = (), placeholders: Sequence[str] = ()) -> Mapping[Any, Any]:
     """The dict in a file. CheckpointError if it holds anything else."""
     top = unpickled(path, how, allow, placeholders)
@@ -112,18 +100,9 @@ def top_of(path: str, how: Reading, allow: Sequence[type] = (), placeholders: Se
 
 def parted(top: Mapping[Any, Any], how: Reading, path: str) -> tuple[Mapping[Any, Any], dict[Any, Any]]:
     """The entry ``how.model_key`` and the other entries; ``top`` and no others if it is a model's state."""
-    nested = is_nested(top, how.model_key, path, _is_dict, _is_tensor)
-    if not nested:
+    if not is_nested(top, how.model_key, path):
         return top, {}
     return top[how.model_key], {key: value for key, value in top.items() if key != how.model_key}
-
-
-def _is_dict(value: Any) -> bool:
-    return isinstance(value, Mapping)
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
 
 
 def mapped(t: Tensor, name: str, path: str) -> MemoryShard:
@@ -141,8 +120,7 @@ def in_own_memory(value: Any) -> Any:
 
 
 class _Extent:
-    """The size of a loaded value with shared parts counted at each use: a small pickle can repeat one item
-    2**32 times, or one number to gigabytes. Shared containers are visited once."""
+    """The size of a value, shared parts counted at each use: a small pickle can repeat one item 2**32 times."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -196,10 +174,8 @@ def unsound(path: str) -> Iterator[str]:
 
 
 def split(rests: Sequence[Mapping[Any, Any]]) -> tuple[dict[Any, Any], list[Any]]:
-    """The entries that are the same on all ranks, and the keys of the others. ``rests``: entries per rank.
-
-    An optimizer's state counts as different: it is cut like its parameters, even if all values are zero.
-    """
+    """The entries that are the same on all ranks, and the keys of the others. ``rests``: entries per rank. An
+    optimizer's state counts as different: it is cut like its parameters, even if all values are zero."""
     first, *others = rests
     bound = [
         key

@@ -7,7 +7,8 @@ import re
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +26,14 @@ Entries = dict[Any, Any]
 """The entries other than the model in one rank's file."""
 
 
+class Original(NamedTuple):
+    """A tensor of the original model, in equal pieces along ``dim``, in order."""
+
+    name: str
+    dim: int
+    pieces: Sequence[Tensor]
+
+
 class RankFiles(Source):
     """``files[pp_rank][tp_rank]``: the path of a rank's file. A subclass reads one file."""
 
@@ -40,9 +49,9 @@ class RankFiles(Source):
         """The recorded cut of a tensor, for readers that do not know it; None if not recorded."""
         return None
 
-    def originals(self, states: Sequence[Mapping[str, Any]], pp_rank: int) -> tuple[State, set[str]]:
+    def originals(self, states: Sequence[Mapping[str, Any]], pp_rank: int) -> tuple[list[Original], set[str]]:
         """Tensors that are stored only fused or reordered, and the stored names that they come from."""
-        return {}, set()
+        return [], set()
 
     def stage(self, pp_rank: int, own: int | None, cuts: Cuts) -> Stage:
         return _RankFilesStage(self, pp_rank, own, cuts)
@@ -72,7 +81,13 @@ class _RankFilesStage(Stage):
                 raise CheckpointError(f"{file} and {self._files[self._own or 0]} do not both have {name!r}")
         originals, used = self._source.originals(self._states, self._pp_rank)
         plain = {name: value for name, value in first.items() if name not in used}
-        return originals | {k: self._stored(k) if isinstance(v, Tensor) else v for k, v in plain.items()}
+        state = {original.name: self._original(*original) for original in originals}
+        return state | {k: self._stored(k) if isinstance(v, Tensor) else v for k, v in plain.items()}
+
+    def _original(self, name: str, dim: int, pieces: Sequence[Tensor]) -> Stored:
+        shards = [mapped(piece, name, self._source.path) for piece in pieces]
+        cut = even_cut(shards[0].shape, len(shards), dim)
+        return Stored.over_tp(name, cut, len(shards), None, shards.__getitem__)
 
     def _stored(self, name: str) -> Stored:
         pairs = zip(self._states, self._files, strict=True)
@@ -122,18 +137,12 @@ def even_cut(shape: tuple[int, ...], tp: int, dim: int, stride: int = 1) -> Shar
 
 
 def in_order(shards: list[MemoryShard], cut: ShardSpec, where: str) -> list[MemoryShard]:
-    """The shards in ShardSpec's order, in which copies of a replicated unit are on adjacent ranks.
-
-    Some libraries write the copies of ``a b`` as ``a b a b`` instead of ``a a b b``. The values are compared
-    to find the order. CheckpointError if neither fits.
-    """
-    m = len(shards)
+    """The shards with copies side by side, ``a a b b``; some libraries write ``a b a b``, and the values tell."""
     if _replicas_agree(shards, cut):
         return shards
-    copies = {b: m // -(-b.size // b.unit) for b in cut.blocks if b.replicate}
     if len(cut.blocks) == 1:
-        units = m // copies[cut.blocks[0]]
-        moved = [shards[(i % copies[cut.blocks[0]]) * units + i // copies[cut.blocks[0]]] for i in range(m)]
+        units = -(-cut.blocks[0].size // cut.blocks[0].unit)
+        moved = [shard for unit in range(units) for shard in shards[unit::units]]
         if _replicas_agree(moved, cut):
             return moved
     raise CheckpointError(f"{where}: ranks that should hold copies of the same heads hold different values")
@@ -162,12 +171,11 @@ class TensorReference:
     tid: int
 
 
-def _named(module: str) -> type:
-    return type("TensorReference", (TensorReference,), {"__module__": module})
-
-
 # the only classes that a reference file may name in addition to those of tensors; neither is imported
-_REFERENCES = [_named(f"{m}.utils.serialization") for m in ("torch_xla", "neuronx_distributed")]
+_REFERENCES = [
+    type("TensorReference", (TensorReference,), {"__module__": f"{library}.utils.serialization"})
+    for library in ("torch_xla", "neuronx_distributed")
+]
 
 
 class PickledShards(RankFiles):
@@ -223,10 +231,10 @@ def _resolved(reference: TensorReference, file: str, how: Reading) -> Tensor:
     tid = getattr(reference, "tid", None)
     if type(tid) is not int or tid < 0:
         raise CheckpointError(f"{file} is damaged: it refers to a tensor {tid!r}")
-    root = f"{file}.tensors"
-    t = unpickled(inside(root, f"tensor_{tid}.pt", file), Reading(how.model_key, how.trust, quiet=True))
+    path = inside(f"{file}.tensors", f"tensor_{tid}.pt", file)
+    t = unpickled(path, replace(how, quiet=True))
     if not isinstance(t, Tensor):
-        raise CheckpointError(f"{root}/tensor_{tid}.pt holds a {type(t).__name__}, not a tensor")
+        raise CheckpointError(f"{path} holds a {type(t).__name__}, not a tensor")
     return t
 
 

@@ -17,10 +17,8 @@ FORMS = (native.FORM, optimum.FORM, rank_files.FORM, megatron.FORM, whole.FORM)
 def open_source(path: str, how: Reading, stack: ExitStack, *, sharded: bool | None = None) -> Source:
     """Open a checkpoint of any form, until ``stack`` closes. ``sharded``: only forms with this property."""
     for form in FORMS:
-        if sharded is None or form.sharded == sharded:
-            source = form.open(path, how, stack)
-            if source is not None:
-                return source
+        if sharded in (None, form.sharded) and (source := form.open(path, how, stack)) is not None:
+            return source
     raise CheckpointError(_unknown(path, sharded))
 
 

@@ -43,11 +43,8 @@ class Reading:
 
 
 class Stage(ABC):
-    """One pipeline stage of a checkpoint: its part of the model, and the other entries.
-
-    It is opened either for one tp rank, with the shards and entries of that rank, or for no rank, with the
-    tensors and entries that can be loaded at any degree.
-    """
+    """One pipeline stage of a checkpoint: its part of the model, and the other entries. It is opened for one tp rank,
+    or for no rank, with the tensors and entries that can be loaded at any degree."""
 
     @abstractmethod
     def model(self, fill: Fill | None = None) -> State:
@@ -78,6 +75,8 @@ class Source(ABC):
     tp: int
     pp: int
     sharded = True
+    mixed = False
+    """Whether some tensors of the original model are stored only fused or reordered."""
     save_id = ""
     """Identifies one save, or is empty. All ranks of a job must have opened the same save."""
 
@@ -86,17 +85,9 @@ class Source(ABC):
         """A stage for tp rank ``own``, or for no rank. ``cuts``: the cuts that the checkpoint lacks."""
 
     def entries_of_all(self, cuts: Cuts, names: Sequence[str] | None = None) -> Stage | None:
-        """Entries for a job with another number of stages, or None if the form does not support that. They
-        are the entries that are equal on all stages, and optimizers' states.
-
-        ``names``: the parameters whose optimizer state is wanted, in the optimizer's order; None: all.
-        """
+        """Entries for a job with another number of stages: those equal on all stages, and optimizers' states. None if
+        the form does not support that. ``names``: parameters whose optimizer state is wanted, in order; None: all."""
         return None
-
-    @property
-    def mixed(self) -> bool:
-        """Whether some tensors of the original model are stored only fused or reordered."""
-        return False
 
 
 class Form(NamedTuple):

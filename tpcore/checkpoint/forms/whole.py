@@ -1,5 +1,4 @@
-"""An unsharded model: a file of safetensors or torch.save, or a Hugging Face directory of such files, which may
-have an index from tensor to file."""
+"""An unsharded model: a file of safetensors or torch.save, or a Hugging Face directory of such files."""
 
 from __future__ import annotations
 
@@ -106,10 +105,7 @@ _FILES = ("model.safetensors", "pytorch_model.bin")  # in order of preference
 
 
 def weight_files(path: str) -> dict[str, set[str] | None] | None:
-    """Paths of the files of weights, each with the names to take from it (None: all). None without files.
-
-    CheckpointError if the index names a file that is missing or outside of the directory.
-    """
+    """Paths of the files of weights, each with the names to take from it (None: all). None without files."""
     for name in _FILES:
         index = os.path.join(path, name + INDEX)
         if os.path.lexists(index):
@@ -144,13 +140,10 @@ def _open(path: str, how: Reading, stack: ExitStack) -> Source | None:
         missing = sorted((names or set()) - tensors.keys())
         if missing:
             raise CheckpointError(f"{file} has no {missing[0]!r}, which the index says it has")
-        state.update((name, item) for name, item in tensors.items() if names is None or _listed(name, item, names))
+        for name, item in tensors.items():  # a tied tensor is in the index under its stored name
+            if names is None or (item.where if isinstance(item, Stored) else name) in names:
+                state[name] = item
     return Whole(path, "unsharded directory", state, {})
-
-
-def _listed(name: str, item: Any, names: set[str]) -> bool:
-    """Whether the index has this tensor. A tied tensor counts under its stored name."""
-    return (item.where if isinstance(item, Stored) else name) in names
 
 
 FORM = Form(sharded=False, open=_open)

@@ -45,11 +45,10 @@ def consolidate(
 ) -> list[str]:
     """Write the unsharded model in ``src`` to the directory ``out``. Returns the names of the files.
 
-    Writes ``model.safetensors``, or ``pytorch_model.bin`` if ``pickled``. A larger model than
-    ``max_shard_size`` bytes becomes several files and an index. What else is in the folder of a model,
-    its configuration, tokenizer and code, is copied, from ``beside`` if it is given. ``stored_as``: of
-    tensors by name, those to write; what it leaves out is tied to another. ``adapter``: peft's files are written,
-    ``adapter_model.safetensors`` and what lies beside ``adapter_config.json``.
+    Writes ``model.safetensors``, or ``pytorch_model.bin`` if ``pickled``; several files and an index of a model larger
+    than ``max_shard_size`` bytes. The model's configuration, tokenizer and code are copied from ``beside``, by default
+    ``src``. ``stored_as``: of tensors by name, those to write; what it leaves out is tied to another. ``adapter``:
+    peft's files are written, ``adapter_model.safetensors`` and what lies beside ``adapter_config.json``.
     """
     with opened(src, how or Reading(), rules) as source:
         found, ties = once(tensors_of(source, rules), source.path)
@@ -104,8 +103,7 @@ def divided(
 def write_weights(
     folder: str, files: Mapping[str, Mapping[str, Writable]], ties: Mapping[str, str], progress: Progress | None = None
 ) -> list[str]:
-    """Write the tensors of ``files``, and an index if there are several. Returns the names, the index last. ``ties``:
-    further names of tensors."""
+    """Write the tensors of ``files``, and an index of several. Returns the names. ``ties``: further names."""
     for name, group in files.items():
         _write(os.path.join(folder, name), group, {o: kept for o, kept in ties.items() if kept in group}, progress)
     names = list(files)
@@ -177,12 +175,11 @@ def _new_files(out: str) -> Iterator[str]:
         with naming("make the directory", stage):
             os.mkdir(stage)
         yield stage
-        if not os.path.isdir(out):
-            with naming("put in place", out):
+        with naming("put in place", out):
+            if not os.path.isdir(out):
                 os.rename(stage, out)
-        else:
-            for name in sorted(os.listdir(stage), key=lambda n: (n.endswith(INDEX), n)):
-                with naming("put in place", os.path.join(out, name)):
+            else:
+                for name in sorted(os.listdir(stage), key=lambda n: (n.endswith(INDEX), n)):
                     os.rename(os.path.join(stage, name), os.path.join(out, name))
-            sync_dir(out)
+                sync_dir(out)
         sync_dir(os.path.dirname(out))

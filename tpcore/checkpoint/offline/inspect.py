@@ -25,8 +25,7 @@ from .consolidate import StrPath
 
 
 class TensorRow(NamedTuple):
-    """One tensor. ``local``: shape of a shard. ``bytes``: size of the unsharded tensor. ``padded``: whether a
-    shard has padding."""
+    """One tensor. ``local``: shape of a shard. ``bytes``: of the unsharded tensor. ``padded``: whether a shard is."""
 
     name: str
     shape: tuple[int, ...]
@@ -84,8 +83,7 @@ def bytes_of_logical(stored: Stored) -> int:
 
 
 class Difference(NamedTuple):
-    """``why``: a missing tensor or another shape or dtype. ``absolute``, ``relative``: largest differences
-    of the values."""
+    """``why``: a missing tensor or another shape or dtype. ``absolute``, ``relative``: largest ones of the values."""
 
     name: str
     why: str | None
@@ -141,27 +139,19 @@ def _furthest(x: torch.Tensor, y: torch.Tensor, absolute: float, relative: float
 
 
 def verify(
-    path: StrPath,
-    *,
-    rules: Sequence[CutRule] = (),
-    how: Reading | None = None,
-    progress: Progress | None = None,
+    path: StrPath, *, rules: Sequence[CutRule] = (), how: Reading | None = None, progress: Progress | None = None
 ) -> list[str]:
     """Error texts for all faults of a checkpoint: missing, surplus and damaged files and tensors."""
-    with ExitStack() as stack:
-        try:
-            source = stack.enter_context(opened(path, how or Reading(), rules))
-        except CheckpointError as e:
-            return [str(e)]
-        if isinstance(source, Native):
-            return list(dict.fromkeys(_problems(source, progress)))
-        try:
+    try:
+        with opened(path, how or Reading(), rules) as source:
+            if isinstance(source, Native):
+                return list(dict.fromkeys(_problems(source, progress)))
             for stored in tensors_of(source, rules).values():
                 for rank in range(stored.mesh.size):
                     stored.shard(rank).verify()
-        except CheckpointError as e:
-            return [str(e)]
-        return [text for file in _files(source.path) for text in unsound(file)]
+            return [text for file in _files(source.path) for text in unsound(file)]
+    except CheckpointError as e:
+        return [str(e)]
 
 
 def _files(path: str) -> list[str]:

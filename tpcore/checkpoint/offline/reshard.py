@@ -7,8 +7,6 @@ import uuid
 from collections.abc import Sequence
 from contextlib import closing
 
-from torch import Tensor
-
 from ...errors import CheckpointError
 from ...layout.mesh import Mesh
 from ..format.manifest import FORMAT, rank_dir
@@ -33,10 +31,8 @@ def reshard(
     how: Reading | None = None,
     progress: Progress | None = None,
 ) -> list[str]:
-    """Write the contents of ``src`` as a checkpoint for ``tp`` ranks. Returns why entries were left out.
-
-    ``strict=False`` leaves out entries that can be loaded only at the degree of the save.
-    """
+    """Write the contents of ``src`` as a checkpoint for ``tp`` ranks. ``strict=False`` leaves out entries that can be
+    loaded only at the degree of the save. Returns why entries were left out."""
     if tp < 1:
         raise ValueError(f"tp={tp} must be 1 or more ranks")
     with opened(src, how or Reading(), rules) as source:
@@ -74,7 +70,7 @@ def _write(
                 raise CheckpointError(f"{next(iter(bound.values()))}. It can be left out")
             left |= dict.fromkeys(bound.values())
             if joined:
-                entries = stage.entries(_uncut, {"model", *bound})
+                entries = stage.entries(lambda stored: part(stored, 0, 1), {"model", *bound})
                 state = {"model": {name: stored.plan(None, rank, mesh) for name, stored in model.items()}, **entries}
             else:
                 state = stage.entries(lambda stored: stored.plan(None, rank, mesh), bound, model=True)  # noqa: B023
@@ -85,10 +81,6 @@ def _write(
             files |= records | write_state(staging.path, name, save_id, tensors, contents.tree)
         put_in_place(staging, save_id, mesh.axes, files)
     return sorted({name.partition("/")[0] for name in files}), list(left)
-
-
-def _uncut(stored: Stored) -> Tensor:
-    return part(stored, 0, 1)
 
 
 def _joined(source: Source, cuts: Cuts) -> dict[str, Stored]:
@@ -114,11 +106,9 @@ def convert(
     how: Reading | None = None,
     progress: Progress | None = None,
 ) -> list[str]:
-    """Write the contents of ``src`` in the same cut without pickle. Returns the names of written files or directories.
-
-    Shards of other libraries become a checkpoint of the same degree, with all entries. The model in an unsharded file
-    becomes the file ``out`` if that ends in ``.safetensors``, otherwise a directory.
-    """
+    """Write the contents of ``src`` without pickle: shards of other libraries as a checkpoint of the same degree, the
+    model in an unsharded file as the file ``out`` if that ends in ``.safetensors``, otherwise as a directory. Returns
+    the names of written files or directories."""
     how = how or Reading()
     with opened(src, how, rules) as source:
         if isinstance(source, Native):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,30 +21,22 @@ _EXTRA_STATE = "_extra_state"  # torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
 
 class Fit:
     """Loads a state into a model. The constructor compares them. Then call ``verify``, ``run`` and ``finish``, each on
-    all ranks.
-
-    Parameters and buffers are filled in place. Those on meta get memory on the context's device, and ``finish`` assigns
-    them and keeps ties. Floats are converted to the model's dtype. Any other difference of dtype is an error.
-    """
+    all ranks. Parameters and buffers are filled in place; those on meta get memory on the context's device, and
+    ``finish`` assigns them and keeps ties. Floats are converted to the model's dtype."""
 
     def __init__(
         self, model: nn.Module, saved: Mapping[str, Any], ctx: ParallelContext, where: str, *, strict: bool
     ) -> None:
         self._model, self._ctx = model, ctx
         self._wanted = dict(model.state_dict(keep_vars=True))
+        self.names = list(self._wanted)
         self._owned = {id(t) for t in (*model.parameters(), *model.buffers())}
         self._reads: dict[int, tuple[str, ReadPlan, Tensor]] = {}  # what to fill by which plan, by the model's tensor
         self._layouts: dict[str, Layout] = {}  # for the model's tensors that the checkpoint has
-        self._assign: dict[str, Tensor] = {}
         self._hand_over: dict[str, Any] = {}
         self._in_place: set[int] = set()
         self._notes: list[str] = []
         self._compare(saved, where, strict)
-
-    @property
-    def names(self) -> list[str]:
-        """The names in the model's state."""
-        return list(self._wanted)
 
     # -- comparing ----------------------------------------------------------------------------------------
     def _compare(self, saved: Mapping[str, Any], where: str, strict: bool) -> None:
@@ -61,9 +53,7 @@ class Fit:
                 self._layouts[name] = cut or Layout(tuple(t.shape))
         wrong = [text for name in both for text in self._misfits(name, saved[name])]
         if wrong or (strict and absent):
-            if strict:
-                wrong += absent
-            raise CheckpointError(listed(f"{where} does not fit the model", wrong))
+            raise CheckpointError(listed(f"{where} does not fit the model", wrong + absent if strict else wrong))
         if absent:
             self._notes.append(listed(f"{where} does not fit the model everywhere, and strict=False", absent))
         for name in both:
@@ -84,34 +74,25 @@ class Fit:
         if not isinstance(stored, Stored) or not isinstance(t, Tensor):
             self._hand_over[name] = stored
             return
+        plan, out = stored.plan(self._layouts[name], self._ctx.rank, self._ctx.mesh), t
         if id(t) in self._reads:
-            self._check_tie(name, stored, *self._reads[id(t)][:2])
+            other, known, _ = self._reads[id(t)]
+            same = stored.first.identity == known.stored.first.identity
+            if not same and not torch.equal(plan.tensor(t.dtype), known.tensor(t.dtype)):
+                raise CheckpointError(f"{name!r} and {other!r} are one tensor in the model, two in the checkpoint")
             return
-        out = t
         if id(t) in self._owned and not t.is_meta:
             self._in_place.add(id(t))
         else:
             device = self._ctx.device if t.is_meta else torch.device("cpu")
             out = torch.empty(t.shape, dtype=t.dtype, device=device)
-        self._reads[id(t)] = name, self._read_plan(name, stored), out
-
-    def _read_plan(self, name: str, stored: Stored) -> ReadPlan:
-        return stored.plan(self._layouts[name], self._ctx.rank, self._ctx.mesh)
-
-    def _check_tie(self, name: str, stored: Stored, other: str, plan: ReadPlan) -> None:
-        """CheckpointError if a tensor that the model ties has two different values in the checkpoint."""
-        if stored.first.identity == plan.stored.first.identity:
-            return
-        dtype = self._wanted[name].dtype
-        if not torch.equal(self._read_plan(name, stored).tensor(dtype), plan.tensor(dtype)):
-            raise CheckpointError(f"{name!r} and {other!r} are one tensor in the model, two in the checkpoint")
+        self._reads[id(t)] = name, plan, out
 
     def _note_precision(self) -> None:
         dtypes = [(name, plan.dtype, out.dtype) for name, plan, out in self._reads.values()]
         lossy = [(n, have, want) for n, have, want in dtypes if have != want and have.itemsize >= want.itemsize]
-        if lossy:
-            lines = [f"{name!r}: from {have} to the model's {want}" for name, have, want in lossy]
-            self._notes.append(listed("tensors lose precision", lines))
+        lines = [f"{name!r}: from {have} to the model's {want}" for name, have, want in lossy]
+        self._notes += [listed("tensors lose precision", lines)] if lines else []
 
     # -- changing -----------------------------------------------------------------------------------------
     def verify(self) -> None:
@@ -124,11 +105,9 @@ class Fit:
             plan.fill(out, check=key not in self._in_place)
 
     def finish(self) -> list[str]:
-        """Assign the tensors that were made outside of the model. Returns warnings.
-
-        No fault of the checkpoint can make this fail.
-        """
+        """Assign what was made outside of the model, which no fault of the checkpoint can fail. Returns warnings."""
         parameters: dict[int, Tensor] = {}
+        assign: dict[str, Tensor] = {}
         for name, t in self._wanted.items():
             if id(t) not in self._reads or not isinstance(t, Tensor):
                 continue
@@ -136,11 +115,11 @@ class Fit:
             if t.is_meta:
                 if isinstance(t, nn.Parameter):  # one Parameter for all its names, so that it stays tied
                     out = parameters.setdefault(id(t), nn.Parameter(out, requires_grad=t.requires_grad))
-                self._assign[name] = out
+                assign[name] = out
             elif id(t) not in self._owned:
                 self._hand_over[name] = out
-        if self._assign:
-            self._model.load_state_dict(self._assign, strict=False, assign=True)
+        if assign:
+            self._model.load_state_dict(assign, strict=False, assign=True)
         if self._hand_over:  # extra state, and entries that a state_dict hook of the model adds
             self._model.load_state_dict(self._hand_over, strict=False)
         tensors = (*self._model.named_parameters(), *self._model.named_buffers())
@@ -172,33 +151,24 @@ def listed(title: str, lines: list[str]) -> str:
 
 
 def aligned(saved: Mapping[str, Any], wanted: set[str]) -> dict[str, Any]:
-    """``saved`` under the model's names, if the names on one side have a further prefix.
-
-    A model with a head stores its base model's weights as ``bert.embeddings...``, and the base model itself
-    stores them without ``bert.``.
-    """
+    """``saved`` under the model's names, if the names on one side have a prefix more, as ``bert.`` with a head."""
     if not wanted or not saved or wanted & saved.keys():
         return dict(saved)
-    shortest = min(wanted, key=lambda name: (len(name), name))
-    for name in saved:
-        if name.endswith(f".{shortest}"):
-            prefix = name[: -len(shortest)]
-            if all(prefix + w in saved for w in wanted):
-                return {n.removeprefix(prefix): item for n, item in saved.items()}
-    first = min(saved, key=lambda name: (len(name), name))
-    for want in wanted:
-        if want.endswith(f".{first}"):
-            prefix = want[: -len(first)]
-            if all(prefix + n in wanted for n in saved):
-                return {prefix + n: item for n, item in saved.items()}
-    return dict(saved)
+    if (prefix := _prefix(saved, wanted)) is not None:
+        return {name.removeprefix(prefix): item for name, item in saved.items()}
+    prefix = _prefix(wanted, saved) or ""
+    return {prefix + name: item for name, item in saved.items()}
+
+
+def _prefix(names: Collection[str], without: Collection[str]) -> str | None:
+    """What stands in ``names`` before each of ``without``, if it is the same before all."""
+    shortest = min(without, key=lambda name: (len(name), name))
+    prefixes = (name.removesuffix(shortest) for name in names if name.endswith(f".{shortest}"))
+    return next((p for p in prefixes if all(p + name in names for name in without)), None)
 
 
 def refuse_while_on_meta(model: nn.Module) -> None:
-    """Make modules with a buffer on meta raise ValueError in forward, until the buffer has values.
-
-    torch may compute with such a buffer without an error. The result is then uninitialised memory, and the loss is nan.
-    """
+    """Make modules with a buffer on meta refuse to run until it has values: torch may compute without an error."""
     for name, module in model.named_modules():
         if _on_meta(module):
             module.register_forward_pre_hook(_Refusing(name or type(module).__name__))
@@ -210,8 +180,7 @@ def _on_meta(module: nn.Module) -> list[str]:
 
 @dataclass(frozen=True)
 class _Refusing:
-    """A pre-forward hook that removes itself once all buffers have values. It holds no module, because it is
-    copied and pickled together with its module."""
+    """A hook that removes itself once all buffers have values. It holds no module: it is copied with its own."""
 
     where: str
 

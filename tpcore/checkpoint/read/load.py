@@ -89,8 +89,7 @@ def _targets(
 def parameters_of(
     optimizer: torch.optim.Optimizer, ctx: ParallelContext, model: nn.Module | None = None
 ) -> tuple[Sequence[Layout | None], list[str] | None]:
-    """How the parameters are cut, in the order of their groups, and their names if all have one: of their
-    own, or those in ``model``."""
+    """How the parameters are cut, in order, and their names if all have one: of their own, or those in ``model``."""
     params = [*chain.from_iterable(group["params"] for group in optimizer.param_groups)]
     names = [*chain.from_iterable(group.get("param_names") or () for group in optimizer.param_groups)]
     layouts = [layout_of(p, ctx, f"parameter {i}") for i, p in enumerate(params)]
@@ -101,12 +100,7 @@ def parameters_of(
 
 
 def give(
-    target: Any,
-    entries: Any,
-    runs: Mapping[int, ReadRun],
-    key: Any,
-    path: str,
-    model: nn.Module | None = None,
+    target: Any, entries: Any, runs: Mapping[int, ReadRun], key: Any, path: str, model: nn.Module | None = None
 ) -> None:
     """Let ``target`` take its entry out of those that were read. ``model``: whose parameters an optimizer has."""
     if key not in entries:
@@ -122,23 +116,17 @@ def give(
 
 
 def cut_anew(states: Sequence[Saved], optimizer: Any, ctx: ParallelContext, where: str) -> dict[str, Any]:
-    """The state of ``optimizer`` on this rank, from the saved states of ``len(states)`` ranks.
-
-    torch numbers an optimizer's parameters in the order of its groups. The number of a saved value gives its parameter,
-    and the parameter's layer gives its cut. CheckpointError if groups or shapes are not those of this optimizer.
-    """
+    """The state of ``optimizer`` on this rank, from the saved states of ``len(states)`` ranks. A saved value is cut
+    like the parameter of its number. CheckpointError if groups or shapes are not those of this optimizer."""
     for state in states:
         if not is_optimizer(state):
             raise CheckpointError(f"{where} has no optimizer's state there, but {list(state)[:8]}")
     states = [renumbered(state, optimizer.param_groups, {}) for state in states]
     first = states[0]
-    saved = [group["params"] for group in first["param_groups"]]
-    here = [group["params"] for group in optimizer.param_groups]
-    if [*map(len, saved)] != [*map(len, here)]:
-        raise CheckpointError(
-            f"{where}: the optimizer that was saved has groups of {[*map(len, saved)]} parameters, "
-            f"this one of {[*map(len, here)]}"
-        )
+    saved, here = ([group["params"] for group in groups] for groups in (first["param_groups"], optimizer.param_groups))
+    sizes, wanted = [*map(len, saved)], [*map(len, here)]
+    if sizes != wanted:
+        raise CheckpointError(f"{where}: the saved optimizer has groups of {sizes} parameters, this one of {wanted}")
     params = dict(zip(chain(*saved), chain(*here), strict=True))
     recut: dict[Any, Any] = {}
     for index, values in first["state"].items():

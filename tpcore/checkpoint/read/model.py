@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from ...errors import CheckpointError
 from ...layers.sharding import Sharding, layouts, stamp
 from ...layout.layout import Layout
-from ...layout.shard import ShardSpec
 from ...runtime.consensus import gather, together
 from ...runtime.context import ParallelContext
 from ...train.zero import OF_SUMS, SUMS, ReadRun
@@ -54,10 +53,7 @@ class Loading:
         return self._source.stage(self._pp_rank, own, cuts)
 
     def states(self) -> tuple[Sequence[Mapping[str, Any]] | None, dict[Any, Any]]:
-        """The saved entry ``model_key`` of each rank of another degree, and entries equal on all ranks.
-
-        None if the degree is the same, or if the checkpoint records the cut of each tensor.
-        """
+        """Entry ``model_key`` of each rank, and the entries all have. None at one degree, and if cuts are recorded."""
         if self.restaged or (self._sharded and self._source.tp == self._n):
             return None, {}
         stage = self._source.stage(self._pp_rank, None, _cuts_of(None))
@@ -73,12 +69,9 @@ class Loading:
         key: str | None = None,
         later: str | None = None,
     ) -> None:
-        """Check that everything can be loaded, before anything is changed.
-
-        ``parameters``: layouts of an optimizer's parameters, in the order of its groups. ``names``: their
-        names, if they have any. ``key``: the entry that the optimizer loads; other entries may be left out.
-        ``later``: the entry of an optimizer that reads its tensors by itself, in ``run``.
-        """
+        """Check that everything can be loaded, before anything is changed. ``parameters``, ``names``: layouts and names
+        of an optimizer's parameters, in the order of its groups. ``key``: the entry that the optimizer loads; others
+        may be left out. ``later``: the entry of an optimizer that reads its tensors by itself, in ``run``."""
         by_name = dict(zip(names, parameters, strict=True)) if names else {}
         if model is not None and names is None:
             names = [name for name, _ in model.named_parameters()]
@@ -114,16 +107,10 @@ class Loading:
             self._fit.verify()
 
     def _model(self, model: nn.Module, stage: Stage) -> Mapping[str, Any]:
-        """The saved state for this model: of its stage, or of all stages if that lacks some of its names.
-
-        Names may be on another stage even if the number of stages is the same: other libraries keep an
-        embedding table on the first stage only.
-        """
+        """The saved state for this model: of its stage, or of all stages if that lacks some of its names."""
         saved = {} if self.restaged else dict(stage.model(self._fill))
-        if self._source.pp == 1 and not self.restaged:
-            return saved
         wanted = model.state_dict(keep_vars=True).keys()
-        if wanted <= saved.keys() and not self.restaged:
+        if not self.restaged and (self._source.pp == 1 or wanted <= saved.keys()):
             return saved
         every, pp = model_of(self._source, _cuts_of(model)), self._ctx.mesh.axes.get("pp", 1)
         return (every if pp == 1 else self._of_this_stage(every, wanted)) | saved
@@ -167,9 +154,9 @@ class Loading:
             want = wanted.get(name)
             if want is not None and isinstance(stored, Stored) and not stored.kept(want, self._ctx.mesh):
                 why = (
-                    f"{self._source.path}: the model cuts {name!r} as {want}, the file as {stored.cut}, "
-                    "and which parameters the optimizer's state belongs to is not on record: it was saved "
-                    "without the model, or not made from model.named_parameters() (torch 2.6)"
+                    f"{self._source.path}: the model cuts {name!r} as {want}, the file as {stored.cut}, and which "
+                    "parameters the optimizer's state belongs to is not on record: it was saved without the model, or "
+                    "not made from model.named_parameters() (torch 2.6)"
                 )
                 return dict.fromkeys(unknown, why)
         return {}
@@ -191,11 +178,9 @@ class Loading:
         return self._filled[stored][1]
 
     def run(self, take: Callable[[Any, Mapping[int, ReadRun]], None] | None = None) -> Any:
-        """Read, after ``compare``. Returns the entries other than the model. Collective over the world.
-
-        ``take``: called with those entries, and with a reader by the ``id`` of each tensor on meta in them,
-        before the model is changed.
-        """
+        """Read, after ``compare``. Returns the entries other than the model. Collective over the world. ``take``:
+        called with them, and with a reader by the ``id`` of each tensor on meta in them, before the model is
+        changed."""
         ctx, path = self._ctx, self._source.path
         seen = set(gather(self._source.save_id, ctx.world))
         if len(seen) > 1:
@@ -204,13 +189,15 @@ class Loading:
             self._verify_names(self._fit.names)
         # first what the model does not see: while a rank finds damage there, no rank has changed anything
         with together(ctx), naming("load", path):
-            self._verify_later()
-            # the model last, so that as little as possible can fail once it has changed
+            share, n = ctx.index(ctx.data), ctx.data.size
+            for plan, _ in [*self._later.values()][share::n] if n > 1 else ():  # which dp ranks read in runs
+                plan.verify()
             for plan, out in self._filled.values():
                 plan.fill(out)
         if take is not None:
             with together(ctx), naming("load", path):
                 take(self._rest, {id(like): plan.fill_run for plan, like in self._later.values()})
+        # the model last, so that as little as possible can fail once it has changed
         with together(ctx), naming("load", path):
             if self._fit is not None:
                 self._fit.run()
@@ -221,21 +208,10 @@ class Loading:
                 warnings.warn(note, stacklevel=4)
         return self._rest
 
-    def _verify_later(self) -> None:
-        """Compare checksums of tensors that dp ranks read in runs. Each dp rank compares a share of them."""
-        share, n = self._ctx.index(self._ctx.data), self._ctx.data.size
-        for plan, _ in [*self._later.values()][share::n] if n > 1 else ():
-            plan.verify()
-
 
 def _cuts_of(model: nn.Module | None) -> Cuts:
     """The cuts of the model's parameters, for files that do not record cuts."""
-    specs: dict[str, ShardSpec] = {}
-
-    def cut(name: str, shape: tuple[int, ...], m: int) -> ShardSpec | None:
-        if not specs and model is not None:
-            by_name = {name: layout.cuts for name, layout in layouts(model).items() if layout.cuts}
-            specs.update({name: cuts[0].spec for name, cuts in by_name.items() if cuts[0].axes != ("ep",)})
-        return specs.get(name)
-
-    return cut
+    by_name = {} if model is None else layouts(model)
+    cuts = {name: layout.cuts[0] for name, layout in by_name.items() if layout.cuts}
+    specs = {name: cut.spec for name, cut in cuts.items() if cut.axes != ("ep",)}
+    return lambda name, shape, m: specs.get(name)

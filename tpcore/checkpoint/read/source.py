@@ -88,8 +88,7 @@ def part(stored: Stored, rank: int, n: int) -> Tensor:
 
 
 def once(model: Mapping[str, Stored], path: str) -> tuple[dict[str, ReadPlan], dict[str, str]]:
-    """Each tensor of the model, unsharded, by its first name; and for each further name of a tied tensor,
-    its first name."""
+    """Each tensor of the model, unsharded, by its first name; and for each further name its first name."""
     first: dict[object, str] = {}
     tensors: dict[str, ReadPlan] = {}
     ties: dict[str, str] = {}
@@ -118,12 +117,11 @@ def read_shards(
     strict: bool = True,
     how: Reading | None = None,
 ) -> dict[str, Tensor]:
-    """Shard ``rank`` of ``n`` of each tensor in ``wanted``, contiguous and in its own memory.
+    """Shard ``rank`` of ``n`` of each tensor in ``wanted``, contiguous and in its own memory, read without the others.
 
     ``source``: a checkpoint of any form and degree, or an unsharded model's state in memory (or a dict with it under
-    ``how.model_key``). ``ties``: other names under which tensors of ``wanted`` may be stored. Only the bytes of this
-    shard are read from files. Names, shapes and dtypes are compared first: CheckpointError lists tensors that are
-    missing, do not fit or, if ``strict``, are surplus. Floats are converted to the wanted dtype.
+    ``how.model_key``). ``ties``: other names of tensors of ``wanted``. CheckpointError lists tensors that are missing,
+    do not fit or, if ``strict``, are surplus. Floats are converted to the wanted dtype.
     """
     how, ties = how or Reading(), ties or {}
     with ExitStack() as stack:
@@ -155,8 +153,8 @@ def read_shards(
 
 def _cut(wanted: Wanted, ties: Mapping[str, str], name: str, shape: tuple[int, ...], m: int) -> ShardSpec | None:
     """The cut of a tensor in a file that does not record it."""
-    spec = wanted[ties.get(name, name)][0] if ties.get(name, name) in wanted else None
-    return spec if spec is not None and spec.dim is not None else None
+    spec, _ = wanted.get(ties.get(name, name), (None, None))
+    return None if spec is None or spec.dim is None else spec
 
 
 def _wrong(stored: Any, name: str, want: tuple[ShardSpec, torch.dtype], n: int) -> list[str]:

@@ -18,8 +18,7 @@ def _is_owned(name: str, also: Collection[str]) -> bool:
 
 
 def owned(folder: str, also: Collection[str]) -> list[str]:
-    """What a checkpoint has put into ``folder``, its manifest last. ``also``: its names besides the manifest
-    and the directories of ranks."""
+    """What a checkpoint has put into ``folder``, its manifest last. ``also``: names besides those of ranks."""
     names = [n for n in sorted(os.listdir(folder)) if _is_owned(n, also)]
     return sorted(names, key=MANIFEST.__eq__)
 
@@ -41,9 +40,7 @@ def link_in(source: str, target: str, also: Collection[str]) -> None:
 def link(source: str, target: str) -> None:
     """Hard links to all files of ``source``; copies on a file system without hard links."""
     if os.path.isdir(source):
-        os.mkdir(target)
-        for name in os.listdir(source):
-            link(os.path.join(source, name), os.path.join(target, name))
+        shutil.copytree(source, target, copy_function=link)
         sync_dir(target)
         return
     try:

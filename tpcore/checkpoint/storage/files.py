@@ -13,8 +13,8 @@ import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache, lru_cache
-from typing import Any, NamedTuple, NoReturn
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 
@@ -63,6 +63,7 @@ LARGEST = 256 << 20
 # write; time relative to plain write and fsync: 1.29 without early writeback, 0.98 every 64 MiB, 1.46 every
 # 256 MiB; 1.08 with posix_fadvise; 1.5 with checksums in a thread.
 _EARLY = 64 << 20
+_SYNC_FILE_RANGE = getattr(ctypes.CDLL(None), "sync_file_range", None)  # libc's; None outside of Linux
 _WRITE = 2  # SYNC_FILE_RANGE_WRITE of <fcntl.h>
 CANNOT = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}
 """Errors of a file system that lacks an operation."""
@@ -105,10 +106,7 @@ def write_file(path: str, pieces: Iterable[Bytes]) -> FileRecord:
 
 
 def write_parts(path: str, parts: Iterable[Iterable[Bytes]], *, summed: bool = True) -> tuple[FileRecord, list[str]]:
-    """Like ``write_file``, for a file of several parts. Returns its record and the crc32 of each part.
-
-    Each part is an iterable of pieces. With ``summed=False`` every crc32 is that of no bytes.
-    """
+    """Like ``write_file``, of several parts. Returns its record and each part's crc32; unsummed that of no bytes."""
     sums: list[tuple[int, int]] = []
     done = begun = 0
     with naming("write", path), open(path, "xb") as f:
@@ -138,20 +136,12 @@ def chunks(pieces: Iterable[Bytes], progress: Progress | None = None) -> Iterato
 
 
 def _start_writeback(fd: int, begun: int, done: int) -> int:
-    """Start writeback every ``_EARLY`` bytes, so that fsync has little left to do. Returns the offset up to
-    which writeback has started."""
-    start = _sync_file_range()
-    if done - begun < _EARLY or start is None:
+    """Start writeback every ``_EARLY`` bytes, so that fsync has little left to do. Returns how far it has started."""
+    if done - begun < _EARLY or _SYNC_FILE_RANGE is None:
         return begun
-    start(fd, ctypes.c_int64(begun), ctypes.c_int64(done - begun), _WRITE)  # only a hint: errors are harmless
+    # only a hint: errors are harmless
+    _SYNC_FILE_RANGE(fd, ctypes.c_int64(begun), ctypes.c_int64(done - begun), _WRITE)
     return done
-
-
-@cache
-def _sync_file_range() -> Any:
-    """libc's function; None outside of Linux. posix_fadvise(DONTNEED) starts writeback too, but visits every
-    page in the cache."""
-    return getattr(ctypes.CDLL(None), "sync_file_range", None)
 
 
 def open_regular(path: str) -> int:
@@ -218,16 +208,8 @@ def loads(data: bytes, path: str, *, halves: bool = False) -> Any:
 
     ``halves``: strings may contain lone surrogates, as values of a state may. Names of files may not.
     """
-
-    def refuse(word: str) -> NoReturn:
-        raise ValueError(f"{word} is not JSON")
-
-    def finite(word: str) -> float:
-        value = float(word)
-        return value if math.isfinite(value) else refuse(word)
-
     try:
-        found = json.loads(data, parse_constant=refuse, parse_float=finite)
+        found = json.loads(data, parse_constant=_finite, parse_float=_finite)
         if not halves and b"\\u" in data:
             json.dumps(found, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as e:  # ValueError: bad UTF-8 and bad JSON alike
@@ -237,20 +219,22 @@ def loads(data: bytes, path: str, *, halves: bool = False) -> Any:
     return found
 
 
+def _finite(word: str) -> float:
+    value = float(word)
+    if not math.isfinite(value):
+        raise ValueError(f"{word} is not JSON")
+    return value
+
+
 def _nested_deeper(value: Any, limit: int) -> bool:
     """Whether ``value`` has more than ``limit`` levels. Breadth first, for Python limits recursion."""
     level = [value]
     for _ in range(limit):
-        level = [
-            item
-            for container in level
-            if isinstance(container, dict | list)
-            for item in (container.values() if isinstance(container, dict) else container)
-            if isinstance(item, dict | list)
-        ]
-        if not level:
+        containers = [item for item in level if isinstance(item, dict | list)]
+        if not containers:
             return False
-    return True
+        level = [item for c in containers for item in (c.values() if isinstance(c, dict) else c)]
+    return any(isinstance(item, dict | list) for item in level)
 
 
 # -- checksums --------------------------------------------------------------------------------------------

@@ -46,9 +46,8 @@ def replaced_names(parent: str) -> list[str]:
 def resolve(target: str) -> str:
     """The directory that holds the checkpoint ``target``: ``target`` itself, except after one kind of crash.
 
-    On a file system that cannot swap two names in one step, and in a directory that holds other files, a save
-    may die after the previous checkpoint is moved away and before the new one is moved in. The new one is
-    complete by then, and its staging directory is returned.
+    Where two names cannot be swapped in one step, and in a directory that holds other files, a save may die after the
+    previous checkpoint is moved away. The new one is complete by then, and its staging directory is returned.
     """
     if not os.path.lexists(os.path.join(target, MANIFEST)):
         for replaced in _siblings(target, "replaced"):
@@ -95,13 +94,7 @@ class Staging:
     """
 
     def __init__(
-        self,
-        target: str,
-        save_id: str,
-        format: str,
-        also: Collection[str] = (),
-        *,
-        others_stay: bool = False,
+        self, target: str, save_id: str, format: str, also: Collection[str] = (), *, others_stay: bool = False
     ) -> None:
         self.target, self._also, self._linking = target, also, False
         self.path = staging_path(target, save_id)
@@ -132,11 +125,8 @@ class Staging:
         sync_dir(os.path.dirname(self.target))
 
     def _exchange_inside(self) -> None:
-        """Exchange the checkpoint in a directory that stays, since other files are in it.
-
-        The previous manifest leaves first and the new one comes last. In between ``resolve`` finds the new
-        checkpoint where it was written: its files are linked into the directory and not moved.
-        """
+        """Exchange the checkpoint in a directory that stays, since other files are in it. The previous manifest leaves
+        first and the new one comes last; in between ``resolve`` finds the new checkpoint where it was written."""
         os.mkdir(self._old)
         for name in reversed(owned(self.target, self._also)):
             os.rename(os.path.join(self.target, name), os.path.join(self._old, name))
@@ -205,8 +195,7 @@ def _clean_up(target: str, also: Collection[str]) -> None:
 
 
 def _clean_up_abandoned(target: str, also: Collection[str]) -> None:
-    """The same for names that differ from ``target`` in the number at the end: a job that was killed and goes
-    on may never save to those again."""
+    """The same for names that differ in the number at the end: a killed job may never save to those again."""
     parent, name = os.path.split(target)
     stem = re.escape(name.rstrip("0123456789"))
     pattern = re.compile(rf"\.({stem}\d+)\.(lock$|saving-|replaced-)")
@@ -241,30 +230,20 @@ class OwnedDirectory(tempfile.TemporaryDirectory[str]):
     """A new directory whose name begins with ``prefix``. Those of that prefix whose process has ended go."""
 
     def __init__(self, prefix: str) -> None:
-        _sweep(prefix)
+        home = tempfile.gettempdir()
+        for name in os.listdir(home):
+            if name.startswith(prefix) and _abandoned(os.path.join(home, name)):
+                shutil.rmtree(os.path.join(home, name), ignore_errors=True)
         super().__init__(prefix=prefix)
-        self._owner = _owned(self.name)
+        new = os.path.join(self.name, f"{_OWNER}.new")
+        self._owner = open(new, "xb")  # noqa: SIM115  held until the directory goes
+        with suppress(OSError):  # a file system without locks: nobody can lock it, so nobody removes it
+            fcntl.flock(self._owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.rename(new, os.path.join(self.name, _OWNER))  # once it is locked: nobody finds it without its owner
 
     def cleanup(self) -> None:
         self._owner.close()
         super().cleanup()
-
-
-def _owned(folder: str) -> IO[bytes]:
-    """The file gets its name when it is locked, so that nobody finds it without its owner."""
-    new = os.path.join(folder, f"{_OWNER}.new")
-    f = open(new, "xb")  # noqa: SIM115  held until the directory goes
-    with suppress(OSError):  # a file system without locks: nobody can lock it, so nobody removes it
-        fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    os.rename(new, os.path.join(folder, _OWNER))
-    return f
-
-
-def _sweep(prefix: str) -> None:
-    home = tempfile.gettempdir()
-    for name in os.listdir(home):
-        if name.startswith(prefix) and _abandoned(os.path.join(home, name)):
-            shutil.rmtree(os.path.join(home, name), ignore_errors=True)
 
 
 def _abandoned(folder: str) -> bool:

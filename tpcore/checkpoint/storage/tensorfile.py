@@ -7,7 +7,7 @@ import math
 import mmap
 import os
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Protocol
@@ -17,14 +17,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ...errors import CheckpointError
+from ...layout.slices import narrowed
 from .dtypes import DTYPES, as_stored, bytes_of, dtype_name
 from .files import CHUNK, FileRecord, Progress, chunks, crc32_text, loads, naming, open_regular, write_parts
-
-RUN = 64 << 10
-"""Contiguous runs of fewer bytes are copied from the mapped file. Longer runs are read into the destination.
-
-Half of each row of a 256 MiB tensor in the page cache: runs of 4 KiB take 87 ms read one by one and 34 ms
-mapped, of 16 KiB 30 and 25 ms, of 64 KiB 27 and 31 ms, of 256 KiB 16 and 27 ms."""
 
 
 # -- writing ------------------------------------------------------------------------------------------------
@@ -44,8 +39,7 @@ def nbytes_of(t: Writable) -> int:
 
 
 def order_of(tensors: Mapping[str, Writable]) -> list[str]:
-    """Names in the order of the file, in which ``pieces`` are consumed too. Tensors of the widest elements
-    come first, so that each tensor is aligned to its element size, as in safetensors itself."""
+    """Names in the order of the file: the widest elements first, so that each tensor is aligned."""
     return sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
 
 
@@ -57,19 +51,17 @@ def write_tensors(
     *,
     summed: bool = True,
 ) -> tuple[FileRecord, dict[str, str]]:
-    """Write one file. Returns its record and the crc32 of each tensor as 8 hex digits."""
+    """Write one file. Returns its record and the crc32 of each tensor."""
     order = order_of(tensors)
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     at = 0
     for name in order:
         t = tensors[name]
         stored, shape = as_stored(t.dtype, t.shape)
-        end = at + nbytes_of(t)
-        header[name] = {"dtype": stored, "shape": shape, "data_offsets": [at, end]}
-        at = end
+        header[name] = {"dtype": stored, "shape": shape, "data_offsets": [at, at + nbytes_of(t)]}
+        at += nbytes_of(t)
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-
     head = len(text).to_bytes(8, "little") + text
     contents = (chunks(map(bytes_of, tensors[name].pieces()), progress) for name in order)
     record, (_, *sums) = write_parts(path, chain([[head]], contents), summed=summed)
@@ -161,12 +153,13 @@ class TensorFile:
             raise CheckpointError(f"{self.path} is truncated")
         with naming("map", self.path):  # ACCESS_COPY: writable, for torch has no read-only tensors
             pages = mmap.mmap(self._fd, size, access=mmap.ACCESS_COPY, offset=at - skipped)
-        return torch.frombuffer(pages, dtype=dtype, offset=skipped).view(shape)
+        data = torch.frombuffer(pages, dtype=torch.uint8, offset=skipped)
+        return (data.clone() if at % dtype.itemsize else data).view(dtype).view(shape)  # a clone is aligned
 
 
 @dataclass(frozen=True)
 class FileTensor:
-    """One tensor of an open file. ``crc32``: 8 hex digits, or None if no manifest records them."""
+    """One tensor of an open file. ``crc32``: None if no manifest records it."""
 
     file: TensorFile
     name: str
@@ -181,7 +174,6 @@ class FileTensor:
 
     @property
     def identity(self) -> object:
-        """Equal for tensors that share the same bytes of a file."""
         return self.file.path, self.start, self.nbytes
 
     def verify(self) -> None:
@@ -203,78 +195,38 @@ class FileTensor:
             raise CheckpointError(f"{self.file.path}: {self.name!r} is damaged: its crc32 is {found}, not {self.crc32}")
 
     def read(self, starts: Sequence[int], out: Tensor, check: bool) -> None:
-        """Fill ``out``, a CPU tensor of any dtype and strides, with the region that begins at ``starts``.
-
-        With ``check``, compares the checksum if the region is the whole tensor.
-        """
-        whole = tuple(out.shape) == self.shape
-        shape = self.shape
-        if out.ndim == 0:
+        """Fill ``out``, a CPU tensor, with the region at ``starts``. ``check``: compare a whole tensor's checksum."""
+        summing = check and tuple(out.shape) == self.shape and self.crc32 is not None
+        shape, out, crc = self.shape, out.detach(), 0
+        if not shape:
             shape, starts, out = (1,), (0,), out.view(1)
-        reader = _Reader(self.file, self.dtype, summing=check and whole and self.crc32 is not None)
-        if out.numel():
-            reader.region(self.start, shape, starts, out.detach())
-        if reader.summing:
-            self._compare(reader.crc)
-
-
-class _Reader:
-    """One read. It visits the bytes in file order, so that it can compute their crc32 on the way."""
-
-    def __init__(self, file: TensorFile, dtype: torch.dtype, summing: bool) -> None:
-        self._file, self._dtype, self.summing = file, dtype, summing
-        self.crc = 0
-
-    def region(self, at: int, shape: tuple[int, ...], starts: Sequence[int], out: Tensor) -> None:
-        """Read the region at ``starts`` of a tensor of ``shape`` that begins at byte ``at`` of the file."""
-        row = math.prod(shape[1:]) * self._dtype.itemsize
-        wanted = out[0].numel() * self._dtype.itemsize
-        at += starts[0] * row
-        if row <= CHUNK and (wanted == row or wanted < RUN):
-            self._rows(at, shape[1:], starts[1:], out)
-        elif wanted == row and self._fits(out):
-            self._bytes(at, out)
-        elif out.shape[2:] == shape[2:] and self._fits(out):
-            self._runs(at + starts[1] * row // shape[1], row, out)
-        else:
-            for i in range(out.shape[0]):
-                self.region(at + i * row, shape[1:], starts[1:], out[i])
-
-    def _runs(self, at: int, apart: int, out: Tensor) -> None:
-        """Read one run of bytes per row of ``out``. Runs start ``apart`` bytes apart in the file."""
-        data, run = bytes_of(out), out[0].numel() * self._dtype.itemsize
-        for i in range(out.shape[0]):
-            self._file.read_bytes(data[i * run : (i + 1) * run], at + i * apart)
-
-    def _fits(self, out: Tensor) -> bool:
-        """Whether the bytes of the file can be read straight into ``out``."""
-        return out.is_contiguous() and out.dtype == self._dtype
-
-    def _rows(self, at: int, row: tuple[int, ...], starts: Sequence[int], out: Tensor) -> None:
-        """Read consecutive rows of shape ``row`` from byte ``at``. ``out`` takes all or part of each."""
-        if tuple(out.shape[1:]) == row and self._fits(out):
-            self._bytes(at, out)
-            return
-        size = math.prod(row) * self._dtype.itemsize
-        step = CHUNK // size
-        staged = None
-        for i in range(0, out.shape[0], step):
-            band = out[i : i + step]
-            if self.summing or at % self._dtype.itemsize:
-                if staged is None:
-                    staged = torch.empty((min(step, out.shape[0]), *row), dtype=self._dtype)
-                rows = staged[: band.shape[0]]
-                self._bytes(at + i * size, rows)
+        for at, rows, begin, band in _bands(self.start, shape, starts, out, self.dtype.itemsize):
+            stored = band
+            if tuple(band.shape) == rows and band.is_contiguous() and band.dtype == self.dtype:
+                self.file.read_bytes(bytes_of(band), at)
             else:
-                rows = self._file.mapped(at + i * size, (band.shape[0], *row), self._dtype)
-            for dim, start in enumerate(starts, 1):
-                rows = rows.narrow(dim, start, out.shape[dim])
-            band.copy_(rows)
+                stored = self.file.mapped(at, rows, self.dtype)
+                band.copy_(narrowed(stored, (0, *begin), band.shape))
+            if summing:
+                crc = zlib.crc32(bytes_of(stored), crc)
+        if summing:
+            self._compare(crc)
 
-    def _bytes(self, at: int, out: Tensor) -> None:
-        data = bytes_of(out)
-        for i in range(0, len(data), CHUNK):
-            chunk = data[i : i + CHUNK]
-            self._file.read_bytes(chunk, at + i)
-            if self.summing:
-                self.crc = zlib.crc32(chunk, self.crc)
+
+def _bands(
+    at: int, shape: tuple[int, ...], starts: Sequence[int], out: Tensor, itemsize: int
+) -> Iterator[tuple[int, tuple[int, ...], Sequence[int], Tensor]]:
+    """The rows of a tensor at byte ``at`` that ``out`` takes, in bands of at most a chunk, in the order of the file:
+    the band's offset and shape there, where the wanted part of each row begins, and its destination."""
+    if not out.numel():
+        return
+    row = math.prod(shape[1:]) * itemsize
+    at += starts[0] * row
+    if row > CHUNK:
+        for i, part in enumerate(out):
+            yield from _bands(at + i * row, shape[1:], starts[1:], part, itemsize)
+        return
+    step = CHUNK // row
+    for i in range(0, len(out), step):
+        band = out[i : i + step]
+        yield at + i * row, (len(band), *shape[1:]), starts[1:], band

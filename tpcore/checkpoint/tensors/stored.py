@@ -73,8 +73,7 @@ Cut = Layout | Literal["unknown"] | None
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """A tensor in shards, one for each rank of ``mesh``. ``own``: the index of this rank's shard, if the
-    degree is the same."""
+    """A tensor in shards, one for each rank of ``mesh``. ``own``: this rank's shard, if the degree is the same."""
 
     where: str
     cut: Cut
@@ -119,28 +118,25 @@ class Stored:
         why = (
             "its optimizer was saved without the model, or not made from model.named_parameters() (torch 2.6)"
             if self.cut == "unknown"
-            else "the ranks hold different values, and nothing says how they are cut: a model's own "
-            "state_dict() knows, and the command line takes --cut"
+            else "the ranks hold different values, and nothing says how they are cut: a model's own state_dict() "
+            "knows, and the command line takes --cut"
         )
-        return (
-            f"{self.where} can be loaded only at the degree it was saved at, tp={self.mesh.size}: "
-            f"how it is cut is not on record, since {why}"
-        )
+        text = f"{self.where} can be loaded only at the degree it was saved at, tp={self.mesh.size}: "
+        return f"{text}how it is cut is not on record, since {why}"
 
     def _alike(self) -> bool:
         """Whether all shards are equal."""
         shards = [self.shard(i) for i in range(self.mesh.size)]
-        if all(isinstance(s, MemoryShard) for s in shards):
-            first, *others = [s.tensor for s in shards if isinstance(s, MemoryShard)]
-            return all(torch.equal(first, t) for t in others)
-        return len({_summary(s) for s in shards}) == 1
+        tensors = [s.tensor for s in shards if isinstance(s, MemoryShard)]
+        if len(tensors) == len(shards):
+            return all(torch.equal(tensors[0], t) for t in tensors[1:])
+        return len({(s.shape, s.dtype, s.crc32 if isinstance(s, FileTensor) else None) for s in shards}) == 1
 
     def whole(self) -> tuple[Layout, Mesh]:
         """The layout of its cut, and the mesh. CheckpointError if the cut is unknown."""
         if isinstance(self.cut, Layout):
             return self.cut, self.mesh
-        why = self.bound()
-        if why is not None:
+        if (why := self.bound()) is not None:
             raise CheckpointError(why)
         return Layout(self.first.shape), self.mesh
 
@@ -162,8 +158,7 @@ class Stored:
 
 @dataclass(frozen=True, eq=False)
 class ReadPlan:
-    """One rank's part of a stored tensor, of ``shape``: the shards to read, each with the region to copy. A
-    ``Writable``."""
+    """One rank's part of a stored tensor: the shards to read, each with the region to copy. A ``Writable``."""
 
     stored: Stored
     shape: tuple[int, ...]
@@ -192,14 +187,15 @@ class ReadPlan:
             copies = [(shard, region) for shard, region in every if 0 not in region.size]
         out = out.detach()
         # pinned, so that the next tensor is read while this one is on its way; torch keeps the memory until then
-        direct = out if out.device.type == "cpu" else torch.empty(out.shape, dtype=out.dtype, pin_memory=out.is_cuda)
+        pinned = _takes_pinned(out.device)
+        direct = out if out.device.type == "cpu" else torch.empty(out.shape, dtype=out.dtype, pin_memory=pinned)
         with torch.no_grad():
             if sum(math.prod(region.size) for _, region in copies) < out.numel():
                 direct.zero_()
             for shard, region in copies:
                 shard.read(region.src_start, narrowed(direct, region.dst_start, region.size), check)
             if direct is not out:
-                out.copy_(direct, non_blocking=out.is_cuda)
+                out.copy_(direct, non_blocking=pinned)
 
     def tensor(self, dtype: torch.dtype | None = None) -> Tensor:
         """The part in host memory, in ``dtype`` or its own."""
@@ -228,9 +224,11 @@ class ReadPlan:
             yield out
 
 
-def _summary(shard: Shard) -> object:
-    crc32 = shard.crc32 if isinstance(shard, FileTensor) else None
-    return shard.shape, shard.dtype, crc32
+def _takes_pinned(device: torch.device) -> bool:
+    """Whether copies from pinned memory to ``device`` go on beside other work: to torch's own accelerators."""
+    accelerators = getattr(torch, "accelerator", None)  # of torch 2.6 and later
+    accelerator = None if accelerators is None else accelerators.current_accelerator()
+    return accelerator is not None and accelerator.type == device.type
 
 
 def layout_of(t: Tensor, ctx: ParallelContext, where: str) -> Layout | None:
@@ -248,8 +246,6 @@ def layout_of(t: Tensor, ctx: ParallelContext, where: str) -> Layout | None:
             f"{where} was built on mesh {dict(mesh.axes)} of rank {found.ctx.rank} and not on this one, "
             f"{dict(ctx.mesh.axes)} of rank {ctx.rank}: save and load a model under the context that it was built under"
         )
-    if tuple(t.shape) != layout.local_shape(mesh):
-        raise ValueError(
-            f"{where} has shape {tuple(t.shape)}, but its layer cuts {layout} to {layout.local_shape(mesh)}"
-        )
+    if tuple(t.shape) != found.local_shape:
+        raise ValueError(f"{where} has shape {tuple(t.shape)}, but its layer cuts {layout} to {found.local_shape}")
     return layout

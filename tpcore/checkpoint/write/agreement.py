@@ -1,8 +1,5 @@
-"""What ranks must agree on before a save: the tensors that they hold parts of, or write shares of.
-
-Nothing is compared that one rank alone reads: plain values, and tensors that no layer cuts. A load at the
-degree of the save returns those as each rank had them, and at another degree it compares them itself.
-"""
+"""What ranks must agree on before a save: the tensors that they hold parts of, or write shares of. Plain values and
+tensors that no layer cuts may differ: a load at another degree compares them itself."""
 
 from __future__ import annotations
 
@@ -34,12 +31,9 @@ def described(entry: Entry) -> dict[str, Any]:
 
 
 def outline(part: Part, stage: int, tp_rank: int) -> Tables:
-    """The tensors that all ranks must agree on, those of one stage, and those of one directory.
-
-    The first are cut over stages too, the second over tp. The third are those of which each dp rank writes a
-    share: these must agree on the rank that writes each. An optimizer has no state of a parameter that had no
-    gradient yet, so another rank may lack it.
-    """
+    """The tensors that all ranks must agree on (cut over stages too), those of one stage (cut over tp), and those of
+    one directory, of which each dp rank writes a share. An optimizer has no state of a parameter that had no gradient
+    yet, so another rank may lack it."""
     scopes = everywhere, of_stage, of_directory = "", f"{stage}", f"{stage} {tp_rank}"
     tables: dict[str, dict[str, dict[str, Any]]] = {scope: {} for scope in scopes}
     for file, name, entry, written in part.placed():
@@ -52,17 +46,13 @@ def outline(part: Part, stage: int, tp_rank: int) -> Tables:
 
 
 def digests_of(tables: Tables) -> dict[str, str]:
-    """A digest of each table, equal for equal tables."""
     texts = {scope: json.dumps(table, sort_keys=True) for scope, table in tables.items()}
     return {scope: hashlib.sha256(text.encode()).hexdigest()[:32] for scope, text in texts.items()}
 
 
 def check_agreement(path: str, mine: Tables, digests: Sequence[Mapping[str, str]], world: Comm) -> None:
-    """CheckpointError, on all ranks, if the ranks' parts of the save ``path`` do not fit together.
-
-    ``digests``: of each rank; none of a rank that writes nothing. Where they differ, the tables are exchanged: a
-    collective that all ranks make or none.
-    """
+    """CheckpointError, on all ranks, if the ranks' parts of the save ``path`` do not fit together: where their
+    ``digests`` differ, all ranks exchange the tables. A rank that writes nothing has no digests."""
     first: dict[str, int] = {}
     pairs = [
         (scope, first[scope], rank)

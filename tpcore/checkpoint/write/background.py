@@ -36,12 +36,7 @@ class _Background:
         self._begun = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tpcore-save", daemon=True)
         self._thread.start()
-
-    def begin(self) -> None:
-        self._begun.set()
-
-    def join(self) -> None:
-        self._thread.join()
+        self.begin, self.join = self._begun.set, self._thread.join
 
     def _report_path(self, rank: int) -> str:
         """Path of a rank's report: a list of its files, or its error."""
@@ -50,10 +45,7 @@ class _Background:
     def _run(self) -> None:
         self._begun.wait()
         try:
-            if self._save.ctx.rank == 0:
-                self._lead()
-            else:
-                self._follow()
+            (self._follow if self._save.ctx.rank else self._lead)()
         except BaseException as e:  # noqa: BLE001  finish_save raises it in the main thread
             self.error = e
         finally:
@@ -61,23 +53,18 @@ class _Background:
 
     def _lead(self) -> None:
         """On rank 0: write its part, wait for all reports, complete the checkpoint."""
-        save, began, failed = self._save, time.monotonic(), None
+        save, began = self._save, time.monotonic()
         _log.info("saving %s", save.target)
-        reports = [b"null"]
         try:
-            reports = [save.write()]
-        except Exception as e:  # noqa: BLE001  raised below, when no rank writes any more
-            failed = e
-        reports += [self._wait_for_report(rank) for rank in range(1, save.ctx.mesh.size)]
-        if failed is not None:
-            raise failed
-        for rank, data in enumerate(reports):
+            mine = save.write()
+        finally:  # an error leaves here when no rank writes any more
+            others = [self._wait_for_report(rank) for rank in range(1, save.ctx.mesh.size)]
+        for rank, data in enumerate(others, 1):
             report = _parsed(data)
             if isinstance(report, dict):
                 raise CheckpointError(f"rank {rank}: {report['error']}")
-            if rank:
-                os.unlink(self._report_path(rank))
-        save.put_together(reports)
+            os.unlink(self._report_path(rank))
+        save.put_together([mine, *others])
         _log.info("saved %s in %.1f s", save.target, time.monotonic() - began)
 
     def _follow(self) -> None:
@@ -128,8 +115,7 @@ def _bytes_in(folder: str) -> int:
 
 
 def save_in_background(state: dict[Any, Any], save_dir: str | os.PathLike[str], options: Options) -> None:
-    """Start a save, and return when ``state`` is copied to host memory. A collective call. The previous save
-    must be finished."""
+    """Start a save, and return when ``state`` is copied to host memory. Collective. The previous one must be over."""
     save = Save(state, save_dir, options)
     running = None
     try:

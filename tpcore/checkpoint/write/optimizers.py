@@ -19,11 +19,8 @@ from ..tensors.stored import layout_of
 
 @dataclass(frozen=True)
 class Resolved:
-    """A state with ``state_dict()``s in place of optimizers.
-
-    ``cuts``: layouts of the tensors in them, by ``id``. ``gather``: a tensor that is split over dp ranks is
-    represented by one on meta; by its ``id``, a function that gathers the values, collective over dp.
-    """
+    """A state with ``state_dict()``s in place of optimizers. By ``id`` of a tensor in them: ``cuts``, its layout;
+    ``gather``, of one on meta that stands for the parts of dp ranks, what gathers the values, collective over dp."""
 
     state: Any
     cuts: dict[int, Layout] = field(default_factory=dict)
@@ -40,12 +37,11 @@ def resolve(state: Any, ctx: ParallelContext) -> Resolved:
     }
     found = Resolved(dict(state) if optimizers else state)
     for key, value in optimizers.items():
+        where = "at another degree"
         if isinstance(value, torch.optim.Optimizer):
-            found.state[key] = _resolved(value, found, ctx)
+            found.state[key], where = _resolved(value, found, ctx), "at another number of pipeline stages"
             _name(value, found.state[key], state, ctx, key)
-            _warn_of_no_names(key, found.state[key], ctx, "at another number of pipeline stages")
-        else:
-            _warn_of_no_names(key, value, ctx, "at another degree")
+        _warn_of_no_names(key, found.state[key], ctx, where)
     return found
 
 
@@ -63,29 +59,23 @@ def _warn_of_no_names(key: Any, saved: Mapping[str, Any], ctx: ParallelContext, 
 
 
 def _resolved(optimizer: torch.optim.Optimizer, found: Resolved, ctx: ParallelContext) -> dict[str, Any]:
-    saved: dict[str, Any]
     if isinstance(optimizer, Zero1):
         outline = optimizer.outline()
-        saved = outline.state
+        saved: dict[str, Any] = outline.state
         found.gather.update(outline.gather)
     else:
         saved = optimizer.state_dict()
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for number, values in saved["state"].items():
         p = parameters[number]
-        for value in values.values():
-            if isinstance(value, Tensor) and value.ndim and value.shape == p.shape:
-                layout = layout_of(p, ctx, f"parameter {number}")
-                found.cuts[id(value)] = layout or Layout(tuple(p.shape))
+        layout = layout_of(p, ctx, f"parameter {number}") or Layout(tuple(p.shape))
+        tensors = (value for value in values.values() if isinstance(value, Tensor))
+        found.cuts.update((id(t), layout) for t in tensors if t.ndim and t.shape == p.shape)
     return saved
 
 
 def _name(
-    optimizer: torch.optim.Optimizer,
-    saved: dict[str, Any],
-    state: Mapping[Any, Any],
-    ctx: ParallelContext,
-    key: Any,
+    optimizer: torch.optim.Optimizer, saved: dict[str, Any], state: Mapping[Any, Any], ctx: ParallelContext, key: Any
 ) -> None:
     """Give unnamed parameters in ``saved`` their names in the model that is saved with the optimizer."""
     names: dict[object, str] = {}

@@ -44,11 +44,7 @@ class Options:
 
 
 def write_tensor_files(
-    root: str,
-    name: str,
-    save_id: str,
-    files: Mapping[str, Mapping[str, Entry]],
-    progress: Progress | None = None,
+    root: str, name: str, save_id: str, files: Mapping[str, Mapping[str, Entry]], progress: Progress | None = None
 ) -> tuple[dict[str, FileRecord], dict[str, Any]]:
     """Write files of tensors to the directory ``name`` of ``root``. Returns records of files and tensors."""
     here = os.path.join(root, name)
@@ -66,14 +62,7 @@ def write_tensor_files(
 
 def write_state(root: str, name: str, save_id: str, tensors: Any, tree: Any) -> dict[str, FileRecord]:
     """Write a directory's state: the record of each tensor, and the encoded entries."""
-    state = {
-        "format": FORMAT,
-        "version": VERSION,
-        "save_id": save_id,
-        "rank": name,
-        "tensors": tensors,
-        "state": tree,
-    }
+    state = {"format": FORMAT, "version": VERSION, "save_id": save_id, "rank": name, "tensors": tensors, "state": tree}
     here = os.path.join(root, name)
     record = write_file(os.path.join(here, STATE), [dumps(state)])
     sync_dir(here)
@@ -99,17 +88,13 @@ def put_in_place(staging: Staging, save_id: str, mesh: Mapping[str, int], files:
 
 
 class Save:
-    """One save on one rank. The constructor is collective over the world.
-
-    ``write`` needs no other rank, and may run in its own thread. Then rank 0 calls ``put_together``.
-    """
+    """One save on one rank. The constructor is collective; ``write`` may run in a thread of its own."""
 
     def __init__(self, state: dict[Any, Any], save_dir: str | os.PathLike[str], options: Options) -> None:
         self.ctx, self.options = current(), options
         ctx = self.ctx
         # on all ranks, also those that write nothing: pending computations may need them
         ctx.backend.mark_step()
-        at = ctx.mesh.coords(ctx.rank)
         self._dp = ctx.index(ctx.data), ctx.data.size
         self._first, self._shared = self._dp[0] == 0, False
         self._part: Part | None = None
@@ -123,17 +108,14 @@ class Save:
             if options.background:
                 self._files = on_host(self._files)
         # rank 0's path counts: a relative path may differ between ranks
+        at = ctx.mesh.coords(ctx.rank)
         tables: Tables = {} if self._part is None else outline(self._part, at.get("pp", 0), at.get("tp", 0))
         mine = [uuid.uuid4().hex, os.path.realpath(save_dir), str(options), digests_of(tables)]
-        every = gather(mine, ctx.world)
-        self.save_id, self.target, *_ = every[0]
-        agree(
-            [theirs for _, _, theirs, _ in every],
-            lambda rank, first, other: ValueError(
-                f"ranks save in different ways: rank 0 with {first}, rank {rank} with {other}"
-            ),
-        )
-        check_agreement(self.target, tables, [one for *_, one in every], ctx.world)
+        ids, targets, every, digests = zip(*gather(mine, ctx.world), strict=True)
+        self.save_id, self.target = ids[0], targets[0]
+        text = "ranks save in different ways: rank 0 with {}, rank {} with {}"
+        agree(every, lambda rank, first, other: ValueError(text.format(first, rank, other)))
+        check_agreement(self.target, tables, digests, ctx.world)
         self.root = staging_path(self.target, self.save_id)
         with together(ctx), naming("save", self.target):
             if ctx.rank == 0:
@@ -196,17 +178,14 @@ class Save:
                 keep_last(self.target, self.options.keep_last)
 
     def close(self) -> None:
-        if self.staging is not None:
-            self.staging.close()
-            self.staging = None
+        staging, self.staging = self.staging, None
+        if staging is not None:
+            staging.close()
 
 
 def write_checkpoint(state: dict[Any, Any], save_dir: str | os.PathLike[str], options: Options) -> None:
-    """Write ``state`` as the checkpoint ``save_dir``, each tp rank its part. Collective over the world.
-
-    The previous checkpoint of that name stays whole until the new one replaces it. If a rank fails, all
-    ranks raise an error, and no files are left.
-    """
+    """Write ``state`` as the checkpoint ``save_dir``, each tp rank its part. Collective over the world. If a rank
+    fails, all ranks raise an error, and the previous checkpoint stays."""
     save = Save(state, save_dir, options)
     ctx, report = save.ctx, b"null"
     try:

@@ -32,15 +32,10 @@ class Entry(Writable, Protocol):
 
 
 class StateTensor:
-    """A tensor of a state, on any device. ``to``: the dtype to write; None for its own. ``gather``: of a tensor that
-    is split over dp ranks, and on meta here, gathers the values."""
+    """A tensor of a state. ``to``: the dtype to write. ``gather``: gathers the values of one split over dp ranks."""
 
     def __init__(
-        self,
-        tensor: Tensor,
-        cut: Cut = None,
-        to: torch.dtype | None = None,
-        gather: Callable[[], Tensor] | None = None,
+        self, tensor: Tensor, cut: Cut = None, to: torch.dtype | None = None, gather: Callable[[], Tensor] | None = None
     ) -> None:
         self._tensor, self.cut, self.dtype, self.shape = tensor, cut, to or tensor.dtype, tuple(tensor.shape)
         self._gather, self.gathered = gather, gather is not None
@@ -59,11 +54,10 @@ class StateTensor:
         return [values.contiguous()]
 
     def copied(self) -> StateTensor:
-        """A copy in host memory, complete when this returns: later steps may change a device's tensor. A CPU
-        tensor's piece is the model's memory, and is cloned."""
+        """A copy in host memory, complete when this returns: later steps may change the tensor."""
         if self.gathered:
             return self
-        piece = self.pieces()[0]
+        piece = self.pieces()[0]  # of a CPU tensor the model's own memory
         return StateTensor(piece.clone() if self._tensor.device.type == "cpu" else piece, self.cut)
 
 
@@ -98,15 +92,13 @@ class Part:
         """Files of optimizers' state."""
 
     def _leaf(self, t: Tensor | ReadPlan, path: Path) -> dict[str, Any]:
-        """The JSON of ``t``: its file and name. Tensors that share their memory are stored once, and so are plans
-        for the same bytes."""
+        """The JSON of ``t``: its file and name. Tensors that share their memory, or their bytes, are stored once."""
         if isinstance(t, ReadPlan):
             shard = t.stored.first
             return self._placed((shard.identity, shard.shape, shard.dtype, t.cut), path, lambda: t)
         where = dotted(path)
         if type(t) not in (Tensor, nn.Parameter) or t.layout != torch.strided or t.is_quantized:
-            kind = f"{type(t).__name__} of layout {t.layout}, dtype {t.dtype}"
-            raise ValueError(f"cannot save {where}: a {kind}")
+            raise ValueError(f"cannot save {where}: a {type(t).__name__} of layout {t.layout}, dtype {t.dtype}")
         if t.is_meta and id(t) not in self._gather:
             raise ValueError(f"cannot save {where}: it is on the meta device and has no values")
         cut = self._cut_of(t, where)
@@ -140,30 +132,22 @@ class Part:
         return f"{self._stems[top]}.safetensors"
 
     def share(self, rank: int, n: int, *, all_of_it: bool) -> dict[str, dict[str, StateTensor]]:
-        """The files that ``rank`` writes, of ``n`` ranks with equal tensors. All ranks agree on the names.
-
-        With ``all_of_it``, all tensors are shared out. Otherwise only gathered tensors are, and the first
-        rank writes the others.
-        """
+        """The files that ``rank`` writes, of ``n`` ranks: shares of all tensors, or of gathered ones alone."""
         if n == 1:
             return self.files
         load, out = [0] * n, defaultdict[str, dict[str, StateTensor]](dict)
+        # what the first rank may write alone comes first, then large before small
+        order = [(t.gathered, -nbytes_of(t), file, name, t) for file, name, t, _ in self.placed()]
         places = {(p["file"], p["name"]): p for p in self._places.values()}
-        for (file, name), place in sorted(places.items(), key=lambda at: self._order(*at[0])):
-            entry = self.files[file][name]
-            shared = all_of_it or entry.gathered
+        for gathered, _, file, name, entry in sorted(order, key=lambda of: of[:4]):
+            shared = all_of_it or gathered
             who = load.index(min(load)) if shared else 0
             load[who] += nbytes_of(entry)
             if shared:
-                place["file"] = file.removesuffix(".safetensors") + f".dp{who}.safetensors"
+                places[file, name]["file"] = file.removesuffix(".safetensors") + f".dp{who}.safetensors"
             if who == rank:
-                out[place["file"]][name] = entry
+                out[places[file, name]["file"]][name] = entry
         return out
-
-    def _order(self, file: str, name: str) -> tuple[bool, int, str, str]:
-        """Sort key: tensors that the first rank may write alone come first, then large before small."""
-        entry = self.files[file][name]
-        return entry.gathered, -nbytes_of(entry), file, name
 
     def placed(self) -> Iterator[tuple[str, str, StateTensor, str]]:
         """File and name of each tensor, the tensor, and the file that it is written to: that of a share."""
@@ -173,10 +157,7 @@ class Part:
             yield file, name, self.files[file][name], written
 
     def gather(self, mine: Mapping[str, Mapping[str, StateTensor]]) -> None:
-        """Gather tensors that are split over dp ranks, one by one, and keep those that this rank writes.
-
-        Collective over dp if there are any.
-        """
+        """Gather tensors that are split over dp ranks, and keep those that this rank writes. Collective over dp."""
         kept = {id(entry) for entries in mine.values() for entry in entries.values()}
         for entries in self.files.values():
             for entry in entries.values():
@@ -206,14 +187,12 @@ def _unused(name: str, used: Iterable[str]) -> str:
 def cuts_of(state: Mapping[Any, Any], ctx: ParallelContext, known: Mapping[int, Layout]) -> CutOf:
     """The function that returns the cut to record for a tensor. ``known``: some cuts, by ``id``.
 
-    A plain module may share a parallel layer's parameter, as ``cls.predictions.bias`` in transformers' BERT.
-    Its entry is then not stamped, but shares its memory with an entry that is.
+    The entry of a plain module that shares a parallel layer's parameter, as ``cls.predictions.bias`` in transformers'
+    BERT, is not stamped, but shares its memory with one that is.
     """
     memory_of = ctx.backend.memory_of
-    marked: dict[object, Tensor] = {}
-    for _, t in model_tensors(state):
-        if sharding(t) is not None and not t.is_meta:
-            marked[memory_of(t)] = t
+    stamped = (t for _, t in model_tensors(state) if sharding(t) is not None and not t.is_meta)
+    marked: dict[object, Tensor] = {memory_of(t): t for t in stamped}
     optimizers = [o for o in state.values() if is_optimizer(o)] if isinstance(state, Mapping) else []
     names = _by_name(state, marked, memory_of) if optimizers else {}
     cuts = _optimizer_cuts(optimizers, names, ctx.mesh)
@@ -225,21 +204,15 @@ def cuts_of(state: Mapping[Any, Any], ctx: ParallelContext, known: Mapping[int, 
 
 
 def _optimizer_cuts(optimizers: Iterable[Mapping[str, Any]], known: Mapping[str, Layout], mesh: Mesh) -> dict[int, Cut]:
-    """Cuts of the tensors in optimizers' state_dicts, by ``id``: those of their parameters.
-
-    An optimizer numbers its parameters. They have names too if it was made from ``named_parameters()`` (torch
-    2.6 or newer). Without names, or with another shape than the parameter's shard, the cut is unknown.
-    Tensors without dims, such as step counts, are skipped.
-    """
+    """Cuts of the tensors in optimizers' state_dicts, by ``id``: those of their parameters. The cut is unknown if the
+    optimizer was not made from ``named_parameters()`` (torch 2.6), or for another shape than the parameter's shard."""
     cuts: dict[int, Cut] = {}
     for optimizer in optimizers:
         names = dict(parameter_names(optimizer["param_groups"]))
         for index, values in optimizer["state"].items():
-            if not isinstance(values, Mapping):
-                continue
             spec = known.get(names.get(index, ""))
-            for value in values.values():
-                if isinstance(value, Tensor) and value.ndim:
+            for value in values.values() if isinstance(values, Mapping) else ():
+                if isinstance(value, Tensor) and value.ndim:  # others count steps
                     fits = spec is not None and tuple(value.shape) == spec.local_shape(mesh)
                     cuts[id(value)] = spec if fits else "unknown"
     return cuts

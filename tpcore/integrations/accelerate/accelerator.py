@@ -7,6 +7,8 @@ from typing import Any
 
 import accelerate
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DistributedType, recursively_apply
 from torch import Tensor, nn
 
@@ -15,11 +17,57 @@ from ...models.guards import admit
 from ...models.whole import full_state_dict
 from ...runtime.context import current
 from ...train.clip import check_max_norm, clip_grad_norm, scale_to
+from ...train.step import Stepping, stepping_of
 from ...train.zero import Zero1
-from .prepared import MeshOptimizer, MeshScheduler
 from .state import load_loop, save_loop
 
 _OTHERS = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
+
+
+class MeshOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
+    """An optimizer whose step takes the mean of the gradients over dp, once, before or after clipping."""
+
+    def __init__(self, optimizer: Any) -> None:
+        # without placement: that would load the state back, which is collective and changes nothing here
+        super().__init__(optimizer, device_placement=False)
+        self._reduced: Stepping | None = None
+
+    def reduced(self) -> Stepping:
+        """The gradients after their mean over dp. Collective the first time after a step."""
+        if self._reduced is None:
+            self._reduced = stepping_of(self.optimizer)
+            self._reduced.reduce()
+        return self._reduced
+
+    def step(self, closure: Any = None) -> None:
+        if closure is not None:
+            raise ValueError("an optimizer over a mesh takes no closure: its gradients would not be reduced")
+        if not self.gradient_state.sync_gradients:
+            return
+        self.reduced()
+        # on XLA accelerate would now sum gradients over all ranks, those of other parameters too
+        self.gradient_state.is_xla_gradients_synced = True
+        super().step()
+        self._reduced = None
+        current().backend.mark_step()
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        super().zero_grad(set_to_none)
+        if self.gradient_state.sync_gradients:
+            self._reduced = None
+
+
+class MeshScheduler(AcceleratedScheduler):  # type: ignore[misc]
+    """A scheduler that steps once for each dp rank, whose batches one optimizer step uses."""
+
+    def __init__(self, scheduler: Any, optimizers: Any, step_with_optimizer: bool, split: bool) -> None:
+        # "split batches" is one step for each of the optimizer's
+        super().__init__(scheduler, optimizers, step_with_optimizer, split_batches=True)
+        self._times = 1 if split or not step_with_optimizer else current().batch.size
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        for _ in range(self._times if self.gradient_state.sync_gradients else 1):
+            super().step(*args, **kwargs)
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
@@ -103,12 +151,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def prepare_scheduler(self, scheduler: Any) -> Any:
         if isinstance(scheduler, MeshScheduler):
             return scheduler
-        found = [o for o in self._optimizers if getattr(scheduler, "optimizer", None) in (o, o.optimizer)]
-        made = MeshScheduler(
-            scheduler, found or self._optimizers, self.step_scheduler_with_optimizer, self.split_batches
-        )
-        self._schedulers.append(made)
-        return made
+        of = [o for o in self._optimizers if getattr(scheduler, "optimizer", None) in (o, o.optimizer)]
+        with_optimizer = self.step_scheduler_with_optimizer
+        self._schedulers.append(MeshScheduler(scheduler, of or self._optimizers, with_optimizer, self.split_batches))
+        return self._schedulers[-1]
 
     # -- gradients ----------------------------------------------------------------------------------------
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
@@ -141,9 +187,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Tensors of all dp ranks, concatenated along dim 0; what has no dims becomes one entry."""
         dp = current().batch
         return recursively_apply(
-            lambda t: dp.all_gather((t if t.ndim else t[None]).contiguous(), 0),
-            tensor,
-            error_on_other_type=True,
+            lambda t: dp.all_gather((t if t.ndim else t[None]).contiguous(), 0), tensor, error_on_other_type=True
         )
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
@@ -162,12 +206,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         dp = current().batch
 
         def one(t: Tensor) -> Tensor:
-            if reduction == "none":
-                return t
             total = dp.all_reduce(t.reshape(-1)).view(t.shape)
             return (total / dp.size if reduction == "mean" else total) * scale
 
-        return recursively_apply(one, tensor, error_on_other_type=True)
+        return recursively_apply((lambda t: t) if reduction == "none" else one, tensor, error_on_other_type=True)
 
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Any:
         if self.num_processes != current().mesh.size:
@@ -189,11 +231,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         load_loop(_given(input_dir), self, self._custom_objects)
 
     def save_model(
-        self,
-        model: nn.Module,
-        save_directory: Any,
-        max_shard_size: int | str = "10GB",
-        safe_serialization: bool = True,
+        self, model: nn.Module, save_directory: Any, max_shard_size: int | str = "10GB", safe_serialization: bool = True
     ) -> None:
         """The whole model in safetensors, as ``from_pretrained`` opens it. Collective over the world."""
         plain = self.unwrap_model(model)

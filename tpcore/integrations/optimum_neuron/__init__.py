@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ...errors import extra
 
 with extra("trainer", __name__):
-    from .accelerate import NeuronAccelerator
     from .distributed import (
         NeuronModelForCausalLM,
         NeuronPeftModel,
@@ -19,7 +19,7 @@ with extra("trainer", __name__):
         make_optimizer_constructor_lazy,
     )
     from .options import ModelParallelismPlugin, TrainingNeuronConfig
-    from .trainers import NeuronTrainer, Seq2SeqNeuronTrainer
+    from .trainers import NeuronAccelerator, NeuronTrainer, Seq2SeqNeuronTrainer
     from .training_args import (
         NeuronHfArgumentParser,
         NeuronTrainingArguments,
@@ -34,15 +34,10 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     # on first use: few scripts have peft and TRL
-    if name == "get_peft_model":
-        from ..peft import get_peft_model
-
-        return get_peft_model
-    if name in ("NeuronSFTConfig", "NeuronSFTTrainer"):
-        from . import sft
-
-        return getattr(sft, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = {"get_peft_model": "..peft", "NeuronSFTConfig": ".sft", "NeuronSFTTrainer": ".sft"}.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(module, __name__), name)
 
 
 __all__ = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,31 +18,24 @@ from ...models import lazy
 from ...models.families import KINDS
 from ...models.transformers import REFUSED, checked_model, rules_of
 from ...runtime.context import current
-from .options import ModelParallelismPlugin, TrainingNeuronConfig, join
+from .options import ModelParallelismPlugin, join
 
-Options = TrainingNeuronConfig | ModelParallelismPlugin
 _FLASH = "flash_attention_2"
 
 
 @contextmanager
 def lazy_load_for_parallelism(tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1) -> Iterator[None]:
     """Within, ``from_pretrained`` makes shapes only of a model that will be cut: each rank reads its part."""
-    if tensor_parallel_size == pipeline_parallel_size == 1:
+    parallel = (tensor_parallel_size, pipeline_parallel_size) != (1, 1)
+    if parallel:
+        join(tensor_parallel_size, pipeline_parallel_size)
+    with lazy() if parallel else nullcontext():
         yield
-        return
-    join(tensor_parallel_size, pipeline_parallel_size)
-    with lazy():
-        yield
 
 
-def make_optimizer_constructor_lazy(
-    optimizer_cls: type[torch.optim.Optimizer],
-) -> type[torch.optim.Optimizer]:
-    """``optimizer_cls`` itself: parameters stay the same objects when a model is cut, and most optimizers of
-    torch make their state at the first step.
-
-    ValueError for a class that makes its state at once, as Adagrad does.
-    """
+def make_optimizer_constructor_lazy(optimizer_cls: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    """``optimizer_cls`` itself: parameters stay the same objects when a model is cut, and most optimizers make their
+    state at the first step. ValueError for one that makes it at once, as Adagrad does."""
     probe = torch.nn.Parameter(torch.zeros(1, device="cpu"))
     if optimizer_cls([probe], lr=1e-3).state:  # type: ignore[call-arg]
         raise ValueError(
@@ -57,10 +50,8 @@ def consolidate_model_parallel_checkpoints_to_unified_checkpoint(
     output_dir: str | os.PathLike[str],
     save_format: Literal["pytorch", "safetensors"] = "safetensors",
 ) -> None:
-    """One model that ``from_pretrained`` opens, out of a run's checkpoint or its ``tensor_parallel_shards``.
-
-    As ``tpcore checkpoint consolidate``, without ranks. ValueError for another format.
-    """
+    """One model that ``from_pretrained`` opens, out of a run's checkpoint or its ``tensor_parallel_shards``, as
+    ``tpcore checkpoint consolidate`` makes it. ValueError for another format."""
     if save_format not in ("pytorch", "safetensors"):
         raise ValueError(f"save_format must be 'pytorch' or 'safetensors', not {save_format!r}")
     consolidate(checkpoint_dir, output_dir, pickled=save_format == "pytorch")
@@ -72,44 +63,22 @@ class Parallelizer:
 
     model_type: str
 
-    def parallelize(
-        self,
-        model: Any,
-        device: Any = None,
-        parallelize_embeddings: bool = True,
-        sequence_parallel_enabled: bool = False,
-        kv_size_multiplier: int | None = None,
-        pipeline_parallel_num_microbatches: int = 1,
-        checkpoint_dir: str | None = None,
-        tensor_parallel_size: int | None = None,
-        pipeline_parallel_size: int | None = None,
-    ) -> Any:
-        """``model``, cut in place; over the ranks of the current job where no size is given."""
+    def parallelize(self, model: Any, device: Any = None, **options: Any) -> Any:
+        """``model``, cut in place; over the ranks of the current job where no size is given. ``options``: fields of
+        ``ModelParallelismPlugin``."""
         if model.config.model_type != self.model_type:
             raise ValueError(f"a parallelizer for {self.model_type} was given a {model.config.model_type}")
-        ctx = join(*_sizes(tensor_parallel_size, pipeline_parallel_size))
-        return ModelParallelismPlugin(
-            tensor_parallel_size=ctx.comm("tp").size,
-            parallelize_embeddings=parallelize_embeddings,
-            sequence_parallel_enabled=sequence_parallel_enabled,
-            kv_size_multiplier=kv_size_multiplier,
-            pipeline_parallel_size=ctx.mesh.axes.get("pp", 1),
-            pipeline_parallel_num_microbatches=pipeline_parallel_num_microbatches,
-            checkpoint_dir=checkpoint_dir,
-        ).parallelize_model(model, device)
-
-
-def _sizes(tp: int | None, pp: int | None) -> tuple[int, int]:
-    axes = current().mesh.axes if tp is None or pp is None else {}
-    return axes.get("tp", 1) if tp is None else tp, axes.get("pp", 1) if pp is None else pp
+        for name, axis in (("tensor_parallel_size", "tp"), ("pipeline_parallel_size", "pp")):
+            if options.get(name) is None:
+                options[name] = current().mesh.axes.get(axis, 1)
+        return ModelParallelismPlugin(**options).parallelize_model(model, device)
 
 
 def _has_plan(model_type: str) -> bool:
     """Whether transformers has a plan for a family, and it is right."""
     known = transformers.CONFIG_MAPPING
-    if model_type in REFUSED or model_type not in known:
-        return False
-    return bool(getattr(known[model_type], "base_model_tp_plan", None))
+    there = model_type in known and model_type not in REFUSED
+    return there and bool(getattr(known[model_type], "base_model_tp_plan", None))
 
 
 class ParallelizersManager:
@@ -150,19 +119,21 @@ class NeuronModelForCausalLM:
 
     @classmethod
     def from_pretrained(
-        cls, pretrained_model_name_or_path: str | os.PathLike[str], trn_config: Options, *args: Any, **options: Any
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike[str],
+        trn_config: ModelParallelismPlugin,
+        *args: Any,
+        **options: Any,
     ) -> Any:
         """The sharded model, of which each rank has read its part. ``use_flash_attention_2`` and an
         ``attn_implementation`` of that name are attention of torch's, ``sdpa``."""
         _as_sdpa(options)
-        if not trn_config.should_parallelize:
-            return transformers.AutoModelForCausalLM.from_pretrained(pretrained_model_name_or_path, *args, **options)
-        with lazy():
+        with lazy() if trn_config.should_parallelize else nullcontext():
             model = transformers.AutoModelForCausalLM.from_pretrained(pretrained_model_name_or_path, *args, **options)
-        return trn_config.parallelize_model(model)
+        return trn_config.parallelize_model(model) if trn_config.should_parallelize else model
 
     @classmethod
-    def from_config(cls, config: Any, trn_config: Options, **options: Any) -> Any:
+    def from_config(cls, config: Any, trn_config: ModelParallelismPlugin, **options: Any) -> Any:
         """The sharded model with initial values."""
         _as_sdpa(options)
         return trn_config.parallelize_model(transformers.AutoModelForCausalLM.from_config(config, **options))

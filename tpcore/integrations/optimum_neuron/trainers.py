@@ -1,16 +1,19 @@
-"""optimum-neuron's Trainer: cuts the model by its arguments, and saves it in parts."""
+"""optimum-neuron's Trainer and Accelerator: they cut the model by their arguments, and save it in parts."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
 import transformers
+from torch import nn
 
+from ..accelerate import Accelerator
+from ..accelerate.state import over_dp
 from ..transformers import Trainer
 from ..transformers.files import save_in_parts
+from .options import ModelParallelismPlugin, join, note
 from .training_args import NeuronTrainingArguments, Seq2SeqNeuronTrainingArguments
 
 _AFTER_ARGS = list(inspect.signature(transformers.Trainer.__init__).parameters)[3:]
@@ -37,8 +40,8 @@ class NeuronTrainer(Trainer):
             options["processing_class"] = options.pop("tokenizer")
         plugin = args.mp_plugin
         model = None if model is None else plugin.parallelize_model(model)
-        if options.get("model_init") is not None:
-            options["model_init"] = _cut_after(options["model_init"], plugin.parallelize_model)
+        if (make := options.get("model_init")) is not None:
+            options["model_init"] = wraps(make)(lambda *args: plugin.parallelize_model(make(*args)))
         given = zip(_AFTER_ARGS, rest, strict=False)
         super().__init__(model, args=args, zero1=args.zero1_options, **dict(given), **options)
 
@@ -55,9 +58,34 @@ class Seq2SeqNeuronTrainer(NeuronTrainer, transformers.Seq2SeqTrainer):
     arguments = Seq2SeqNeuronTrainingArguments
 
 
-def _cut_after(make: Callable[..., Any], cut: Callable[[Any], Any]) -> Callable[..., Any]:
-    @wraps(make)
-    def made(*args: Any) -> Any:
-        return cut(make(*args))
+class NeuronAccelerator(Accelerator):
+    """``tpcore.integrations.accelerate.Accelerator`` that cuts models as ``mp_plugin`` or ``trn_config`` says
+    when they are prepared, and, with ``zero_1``, optimizers over dp. Joins the job."""
 
-    return made
+    def __init__(
+        self,
+        *args: Any,
+        mp_plugin: ModelParallelismPlugin | None = None,
+        trn_config: ModelParallelismPlugin | None = None,
+        zero_1: bool = False,
+        autocast_backend: str = "xla",
+        **kwargs: Any,
+    ) -> None:
+        if mp_plugin is not None and trn_config is not None:
+            raise ValueError("mp_plugin and trn_config say the same: give one")
+        self.mp_plugin = mp_plugin or trn_config or ModelParallelismPlugin()
+        self.zero_1 = zero_1
+        join(self.mp_plugin.tensor_parallel_size, self.mp_plugin.pipeline_parallel_size)
+        note({"autocast_backend": autocast_backend}, {"autocast_backend": "xla"})
+        super().__init__(*args, **kwargs)
+
+    def prepare(self, *args: Any, device_placement: Any = None) -> Any:
+        """Models are cut first, so that the order of ``args`` is free."""
+        for model in args:
+            if isinstance(model, nn.Module):
+                self.mp_plugin.parallelize_model(model)
+        return super().prepare(*args, device_placement=device_placement)
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+        known = getattr(optimizer, "optimizer", optimizer)
+        return super().prepare_optimizer(over_dp(known) if self.zero_1 else optimizer, device_placement)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -49,16 +49,12 @@ class NeuronTrainingArguments(transformers.TrainingArguments):
             )
         self.use_cpu = self.use_cpu or current().device.type == "cpu"  # a GPU that is there is not used
         super().__post_init__()
-        own = {f.name for f in fields(NeuronTrainingArguments)} - {
-            f.name for f in fields(transformers.TrainingArguments)
-        }
-        note({name: getattr(self, name) for name in own}, defaults_of(NeuronTrainingArguments))
+        note(vars(self), defaults_of(NeuronTrainingArguments))
         if self.pipeline_parallel_size > 1:
             self._one_batch_a_step()
 
     def _one_batch_a_step(self) -> None:
-        """The batches of one step go through the stages together, one example in each microbatch if no
-        number is given."""
+        """The batches of one step go through the stages together, one example a microbatch if no number is given."""
         self.per_device_train_batch_size *= self.gradient_accumulation_steps
         self.gradient_accumulation_steps = 1
         batch = self.per_device_train_batch_size
@@ -86,24 +82,15 @@ class NeuronTrainingArguments(transformers.TrainingArguments):
     @property
     def trn_config(self) -> TrainingNeuronConfig:
         """The options of cutting a model, for scripts of later releases."""
-        return TrainingNeuronConfig(
-            tensor_parallel_size=self.tensor_parallel_size,
-            sequence_parallel_enabled=not self.disable_sequence_parallel,
-            pipeline_parallel_size=self.pipeline_parallel_size,
-            pipeline_parallel_num_microbatches=max(1, self.pipeline_parallel_num_microbatches),
-        )
+        return TrainingNeuronConfig(**vars(self.mp_plugin))
 
     @property
     def zero1_options(self) -> bool | dict[str, Any]:
         """The options of ``tpcore.Zero1``; False for an optimizer of torch."""
         if not self.zero_1:
             return False
-        options: dict[str, Any] = {}
-        if self.optimizer_use_master_weights:
-            options["master_dtype"] = torch.float32
-        if self.optimizer_use_fp32_grad_acc:
-            options["grad_dtype"] = torch.float32
-        return options
+        wide = {"master_dtype": self.optimizer_use_master_weights, "grad_dtype": self.optimizer_use_fp32_grad_acc}
+        return {name: torch.float32 for name, asked in wide.items() if asked}
 
 
 @dataclass

@@ -60,8 +60,7 @@ def engine_of(folder: str, dtype: str, length: int, requests: int, timeout: floa
 
 
 class _Unread(Queue[Any]):
-    """For outputs of requests without a handler, which nobody reads and which would pile up: of requests that were
-    cancelled, and on all ranks but the first, of every token."""
+    """For outputs that nobody reads: of cancelled requests, and on all ranks but the first of all."""
 
     def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
         pass

@@ -41,8 +41,7 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def malformed(body: Any, content: str) -> str | None:
-    """What is wrong with ``body``, whose text is in ``content``: "prompt" or "messages". None if nothing is. What is
-    null was taken out of it."""
+    """What is wrong with ``body``, whose text is in ``content``: "prompt" or "messages"; None if nothing is."""
     if not isinstance(body, Mapping):
         return f"the body must be a JSON object, not {type(body).__name__}"
     known = {"model", "stream", "stop", "tools", "chat_template_kwargs", content, *_NUMBERS, *_ONLY, *_NO_EFFECT}

@@ -124,14 +124,10 @@ async def _answer(handler: Any, content: str, request: Request) -> Response:
 
 def _plain(body: Any) -> Any:
     """``body`` and its messages without what is null, which OpenAI's clients send for what is not said."""
-    if not isinstance(body, dict):
-        return body
-    body = {name: value for name, value in body.items() if value is not None}
-    if isinstance(body.get("messages"), list):
-        body["messages"] = [
-            {name: value for name, value in m.items() if value is not None} if isinstance(m, dict) else m
-            for m in body["messages"]
-        ]
+    if isinstance(body, dict):
+        body = {name: value for name, value in body.items() if value is not None}
+        if isinstance(body.get("messages"), list):
+            body["messages"] = [*map(_plain, body["messages"])]
     return body
 
 

@@ -45,17 +45,13 @@ def saved(model: Any, save_weights: Callable[[], None]) -> Iterator[None]:
     if not _saves_whole(model):
         yield
         return
-    save = model.__dict__["save_pretrained"]
     save_weights()
-    model.__dict__["save_pretrained"] = _nothing
+    save = model.__dict__["save_pretrained"]
+    model.__dict__["save_pretrained"] = lambda *_, **__: None
     try:
         yield
     finally:
         model.__dict__["save_pretrained"] = save
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    pass
 
 
 def whole_state(model: nn.Module) -> dict[str, Tensor] | None:
@@ -108,10 +104,7 @@ def save_state(where: str, optimizer: Any, scheduler: Any, *, in_background: boo
 
 
 def load_state(where: str, optimizer: Any, scheduler: Any) -> None:
-    """Load the files of ``save_state``, on any mesh, or of the stock Trainer in one process. Collective.
-
-    A checkpoint of the model alone has neither: the optimizer then starts anew, as in the stock Trainer.
-    """
+    """Load the files of ``save_state``, on any mesh, or of the stock Trainer; without either nothing. Collective."""
     parts, whole = os.path.join(where, STATE), os.path.join(where, "optimizer.pt")
     plain = _plain(optimizer)
     if os.path.isdir(parts):

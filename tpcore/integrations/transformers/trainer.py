@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,13 +13,13 @@ import transformers
 from torch import Tensor, nn
 
 from ...layers.module import move_model_to_device
+from ...models.guards import is_guarded
 from ...runtime.context import current
 from ...runtime.random import draw, mixed, seeded
 from ...train.pipeline import PipelinedLayers
 from ..accelerate import Accelerator
 from ..accelerate.state import name_parameters, over_dp
-from .checks import check_arguments, check_cut
-from .files import load_model, load_state, of_other_ranks, save_state, saved, whole_state
+from .files import is_cut, load_model, load_state, of_other_ranks, save_state, saved, whole_state
 from .mesh import AUTO, choose_mesh
 
 
@@ -77,24 +78,17 @@ class Trainer(transformers.Trainer):
         return int(self._train_batch_size * args.gradient_accumulation_steps * current().batch.size)
 
     def get_tp_size(self) -> int:
-        """What divides the number of tokens of all ranks, and the factor of the loss.
-
-        The factor is the number of data-parallel ranks, right for a loss that is divided by the number of
-        tokens and wrong for a mean over the rank's own batch, such as T5's or BERT's. Divided by that number
-        the former is a rank's share of the tokens and the latter 1, which is right for both.
-        """
+        """What divides the number of tokens of all ranks, and the factor of the loss: the number of data-parallel ranks
+        is right for a loss divided by the number of tokens, and divided out for a mean over the rank's own batch."""
         return self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         move_model_to_device(model, device)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """A step in which dropout draws other numbers on each dp rank. All ranks begin with one seed; what
-        else draws, such as a sampler, goes on alike on all of them."""
+        """A step in which dropout draws other numbers on each dp rank; what else draws, a sampler say, draws alike."""
         ctx = current()
-        if ctx.data.size == 1:
-            return super().training_step(model, inputs, num_items_in_batch)
-        with seeded(mixed(draw(), ctx.index(ctx.data))):
+        with seeded(mixed(draw(), ctx.index(ctx.data))) if ctx.data.size > 1 else nullcontext():
             return super().training_step(model, inputs, num_items_in_batch)
 
     # -- the optimizer --------------------------------------------------------------------------------------
@@ -150,19 +144,51 @@ class Trainer(transformers.Trainer):
             super()._load_rng_state(checkpoint)
 
 
-@dataclass(frozen=True)
-class _FitMicrobatches:
+def _fit(most: int, layers: PipelinedLayers, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """A hook that cuts a batch into as many microbatches as divide it, at most ``most``."""
-
-    most: int
-
-    def __call__(self, layers: PipelinedLayers, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        hidden = next(t for t in (*args, *kwargs.values()) if isinstance(t, Tensor))
-        layers.num_microbatches = math.gcd(len(hidden), self.most)
+    hidden = next(t for t in (*args, *kwargs.values()) if isinstance(t, Tensor))
+    layers.num_microbatches = math.gcd(len(hidden), most)
 
 
 def _fit_microbatches(model: nn.Module) -> None:
     """Let a batch that the number of microbatches does not divide go through in fewer."""
     for module in model.modules():
         if isinstance(module, PipelinedLayers) and not module._forward_pre_hooks:
-            module.register_forward_pre_hook(_FitMicrobatches(module.num_microbatches), with_kwargs=True)
+            module.register_forward_pre_hook(partial(_fit, module.num_microbatches), with_kwargs=True)
+
+
+# -- what would be wrong on a mesh ------------------------------------------------------------------------
+_REFUSED = {
+    "train_sampling_strategy": ("batch_rebalance", "it deals batches to all ranks of the world"),
+    "eval_use_gather_object": (True, "it gathers from ranks that hold the same batch"),
+    "save_on_each_node": (True, "rank 0 writes the whole model: use a directory that all hosts see"),
+    "torch_compile_backend": ("openxla", "it compiles one replica alone"),
+}
+_OTHERS = ("fsdp", "deepspeed")
+"""Arguments that name another library of sharding. accelerate ignores the first on CPUs."""
+
+
+def check_arguments(args: Any) -> None:
+    """ValueError for training arguments that take each process for a data-parallel rank."""
+    mesh = current().mesh
+    for name in _OTHERS if mesh.size > 1 else ():
+        if asked := getattr(args, name, None):
+            raise ValueError(
+                f"TrainingArguments({name}={asked!r}) on the mesh {dict(mesh.axes)}: two libraries would cut "
+                "one model; drop it, and ask for zero1=True to cut the optimizer's state"
+            )
+    if mesh.size == current().batch.size:
+        return
+    for name, (value, why) in _REFUSED.items():
+        if getattr(args, name, None) == value:
+            raise ValueError(f"TrainingArguments({name}={value!r}) on the mesh {dict(mesh.axes)}: {why}")
+
+
+def check_cut(model: nn.Module) -> None:
+    """ValueError for a model of which all ranks of a tp group would train the same copy."""
+    mesh = current().mesh
+    if mesh.size != current().batch.size and not (is_cut(model) or is_guarded(model)):
+        raise ValueError(
+            f"this {type(model).__name__} is whole on every rank of the mesh {dict(mesh.axes)}: call "
+            "tpcore.parallelize(model) before the Trainer, or tpcore.init with tp=1"
+        )

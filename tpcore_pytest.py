@@ -14,8 +14,7 @@ import pytest
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
-        "markers",
-        "tpcore(**axes): meshes of the fixture `ranks`: a size or a list of sizes for each axis",
+        "markers", "tpcore(**axes): meshes of the fixture `ranks`: a size or a list of sizes for each axis"
     )
 
 

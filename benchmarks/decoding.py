@@ -87,10 +87,7 @@ def whole(size: Size, kind: str) -> Any:
     dtype, quantized = KINDS[kind]
     model = size.model().to(dtype)
     if quantized is not None:
-        from torchao.quantization import (  # type: ignore[import-not-found, import-untyped, unused-ignore]
-            Int8WeightOnlyConfig,
-            quantize_,
-        )
+        from torchao.quantization import Int8WeightOnlyConfig, quantize_  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
         quantize_(model.model, Int8WeightOnlyConfig())
     return model

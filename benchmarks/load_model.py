@@ -50,11 +50,7 @@ def whole(folder: str) -> nn.Module:
     return transformers.AutoModelForCausalLM.from_pretrained(folder)
 
 
-OPEN: dict[str, Callable[[str], nn.Module]] = {
-    "tpcore": by_tpcore,
-    "transformers": by_transformers,
-    "whole": whole,
-}
+OPEN: dict[str, Callable[[str], nn.Module]] = {"tpcore": by_tpcore, "transformers": by_transformers, "whole": whole}
 
 
 def job(rank: int, options: Namespace) -> None:

@@ -144,11 +144,7 @@ def local_only(case: Case) -> Entry:
 
 def _tpcore(name: str, case: Case, vocab: int | None = None, group: Comm | None = None) -> Entry:
     head = tpcore.ColumnParallelLinear(
-        case.size.hidden,
-        case.size.columns,
-        bias=False,
-        gather_output=False,
-        group=group,
+        case.size.hidden, case.size.columns, bias=False, gather_output=False, group=group
     )
     loss = partial(tpcore.parallel_cross_entropy, target=case.target, vocab_size=vocab, group=group)
     return _of(name, loss, head, vocab)

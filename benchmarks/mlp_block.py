@@ -143,10 +143,7 @@ def _floors(full: nn.Module, size: Size, rank: int) -> Iterator[Entry]:
 
 def _block(size: Size, group: Comm | None = None) -> Block:
     up = tpcore.ColumnParallelLinear(size.hidden, size.ffn, gather_output=False, group=group)
-    return Block(
-        up,
-        tpcore.RowParallelLinear(size.ffn, size.hidden, input_is_parallel=True, group=group),
-    )
+    return Block(up, tpcore.RowParallelLinear(size.ffn, size.hidden, input_is_parallel=True, group=group))
 
 
 def _tpcore(size: Size) -> Entry:

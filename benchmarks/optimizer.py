@@ -82,11 +82,7 @@ def _ddp(model: nn.Module, optimizer: Callable[[nn.Module], torch.optim.Optimize
     return _of(ddp, optimizer(ddp), lambda made: made.step())
 
 
-def _of(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    finish: Callable[[torch.optim.Optimizer], object],
-) -> Step:
+def _of(model: nn.Module, optimizer: torch.optim.Optimizer, finish: Callable[[torch.optim.Optimizer], object]) -> Step:
     def step(x: Tensor) -> None:
         optimizer.zero_grad()
         model(x).square().mean().backward()

@@ -32,13 +32,7 @@ class PretrainingData:
 
 
 def load_data(
-    path: Path | None,
-    *,
-    vocab_size: int | None,
-    max_seq_length: int,
-    max_predictions: int,
-    seed: int,
-    cache: Path,
+    path: Path | None, *, vocab_size: int | None, max_seq_length: int, max_predictions: int, seed: int, cache: Path
 ) -> PretrainingData:
     """From HDF5 shards where ``path`` holds some, else from text; None is the embedded reference text.
 

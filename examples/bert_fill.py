@@ -65,10 +65,7 @@ def whole_checkpoint(run: Path, out: Path) -> Path:
     consolidate(newest_checkpoint(run), out)
     given = options["options"]
     config = bert_config(
-        given["model_size"],
-        vocab_size=options["vocabulary"],
-        max_seq_length=int(given["max_seq_length"]),
-        dropout=0.0,
+        given["model_size"], vocab_size=options["vocabulary"], max_seq_length=int(given["max_seq_length"]), dropout=0.0
     )
     config.save_pretrained(out)
     return out
@@ -107,11 +104,7 @@ def puzzles(tokenizer: Tokenizer, count: int, max_length: int) -> list[Puzzle]:
 def batch(sentences: Sequence[Puzzle]) -> dict[str, Tensor]:
     longest = max(len(p.ids) for p in sentences)
     ids = torch.tensor([p.ids + [PAD] * (longest - len(p.ids)) for p in sentences])
-    return {
-        "input_ids": ids,
-        "attention_mask": (ids != PAD).long(),
-        "token_type_ids": torch.zeros_like(ids),
-    }
+    return {"input_ids": ids, "attention_mask": (ids != PAD).long(), "token_type_ids": torch.zeros_like(ids)}
 
 
 def best(tokenizer: Tokenizer, logits: Tensor, puzzle: Puzzle) -> str:

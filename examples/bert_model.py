@@ -8,23 +8,12 @@ import torch
 import torch.nn.functional as F
 from bert_pairs import IGNORED, Example
 from torch import Tensor, nn
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    BertConfig,
-    BertForPreTraining,
-    BertPreTrainedModel,
-)
+from transformers import AttentionInterface, AttentionMaskInterface, BertConfig, BertForPreTraining, BertPreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 import tpcore
-from tpcore import (
-    ColumnParallelLinear,
-    ParallelEmbedding,
-    RowParallelLinear,
-    parallel_cross_entropy,
-)
+from tpcore import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, parallel_cross_entropy
 
 SIZES = {  # layers, hidden size, heads: the published miniature and full BERTs; 4 x hidden in the MLP
     "tiny": (2, 128, 2),
@@ -100,9 +89,7 @@ def shard_bert(model: Bert, *, gather_logits: bool = False) -> Bert:
 def pretraining_losses(model: BertForPreTraining, batch: Example) -> Losses:
     """The same on every tensor-parallel rank."""
     out = model(
-        input_ids=batch["input_ids"],
-        attention_mask=batch["attention_mask"],
-        token_type_ids=batch["token_type_ids"],
+        input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], token_type_ids=batch["token_type_ids"]
     )
     # The decoder gives each rank its part of the vocabulary, [batch, sequence, vocabulary / tp].
     labels = batch["labels"]

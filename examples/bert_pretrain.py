@@ -60,14 +60,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if arguments.steps_this_run == -1:
         arguments.steps_this_run = arguments.max_steps
-    for name in (
-        "batch_size",
-        "grad_accum_usteps",
-        "max_steps",
-        "steps_this_run",
-        "checkpoint_every",
-        "log_every",
-    ):
+    for name in ("batch_size", "grad_accum_usteps", "max_steps", "steps_this_run", "checkpoint_every", "log_every"):
         if getattr(arguments, name) is not None and getattr(arguments, name) < 1:
             parser.error(f"--{name} must be 1 or more, not {getattr(arguments, name)}")
     if not 0 <= arguments.warmup_steps < arguments.max_steps:
@@ -82,10 +75,7 @@ def train(arguments: argparse.Namespace) -> None:
     arguments.output_dir.mkdir(parents=True, exist_ok=True)
     data = _data(arguments)
     config = bert_config(
-        arguments.model_size,
-        vocab_size=data.vocab_size,
-        max_seq_length=data.max_seq_length,
-        dropout=arguments.dropout,
+        arguments.model_size, vocab_size=data.vocab_size, max_seq_length=data.max_seq_length, dropout=arguments.dropout
     )
     model = build_bert(config, arguments.seed)
     tpcore.layers.move_model_to_device(model, ctx.device)

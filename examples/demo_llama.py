@@ -196,10 +196,7 @@ def main() -> None:
     flags = (f"--tensor_parallel_size={TP}", "--zero_1")
     out = given.output_dir
     name = f"tp={TP} dp={dp}, ZeRO-1, tokens spread"
-    runs = [
-        train("one process", out / "whole", given.steps),
-        train(name, out / "cut", given.steps, TP * dp, flags, dp),
-    ]
+    runs = [train("one process", out / "whole", given.steps), train(name, out / "cut", given.steps, TP * dp, flags, dp)]
     report(runs, out)
     consolidate(out / "cut", out / "model")
     answer(out / "model", out / "traced", runs[1].tokens)

@@ -110,12 +110,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "esmc": {"num_key_value_heads": 4},
     "flint": {"mlp_only_layers": [0]},
-    "gemma4_text": {
-        "enable_moe_block": True,
-        "num_experts": 4,
-        "top_k_experts": 2,
-        "moe_intermediate_size": 32,
-    },
+    "gemma4_text": {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "qwen4_exp_text": {
         **_named("indexer_n_heads indexer_budget", 4),
@@ -271,11 +266,7 @@ def batch_of(model: Any) -> dict[str, Tensor]:
 
     if config.model_type.startswith("siglip2") and model.main_input_name == "pixel_values":
         shapes = torch.tensor([[4, 4]] * 3)
-        return {
-            "pixel_values": noise(3, 16, 192),
-            "pixel_attention_mask": torch.ones(3, 16),
-            "spatial_shapes": shapes,
-        }
+        return {"pixel_values": noise(3, 16, 192), "pixel_attention_mask": torch.ones(3, 16), "spatial_shapes": shapes}
     if model.main_input_name == "pixel_values":
         size = config.image_size if isinstance(config.image_size, int) else config.image_size[0]
         frames = (config.num_frames,) if hasattr(config, "num_frames") else ()

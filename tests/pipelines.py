@@ -129,9 +129,5 @@ def assert_same_gradients(
     for name, p in model.named_parameters():
         assert p.grad is not None, name
         torch.testing.assert_close(
-            p.grad,
-            part_of(want[name].grad, p, ctx),
-            rtol=rtol,
-            atol=atol,
-            msg=lambda m, name=name: f"{name}: {m}",
+            p.grad, part_of(want[name].grad, p, ctx), rtol=rtol, atol=atol, msg=lambda m, name=name: f"{name}: {m}"
         )

@@ -67,9 +67,7 @@ SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    ("pool", "kv"),
-    [(2, 4), pytest.param(2, 1, marks=SLOW), pytest.param(4, 2, marks=SLOW)],
-    indirect=["pool"],
+    ("pool", "kv"), [(2, 4), pytest.param(2, 1, marks=SLOW), pytest.param(4, 2, marks=SLOW)], indirect=["pool"]
 )
 def test_tokens_are_those_of_generate(pool: RankPool, kv: int) -> None:
     dense, want = model(kv), []

@@ -380,10 +380,7 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "a mask of pairs": ({"attention_mask": torch.ones(2, 1, 16, 16)}, "not known by positions"),
     "labels of a row": ({"labels": torch.ones(2, dtype=torch.long)}, r"are not \[batch, tokens\]"),
     "another tensor": ({"token_weights": torch.ones(2, 16)}, "does not know how to cut token_weights"),
-    "a length": (
-        {"input_ids": torch.ones(2, 18, dtype=torch.long)},
-        "cannot deal 18 tokens evenly: .* of 4, 20",
-    ),
+    "a length": ({"input_ids": torch.ones(2, 18, dtype=torch.long)}, "cannot deal 18 tokens evenly: .* of 4, 20"),
 }
 
 

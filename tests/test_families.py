@@ -127,8 +127,7 @@ def test_what_experts_are_refused_is_said(family: str, options: dict[str, Any], 
 
 
 @pytest.mark.skipif(
-    transformers.__version__ != MADE_WITH,
-    reason=f"the page is of transformers {MADE_WITH}: other releases have others",
+    transformers.__version__ != MADE_WITH, reason=f"the page is of transformers {MADE_WITH}: other releases have others"
 )
 def test_the_page_has_a_row_for_every_family() -> None:
     parts = {name for name, text in ROWS.items() if text.startswith("part of a model")}

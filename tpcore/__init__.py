@@ -5,13 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .errors import (
-    BackendError,
-    CheckpointError,
-    CollectiveMismatchError,
-    CollectiveTimeoutError,
-    PeerLostError,
-)
+from .errors import BackendError, CheckpointError, CollectiveMismatchError, CollectiveTimeoutError, PeerLostError
 from .layers import ColumnParallelLinear, LayerNorm, ParallelEmbedding, ParallelQKV, RMSNorm, RowParallelLinear
 from .layers.loss import parallel_cross_entropy
 from .layers.module import ParallelModule

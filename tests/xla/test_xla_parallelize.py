@@ -119,10 +119,7 @@ def on_the_device(tp: int, ep: int, ways: dict[str, Any]) -> list[float]:
 
 @pytest.mark.parametrize(
     ("tp", "ep", "ways"),
-    [
-        (2, 1, {"capacity_factor": 0.75}),
-        (1, 2, {"capacity_factor": 0.75, "dispatch": "all_to_all"}),
-    ],
+    [(2, 1, {"capacity_factor": 0.75}), (1, 2, {"capacity_factor": 0.75, "dispatch": "all_to_all"})],
 )
 def test_a_capacity_drops_what_it_does_on_the_cpu(tp: int, ep: int, ways: dict[str, Any]) -> None:
     """Compiled once, with static shapes: experts of few seats, and tokens in the seats of an all-to-all."""

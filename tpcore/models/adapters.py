@@ -11,12 +11,7 @@ from typing import Any
 
 from peft.tuners import lora
 from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
-from peft.utils import (
-    SAFETENSORS_WEIGHTS_NAME,
-    get_peft_model_state_dict,
-    load_peft_weights,
-    set_peft_model_state_dict,
-)
+from peft.utils import SAFETENSORS_WEIGHTS_NAME, get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from safetensors.torch import load, save, save_file
 from torch import Tensor, nn
@@ -83,11 +78,7 @@ def bound(model: Any) -> Any:
 
 
 def save_adapters(
-    model: Any,
-    save_directory: str | os.PathLike[str],
-    *args: Any,
-    is_main_process: bool = True,
-    **options: Any,
+    model: Any, save_directory: str | os.PathLike[str], *args: Any, is_main_process: bool = True, **options: Any
 ) -> None:
     """``save_pretrained`` of a ``PeftModel``: peft's files, ``adapter_config.json`` and
     ``adapter_model.safetensors``, of the whole adapters. Rank 0 writes. Collective over the world.

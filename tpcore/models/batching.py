@@ -37,10 +37,7 @@ def batch_alike(model: nn.Module, ctx: ParallelContext) -> None:
 
     @wraps(original)
     def init_continuous_batching(
-        self: Any,
-        generation_config: Any = None,
-        continuous_batching_config: Any = None,
-        workload_hints: Any = None,
+        self: Any, generation_config: Any = None, continuous_batching_config: Any = None, workload_hints: Any = None
     ) -> Any:
         others = [axis for axis in ("pp", "ep", "cp") if ctx.mesh.axes.get(axis, 1) > 1]
         if others:

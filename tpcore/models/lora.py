@@ -115,11 +115,7 @@ HEAD = (
     "an adapter of the head {}: the loss reads the parts of a sharded head, and would miss the adapter's; "
     "leave it out of target_modules and modules_to_save"
 )
-LAYERS = {
-    ColumnParallelLinear: ShardedLora,
-    RowParallelLinear: ShardedLora,
-    ParallelEmbedding: ShardedLoraEmbedding,
-}
+LAYERS = {ColumnParallelLinear: ShardedLora, RowParallelLinear: ShardedLora, ParallelEmbedding: ShardedLoraEmbedding}
 """By the sharded layer, the class of its adapters: as peft takes it for layers that it does not know."""
 
 

@@ -9,13 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..comm.comm import Comm
-from ..layers import (
-    ColumnParallelConv1D,
-    ColumnParallelLinear,
-    ParallelEmbedding,
-    RowParallelConv1D,
-    RowParallelLinear,
-)
+from ..layers import ColumnParallelConv1D, ColumnParallelLinear, ParallelEmbedding, RowParallelConv1D, RowParallelLinear
 from ..layers.module import ParallelModule
 from ..runtime.context import current
 from . import plan

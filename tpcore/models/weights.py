@@ -107,12 +107,7 @@ def _viewed(conversion: Conversion, shapes: Sequence[tuple[int, ...]]) -> Sequen
 
 def by_model_name(model: Any, stored: Mapping[str, Any], mapping: Sequence[Any]) -> dict[str, Any]:
     """``stored`` by the model's names. Names that the model lacks stay. ``mapping``: transformers' own."""
-    from transformers.core_model_loading import (
-        WeightConverter,
-        WeightRenaming,
-        dot_natural_key,
-        rename_source_key,
-    )
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]

@@ -77,12 +77,7 @@ class TraceManifest:
 
     def to_json(self) -> bytes:
         weights = {
-            name: {
-                **w.spec.to_json(),
-                "dtype": dtype_name(w.dtype),
-                "others": list(w.others),
-                "saved": w.saved,
-            }
+            name: {**w.spec.to_json(), "dtype": dtype_name(w.dtype), "others": list(w.others), "saved": w.saved}
             for name, w in self.weights.items()
         }
         return dumps(

@@ -74,11 +74,7 @@ class Measured:
 
 
 def calibrate(
-    path: str | Path | None = None,
-    *,
-    devices: int | None = None,
-    backend: str | None = None,
-    seconds: float = 60.0,
+    path: str | Path | None = None, *, devices: int | None = None, backend: str | None = None, seconds: float = 60.0
 ) -> Machine:
     """Measure this host over ``backend`` (default: as ``tpcore.init`` chooses) with ``devices`` ranks (default:
     its accelerators, or the cores of this process) in about ``seconds``, and write the machine's file to ``path``.

@@ -89,15 +89,7 @@ def assembled(order: Order, ranks: Sequence[Traced], pad_value: float | Mapping[
     for path in sorted(p for p in (order.folder / PROGRAMS).rglob("*") if p.is_file()):
         files[path.relative_to(order.folder).as_posix()] = record_of(path)
     manifest = TraceManifest(
-        order.backend,
-        order.tp,
-        first.inputs,
-        first.outputs,
-        pads,
-        first.weights,
-        files,
-        written_by(),
-        order.save_id,
+        order.backend, order.tp, first.inputs, first.outputs, pads, first.weights, files, written_by(), order.save_id
     )
     write_file(str(order.folder / MANIFEST), [manifest.to_json()])
     return manifest
@@ -218,12 +210,7 @@ class _Rank:
 
     @torch.no_grad()
     def _program(
-        self,
-        fn: _Function,
-        weights: Mapping[str, Tensor],
-        leaves: Sequence[Tensor],
-        inputs: Inputs,
-        number: int,
+        self, fn: _Function, weights: Mapping[str, Tensor], leaves: Sequence[Tensor], inputs: Inputs, number: int
     ) -> _Function:
         """Trace one program, and check that it computes the same outputs as the model."""
         device = self._ctx.device

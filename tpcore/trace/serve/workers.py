@@ -215,10 +215,7 @@ class Workers:
         )
 
     def _fail(self, kind: type[Exception], text: str, cause: BaseException | None) -> NoReturn:
-        self._failure = (
-            kind,
-            f"{text}\nThe model cannot be used any more: load it again, or pass restart=True",
-        )
+        self._failure = (kind, f"{text}\nThe model cannot be used any more: load it again, or pass restart=True")
         self._processes.send(signal.SIGKILL)
         self.close()
         raise kind(self._failure[1]) from cause

@@ -14,6 +14,7 @@ import select
 import struct
 import sys
 import time
+from contextlib import suppress
 
 _NEWNET = 0x40000000  # of <linux/sched.h>
 _TUNSETIFF, _TAP, _NO_INFORMATION = 0x400454CA, 0x0002, 0x1000  # of <linux/if_tun.h>
@@ -45,7 +46,8 @@ def carry(fds: tuple[int, int], delay: float, rate: float) -> None:
             count += 1
         while waiting and waiting[0][0] <= time.monotonic():
             _, _, fd, frame = heapq.heappop(waiting)
-            os.write(fd, frame)
+            with suppress(OSError):  # EIO: what is sent to a host that is not up yet is lost
+                os.write(fd, frame)
 
 
 def main(one: str, two: str, delay: float, rate: float) -> None:

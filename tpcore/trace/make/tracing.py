@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...backend.interface import CompilerOptions
 from ...checkpoint.storage.dtypes import bytes_of
 from ...checkpoint.storage.files import MANIFEST, write_file, written_by
 from ...errors import BackendError
@@ -52,7 +51,6 @@ class Order:
     tp: int
     folder: Path
     save_id: str
-    compiler: CompilerOptions | None = None
 
 
 @dataclass(frozen=True)
@@ -130,7 +128,6 @@ class _Rank:
         self._order, self._ctx = order, ctx
 
     def trace(self) -> Traced:
-        self._hand_over_compiler_options()
         self._say("building the model")
         model, aliases = self._built()
         model.eval()
@@ -154,12 +151,6 @@ class _Rank:
         record = write_weights(self._order.folder, self._ctx.rank, weights, self._order.save_id)
         shapes = output_shapes([s.shapes for s in seen], inputs.buckets)
         return Traced(inputs, OutputSpec(seen[0].form, shapes, state), described, record)
-
-    def _hand_over_compiler_options(self) -> None:
-        options, backend = self._order.compiler, self._ctx.backend
-        if options is not None and not backend.compile_with(options) and self._ctx.rank == 0:
-            name = self._order.backend
-            inform(f"trace: backend {name!r} has no compiler, and compiler_args and compiler_workdir go to none")
 
     def _say(self, doing: str) -> None:
         inform(f"trace: rank {self._ctx.rank} of {self._order.tp}: {doing}")

@@ -19,7 +19,7 @@ from ...checkpoint.storage.publish import OwnedDirectory
 from ...checkpoint.storage.tensorfile import write_tensors
 from ...checkpoint.write.snapshot import StateTensor
 from ..artifact import TracedFile, TraceManifest, weights_file
-from ..inputs import Plan, layout_of, ranges
+from ..inputs import ranges
 from ..structure import put_together
 from .workers import Workers
 
@@ -74,7 +74,6 @@ class TensorParallelModel(nn.Module):
         self._workers: Workers = workers or Workers(folder, manifest)
         self._turn = Turn()
         self._uses_of_state = 0
-        self._plan = Plan([], 0, {})
         self._owned = [] if owned is None else [owned]  # directories to remove together with this model
         self._replaced: TemporaryDirectory[str] | None = None
         self._end = weakref.finalize(self, _end, self._workers, self._owned)
@@ -108,10 +107,7 @@ class TensorParallelModel(nn.Module):
     def call_with_state(self, use: int | None, /, *args: Any, **kwargs: Any) -> Any:
         """A call in the use of that number; RuntimeError if the state is no longer what that use left."""
         leaves = self.manifest.inputs.arguments.bind(args, kwargs)
-        layout = layout_of(leaves, self.manifest.inputs.arguments.names)
-        plan = self._plan
-        if plan.layout != layout:  # otherwise the previous call's plan is valid for this call too
-            plan = self._plan = self.manifest.inputs.plan(layout, leaves)
+        plan = self.manifest.inputs.plan(leaves)
         if plan.sizes:
             leaves = self._padded(leaves, plan.program)
         with self._turn:

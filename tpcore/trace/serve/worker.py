@@ -8,7 +8,6 @@ import select
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -77,25 +76,20 @@ class _Service:
 
     def __init__(self, rank: Rank, inputs: SharedBuffer, outputs: SharedBuffer) -> None:
         self._rank, self._inputs, self._outputs = rank, inputs, outputs
-        self._layout: list[tuple[torch.dtype, torch.Size]] | None = None
         self._first = settings.RANK.get() == 0
-        self._views_at = lru_cache(64)(inputs.get)  # calls have few different shapes
 
     def call(self, program: int, inputs: tuple[Place, ...]) -> Reply:
         started = time.perf_counter()
-        found = self._rank.run(program, self._views_at(inputs))
+        found = self._rank.run(program, self._inputs.get(inputs))
         seconds = time.perf_counter() - started
         # the outputs are the same on all ranks: the first rank returns them
         return True, self._put(found) if self._first else (), seconds
 
     def _put(self, tensors: Sequence[Tensor]) -> tuple[Place, ...]:
         """Copy tensors to the buffer of outputs. Returns their places."""
-        layout = [(t.dtype, t.shape) for t in tensors]
-        if layout != self._layout:  # most calls have the layout of the previous call
-            self._places, self._layout = self._outputs.place(tensors), layout
-            self._views = self._outputs.get(self._places)
-        fill(self._views, tensors)
-        return self._places
+        places = self._outputs.place(tensors)
+        fill(self._outputs.get(places), tensors)
+        return places
 
     def serve(self, requests: Connection, replies: Connection) -> None:
         request = select.poll()

@@ -60,8 +60,6 @@ class Workers:
         self._replies: list[Connection] = []  # and from it
         self._processes = Processes()
         self._pending: set[int] = set()
-        # the prepared call, which most calls repeat; set in one assignment, which an interrupt cannot split
-        self._prepared: tuple[Plan | None, bytes, list[Tensor]] = None, b"", []
         self.running = True
         try:
             job = backend_class(self._manifest.backend).job(Path(self._home.name))
@@ -109,17 +107,11 @@ class Workers:
 
     # -- messages -----------------------------------------------------------------------------------------
     def call(self, plan: Plan, inputs: Sequence[Tensor], timeout: float | None) -> list[Tensor]:
-        """Run the model. Returns the first rank's outputs, which the caller may keep. ``inputs``: tensors of
-        the plan's layout."""
-        if self._pending or self._failure is not None or os.getpid() != self._pid:
-            self._settle(timeout)
-        if plan is not self._prepared[0]:
-            places = self._inputs.place(inputs)
-            message = pickle.dumps(("call", {"program": plan.program, "inputs": places}))
-            self._prepared = plan, message, self._inputs.get(places)
-        _, message, views = self._prepared
-        fill(views, inputs)
-        self._send_all(message)
+        """Run the model. Returns the first rank's outputs, which the caller may keep."""
+        self._settle(timeout)
+        places = self._inputs.place(inputs)
+        fill(self._inputs.get(places), inputs)
+        self._send_all(pickle.dumps(("call", {"program": plan.program, "inputs": places})))
         os.sched_yield()  # a rank that waits for this core starts 0.05 ms earlier
         answers = self._answers("call", timeout)
         self.seconds = [seconds for _, seconds in answers]

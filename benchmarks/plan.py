@@ -1,7 +1,9 @@
 """``tpcore plan`` against this machine: predicted and measured steps and peaks of three models on twelve meshes.
 
-The machine is calibrated first, unless ``--machine`` names its file. Each mesh then runs the very lines that the plan
-prints. ``--published``: public training runs beside what is predicted from their configurations alone.
+In each round the machine is calibrated, unless ``--machine`` names its file, and then each mesh runs the very lines
+that the plan prints; the median of the rounds counts, for what a shared host can do changes by the minute. ``--hosts``:
+over two hosts as network namespaces, on a wire with delay and a limited rate. ``--published``: public training runs
+beside what is predicted from their configurations alone.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import torch
 import transformers
 
 import tpcore
-from tpcore.diagnose.plan.calibrate import calibrate
+from tpcore.diagnose.plan.calibrate import calibrate, fit
 from tpcore.diagnose.plan.choice import Choice
 from tpcore.diagnose.plan.machine import Machine
 from tpcore.diagnose.plan.predict import Prediction, predict
@@ -34,6 +36,7 @@ from tpcore.log import quiet
 from tpcore.processes.launch import launch
 
 from .harness import conditions, grown, resident, say
+from .plan_hosts import measured, on_hosts
 from .plan_published import RUNS
 
 DEVICES = 2
@@ -87,27 +90,21 @@ CASES = (
 
 
 def choices(case: Case) -> list[Choice]:
-    """Twelve of two devices."""
+    """Twelve, of one device and of two."""
     half = case.batch // 2
+    alone = Choice(Ways(), microbatch=case.batch)
     data = Choice(Ways(), dp=2, microbatch=half, zero1=True)
     tensor = Choice(Ways(tp=2), microbatch=case.batch)
     tokens = replace(tensor, ways=Ways(tp=2, sequence_parallel=True))
     stages = Choice(Ways(), pp=2)
-    found = [data, replace(data, zero1=False), replace(data, recompute=True), tensor, tokens]
-    found += [replace(tokens, recompute=True)]
-    found += [replace(stages, microbatch=case.batch // m, microbatches=m) for m in (2, 4, 8) if m <= case.batch]
-    if case.batch >= 8:
-        found += [
-            replace(data, microbatch=half // 2, microbatches=2),
-            replace(tensor, microbatch=half, microbatches=2),
-        ]
+    context = [replace(tensor, ways=Ways(cp=2, context_parallel=way), zero1=True) for way in ("gather", "ring")]
+    found = [alone, replace(alone, recompute=True), data, replace(data, recompute=True), tensor, tokens]
+    found += [replace(stages, microbatch=case.batch // m, microbatches=m) for m in (2, case.batch)]
     if "num_local_experts" in case.config:
         experts = Choice(Ways(ep=2), microbatch=half, zero1=True)
         whole = replace(tensor, ways=Ways(tp=2, expert_parallel=True))
-        found += [experts, replace(experts, recompute=True), whole]
-    cp = [replace(tensor, ways=Ways(cp=2, context_parallel=way), zero1=True) for way in ("gather", "ulysses", "ring")]
-    found += [*cp, *(replace(c, recompute=True) for c in cp), replace(tensor, recompute=True)]
-    return found[:12]
+        return [*found, experts, replace(experts, recompute=True), whole, replace(tensor, recompute=True)][:12]
+    return [*found, *context, replace(tokens, recompute=True), replace(tensor, microbatch=half, microbatches=2)]
 
 
 # -- measured -----------------------------------------------------------------------------------------------
@@ -151,29 +148,93 @@ def kendall(a: Sequence[float], b: Sequence[float]) -> float:
     return same / len(pairs)
 
 
-def compare(machine: Machine, cases: Sequence[Case], steps: int, most: int) -> None:
+@dataclass(frozen=True)
+class Compared:
+    """Of one mesh: what is predicted, and what is measured in each round."""
+
+    expected: list[Prediction]
+    seconds: list[float]
+    peaks: list[int]
+
+    @property
+    def predicted(self) -> float:
+        return statistics.median(p.step for p in self.expected)
+
+    @property
+    def measured(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def off(self) -> float:
+        """MiB that the peak is off."""
+        return abs(self.expected[0].nbytes - max(self.peaks)) / 2**20
+
+    def line(self) -> str:
+        peaks = f"{self.expected[0].nbytes / 2**20:,.0f} MiB | {max(self.peaks) / 2**20:,.0f} MiB"
+        times = f"{self.predicted:.3f} s | {self.measured:.3f} s | {self.predicted / self.measured:.2f}"
+        return f"| {self.expected[0].choice} | {times} | {peaks} |"
+
+
+def compare(machine: Machine | None, cases: Sequence[Case], options: argparse.Namespace) -> None:
     errors: list[float] = []
     memory: list[float] = []
     with tempfile.TemporaryDirectory() as home:
         for case in cases:
-            folder = case.write(Path(home))
-            model = Reduced(folder, case.seq_len, torch.float32)
-            rows: list[tuple[Prediction, float, int]] = []
-            for chosen in choices(case)[:most]:
-                expected = predict(model, chosen, machine)
-                found = launch(measure, DEVICES, args=(folder, chosen, case.seq_len, steps))
-                rows.append((expected, *found[0]))
-            tau = kendall([p.step for p, _, _ in rows], [took for _, took, _ in rows]) if most > 1 else 1.0
-            errors += [abs(p.step / took - 1) for p, took, _ in rows]
-            memory += [abs(p.nbytes - peak) / 2**20 for p, _, peak in rows]
-            say(f"\n**{case.name}**, {case.batch} x {case.seq_len} tokens: Kendall's tau of the steps {tau:.2f}\n")
+            rows = _compared(machine, case, case.write(Path(home)), options)
+            tau = kendall([row.predicted for row in rows], [row.measured for row in rows]) if len(rows) > 1 else 1.0
+            errors += [abs(row.predicted / row.measured - 1) for row in rows]
+            memory += [row.off for row in rows]
+            error = statistics.median(errors[-len(rows) :])
+            found = f"Kendall's tau of the steps {tau:.2f}, median error {error:.0%}"
+            say(f"\n**{case.name}**, {case.batch} x {case.seq_len} tokens: {found}\n")
             say("| mesh | predicted step | measured | ratio | predicted peak | measured |")
             say("|---|---:|---:|---:|---:|---:|")
-            for p, took, peak in rows:
-                times = f"{p.step:.3f} s | {took:.3f} s | {p.step / took:.2f}"
-                say(f"| {p.choice} | {times} | {p.nbytes / 2**20:,.0f} MiB | {peak / 2**20:,.0f} MiB |")
+            for row in rows:
+                say(row.line())
     say(f"\nerror of the step: median {statistics.median(errors):.0%}, largest {max(errors):.0%}")
     say(f"difference of the peak: median {statistics.median(memory):.0f} MiB, largest {max(memory):.0f} MiB")
+
+
+def _compared(machine: Machine | None, case: Case, folder: str, options: argparse.Namespace) -> list[Compared]:
+    model = Reduced(folder, case.seq_len, torch.float32)
+    picked = [c for c in choices(case) if c.mesh.size == DEVICES or not options.hosts][: options.meshes]
+    rows = [Compared([], [], []) for _ in picked]
+    for _ in range(options.rounds):
+        now = _machine(options) if machine is None else machine
+        for chosen, row in zip(picked, rows, strict=True):
+            row.expected.append(predict(model, chosen, now))
+            job = (folder, chosen, case.seq_len, options.steps)
+            if options.hosts:
+                took, peak = _over_hosts(job, options)
+            else:
+                took, peak = launch(measure, chosen.mesh.size, args=job)[0]
+            row.seconds.append(took)
+            row.peaks.append(peak)
+    return rows
+
+
+def _machine(options: argparse.Namespace) -> Machine:
+    """This one, calibrated; with hosts, each device on one of its own."""
+    machine = calibrate(devices=DEVICES)
+    if not options.hosts:
+        return machine
+    link, _ = fit(measured(options.delay / 1e3, options.rate * 1e6, 1, 1.0))
+    return replace(machine, per_host=1, hosts=DEVICES, between=link)
+
+
+def _over_hosts(job: tuple[Any, ...], options: argparse.Namespace) -> tuple[float, int]:
+    with tempfile.TemporaryDirectory() as home:
+        wire = {"delay": options.delay / 1e3, "rate": options.rate * 1e6}
+        on_hosts("benchmarks.plan:host_rank", (home, *job), per_host=1, **wire)
+        took, peak = json.loads(Path(home, "found").read_text())
+    return took, peak
+
+
+def host_rank(home: str, *job: Any) -> None:
+    """A rank of a job over hosts, which writes what ``measure`` finds to ``home``."""
+    found, rank = measure(*job), int(os.environ["RANK"])
+    if rank == 0:
+        Path(home, "found").write_text(json.dumps(found))
 
 
 # -- published runs -----------------------------------------------------------------------------------------
@@ -210,7 +271,11 @@ def main() -> None:
     parser.add_argument("--machine", type=Path, help="the file of `tpcore plan --calibrate --devices 2`")
     parser.add_argument("--case", choices=[case.name for case in CASES], help="one of the models")
     parser.add_argument("--steps", type=int, default=3, help="measured after one that does not count")
+    parser.add_argument("--rounds", type=int, default=2, help="of calibration and all meshes")
     parser.add_argument("--meshes", type=int, default=12, help="of each model, the first so many")
+    parser.add_argument("--hosts", action="store_true", help="a device each of two hosts; needs root")
+    parser.add_argument("--delay", type=float, default=0.5, help="of the wire between hosts: milliseconds one way")
+    parser.add_argument("--rate", type=float, default=1000.0, help="Mbit that a host sends in a second")
     parser.add_argument("--small", action="store_true", help="tiny models: shows that it runs, and no figures")
     parser.add_argument("--published", action="store_true", help="public runs instead of this machine")
     options = parser.parse_args()
@@ -219,12 +284,12 @@ def main() -> None:
         return
     os.environ.setdefault("TPCORE_CHECK", "0")
     os.environ |= ALLOCATOR  # for calibration too
-    machine = calibrate(devices=DEVICES) if options.machine is None else Machine.read(options.machine)
+    machine = None if options.machine is None else Machine.read(options.machine)
     cases = [case for case in CASES if options.case in (None, case.name)]
     if options.small:
         cases = [replace(c, config={**c.config, "num_hidden_layers": 2, "vocab_size": 512}, seq_len=32) for c in cases]
     say(f"{conditions(DEVICES)}")
-    compare(machine, cases, options.steps, options.meshes)
+    compare(machine, cases, options)
 
 
 if __name__ == "__main__":

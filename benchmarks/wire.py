@@ -46,7 +46,7 @@ def carry(fds: tuple[int, int], delay: float, rate: float) -> None:
             count += 1
         while waiting and waiting[0][0] <= time.monotonic():
             _, _, fd, frame = heapq.heappop(waiting)
-            with suppress(OSError):  # EIO: what is sent to a host that is not up yet is lost
+            with suppress(OSError):  # lost: the device is not up yet
                 os.write(fd, frame)
 
 

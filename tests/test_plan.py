@@ -132,6 +132,15 @@ def test_a_batch_is_on_the_line_through_one_and_two(tmp_path: Path, kind: str) -
         assert mine.delta == pytest.approx(part.delta)
 
 
+@pytest.mark.parametrize("ways", [Ways(tp=2, sequence_parallel=True), Ways(ep=2)], ids=str)
+def test_a_result_taken_again_is_what_the_operator_makes(tmp_path: Path, ways: Ways) -> None:
+    """The second recording of the same model runs few operators, and finds the same costs and memory."""
+    reduced = Reduced(folder(tmp_path, "mixtral", num_local_experts=4, num_experts_per_tok=2), SEQ, torch.float32)
+    first, results = reduced._record(ways, 2, 1, None), len(reduced._results)
+    assert reduced._record(ways, 2, 1, None).parts == first.parts
+    assert len(reduced._results) == results < sum(len(part.operators) for part in first.parts.values())
+
+
 def test_the_peak_of_all_layers_is_that_of_a_recorded_run(tmp_path: Path) -> None:
     """A model of which no layer is left out, metered whole."""
     where = folder(tmp_path)
@@ -286,6 +295,8 @@ def test_layers_that_are_not_alike_are_no_stages(tmp_path: Path) -> None:
         ({"batch": 1, "seq_len": 0}, "seq_len must be 1 or more, not 0"),
         ({"batch": 1, "machine": "h1000"}, "no machine 'h1000': it is neither a file nor one of trn1.32xlarge"),
         ({"batch": 1, "memory": -5.0}, "memory must be 1 or more, not -5.0"),
+        ({"batch": 1, "per_host": 0, "devices": 2}, "per_host must be 1 or more, not 0"),
+        ({"batch": 1, "hosts": 0}, "hosts must be 1 or more, not 0"),
     ],
 )
 def test_what_cannot_be_planned(tmp_path: Path, options: dict[str, Any], text: str) -> None:

@@ -24,10 +24,10 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 import tpcore
 from tpcore.backend import Backend, Capabilities
-from tpcore.checkpoint.tensors.stored import Job
+from tpcore.checkpoint.tensors.stored import ReadPlan, Stored
 from tpcore.checkpoint.write.snapshot import StateTensor, on_host
 from tpcore.comm.transport import Primitive
-from tpcore.comm.wrapper import Relay
+from tpcore.comm.wrapper import TransportWrapper
 from tpcore.layout.mesh import Group, Mesh
 from tpcore.layout.slices import Region
 from tpcore.runtime.context import ParallelContext
@@ -35,7 +35,7 @@ from tpcore.runtime.context import ParallelContext
 DEVICE = "gpu"
 
 
-class Shapes(Relay):
+class Shapes(TransportWrapper):
     """Results of the right shape. What the host reads once a step is on meta, where the step knows of no values."""
 
     compares = True
@@ -173,7 +173,8 @@ def saved(ctx: ParallelContext) -> None:
     kept = on_host({"file": {"x": StateTensor(x)}})["file"]["x"]
     assert [piece.device.type for piece in kept.pieces()] == ["cpu"]
     shard: Any = OnHost()
-    Job(x, ((shard, Region(0, (0, 0), (0, 0), (2, 3))),), covered=True).run()
+    stored = Stored.over_tp("x", None, 1, 0, lambda rank: shard)
+    ReadPlan(stored, (2, 3), [(shard, Region(0, (0, 0), (0, 0), (2, 3)))]).fill(x)
 
 
 def caught(ctx: ParallelContext) -> None:

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -57,9 +57,11 @@ class StepSegment:
 class Meter(TorchDispatchMode):
     """Meters the operators inside ``on``. ``layers``: names of modules, each of which is a region of its own."""
 
-    def __init__(self, layers: Sequence[str]) -> None:
+    def __init__(self, layers: Sequence[str], results: dict[Any, _Result] | None = None) -> None:
+        """``results``: of the meters before, of whose operators many are alike."""
         super().__init__()
         self.segments: list[StepSegment] = []
+        self._results = {} if results is None else results
         self._layers = tuple(layers)
         self.shares: Mapping[str, float] = {}
         """By the name of a layer of experts, the part of its grouped matmuls' rows that is computed."""
@@ -81,14 +83,22 @@ class Meter(TorchDispatchMode):
         self._close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
         packet = func._overloadpacket
-        written = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        key = None if func.is_view or func._schema.is_mutable else (func, _alike(args), _alike(kwargs))
+        if key in self._results:
+            out, cost = self._results[key].again()
+        else:
+            out = func(*args, **kwargs)
+            cost = None if func.is_view or packet in _FREE else cost_of(packet, args, kwargs, out)
+            if key is not None and (result := _Result.of(out, cost, (args, kwargs))):
+                self._results[key] = result
         self._enter()
-        if not (func.is_view or packet in _FREE):
-            self.note(*cost_of(packet, args, kwargs or {}, out))
-        for t in written:
-            self._hold(t.untyped_storage())
+        if cost is not None:
+            self.note(*cost)
+        for t in (out,) if isinstance(out, Tensor) else tree_leaves(out):
+            if isinstance(t, Tensor):
+                self._hold(t.untyped_storage())
         return out
 
     def note(self, name: str, flops: float, nbytes: float) -> None:
@@ -139,6 +149,52 @@ class Meter(TorchDispatchMode):
 
     def _release(self, nbytes: int) -> None:
         self._held -= nbytes
+
+
+class _Result(NamedTuple):
+    """What an operator made: the shape, strides and dtype of each output, and its cost. Of meta tensors the next one
+    is made without the operator, whose checks of shapes take most of the time of a recording."""
+
+    outputs: tuple[tuple[Any, ...] | None, ...]
+    single: bool
+    cost: tuple[str, float, float] | None
+
+    @classmethod
+    def of(cls, out: Any, cost: tuple[str, float, float] | None, inputs: Any) -> _Result | None:
+        """None where outputs are no new meta tensors."""
+        outputs = out if isinstance(out, tuple) else (out,)
+        taken = {t.untyped_storage()._cdata for t in tree_leaves(inputs) if isinstance(t, Tensor)}
+        found: list[tuple[Any, ...] | None] = []
+        for t in outputs:
+            if isinstance(t, Tensor) and t.is_meta and not t.storage_offset() and type(t) is Tensor:
+                storage = t.untyped_storage()
+                extent = 1 + sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
+                if storage._cdata in taken or (t.numel() and storage.nbytes() != extent * t.element_size()):
+                    return None
+                found.append((t.shape, t.stride(), t.dtype))
+            elif t is None:
+                found.append(None)
+            else:
+                return None
+        return cls(tuple(found), not isinstance(out, tuple), cost)
+
+    def again(self) -> tuple[Any, tuple[str, float, float] | None]:
+        made = [
+            None if o is None else _aten.empty_strided.default(o[0], o[1], dtype=o[2], device="meta")
+            for o in self.outputs
+        ]
+        return made[0] if self.single else tuple(made), self.cost
+
+
+def _alike(value: Any) -> Any:
+    """Equal for arguments of which an operator makes tensors of the same kind at the same cost."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype, value.device, value.untyped_storage().nbytes()
+    if isinstance(value, list | tuple):
+        return tuple(map(_alike, value))
+    if isinstance(value, dict):
+        return tuple((k, _alike(v)) for k, v in value.items())
+    return type(value), value
 
 
 def cost_of(packet: Any, args: Any, kwargs: Any, out: Any) -> tuple[str, float, float]:

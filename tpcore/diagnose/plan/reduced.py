@@ -87,6 +87,7 @@ class Reduced:
             self.experts = _grouped(model)
             self._plain = self.reduce(model.to(dtype=dtype))
         self._recorded: dict[Any, StepCosts | ValueError] = {}
+        self._results: dict[Any, Any] = {}
 
     def reduce(self, model: nn.Module) -> nn.Module:
         lists = _lists(model)
@@ -184,7 +185,7 @@ class Reduced:
         return found
 
     def _record(self, ways: Ways, batch: int, dp: int, optimizer: MakeOptimizer | None) -> StepCosts:
-        meter = Meter(sorted(set(self.order), key=len, reverse=True))
+        meter = Meter(sorted(set(self.order), key=len, reverse=True), self._results)
         experts: set[str] = set()
         hidden: list[int] = []
 

@@ -104,10 +104,11 @@ def plan(
     found = find(machine) if isinstance(machine, str) else machine
     per_host = found.per_host if per_host is None else per_host
     devices = hosts * per_host if devices is None else devices
+    sizes = {"hosts": hosts, "per_host": per_host, "devices": devices, "batch": batch, "seq_len": seq_len}
+    for name, value in (sizes | {"memory": found.memory if memory is None else memory}).items():
+        if value < 1:
+            raise ValueError(f"{name} must be 1 or more, not {value}")
     limits = Limits(devices, found.memory if memory is None else memory, batch, seq_len, dtype, capacity_factor)
-    for name in ("devices", "memory", "batch", "seq_len"):
-        if getattr(limits, name) < 1:
-            raise ValueError(f"{name} must be 1 or more, not {getattr(limits, name)}")
     found = replace(found, per_host=per_host, hosts=-(-devices // per_host))
     model = Reduced(target, seq_len, dtype)
     model.takes_sequence = _takes_sequence(model)
@@ -143,6 +144,8 @@ def _search(model: Reduced, machine: Machine, limits: Limits) -> tuple[list[Pred
     if _TOO_LARGE in refused:
         count = refused.pop(_TOO_LARGE)
         others = "" if nearest == math.inf else f"; the least of the others is {size(nearest)}"
+        if model.experts and limits.capacity_factor is None:
+            others += "; a capacity_factor, such as 1.25, bounds the tokens of a rank's experts"
         refused[f"{_TOO_LARGE}: {size(usable)}{others}"] = count
     return sorted(rows, key=lambda row: row.step), refused
 
@@ -212,7 +215,7 @@ def _ways(model: Reduced, machine: Machine, limits: Limits, tp: int, ep: int, cp
         ep=ep,
         cp=cp,
         sequence_parallel=tp > 1 and model.takes_sequence,
-        dispatch="auto" if ep > 1 and limits.capacity_factor else "gathered",
+        dispatch="auto" if ep > 1 else "gathered",
         context_parallel="auto" if cp > 1 else None,
         capacity_factor=limits.capacity_factor if model.experts else None,
         compiled=machine.compiled,

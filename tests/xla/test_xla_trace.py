@@ -23,7 +23,6 @@ from tpcore.nxd.trace import _compiled_with
 from tpcore.trace import TensorParallelModel, parallel_model_load, parallel_model_save, parallel_model_trace
 from tpcore.trace.api import _call, _size
 from tpcore.trace.artifact import TraceManifest, opened, read_weights
-from tpcore.trace.inputs import Plan
 from tpcore.trace.make.tracing import Order, assembled, trace_rank
 from tpcore.trace.serve.worker import Rank
 
@@ -41,8 +40,8 @@ class OnReplicas:
         self._folder, self._manifest, self.weights = folder, manifest, folder
         self.running, self.failed = True, False
 
-    def call(self, plan: Plan, inputs: Sequence[torch.Tensor], timeout: float | None) -> list[torch.Tensor]:
-        every = run_replicas(serve, self._manifest.tp, self._folder, [(plan.program, list(inputs))])
+    def call(self, program: int, inputs: Sequence[torch.Tensor], timeout: float | None) -> list[torch.Tensor]:
+        every = run_replicas(serve, self._manifest.tp, self._folder, [(program, list(inputs))])
         return every[0][0]
 
     def close(self) -> None:

@@ -74,11 +74,8 @@ def parallel_model_trace(
 
 
 def parallel_model_save(model: TensorParallelModel, save_dir: StrPath) -> None:
-    """Write a traced model as the directory ``save_dir``, whole or not at all. Replaces an earlier one.
-
-    Saves the current weights, after any ``replace_weights``. CheckpointError if the directory cannot be
-    written, or holds other files.
-    """
+    """Write a traced model, with its current weights, as the directory ``save_dir``, whole or not at all. Replaces an
+    earlier one. CheckpointError if the directory cannot be written, or holds other files."""
     if not isinstance(model, TensorParallelModel):
         raise TypeError(f"parallel_model_save takes what parallel_model_trace returned, not a {type(model).__name__}")
     staging = Staging(os.path.realpath(save_dir), uuid.uuid4().hex, FORMAT, {PROGRAMS})
@@ -101,9 +98,8 @@ def parallel_model_load(
     """Load a traced model and start its processes, one per rank, on this machine.
 
     The model's Python code is not needed. Weights are mapped from their files, which must therefore stay.
-    ``timeout``: seconds that a call may take. ``restart``: if processes were lost, start them again in the
-    next call. ``verify``: compare the checksums of weights too, which reads all of them. Those of programs
-    are always compared.
+    ``timeout``: seconds that a call may take. ``restart``: start processes that were lost again in the next call.
+    ``verify``: compare the checksums of weights as well as those of programs, which reads all of them.
 
     A program is code: load only files that you trust. CheckpointError for files that are missing, damaged, or
     of another version. ValueError if the machine cannot hold that many ranks.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from inspect import Parameter, Signature
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -98,13 +98,6 @@ def ranges(leaves: Sequence[Tensor], names: Sequence[str]) -> str:
     return f"{', '.join(ids) or 'no input has ids'}; an embedding of n rows takes 0 to n - 1"
 
 
-class Plan(NamedTuple):
-    """The program for a call. ``sizes``: sizes of the named dims, which a bucket pads; empty without buckets."""
-
-    program: int
-    sizes: Mapping[str, int]
-
-
 @dataclass(frozen=True)
 class Inputs:
     """``shapes``: one per tensor of ``arguments``, of sizes and names of ``dims``. ``buckets``: for each
@@ -145,10 +138,6 @@ class Inputs:
             if all(sizes[name] <= bucket[name] for name in bucket):
                 return number
         return self._refuse(leaves) if self.buckets else 0
-
-    def plan(self, leaves: Sequence[Tensor]) -> Plan:
-        sizes = self.sizes(leaves)
-        return Plan(self.program(sizes, leaves), sizes if self.buckets else {})
 
     def padded(self, t: Tensor, i: int, number: int, value: float) -> Tensor:
         """Input ``i``, padded at the end of each dim to the sizes of program ``number``."""

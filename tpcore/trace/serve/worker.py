@@ -7,10 +7,9 @@ import pickle
 import select
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -102,14 +101,13 @@ class _Service:
             except EOFError:
                 return
             try:
-                reply = self.call(**arguments) if name == "call" else self._change(name, arguments)
+                if name == "call":
+                    reply = self.call(**arguments)
+                else:  # take, reshard
+                    reply = True, getattr(self._rank, name)(**arguments), 0.0
             except BaseException as e:  # noqa: BLE001  passed to the owner
                 reply = _failed(e)
             replies.send_bytes(pickle.dumps(reply))
-
-    def _change(self, name: str, arguments: Mapping[str, str]) -> Reply:
-        known: dict[str, Callable[..., Any]] = {"take": self._rank.take, "reshard": self._rank.reshard}
-        return True, known[name](**arguments), 0.0
 
 
 def _stay_awake(request: select.poll) -> None:
@@ -128,18 +126,14 @@ def _failed(error: BaseException) -> Reply:
     return False, pack_outcome(Outcome(None, error, time.time()), settings.RANK.get()), 0.0
 
 
-def _started(folder: Path, weights: Path) -> Rank:
-    manifest = opened(folder)
-    return Rank(init(manifest.backend, manifest.tp), folder, manifest, weights)
-
-
 def main(lifeline: int, folder: Path, weights: Path, fds: list[int]) -> None:
     follow(lifeline)
     keep_freed_memory()
     requests, replies = Connection(fds[0], writable=False), Connection(fds[1], readable=False)
     torch.set_num_threads(settings.THREADS.get())
     try:
-        rank = _started(folder, weights)
+        manifest = opened(folder)
+        rank = Rank(init(manifest.backend, manifest.tp), folder, manifest, weights)
     except BaseException as e:
         replies.send_bytes(pickle.dumps(_failed(e)))
         raise

@@ -110,10 +110,36 @@ def model_job(rank: int, options: Namespace) -> None:
     tpcore.shutdown()
 
 
+Peaks = dict[tuple[str, int], dict[int, float]]
+"""MiB of a rank by way, degree and tokens."""
+
+
+def draw(peaks: Peaks, limit: float, path: Path) -> None:
+    """A line for each way and degree, and the limit across them."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for (way, degree), by_length in peaks.items():
+        label = way if way == PLAIN else f"{way}, cp {degree}"
+        style = {"color": "black"} if way == PLAIN else {"color": f"C{WAYS.index(way)}"}
+        axes.plot(
+            [*by_length], [*by_length.values()], marker="o", ls="--" if degree == 2 else "-", label=label, **style
+        )
+    axes.axhline(limit, color="grey", ls=":", label=f"{limit:g} MiB")
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.set_xlabel("tokens of one sequence")
+    axes.set_ylabel("peak of a rank in a training step, MiB")
+    axes.set_ylim(0, 1.5 * limit)
+    axes.legend(fontsize=8)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
 def fits(options: Namespace, limit: float) -> None:
     """Peaks of ``model_job`` by length, and the length at which a line between two of them passes ``limit`` MiB."""
     columns = [(PLAIN, 1), *((way, cp) for way in WAYS for cp in options.cp if cp > 1)]
-    peaks: dict[tuple[str, int], dict[int, float]] = {column: {} for column in columns}
+    peaks: Peaks = {column: {} for column in columns}
     losses: dict[int, float] = {}
     for (way, degree), length in itertools.product(columns, sorted(options.tokens)):
         known = list(peaks[way, degree].values())
@@ -133,6 +159,8 @@ def fits(options: Namespace, limit: float) -> None:
         shown = [f"{by_length[n]:,.0f} MiB" if n in by_length else "-" for n in sorted(options.tokens)]
         lines.append(f"| {way} | {degree} | {' | '.join(shown)} | {longest:,.0f} tokens |")
     sys.stdout.write("\n".join(lines) + "\n\nall losses of a length are the same\n\n")
+    if options.plot is not None:
+        draw(peaks, limit, options.plot)
 
 
 def measure(options: Namespace, length: int) -> None:
@@ -187,7 +215,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="timed in one job, after one that is not")
     parser.add_argument("--memory", type=float, help="GiB of a rank: print what fits, and measure nothing")
     parser.add_argument("--fits", type=float, help="MiB of a rank: peaks of a model's training step instead")
+    parser.add_argument("--plot", type=Path, help="a .svg or .png of what --fits finds; needs matplotlib")
     options = parser.parse_args()
+    if options.plot is not None and not options.fits:
+        parser.error("--plot draws what --fits finds: give --fits MIB too")
     if options.memory:
         return longest(options.memory, options.cp)
     if options.fits:

@@ -17,7 +17,6 @@ from tpcore.runtime.context import ParallelContext
 from tpcore.trace import TensorParallelModel
 from tpcore.trace.api import _call, _size
 from tpcore.trace.artifact import TraceManifest
-from tpcore.trace.inputs import Plan
 from tpcore.trace.make.tracing import Order, Traced, assembled, trace_in
 from tpcore.trace.serve.worker import Rank
 
@@ -88,9 +87,9 @@ class InPool:
         self.running, self.failed = True, False
         self.seconds: list[float] = []
 
-    def call(self, plan: Plan, inputs: Sequence[Tensor], timeout: float | None) -> list[Tensor]:
+    def call(self, program: int, inputs: Sequence[Tensor], timeout: float | None) -> list[Tensor]:
         mesh = Mesh({"pp": 1, "dp": 1, "tp": self._manifest.tp})
-        every = self._pool.run(mesh, _run, self._folder, self._manifest, [(plan.program, list(inputs))])
+        every = self._pool.run(mesh, _run, self._folder, self._manifest, [(program, list(inputs))])
         return every[0][0]
 
     def close(self) -> None:

@@ -19,10 +19,10 @@ from transformers import BertConfig, BertForMaskedLM
 
 import tpcore
 from tpcore.backend.interface import CompilerOptions
+from tpcore.nxd.trace import _compiled_with
 from tpcore.trace import TensorParallelModel, parallel_model_load, parallel_model_save, parallel_model_trace
 from tpcore.trace.api import _call, _size
 from tpcore.trace.artifact import TraceManifest, opened, read_weights
-from tpcore.trace.inputs import Plan
 from tpcore.trace.make.tracing import Order, assembled, trace_rank
 from tpcore.trace.serve.worker import Rank
 
@@ -40,8 +40,8 @@ class OnReplicas:
         self._folder, self._manifest, self.weights = folder, manifest, folder
         self.running, self.failed = True, False
 
-    def call(self, plan: Plan, inputs: Sequence[torch.Tensor], timeout: float | None) -> list[torch.Tensor]:
-        every = run_replicas(serve, self._manifest.tp, self._folder, [(plan.program, list(inputs))])
+    def call(self, program: int, inputs: Sequence[torch.Tensor], timeout: float | None) -> list[torch.Tensor]:
+        every = run_replicas(serve, self._manifest.tp, self._folder, [(program, list(inputs))])
         return every[0][0]
 
     def close(self) -> None:
@@ -58,7 +58,7 @@ def traced(
     folder: Path, func: Callable[[], Any], inputs: Any, tp: int, *, bucket_inputs: Sequence[Any] = (), **more: Any
 ) -> TensorParallelModel:
     calls = sorted((_call(e) for e in (inputs, *bucket_inputs)), key=_size)
-    order = Order(func, calls, more.get("dynamic_shapes"), "neuron", tp, folder, "traced", more.get("compiler"))
+    order = Order(func, calls, more.get("dynamic_shapes"), "neuron", tp, folder, "traced")
     manifest = assembled(order, run_replicas(trace_rank, tp, order), 0)
     return TensorParallelModel(folder, manifest, workers=OnReplicas(folder, manifest))
 
@@ -219,7 +219,7 @@ def test_where_the_neuron_tools_are_the_program_is_compiled_and_that_runs(neuron
     with pytest.raises(tpcore.BackendError, match="2 processes were started on this host, which shows 1 Neuron"):
         run_replicas(lambda: tpcore.init("neuron", 2), 2, env={"NEURON_RT_VISIBLE_CORES": "0-0"})
     options = CompilerOptions(("--model-type=transformer", "-O1"), str(tmp_path / "work"))
-    model = traced(tmp_path / "encoder", make, batch(2, 8), 2, compiler=options)
+    model = traced(tmp_path / "encoder", _compiled_with(options, make, "neuron"), batch(2, 8), 2)
     assert (tmp_path / "encoder/programs/0/neuron.pt").is_file()
     assert (tmp_path / "work/0/args").read_text() == "--model-type=transformer -O1"
     want = Encoder(False, dtype=torch.float32)(*batch(2, 8))

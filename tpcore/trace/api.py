@@ -1,4 +1,4 @@
-"""``parallel_model_trace``, ``_save`` and ``_load``: the API of NeuronX Distributed, with extensions."""
+"""A model traced on processes of this machine, saved, and loaded again."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backend.interface import CompilerOptions
 from ..backend.registry import backend_class
 from ..checkpoint.storage.contents import link
 from ..checkpoint.storage.files import MANIFEST, make_dirs, naming, sync_dir, write_file
 from ..checkpoint.storage.publish import OwnedDirectory, Staging
 from ..errors import BackendError, CheckpointError
-from ..log import inform
 from ..processes.launch import launch
 from ..runtime.init import choose_backend
 from .artifact import FORMAT, PROGRAMS, opened
@@ -29,45 +27,31 @@ StrPath = str | os.PathLike[str]
 
 def parallel_model_trace(
     func: Callable[[], Any],
-    inputs: Any = None,
+    inputs: Any,
     tp_degree: int = 1,
     *,
-    example_inputs: Any = None,
     backend: str | None = None,
     dynamic_shapes: Any = None,
     bucket_inputs: Sequence[Any] | None = None,
     pad_value: float | Mapping[str, float] = 0,
-    timeout: float | None = None,
-    restart: bool = False,
-    compiler_args: str | Sequence[str] | None = None,
-    compiler_workdir: StrPath | None = None,
-    inline_weights_to_neff: bool = False,
 ) -> TensorParallelModel:
     """Trace the model that ``func()`` returns, on ``tp_degree`` processes of this machine.
 
-    ``func`` is called in each process, after ``tpcore.init``. It returns the model with loaded weights, or
-    ``(model, aliases)``. ``aliases`` maps parameters and buffers to positions of outputs: such an output is
-    not returned, but becomes the value of the parameter or buffer for the next call (a key-value cache, for
-    example). ``func`` may be a closure. The processes are fresh interpreters, so no main guard is needed.
+    ``func``, which may be a closure, is called in each process, after ``tpcore.init``. It returns the model with
+    loaded weights, or ``(model, aliases)``. ``aliases`` maps parameters and buffers to positions of outputs: such an
+    output is not returned, but becomes the value of the parameter or buffer for the next call (a key-value cache, for
+    example). Options of a compiler: ``tpcore.current().backend.compile_with`` in ``func``.
 
-    ``inputs``, also called ``example_inputs``: a tensor, a tuple or list of arguments, or a dict of keyword
-    arguments. Numbers and strings among them are fixed in the program. There are two ways to serve other
-    shapes. ``dynamic_shapes`` names the dimensions that may change, as in ``torch.export``: for each argument
-    a dict from dimension to ``torch.export.Dim`` or to a name. ``bucket_inputs`` are examples of other sizes:
-    a call is padded with ``pad_value`` (one value, or one per argument) to the smallest bucket that it fits,
-    and the outputs are cut back. The model must then ignore padding, by an attention mask for instance.
-
-    ``backend``: as in ``tpcore.init``. ``timeout``, ``restart``: as in ``parallel_model_load``.
-    ``compiler_args``, ``compiler_workdir``: options of the Neuron compiler, and a directory in which it
-    leaves its files; a backend without a compiler logs one line that it has none.
-    ``inline_weights_to_neff``: weights are never in the program; True logs one line that says so.
+    ``inputs``: a tensor, a tuple or list of arguments, or a dict of keyword arguments. Numbers and strings among them
+    are fixed in the program. Other shapes: ``dynamic_shapes`` names the dimensions that may change, as in
+    ``torch.export``, for each argument a dict from dimension to ``torch.export.Dim`` or to a name; or
+    ``bucket_inputs`` are examples of other sizes: a call is padded with ``pad_value`` (one value, or one per argument)
+    to the smallest bucket that it fits, and the outputs are cut back. The model must then ignore padding, by an
+    attention mask for instance. ``backend``: as in ``tpcore.init``.
 
     An error of a process is raised here, with its traceback. ValueError if the machine cannot hold that
     many ranks, BackendError if the ranks would need different programs or the program computes wrong outputs.
     """
-    example = example_inputs if inputs is None else inputs
-    if example is None or (inputs is not None and example_inputs is not None):
-        raise TypeError("inputs and example_inputs are two names of one argument: give one")
     if dynamic_shapes is not None and bucket_inputs is not None:
         raise ValueError("dynamic_shapes and bucket_inputs are alternatives: give one")
     name = choose_backend(backend)
@@ -77,30 +61,21 @@ def parallel_model_trace(
             f"backend {name!r} has programs of fixed sizes only, and takes no dynamic_shapes: give examples "
             "of the sizes that are needed as bucket_inputs"
         )
-    calls = sorted((_call(e) for e in (example, *(bucket_inputs or ()))), key=_size)
-    if inline_weights_to_neff:
-        inform("inline_weights_to_neff=True: weights stay apart from the program, and can be replaced")
-    compiler = None
-    if compiler_args is not None or compiler_workdir is not None:
-        flags = compiler_args.split() if isinstance(compiler_args, str) else compiler_args or ()
-        compiler = CompilerOptions(tuple(flags), _directory(compiler_workdir))
+    calls = sorted((_call(e) for e in (inputs, *(bucket_inputs or ()))), key=_size)
     directory = OwnedDirectory("tpcore-trace-")
     folder = Path(directory.name)
-    order = Order(func, calls, dynamic_shapes, name, tp_degree, folder, uuid.uuid4().hex, compiler)
+    order = Order(func, calls, dynamic_shapes, name, tp_degree, folder, uuid.uuid4().hex)
     try:
         manifest = assembled(order, launch(trace_rank, nprocs=tp_degree, args=(order,)), pad_value)
     except BaseException:
         directory.cleanup()
         raise
-    return TensorParallelModel(folder, manifest, timeout=timeout, restart=restart, owned=directory)
+    return TensorParallelModel(folder, manifest, owned=directory)
 
 
 def parallel_model_save(model: TensorParallelModel, save_dir: StrPath) -> None:
-    """Write a traced model as the directory ``save_dir``, whole or not at all. Replaces an earlier one.
-
-    Saves the current weights, after any ``replace_weights``. CheckpointError if the directory cannot be
-    written, or holds other files.
-    """
+    """Write a traced model, with its current weights, as the directory ``save_dir``, whole or not at all. Replaces an
+    earlier one. CheckpointError if the directory cannot be written, or holds other files."""
     if not isinstance(model, TensorParallelModel):
         raise TypeError(f"parallel_model_save takes what parallel_model_trace returned, not a {type(model).__name__}")
     staging = Staging(os.path.realpath(save_dir), uuid.uuid4().hex, FORMAT, {PROGRAMS})
@@ -118,34 +93,21 @@ def parallel_model_save(model: TensorParallelModel, save_dir: StrPath) -> None:
 
 
 def parallel_model_load(
-    load_dir: StrPath | None = None,
-    *,
-    model_dir: StrPath | None = None,
-    timeout: float | None = None,
-    restart: bool = False,
-    verify: bool = False,
+    load_dir: StrPath, *, timeout: float | None = None, restart: bool = False, verify: bool = False
 ) -> TensorParallelModel:
     """Load a traced model and start its processes, one per rank, on this machine.
 
     The model's Python code is not needed. Weights are mapped from their files, which must therefore stay.
-    ``timeout``: seconds that a call may take. ``restart``: if processes were lost, start them again in the
-    next call. ``verify``: compare the checksums of weights too, which reads all of them. Those of programs
-    are always compared. ``model_dir`` is another name of ``load_dir``.
+    ``timeout``: seconds that a call may take. ``restart``: start processes that were lost again in the next call.
+    ``verify``: compare the checksums of weights as well as those of programs, which reads all of them.
 
     A program is code: load only files that you trust. CheckpointError for files that are missing, damaged, or
     of another version. ValueError if the machine cannot hold that many ranks.
     """
-    where = load_dir if model_dir is None else model_dir
-    if where is None or (load_dir is not None and model_dir is not None):
-        raise TypeError("load_dir and model_dir are two names of one argument: give one")
-    folder = Path(where).absolute()
+    folder = Path(load_dir).absolute()
     manifest = opened(folder, verify=verify)
     _check_degree(manifest.tp, manifest.backend)
     return TensorParallelModel(folder, manifest, timeout=timeout, restart=restart).start()
-
-
-def _directory(path: StrPath | None) -> str | None:
-    return None if path is None else os.path.abspath(path)
 
 
 def _check_degree(tp: Any, backend: str) -> None:

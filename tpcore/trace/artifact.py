@@ -58,7 +58,8 @@ class OutputSpec:
 
 @dataclass(frozen=True)
 class TraceManifest:
-    """Describes a traced model. Keys of ``files``: paths relative to the directory, with forward slashes."""
+    """Keys of ``files``: paths relative to the directory, with forward slashes. ``save_id``: also in the header of each
+    file of weights; empty in files of tpcore 0.1.0."""
 
     backend: str
     tp: int
@@ -69,7 +70,6 @@ class TraceManifest:
     files: Mapping[str, TracedFile]
     written_by: Mapping[str, str]
     save_id: str = ""
-    """Also in the header of each file of weights. Empty in files of tpcore 0.1.0."""
 
     @property
     def programs(self) -> int:
@@ -77,7 +77,7 @@ class TraceManifest:
 
     def to_json(self) -> bytes:
         weights = {
-            name: {**w.spec.to_json(), "dtype": dtype_name(w.dtype), "others": list(w.others), "saved": w.saved}
+            name: w.spec.to_json() | {"dtype": dtype_name(w.dtype), "others": list(w.others), "saved": w.saved}
             for name, w in self.weights.items()
         }
         return dumps(
@@ -137,7 +137,6 @@ def _degree(tp: Any) -> int:
 
 
 def write_weights(folder: Path, rank: int, weights: Mapping[str, Tensor], save_id: str) -> TracedFile:
-    """Write the weights of one rank. The header of the file contains the rank and the save id."""
     path = weights_file(folder, rank)
     path.parent.mkdir()
     held = {name: StateTensor(t) for name, t in weights.items()}
@@ -178,12 +177,11 @@ def program_dir(folder: Path, number: int) -> Path:
 def record_of(path: Path) -> TracedFile:
     if path.name == WEIGHTS:
         return TracedFile(path.stat().st_size, f"crc32:{crc32_of(str(path))}")
-    size, found = 0, hashlib.sha256()
+    found = hashlib.sha256()
     with path.open("rb") as f:
         while chunk := f.read(CHUNK):
             found.update(chunk)
-            size += len(chunk)
-    return TracedFile(size, f"sha256:{found.hexdigest()}")
+    return TracedFile(path.stat().st_size, f"sha256:{found.hexdigest()}")
 
 
 def opened(folder: Path, *, verify: bool = False) -> TraceManifest:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from inspect import Parameter, Signature
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -88,17 +88,6 @@ class Arguments:
         return cls(tuple((str(n), int(k), d) for n, k, d in data["parameters"]), data["form"])
 
 
-Layout = list[tuple[torch.dtype, torch.Size, torch.layout, bool]]
-
-
-def layout_of(leaves: Sequence[Tensor], names: Sequence[str]) -> Layout:
-    """What a plan depends on. TypeError for nested tensors, whose shape is no list of sizes."""
-    for name, t in zip(names, leaves, strict=True):
-        if t.is_nested:
-            raise TypeError(f"{name} is a nested tensor: pad it to one size, with a mask")
-    return [(t.dtype, t.shape, t.layout, t.is_meta) for t in leaves]
-
-
 def ranges(leaves: Sequence[Tensor], names: Sequence[str]) -> str:
     """The smallest and largest value of each tensor of ids, for the error of an index that no table has."""
     ids = [
@@ -107,15 +96,6 @@ def ranges(leaves: Sequence[Tensor], names: Sequence[str]) -> str:
         if t.numel() and t.dtype in (torch.int64, torch.int32)
     ]
     return f"{', '.join(ids) or 'no input has ids'}; an embedding of n rows takes 0 to n - 1"
-
-
-class Plan(NamedTuple):
-    """The program for calls of one layout. ``sizes``: sizes of the named dims, which a bucket pads; empty
-    without buckets."""
-
-    layout: Layout
-    program: int
-    sizes: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -132,6 +112,8 @@ class Inputs:
     def sizes(self, leaves: Sequence[Tensor]) -> dict[str, int]:
         """The size of each named dim in a call. TypeError or ValueError if no program accepts the tensors."""
         for name, t, dtype in zip(self.arguments.names, leaves, self.dtypes, strict=True):
+            if t.is_nested:
+                raise TypeError(f"{name} is a nested tensor: pad it to one size, with a mask")
             if t.dtype != dtype:
                 raise TypeError(f"{name} is of {t.dtype}, and the model was traced with {dtype}: convert it")
             if t.is_meta or t.layout != torch.strided:
@@ -156,10 +138,6 @@ class Inputs:
             if all(sizes[name] <= bucket[name] for name in bucket):
                 return number
         return self._refuse(leaves) if self.buckets else 0
-
-    def plan(self, layout: Layout, leaves: Sequence[Tensor]) -> Plan:
-        sizes = self.sizes(leaves)
-        return Plan(layout, self.program(sizes, leaves), sizes if self.buckets else {})
 
     def padded(self, t: Tensor, i: int, number: int, value: float) -> Tensor:
         """Input ``i``, padded at the end of each dim to the sizes of program ``number``."""

@@ -47,11 +47,9 @@ def _form(value: Any, where: str, leaves: list[Tensor]) -> Form:
         kind = "output" if hasattr(value, "to_tuple") else "dict"
         return {kind: _entries(value, where, leaves)}
     if is_dataclass(value) and not isinstance(value, type):
-        held = {f.name: getattr(value, f.name) for f in fields(value)}
-        return {"output": _entries(held, where, leaves)}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a namedtuple
-        held = dict(zip(value._fields, value, strict=True))
-        return {"output": _entries(held, where, leaves)}
+        return {"output": _entries({f.name: getattr(value, f.name) for f in fields(value)}, where, leaves)}
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):  # a namedtuple
+        return {"output": _entries(value._asdict(), where, leaves)}
     if isinstance(value, tuple | list):
         kind = "tuple" if isinstance(value, tuple) else "list"
         return {kind: [_form(v, f"{where}[{i}]", leaves) for i, v in enumerate(value)]}

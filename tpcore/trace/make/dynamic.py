@@ -58,12 +58,10 @@ def _walk(sizes: Any, form: Form, where: str, found: list[Mapping[int, Any]]) ->
     if sizes is None:
         return
     if kind == "tensor":
-        if isinstance(sizes, Mapping):
-            found[inner] = {at: value for at, value in sizes.items() if not _static(value)}
-        elif isinstance(sizes, Sequence) and not isinstance(sizes, str):
-            found[inner] = {at: value for at, value in enumerate(sizes) if not _static(value)}
-        else:
+        if not isinstance(sizes, Mapping | Sequence) or isinstance(sizes, str):
             raise ValueError(f"{where} must be a dict from dimension to Dim, or a list, not {sizes!r}")
+        by_dim = sizes.items() if isinstance(sizes, Mapping) else enumerate(sizes)
+        found[inner] = {at: value for at, value in by_dim if not _static(value)}
     elif kind in ("tuple", "list"):
         for i, (one, f) in enumerate(zip(sizes, inner, strict=True)):
             _walk(one, f, f"{where}[{i}]", found)

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...backend.interface import CompilerOptions
 from ...checkpoint.storage.dtypes import bytes_of
 from ...checkpoint.storage.files import MANIFEST, write_file, written_by
 from ...errors import BackendError
@@ -52,13 +51,10 @@ class Order:
     tp: int
     folder: Path
     save_id: str
-    compiler: CompilerOptions | None = None
 
 
 @dataclass(frozen=True)
 class Traced:
-    """The result of a trace on one rank."""
-
     inputs: Inputs
     outputs: OutputSpec
     weights: dict[str, Weight]
@@ -66,7 +62,6 @@ class Traced:
 
 
 def trace_rank(order: Order) -> Traced:
-    """Trace on one rank, including ``init`` and ``shutdown``."""
     ctx = init(order.backend, order.tp)
     try:
         return trace_in(ctx, order)
@@ -88,20 +83,20 @@ def assembled(order: Order, ranks: Sequence[Traced], pad_value: float | Mapping[
     files = {weights_file(Path(), r).as_posix(): rank.file for r, rank in enumerate(ranks)}
     for path in sorted(p for p in (order.folder / PROGRAMS).rglob("*") if p.is_file()):
         files[path.relative_to(order.folder).as_posix()] = record_of(path)
-    manifest = TraceManifest(
-        order.backend, order.tp, first.inputs, first.outputs, pads, first.weights, files, written_by(), order.save_id
-    )
+    of_all = first.inputs, first.outputs, pads, first.weights, files
+    manifest = TraceManifest(order.backend, order.tp, *of_all, written_by(), order.save_id)
     write_file(str(order.folder / MANIFEST), [manifest.to_json()])
     return manifest
 
 
 @dataclass
 class _Function:
-    """The model as a function of named weights and input tensors. Records the form of the output."""
+    """The model as a function of named weights and input tensors. Records the form of the output.
+    ``returned_state``: positions of the outputs that become weights."""
 
     model: nn.Module
     arguments: Arguments
-    returned_state: tuple[int, ...]  # positions of the outputs that become weights
+    returned_state: tuple[int, ...]
     form: Form = field(default_factory=dict)
     shapes: list[list[int]] = field(default_factory=list)
 
@@ -109,8 +104,7 @@ class _Function:
         given = put_together(self.arguments.form, inputs)
         bound = inspect.BoundArguments(inspect.signature(self.model.forward), given)
         out = torch.func.functional_call(self.model, dict(weights), bound.args, bound.kwargs)
-        state = [out[i] for i in self.returned_state]
-        if state:
+        if state := [out[i] for i in self.returned_state]:
             out = tuple(value for i, value in enumerate(out) if i not in self.returned_state)
         leaves, self.form = take_apart(out, "the output")
         self.shapes = [list(t.shape) for t in leaves]
@@ -122,7 +116,6 @@ class _Rank:
         self._order, self._ctx = order, ctx
 
     def trace(self) -> Traced:
-        self._hand_over_compiler_options()
         self._say("building the model")
         model, aliases = self._built()
         model.eval()
@@ -147,12 +140,6 @@ class _Rank:
         shapes = output_shapes([s.shapes for s in seen], inputs.buckets)
         return Traced(inputs, OutputSpec(seen[0].form, shapes, state), described, record)
 
-    def _hand_over_compiler_options(self) -> None:
-        options, backend = self._order.compiler, self._ctx.backend
-        if options is not None and not backend.compile_with(options) and self._ctx.rank == 0:
-            name = self._order.backend
-            inform(f"trace: backend {name!r} has no compiler, and compiler_args and compiler_workdir go to none")
-
     def _say(self, doing: str) -> None:
         inform(f"trace: rank {self._ctx.rank} of {self._order.tp}: {doing}")
 
@@ -167,31 +154,24 @@ class _Rank:
 
     def _weights(self, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Weight]]:
         """All parameters and buffers, including those not in the state_dict. Tied tensors appear once."""
-        named: dict[int, list[str]] = {}
-        tensors: dict[int, Tensor] = {}
+        named: dict[Tensor, list[str]] = {}  # tensors are keys by identity
         for found in (model.named_parameters, model.named_buffers):
             for name, t in found(remove_duplicate=False):
                 if t.is_meta:
                     raise ValueError(f"{name!r} is on the meta device: load weights before the function returns")
-                named.setdefault(id(t), []).append(name)
-                tensors[id(t)] = t
-        weights = {names[0]: tensors[key] for key, names in named.items()}
+                named.setdefault(t, []).append(name)
         described = {}
         saved = model.state_dict().keys()
-        for names in named.values():
-            t = weights[names[0]]
+        for t, (first, *others) in named.items():
             mark = sharding(t)
             spec = mark.layout.spec if mark else ShardSpec(tuple(t.shape))
-            described[names[0]] = Weight(spec, t.dtype, tuple(names[1:]), not saved.isdisjoint(names))
-        return {name: t.detach() for name, t in weights.items()}, described
+            described[first] = Weight(spec, t.dtype, tuple(others), not saved.isdisjoint([first, *others]))
+        return {names[0]: t.detach() for t, names in named.items()}, described
 
     def _check_replicas(self, weights: Mapping[str, Tensor], described: Mapping[str, Weight]) -> None:
         """ValueError if weights that are not cut differ between ranks, which would be different models."""
-        sums = {
-            name: zlib.crc32(bytes_of(t.cpu().contiguous()))
-            for name, t in weights.items()
-            if described[name].spec.dim is None
-        }
+        same = [name for name in weights if described[name].spec.dim is None]
+        sums = {name: zlib.crc32(bytes_of(weights[name].cpu().contiguous())) for name in same}
 
         def error(rank: int, first: dict[str, int], other: dict[str, int]) -> ValueError:
             name = next(name for name in [*first, *other] if first.get(name) != other.get(name))
@@ -260,8 +240,7 @@ class _Rank:
 
 def _names_of(aliases: Mapping[Tensor, int], model: nn.Module) -> tuple[str, ...]:
     """The names of the parameters and buffers that outputs replace."""
-    names = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
-    missing = [i for t, i in aliases.items() if id(t) not in names]
-    if missing:
+    names = {t: name for name, t in (*model.named_parameters(), *model.named_buffers())}
+    if missing := [i for t, i in aliases.items() if t not in names]:
         raise ValueError(f"aliases: what outputs {missing} become is no parameter or buffer of the model")
-    return tuple(names[id(t)] for t in aliases)
+    return tuple(names[t] for t in aliases)

@@ -27,10 +27,10 @@ def generate(
 ) -> Iterator[Tensor]:
     """Yield the next token of each prompt, int64 ``[prompts]``, as soon as it is there.
 
-    ``model``: what ``tpcore.models.trace_causal_lm`` made, loaded or not. ``prompts``: token ids, a tensor ``[prompts,
-    tokens]`` or sequences of several lengths, no more than the rows of the model's cache. ``stop_tokens``: a row that
-    has come to one repeats it, and all rows end when each has come to one. ``choose``: the tokens of the next step,
-    ``[rows]``, from logits ``[rows, vocabulary]``; by default the most likely ones.
+    ``model``: what ``tpcore.models.trace_causal_lm`` made. ``prompts``: token ids, a tensor ``[prompts, tokens]`` or
+    sequences of several lengths, no more than the rows of the model's cache. ``stop_tokens``: a row that has come to
+    one repeats it, and all rows end when each has. ``choose``: the tokens of the next step, ``[rows]``, from logits
+    ``[rows, vocabulary]``.
 
     The cache holds one generation at a time: when another begins, the earlier one raises RuntimeError. Raises
     ValueError for a model without a cache, and for prompts that do not fit, before the first call.

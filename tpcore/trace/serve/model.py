@@ -19,7 +19,7 @@ from ...checkpoint.storage.publish import OwnedDirectory
 from ...checkpoint.storage.tensorfile import write_tensors
 from ...checkpoint.write.snapshot import StateTensor
 from ..artifact import TracedFile, TraceManifest, weights_file
-from ..inputs import Plan, layout_of, ranges
+from ..inputs import ranges
 from ..structure import put_together
 from .workers import Workers
 
@@ -50,13 +50,11 @@ class Turn:
 class TensorParallelModel(nn.Module):
     """The traced model that ``parallel_model_trace`` and ``parallel_model_load`` return.
 
-    It is called like the original model, with the same arguments, positional or by name, and returns the same
-    structure. A dict has attribute access if the original's has. Tensors come back on the CPU and without
-    gradients. The ranks are processes of this object. They end with ``close()``, with a with block, with the
-    program and with the object. Calls from several threads are served in order of arrival.
-
-    ``timeout``: seconds that a call may take, or None. ``restart``: if processes were lost, start them again
-    in the next call. Otherwise every later call raises the error that lost them.
+    It is called like the original model and returns the same structure, of tensors on the CPU without gradients; a
+    dict has attribute access if the original's has. The ranks are processes of this object. They end with
+    ``close()``, with a with block, with the program and with the object. Calls from several threads are served in
+    order of arrival. ``timeout``: seconds that a call may take, or None. ``restart``: if processes were lost, start
+    them again in the next call. Otherwise every later call raises the error that lost them.
     """
 
     def __init__(
@@ -74,7 +72,6 @@ class TensorParallelModel(nn.Module):
         self._workers: Workers = workers or Workers(folder, manifest)
         self._turn = Turn()
         self._uses_of_state = 0
-        self._plan = Plan([], 0, {})
         self._owned = [] if owned is None else [owned]  # directories to remove together with this model
         self._replaced: TemporaryDirectory[str] | None = None
         self._end = weakref.finalize(self, _end, self._workers, self._owned)
@@ -107,13 +104,12 @@ class TensorParallelModel(nn.Module):
 
     def call_with_state(self, use: int | None, /, *args: Any, **kwargs: Any) -> Any:
         """A call in the use of that number; RuntimeError if the state is no longer what that use left."""
-        leaves = self.manifest.inputs.arguments.bind(args, kwargs)
-        layout = layout_of(leaves, self.manifest.inputs.arguments.names)
-        plan = self._plan
-        if plan.layout != layout:  # otherwise the previous call's plan is valid for this call too
-            plan = self._plan = self.manifest.inputs.plan(layout, leaves)
-        if plan.sizes:
-            leaves = self._padded(leaves, plan.program)
+        inputs = self.manifest.inputs
+        leaves = inputs.arguments.bind(args, kwargs)
+        sizes = inputs.sizes(leaves)
+        program = inputs.program(sizes, leaves)
+        if inputs.buckets:
+            leaves = self._padded(leaves, program)
         with self._turn:
             running = self._running()
             if use is not None and use != self._uses_of_state:
@@ -122,11 +118,11 @@ class TensorParallelModel(nn.Module):
                     "were replaced, or lost processes were started again. Load the model twice for two"
                 )
             try:
-                found = running.call(plan, leaves, self.timeout)
+                found = running.call(program, leaves, self.timeout)
             except IndexError as e:
-                raise IndexError(f"{e}: {ranges(leaves, self.manifest.inputs.arguments.names)}") from None
-        if plan.sizes:
-            found = [self._cut(i, t, plan.sizes) for i, t in enumerate(found)]
+                raise IndexError(f"{e}: {ranges(leaves, inputs.arguments.names)}") from None
+        if inputs.buckets:
+            found = [self._cut(i, t, sizes) for i, t in enumerate(found)]
         return put_together(self.manifest.outputs.form, found)
 
     def _padded(self, leaves: Sequence[Tensor], program: int) -> list[Tensor]:

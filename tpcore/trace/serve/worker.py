@@ -7,11 +7,9 @@ import pickle
 import select
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,25 +75,20 @@ class _Service:
 
     def __init__(self, rank: Rank, inputs: SharedBuffer, outputs: SharedBuffer) -> None:
         self._rank, self._inputs, self._outputs = rank, inputs, outputs
-        self._layout: list[tuple[torch.dtype, torch.Size]] | None = None
         self._first = settings.RANK.get() == 0
-        self._views_at = lru_cache(64)(inputs.get)  # calls have few different shapes
 
     def call(self, program: int, inputs: tuple[Place, ...]) -> Reply:
         started = time.perf_counter()
-        found = self._rank.run(program, self._views_at(inputs))
+        found = self._rank.run(program, self._inputs.get(inputs))
         seconds = time.perf_counter() - started
         # the outputs are the same on all ranks: the first rank returns them
         return True, self._put(found) if self._first else (), seconds
 
     def _put(self, tensors: Sequence[Tensor]) -> tuple[Place, ...]:
         """Copy tensors to the buffer of outputs. Returns their places."""
-        layout = [(t.dtype, t.shape) for t in tensors]
-        if layout != self._layout:  # most calls have the layout of the previous call
-            self._places, self._layout = self._outputs.place(tensors), layout
-            self._views = self._outputs.get(self._places)
-        fill(self._views, tensors)
-        return self._places
+        places = self._outputs.place(tensors)
+        fill(self._outputs.get(places), tensors)
+        return places
 
     def serve(self, requests: Connection, replies: Connection) -> None:
         request = select.poll()
@@ -108,14 +101,13 @@ class _Service:
             except EOFError:
                 return
             try:
-                reply = self.call(**arguments) if name == "call" else self._change(name, arguments)
+                if name == "call":
+                    reply = self.call(**arguments)
+                else:  # take, reshard
+                    reply = True, getattr(self._rank, name)(**arguments), 0.0
             except BaseException as e:  # noqa: BLE001  passed to the owner
                 reply = _failed(e)
             replies.send_bytes(pickle.dumps(reply))
-
-    def _change(self, name: str, arguments: Mapping[str, str]) -> Reply:
-        known: dict[str, Callable[..., Any]] = {"take": self._rank.take, "reshard": self._rank.reshard}
-        return True, known[name](**arguments), 0.0
 
 
 def _stay_awake(request: select.poll) -> None:
@@ -134,18 +126,14 @@ def _failed(error: BaseException) -> Reply:
     return False, pack_outcome(Outcome(None, error, time.time()), settings.RANK.get()), 0.0
 
 
-def _started(folder: Path, weights: Path) -> Rank:
-    manifest = opened(folder)
-    return Rank(init(manifest.backend, manifest.tp), folder, manifest, weights)
-
-
 def main(lifeline: int, folder: Path, weights: Path, fds: list[int]) -> None:
     follow(lifeline)
     keep_freed_memory()
     requests, replies = Connection(fds[0], writable=False), Connection(fds[1], readable=False)
     torch.set_num_threads(settings.THREADS.get())
     try:
-        rank = _started(folder, weights)
+        manifest = opened(folder)
+        rank = Rank(init(manifest.backend, manifest.tp), folder, manifest, weights)
     except BaseException as e:
         replies.send_bytes(pickle.dumps(_failed(e)))
         raise

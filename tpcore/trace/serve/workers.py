@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import select
@@ -24,7 +25,6 @@ from ...processes.shared_memory import SharedBuffer, fill
 from ...processes.spawn import Processes, serving_environment
 from ...processes.transfer import Outcome, death, root_cause, unpack_outcome
 from ..artifact import TraceManifest
-from ..inputs import Plan
 
 Reply = tuple[bool, Any, float]
 """True and a result, or False and an outcome packed; and the seconds of a forward."""
@@ -60,8 +60,6 @@ class Workers:
         self._replies: list[Connection] = []  # and from it
         self._processes = Processes()
         self._pending: set[int] = set()
-        # the prepared call, which most calls repeat; set in one assignment, which an interrupt cannot split
-        self._prepared: tuple[Plan | None, bytes, list[Tensor]] = None, b"", []
         self.running = True
         try:
             job = backend_class(self._manifest.backend).job(Path(self._home.name))
@@ -108,18 +106,12 @@ class Workers:
         self._home.cleanup()
 
     # -- messages -----------------------------------------------------------------------------------------
-    def call(self, plan: Plan, inputs: Sequence[Tensor], timeout: float | None) -> list[Tensor]:
-        """Run the model. Returns the first rank's outputs, which the caller may keep. ``inputs``: tensors of
-        the plan's layout."""
-        if self._pending or self._failure is not None or os.getpid() != self._pid:
-            self._settle(timeout)
-        if plan is not self._prepared[0]:
-            places = self._inputs.place(inputs)
-            message = pickle.dumps(("call", {"program": plan.program, "inputs": places}))
-            self._prepared = plan, message, self._inputs.get(places)
-        _, message, views = self._prepared
-        fill(views, inputs)
-        self._send_all(message)
+    def call(self, program: int, inputs: Sequence[Tensor], timeout: float | None) -> list[Tensor]:
+        """Run the model. Returns the first rank's outputs, which the caller may keep."""
+        self._settle(timeout)
+        places = self._inputs.place(inputs)
+        fill(self._inputs.get(places), inputs)
+        self._send_all(pickle.dumps(("call", {"program": program, "inputs": places})))
         os.sched_yield()  # a rank that waits for this core starts 0.05 ms earlier
         answers = self._answers("call", timeout)
         self.seconds = [seconds for _, seconds in answers]
@@ -159,12 +151,12 @@ class Workers:
     def _answers(self, doing: str, timeout: float | None) -> list[tuple[Any, float]]:
         """Answers and seconds of all pending ranks. Raises the root cause of their errors."""
         waiting, replies = self._pending, self._replies
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
         outcomes: dict[int, Outcome] = {}
         values: list[tuple[Any, float]] = [(None, 0.0)] * len(replies)
         while waiting:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1e3
-            ready = self._poll.poll(left)
+            left = max(0.0, deadline - time.monotonic()) * 1e3
+            ready = self._poll.poll(None if left == math.inf else left)
             if not ready:
                 self._give_up(doing, waiting, outcomes, timeout)
             for fd, _ in ready:
@@ -178,8 +170,7 @@ class Workers:
                     values[rank] = value, seconds
                 else:
                     outcomes[rank] = unpack_outcome(value)
-                    soon = time.monotonic() + _GRACE
-                    deadline = soon if deadline is None else min(deadline, soon)
+                    deadline = min(deadline, time.monotonic() + _GRACE)
         error = root_cause(list(outcomes.values())) if outcomes else None
         if error is None:
             return values
@@ -215,7 +206,7 @@ class Workers:
         )
 
     def _fail(self, kind: type[Exception], text: str, cause: BaseException | None) -> NoReturn:
-        self._failure = (kind, f"{text}\nThe model cannot be used any more: load it again, or pass restart=True")
+        self._failure = kind, f"{text}\nThe model cannot be used any more: load it again, or pass restart=True"
         self._processes.send(signal.SIGKILL)
         self.close()
         raise kind(self._failure[1]) from cause

@@ -122,10 +122,9 @@ def draw(peaks: Peaks, limit: float, path: Path) -> None:
     axes = figure.subplots()
     for (way, degree), by_length in peaks.items():
         label = way if way == PLAIN else f"{way}, cp {degree}"
-        style = {"color": "black"} if way == PLAIN else {"color": f"C{WAYS.index(way)}"}
-        axes.plot(
-            [*by_length], [*by_length.values()], marker="o", ls="--" if degree == 2 else "-", label=label, **style
-        )
+        color = "black" if way == PLAIN else f"C{WAYS.index(way)}"
+        dashes = "--" if degree == 2 else "-"
+        axes.plot([*by_length], [*by_length.values()], marker="o", ls=dashes, label=label, color=color)
     axes.axhline(limit, color="grey", ls=":", label=f"{limit:g} MiB")
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:,.0f}")

@@ -430,6 +430,7 @@ MESHES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "pp 2 x tp 2": ({"pp": 2, "dp": 1, "tp": 2}, {"num_microbatches": 2}),
     "cp 2 x tp 2": ({"dp": 1, "cp": 2, "tp": 2}, {}),
     "ep 2 x tp 2": ({"dp": 1, "ep": 2, "tp": 2}, {}),
+    "ep 2 x cp 2": ({"dp": 1, "ep": 2, "cp": 2, "tp": 1}, {}),
     "ep 2 x cp 2 x tp 2": ({"dp": 1, "ep": 2, "cp": 2, "tp": 2}, {"dispatch": "all_to_all"}),
 }
 QUICK = [
@@ -437,6 +438,7 @@ QUICK = [
     ("mixtral", "pp 2"),
     ("llama", "cp 2 x tp 2"),
     ("mixtral", "ep 2 x tp 2"),
+    ("mixtral", "ep 2 x cp 2"),
     ("mixtral", "ep 2 x cp 2 x tp 2"),
 ]
 SLOW = [("gpt2", "tp 4"), ("bert", "dp 2 x tp 2"), ("qwen2", "cp 2 x tp 2"), ("llama", "pp 2 x tp 2")]

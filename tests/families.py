@@ -305,6 +305,7 @@ def made(kind: type[nn.Module], config: Any) -> Any:
 def step(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """(loss in training, output in evaluation); gradients in the parameters."""
     options = {"use_cache": False} if hasattr(model.config, "use_cache") else {}
+    torch.manual_seed(1)  # what a model draws is drawn by its copies too
     model.train()
     output = model(**batch, **options)
     loss = output.loss if getattr(output, "loss", None) is not None else _some_loss(_first(output))
@@ -444,8 +445,9 @@ def verdict(model_type: str, degree: int = 2, features: dict[str, Any] | None = 
     kind, config = class_of(model_type), config_of(model_type, **features or {})
     if kind is None:
         return Verdict(model_type, "-", False, "no model class of its own")
-    whole = _whole(model_type, features or {})
-    outcome = refusal(kind, config, degree, **options) if whole is None else whole.compared(degree, **options)
+    outcome: Any = refusal(kind, config, degree, **options)
+    if outcome is None and (whole := _whole(model_type, features or {})) is not None:
+        outcome = whole.compared(degree, **options)
     if outcome is None:
         raise AssertionError(f"{model_type}: more than {LARGEST} parameters are too many to run; see SPECIAL")
     if isinstance(outcome, str):

@@ -158,7 +158,7 @@ MUTANTS = [
     Mutant(FingerprintExchange.differing, "return entry, True", "return entry, False"),
     Mutant(FingerprintExchange.differing, "del got[:size]", "del got[:0]"),
     Mutant(FingerprintExchange.arrived, "0 if now else self._lag", "self._lag"),
-    Mutant(FingerprintExchange.arrived, "(peer) > (", "(peer) > 1 + ("),
+    Mutant(FingerprintExchange.arrived, "< calls]", "< calls - 1]"),
     Mutant(FingerprintExchange._frame, "tuple(shape), dtype", "dtype"),
     Mutant(FingerprintExchange._frame, "place_of(op, site)", "0"),
     Mutant(flight_recorder.absent, "< mine", "<= mine"),

@@ -34,4 +34,5 @@ def test_keys_and_gradients_travel_while_blocks_are_computed(tmp_path: Path) -> 
         assert sum(name == "compute" for name, *_ in found["overlaps"]) == 6, "a whole block and two halves, twice"
         blocks, overlaps = (spent(found[way]) for way in ("blocks", "overlaps"))
         # a blocking permute takes what its bytes take; waiting after a computation only what is left of that
-        assert overlaps["start"] + overlaps["wait"] < 0.7 * blocks["start"], (overlaps, blocks)
+        saved = blocks["start"] - overlaps["start"] - overlaps["wait"]
+        assert saved > 0.4 * min(overlaps["compute"], blocks["start"]), (overlaps, blocks)

@@ -574,8 +574,8 @@ def test_the_command_ends_with_1_where_ranks_would_hang(tmp_path: Path) -> None:
     ("args", "message"),
     [
         (("no.such.module:build",), "No module named 'no'"),
-        (("GPT2LMHeadModel", "--dtype", "float31"), "torch has no dtype 'float31'"),
-        (("GPT2LMHeadModel", "--ranks", "a,b"), "--ranks takes numbers"),
+        (("GPT2LMHeadModel", "--dtype", "float31"), "torch has no floating dtype 'float31'"),
+        (("GPT2LMHeadModel", "--ranks", "a,b"), "--ranks takes numbers with commas, as 0,3, not 'a,b'"),
     ],
 )
 def test_the_command_refuses_in_one_line(args: tuple[str, ...], message: str) -> None:

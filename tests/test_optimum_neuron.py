@@ -148,6 +148,8 @@ def _said(ctx: tpcore.ParallelContext, out: Path) -> None:
         neuron.NeuronTrainer(model(), arguments(out))
     args = make(tensor_parallel_size=2)
     assert args.mp_plugin.sequence_parallel_enabled
+    assert args.trn_config == neuron.TrainingNeuronConfig(2, True), "fields by position, as published"
+    assert args.mp_plugin == neuron.ModelParallelismPlugin(2, True, True), "fields by position, as published"
     assert args.trn_config.should_parallelize
     assert not args.zero1_options
 

@@ -6,7 +6,6 @@ import json
 import os
 from pathlib import Path
 
-import torch
 import typer
 from rich.table import Table
 from rich.text import Text
@@ -14,6 +13,7 @@ from rich.text import Text
 from ..diagnose.explain import Collective, Explanation, Program, StageCost, explain
 from ..diagnose.explain.summary import kinds, pattern, replicated, size, sizes
 from ..errors import extra
+from .arguments import dtype_of, numbers_of
 from .console import table_of, wide_console
 
 
@@ -83,11 +83,11 @@ def explain_step(
             context_parallel=context_parallel,
             dispatch=dispatch,
             capacity_factor=capacity_factor,
-            dtype=None if dtype is None else _dtype(dtype),
+            dtype=None if dtype is None else dtype_of(dtype),
             optimizer=optimizer,
-            master_dtype=None if master_dtype is None else _dtype(master_dtype),
+            master_dtype=None if master_dtype is None else dtype_of(master_dtype),
             max_norm=max_norm or None,
-            ranks=None if ranks is None else _numbers(ranks),
+            ranks=None if ranks is None else numbers_of("--ranks", ranks),
         )
         if plot is not None:
             _draw(found, plot)
@@ -104,20 +104,6 @@ def explain_step(
     for problem in problems:
         typer.echo(f"\n{problem}", err=True)
     raise typer.Exit(1 if problems else 0)
-
-
-def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"torch has no dtype {name!r}")
-    return found
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(n) for n in text.split(",")]
-    except ValueError:
-        raise ValueError(f"--ranks takes numbers with commas, as 0,3, not {text!r}") from None
 
 
 def _draw(found: Explanation, path: Path) -> None:

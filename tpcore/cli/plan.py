@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -15,6 +14,7 @@ from ..diagnose.explain.summary import size
 from ..diagnose.plan.published import PUBLISHED
 from ..diagnose.plan.simulate import JobModel, forecast
 from ..errors import extra
+from .arguments import dtype_of, numbers_of
 from .console import wide_console
 
 if TYPE_CHECKING:  # a model's rooms take long to import
@@ -66,7 +66,7 @@ def plan_mesh(
         if calibrated:
             _show_machine(calibrate(out, devices=devices), out)
         if simulate is not None:
-            for count in _numbers(simulate):
+            for count in numbers_of("--simulate", simulate):
                 model = JobModel(count, mtbf * 3600, save, restart, jitter)
                 typer.echo("\n".join(forecast(model).lines()))
         if target is None:
@@ -82,7 +82,7 @@ def plan_mesh(
             memory=None if memory is None else float(bytes_of(memory)),
             batch=batch,
             seq_len=seq_len,
-            dtype=_dtype(dtype),
+            dtype=dtype_of(dtype),
             capacity_factor=capacity_factor,
             scaling=plot is not None,
         )
@@ -96,20 +96,6 @@ def plan_mesh(
     else:
         _show(found)
     raise typer.Exit(0 if found.rows else 1)
-
-
-def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name, None)
-    if not (isinstance(found, torch.dtype) and found.is_floating_point):
-        raise ValueError(f"torch has no floating dtype {name!r}")
-    return found
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(n) for n in text.split(",")]
-    except ValueError:
-        raise ValueError(f"--simulate takes numbers with commas, as 1000,10000, not {text!r}") from None
 
 
 def _draw(found: MeshPlan, path: Path) -> None:

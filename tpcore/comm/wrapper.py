@@ -43,7 +43,7 @@ for _primitive in TABLE:
         setattr(TransportWrapper, _primitive.name, _relayed(_primitive))
 
 
-class Around(TransportWrapper):
+class DelegatingTransport(TransportWrapper):
     """A transport that stands before ``inner``: it makes the same collectives."""
 
     def __init__(self, inner: Transport) -> None:
@@ -63,7 +63,7 @@ class Around(TransportWrapper):
         return out
 
 
-class Checked(Around):
+class Checked(DelegatingTransport):
     """Compares the calls of a group's ranks over the group itself. If they differ, all ranks raise an error. The
     first calls are compared before they run, which prevents hangs and wrong numbers; ``TPCORE_CHECK`` sets how many.
     Later calls are compared in runs of ``RUN``: one exchange for each call would cost as much as a small call."""

@@ -18,7 +18,7 @@ from ...models import lazy
 from ...models.families import KINDS
 from ...models.transformers import REFUSED, checked_model, rules_of
 from ...runtime.context import current
-from .options import ModelParallelismPlugin, join
+from .options import ModelParallelismPlugin, Options, join
 
 _FLASH = "flash_attention_2"
 
@@ -119,11 +119,7 @@ class NeuronModelForCausalLM:
 
     @classmethod
     def from_pretrained(
-        cls,
-        pretrained_model_name_or_path: str | os.PathLike[str],
-        trn_config: ModelParallelismPlugin,
-        *args: Any,
-        **options: Any,
+        cls, pretrained_model_name_or_path: str | os.PathLike[str], trn_config: Options, *args: Any, **options: Any
     ) -> Any:
         """The sharded model, of which each rank has read its part. ``use_flash_attention_2`` and an
         ``attn_implementation`` of that name are attention of torch's, ``sdpa``."""
@@ -133,7 +129,7 @@ class NeuronModelForCausalLM:
         return trn_config.parallelize_model(model) if trn_config.should_parallelize else model
 
     @classmethod
-    def from_config(cls, config: Any, trn_config: ModelParallelismPlugin, **options: Any) -> Any:
+    def from_config(cls, config: Any, trn_config: Options, **options: Any) -> Any:
         """The sharded model with initial values."""
         _as_sdpa(options)
         return trn_config.parallelize_model(transformers.AutoModelForCausalLM.from_config(config, **options))

@@ -58,27 +58,16 @@ def defaults_of(cls: Any) -> dict[str, Any]:
     return {f.name: f.default for f in fields(cls) if f.default is not MISSING}
 
 
-@dataclass
-class ModelParallelismPlugin:
-    """The mesh and the cut. Fields are optimum-neuron's, in its order."""
+class _Parallelism:
+    """What both classes of options do with their fields."""
 
-    tensor_parallel_size: int = 1
+    tensor_parallel_size: int
     parallelize_embeddings: bool = True
-    sequence_parallel_enabled: bool = False
-    kv_size_multiplier: int | None = None
-    pipeline_parallel_size: int = 1
-    pipeline_parallel_num_microbatches: int = 1
-    pipeline_parallel_use_zero1_optimizer: bool = False
-    gradient_checkpointing: bool = False
-    checkpoint_dir: str | None = None
-    num_local_ranks_per_step: int = 8
-    use_xser: bool = True
-    async_save: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("tensor_parallel_size", "pipeline_parallel_size", "pipeline_parallel_num_microbatches"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be 1 or more, not {getattr(self, name)}")
+    sequence_parallel_enabled: bool
+    pipeline_parallel_size: int
+    pipeline_parallel_num_microbatches: int
+    gradient_checkpointing: bool
+    checkpoint_dir: str | None
 
     @property
     def should_parallelize(self) -> bool:
@@ -103,6 +92,29 @@ class ModelParallelismPlugin:
         return model if device is None else model.to(device)
 
 
+@dataclass
+class ModelParallelismPlugin(_Parallelism):
+    """The mesh and the cut. Fields are optimum-neuron's, in its order."""
+
+    tensor_parallel_size: int = 1
+    parallelize_embeddings: bool = True
+    sequence_parallel_enabled: bool = False
+    kv_size_multiplier: int | None = None
+    pipeline_parallel_size: int = 1
+    pipeline_parallel_num_microbatches: int = 1
+    pipeline_parallel_use_zero1_optimizer: bool = False
+    gradient_checkpointing: bool = False
+    checkpoint_dir: str | None = None
+    num_local_ranks_per_step: int = 8
+    use_xser: bool = True
+    async_save: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("tensor_parallel_size", "pipeline_parallel_size", "pipeline_parallel_num_microbatches"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be 1 or more, not {getattr(self, name)}")
+
+
 def whole_ends(model: Any) -> dict[str, Any]:
     """Rules that leave the vocabulary whole on every rank."""
     ends = [module for module in vocabulary(model) if module is not None]
@@ -116,16 +128,26 @@ def recompute(model: Any) -> None:
 
 
 @dataclass
-class TrainingNeuronConfig(ModelParallelismPlugin):
-    """The same as later releases say it, with what they added; joins the job."""
+class TrainingNeuronConfig(_Parallelism):
+    """The mesh and the cut, as later releases say it; joins the job."""
 
+    tensor_parallel_size: int = 1
+    sequence_parallel_enabled: bool = False
+    kv_size_multiplier: int | None = None
+    pipeline_parallel_size: int = 1
     virtual_pipeline_parallel_size: int = 1
+    pipeline_parallel_num_microbatches: int = 1
+    pipeline_parallel_use_zero1_optimizer: bool = False
+    gradient_checkpointing: bool = False
+    checkpoint_dir: str | None = None
+    num_local_ranks_per_step: int = 8
+    use_xser: bool = True
+    async_save: bool = False
     fuse_qkv: bool = False
     recompute_causal_mask: bool = True
     transpose_nki_inputs: bool = True
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.virtual_pipeline_parallel_size > 1 or self.fuse_qkv:
             raise ValueError(
                 f"virtual_pipeline_parallel_size={self.virtual_pipeline_parallel_size}, fuse_qkv="
@@ -134,3 +156,7 @@ class TrainingNeuronConfig(ModelParallelismPlugin):
             )
         join(self.tensor_parallel_size, self.pipeline_parallel_size)
         note(vars(self), defaults_of(type(self)))
+
+
+Options = ModelParallelismPlugin | TrainingNeuronConfig
+"""Either way to say it. Their fields have other orders, as published, and are given by position too."""

@@ -13,7 +13,7 @@ from ..accelerate import Accelerator
 from ..accelerate.state import over_dp
 from ..transformers import Trainer
 from ..transformers.files import save_in_parts
-from .options import ModelParallelismPlugin, join, note
+from .options import ModelParallelismPlugin, TrainingNeuronConfig, join, note
 from .training_args import NeuronTrainingArguments, Seq2SeqNeuronTrainingArguments
 
 _AFTER_ARGS = list(inspect.signature(transformers.Trainer.__init__).parameters)[3:]
@@ -66,7 +66,7 @@ class NeuronAccelerator(Accelerator):
         self,
         *args: Any,
         mp_plugin: ModelParallelismPlugin | None = None,
-        trn_config: ModelParallelismPlugin | None = None,
+        trn_config: TrainingNeuronConfig | None = None,
         zero_1: bool = False,
         autocast_backend: str = "xla",
         **kwargs: Any,

@@ -82,7 +82,12 @@ class NeuronTrainingArguments(transformers.TrainingArguments):
     @property
     def trn_config(self) -> TrainingNeuronConfig:
         """The options of cutting a model, for scripts of later releases."""
-        return TrainingNeuronConfig(**vars(self.mp_plugin))
+        return TrainingNeuronConfig(
+            tensor_parallel_size=self.tensor_parallel_size,
+            sequence_parallel_enabled=not self.disable_sequence_parallel,
+            pipeline_parallel_size=self.pipeline_parallel_size,
+            pipeline_parallel_num_microbatches=max(1, self.pipeline_parallel_num_microbatches),
+        )
 
     @property
     def zero1_options(self) -> bool | dict[str, Any]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import tpcore
 
 from ...comm.transport import Transport
-from ...comm.wrapper import Around
+from ...comm.wrapper import DelegatingTransport
 from ...layers.sharding import sharding
 from ...layout.mesh import Mesh
 from ...runtime.context import ParallelContext
@@ -72,7 +72,7 @@ def _cut(ctx: ParallelContext) -> _Model:
     return model
 
 
-class Least(Around):
+class Least(DelegatingTransport):
     """A transport with the three primitives that a backend must write; the others are their defaults."""
 
     broadcast = Transport.broadcast

@@ -62,9 +62,18 @@ def exact_loss(model: Any) -> Any:
     if type(model.loss_function).__name__ != "function" or "ForCausalLM" not in model.loss_function.__name__:
         return model
 
-    def loss(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:
-        shifted = F.pad(labels, (0, 1), value=-100)[..., 1:]
-        return F.cross_entropy(logits.flatten(0, 1), shifted.flatten())
+    def loss(
+        logits: Tensor,
+        labels: Tensor,
+        vocab_size: int,
+        num_items_in_batch: Any = None,
+        shift_labels: Tensor | None = None,
+        **_: Any,
+    ) -> Tensor:
+        targets = F.pad(labels, (0, 1), value=-100)[..., 1:] if shift_labels is None else shift_labels
+        if num_items_in_batch is None:
+            return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / num_items_in_batch
 
     loss.__name__ = model.loss_function.__name__
     model.loss_function = loss

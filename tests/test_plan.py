@@ -20,6 +20,7 @@ from tpcore.cli.app import app
 from tpcore.diagnose.explain import explain
 from tpcore.diagnose.plan.choice import Choice
 from tpcore.diagnose.plan.machine import Link, Machine
+from tpcore.diagnose.plan.meter import ATTENTION
 from tpcore.diagnose.plan.peak import memory_of
 from tpcore.diagnose.plan.predict import Prediction, held_by_rank, predict
 from tpcore.diagnose.plan.published import find
@@ -75,6 +76,20 @@ def test_flops_are_those_of_the_real_model(tmp_path: Path) -> None:
     with FlopCounterMode(display=False) as counter:  # it knows no FLOPs of the CPU's fused attention
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     assert matmuls == counter.get_total_flops()
+
+
+def test_a_ring_shares_the_attention_of_one_rank(tmp_path: Path) -> None:
+    reduced = Reduced(folder(tmp_path), SEQ, torch.float32)
+
+    def attention(ways: Ways, phase: str) -> float:
+        parts = reduced.costs(ways, 2).parts.items()
+        return sum(
+            o.times * o.flops for (p, _), part in parts if p == phase for o in part.operators if o.name == ATTENTION
+        )
+
+    ring = Ways(cp=2, context_parallel="ring")
+    for phase in ("forward", "backward"):
+        assert 0 < attention(ring, phase) == attention(Ways(), phase) / 2  # in zig-zag order causal work is even
 
 
 @pytest.mark.parametrize(

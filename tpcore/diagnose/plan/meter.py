@@ -209,7 +209,7 @@ def cost_of(packet: Any, args: Any, kwargs: Any, out: Any) -> tuple[str, float, 
     elif packet in _KERNEL:
         backward = _KERNEL[packet] > 1
         q, k, v = args[1:4] if backward else args[:3]
-        causal = args[8] if backward else (len(args) > 4 and args[4]) or kwargs.get("is_causal", False)
+        causal = args[7] if backward else (len(args) > 4 and args[4]) or kwargs.get("is_causal", False)
         name, flops = ATTENTION, _KERNEL[packet] * attention_flops(q, k, v, causal)
     if packet in _PICKED:
         return name, flops, 2.0 * sum(map(_nbytes, written))

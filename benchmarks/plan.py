@@ -9,6 +9,7 @@ beside what is predicted from their configurations alone.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import itertools
 import json
@@ -34,14 +35,14 @@ from tpcore.diagnose.plan.reduced import Reduced, Ways
 from tpcore.diagnose.plan.script import setup_lines, step_lines
 from tpcore.log import quiet
 from tpcore.processes.launch import launch
+from tpcore.runtime.memory import keep_freed_memory
 
 from .harness import conditions, grown, resident, say
 from .plan_hosts import measured, on_hosts
 from .plan_published import RUNS
 
 DEVICES = 2
-ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "1048576"}
-"""glibc gives freed memory back at once, so that what a process has is what its tensors hold."""
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_* constants of malloc.h
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ def measure(folder: str, chosen: Choice, seq_len: int, steps: int) -> tuple[floa
     first, *others = setup_lines(chosen, "float32")
     names: dict[str, Any] = {"torch": torch, "tpcore": tpcore, "lr": 1e-4}
     exec(first, names)
-    gc.collect()
+    _give_back()
     before = resident()
     names["model"] = cls(config)
     with quiet():
@@ -129,15 +130,29 @@ def measure(folder: str, chosen: Choice, seq_len: int, steps: int) -> tuple[floa
     ids = torch.randint(config.vocab_size, (rows, seq_len), generator=torch.Generator().manual_seed(0))
     names["batch"] = {"input_ids": ids, "labels": ids}
     program = compile("\n".join(step_lines(chosen)), "step", "exec")
+    for _ in range(2):  # the second has the optimizer's state
+        exec(program, names)
+    most = grown(before)
+    keep_freed_memory()
     world, one, seconds = tpcore.current().world, torch.ones(1), []
     for _ in range(steps + 1):
         world.all_reduce(one)
         start = time.perf_counter()
         exec(program, names)
         seconds.append(float(world.all_reduce(torch.tensor([time.perf_counter() - start]), "max")))
-    peak = int(world.all_reduce(torch.tensor([float(grown(before))], dtype=torch.float64), "max"))
+    peak = int(world.all_reduce(torch.tensor([float(most)], dtype=torch.float64), "max"))
     tpcore.shutdown()
     return statistics.median(seconds[1:]), peak
+
+
+def _give_back() -> None:
+    """glibc returns freed memory at once, so that what a process has is what its tensors hold. Ranks of
+    ``tpcore.launch`` keep theirs, which makes a step faster and leaves gaps between tensors of other sizes."""
+    gc.collect()
+    libc = ctypes.CDLL(None)
+    for threshold in (_TRIM_THRESHOLD, _MMAP_THRESHOLD):
+        libc.mallopt(threshold, 1 << 20)
+    libc.malloc_trim(0)
 
 
 # -- the two beside each other ------------------------------------------------------------------------------
@@ -283,7 +298,6 @@ def main() -> None:
         published()
         return
     os.environ.setdefault("TPCORE_CHECK", "0")
-    os.environ |= ALLOCATOR  # for calibration too
     machine = None if options.machine is None else Machine.read(options.machine)
     cases = [case for case in CASES if options.case in (None, case.name)]
     if options.small:

@@ -101,12 +101,13 @@ class Meter(TorchDispatchMode):
                 self._hold(t.untyped_storage())
         return out
 
-    def note(self, name: str, flops: float, nbytes: float) -> None:
+    def note(self, name: str, flops: float, nbytes: float, times: int = 1) -> None:
+        """``times`` operators that have these FLOPs and bytes together."""
         self._enter()
         if name == GROUPED:
             module = self._recorder.module
             flops *= next((s for experts, s in self.shares.items() if f"{module}.".startswith(f"{experts}.")), 1.0)
-        self.segments[-1].operators.append(Operator(name, flops, nbytes))
+        self.segments[-1].operators.append(Operator(name, flops / times, nbytes / times, times))
 
     def _enter(self) -> None:
         """Begin a segment where the phase or the part of the model is another one than before."""
@@ -256,14 +257,14 @@ class _Grouped(torch.autograd.Function):
         ctx.meter = meter
         out = x.new_empty(len(x), weight.shape[-1])
         ctx.flops, ctx.nbytes = 2.0 * x.numel() * weight.shape[-1], float(sum(map(_nbytes, (x, weight, out))))
-        meter.note(GROUPED, ctx.flops, ctx.nbytes)
+        meter.note(GROUPED, ctx.flops, ctx.nbytes, len(weight))
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
         for _ in range(2):  # the gradients of rows, and of matrices
-            ctx.meter.note(GROUPED, ctx.flops, ctx.nbytes)
+            ctx.meter.note(GROUPED, ctx.flops, ctx.nbytes, len(weight))
         return torch.empty_like(x), torch.empty_like(weight), None
 
 

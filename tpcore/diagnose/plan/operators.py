@@ -14,8 +14,8 @@ from .meter import attention_flops, cost_of
 Call = tuple[Any, tuple[Any, ...]]
 _aten = torch.ops.aten
 _WIDTH = 1024
-SIZES = (2**18, 2**25)
-"""Bytes of a tensor: in a core's cache, and beyond."""
+SIZES = (2**18, 2**21, 2**23, 2**25)
+"""Bytes of a tensor: from one in a core's cache to one beyond all caches."""
 SAME_AS = {"softmax": "_softmax", "_safe_softmax": "_softmax", "sub": "add", "index_put": "index_select"}
 """Operators that are not run, and the one that they take the rate of."""
 

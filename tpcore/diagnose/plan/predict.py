@@ -25,6 +25,7 @@ from .peak import memory_of
 from .reduced import RECORDED_BUCKET, Reduced
 
 _UPDATE = ("reduction", "clipping", "optimizer")
+_SMALL = 2.0**16  # bytes: of the numbers beside tensors
 
 
 @dataclass(frozen=True)
@@ -187,14 +188,19 @@ def _update_seconds(model: Reduced, choice: Choice, held: Mapping[bool, HeldByte
     kept = sum(costs.held.values(), HeldBytes())
     tensors, nbytes = total.tensors / kept.tensors, total.nbytes / kept.nbytes
     overhead = clock.machine.overhead
+
+    def cold(nbytes: float) -> float:
+        """No cache keeps weights, gradients and moments from one tensor's turn to the next step."""
+        return math.inf if nbytes > _SMALL else nbytes
+
     update = 0.0
     for o in by_name(o for phase in _UPDATE for o in costs.part(phase, AFTER).operators).values():
         # several for each tensor: those of buckets, whose number goes by their size
         more = nbytes * RECORDED_BUCKET / choice.bucket_mb if o.times > 3 * kept.tensors else tensors
-        update += o.times * (more * overhead + nbytes * (clock.operator(o.name, o.flops, o.nbytes) - overhead))
+        update += o.times * (more * overhead + nbytes * o.nbytes / clock.machine.moved(o.name, cold(o.nbytes)))
     added = (choice.microbatches - 1) * total.gradient
     update += (choice.microbatches - 1) * total.tensors * overhead
-    update += 3 * added / clock.machine.moved("add_", max(added, 1.0))
+    update += 3 * added / clock.machine.moved("add_", cold(added))
     sums = 0.0
     for divided, axes in ((False, ("dp", "ep", "cp")), (True, ("dp", "cp"))):
         size = math.prod(choice.mesh.axes[axis] for axis in axes)

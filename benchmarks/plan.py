@@ -30,7 +30,6 @@ from tpcore.diagnose.plan.calibrate import calibrate, fit
 from tpcore.diagnose.plan.choice import Choice
 from tpcore.diagnose.plan.machine import Machine
 from tpcore.diagnose.plan.predict import Prediction, predict
-from tpcore.diagnose.plan.published import find
 from tpcore.diagnose.plan.reduced import Reduced, Ways
 from tpcore.diagnose.plan.script import setup_lines, step_lines
 from tpcore.log import quiet
@@ -39,7 +38,7 @@ from tpcore.runtime.memory import keep_freed_memory
 
 from .harness import conditions, grown, resident, say
 from .plan_hosts import measured, on_hosts
-from .plan_published import RUNS
+from .plan_published import compare_published
 
 DEVICES = 2
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_* constants of malloc.h
@@ -252,35 +251,6 @@ def host_rank(home: str, *job: Any) -> None:
         Path(home, "found").write_text(json.dumps(found))
 
 
-# -- published runs -----------------------------------------------------------------------------------------
-def published() -> None:
-    """Step time, MFU and memory of public runs, and what is predicted from their configurations."""
-    say("| run | devices | published step | predicted | MFU | predicted | memory | predicted | not modelled |")
-    say("|---|---:|---:|---:|---:|---:|---:|---:|---|")
-    with tempfile.TemporaryDirectory() as home:
-        for run in RUNS:
-            architecture = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM"}[run.config["model_type"]]
-            folder = Case(run.name, {**run.config, "architectures": [architecture]}, run.seq_len, 0).write(Path(home))
-            machine = find(run.machine)
-            machine = replace(machine, hosts=-(-run.devices // machine.per_host))
-            sizes = run.mesh
-            chosen = Choice(
-                Ways(tp=sizes["tp"], sequence_parallel=sizes["tp"] > 1),
-                pp=sizes["pp"],
-                dp=sizes["dp"],
-                microbatch=run.microbatch,
-                microbatches=run.batch // sizes["dp"] // run.microbatch,
-                recompute=run.recompute,
-                zero1=True,
-                bucket_mb=256,
-            )
-            p = predict(Reduced(folder, run.seq_len, torch.bfloat16), chosen, machine)
-            held = "" if run.memory is None else f"{run.memory / 2**30:.0f} GiB"
-            mfu = run.utilization(run.seconds) if run.mfu is None else run.mfu
-            times = f"{run.seconds:.2f} s | {p.step:.2f} s | {mfu:.0%} | {run.utilization(p.step):.0%}"
-            say(f"| {run.name} | {run.devices} | {times} | {held} | {p.nbytes / 2**30:.0f} GiB | {run.beyond} |")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--machine", type=Path, help="the file of `tpcore plan --calibrate --devices 2`")
@@ -295,13 +265,15 @@ def main() -> None:
     parser.add_argument("--published", action="store_true", help="public runs instead of this machine")
     options = parser.parse_args()
     if options.published:
-        published()
+        compare_published()
         return
     os.environ.setdefault("TPCORE_CHECK", "0")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     machine = None if options.machine is None else Machine.read(options.machine)
     cases = [case for case in CASES if options.case in (None, case.name)]
     if options.small:
         cases = [replace(c, config={**c.config, "num_hidden_layers": 2, "vocab_size": 512}, seq_len=32) for c in cases]
+    torch.set_num_threads(1)
     say(f"{conditions(DEVICES)}")
     compare(machine, cases, options)
 

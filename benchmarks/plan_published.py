@@ -8,9 +8,21 @@ alone; torchtitan's FSDP shards parameters and gradients too, so its memory is a
 
 from __future__ import annotations
 
+import json
+import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
+
+import torch
+
+from tpcore.diagnose.plan.choice import Choice
+from tpcore.diagnose.plan.predict import predict
+from tpcore.diagnose.plan.published import find
+from tpcore.diagnose.plan.reduced import Reduced, Ways
+
+from .harness import say
 
 _MEGATRON = "arXiv 2205.05198, table 5 and figure 1"
 _TITAN = "torchtitan 9dec370, docs/performance.md"
@@ -115,3 +127,33 @@ RUNS = (
     _titan("Llama 3 8B, tp", LLAMA_8B, "h100x8", 8, 8, 12, 4378, recompute=False, source=_ASYNC),
     _titan("Llama 3 70B, tp", LLAMA_70B, "h100x8", 32, 8, 16, 597.3, recompute=True, source=_ASYNC),
 )
+
+
+def compare_published() -> None:
+    """Step time, MFU and memory of public runs, and what is predicted from their configurations."""
+    say("| run | devices | published step | predicted | MFU | predicted | memory | predicted | not modelled |")
+    say("|---|---:|---:|---:|---:|---:|---:|---:|---|")
+    with tempfile.TemporaryDirectory() as home:
+        for run in RUNS:
+            architecture = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM"}[run.config["model_type"]]
+            folder = Path(home, f"{RUNS.index(run)}")
+            folder.mkdir()
+            (folder / "config.json").write_text(json.dumps({**run.config, "architectures": [architecture]}))
+            machine = find(run.machine)
+            machine = replace(machine, hosts=-(-run.devices // machine.per_host))
+            sizes = run.mesh
+            chosen = Choice(
+                Ways(tp=sizes["tp"], sequence_parallel=sizes["tp"] > 1),
+                pp=sizes["pp"],
+                dp=sizes["dp"],
+                microbatch=run.microbatch,
+                microbatches=run.batch // sizes["dp"] // run.microbatch,
+                recompute=run.recompute,
+                zero1=True,
+                bucket_mb=256,
+            )
+            p = predict(Reduced(str(folder), run.seq_len, torch.bfloat16), chosen, machine)
+            held = "" if run.memory is None else f"{run.memory / 2**30:.0f} GiB"
+            mfu = run.utilization(run.seconds) if run.mfu is None else run.mfu
+            times = f"{run.seconds:.2f} s | {p.step:.2f} s | {mfu:.0%} | {run.utilization(p.step):.0%}"
+            say(f"| {run.name} | {run.devices} | {times} | {held} | {p.nbytes / 2**30:.0f} GiB | {run.beyond} |")

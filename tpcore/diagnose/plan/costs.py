@@ -45,8 +45,8 @@ class HeldBytes:
 
 @dataclass(frozen=True)
 class StepCosts:
-    """A rank's step for one microbatch. ``parts``: by phase and region. ``held``: by region and by the mesh axes that
-    divide the parameters among data ranks, as experts over ep. ``hidden``: bytes of what passes between layers."""
+    """A rank's step for one microbatch. ``parts``: by phase and region. ``held``: by region and whether the
+    parameters are experts', which ep divides among data ranks. ``hidden``: bytes of what passes between layers."""
 
     parts: Mapping[tuple[str, str], PartCosts]
     held: Mapping[tuple[str, bool], HeldBytes]

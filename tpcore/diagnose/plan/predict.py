@@ -176,8 +176,8 @@ def _stage_seconds(costs: StepCosts, choice: Choice, clock: _Clock) -> dict[str,
 def held_by_rank(model: Reduced, costs: StepCosts, choice: Choice) -> dict[bool, HeldBytes]:
     """What a rank holds, of parameters that all data ranks have and of those that ep divides."""
     found = {False: HeldBytes(), True: HeldBytes()}
-    for (region, divided), held in costs.held.items():
-        found[divided] += held.scaled(max(model.order.count(region), 1) / choice.pp)
+    for (region, expert), held in costs.held.items():
+        found[expert and choice.ways.ep > 1] += held.scaled(max(model.order.count(region), 1) / choice.pp)
     return found
 
 

@@ -153,14 +153,18 @@ class Reduced:
         itemsize = (self.dtype or torch.get_default_dtype()).itemsize
         return 2.0 * len(self.order) * each * key * itemsize
 
-    def least(self, shares: int, data: int, zero1: bool) -> float:
-        """Bytes of parameters, gradients and optimizer that a rank has at least, of ``shares`` that divide them."""
-        costs = self._update(2 if zero1 else 1, zero1)
-        total = HeldBytes()
-        for (region, _), held in costs.held.items():
-            total += held.scaled(max(self.order.count(region), 1))
-        state = self.state(zero1) * total.elements / (data if zero1 else 1)
-        return (total.nbytes + total.gradient + state) / shares
+    def least(self, shares: int, ep: int, data: int, zero1: bool) -> float:
+        """Bytes of parameters, gradients and optimizer that a rank has at least, of ``shares`` that divide all of them
+        and ``ep`` that divide experts, on ``data`` ranks."""
+        held = self._update(2 if zero1 else 1, zero1).held
+        known = any(expert for _, expert in held)
+        least = 0.0
+        for (region, expert), one in held.items():
+            whole = one.scaled(max(self.order.count(region), 1) / shares)
+            ranks = ep if expert or not known else 1
+            least += (whole.nbytes + whole.gradient) / ranks
+            least += self.state(zero1) * whole.elements / (data if zero1 else ranks)
+        return least
 
     def _costs(self, ways: Ways, batch: int) -> StepCosts:
         return self._once((ways, batch), lambda: self._record(ways, batch, 1, None))
@@ -191,7 +195,9 @@ class Reduced:
 
         @contextmanager
         def watch(recorder: Recorder, model: nn.Module, inputs: Inputs) -> Iterator[None]:
-            experts.update(name for name, m in model.named_modules() if isinstance(m, ShardedExperts))
+            experts.update(
+                name for name, m in model.named_modules() if isinstance(m, ShardedExperts) or _has_experts(m)
+            )
             meter.shares = _shares(model, ways)
             layer = model.get_submodule(self.order[0]) if self.order else model
             handle = layer.register_forward_hook(lambda _, __, out: hidden.append(_first_nbytes(out)))
@@ -203,7 +209,7 @@ class Reduced:
         made = partial(self.made, batch, ways)
         with quiet():
             program = record(made, mesh, 0, dtype=self.dtype, optimizer=optimizer, max_norm=1.0, meter=watch).program
-        return StepCosts(parts_of(program, meter), held_by(program, meter, experts if ways.ep > 1 else ()), hidden[0])
+        return StepCosts(parts_of(program, meter), held_by(program, meter, experts), hidden[0])
 
 
 # -- one of each kind -------------------------------------------------------------------------------------
@@ -238,9 +244,14 @@ def _grouped(model: Any) -> int:
         config: Any = getattr(module, "config", None)
         if hasattr(config, "_experts_implementation"):
             config._experts_implementation = "grouped_mm"
-        if hasattr(module, "has_gate") and hasattr(module, "num_experts"):
+        if _has_experts(module):
             most = max(most, module.num_experts)
     return most
+
+
+def _has_experts(module: nn.Module) -> bool:
+    """Whether it holds the experts of a layer of transformers, which are not cut."""
+    return hasattr(module, "has_gate") and hasattr(module, "num_experts")
 
 
 def _shares(model: Any, ways: Ways) -> dict[str, float]:
@@ -253,7 +264,7 @@ def _shares(model: Any, ways: Ways) -> dict[str, float]:
         if isinstance(module, ShardedExperts):
             every: int = next(iter(module.shard_specs.values())).shape[0]
             here = module.of_a_rank or every
-        elif hasattr(module, "has_gate") and hasattr(module, "num_experts"):
+        elif _has_experts(module):
             every = here = module.num_experts
         else:
             continue

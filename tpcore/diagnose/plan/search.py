@@ -126,7 +126,7 @@ def _search(model: Reduced, machine: Machine, limits: Limits) -> tuple[list[Pred
     too_large: set[tuple[Ways, int, bool]] = set()
     for choice in _choices(model, machine, limits, refused):
         larger = choice.ways, choice.pp, choice.recompute  # than one of smaller microbatches, which comes first
-        least = model.least(choice.ways.tp * choice.ways.ep * choice.pp, choice.data, choice.zero1)
+        least = model.least(choice.ways.tp * choice.pp, choice.ways.ep, choice.data, choice.zero1)
         if larger in too_large or least > usable:
             _count(refused, _TOO_LARGE)  # nothing is recorded
             continue

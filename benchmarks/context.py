@@ -3,7 +3,7 @@
 One attention layer, forward and backward, in float32 over gloo: ``scaled_dot_product_attention`` in one process, and
 each way of ``ContextParallelAttention`` at each degree. Every job has processes of its own, so that its peak of
 memory is its own: how far a rank's resident memory grows above what its inputs take, the largest of the ranks. Time is
-the slower rank's, the median of the steps. A way whose masks alone fill this machine is named and not run. What is sent
+the slower rank's, the median of the steps. What is sent
 is what tpcore's formulas say, which its tests compare with recorded steps. All jobs of a length must find the same
 output and gradients.
 
@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -164,15 +163,9 @@ def fits(options: Namespace, limit: float) -> None:
 
 def measure(options: Namespace, length: int) -> None:
     lines = [f"**{length:,} tokens** ({options.steps} steps)", ""]
-    available = psutil.virtual_memory().available
     lines += ["| | cp | step | sent by a rank | peak memory |", "|---|---:|---:|---:|---:|"]
     want: Tensor | None = None
     for way, degree in [(PLAIN, 1), *((way, cp) for way in WAYS for cp in options.cp)]:
-        # beside the mask of bits, scaled_dot_product_attention makes one of numbers
-        masks = 5 * length**2 if way == "gather" and degree > 1 else 0
-        if masks > available:
-            lines.append(f"| {way} | {degree} | - | - | masks of {masks / 2**30:.3g} GiB in all |")
-            continue
         with tempfile.TemporaryDirectory(prefix="tpcore-bench-") as folder:
             one = Namespace(**vars(options), way=way, degree=degree, length=length, result=f"{folder}/result.json")
             start(job, one, degree)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 import tpcore
 from tpcore import Mesh
 from tpcore.comm.transport import Pending
-from tpcore.layers import ContextParallelAttention, ring
+from tpcore.layers import ContextParallelAttention, context_parallel, ring
 from tpcore.layers.ring import put, take
 from tpcore.layers.tokens import TokenOrder, Visible
 from tpcore.layout.mesh import Group
@@ -64,6 +64,40 @@ def test_equals_attention_over_the_whole_sequence(
     way: str, mask: str, kv: int, cp: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ring, "ROWS", 5)  # several runs of queries in a block, the last one shorter
+    equal_to_the_whole(way, mask, kv, cp)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("way", ["gather", "ulysses"])
+def test_a_large_mask_is_taken_in_runs(way: str, mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(context_parallel, "LARGEST_MASK", 20 * TOKENS)  # runs of 5 queries; of 2 where rows differ
+    equal_to_the_whole(way, mask, 1, 2)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_runs_have_the_autocast_of_forward(
+    softcap: float | None, dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Softcapped scores, and the dtypes of autocast, are those of attention with the mask in one piece."""
+
+    def rank(ctx: tpcore.ParallelContext) -> list[Tensor]:
+        layer = ContextParallelAttention("gather", scale=0.3, softcap=softcap)
+        mine = [layer.order.cut(t.float(), 2).requires_grad_() for t in inputs(1)[:3]]
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype is not None):
+            out = layer(*mine)
+        out.float().square().sum().backward()
+        assert out.dtype == (dtype or torch.float32)
+        return [out, *(cast(Tensor, t.grad) for t in mine)]
+
+    want = run_ranks(Mesh({"dp": 1, "cp": 2}), rank)
+    monkeypatch.setattr(context_parallel, "LARGEST_MASK", 20 * TOKENS)
+    limit = 1e-5 if dtype is None else 2**-6  # sums in another order; bfloat16 rounds each run's gradients
+    for got, expected in zip(run_ranks(Mesh({"dp": 1, "cp": 2}), rank), want, strict=True):
+        torch.testing.assert_close(got, expected, rtol=limit, atol=limit)
+
+
+def equal_to_the_whole(way: str, mask: str, kv: int, cp: int) -> None:
     options = {"window": None, "segments": False, "keys": False} | MASKS[mask]
     *qkv, segments = inputs(kv)
     segments = segments if options.pop("segments") else None

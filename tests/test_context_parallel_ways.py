@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import tpcore
 from tpcore import Mesh
 from tpcore.cli.app import app
-from tpcore.layers import ring
+from tpcore.layers import context_parallel, ring
 from tpcore.layers.context_parallel import ContextParallelAttention, Way
 from tpcore.models.ways import AttentionSizes
 from tpcore.testing import run_ranks
@@ -128,6 +128,11 @@ def test_the_rings_peak_is_of_a_ranks_own_tokens(monkeypatch: pytest.MonkeyPatch
     assert peak("ring", 2, 512) < 2.1 * short  # twice the tokens; masks and places add little
     assert peak("ring", 4, 512) < 1.2 * short  # as many tokens of a rank, in more steps
     assert peak("gather", 2, 512) > 3 * peak("gather", 2, 256)  # a mask of queries by keys: 4 times in the limit
+
+
+def test_a_large_mask_is_no_part_of_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(context_parallel, "LARGEST_MASK", 16 * 1024)
+    assert peak("gather", 2, 1024) < 2.2 * peak("gather", 2, 512)  # twice the tokens; a run has fewer queries
 
 
 def test_the_choice_is_of_fewest_bytes_that_fit() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal, cast, get_args
+from dataclasses import dataclass
+from typing import Any, Literal, cast, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from ..comm import mappings as ops
 from ..comm.comm import Comm
@@ -23,17 +25,73 @@ def checked_way(way: str, *others: str) -> Way:
     return cast(Way, way)
 
 
+LARGEST_MASK = 2**24
+"""Pairs of queries and keys up to which one mask holds all of them. Beyond, it would be most of the memory: queries are
+taken in runs, each with a mask of a quarter of that, which is made again for backward."""
+
+
+@dataclass(frozen=True)
+class _Masked:
+    """Attention under a mask. ``queries``, ``keys``: their places."""
+
+    visible: Visible
+    queries: Tensor
+    keys: Tensor
+    scoring: Scoring
+
+    def rows(self, q: Tensor) -> int:
+        """How many queries are taken at a time."""
+        batch, heads, count, _ = q.shape
+        masks = 1 if self.visible.segments is None else batch
+        if self.scoring.softcap is not None:  # there are scores, too
+            masks = batch * heads
+        pairs = masks * len(self.keys)
+        return count if count * pairs <= LARGEST_MASK else max(LARGEST_MASK // 4 // pairs, 1)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, rows: slice) -> Tensor:
+        mask, scoring = self.visible.mask(self.queries[rows], self.keys), self.scoring
+        if scoring.softcap is None:
+            return F.scaled_dot_product_attention(q[:, :, rows], k, v, attn_mask=mask, scale=scoring.scale)
+        scores = scoring(q[:, :, rows], k)  # under autocast of another dtype than q
+        scores = hidden(scores, mask, torch.finfo(scores.dtype).min)
+        return scores.softmax(-1) @ v  # of a query that sees no key, numbers: minus infinities would give none
+
+
+class _InRuns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, attend: _Masked) -> Tensor:
+        ctx.save_for_backward(q, k, v)
+        ctx.attend, size = attend, attend.rows(q)
+        ctx.runs = [slice(at, at + size) for at in range(0, q.shape[2], size)]
+        device = q.device.type
+        ctx.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+        return torch.cat([attend(q, k, v, rows) for rows in ctx.runs], 2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        saved = [t.detach().requires_grad_() for t in ctx.saved_tensors]
+        found = [torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in saved]
+        for rows in ctx.runs:
+            with torch.enable_grad(), torch.autocast(*ctx.autocast):
+                out = ctx.attend(*saved, rows)
+            for total, more in zip(found, torch.autograd.grad(out, saved, grad[:, :, rows]), strict=True):
+                total.add_(more)
+        return *(total.to(t.dtype) for total, t in zip(found, saved, strict=True)), None
+
+
 def _attended(
     q: Tensor, k: Tensor, v: Tensor, visible: Visible, queries: Tensor, keys: Tensor, scoring: Scoring
 ) -> Tensor:
     heads = HeadGroups(q.shape[1], k.shape[1])
     k, v = heads.repeat(k), heads.repeat(v)
-    if scoring.softcap is not None:
-        scores = hidden(scoring(q, k), visible.mask(queries, keys), torch.finfo(q.dtype).min)
-        return scores.softmax(-1) @ v  # of a query that sees no key, numbers: minus infinities would give none
-    if visible.earlier_only and queries is keys:  # no mask: that of a long sequence would be most of the memory
+    if visible.earlier_only and queries is keys and scoring.softcap is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scoring.scale)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible.mask(queries, keys), scale=scoring.scale)
+    attend = _Masked(visible, queries, keys, scoring)
+    if attend.rows(q) == q.shape[2]:
+        return attend(q, k, v, slice(None))
+    made: Tensor = _InRuns.apply(q, k, v, attend)
+    return made
 
 
 def gathered(q: Tensor, k: Tensor, v: Tensor, visible: Visible, order: TokenOrder, scoring: Scoring) -> Tensor:
@@ -71,10 +129,10 @@ class ContextParallelAttention(nn.Module):
     """``scaled_dot_product_attention`` over sequences whose tokens are dealt to ranks.
 
     ``way``: "gather" (keys and values of all ranks on each), "ulysses" (heads against tokens; the ranks must
-    divide the heads) or "ring" (keys pass from rank to rank; memory for this rank's tokens only; no second
-    derivatives). ``causal``, ``window``: which keys a query sees; ``scale``: default ``head_dim ** -0.5``;
-    ``softcap``: scores stay below it, as in Gemma 2. ``context_parallel_group``: a Comm; default: the ``cp`` axis
-    of the current mesh, one rank where the mesh has none.
+    divide the heads) or "ring" (keys pass from rank to rank; memory for this rank's tokens only). No second
+    derivatives under "ring", nor with masks of more than ``LARGEST_MASK`` pairs. ``causal``, ``window``: which keys
+    a query sees; ``scale``: default ``head_dim ** -0.5``; ``softcap``: scores stay below it, as in Gemma 2.
+    ``context_parallel_group``: a Comm; default: the ``cp`` axis of the current mesh, one rank where the mesh has none.
 
     Under "ring" and ``causal`` tokens are dealt in zig-zag: take them with ``order.cut(x, dim)`` in any case.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
-from ..layers.context_parallel import Way, checked_way
+from ..layers.context_parallel import LARGEST_MASK, Way, checked_way
 from ..log import inform
 
 AUTO = "auto"
@@ -47,15 +47,21 @@ class AttentionSizes:
         return heads * self.head_dim * tokens // n
 
     def kept(self, way: Way, tokens: int, masked: bool = True) -> int:
-        """What a rank keeps for backward: scaled_dot_product_attention keeps keys for each query head, and the mask.
-        Not ``masked``: tokens see all earlier ones, which takes no mask where a rank has all queries."""
+        """What a rank keeps for backward: scaled_dot_product_attention keeps keys for each query head, and the mask
+        unless that is large. Not ``masked``: tokens see all earlier ones, which takes no mask where a rank has all
+        queries."""
         mine = tokens // self.cp
-        numbers = {
-            "gather": 2 * (mine + tokens) * self.heads * self.head_dim + (masked or self.cp > 1) * mine * tokens,
-            "ulysses": 4 * mine * self.heads * self.head_dim + masked * tokens * tokens,
-            "ring": 2 * mine * (self.heads + self.keys) * self.head_dim,
+        heads = {
+            "gather": 2 * (mine + tokens) * self.heads,
+            "ulysses": 4 * mine * self.heads,
+            "ring": 2 * mine * (self.heads + self.keys),
         }[way]
-        return numbers * self.itemsize
+        pairs = self.pairs(way, tokens) if masked or (way == "gather" and self.cp > 1) else 0
+        return (heads * self.head_dim + (pairs if pairs <= LARGEST_MASK else 0)) * self.itemsize
+
+    def pairs(self, way: Way, tokens: int) -> int:
+        """Of queries and keys, in the mask of an attention."""
+        return {"gather": tokens // self.cp * tokens, "ulysses": tokens * tokens, "ring": 0}[way]
 
     def rest(self, tokens: int) -> int:
         """What the rest of a layer keeps, in 16 bits ``(10 + 24 / tp)`` bytes per token and hidden feature: Korthikanti
@@ -75,7 +81,9 @@ class AttentionSizes:
         """The way that sends the fewest bytes of those that keep no more than the rest of a layer; and why."""
         ways = [w for w in get_args(Way) if w != "ulysses" or self.heads % self.cp == 0]
         limit = self.rest(tokens)
-        fit = [w for w in ways if w == "ring" or self.kept(w, tokens) <= limit]
+        # a mask too large to keep counts, too: it takes time, for keys that are hidden, and again in backward
+        most = {w: self.kept(w, tokens) + max(self.pairs(w, tokens) - LARGEST_MASK, 0) * self.itemsize for w in ways}
+        fit = [w for w in ways if w == "ring" or most[w] <= limit]
         found = min(fit, key=lambda way: self.sent(way, tokens))
         costs = ", ".join(f"{w} {_mib(self.sent(w, tokens))} and {_mib(self.kept(w, tokens))}" for w in ways)
         return found, (

@@ -17,7 +17,9 @@ def _words(*texts: str) -> frozenset[str]:
 
 
 _CONTRACTIONS = _words(
-    "linear matmul rmatmul mm bmm mv dot addmm baddbmm einsum tensordot scaled_dot_product_attention sum mean"
+    "linear matmul rmatmul mm bmm mv dot addmm baddbmm einsum tensordot sum mean scaled_dot_product_attention",
+    # the ring's
+    "scaled_dot_product_flash_attention_for_cpu scaled_dot_product_flash_attention_for_cpu_backward",
 )
 _CONVOLUTIONS = {"conv1d": 1, "conv2d": 2, "conv3d": 3}
 _REARRANGEMENTS = _words(

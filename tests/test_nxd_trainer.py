@@ -439,10 +439,19 @@ def test_stages_that_scripts_seed_differently_are_one_model() -> None:
         model = nxd.initialize_parallel_model(config, staged)
         return float(model.run_train(batches(1)[0], batches(1)[0])), model.head.weight.detach()
 
+    def alone(ctx: ParallelContext) -> tuple[float, Tensor]:
+        torch.manual_seed(7 + 100 * ctx.coord("pp"))
+        model = NxDPPModel(staged(), num_microbatches=2)
+        return float(model.run_train(batches(1)[0], batches(1)[0])), model.head.weight.detach()
+
     ((loss, head),) = run_ranks(mesh(), check)
     for mine, its_head in run_ranks(mesh(pp=2), check):
         assert torch.equal(its_head, head)
         assert mine == pytest.approx(loss, rel=1e-5)  # float32, microbatches
+    (first, its_head), (second, other) = run_ranks(mesh(pp=2), alone)
+    assert torch.equal(its_head, head)
+    assert torch.equal(other, head)
+    assert first == second
 
 
 # -- gradients by hand --------------------------------------------------------------------------------------

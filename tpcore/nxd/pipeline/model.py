@@ -6,13 +6,15 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ...layers.module import move_model_to_device
+from ...layers.sharding import sharding
 from ...log import inform
 from ...runtime.context import current
 from ...train.data_parallel import reduce_gradients
-from ...train.pipeline import PipelineModel, find_layers
+from ...train.pipeline import PipelinedLayers, PipelineModel, find_layers
 from ..wrapper import Wrapper
 
 _NAMES = """
@@ -81,6 +83,7 @@ class NxDPPModel(Wrapper):
         self._average_gradients = not (use_zero1_optimizer or use_optimizer_wrapper)
         self._average_loss = broadcast_and_average_loss
         self._engine = PipelineModel(module, num_microbatches)
+        _share_ends(module)
 
     def run_train(self, *args: Any, **kwargs: Any) -> Tensor:
         """Forward and backward of a batch; its loss, the same on every stage."""
@@ -111,6 +114,18 @@ class NxDPPModel(Wrapper):
 
     def local_named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         return self.original_torch_module.named_modules(*args, **kwargs)
+
+
+@torch.no_grad()
+def _share_ends(model: nn.Module) -> None:
+    """Give all stages the first one's values of what no stage owns, for scripts seed each stage differently."""
+    if (stages := current().over_axis("pp")) is None:
+        return
+    owned = {p for m in model.modules() if isinstance(m, PipelinedLayers) for p in m.parameters()}
+    for p in model.parameters():
+        found = sharding(p)
+        if p not in owned and not p.is_meta and (found is None or "pp" not in found.axes):
+            p.copy_(stages.broadcast(p, 0))
 
 
 def _check_options(options: Mapping[str, Any]) -> None:

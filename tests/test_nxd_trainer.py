@@ -212,7 +212,7 @@ def test_a_script_has_the_losses_of_one_process_saved_and_resumed(
     ("given", "said"),
     [
         ({"pad_model": True}, "pad=True to the layers"),
-        ({"lora_config": {}}, "no adapters"),
+        ({"lora_config": {}}, "get_peft_model"),
         ({"tensor_parallel_size": 4}, "wants tp=4, and the job runs on .*'tp': 2"),
         ({"optimizer_config": {"zero_one": True}}, r"optimizer_config has \['zero_one'\]"),
         ({"mixed_precision_config": {"use_master_weights": True}}, "'zero_one_enabled': True"),

@@ -235,7 +235,7 @@ def test_scripts_for_optimum_neuron() -> None:
     assert text.startswith(f"import {home} as on\n")
     assert at(late.findings, 10) == []  # on.NeuronTrainingArguments
     assert [f for f in late.findings if f.new is None] == []
-    assert len({old.rpartition(".")[2] for old in OPTIMUM}) == 18
+    assert len({old.rpartition(".")[2] for old in OPTIMUM}) == 21
 
 
 def test_what_transformers_5_has_not_in_scripts_for_optimum_neuron() -> None:
@@ -282,13 +282,18 @@ def test_formatting_stays() -> None:
 @pytest.mark.parametrize(
     ("name", "instead"),
     [
-        ("expert_mlps.ExpertMLPs", "capacity_factor="),
-        ("loss_function.load_balancing_loss_func", "output_router_logits=True"),
-        ("routing.RouterTopK", "docs/experts.md"),
+        ("neuronx_distributed.modules.moe.expert_mlps.ExpertMLPs", "capacity_factor="),
+        ("neuronx_distributed.modules.moe.loss_function.load_balancing_loss_func", "output_router_logits=True"),
+        ("neuronx_distributed.modules.moe.routing.RouterTopK", "docs/experts.md"),
+        ("neuronx_distributed.ModelBuilder", "tpcore.trace.parallel_model_trace"),
+        ("neuronx_distributed.NxDModel.load", "tpcore.trace.parallel_model_load"),
+        ("neuronx_distributed.shard_checkpoint", "replace_weights"),
+        ("neuronx_distributed.scripts.checkpoint_converter.CheckpointConverterBase", "tpcore checkpoint consolidate"),
+        ("optimum.neuron.NeuronModelForCausalLM", "tpcore serve"),
     ],
 )
-def test_modules_of_experts_are_those_of_transformers(name: str, instead: str) -> None:
-    found = counterpart(f"neuronx_distributed.modules.moe.{name}")
+def test_what_is_not_here_has_something_instead(name: str, instead: str) -> None:
+    found = counterpart(name)
     assert found is not None
     assert found.new is None
     assert instead in found.note
@@ -324,6 +329,10 @@ def test_the_command(write: bool, tmp_path: Path) -> None:
     (tmp_path / "late.py").write_text(NXD_18)
     assert CliRunner().invoke(app, ["migrate", str(tmp_path / "late.py")]).exit_code == 1
     assert CliRunner().invoke(app, ["migrate", str(tmp_path / "none.py")]).exit_code == 2
+    (tmp_path / "book.ipynb").write_text('{"cells": [{"source": ["import neuronx_distributed"]}], "metadata": {}}')
+    done = CliRunner().invoke(app, ["migrate", str(tmp_path / "book.ipynb")])
+    assert done.exit_code == 2
+    assert "nbconvert" in done.output
 
 
 # -- tpcore doctor ------------------------------------------------------------------------------------------

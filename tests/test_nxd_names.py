@@ -243,6 +243,10 @@ def test_documented_calls_of_save_and_load(tmp_path: Path) -> None:
             assert rest["step"] == 3
             assert torch.equal(other.weight, model.weight)
             assert torch.equal(other.bias, model.bias)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for later in ((None, optimizer), (model, None, "model")):  # they had been read as model_key and sharded
+            with pytest.raises(TypeError, match="model_or_optimizer= and others by name"):
+                pl.load(by_keyword, *later)
 
     run_ranks(_mesh(2), check)
     for directory in (by_keyword, later_names, by_position):

@@ -212,7 +212,7 @@ def test_a_script_has_the_losses_of_one_process_saved_and_resumed(
     ("given", "said"),
     [
         ({"pad_model": True}, "pad=True to the layers"),
-        ({"lora_config": {}}, "no adapters"),
+        ({"lora_config": {}}, "get_peft_model"),
         ({"tensor_parallel_size": 4}, "wants tp=4, and the job runs on .*'tp': 2"),
         ({"optimizer_config": {"zero_one": True}}, r"optimizer_config has \['zero_one'\]"),
         ({"mixed_precision_config": {"use_master_weights": True}}, "'zero_one_enabled': True"),
@@ -405,6 +405,29 @@ def test_what_a_pipeline_cannot_have() -> None:
     run_ranks(mesh(pp=2), check)
 
 
+def test_a_pipeline_without_a_trainer_takes_the_mean_over_dp() -> None:
+    """With any optimizer, as its guide has it; ``broadcast_and_average_loss`` asks for the loss's mean as well."""
+
+    def step(ctx: ParallelContext, **options: bool) -> tuple[float, Tensor]:
+        torch.manual_seed(7)
+        model = NxDPPModel(staged(), Layer, 2, **options)
+        model.move_model_to_device()
+        assert "layers" in dict(model.local_named_modules())
+        mine = torch.cat(batches(2)).chunk(ctx.mesh.axes["dp"])[ctx.coord("dp")]
+        loss = model.run_train(mine, labels=mine)
+        torch.optim.SGD(model.local_parameters(), lr=1.0).step()
+        return float(loss), model.head.weight.detach()
+
+    ((loss, want),) = run_ranks(mesh(), step)
+    ends = run_ranks(mesh(pp=2, dp=2), lambda ctx: step(ctx, broadcast_and_average_loss=True))
+    for mean, head in ends:
+        assert mean == pytest.approx(loss, rel=1e-5)  # float32, microbatches
+        torch.testing.assert_close(head, want)
+    left = run_ranks(mesh(dp=2), lambda ctx: step(ctx, use_zero1_optimizer=True))
+    assert not torch.equal(left[0][1], left[1][1])
+    assert left[0][0] != left[1][0]
+
+
 def test_stages_that_scripts_seed_differently_are_one_model() -> None:
     """Published scripts add 100 times the stage to their seed; embedding and head are on every stage."""
 
@@ -416,10 +439,19 @@ def test_stages_that_scripts_seed_differently_are_one_model() -> None:
         model = nxd.initialize_parallel_model(config, staged)
         return float(model.run_train(batches(1)[0], batches(1)[0])), model.head.weight.detach()
 
+    def alone(ctx: ParallelContext) -> tuple[float, Tensor]:
+        torch.manual_seed(7 + 100 * ctx.coord("pp"))
+        model = NxDPPModel(staged(), num_microbatches=2)
+        return float(model.run_train(batches(1)[0], batches(1)[0])), model.head.weight.detach()
+
     ((loss, head),) = run_ranks(mesh(), check)
     for mine, its_head in run_ranks(mesh(pp=2), check):
         assert torch.equal(its_head, head)
         assert mine == pytest.approx(loss, rel=1e-5)  # float32, microbatches
+    (first, its_head), (second, other) = run_ranks(mesh(pp=2), alone)
+    assert torch.equal(its_head, head)
+    assert torch.equal(other, head)
+    assert first == second
 
 
 # -- gradients by hand --------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -142,8 +144,8 @@ def _said(ctx: tpcore.ParallelContext, out: Path) -> None:
         make(tensor_parallel_size=4)
     with pytest.raises(ValueError, match="give --zero_1 as well"):
         make(tensor_parallel_size=2, optimizer_use_master_weights=True)
-    with pytest.raises(ValueError, match="leave both out"):
-        neuron.TrainingNeuronConfig(tensor_parallel_size=2, fuse_qkv=True)
+    with pytest.raises(ValueError, match=r"virtual_pipeline_parallel_size=2.*leave it out"):
+        neuron.TrainingNeuronConfig(tensor_parallel_size=2, virtual_pipeline_parallel_size=2)
     with pytest.raises(TypeError, match="takes NeuronTrainingArguments"):
         neuron.NeuronTrainer(model(), arguments(out))
     args = make(tensor_parallel_size=2)
@@ -152,6 +154,17 @@ def _said(ctx: tpcore.ParallelContext, out: Path) -> None:
     assert args.mp_plugin == neuron.ModelParallelismPlugin(2, True, True), "fields by position, as published"
     assert args.trn_config.should_parallelize
     assert not args.zero1_options
+    both = {"master_dtype": torch.float32, "grad_dtype": torch.float32}
+    wide = partial(make, tensor_parallel_size=2, zero_1=True)
+    assert wide(bf16=True).zero1_options == both, "as in current releases"
+    assert wide().zero1_options == wide(bf16=True, optimizer_use_master_weights=False).zero1_options == {}
+    ratio = make(tensor_parallel_size=2, warmup_ratio=0.25)
+    assert ratio.get_warmup_steps(8) == make(tensor_parallel_size=2, **_given(ratio)).get_warmup_steps(8) == 2
+
+
+def _given(args: Any) -> dict[str, Any]:
+    """What scripts hand on of ``to_dict()``."""
+    return {name: args.to_dict()[name] for name in ("warmup_steps", "warmup_ratio")}
 
 
 def _seq2seq() -> Any:
@@ -205,6 +218,10 @@ def _in_bfloat16(ctx: tpcore.ParallelContext, out: Path) -> None:
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(tokenizers.models.BPE()))
     assert neuron.NeuronTrainer(model=model(), args=args, tokenizer=tokenizer).processing_class is tokenizer
     neuron.send_example_telemetry("run_clm", args, framework="pytorch")
+    heard = io.StringIO()
+    with contextlib.redirect_stderr(heard):
+        neuron.NeuronTrainer(model=model().to(torch.bfloat16), args=args)
+    assert ("--zero_1" in heard.getvalue()) == (ctx.rank == 0)
 
 
 def test_scripts_of_transformers_4_and_bf16_without_use_cpu(pool: RankPool, tmp_path: Path) -> None:
@@ -216,9 +233,6 @@ def test_what_does_not_fit_is_refused(pool: RankPool, tmp_path: Path) -> None:
 
 
 def _notes(ctx: tpcore.ParallelContext, out: Path) -> str:
-    import contextlib
-    import io
-
     heard = io.StringIO()
     with contextlib.redirect_stderr(heard):
         neuron.NeuronTrainingArguments(
@@ -234,7 +248,7 @@ def _notes(ctx: tpcore.ParallelContext, out: Path) -> str:
             stochastic_rounding_enabled=True,
             optimizer_save_master_weights_in_ckpt=True,
         )
-        neuron.TrainingNeuronConfig(2, recompute_causal_mask=False, transpose_nki_inputs=False)
+        neuron.TrainingNeuronConfig(2, fuse_qkv=True, recompute_causal_mask=False, transpose_nki_inputs=False)
         reset()
         neuron.NeuronAccelerator(mp_plugin=neuron.ModelParallelismPlugin(2), autocast_backend="amp", cpu=True)
     return heard.getvalue()

@@ -17,6 +17,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 import tpcore
+from tpcore import errors
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = {"tpcore", "tpcore_cpu_gloo", "tpcore_cuda", "tpcore_neuron"}
@@ -201,3 +202,9 @@ def test_each_import_that_needs_an_extra_names_it():
     out = subprocess.check_output([sys.executable, "-c", code, *wanted], text=True)
     for said, (statement, (library, extra)) in zip(out.splitlines(), wanted.items(), strict=True):
         assert said.endswith(f" needs {library}, which is not installed: pip install 'tpcore[{extra}]'"), statement
+
+
+def test_a_module_that_fails_inside_says_why_itself() -> None:
+    """transformers raises an error without a module's name where an import inside of it fails."""
+    with pytest.raises(ModuleNotFoundError, match="Could not import module 'Trainer'"), errors.extra("trainer", "x"):
+        raise ModuleNotFoundError("Could not import module 'Trainer'")

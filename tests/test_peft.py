@@ -168,6 +168,33 @@ def test_sequence_parallelism(how: str, tp: int) -> None:
     assert_equal(llama, how, Mesh({"tp": tp}), {}, sequence_parallel=True)
 
 
+def test_layers_that_gather_tokens_themselves() -> None:
+    """As a model has them that is written with sharded layers, without ``parallelize``."""
+
+    def check(ctx: tpcore.ParallelContext) -> list[Tensor]:
+        torch.manual_seed(0)
+        options: dict[str, Any] = {"bias": False, "dtype": torch.float64, "sequence_dim": 0}
+        up = tpcore.ColumnParallelLinear(6, 8, gather_output=False, **options)
+        down = tpcore.RowParallelLinear(8, 6, input_is_parallel=True, **options)
+        config = peft.LoraConfig(target_modules=["0", "2"], r=2, init_lora_weights="gaussian")
+        model = get_peft_model(nn.Sequential(up, nn.GELU(), down), config)
+        x = torch.arange(24, dtype=torch.float64).sin().view(4, 6)
+        mine = ctx.comm("tp").split(x, 0)
+        for _, layer in model.named_modules():
+            for b in getattr(layer, "lora_B", {}).values():
+                nn.init.constant_(b.weight, 0.1)
+        out = model(mine)
+        out.square().sum().backward()
+        return [ctx.comm("tp").all_gather(out, 0), *(p.grad for n, p in model.named_parameters() if "lora_" in n)]
+
+    (want,) = run_ranks(Mesh({"tp": 1}), check)
+    for got in run_ranks(TWO, check):
+        for mine, whole in zip(got, want, strict=True):
+            if mine.shape == whole.shape:
+                torch.testing.assert_close(mine, whole, rtol=EXACT, atol=EXACT)
+        assert [t.shape == w.shape for t, w in zip(got, want, strict=True)] == [True, True, False, False, True]
+
+
 def test_files_open_on_one_process_and_on_any_mesh(tmp_path: Path) -> None:
     whole = adapted(llama, "", {})
     warm(whole)

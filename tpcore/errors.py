@@ -45,7 +45,7 @@ def extra(name: str, user: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as e:
         missing = (e.name or "").partition(".")[0]
-        if missing.startswith("tpcore"):
+        if not missing or missing.startswith("tpcore"):  # transformers raises one without a name, and says why
             raise
         text = f"{user} needs {missing}, which is not installed: pip install 'tpcore[{name}]'"
         raise ModuleNotFoundError(text, name=e.name) from None

@@ -23,6 +23,8 @@ def migrate(
     """
     if not path.exists():
         raise typer.BadParameter(f"there is no {path}")
+    if path.suffix == ".ipynb":  # JSON, which reads as Python without imports
+        raise typer.BadParameter(f"{path} is a notebook: `jupyter nbconvert --to script` makes a script of it")
     files = changed = gone = stays = 0
     for file in _scripts(path):
         try:

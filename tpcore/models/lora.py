@@ -51,12 +51,13 @@ class ShardedLora(lora.Linear):  # type: ignore[misc, unused-ignore]
         if isinstance(base, ColumnParallelLinear):
             if base.__dict__.get(IS_HEAD):
                 raise ValueError(HEAD.format(f"of {base.out_features} features"))
-            own |= {"gather_output": base.gather_output, "pad": base.features.padded}
+            own |= {"gather_output": base.gather_output, "pad": base.features.padded, "sequence_dim": base.sequence_dim}
             self.lora_B[name] = part = ColumnParallelLinear.from_plain(b, blocks=blocks, **own)
             if base.input_is_copied:
                 # one copy of the input, for all layers that read it, sums its gradient: what A adds to it has
-                # to be this rank's part too, and A's own gradient is summed
+                # to be this rank's part too
                 part.input_is_copied = True
+            if base.input_is_copied or base.sequence_dim is not None:  # each rank has a part of A's gradient
                 sum_gradients(a, base.tp)
         else:
             split, pad = base.input_is_parallel, base.features.padded

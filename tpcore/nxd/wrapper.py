@@ -9,7 +9,7 @@ from torch import nn
 
 
 class Wrapper(nn.Module):
-    """A model that is trained another way. Names of parameters and state are those of the model inside."""
+    """A model that is trained another way. Names of parameters and state, and what it lacks, are the model's inside."""
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
@@ -26,3 +26,11 @@ class Wrapper(nn.Module):
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         return self.original_module().load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name in ("module", "_original"):  # not there yet
+                raise
+            return getattr(self.original_module(), name)

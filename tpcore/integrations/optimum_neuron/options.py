@@ -43,6 +43,7 @@ NOTES = {
     "stochastic_rounding_enabled": "the device takes it from NEURON_RT_STOCHASTIC_ROUNDING_EN",
     "optimizer_save_master_weights_in_ckpt": "a Zero1's master weights are always saved with its state",
     "recompute_causal_mask": "models make their masks themselves",
+    "fuse_qkv": "projections stay as the model has them, with the same results",
     "transpose_nki_inputs": "attention is that of the model",
 }
 
@@ -148,11 +149,10 @@ class TrainingNeuronConfig(_Parallelism):
     transpose_nki_inputs: bool = True
 
     def __post_init__(self) -> None:
-        if self.virtual_pipeline_parallel_size > 1 or self.fuse_qkv:
+        if self.virtual_pipeline_parallel_size > 1:
             raise ValueError(
-                f"virtual_pipeline_parallel_size={self.virtual_pipeline_parallel_size}, fuse_qkv="
-                f"{self.fuse_qkv}: a stage runs its layers in one piece, and projections stay as the model "
-                "has them; leave both out"
+                f"virtual_pipeline_parallel_size={self.virtual_pipeline_parallel_size}: a stage runs its layers in one "
+                "piece; leave it out"
             )
         join(self.tensor_parallel_size, self.pipeline_parallel_size)
         note(vars(self), defaults_of(type(self)))

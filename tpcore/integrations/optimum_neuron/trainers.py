@@ -6,9 +6,12 @@ import inspect
 from functools import wraps
 from typing import Any
 
+import torch
 import transformers
 from torch import nn
 
+from ...log import inform
+from ...runtime.context import current
 from ..accelerate import Accelerator
 from ..accelerate.state import over_dp
 from ..transformers import Trainer
@@ -44,6 +47,9 @@ class NeuronTrainer(Trainer):
             options["model_init"] = wraps(make)(lambda *args: plugin.parallelize_model(make(*args)))
         given = zip(_AFTER_ARGS, rest, strict=False)
         super().__init__(model, args=args, zero1=args.zero1_options, **dict(given), **options)
+        trained = {p.dtype for p in self.model.parameters() if p.requires_grad}
+        if torch.bfloat16 in trained and not args.zero_1 and current().rank == 0:
+            inform("zero_1=False: bfloat16 weights without float32 copies; --zero_1, in 0.4 the default, keeps them")
 
     def save_weights(self, where: str) -> None:
         if isinstance(getattr(self.model, "peft_config", None), dict):

@@ -35,9 +35,12 @@ class NeuronTrainingArguments(transformers.TrainingArguments):
     neuron_cc_optlevel: str = _flag("auto", "The compiler takes it from NEURON_CC_FLAGS.")
     skip_cache_push: bool = _flag(False, "Needs nothing here.")
     stochastic_rounding_enabled: bool = _flag(False, "The device takes it from its environment.")
-    optimizer_use_master_weights: bool = _flag(False, "With zero_1: float32 copies of the weights.")
-    optimizer_use_fp32_grad_acc: bool = _flag(False, "With zero_1: sum gradients in float32.")
+    optimizer_use_master_weights: bool = _flag(None, "With zero_1: float32 copies of the weights. So with bf16.")
+    optimizer_use_fp32_grad_acc: bool = _flag(None, "With zero_1: sum gradients in float32. So with bf16.")
     optimizer_save_master_weights_in_ckpt: bool = _flag(False, "They are always saved.")
+    fuse_qkv: bool = _flag(False, "Needs nothing here.")
+    recompute_causal_mask: bool = _flag(True, "Needs nothing here.")
+    warmup_ratio: float = _flag(0.0, "warmup_steps as a part of all steps, by its name before transformers 5.")
     overwrite_output_dir: bool = _flag(False, "For the script: start anew where output_dir has checkpoints.")
 
     def __post_init__(self) -> None:
@@ -47,6 +50,7 @@ class NeuronTrainingArguments(transformers.TrainingArguments):
                 "optimizer_use_master_weights and optimizer_use_fp32_grad_acc are of the optimizer that "
                 "zero_1 makes: give --zero_1 as well"
             )
+        self.warmup_steps = self.warmup_steps or self.warmup_ratio
         self.use_cpu = self.use_cpu or current().device.type == "cpu"  # a GPU that is there is not used
         super().__post_init__()
         note(vars(self), defaults_of(NeuronTrainingArguments))
@@ -95,7 +99,7 @@ class NeuronTrainingArguments(transformers.TrainingArguments):
         if not self.zero_1:
             return False
         wide = {"master_dtype": self.optimizer_use_master_weights, "grad_dtype": self.optimizer_use_fp32_grad_acc}
-        return {name: torch.float32 for name, asked in wide.items() if asked}
+        return {name: torch.float32 for name, asked in wide.items() if (self.bf16 if asked is None else asked)}
 
 
 @dataclass

@@ -54,7 +54,12 @@ MEANINGS = (
     Meaning("get_grad_norm", "zero1_optimizer", "a ValueError: use the optimizer's norm()", _true),
     Meaning("parallel_cross_entropy", "label_smoothing", "smooths as torch.nn.functional.cross_entropy does", _true),
     Meaning("initialize_model_parallel", "mesh_only", "no such argument: tpcore.Mesh needs no job"),
-    Meaning("neuronx_distributed_config", "lora_config", "a ValueError: there are no adapters", _true),
+    Meaning(
+        "neuronx_distributed_config",
+        "lora_config",
+        "a ValueError: let model_fn return tpcore.integrations.peft.get_peft_model(...)",
+        _true,
+    ),
     Meaning("neuronx_distributed_config", "pad_model", "a ValueError: pass pad=True to the layers", _true),
     Meaning("NxDPPModel", "virtual_pipeline_size", "a ValueError unless 1", _not_one),
     Meaning("NxDPPModel", None, "run_train returns the loss on every rank; a last stage needs no test of its own"),

@@ -43,6 +43,7 @@ _ABSENT = {old: to for old, to in _ROWS.items() if to.new is None}
 """What tpcore lacks of NxD, with what to do instead. The longest match counts."""
 
 _OF_OPTIMUM = {
+    "NeuronModelForCausalLM": "tpcore.parallelize(AutoModelForCausalLM.from_pretrained(...)), or `tpcore serve`",
     "NeuronORPOTrainer": "tpcore.integrations.trl.DPOTrainer, or a loss of one's own in NeuronTrainer",
     "NeuronGRPOTrainer": "there is none: it needs a server that generates",
 }

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from ...layers.module import move_model_to_device
+from ...layers.sharding import sharding
 from ...log import inform
 from ...runtime.context import current
-from ...train.pipeline import PipelineModel, find_layers
+from ...train.data_parallel import reduce_gradients
+from ...train.pipeline import PipelinedLayers, PipelineModel, find_layers
 from ..wrapper import Wrapper
 
 _NAMES = """
-auto_partition broadcast_and_average_loss use_zero1_optimizer use_model_wrapper use_optimizer_wrapper input_names
-leaf_module_cls autowrap_functions autowrap_modules autowrap_obj_methods tracer_cls param_init_fn return_loss_on_cpu
-deallocate_pipeline_outputs fuse_microbatches
+auto_partition use_model_wrapper input_names leaf_module_cls autowrap_functions autowrap_modules autowrap_obj_methods
+tracer_cls param_init_fn return_loss_on_cpu deallocate_pipeline_outputs fuse_microbatches
 """
 _NEEDS_NOTHING = frozenset(_NAMES.split())
 """Arguments that ask for what is so here anyhow, or for a step that is not taken."""
@@ -39,6 +42,9 @@ class NxDPPModel(Wrapper):
     ``.loss`` or first in a tuple. ``transformer_layer_cls``: of these layers, checked. ``pipeline_cuts``: the last
     layer of each stage but the last, checked to be these. Names of parameters and state are those of ``module``.
 
+    ``run_train`` leaves gradients that are means over dp, unless ``use_zero1_optimizer`` or ``use_optimizer_wrapper``
+    says that the optimizer takes them. ``broadcast_and_average_loss``: the returned loss is a mean over dp too.
+
     The module's own forward runs, without tracing: arguments about tracing and about memory need nothing
     here, and one line names those that are given. ValueError for what would change the result:
     ``virtual_pipeline_size`` above 1, ``return_mb_loss``, stages of unlike sizes, a loss elsewhere in the
@@ -53,6 +59,10 @@ class NxDPPModel(Wrapper):
         virtual_pipeline_size: int = 1,
         output_loss_value_spec: Any = None,
         pipeline_cuts: Sequence[str] | None = None,
+        *,
+        broadcast_and_average_loss: bool = False,
+        use_zero1_optimizer: bool = False,
+        use_optimizer_wrapper: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(module)
@@ -70,23 +80,52 @@ class NxDPPModel(Wrapper):
             _check_cuts(pipeline_cuts, len(layers), current().mesh.axes.get("pp", 1))
         self.transformer_layer_cls = type(layers[0]) if transformer_layer_cls is None else transformer_layer_cls
         self.original_torch_module = module
+        self._average_gradients = not (use_zero1_optimizer or use_optimizer_wrapper)
+        self._average_loss = broadcast_and_average_loss
         self._engine = PipelineModel(module, num_microbatches)
+        _share_ends(module)
 
     def run_train(self, *args: Any, **kwargs: Any) -> Tensor:
         """Forward and backward of a batch; its loss, the same on every stage."""
-        return self._engine.run_train(*args, **kwargs)
+        loss = self._engine.run_train(*args, **kwargs)
+        if self._average_gradients:
+            reduce_gradients(self.original_torch_module)
+        return self._over_dp(loss)
 
     def run_eval(self, *args: Any, **kwargs: Any) -> Tensor:
         """The loss of a batch, without backward."""
-        return self._engine.run_eval(*args, **kwargs)
+        return self._over_dp(self._engine.run_eval(*args, **kwargs))
+
+    def _over_dp(self, loss: Tensor) -> Tensor:
+        data = current().data
+        return data.all_reduce(loss.reshape(1)).reshape(()) / data.size if self._average_loss else loss
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.original_torch_module(*args, **kwargs)
+
+    def move_model_to_device(self) -> None:
+        """Move what this stage has to this rank's device."""
+        move_model_to_device(self.original_torch_module, current().device)
 
     # what is local is all that a stage has
     local_parameters = Wrapper.parameters
     local_named_parameters = Wrapper.named_parameters
     local_state_dict = Wrapper.state_dict
+
+    def local_named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        return self.original_torch_module.named_modules(*args, **kwargs)
+
+
+@torch.no_grad()
+def _share_ends(model: nn.Module) -> None:
+    """Give all stages the first one's values of what no stage owns, for scripts seed each stage differently."""
+    if (stages := current().over_axis("pp")) is None:
+        return
+    owned = {p for m in model.modules() if isinstance(m, PipelinedLayers) for p in m.parameters()}
+    for p in model.parameters():
+        found = sharding(p)
+        if p not in owned and not p.is_meta and (found is None or "pp" not in found.axes):
+            p.copy_(stages.broadcast(p, 0))
 
 
 def _check_options(options: Mapping[str, Any]) -> None:

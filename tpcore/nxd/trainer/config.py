@@ -44,7 +44,7 @@ def neuronx_distributed_config(
     refused = {
         "lnc_size": (lnc_size, 1, "tp ranks are contiguous on every device"),
         "pad_model": (pad_model, False, "pass pad=True to the layers whose sizes tp does not divide"),
-        "lora_config": (lora_config, None, "there are no adapters"),
+        "lora_config": (lora_config, None, "model_fn can return tpcore.integrations.peft.get_peft_model(...)"),
     }
     for name, (value, only, why) in refused.items():
         if value != only:

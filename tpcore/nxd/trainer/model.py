@@ -61,14 +61,6 @@ class NxDModel(Wrapper):
         found: Iterator[tuple[str, nn.Module]] = self.original_module().named_modules(*args, **kwargs)
         return found
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name in ("module", "_original"):
-                raise
-            return getattr(self.original_module(), name)
-
 
 def initialize_parallel_model(
     nxd_config: Config,
@@ -96,7 +88,7 @@ def initialize_parallel_model(
     classes = _checkpointed(model, nxd_config["activation_checkpoint_config"])
     wrapped: nn.Module = model
     if nxd_config["pipeline_parallel_size"] > 1:
-        wrapped = NxDPPModel(model, **nxd_config["pipeline_config"])
+        wrapped = NxDPPModel(model, **{"use_optimizer_wrapper": True, **nxd_config["pipeline_config"]})
     move_model_to_device(model, current().device)
     # the layers of a pipeline are computed again anyhow
     pipelined = {child for m in model.modules() if isinstance(m, PipelinedLayers) for child in m.modules()}

@@ -64,17 +64,19 @@ def serve(
 
 
 def _rounds(options: dict[str, Any], listener: socket.socket, ended: list[int]) -> int:
-    """Start the ranks, again after each loss. The exit code: 1 if they never came to serve."""
+    """Start the ranks, again after each loss. The exit code: 1 if they never came to serve, or twice in a row."""
     at = "http://{}:{}".format(*listener.getsockname()[:2])
+    before = False  # whether they served the last time: what ended one rank may end it once more while it starts
     while True:
         started = time.monotonic()
         served, lost = _round(options, listener, ended, at)
         if ended:
             return 0
-        if not served:
+        if not (served or before):
             typer.echo(f"tpcore serve: {lost} before it could serve", err=True)
             return 1
         typer.echo(f"tpcore serve: {lost}; after {time.monotonic() - started:.0f} s, the ranks start again", err=True)
+        before = served
 
 
 def _round(options: dict[str, Any], listener: socket.socket, ended: list[int], at: str) -> tuple[bool, str]:

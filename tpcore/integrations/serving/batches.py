@@ -53,9 +53,10 @@ class Batches(CBGenerateManager):
             raise HTTPException(429, f"{self._most} requests are open, and no more are taken: try again later")
         ids = inputs["input_ids"]
         if not ids:
-            raise ValueError("the prompt has no tokens")
+            raise HTTPException(400, "the prompt has no tokens")
         if len(ids) >= self.limit:
-            raise ValueError(f"the prompt has {len(ids)} tokens, and prompt and answer may have {self.limit} together")
+            told = f"the prompt has {len(ids)} tokens, and prompt and answer may have {self.limit} together"
+            raise HTTPException(400, told)
         gen_config.max_new_tokens = min(gen_config.max_new_tokens, self.limit - len(ids))
         seed = getattr(gen_config, "seed", None)
         sampled = gen_config.do_sample and gen_config.temperature != 0
@@ -70,6 +71,7 @@ class Batches(CBGenerateManager):
             found,
             response_parser=response_parser,
             stops=[stops] if isinstance(stops, str) else stops,
+            config=gen_config,
         )
         self._cb.register_result_handler(request_id, stream.take)
         taken = self._cb.add_request(
@@ -107,9 +109,11 @@ class Batches(CBGenerateManager):
 class Stream(CBStreamer):
     """The text of one request, up to the first of its ``stops``."""
 
-    def __init__(self, *args: Any, stops: list[str], **options: Any) -> None:
+    def __init__(self, *args: Any, stops: list[str], config: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._stops, self._held, self._over = stops, "", False
+        self._stops, self._config, self._held, self._over = stops, config, "", False
+        ends = config.eos_token_id
+        self._ends = ends if isinstance(ends, list) else [ends]
         self.tokens: list[int] = []
 
     def take(self, output: Any) -> None:
@@ -128,14 +132,14 @@ class Stream(CBStreamer):
             if self._over:
                 return
         if output.is_finished():
-            self._end(self._held)
+            self._end(self._held, self.tokens[-1] in self._ends)
 
     def _feed(self, text: str) -> None:
         text = self._held + text
         at = min((i for stop in self._stops if (i := text.find(stop)) >= 0), default=None)
         if at is not None:
             self.cancel()
-            self._end(text[:at])
+            self._end(text[:at], True)
             return
         begun = max(
             (n for stop in self._stops for n in range(1, min(len(stop), len(text) + 1)) if text.endswith(stop[:n])),
@@ -152,7 +156,9 @@ class Stream(CBStreamer):
             for item in response_events_to_chunks(parser.feed(text)):
                 self._queue.put_nowait(item)
 
-    def _end(self, rest: str) -> None:
+    def _end(self, rest: str, stopped: bool) -> None:
+        if stopped:
+            self._config.max_new_tokens = None  # else transformers calls the end with the last token "length"
         self._send(rest)
         self._over = True
         self.end()

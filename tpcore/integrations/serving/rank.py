@@ -30,6 +30,9 @@ from .sampling import sample_by_request
 from .server import application
 
 _PATIENCE = 10  # seconds for open requests, when the server is told to end
+_KEEP_ALIVE = 75
+"""Seconds that an idle connection stays open, longer than those of clients (httpx: 5) and proxies (60): a server that
+closes first does so while a request is on its way."""
 _POLL = 0.1
 _FULL = 16
 """Requests of the full length that the caches hold, where memory lets them."""
@@ -69,7 +72,13 @@ class _Unread(Queue[Any]):
 async def _served(app: Any, engine: Any, listener: socket.socket, ready: int) -> bool:
     """Serve until a signal, or until the engine stops. Whether it was a signal."""
     server = uvicorn.Server(
-        uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_PATIENCE, access_log=False)
+        uvicorn.Config(
+            app,
+            log_level="warning",
+            timeout_graceful_shutdown=_PATIENCE,
+            timeout_keep_alive=_KEEP_ALIVE,
+            access_log=False,
+        )
     )
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
     told = False

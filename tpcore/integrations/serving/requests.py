@@ -13,6 +13,7 @@ _NUMBERS: dict[str, tuple[type, float, float]] = {
     "max_completion_tokens": (int, 1, 2**31 - 1),
     "temperature": (float, 0, 2),
     "top_p": (float, 0, 1),
+    "top_k": (int, 0, 2**31 - 1),
     "seed": (int, 0, 2**63 - 1),
 }
 _NO_EFFECT = ("user", "metadata", "store", "service_tier", "stream_options", "parallel_tool_calls")

@@ -14,7 +14,7 @@ class Sampling(ContinuousBatchingLogitsProcessor):
     """Leaves each row one token, which the engine's argmax takes.
 
     A request has ``temperature`` (0: the most likely token), ``top_k`` (0: all), ``top_p`` (1: all) and ``seed``. Its
-    numbers are drawn from the seed and the number of its token, not from a stream that other requests use too.
+    numbers are drawn from the seed and the place of its token, not from a stream that other requests use too.
     """
 
     supported_kwargs = {"temperature": float, "top_k": int, "top_p": float, "seed": int}
@@ -28,7 +28,9 @@ class Sampling(ContinuousBatchingLogitsProcessor):
 
     def prepare_tensor_args(self, requests_with_new_token: list[Any]) -> Tensor:
         states = [request.state for request in requests_with_new_token]
-        self._rows = [(state.logit_processor_kwargs, state.generated_len()) for state in states]
+        # the place: a request that made room in a full cache begins again with its tokens as a part of the prompt
+        places = [len(state.initial_tokens) + state.generated_len() for state in states]
+        self._rows = [(state.logit_processor_kwargs, place) for state, place in zip(states, places, strict=True)]
         return torch.zeros(len(states), dtype=torch.int32)
 
     def __call__(self, scores: Tensor, tensor_arg: Tensor) -> Tensor:

@@ -52,13 +52,16 @@ class _One:
 
 
 class _Sampled:
-    """A temperature above 0 samples, whatever the model's default is."""
+    """A temperature above 0 samples, whatever the model's default is. ``top_k`` is no option of OpenAI's."""
+
+    def _validate_request(self, body: dict[str, Any]) -> None:
+        super()._validate_request({n: v for n, v in body.items() if n != "top_k"})  # type: ignore[misc]
 
     def _build_generation_config(self, body: dict[str, Any], *args: Any, **options: Any) -> Any:
         config = super()._build_generation_config(body, *args, **options)  # type: ignore[misc]
         if body.get("temperature"):
             config.do_sample = True
-        config.seed = body.get("seed")
+        config.top_k, config.seed = body.get("top_k", config.top_k), body.get("seed")
         return config
 
 

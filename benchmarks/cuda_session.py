@@ -9,14 +9,15 @@ others go on. The file holds all that was measured so far, whenever the session 
     verify    `tpcore verify` at tp=1, and at tp=2 (over NCCL on two GPUs, else over gloo with both ranks on one)
     curve     losses of a small Llama in float32, on the CPU and on the GPU at tp=1 and 2: 1e-4 apart at most
     reads     a step under torch's own detector of synchronizations, set to raise
-    step      a training step of a Llama with a billion parameters in bfloat16: seconds, and peak of a rank's memory
+    step      a training step of a Llama with a billion parameters in bfloat16: seconds (the median, the fastest and the
+              slowest round: what differs less than these do is noise), and peak of a rank's memory in these rounds
     loss      forward and backward of the loss alone, beside F.cross_entropy and Liger's, where that is installed
     generate  tokens a second, by transformers' `generate`
 
 The contestants of a stage: `plain` is transformers alone, `tpcore` the same model after `tpcore.parallelize`,
-`compiled` after torch.compile too, `graphs` with a static cache, whose decode step is captured.
-At tp=1 tpcore ought to cost nothing. tp=2 on one GPU has twice the work of tp=1 for
-one device, so it shows costs, not gains. With ``--backend cpu_gloo --size tiny`` the session runs where no GPU is.
+`plain compiled` and `tpcore compiled` after torch.compile too, `tpcore graphs` with a static cache, whose decode step
+is captured. At tp=1 tpcore ought to cost nothing. tp=2 on one GPU has twice the work of tp=1 for one device, so it
+shows costs, not gains. With ``--backend cpu_gloo --size tiny`` the session runs where no GPU is.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import torch
@@ -61,9 +64,11 @@ class Device:
         self.device = device
         self.cuda = device.type == "cuda"
 
-    def seconds(self, run: Callable[[], object], rounds: int) -> float:
+    def seconds(self, run: Callable[[], object], rounds: int) -> dict[str, float]:
         for _ in range(2):
             run()
+        if self.cuda:
+            torch.cuda.reset_peak_memory_stats()  # of how the model was made, in float32, and compiled
         taken = []
         for _ in range(rounds):
             self.wait()
@@ -71,19 +76,19 @@ class Device:
             run()
             self.wait()
             taken.append(time.perf_counter() - began)
-        return statistics.median(taken)
+        return {"seconds": statistics.median(taken), "fastest": min(taken), "slowest": max(taken)}
 
     def wait(self) -> None:
         if self.cuda:
             torch.cuda.synchronize()
 
-    def peak(self) -> int:
-        return torch.cuda.max_memory_allocated() if self.cuda else 0
+    def peak(self) -> int | None:
+        return torch.cuda.max_memory_allocated() if self.cuda else None
 
 
 def joined(options: Namespace) -> Device:
     """The device, after ``tpcore.init`` unless the contestant is plain."""
-    if options.contestant == "plain":
+    if options.contestant.startswith("plain"):
         return Device(torch.device("cuda" if options.backend == "cuda" else "cpu"))
     return Device(tpcore.init(backend=options.backend, tp=options.tp).device)
 
@@ -93,14 +98,14 @@ def llama(size: Size, options: Namespace, at: torch.device, dtype: torch.dtype) 
     with at:
         model: Any = transformers.LlamaForCausalLM(size.config())
     model = model.to(dtype)
-    if options.contestant != "plain":
+    if not options.contestant.startswith("plain"):
         model = tpcore.parallelize(model).to(at)
-    return torch.compile(model) if options.contestant == "compiled" else model
+    return torch.compile(model) if options.contestant.endswith("compiled") else model
 
 
 def stepping(model: Any, ids: Tensor, options: Namespace) -> Callable[[], Tensor]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
-    step = optimizer.step if options.contestant == "plain" else lambda: tpcore.optimizer_step(optimizer)
+    step = optimizer.step if options.contestant.startswith("plain") else lambda: tpcore.optimizer_step(optimizer)
 
     def run() -> Tensor:
         loss: Tensor = model(input_ids=ids, labels=ids).loss
@@ -134,14 +139,13 @@ def reads(options: Namespace) -> dict[str, Any]:
     run()
     if on.cuda:
         torch.cuda.set_sync_debug_mode("default")
-    return {"reads": 0}
+    return {"reads": 0 if on.cuda else None}  # a CPU has no detector
 
 
 def step(options: Namespace) -> dict[str, Any]:
     on, size = joined(options), SIZES[options.size]
     run = stepping(llama(size, options, on.device, torch.bfloat16), batch(size, on.device), options)
-    seconds = on.seconds(run, options.rounds)
-    return {"seconds": seconds, "peak": on.peak(), "loss": float(run())}
+    return {**on.seconds(run, options.rounds), "peak": on.peak(), "loss": float(run())}
 
 
 def loss(options: Namespace) -> dict[str, Any]:
@@ -159,7 +163,7 @@ def loss(options: Namespace) -> dict[str, Any]:
         total(logits, target).mean().backward()
         logits.grad = None
 
-    return {"seconds": on.seconds(run, options.rounds), "peak": on.peak()}
+    return {**on.seconds(run, options.rounds), "peak": on.peak()}
 
 
 def generate(options: Namespace) -> dict[str, Any]:
@@ -167,66 +171,84 @@ def generate(options: Namespace) -> dict[str, Any]:
     model = llama(size, options, on.device, torch.bfloat16).eval()
     new = min(128, size.length // 2)
     # on a GPU transformers then compiles the decode step, and torch captures it as CUDA graphs
-    static: dict[str, Any] = {"cache_implementation": "static"} if options.contestant == "graphs" else {}
+    static: dict[str, Any] = {"cache_implementation": "static"} if options.contestant.endswith("graphs") else {}
     prompt = batch(size, on.device)[:, : size.length // 4]
 
     def run() -> None:
         model.generate(prompt, max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0, **static)
 
-    return {"tokens a second": len(prompt) * new / on.seconds(run, 3)}
+    found = on.seconds(run, 3)
+    return {"tokens a second": len(prompt) * new / found["seconds"], **found}
 
 
 WORK = {work.__name__: work for work in (curve, reads, step, loss, generate)}
 STAGES = ("doctor", *WORK, "verify")
+Variables = dict[str, str]
 
 
-def stages(options: Namespace) -> list[tuple[str, list[str], dict[str, str], float]]:
+def stages(options: Namespace) -> list[tuple[str, list[str], Variables, float]]:
     """(name, command, variables, seconds at most), in the order of what is worth most."""
     gpus = torch.cuda.device_count() if options.backend == "cuda" else 0
     # two ranks on one GPU: NCCL refuses them
     shared = {"TPCORE_CUDA_TRANSPORT": "gloo"} if gpus == 1 else {}
     tool = [sys.executable, "-m", "tpcore"]
-    found: list[tuple[str, list[str], dict[str, str], float]] = [("doctor", [*tool, "doctor"], {}, 60.0)]
+    found: list[tuple[str, list[str], Variables, float]] = [("doctor", [*tool, "doctor"], {}, 60.0)]
 
-    def add(work: str, contestant: str, tp: int = 1, limit: float = 60.0, backend: str = "") -> None:
-        given = ["--work", work, "--contestant", contestant, "--tp", str(tp), "--backend", backend or options.backend]
+    def add(work: str, who: str, tp: int = 1, limit: float = 60.0, backend: str = "", over: Variables = shared) -> None:
+        given = ["--work", work, "--contestant", who, "--tp", str(tp), "--backend", backend or options.backend]
         given += ["--size", options.size, "--rounds", str(options.rounds)]
-        ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={tp}", "-m"]
-        name = f"{work}, {contestant}, tp={tp}" + (", on the CPU" if backend else "")
-        found.append((name, [*ranks, "benchmarks.cuda_session", *given], shared if tp > 1 else {}, limit))
+        # one rank needs no launcher, which takes seconds to start
+        launcher = ["torch.distributed.run", "--standalone", f"--nproc_per_node={tp}", "-m"] if tp > 1 else []
+        name = f"{work}, {who}, tp={tp}" + (", on the CPU" if backend else "")
+        name += ", over NCCL on one GPU" if over is not shared else ""
+        command = [sys.executable, "-m", *launcher, "benchmarks.cuda_session", *given]
+        found.append((name, command, over if tp > 1 else {}, limit))
+
+    def verify(tp: int) -> None:
+        table = str(options.out.with_suffix(f".tp{tp}.json"))
+        command = [*tool, "verify", "--backend", options.backend, "--tp", str(tp), "--json", table]
+        found.append((f"verify, tp={tp}", command, shared if tp > 1 else {}, 150.0))
 
     add("curve", "tpcore", backend="cpu_gloo")
     for tp in (1, 2):
         add("curve", "tpcore", tp)
-    for contestant in ("plain", "tpcore", "compiled"):
+    for contestant in ("plain", "tpcore"):
         add("step", contestant, limit=90.0)
     add("reads", "tpcore")
+    verify(1)
+    if gpus == 1 and torch.cuda.nccl.version() >= (2, 30):
+        add("curve", "tpcore", 2, over={"NCCL_MULTI_RANK_GPU_ENABLE": "1"})
+    for contestant in ("plain compiled", "tpcore compiled"):
+        add("step", contestant, limit=90.0)
     add("step", "tpcore", 2, 90.0)
     for contestant in ("plain", "tpcore", "liger"):
         add("loss", contestant)
-    for contestant in ("plain", "tpcore", "graphs"):
+    for contestant in ("plain", "tpcore", "tpcore graphs"):
         add("generate", contestant)
-    for tp in (1, 2):
-        table = str(options.out.with_suffix(f".tp{tp}.json"))
-        command = [*tool, "verify", "--backend", options.backend, "--tp", str(tp), "--json", table]
-        found.append((f"verify, tp={tp}", command, shared if tp > 1 else {}, 150.0))
+    verify(2)
     return [stage for stage in found if stage[0].partition(",")[0] in options.stages]
 
 
-def outcome(command: list[str], variables: dict[str, str], limit: float) -> dict[str, Any]:
+def outcome(command: list[str], variables: Variables, limit: float) -> dict[str, Any]:
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "result")
         env = {**os.environ, "TPCORE_CHECK": "0", **variables, "CUDA_SESSION_RESULT": str(result)}
-        try:
-            done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=limit, check=False)
-        except subprocess.TimeoutExpired:
-            return {"error": f"not done after {limit:.0f} s"}
+        with subprocess.Popen(command, env=env, stdout=PIPE, stderr=PIPE, text=True) as job:
+            try:
+                printed, errors = job.communicate(timeout=limit)
+            except subprocess.TimeoutExpired:
+                # launchers end their ranks at SIGTERM; at SIGKILL these would go on beside what is measured next
+                job.terminate()
+                with suppress(subprocess.TimeoutExpired):
+                    job.communicate(timeout=20.0)
+                job.kill()
+                return {"error": f"not done after {limit:.0f} s"}
         found: dict[str, Any] = json.loads(result.read_text()) if result.exists() else {}
-    if done.returncode:
-        found["error"] = (done.stderr or done.stdout)[-2000:]
+    if job.returncode:
+        found["error"] = (errors or printed)[-2000:]
     elif not found:
-        found["printed"] = done.stdout[-4000:]
+        found["printed"] = printed[-4000:]
     return {**found, "took": round(time.monotonic() - began, 1)}
 
 
@@ -241,8 +263,9 @@ def session(options: Namespace) -> bool:
     every: list[list[float]] = list(curves.values()) or [[]]
     first, others = every[0], every[1:]
     apart = max((abs(a / b - 1) for other in others for a, b in zip(first, other, strict=True)), default=float("nan"))
-    print(f"{len(curves)} of 3 curves, at most {apart:.1e} apart; everything is in {options.out}")
-    return len(curves) == 3 and apart <= APART
+    expected = sum(name.startswith("curve") for name in figures)
+    print(f"{len(curves)} of {expected} curves, at most {apart:.1e} apart; everything is in {options.out}")
+    return len(curves) == expected and apart <= APART
 
 
 def in_a_line(found: dict[str, Any]) -> str:
@@ -264,7 +287,7 @@ def main() -> None:
     parser.add_argument("--backend", default="cuda")
     parser.add_argument("--size", default="base", choices=SIZES)
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--limit", type=float, default=520.0, help="seconds for all stages")
+    parser.add_argument("--limit", type=float, default=500.0, help="seconds for all stages")
     parser.add_argument("--out", type=Path, default=Path("cuda-session.json"))
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES)
     parser.add_argument("--work", choices=WORK, help=argparse.SUPPRESS)

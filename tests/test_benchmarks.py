@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import forked
@@ -141,6 +142,26 @@ def test_cuda_session_where_no_gpu_is(tmp_path: Path) -> None:
     failed = {name: found["error"] for name, found in figures.items() if "error" in found}
     assert set(failed) <= {"loss, liger, tp=1"}
     assert figures["step, tpcore, tp=2"]["seconds"] > 0
+
+
+LAUNCHER = """
+import signal, subprocess, sys
+rank = subprocess.Popen(["sleep", "600"], start_new_session=True)
+def leave(*_):
+    rank.kill(), rank.wait(), sys.exit(1)
+signal.signal(signal.SIGTERM, leave)
+open(sys.argv[1], "w").write(str(rank.pid))
+signal.pause()
+"""
+
+
+def test_a_stage_that_is_late_leaves_no_rank_on_the_gpu(tmp_path: Path) -> None:
+    """Ranks of torchrun have sessions of their own: they would slow what is measured next."""
+    from benchmarks.cuda_session import outcome
+
+    pid = tmp_path / "pid"
+    assert outcome([sys.executable, "-c", LAUNCHER, str(pid)], {}, 5.0) == {"error": "not done after 5 s"}
+    assert not Path(f"/proc/{pid.read_text()}").exists()
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not Path("/dev/net/tun").exists(), reason="needs root and /dev/net/tun")

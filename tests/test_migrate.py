@@ -348,4 +348,4 @@ def test_the_report_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     found = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).output)
     assert found["environment"]["GLOO_SOCKET_IFNAME"] == "lo"
     assert found["versions"]["tpcore"]
-    assert found["backends"]["cpu_gloo"].endswith("usable here")
+    assert ": usable here: groups of ranks" in found["backends"]["cpu_gloo"]

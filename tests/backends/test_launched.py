@@ -31,6 +31,8 @@ from tpcore.testing.conformance import Conformance
 
 def body(ctx, how):
     comm = ctx.comm("tp")
+    if how == "is wrong":
+        return ["all_reduce is off by one"]
     if ctx.rank == 0 and how == "fails alone":
         raise RuntimeError("the driver lost its device")
     if how == "all fail":
@@ -41,6 +43,9 @@ def body(ctx, how):
 class TestPlain(Conformance):
     backend = "plain"
     grace = 1.0
+
+    def test_before(self, run, line):
+        self._check(run(line, body, "is wrong"))
 
     def test_once(self, run, line):
         self._check(run(line, body, os.environ["HOW"]))
@@ -56,7 +61,7 @@ def launched(tmp_path: Path, how: str) -> str:
     env = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST") and k not in ("RANK", "WORLD_SIZE")}
     env |= {"PYTHONPATH": f"{tmp_path}:{env.get('PYTHONPATH', '')}", "OMP_NUM_THREADS": "1", "HOW": how}
     words = ["torchrun", "--nproc_per_node=2", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    done = forked.run([*words, "test_plain.py", "-k", "once or then"], tmp_path, env)
+    done = forked.run([*words, "test_plain.py", "-k", "before or once or then"], tmp_path, env)
     assert done.returncode != 0
     return done.stdout + done.stderr
 
@@ -67,11 +72,12 @@ def test_a_rank_that_fails_alone_ends_the_job(tmp_path: Path) -> None:
     assert "test_once" in out
     assert "rank 0: RuntimeError: the driver lost its device" in out
     assert "The other ranks did not come to hear of it: this process ends here" in out
+    assert "test_before[dp1xtp2] (call): all_reduce is off by one" in out  # which pytest cannot say any more
     assert "passed" not in out  # the job has ended: nothing runs after it
 
 
 def test_ranks_that_all_fail_go_on_to_the_next_test(tmp_path: Path) -> None:
     out = launched(tmp_path, "all fail")
     assert "rank 1: RuntimeError: all lost it" in out
-    assert "1 failed, 1 passed" in out
+    assert "2 failed, 1 passed" in out
     assert "ends here" not in out

@@ -12,6 +12,7 @@ from tiers import tiers
 from tpcore.layout.mesh import Mesh
 from tpcore.testing import ThreadBackend, run_ranks
 from tpcore.testing.conformance import Conformance
+from tpcore.testing.kit.collectives import differs
 from tpcore.testing.kit.edges import full_float32
 
 
@@ -31,6 +32,12 @@ class TestThreads(Conformance):
     @classmethod
     def run(cls) -> Callable[..., Any]:
         return lambda mesh, fn, *args: run_ranks(mesh, lambda ctx: fn(ctx, *args))
+
+
+def test_bits_that_print_alike_are_told_apart() -> None:
+    two = torch.tensor([1, 2], dtype=torch.uint8).view(torch.bool)
+    said = "is True of bytes [2]... from element 1 on, not True of bytes [1]..."
+    assert differs(two, torch.ones(2, dtype=torch.bool)) == said
 
 
 @pytest.mark.parametrize("how", ["high", "medium"])

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     unset_fake_temporarily,
 )
+from torch.overrides import TorchFunctionMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 import tpcore
@@ -167,6 +168,18 @@ class OnHost:
         assert out.device.type == "cpu"
 
 
+class Pinned(TorchFunctionMode):
+    """What goes through pinned memory, and which copies the host does not wait for."""
+
+    def __init__(self) -> None:
+        self.found: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        chosen = [name for name in ("pin_memory", "non_blocking") if (kwargs or {}).get(name)]
+        self.found += [f"{func.__name__} {name}" for name in chosen]
+        return func(*args, **(kwargs or {}))
+
+
 def saved(ctx: ParallelContext) -> None:
     """A save in the background has a copy in host memory when it returns; a load copies from host memory."""
     x = torch.ones(2, 3, device=DEVICE)
@@ -174,7 +187,9 @@ def saved(ctx: ParallelContext) -> None:
     assert [piece.device.type for piece in kept.pieces()] == ["cpu"]
     shard: Any = OnHost()
     stored = Stored.over_tp("x", None, 1, 0, lambda rank: shard)
-    ReadPlan(stored, (2, 3), [(shard, Region(0, (0, 0), (0, 0), (2, 3)))]).fill(x)
+    with Pinned() as calls:
+        ReadPlan(stored, (2, 3), [(shard, Region(0, (0, 0), (0, 0), (2, 3)))]).fill(x)
+    assert calls.found == ["empty pin_memory", "copy_ non_blocking"], calls.found
 
 
 def caught(ctx: ParallelContext) -> None:

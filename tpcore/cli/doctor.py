@@ -30,7 +30,7 @@ _PACKAGES = (
 )
 _SHOWN = (
     *("TPCORE_", "TORCHELASTIC_", "GLOO_", "FI_", "NEURON_", "PJRT_", "SLURM_", "OMP_"),
-    *("MASTER_", "RANK", "WORLD_SIZE", "LOCAL_"),
+    *("MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "CUDA_", "NCCL_", "TORCH_NCCL_"),
 )
 _GIB = 2**30
 
@@ -90,7 +90,7 @@ def _environment() -> Section:
 def _backends() -> Section:
     return {
         info.name: f"{info.distribution} {info.version}: "
-        + ("usable here" if info.usable else f"not usable here: {info.reason}")
+        + (f"usable here{info.remark and ': '}{info.remark}" if info.usable else f"not usable here: {info.reason}")
         for info in registry.backends()
     } or {"installed": "none: pip install 'tpcore[cpu]'"}
 

@@ -130,7 +130,10 @@ def differs(got: Tensor, want: Tensor) -> str:
         return ""
     i = int((a != b).nonzero()[0]) * a.itemsize // got.itemsize
     where = f" from element {i} on" if i else ""
-    return f"is {got[i : i + 8].tolist()}...{where}, not {want[i : i + 8].tolist()}..."
+    is_, not_ = (str(t[i : i + 8].tolist()) for t in (got, want))
+    if is_ == not_:  # a byte of 2 for True, another NaN
+        is_, not_ = (f"{t[i].item()} of bytes {t[i : i + 1].view(torch.uint8).tolist()}" for t in (got, want))
+    return f"is {is_}...{where}, not {not_}..."
 
 
 def _each(ctx: ParallelContext, comm: Comm, primitive: str, every: list[Tensor]) -> Wrong:

@@ -29,7 +29,14 @@ class Launched:
         self.backend = load_backend(name)
         self._timeout, self._grace, self._say = timeout, grace, say
         self.rank, self.world = self.backend.start(timeout)
+        if 1 < (started := launched_world()) != self.world:
+            self.backend.stop()
+            raise BackendError(
+                f"{type(self.backend).__name__}.start returned rank {self.rank} of {self.world} in a job of {started} "
+                "ranks: it must join the launcher's job"
+            )
         self._contexts: dict[tuple[tuple[str, int], ...], ParallelContext] = {}
+        self._findings: list[str] = []
 
     def run(self, mesh: Mesh, fn: Callable[..., list[str]], *args: Any) -> list[list[str]]:
         key = tuple(mesh.axes.items())
@@ -43,7 +50,10 @@ class Launched:
             limit, what = self._grace, f"{found[0]}\nThe other ranks did not come to hear of it"
         try:
             with self._within(limit, what):
-                return cast("list[list[str]]", gather(found, ctx.world))
+                every = cast("list[list[str]]", gather(found, ctx.world))
+            first = [f"{settings.TEST.text()}: {wrongs[0]}" for wrongs in every if wrongs][:1]
+            self._findings += first
+            return every
         except BackendError:  # a backend that compares calls: the others are in another collective
             if not failed:
                 raise
@@ -63,7 +73,9 @@ class Launched:
 
     def _end(self, why: str) -> NoReturn:
         test = settings.TEST.text() or "the test"
-        self._say(f"\ntpcore: {test}: {why}: this process ends here\n")
+        # pytest would print them when it ends
+        before = "".join(f"found before: {finding}\n" for finding in self._findings)
+        self._say(f"\n{before}tpcore: {test}: {why}: this process ends here\n")
         os._exit(1)
 
     def close(self) -> None:

@@ -123,8 +123,8 @@ def cut_context(model: Any, comm: Comm, way: Callable[[int], Way]) -> None:
     causal = all(getattr(m, "is_causal", True) for m in attentions)
     routed = hasattr(model.config, "output_router_logits")
     context = DealtTokens(comm, way, shifted, causal, routed)
+    model.base_model.register_forward_pre_hook(context.enter, with_kwargs=True, prepend=True)
     if routed:
-        model.base_model.register_forward_pre_hook(context.enter, with_kwargs=True, prepend=True)
         model.base_model.register_forward_hook(context.leave)
     ALL_ATTENTION_FUNCTIONS.register(_NAME, _attention)
     model.set_attn_implementation(_NAME)

@@ -56,6 +56,8 @@ def into_stages(model: nn.Module, cuts: list[Cut], num_microbatches: int, stages
     layers.shared = _WHOLE
     if "use_cache" in inspect.signature(model.forward).parameters:
         model.register_forward_pre_hook(_NoCache(), with_kwargs=True)
+    for module in {model, model.base_model}:
+        module.register_forward_pre_hook(_collects_nothing, with_kwargs=True)
     if stages > 1:
         model.__dict__["save_pretrained"] = MethodType(_save, model)
     names = {name for name, _ in model.named_modules()}
@@ -70,6 +72,16 @@ class _NoCache:
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return args, {"use_cache": False, **kwargs}
+
+
+def _collects_nothing(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A hook that refuses what transformers collects in the layers: a rank has its stage's, of each microbatch."""
+    for name in ("output_router_logits", "output_hidden_states", "output_attentions"):
+        if kwargs.get(name, getattr(model.config, name, False)):
+            raise ValueError(
+                f"{name}=True with num_microbatches: it is collected in the layers, of which a rank has its stage's "
+                "and computes a part of the batch at a time; leave it out, in the configuration too"
+            )
 
 
 def _save(

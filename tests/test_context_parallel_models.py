@@ -415,6 +415,20 @@ def test_a_model_below_the_head_has_tokens_that_are_dealt(make: Callable[[], Any
     run_ranks(Mesh(CP2), rank)
 
 
+def test_what_is_changed_afterwards_or_differs_between_ranks_is_refused() -> None:
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        model = tpcore.parallelize(made(llama))
+        batch = plain()
+        with pytest.raises(ValueError, match="ranks 0 and 1 of cp differ in labels: every rank of cp gets the whole"):
+            model(**batch | {"labels": batch["labels"] + ctx.coord("cp")})
+        model(**batch)
+        model.set_attn_implementation("sdpa")
+        with pytest.raises(ValueError, match="attention 'sdpa' was set after parallelize"):
+            model(**batch)
+
+    run_ranks(Mesh(CP2), rank)
+
+
 def _squares(logits: Tensor, labels: Tensor) -> Tensor:
     """For each counted token: a loss of one's own."""
     kept = labels.flatten() != -100

@@ -94,6 +94,20 @@ def test_what_is_collected_in_layers_is_refused(name: str, pp: int) -> None:
     run_ranks(Mesh({"pp": pp, "dp": 1, "tp": 1}), rank)
 
 
+@pytest.mark.parametrize("name", ["input_ids", "labels"])
+def test_stages_with_other_batches_are_refused(name: str) -> None:
+    """They share the vocabulary, which would mix them up."""
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        model: Any = tpcore.parallelize(hf.llama(), num_microbatches=3)
+        batch = hf.text()
+        batch[name] = batch[name].roll(ctx.coord("pp"), 1)
+        with pytest.raises(ValueError, match=f"stages 0 and 1 .* differ in {name}: .*takes ctx.index"):
+            model(**batch)
+
+    run_ranks(Mesh({"pp": 2, "dp": 1, "tp": 1}), rank)
+
+
 def test_stages_save_one_model(tmp_path: Path) -> None:
     torch.manual_seed(0)
     whole = hf.llama(num_hidden_layers=4, tie_word_embeddings=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,9 +15,13 @@ from ..comm import mappings as ops
 from ..comm.comm import Comm
 from ..layers.context_parallel import Way
 from ..layers.tokens import TokenOrder
+from ..runtime.checks import compare_ranks
+from ..runtime.context import current
 
 IGNORED = -100
 """The label of tokens that no loss counts: transformers' own."""
+ATTENTION = "tpcore_context_parallel"
+"""The name by which transformers knows attention over the tokens of all ranks."""
 _DOCUMENTS = "tpcore_documents"
 _SEQUENCES = ("input_ids", "inputs_embeds", "token_type_ids", "labels", "shift_labels")
 
@@ -35,6 +39,8 @@ class DealtTokens:
     """Whether all attention is. Positions that begin again begin another document then: transformers says so."""
     routed: bool = False
     """Whether a loss of the experts' routers weights tokens by ``attention_mask``."""
+    compared: list[bool] = field(default_factory=list)
+    """Not empty once the ranks' batches were compared."""
 
     def order(self, length: int) -> TokenOrder:
         """Which of ``length`` tokens each rank has."""
@@ -45,6 +51,7 @@ class DealtTokens:
         kwargs = _named(model, args, kwargs)
         self._check(model, kwargs)
         if not self._dealt(kwargs):
+            self._compare({name: kwargs[name] for name in _SEQUENCES if isinstance(kwargs.get(name), Tensor)})
             kwargs = self.deal(kwargs)
         if self.routed and kwargs["attention_mask"].dtype != torch.bool:
             kwargs[_DOCUMENTS] = kwargs.pop("attention_mask")  # whose numbers are no weights
@@ -53,6 +60,15 @@ class DealtTokens:
         if not self.shifted:
             kwargs.pop("num_items_in_batch", None)
         return (), kwargs
+
+    def _compare(self, batch: dict[str, Tensor]) -> None:
+        """ValueError on all ranks if they have other sequences: looked for once, in a checked run each time."""
+        checked = current().checks is not None
+        if (self.compared and not checked) or not self.comm.eager or torch.compiler.is_compiling():
+            return
+        if not any(t.is_meta for t in batch.values()):
+            self.compared.append(True)
+            compare_ranks(batch, self.comm, "ranks {} and {} of cp", "every rank of cp gets the whole batch")
 
     def enter(self, base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A hook of the model below the head, where routers are."""
@@ -117,6 +133,11 @@ class DealtTokens:
         for name in ("output_attentions", "output_hidden_states"):
             if kwargs.get(name, getattr(config, name, False)):
                 raise ValueError(f"{name}=True with context parallelism: each rank has those of its tokens only")
+        attention = getattr(config, "_attn_implementation", ATTENTION)
+        if attention != ATTENTION:
+            raise ValueError(
+                f"attention {attention!r} was set after parallelize, and would see one rank's tokens: set it before"
+            )
         if kwargs.get("return_dict") is False:
             raise ValueError("return_dict=False with context parallelism: leave it out, the loss is .loss")
         keep = kwargs.get("logits_to_keep")

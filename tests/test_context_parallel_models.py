@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 import tpcore
 from tpcore import Mesh
+from tpcore.layers.tokens import TokenOrder
 from tpcore.models.context import FAMILIES
 from tpcore.testing import run_ranks
 
@@ -379,6 +380,7 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "some logits": ({"logits_to_keep": 1}, "logits_to_keep with context .* generate on a model that was parallelized"),
     "a mask of pairs": ({"attention_mask": torch.ones(2, 1, 16, 16)}, "not known by positions"),
     "labels of a row": ({"labels": torch.ones(2, dtype=torch.long)}, r"are not \[batch, tokens\]"),
+    "a tuple": ({"return_dict": False}, "return_dict=False with context parallelism"),
     "another tensor": ({"token_weights": torch.ones(2, 16)}, "does not know how to cut token_weights"),
     "a length": ({"input_ids": torch.ones(2, 18, dtype=torch.long)}, "cannot deal 18 tokens evenly: .* of 4, 20"),
 }
@@ -392,6 +394,37 @@ def test_a_call_that_would_be_wrong_is_refused(what: str) -> None:
         model = tpcore.parallelize(made(llama), context_parallel="ring")
         with pytest.raises(ValueError, match=why):
             model(**({"input_ids": plain()["input_ids"]} | options))
+
+    run_ranks(Mesh(CP2), rank)
+
+
+@pytest.mark.parametrize("make", [llama, MODELS["bert"], mixtral])
+def test_a_model_below_the_head_has_tokens_that_are_dealt(make: Callable[[], Any]) -> None:
+    batch = {"input_ids": plain()["input_ids"]}
+    want = made(make).eval().base_model(**batch).last_hidden_state
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        model = tpcore.parallelize(made(make), context_parallel="ring").eval()
+        for ids in ({}, {"attention_mask": torch.ones_like(batch["input_ids"])}):
+            with pytest.raises(ValueError, match=r"has one rank's tokens .* pass what tpcore.shard_sequence makes"):
+                model.base_model(**batch, **ids)
+        mine = model.base_model(**tpcore.shard_sequence(batch, model)).last_hidden_state
+        order = TokenOrder(ctx.comm("cp"), zigzag=not hasattr(model, "bert"))
+        torch.testing.assert_close(mine, order.cut(want), rtol=EXACT, atol=EXACT)
+
+    run_ranks(Mesh(CP2), rank)
+
+
+def test_what_is_changed_afterwards_or_differs_between_ranks_is_refused() -> None:
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        model = tpcore.parallelize(made(llama))
+        batch = plain()
+        with pytest.raises(ValueError, match="ranks 0 and 1 of cp differ in labels: every rank of cp gets the whole"):
+            model(**batch | {"labels": batch["labels"] + ctx.coord("cp")})
+        model(**batch)
+        model.set_attn_implementation("sdpa")
+        with pytest.raises(ValueError, match="attention 'sdpa' was set after parallelize"):
+            model(**batch)
 
     run_ranks(Mesh(CP2), rank)
 

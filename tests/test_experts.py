@@ -154,6 +154,31 @@ def test_every_expert_on_every_token_is_what_the_chosen_ones_make(name: str) -> 
                 torch.testing.assert_close(torch.zeros(()) if a is None else a, torch.zeros(()) if b is None else b)
 
 
+@pytest.mark.parametrize("how", ["grouped_mm", "batched_mm"])
+def test_arguments_come_to_transformers_implementations_by_place(how: str) -> None:
+    """GPT-OSS calls them by other names than the implementations that its configuration takes by default."""
+    config = families.config_of("gpt_oss")
+    config._experts_implementation = how
+
+    def made() -> Any:
+        return families.made(transformers.GptOssForCausalLM, config).float()
+
+    whole, batch = made(), hf.text()
+    want = whole(**batch).loss
+    want.backward()
+    full = dict(whole.named_parameters())
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        model: Any = tpcore.parallelize(made())
+        loss = model(**batch).loss
+        loss.backward()
+        torch.testing.assert_close(loss, want, rtol=1e-5, atol=1e-5)  # float32, which grouped_mm takes
+        for key, p in model.named_parameters():
+            torch.testing.assert_close(p.grad, part_of(full[key].grad, p, ctx), rtol=1e-3, atol=1e-5, msg=key)
+
+    run_ranks(Mesh({"tp": 2}), rank)
+
+
 def batches(dp: int) -> list[list[dict[str, Tensor]]]:
     """[step][dp rank]: of one length, so that the mean over dp is the whole batch's."""
     made = torch.Generator().manual_seed(3)

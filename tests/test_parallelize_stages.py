@@ -74,6 +74,40 @@ def test_stages_need_a_number_of_microbatches() -> None:
         run_ranks(Mesh({"pp": 2, "dp": 1, "tp": 1}), lambda ctx: tpcore.parallelize(hf.llama()))
 
 
+@pytest.mark.parametrize("name", ["output_router_logits", "output_hidden_states", "output_attentions"])
+@pytest.mark.parametrize("pp", [1, 2])
+def test_what_is_collected_in_layers_is_refused(name: str, pp: int) -> None:
+    """It would be that of one stage and one microbatch, and so would a loss of routers."""
+    sizes = {**TINY, "num_key_value_heads": 4, "num_local_experts": 4, "experts_implementation": "eager"}
+    batch = {"input_ids": hf.text()["input_ids"]}
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        for options in ({}, {name: True}):
+            config = transformers.MixtralConfig(**sizes, **options, attn_implementation="eager")
+            model: Any = tpcore.parallelize(transformers.MixtralForCausalLM(config), num_microbatches=3)
+            given = {} if options else {name: True}
+            engine = tpcore.PipelineModel(model, 3)
+            for call in (model, model.model, engine.run_train):
+                with pytest.raises(ValueError, match=f"{name}=True with num_microbatches: it is collected in the lay"):
+                    call(**batch, **given)
+
+    run_ranks(Mesh({"pp": pp, "dp": 1, "tp": 1}), rank)
+
+
+@pytest.mark.parametrize("name", ["input_ids", "labels"])
+def test_stages_with_other_batches_are_refused(name: str) -> None:
+    """They share the vocabulary, which would mix them up."""
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        model: Any = tpcore.parallelize(hf.llama(), num_microbatches=3)
+        batch = hf.text()
+        batch[name] = batch[name].roll(ctx.coord("pp"), 1)
+        with pytest.raises(ValueError, match=f"stages 0 and 1 .* differ in {name}: .*takes ctx.index"):
+            model(**batch)
+
+    run_ranks(Mesh({"pp": 2, "dp": 1, "tp": 1}), rank)
+
+
 def test_stages_save_one_model(tmp_path: Path) -> None:
     torch.manual_seed(0)
     whole = hf.llama(num_hidden_layers=4, tie_word_embeddings=True)

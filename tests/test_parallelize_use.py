@@ -87,6 +87,11 @@ def test_ranks_with_different_seeds_return_one_text(options: dict[str, Any]) -> 
     assert first == second
 
 
+def mixtral() -> Any:
+    sizes = {"num_key_value_heads": 4, "num_local_experts": 4, "experts_implementation": "eager"}
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**TINY, **sizes))
+
+
 def test_hidden_states_are_whole_where_asked_for() -> None:
     torch.manual_seed(0)
     whole = llama()
@@ -98,6 +103,57 @@ def test_hidden_states_are_whole_where_asked_for() -> None:
         got = model(**text(), output_hidden_states=True).hidden_states
         for one, other in zip(got, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)  # float32
+
+    run_ranks(TWO, rank)
+
+
+@pytest.mark.parametrize("make", [llama, mixtral])
+def test_logits_in_a_tuple_are_whole(make: Any) -> None:
+    options = {"return_dict": False} | ({"output_router_logits": True} if make is mixtral else {})
+    torch.manual_seed(0)
+    expected = make().eval()(**text(), **options)
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        torch.manual_seed(0)
+        got = tpcore.parallelize(make()).eval()(**text(), **options)
+        for one, other in zip(got, expected, strict=True):
+            if isinstance(other, torch.Tensor):
+                torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)  # float32
+
+    run_ranks(TWO, rank)
+
+
+def _powers(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, **_: Any) -> torch.Tensor:
+    return (logits.softmax(-1).square().sum(-1) * (labels != -100)).mean()
+
+
+def _with_another_head(model: Any) -> Any:
+    torch.manual_seed(3)
+    model.lm_head = torch.nn.Linear(32, 99, bias=False)
+    return model
+
+
+def _with_another_loss(model: Any) -> Any:
+    model.loss_function = _powers
+    return model
+
+
+@pytest.mark.parametrize("change", [_with_another_head, _with_another_loss])
+def test_a_head_or_a_loss_that_is_set_afterwards_has_all_of_the_vocabulary(change: Any) -> None:
+    torch.manual_seed(0)
+    whole = change(llama())
+    expected = whole(**text())
+    expected.loss.backward()
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        torch.manual_seed(0)
+        model = change(tpcore.parallelize(llama()))
+        got = model(**text())
+        got.loss.backward()
+        torch.testing.assert_close(got.loss, expected.loss, rtol=1e-5, atol=1e-6)  # float32
+        torch.testing.assert_close(model.model.norm.weight.grad, whole.model.norm.weight.grad, rtol=1e-4, atol=1e-6)
+        logits = model.eval()(**text()).logits
+        torch.testing.assert_close(logits, expected.logits, rtol=1e-5, atol=1e-5)
 
     run_ranks(TWO, rank)
 

@@ -111,7 +111,12 @@ def adapted(make: Callable[[], nn.Module], how: str, options: dict[str, Any], **
     model = made(make)
     torch.manual_seed(8)
     if how == "before":
-        return tpcore.parallelize(peft.get_peft_model(model, config(**options)), **cuts)
+        whole = peft.get_peft_model(model, config(**options))
+        before = list(whole.parameters())
+        tpcore.parallelize(whole, **cuts)
+        # an optimizer that has them goes on working
+        assert all(a is b for a, b in zip(before, whole.parameters(), strict=True))
+        return whole
     if how == "after":
         return get_peft_model(tpcore.parallelize(model, **cuts), config(**options))
     return peft.get_peft_model(model, config(**options))

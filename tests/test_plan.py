@@ -303,6 +303,13 @@ def test_layers_that_are_not_alike_are_no_stages(tmp_path: Path) -> None:
     assert "pp: stages run one program, and the layers are not alike" in found.refused
 
 
+def test_a_loss_of_routers_has_no_stages(tmp_path: Path) -> None:
+    sizes = {"num_local_experts": 4, "num_key_value_heads": 8, "output_router_logits": True}
+    found = plan(folder(tmp_path, "mixtral", **sizes), devices=2, batch=2, seq_len=SEQ)
+    assert all(row.choice.pp == 1 for row in found.rows)
+    assert "pp: stages have no loss of routers (output_router_logits)" in found.refused
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [

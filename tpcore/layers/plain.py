@@ -44,6 +44,22 @@ def filled(layer: Cut, plain: nn.Module) -> Cut:
     return layer.train(plain.training)
 
 
+def become_part(p: nn.Parameter, part: Tensor) -> None:
+    """Let ``p`` have this rank's part, and stay the same object: an optimizer may have it."""
+    if p.grad is not None and p.shape != part.shape:
+        raise ValueError("a parameter has a gradient of its whole: call model.zero_grad() before parallelize")
+    p.data = part
+
+
+def keeping(layer: Cut, plain: nn.Module) -> Cut:
+    """``layer`` with the Parameters of ``plain``, of which it has the parts."""
+    for name, p in plain.named_parameters():
+        become_part(p, layer.get_parameter(name).data)
+        owner, _, leaf = name.rpartition(".")
+        layer.get_submodule(owner).register_parameter(leaf, p)
+    return layer
+
+
 def _part(layer: ParallelModule, name: str, whole: Tensor) -> Tensor:
     if whole.is_meta:
         return torch.empty(layer.sharding_of(name).local_shape, dtype=whole.dtype, device="meta")

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
 from ..layers.module import ParallelModule
+from ..layers.plain import keeping
 from ..layers.sharding import sharding
 from ..runtime.consensus import gather_bytes, together
 from ..runtime.context import current
@@ -209,6 +210,6 @@ def _part_of(module: nn.Module, like: ParallelModule) -> nn.Module:
         found = sharding(like.get_parameter(name))
         value = p.detach() if found is None else found.layout.shard(p.detach(), found.ctx.rank, found.ctx.mesh)
         part.get_parameter(name).data = value.clone()
-        part.get_parameter(name).requires_grad_(p.requires_grad)
+    keeping(part, module)
     part.register_load_state_dict_pre_hook(take_part)
     return part

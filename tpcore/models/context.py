@@ -17,11 +17,10 @@ from ..comm.comm import Comm
 from ..layers.context_parallel import Way, attention, check_heads
 from ..layers.tokens import Visible
 from ..runtime.context import ParallelContext, current
-from .dealt import DealtTokens, SequenceLoss
+from .dealt import ATTENTION, DealtTokens, SequenceLoss
 from .guards import guard
 from .ways import AttentionSizes, Automatic, checked_choice
 
-_NAME = "tpcore_context_parallel"
 _CONTEXT = "_tpcore_context"
 """Where attention modules find their model's ``DealtTokens``."""
 
@@ -123,11 +122,11 @@ def cut_context(model: Any, comm: Comm, way: Callable[[int], Way]) -> None:
     causal = all(getattr(m, "is_causal", True) for m in attentions)
     routed = hasattr(model.config, "output_router_logits")
     context = DealtTokens(comm, way, shifted, causal, routed)
+    model.base_model.register_forward_pre_hook(context.enter, with_kwargs=True, prepend=True)
     if routed:
-        model.base_model.register_forward_pre_hook(context.enter, with_kwargs=True, prepend=True)
         model.base_model.register_forward_hook(context.leave)
-    ALL_ATTENTION_FUNCTIONS.register(_NAME, _attention)
-    model.set_attn_implementation(_NAME)
+    ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attention)
+    model.set_attn_implementation(ATTENTION)
     for module in attentions:
         object.__setattr__(module, _CONTEXT, context)
     if shifted:

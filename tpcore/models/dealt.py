@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,9 +15,13 @@ from ..comm import mappings as ops
 from ..comm.comm import Comm
 from ..layers.context_parallel import Way
 from ..layers.tokens import TokenOrder
+from ..runtime.checks import compare_ranks
+from ..runtime.context import current
 
 IGNORED = -100
 """The label of tokens that no loss counts: transformers' own."""
+ATTENTION = "tpcore_context_parallel"
+"""The name by which transformers knows attention over the tokens of all ranks."""
 _DOCUMENTS = "tpcore_documents"
 _SEQUENCES = ("input_ids", "inputs_embeds", "token_type_ids", "labels", "shift_labels")
 
@@ -35,6 +39,8 @@ class DealtTokens:
     """Whether all attention is. Positions that begin again begin another document then: transformers says so."""
     routed: bool = False
     """Whether a loss of the experts' routers weights tokens by ``attention_mask``."""
+    compared: list[bool] = field(default_factory=list)
+    """Not empty once the ranks' batches were compared."""
 
     def order(self, length: int) -> TokenOrder:
         """Which of ``length`` tokens each rank has."""
@@ -42,25 +48,38 @@ class DealtTokens:
 
     def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A hook: this rank's part of the arguments of the model's forward."""
-        names = inspect.signature(type(model).forward).parameters
-        kwargs = dict(zip([n for n in names if n != "self"], args, strict=False)) | kwargs
+        kwargs = _named(model, args, kwargs)
         self._check(model, kwargs)
         if not self._dealt(kwargs):
+            self._compare({name: kwargs[name] for name in _SEQUENCES if isinstance(kwargs.get(name), Tensor)})
             kwargs = self.deal(kwargs)
-        if kwargs["attention_mask"].numel() == 0:
-            kwargs["attention_mask"] = None
-        elif self.routed and kwargs["attention_mask"].dtype != torch.bool:
+        if self.routed and kwargs["attention_mask"].dtype != torch.bool:
             kwargs[_DOCUMENTS] = kwargs.pop("attention_mask")  # whose numbers are no weights
-        if "use_cache" in names:
+        if "use_cache" in inspect.signature(type(model).forward).parameters:
             kwargs["use_cache"] = False
         if not self.shifted:
             kwargs.pop("num_items_in_batch", None)
         return (), kwargs
 
+    def _compare(self, batch: dict[str, Tensor]) -> None:
+        """ValueError on all ranks if they have other sequences: looked for once, in a checked run each time."""
+        checked = current().checks is not None
+        if (self.compared and not checked) or not self.comm.eager or torch.compiler.is_compiling():
+            return
+        if not any(t.is_meta for t in batch.values()):
+            self.compared.append(True)
+            compare_ranks(batch, self.comm, "ranks {} and {} of cp", "every rank of cp gets the whole batch")
+
     def enter(self, base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A hook of the model below the head, where routers are."""
-        documents = kwargs.pop(_DOCUMENTS, None)
-        return args, kwargs if documents is None else {**kwargs, "attention_mask": documents}
+        kwargs = _named(base, args, kwargs)
+        mask = kwargs.pop(_DOCUMENTS, kwargs.get("attention_mask"))
+        if not self._dealt({**kwargs, "attention_mask": mask}):
+            raise ValueError(
+                f"{type(base).__name__} has one rank's tokens with context parallelism, which the model around it "
+                "deals: call that one, or pass what tpcore.shard_sequence makes of the batch"
+            )
+        return (), {**kwargs, "attention_mask": mask if mask.numel() else None}
 
     def leave(self, base: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """A hook: what routers say of all tokens, ``[batch * tokens, experts]``, whose loss is of means over them."""
@@ -114,6 +133,13 @@ class DealtTokens:
         for name in ("output_attentions", "output_hidden_states"):
             if kwargs.get(name, getattr(config, name, False)):
                 raise ValueError(f"{name}=True with context parallelism: each rank has those of its tokens only")
+        attention = getattr(config, "_attn_implementation", ATTENTION)
+        if attention != ATTENTION:
+            raise ValueError(
+                f"attention {attention!r} was set after parallelize, and would see one rank's tokens: set it before"
+            )
+        if kwargs.get("return_dict") is False:
+            raise ValueError("return_dict=False with context parallelism: leave it out, the loss is .loss")
         keep = kwargs.get("logits_to_keep")
         few = keep is not None and not isinstance(keep, Tensor) and keep
         if kwargs.get("past_key_values") is not None or kwargs.get("use_cache") or few:
@@ -171,6 +197,11 @@ class DealtTokens:
 
 
 _KNOWN = (*_SEQUENCES, "position_ids", "attention_mask", "num_items_in_batch")
+
+
+def _named(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    names = [n for n in inspect.signature(type(model).forward).parameters if n != "self"]
+    return dict(zip(names, args, strict=False)) | kwargs
 
 
 def _tokens_of(kwargs: Mapping[str, Any]) -> Tensor:

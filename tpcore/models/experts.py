@@ -157,7 +157,9 @@ class ShardedExperts(ParallelModule):
         if self._known and self._some and self.inner.config._experts_implementation == "eager":  # type: ignore[union-attr]
             # not every eager forward passes by numbers of experts that are not here: Nemotron-H's does not
             return grouped(self.inner, one_by_one, *inputs.values())
-        return self.inner(**inputs)
+        # by place: transformers' implementations have not GPT-OSS's names
+        given = inspect.signature(self.inner.forward).bind(**inputs)
+        return self.inner(*given.args, **given.kwargs)
 
     def _tell(self, dropped: Tensor) -> None:
         for watcher in self.watchers:

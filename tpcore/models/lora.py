@@ -14,6 +14,7 @@ from peft.tuners import lora
 from torch import Tensor, nn
 
 from ..layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
+from ..layers.plain import keeping
 from ..layers.sharding import sharding
 from .loss import IS_HEAD
 from .summed import sum_gradients
@@ -42,7 +43,7 @@ class ShardedLora(lora.Linear):  # type: ignore[misc, unused-ignore]
         self.shard(adapter_name)
 
     def shard(self, name: str) -> None:
-        """The whole adapter ``name`` becomes this rank's part; sharded Parameters are new ones."""
+        """The whole adapter ``name`` becomes this rank's part; its Parameters stay the same objects."""
         base: Any = self.get_base_layer()
         blocks, own = base.shard_specs["weight"].blocks, {"group": base.tp}
         self.fan_in_fan_out = bool(base.transposed)
@@ -52,7 +53,7 @@ class ShardedLora(lora.Linear):  # type: ignore[misc, unused-ignore]
             if base.__dict__.get(IS_HEAD):
                 raise ValueError(HEAD.format(f"of {base.out_features} features"))
             own |= {"gather_output": base.gather_output, "pad": base.features.padded, "sequence_dim": base.sequence_dim}
-            self.lora_B[name] = part = ColumnParallelLinear.from_plain(b, blocks=blocks, **own)
+            self.lora_B[name] = part = keeping(ColumnParallelLinear.from_plain(b, blocks=blocks, **own), b)
             if base.input_is_copied:
                 # one copy of the input, for all layers that read it, sums its gradient: what A adds to it has
                 # to be this rank's part too
@@ -61,9 +62,8 @@ class ShardedLora(lora.Linear):  # type: ignore[misc, unused-ignore]
                 sum_gradients(a, base.tp)
         else:
             split, pad = base.input_is_parallel, base.features.padded
-            self.lora_A[name] = part = RowParallelLinear.from_plain(
-                a, input_is_parallel=split, blocks=blocks, pad=pad, **own
-            )
+            row = RowParallelLinear.from_plain(a, input_is_parallel=split, blocks=blocks, pad=pad, **own)
+            self.lora_A[name] = part = keeping(row, a)
             sum_gradients(b, base.tp, _TokensSharded(base))
         part.register_load_state_dict_pre_hook(take_part)
 

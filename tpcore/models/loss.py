@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..layers import ColumnParallelLinear
 from ..layers.loss import parallel_cross_entropy
+from .dealt import SequenceLoss
 from .source import asks_loss_function
 
 READS_WHOLE_HEAD = "_tpcore_reads_whole_head"
@@ -74,9 +75,11 @@ def cut_loss(model: nn.Module, head: ColumnParallelLinear) -> bool:
     return True
 
 
-def _head(model: nn.Module) -> ColumnParallelLinear:
+def _head(model: nn.Module) -> ColumnParallelLinear | None:
+    """The sharded head; None if a whole one was put in its place."""
     # from the model: after a deepcopy a hook that stored the head would have the original's
-    return cast(ColumnParallelLinear, model.get_output_embeddings())  # type: ignore[operator]
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    return head if isinstance(head, ColumnParallelLinear) else None
 
 
 def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -85,13 +88,21 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             "TRL's loss multiplies by the weight of the head, of which each rank has a part: train this model with "
             "SFTTrainer or DPOTrainer of tpcore.integrations.trl"
         )
-    _head(model).gather_output = kwargs.get("labels") is None and kwargs.get("shift_labels") is None
+    head = _head(model)
+    if head is not None:
+        unscored = kwargs.get("labels") is None and kwargs.get("shift_labels") is None
+        # a loss that was set since then reads all logits
+        head.gather_output = unscored or not isinstance(model.loss_function, VocabularyLoss | SequenceLoss)
 
 
 def _after(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     head = _head(model)
-    if not head.gather_output:
-        head.gather_output = True
-        if not model.training and isinstance(getattr(output, "logits", None), Tensor):
-            output.logits = head.outputs(output.logits)
+    if head is None or head.gather_output:
+        return output
+    head.gather_output = True
+    if not model.training and isinstance(output, tuple):  # return_dict=False: losses, which have no dims, and logits
+        at = next(i for i, t in enumerate(output) if t.ndim)
+        return *output[:at], head.outputs(output[at]), *output[at + 1 :]
+    if not model.training and isinstance(getattr(output, "logits", None), Tensor):
+        output.logits = head.outputs(output.logits)
     return output

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..comm.comm import Comm
 from ..layers import ColumnParallelConv1D, ColumnParallelLinear, ParallelEmbedding, RowParallelConv1D, RowParallelLinear
 from ..layers.module import ParallelModule
+from ..layers.plain import become_part
 from ..runtime.context import current
 from . import plan
 from .cuts import Cut
@@ -163,9 +164,7 @@ def _adopt(made: list[tuple[Cut, ParallelModule | None]], owners: Places) -> Non
             _check_tied(cut, name, p, part, owners[id(p)], layers)
             parts[id(p)] = p, part
     for p, part in parts.values():
-        if p.grad is not None and p.shape != part.shape:
-            raise ValueError("a parameter has a gradient of its whole: call model.zero_grad() before parallelize")
-        p.data = part
+        become_part(p, part)
     for cut, layer in layers.values():
         for name in layer.shard_specs:
             layer.register_parameter(name, cut.module.get_parameter(name))

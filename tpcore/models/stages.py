@@ -17,7 +17,7 @@ from ..checkpoint.offline.consolidate import consolidate
 from ..comm.comm import Comm
 from ..runtime.consensus import together
 from ..runtime.context import ParallelContext, current
-from ..train.pipeline import find_layers, pipelined_layers
+from ..train.pipeline import PipelinedLayers, find_layers, pipelined_layers
 from . import plan
 from .cuts import Cut
 from .whole import bytes_of, drop_weights, save_configuration, save_whole
@@ -56,6 +56,9 @@ def into_stages(model: nn.Module, cuts: list[Cut], num_microbatches: int, stages
     layers.shared = _WHOLE
     if "use_cache" in inspect.signature(model.forward).parameters:
         model.register_forward_pre_hook(_NoCache(), with_kwargs=True)
+    model.register_forward_pre_hook(_SameBatch(layers), with_kwargs=True)
+    for module in {model, model.base_model}:
+        module.register_forward_pre_hook(_collects_nothing, with_kwargs=True)
     if stages > 1:
         model.__dict__["save_pretrained"] = MethodType(_save, model)
     names = {name for name, _ in model.named_modules()}
@@ -70,6 +73,27 @@ class _NoCache:
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return args, {"use_cache": False, **kwargs}
+
+
+@dataclass(frozen=True)
+class _SameBatch:
+    """A hook that compares the stages' batches: ranks that share a vocabulary would mix them up in silence."""
+
+    layers: PipelinedLayers
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = {f"argument {i}": value for i, value in enumerate(args)} | kwargs
+        self.layers.compare({name: t for name, t in given.items() if isinstance(t, Tensor)}, "batch")
+
+
+def _collects_nothing(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A hook that refuses what transformers collects in the layers: a rank has its stage's, of each microbatch."""
+    for name in ("output_router_logits", "output_hidden_states", "output_attentions"):
+        if kwargs.get(name, getattr(model.config, name, False)):
+            raise ValueError(
+                f"{name}=True with num_microbatches: it is collected in the layers, of which a rank has its stage's "
+                "and computes a part of the batch at a time; leave it out, in the configuration too"
+            )
 
 
 def _save(

@@ -76,15 +76,16 @@ def first_difference(ranks: Sequence[int], every: Sequence[Sequence[Note]]) -> s
     return None
 
 
-def compare_stages(tensors: Mapping[str, Tensor], pp: Comm) -> None:
-    """Raise ValueError on all stages if ``tensors``, which each stage needs alike, differ. Collective."""
-    every = gather([(what, _digest(plain(t.detach()))) for what, t in tensors.items()], pp)
-    for stage, theirs in enumerate(every):
+def compare_ranks(tensors: Mapping[str, Tensor], comm: Comm, who: str, need: str) -> None:
+    """Raise ValueError on all ranks of ``comm`` if ``tensors``, which each needs alike, differ. ``who``: two of them,
+    with places for their numbers. Collective."""
+    every = gather([(what, _digest(plain(t.detach()))) for what, t in tensors.items()], comm)
+    for other, theirs in enumerate(every):
         for (what, here), (_, there) in zip(every[0], theirs, strict=False):
             if not _alike(here, there):
                 raise ValueError(
-                    f"stages 0 and {stage} of a pipeline differ in {what}: every stage gets the whole batch, "
-                    "its inputs and its labels, and draws the same random numbers outside of the layers"
+                    f"{who.format(0, other)} differ in {what}: {need}, its inputs and its labels, and draws the same "
+                    "random numbers outside of the layers; a sampler takes ctx.index(ctx.batch) of ctx.batch.size"
                 )
 
 

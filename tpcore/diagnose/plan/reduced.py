@@ -74,6 +74,8 @@ class Reduced:
         self.order: list[str] = []
         self.alike = False
         """Whether all layers are, so that stages run one program."""
+        self.routed = False
+        """Whether the loss is also of what all routers say, which no stage has."""
         self.name = target if isinstance(target, str) else getattr(target, "__qualname__", "model")
         self.experts = 0
         """How many experts a layer has; 0 if none."""
@@ -102,6 +104,7 @@ class Reduced:
             some = nn.ModuleList([layers[signatures.index(signature)] for signature in kept])
             setattr(model.get_submodule(owner), attribute, some)
         self.alike = len(lists) == len(kinds) == 1
+        self.routed = getattr(getattr(model, "config", None), "output_router_logits", False)
         return model
 
     def made(self, batch: int, ways: Ways) -> tuple[nn.Module, Inputs]:

@@ -233,6 +233,9 @@ def _stages_fit(model: Reduced, pp: int, refused: dict[str, int]) -> bool:
     if not model.alike:
         _count(refused, "pp: stages run one program, and the layers are not alike")
         return False
+    if model.routed:
+        _count(refused, "pp: stages have no loss of routers (output_router_logits)")
+        return False
     if len(model.order) % pp:
         _count(refused, f"pp {pp} does not divide {len(model.order)} layers")
         return False

@@ -62,7 +62,8 @@ def unpickled(path: str, how: Reading, allow: Sequence[type] = (), placeholders:
                     f"{path} has compressed records, which cannot be read in part: "
                     "write it anew, torch.save(torch.load(path, weights_only=True), path)"
                 )
-        with torch.serialization.safe_globals([*allow, *_placeholders(path, placeholders)]):
+            allowed = [*allow, *_placeholders(records, placeholders)]
+        with torch.serialization.safe_globals(allowed):
             value = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         _Extent(path).check(value)
         return value
@@ -78,13 +79,12 @@ def unpickled(path: str, how: Reading, allow: Sequence[type] = (), placeholders:
         raise CheckpointError(f"{path} is damaged: {type(e).__name__}: {reason}") from e
 
 
-def _placeholders(path: str, packages: Sequence[str]) -> list[type]:
+def _placeholders(records: zipfile.ZipFile, packages: Sequence[str]) -> list[type]:
     """A subclass of Placeholder for each name from ``packages`` in a pickle."""
     if not packages:
         return []
-    with zipfile.ZipFile(path) as records:
-        record = next(name for name in records.namelist() if name.endswith("data.pkl"))
-        opcodes = list(pickletools.genops(records.read(record)))
+    record = next(name for name in records.namelist() if name.endswith("data.pkl"))
+    opcodes = pickletools.genops(records.read(record))
     named = {str(arg) for opcode, arg, _ in opcodes if opcode.name == "GLOBAL"}
     pairs = [text.split(" ", 1) for text in sorted(named) if re.split("[ .]", text)[0] in packages]
     return [type(name, (Placeholder,), {"__module__": module}) for module, name in pairs]
@@ -109,8 +109,6 @@ def mapped(t: Tensor, name: str, path: str) -> MemoryShard:
     """A tensor of a torch file as a shard. CheckpointError for sparse, quantized and meta tensors."""
     if t.layout != torch.strided or t.is_quantized or t.is_meta:
         raise CheckpointError(f"{path}: {name!r} is of layout {t.layout}, dtype {t.dtype} on {t.device}")
-    if t.nbytes > t.untyped_storage().nbytes() + _REPEATED:  # strides of 0
-        raise CheckpointError(f"{path}: {name!r} repeats {t.untyped_storage().nbytes()} bytes to {t.nbytes}")
     return MemoryShard(t)
 
 

@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -37,17 +38,18 @@ class Progress:
         self._show(self._done, self._total)
 
 
+SILENT = Progress(lambda done, total: None)
+"""Shows nothing."""
+
+
 @contextmanager
-def bar(title: str, total: int, *, shown: bool) -> Iterator[Progress | None]:
-    """Progress of ``total`` bytes as a tqdm bar. None unless ``shown``, and without tqdm or a terminal."""
-    if not shown or not sys.stderr.isatty():
-        yield None
+def bar(title: str, total: int, *, shown: bool) -> Iterator[Progress]:
+    """Progress of ``total`` bytes as a tqdm bar. Silent unless ``shown``, and without tqdm or a terminal."""
+    if not shown or not sys.stderr.isatty() or find_spec("tqdm") is None:
+        yield SILENT
         return
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        yield None
-        return
+    from tqdm import tqdm
+
     with tqdm(desc=title, total=total, unit="B", unit_scale=True, leave=False, dynamic_ncols=True) as made:
         yield Progress(lambda done, _: made.update(done - made.n))
 
@@ -125,14 +127,13 @@ def write_parts(path: str, parts: Iterable[Iterable[Bytes]], *, summed: bool = T
     return FileRecord(done, crc32_text(combined_crc32(sums))), [crc32_text(crc) for crc, _ in sums]
 
 
-def chunks(pieces: Iterable[Bytes], progress: Progress | None = None) -> Iterator[Bytes]:
+def chunks(pieces: Iterable[Bytes], progress: Progress = SILENT) -> Iterator[Bytes]:
     """The pieces in chunks of at most ``CHUNK`` bytes. ``progress`` counts each after the caller is done."""
     for piece in pieces:
         for i in range(0, len(piece), CHUNK):
             chunk = piece[i : i + CHUNK]
             yield chunk
-            if progress is not None:
-                progress.add(len(chunk))
+            progress.add(len(chunk))
 
 
 def _start_writeback(fd: int, begun: int, done: int) -> int:
@@ -163,14 +164,13 @@ def read_file(path: str) -> bytes:
         return f.read(LARGEST)
 
 
-def crc32_of(path: str, progress: Progress | None = None) -> str:
+def crc32_of(path: str, progress: Progress = SILENT) -> str:
     """The crc32 of a whole file, as 8 hex digits."""
     crc = 0
     with naming("read", path), open(open_regular(path), "rb") as f:
         while chunk := f.read(CHUNK):
             crc = zlib.crc32(chunk, crc)
-            if progress is not None:
-                progress.add(len(chunk))
+            progress.add(len(chunk))
     return crc32_text(crc)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from ...errors import CheckpointError
 from ...layout.slices import narrowed
 from .dtypes import DTYPES, as_stored, bytes_of, dtype_name
-from .files import CHUNK, FileRecord, Progress, chunks, crc32_text, loads, naming, open_regular, write_parts
+from .files import CHUNK, SILENT, FileRecord, Progress, chunks, crc32_text, loads, naming, open_regular, write_parts
 
 
 # -- writing ------------------------------------------------------------------------------------------------
@@ -47,7 +47,7 @@ def write_tensors(
     path: str,
     tensors: Mapping[str, Writable],
     metadata: Mapping[str, str],
-    progress: Progress | None = None,
+    progress: Progress = SILENT,
     *,
     summed: bool = True,
 ) -> tuple[FileRecord, dict[str, str]]:

@@ -8,7 +8,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ...errors import CheckpointError
@@ -18,7 +18,7 @@ from ...layout.shard import ShardSpec
 from ...runtime.consensus import agree, gather, gather_bytes, together
 from ...runtime.context import current
 from ..format.manifest import FORMAT, STATE, VERSION, Manifest, keep_last, rank_dir
-from ..storage.files import MANIFEST, FileRecord, Progress, bar, dumps, naming, sync_dir, write_file, written_by
+from ..storage.files import MANIFEST, SILENT, FileRecord, Progress, bar, dumps, naming, sync_dir, write_file, written_by
 from ..storage.publish import Staging, staging_path
 from ..storage.tensorfile import write_tensors
 from .agreement import Tables, check_agreement, described, digests_of, outline
@@ -28,23 +28,17 @@ from .snapshot import Entry, Part, StateTensor, cuts_of, on_host, total_of
 
 @dataclass(frozen=True)
 class Options:
-    """``all_dp``: each dp rank writes a share. ``background``: copy the values before writing."""
+    """Those of ``tpcore.checkpoint.save``."""
 
-    serially: bool = False
+    save_serially: bool = False
     down_cast_bf16: bool = False
-    all_dp: bool = False
-    background: bool = False
-    keep_last: int | None = None  # of rank 0
-
-    def __str__(self) -> str:
-        return (
-            f"async_save={self.background}, save_serially={self.serially}, master_dp_only={not self.all_dp}, "
-            f"down_cast_bf16={self.down_cast_bf16}"
-        )
+    master_dp_only: bool = True
+    async_save: bool = False
+    keep_last: int | None = field(default=None, repr=False)  # rank 0's counts
 
 
 def write_tensor_files(
-    root: str, name: str, save_id: str, files: Mapping[str, Mapping[str, Entry]], progress: Progress | None = None
+    root: str, name: str, save_id: str, files: Mapping[str, Mapping[str, Entry]], progress: Progress = SILENT
 ) -> tuple[dict[str, FileRecord], dict[str, Any]]:
     """Write files of tensors to the directory ``name`` of ``root``. Returns records of files and tensors."""
     here = os.path.join(root, name)
@@ -105,7 +99,7 @@ class Save:
         if self._part is not None:
             self._part.gather(self._files)
         with together(ctx):
-            if options.background:
+            if options.async_save:
                 self._files = on_host(self._files)
         # rank 0's path counts: a relative path may differ between ranks
         at = ctx.mesh.coords(ctx.rank)
@@ -124,7 +118,7 @@ class Save:
     def _prepare(self, state: dict[Any, Any]) -> None:
         """Determine the cut of each tensor, and the tensors that this rank writes."""
         resolved, options, ep = resolve(state, self.ctx), self.options, self.ctx.over_axis("ep")
-        self._shared = self._dp[1] > 1 and (options.all_dp or bool(resolved.gather) or ep is not None)
+        self._shared = self._dp[1] > 1 and (not options.master_dp_only or bool(resolved.gather) or ep is not None)
         if not (self._first or self._shared):
             return
         self._part = Part(
@@ -135,7 +129,7 @@ class Save:
             ep=ep,
             down_cast_bf16=options.down_cast_bf16,
         )
-        self._files = self._part.share(*(self._dp if self._shared else (0, 1)), all_of_it=options.all_dp)
+        self._files = self._part.share(*(self._dp if self._shared else (0, 1)), all_of_it=not options.master_dp_only)
 
     def name_of(self, rank: int) -> str:
         at = self.ctx.mesh.coords(rank)
@@ -189,7 +183,7 @@ def write_checkpoint(state: dict[Any, Any], save_dir: str | os.PathLike[str], op
     save = Save(state, save_dir, options)
     ctx, report = save.ctx, b"null"
     try:
-        for turn in range(ctx.mesh.size) if options.serially else (ctx.rank,):
+        for turn in range(ctx.mesh.size) if options.save_serially else (ctx.rank,):
             with together(ctx):
                 if turn == ctx.rank:
                     report = save.write()

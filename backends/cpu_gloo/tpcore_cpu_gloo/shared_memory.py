@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -98,7 +98,7 @@ class SharedTransport(Transport):
             exchange.take(call)
             return folded(parts, _FOLD[op])
 
-        exchange.pending = once = _Once(complete)
+        exchange.pending = once = cache(complete)
         return once
 
     def _summed_by_pieces(self, x: Tensor, op: Op, donate: bool, call: Announced) -> Tensor:
@@ -206,7 +206,7 @@ class SharedTransport(Transport):
             exchange.take(call)
             return every[sender].clone() if sender >= 0 else torch.zeros_like(every[self.index])
 
-        exchange.pending = once = _Once(complete)
+        exchange.pending = once = cache(complete)
         return once
 
     def _permuted_by_pieces(self, x: Tensor, to: tuple[int, ...], call: Announced) -> Tensor:
@@ -267,23 +267,3 @@ class SharedTransport(Transport):
         """The members' chunks of ``x``, each as a matrix."""
         before, after = math.prod(x.shape[:dim]), math.prod(x.shape[dim:])
         return x.reshape(before, self.size, after // self.size).movedim(1, 0)
-
-
-class _Once:
-    """Calls ``complete`` once. Later calls return its result or raise its error."""
-
-    def __init__(self, complete: Callable[[], Tensor]) -> None:
-        self._complete = complete
-        self._result: Tensor | None = None
-        self._error: BaseException | None = None
-
-    def __call__(self) -> Tensor:
-        if self._error is not None:
-            raise self._error
-        if self._result is None:
-            try:
-                self._result = self._complete()
-            except BaseException as e:
-                self._error = e
-                raise
-        return self._result

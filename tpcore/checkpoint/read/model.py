@@ -17,9 +17,9 @@ from ...runtime.context import ParallelContext
 from ...train.zero import OF_SUMS, SUMS, ReadRun
 from ..format.tree import dotted
 from ..forms.source import Cuts, OfParameter, Source, Stage
-from ..storage.files import naming
+from ..storage.files import listed, naming
 from ..tensors.stored import ReadPlan, Stored
-from .fit import Fit, aligned, listed
+from .fit import Fit, aligned
 from .source import model_of
 
 

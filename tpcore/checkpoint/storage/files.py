@@ -57,6 +57,7 @@ def bar(title: str, total: int, *, shown: bool) -> Iterator[Progress]:
 MANIFEST = "manifest.json"
 PREFIX = "tp_rank_"
 _DEEPEST = 400  # levels of JSON: a state has at most 100 levels, and each of its dicts takes up to three
+_SHOWN = 8
 CHUNK = 8 << 20
 """Bytes per step when writing, computing a checksum, or converting to another dtype or layout."""
 LARGEST = 256 << 20
@@ -87,6 +88,12 @@ def damage(what: str) -> Iterator[None]:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as e:
         raise CheckpointError(f"{what} is damaged: {type(e).__name__}: {e}") from e
+
+
+def listed(title: str, lines: list[str]) -> str:
+    """The text of an error with at most ``_SHOWN`` lines."""
+    more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+    return "\n  ".join([f"{title}:", *lines[:_SHOWN], *more])
 
 
 def written_by() -> dict[str, str]:

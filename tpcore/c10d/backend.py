@@ -30,16 +30,6 @@ from .supervision.waiting import Waiting
 from .transport import C10dTransport
 
 
-def job_of_environment(timeout: float) -> tuple[dist.Store, int, int] | None:
-    """(store, rank, world size) of a process with the variables of ``C10dBackend.job``. The store is a file: no port
-    has to be chosen, and torch looks up no host name, which can take seconds."""
-    if not settings.STORE.is_set:
-        return None
-    store = dist.FileStore(settings.STORE.get(), -1)
-    store.set_timeout(timedelta(seconds=timeout))
-    return store, settings.RANK.get(), settings.WORLD_SIZE.get()
-
-
 class C10dBackend(Backend):
     """One rank of a job. Errors name lost ranks and mismatched calls, whatever the transport. The job is, in this
     order: torch.distributed's default group if the program has made one; ``store`` with ``rank`` and ``world``; the
@@ -115,8 +105,7 @@ class C10dBackend(Backend):
         if adopted:
             store: dist.Store = dist.distributed_c10d._get_default_store()
             return store, dist.get_rank(), dist.get_world_size()
-        job = self._given or job_of_environment(self._timeout) or store_of_environment(self._timeout)
-        return job or (dist.HashStore(), 0, 1)
+        return self._given or store_of_environment(self._timeout) or (dist.HashStore(), 0, 1)
 
     def stop(self) -> None:
         error = sys.exc_info()[1]  # the error that stops this rank, in a with or finally block

@@ -15,8 +15,6 @@ from typing import Any
 from ...comm.comm import Comm
 from ...errors import CheckpointError
 from ...layout.layout import Layout
-from ...layout.mesh import Mesh
-from ...layout.shard import ShardSpec
 from ...runtime.consensus import agree, gather, gather_bytes, together
 from ...runtime.context import current
 from ..format.manifest import FORMAT, STATE, VERSION, Manifest, keep_last, rank_dir
@@ -88,15 +86,6 @@ def write_state(root: str, name: str, save_id: str, tensors: Any, tree: Any) -> 
     record = write_file(os.path.join(here, STATE), [dumps(state)])
     sync_dir(here)
     return {f"{name}/{STATE}": record}
-
-
-def check_shards(name: str, tensors: Mapping[str, Mapping[str, Any]], mesh: Mesh) -> None:
-    """CheckpointError if a tensor of the directory ``name`` is no shard on ``mesh`` of the cut on record."""
-    for key, record in ((k, r) for records in tensors.values() for k, r in records.items()):
-        if isinstance(record["spec"], dict):
-            cut = Layout.of(ShardSpec.from_json(record["spec"]), *record["axes"])
-            if cut.local_shape(mesh) != tuple(record["shape"]):
-                raise CheckpointError(f"{name}: {key!r} is {record['shape']} and not a shard of {cut} on {mesh}")
 
 
 def put_in_place(staging: Staging, save_id: str, mesh: Mapping[str, int], files: Mapping[str, FileRecord]) -> None:
@@ -192,7 +181,6 @@ class Save:
                 trees[name] = trees.get(name) or tree
         with naming("save", self.target):
             for name, tree in trees.items():
-                check_shards(name, tensors[name], self.ctx.mesh)
                 files |= write_state(self.root, name, self.save_id, tensors[name], tree)
             put_in_place(self.staging, self.save_id, self.ctx.mesh.axes, files)
             if self.options.keep_last is not None:

@@ -99,7 +99,7 @@ class SharedTransport(Transport):
             exchange.take(call)
             return folded(parts, _FOLD[op])
 
-        exchange.pending = once = cache(complete)
+        exchange.pending = once = _Once(complete)
         return once
 
     def _summed_by_pieces(self, x: Tensor, op: Op, donate: bool, call: Announced) -> Tensor:
@@ -207,7 +207,7 @@ class SharedTransport(Transport):
             exchange.take(call)
             return every[sender].clone() if sender >= 0 else torch.zeros_like(every[self.index])
 
-        exchange.pending = once = cache(complete)
+        exchange.pending = once = _Once(complete)
         return once
 
     def _permuted_by_pieces(self, x: Tensor, to: tuple[int, ...], call: Announced) -> Tensor:
@@ -269,3 +269,20 @@ class SharedTransport(Transport):
         """The members' chunks of ``x``, each as a matrix."""
         before, after = math.prod(x.shape[:dim]), math.prod(x.shape[dim:])
         return x.reshape(before, self.size, after // self.size).movedim(1, 0)
+
+
+class _Once:
+    """Calls ``complete`` once. Later calls return its result or raise its error, since a group goes on after one."""
+
+    def __init__(self, complete: Callable[[], Tensor]) -> None:
+        self._complete = cache(complete)
+        self._error: BaseException | None = None
+
+    def __call__(self) -> Tensor:
+        if self._error is not None:
+            raise self._error
+        try:
+            return self._complete()
+        except BaseException as e:
+            self._error = e
+            raise

@@ -55,7 +55,7 @@ def save(
         raise ValueError(f"keep_last={keep_last}: at least the checkpoint that is being saved is kept")
     if async_save and save_serially:
         raise ValueError("async_save and save_serially: a save in the background keeps no order of ranks")
-    options = Options(save_serially, down_cast_bf16, master_dp_only, async_save, keep_last)
+    options = Options(async_save, save_serially, master_dp_only, down_cast_bf16, keep_last)
     finish_save()
     (save_in_background if async_save else write_checkpoint)(state_dict, save_dir, options)
 

@@ -9,7 +9,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ...comm.comm import Comm
@@ -46,11 +46,14 @@ Tables = Mapping[str, Mapping[str, Mapping[str, Any]]]
 class Options:
     """Those of ``tpcore.checkpoint.save``."""
 
-    save_serially: bool = False
-    down_cast_bf16: bool = False
-    master_dp_only: bool = True
     async_save: bool = False
-    keep_last: int | None = field(default=None, repr=False)  # rank 0's counts
+    save_serially: bool = False
+    master_dp_only: bool = True
+    down_cast_bf16: bool = False
+    keep_last: int | None = None  # of rank 0
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in vars(self).items() if name != "keep_last")
 
 
 def _described(entry: Entry) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def unpickled(path: str, how: Reading, allow: Sequence[type] = (), placeholders:
                     f"{path} has compressed records, which cannot be read in part: "
                     "write it anew, torch.save(torch.load(path, weights_only=True), path)"
                 )
-            allowed = [*allow, *_placeholders(records, placeholders)]
+            allowed: list[Any] = [*allow, *_placeholders(records, placeholders)]
         with torch.serialization.safe_globals(allowed):
             value = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         _check_extent(path, value)

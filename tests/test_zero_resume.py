@@ -91,7 +91,7 @@ def test_a_save_in_the_background_holds_the_values_of_its_call(tmp_path: Path) -
         backward(net, 0, ctx)
         tpcore.optimizer_step(optimizer)
         want = [t.clone() for t in tensors_of(optimizer)]
-        started = Save({"optimizer": optimizer}, tmp_path / "c", Options(background=True))
+        started = Save({"optimizer": optimizer}, tmp_path / "c", Options(async_save=True))
         backward(net, 1, ctx)
         tpcore.optimizer_step(optimizer)
         started.put_together([started.write()])

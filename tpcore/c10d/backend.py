@@ -30,16 +30,6 @@ from .supervision.waiting import Waiting
 from .transport import C10dTransport
 
 
-def job_of_environment(timeout: float) -> tuple[dist.Store, int, int] | None:
-    """(store, rank, world size) of a process with the variables of ``C10dBackend.job``. The store is a file: no port
-    has to be chosen, and torch looks up no host name, which can take seconds."""
-    if not settings.STORE.is_set:
-        return None
-    store = dist.FileStore(settings.STORE.get(), -1)
-    store.set_timeout(timedelta(seconds=timeout))
-    return store, settings.RANK.get(), settings.WORLD_SIZE.get()
-
-
 class C10dBackend(Backend):
     """One rank of a job. Errors name lost ranks and mismatched calls, whatever the transport. The job is, in this
     order: torch.distributed's default group if the program has made one; ``store`` with ``rank`` and ``world``; the
@@ -59,21 +49,18 @@ class C10dBackend(Backend):
     def __init__(self, store: dist.Store | None = None, rank: int = 0, world: int = 1) -> None:
         self._given = None if store is None else (store, rank, world)
         self._groups: dict[tuple[Members, ...], Any] = {}
-        self._singles: list[Any] = []
+        self._alone_pg: Any = None
         self._made: list[Any] = []
         self._connected: list[C10dTransport] = []
-        self._timeout = 0.0
         self._rank, self._world = rank, world
         self._owns = False
         self._supervisor: Supervisor | None = None
-        self._hooks: list[RemovableHandle] = []
+        self._hook: RemovableHandle | None = None
         self.device_meshes: dict[tuple[tuple[str, int], ...], Any] = {}
         """The DeviceMeshes of ``tpcore.checkpoint.dtensor_state_dict``, by axes and sizes: making one is collective."""
 
     @classmethod
     def unavailable(cls) -> str | None:
-        if not dist.is_available():
-            return f"torch {torch.__version__} was built without torch.distributed"
         if not dist.is_backend_available(cls.transport):
             return f"torch {torch.__version__} was built without {cls.transport}"
         return None
@@ -108,7 +95,7 @@ class C10dBackend(Backend):
             self._supervisor.peers.hook()
             # wait for all: an error that all ranks raise next must not cut off a rank that still connects
             self._supervisor.meet("have joined")
-            self._hooks.append(refuse_shards_as_replicas())
+            self._hook = register_module_module_registration_hook(refuse_shards_as_replicas)
         return rank, world
 
     def _job(self, adopted: bool) -> tuple[dist.Store, int, int]:
@@ -116,8 +103,7 @@ class C10dBackend(Backend):
         if adopted:
             store: dist.Store = dist.distributed_c10d._get_default_store()
             return store, dist.get_rank(), dist.get_world_size()
-        job = self._given or job_of_environment(self._timeout) or store_of_environment(self._timeout)
-        return job or (dist.HashStore(), 0, 1)
+        return self._given or store_of_environment(self._timeout) or (dist.HashStore(), 0, 1)
 
     def stop(self) -> None:
         error = sys.exc_info()[1]  # the error that stops this rank, in a with or finally block
@@ -129,15 +115,16 @@ class C10dBackend(Backend):
 
     def _close(self, error: BaseException | None) -> None:
         self.device_meshes.clear()
-        while self._hooks:
-            self._hooks.pop().remove()
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
         if self._supervisor is not None:
             self._supervisor.close(error)
         for transport in self._connected:
             transport.close()
         self._connected.clear()
         self._groups.clear()
-        self._singles.clear()
+        self._alone_pg = None
         for pg in self._made:
             with suppress(ValueError):  # the program has destroyed it, or all groups
                 dist.destroy_process_group(pg)
@@ -243,26 +230,20 @@ class C10dBackend(Backend):
         """The process group of this rank alone, made at the first use (DDP over a dp of one)."""
         if not dist.is_initialized():
             raise BackendError("a process group was asked for before tpcore.init or after tpcore.shutdown")
-        if not self._singles:
+        if self._alone_pg is None:
             with self._alone():
-                alone = dist.new_group([self._rank], backend=self.transport, use_local_synchronization=True)
-            self._singles.append(alone)
-            self._made.append(alone)
-        return self._singles[0]
+                self._alone_pg = dist.new_group([self._rank], backend=self.transport, use_local_synchronization=True)
+            self._made.append(self._alone_pg)
+        return self._alone_pg
 
     @property
     def _seconds(self) -> timedelta:
         return timedelta(seconds=self._timeout)
 
 
-def refuse_shards_as_replicas() -> RemovableHandle:
-    """Until the handle is removed, DistributedDataParallel, also of accelerate and Fabric, raises ValueError on its
-    ranks if their parts of a parameter differ: it would overwrite all by its first rank's."""
-    handle: RemovableHandle = register_module_module_registration_hook(_look)
-    return handle
-
-
-def _look(owner: nn.Module, name: str, module: Any) -> None:
+def refuse_shards_as_replicas(owner: nn.Module, name: str, module: Any) -> None:
+    """A hook on modules: DistributedDataParallel, also of accelerate and Fabric, raises ValueError on its ranks if
+    their parts of a parameter differ: it would overwrite all by its first rank's."""
     if not isinstance(owner, DistributedDataParallel) or name != "module":
         return
     # DDP's constructor has chosen the group when it registers the model, and has sent nothing yet

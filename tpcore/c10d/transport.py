@@ -79,13 +79,8 @@ class C10dTransport(Transport):
         self._enter("all_reduce", x, op)
         out = wide if (donate or wide is not x) and wide.is_contiguous() else copied(wide)
         # the sum of bools is "any", and so is their maximum
-        work = self._calls.allreduce([out], REDUCE["max" if dtype is torch.bool else op])
-
-        def wait() -> Tensor:
-            self.finish(work)
-            return out if wide is x else out.to(dtype)
-
-        return wait
+        done = self._pending(self._calls.allreduce([out], REDUCE["max" if dtype is torch.bool else op]), out)
+        return done if wide is x else lambda: done().to(dtype)
 
     def _started_maximum(self, x: Tensor) -> Pending:
         """Gathered, then taken locally: gloo's own maximum has NaN or not, depending on the order of the ranks."""

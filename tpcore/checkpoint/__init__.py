@@ -2,14 +2,117 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
-from .api import latest, load, save, wait
+import torch
+
+from ..runtime.consensus import gather, together
+from ..runtime.context import current
+from .format.manifest import newest
+from .forms.source import Reading
+from .read.load import StrPath, read_checkpoint
+from .write.background import finish_save, save_in_background
+from .write.save import Options, write_checkpoint
 
 if TYPE_CHECKING:
     from .dtensor import dtensor_state_dict
 
 __all__ = ["dtensor_state_dict", "latest", "load", "save", "wait"]
+
+
+def save(
+    state_dict: dict[Any, Any],
+    save_dir: StrPath,
+    save_serially: bool = False,
+    *,
+    down_cast_bf16: bool = False,
+    master_dp_only: bool = True,
+    async_save: bool = False,
+    keep_last: int | None = None,
+) -> None:
+    """Save this job's state as the directory ``save_dir``, each tp rank's part in ``tp_rank_<i>``. Collective.
+
+    ``state_dict``: a ``model.state_dict()``, or a dict of state_dicts and values that JSON can represent:
+    ``{"model": ..., "optimizer": ..., "scheduler": ..., "rng": tpcore.random.get_state(), "epoch": 3}``. Tied weights
+    are written once. An optimizer in place of its ``state_dict()`` is cut like its parameters; each dp rank writes a
+    share of a ``Zero1``. The ``state_dict()`` of an optimizer can be loaded at another degree only if the optimizer was
+    made from ``model.named_parameters()`` and the model is saved with it.
+
+    An earlier checkpoint of that name is replaced in one step, when the new one is complete. Tensors are written one by
+    one, by dp rank 0. On every rank, ValueError for an entry that cannot be saved, and CheckpointError for an error of
+    the file system.
+
+    ``save_serially``: one rank after the other. ``down_cast_bf16``: write float32 as bfloat16, except tensors without
+    dims. ``master_dp_only=False``: every dp rank writes a share of its tp rank's tensors. ``keep_last=N``: when the new
+    checkpoint is complete, keep the last N of those beside it whose names differ only in the number at the end.
+
+    ``async_save``: return when the values are copied to host memory, and write in the background. One save runs at a
+    time. An error on any rank is raised on every rank by the next ``save``, ``load`` or ``wait``, and logged at the end
+    of the program. ``wait()`` returns when the save is complete.
+    """
+    if keep_last is not None and keep_last < 1:
+        raise ValueError(f"keep_last={keep_last}: at least the checkpoint that is being saved is kept")
+    if async_save and save_serially:
+        raise ValueError("async_save and save_serially: a save in the background keeps no order of ranks")
+    options = Options(async_save, save_serially, master_dp_only, down_cast_bf16, keep_last)
+    finish_save()
+    (save_in_background if async_save else write_checkpoint)(state_dict, save_dir, options)
+
+
+def load(
+    load_dir: StrPath,
+    model: Any = None,
+    model_key: str | None = "model",
+    sharded: bool = True,
+    strict: bool = True,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    trust: bool = True,
+) -> Any:
+    """Load a checkpoint at any tp degree. Returns the saved dict without the entry loaded into ``model``.
+
+    With ``model``, loads the entry ``model_key`` into it, or the whole state if that is a model's state. Each rank
+    reads its own part. A model on meta gets memory on the context's device. Without ``model``, returns all entries of
+    this rank. ``sharded=False``: load a ``.safetensors`` file, a file of ``torch.save`` (``{"model": ...}`` or flat) or
+    a Hugging Face directory. Its names may have one prefix more or less than the model's.
+
+    ``optimizer``: takes the entry ``"optimizer"``, which is then not returned; a ``Zero1`` reads its own part alone. In
+    place of a model, ``model`` may be another object whose ``load_state_dict`` takes the entry ``model_key``. A torch
+    optimizer loads its state at any degree from files of other libraries and from unsharded files too.
+
+    Directories of NeuronX Distributed and optimum-neuron can be loaded too, in all their layouts, cut as the model is.
+    They and files of ``torch.save`` are pickles, from which only tensors and plain values are unpickled. Before torch
+    2.10 that restriction has a hole, and a warning says so. ``trust=False`` refuses pickles; ``tpcore checkpoint
+    convert`` converts them to safetensors.
+
+    Names, shapes and dtypes are compared before the model is changed. CheckpointError on every rank lists the
+    differences. Floats are converted to the model's dtype. ``strict=False`` skips missing and surplus names, and
+    entries that cannot be loaded at this degree, with a warning. A collective call over all ranks.
+    """
+    finish_save()
+    how = Reading(model_key, trust, quiet=current().rank > 0)
+    return read_checkpoint(load_dir, model, how, sharded=sharded, strict=strict, optimizer=optimizer)
+
+
+def latest(directory: StrPath) -> str | None:
+    """Path of the last checkpoint in ``directory``, to go on from; None if there is none yet.
+
+    That is the complete one whose name ends in the highest number: of ``step_90`` and ``step_100`` the second. Waits
+    for a save in the background. Collective over all ranks. CheckpointError where the directory cannot be read.
+    """
+    finish_save()
+    ctx, last = current(), None
+    with together(ctx):
+        if ctx.rank == 0:
+            last = newest(os.path.realpath(directory))
+    path: str | None = gather(last, ctx.world)[0]
+    return path
+
+
+def wait() -> None:
+    """Wait until the save in the background, if any, is complete. Raises its error. A collective call."""
+    finish_save()
 
 
 def __getattr__(name: str) -> Any:

@@ -61,27 +61,16 @@ def _entries(ctx: ParallelContext, name: str, value: Tensor) -> Iterator[tuple[s
         shape = (*layout.shape[:dim], block.size, *layout.shape[dim + 1 :])
         spec = ShardSpec(shape, dim, (block,))
         (copies,) = spec.block_copies(n)
-        if not _as_torch_chunks(spec, n // copies):
+        length = spec.local_shape(n)[dim]
+        if min(length, block.size) != -(-block.size // (n // copies)):  # torch.chunk's, which DTensor uses
             raise ValueError(
                 f"{name!r} is cut by units of {block.unit} and padded at {axis}={n}: a DTensor pads by one"
             )
         (piece,) = spec.pieces(ctx.coord(axis), n)
         part = local.narrow(dim, start, piece.length)
-        start += spec.local_shape(n)[dim]
+        start += length
         whole = name if len(cut.spec.blocks) == 1 else f"{name}.{number}"
         yield whole, _over(ctx, part, shape, {axis: Shard(dim)}, axis, copies)
-
-
-def _as_torch_chunks(spec: ShardSpec, n: int) -> bool:
-    """Whether the parts equal those of ``torch.chunk``, which DTensor uses."""
-    dim = spec.dim or 0
-    size = spec.shape[dim]
-    chunk = -(-size // n)
-    return all(
-        (piece.full, piece.length) == (min(r * chunk, size), min(chunk, max(size - r * chunk, 0)))
-        for r in range(n)
-        for piece in spec.pieces(r, n)
-    )
 
 
 def _over(

@@ -32,7 +32,7 @@ def main(lifeline: int, call: int, result: int) -> None:
     error = outcome.error
     if isinstance(error, SystemExit):
         exited = RuntimeError(f"rank {rank} called sys.exit({error.code!r})")
-        outcome = Outcome(None, None if error.code in (0, None) else exited, outcome.at, outcome.seconds)
+        outcome = Outcome(None, None if error.code in (0, None) else exited, outcome.at)
     write_file(result, pack_outcome(outcome, rank))
     if error is not None:
         raise error

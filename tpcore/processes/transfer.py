@@ -27,17 +27,13 @@ class Outcome:
     value: Any = None
     error: BaseException | None = None
     at: float = 0.0  # wall clock at the end, to find the first of several errors
-    seconds: float = 0.0
 
 
 def outcome_of(call: Callable[[], Any]) -> Outcome:
-    started = time.monotonic()
-    value, error = None, None
     try:
-        value = call()
+        return Outcome(call(), at=time.time())
     except BaseException as e:  # noqa: BLE001  passed to the calling process
-        error = e
-    return Outcome(value, error, time.time(), time.monotonic() - started)
+        return Outcome(error=e, at=time.time())
 
 
 def root_cause(outcomes: Sequence[Outcome]) -> BaseException | None:
@@ -88,7 +84,7 @@ def pack_outcome(outcome: Outcome, rank: int) -> bytes:
         if error is None:
             what = f"the result of rank {rank} cannot be sent to the caller"
             stand_in = ValueError(f"{what} ({type(e).__name__}: {e})")
-        data = pickle.dumps(Outcome(None, stand_in, outcome.at, outcome.seconds))
+        data = pickle.dumps(Outcome(None, stand_in, outcome.at))
     return pickle.dumps((rank, text, data))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
-import sys
 from collections.abc import Mapping
 from contextlib import suppress
 
@@ -22,8 +21,6 @@ def keep_freed_memory() -> bool:
     """Let glibc keep freed memory for the next tensors; with another C library nothing. Returns whether it does.
     glibc gives large blocks back to the kernel at once, so each step would map its large activations and gradients
     anew, with 15,000 page faults for 62 MB. After this call the process keeps its peak memory."""
-    if not sys.platform.startswith("linux"):
-        return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False

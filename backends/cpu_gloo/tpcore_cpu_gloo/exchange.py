@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -21,22 +20,11 @@ from tpcore.comm.signature import Call, Places, disagreement, word_of
 from tpcore.errors import CollectiveMismatchError
 
 from . import semaphores
-from .segment import CALL, LEFT, PLACE, Segment
+from .segment import CALL, LEFT, PLACE, ROOM, Segment
 
 Fold = Callable[..., Tensor]
+Tile = tuple[slice, slice]
 _HALF = (torch.float16, torch.bfloat16)
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """A piece of a tensor that fits a buffer."""
-
-    at: tuple[slice, slice]
-    """The piece's rows and columns."""
-    every: list[Tensor]
-    """Each rank's buffer, in the shape of the piece."""
-    meet: Callable[[], None]
-    """Call it when this rank's buffer is filled; it returns when every rank's is."""
 
 
 def folded(parts: list[Tensor], fold: Fold, out: Tensor | None = None) -> Tensor:
@@ -52,7 +40,7 @@ def folded(parts: list[Tensor], fold: Fold, out: Tensor | None = None) -> Tensor
     return total
 
 
-def tiles(rows: int, columns: int, most: int) -> Iterator[tuple[slice, slice]]:
+def tiles(rows: int, columns: int, most: int) -> Iterator[Tile]:
     """Tiles of a matrix of at most ``most`` elements, whole rows if they fit. An empty matrix has one."""
     wide = max(1, min(columns, most))
     high = max(1, most // wide)
@@ -142,10 +130,11 @@ class Exchange:
             segment.reserve(wanted)
         except OSError:
             granted = segment.room
-        buffer = self.next_buffer()
-        segment.offer(buffer, granted)
+        words = self._words[self.next_buffer()]
+        view, at = words[segment.position]
+        view[at + ROOM] = granted
         self.meet(call)
-        segment.room = segment.offered(buffer)
+        segment.room = min(view[at + ROOM] for view, at in words)
         if segment.room < wanted:
             segment.most, segment.whole = min(segment.most, segment.room), segment.room  # no more is available
         self.plans.clear()

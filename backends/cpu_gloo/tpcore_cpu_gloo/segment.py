@@ -23,7 +23,7 @@ _PIECES = 64  # of a tensor that is posted whole, at most: address space and no 
 _FAILURES = (OSError, ValueError)  # mmap raises a ValueError for a file that is shorter than it should be
 # two lines of words: of each second post the hashes of the call and of its place; of each buffer the bytes that its
 # owner could reserve; in the first, whether its owner makes no more calls
-CALL, PLACE, _ROOM, LEFT = range(4)
+CALL, PLACE, ROOM, LEFT = range(4)
 
 
 class Segment:
@@ -54,13 +54,8 @@ class Segment:
             self.close()
             raise
 
-    @property
-    def ticket(self) -> str:
-        """The path below /proc with which peers open the file."""
-        return f"{os.getpid()}/fd/{self._own}"
-
     def open(self, tickets: Sequence[str]) -> None:
-        """Map all ranks' files, once all ranks have made theirs."""
+        """Map all ranks' files, once all ranks have made theirs. ``tickets``: their paths below /proc."""
         for ticket in tickets:
             fd = os.open(f"/proc/{ticket}", os.O_RDWR)
             try:
@@ -81,15 +76,6 @@ class Segment:
         """(view, index of the first word) of each rank's words in ``line``, 0 or 1."""
         at = ((self.size + line) * semaphores.STRIDE) // 8
         return [(view, at) for view in self._words]
-
-    def offer(self, buffer: int, room: int) -> None:
-        """Publish in ``buffer`` how many bytes this rank could reserve."""
-        view, at = self.words(buffer)[self.position]
-        view[at + _ROOM] = room
-
-    def offered(self, buffer: int) -> int:
-        """The least of the bytes that the ranks could reserve."""
-        return min(view[at + _ROOM] for view, at in self.words(buffer))
 
     def write(self, text: bytes) -> None:
         self._maps[self.position][self._text : self._text + _TEXT] = text[:_TEXT].ljust(_TEXT)
@@ -132,7 +118,7 @@ def shared(
         segment = None if refusal else Segment(size, position, *limits)
     except _FAILURES as e:
         reason = str(e)
-    tickets = exchange("" if segment is None else segment.ticket)
+    tickets = exchange("" if segment is None else f"{os.getpid()}/fd/{segment._own}")
     try:
         if segment is not None and all(tickets):
             segment.open(tickets)

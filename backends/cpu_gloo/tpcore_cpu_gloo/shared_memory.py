@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -30,11 +30,12 @@ from tpcore.comm.transport import (
 )
 from tpcore.layout.mesh import Group
 
-from .exchange import Announced, Chunk, Exchange, Fold, folded, tiles
+from .exchange import Announced, Exchange, Fold, Tile, folded, tiles
 
 _FOLD: dict[str, Fold] = {"sum": torch.add, "max": torch.maximum}
 _KEPT = 256  # cached plans
 _TWO_STEPS = 1 << 16  # above this many bytes, with more than two ranks, each rank sums one part
+_Piece = tuple[Tile, list[Tensor]]
 _Views = tuple[list[Tensor], list[Tensor]]
 
 
@@ -105,27 +106,27 @@ class SharedTransport(Transport):
         in_place = donate and x.is_contiguous()
         out = x if in_place else torch.empty_like(x, memory_format=torch.contiguous_format)
         source, target = x.contiguous().view(1, -1), out.view(1, -1)
-        for piece in self._pieces(call, source.shape, x):
-            mine = source[piece.at]
-            piece.every[self.index].copy_(mine)
-            piece.meet()
+        for at, every in self._pieces(call, source.shape, x):
+            mine = source[at]
+            every[self.index].copy_(mine)
+            self._exchange.meet(call)
             if self.size == 2:
-                piece.every[self.index] = mine
-                folded(piece.every, _FOLD[op], target[piece.at])
+                every[self.index] = mine
+                folded(every, _FOLD[op], target[at])
             else:
-                self._summed_in_two_steps(piece, mine, _FOLD[op], target[piece.at])
+                self._summed_in_two_steps(every, mine, _FOLD[op], target[at], call)
         return out
 
-    def _summed_in_two_steps(self, piece: Chunk, x: Tensor, fold: Fold, out: Tensor) -> None:
+    def _summed_in_two_steps(self, every: list[Tensor], x: Tensor, fold: Fold, out: Tensor, call: Announced) -> None:
         """Each rank sums one part into its own buffer, from which all others copy it."""
         n = x.shape[1]
         cuts = [slice(n * p // self.size, n * (p + 1) // self.size) for p in range(self.size)]
         here = cuts[self.index]
-        parts = [t[:, here] for t in piece.every]
+        parts = [t[:, here] for t in every]
         own, parts[self.index] = parts[self.index], x[:, here]
         folded(parts, fold, own)
-        piece.meet()
-        for cut, t in zip(cuts, piece.every, strict=True):
+        self._exchange.meet(call)
+        for cut, t in zip(cuts, every, strict=True):
             out[:, cut].copy_(t[:, cut])
 
     # -- the others -------------------------------------------------------------------------------------
@@ -141,11 +142,11 @@ class SharedTransport(Transport):
         out = ALL_GATHER.result(x, self.size, dim)
         before, after = math.prod(x.shape[:dim]), math.prod(x.shape[dim:])
         source, target = x.reshape(before, after), out.view(before, self.size, after)
-        for piece in self._pieces(call, source.shape, x):
-            rows, columns = piece.at
-            piece.every[self.index].copy_(source[piece.at])
-            piece.meet()
-            for p, part in enumerate(piece.every):
+        for at, every in self._pieces(call, source.shape, x):
+            rows, columns = at
+            every[self.index].copy_(source[at])
+            self._exchange.meet(call)
+            for p, part in enumerate(every):
                 target[rows, p, columns].copy_(part)
         return out
 
@@ -154,23 +155,23 @@ class SharedTransport(Transport):
         out = REDUCE_SCATTER.result(x.detach(), self.size, dim)
         source = self._chunks(x.detach(), dim)
         target = out.view(source.shape[1:])
-        for piece in self._pieces(call, target.shape, x, self.size):
-            rows, columns = piece.at
-            piece.every[self.index].copy_(source[:, rows, columns])
-            piece.meet()
-            folded([t[self.index] for t in piece.every], torch.add, target[piece.at])
+        for at, every in self._pieces(call, target.shape, x, self.size):
+            rows, columns = at
+            every[self.index].copy_(source[:, rows, columns])
+            self._exchange.meet(call)
+            folded([t[self.index] for t in every], torch.add, target[at])
         return out
 
     def broadcast(self, x: Tensor, src: int) -> Tensor:
         _, call = self._begin(BROADCAST, x, src)
         out = copied(x) if src == self.index else x.new_empty(x.shape)
         flat = out.view(1, -1)
-        for piece in self._pieces(call, flat.shape, x):
+        for at, every in self._pieces(call, flat.shape, x):
             if src == self.index:
-                piece.every[src].copy_(flat[piece.at])
-            piece.meet()
+                every[src].copy_(flat[at])
+            self._exchange.meet(call)
             if src != self.index:
-                flat[piece.at].copy_(piece.every[src])
+                flat[at].copy_(every[src])
         return out
 
     def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Tensor:
@@ -178,11 +179,11 @@ class SharedTransport(Transport):
         chunk = (*x.shape[:split_dim], x.shape[split_dim] // self.size, *x.shape[split_dim + 1 :])
         source = self._chunks(x.detach(), split_dim)
         got = x.new_empty(source.shape)
-        for piece in self._pieces(call, source.shape[1:], x, self.size):
-            rows, columns = piece.at
-            piece.every[self.index].copy_(source[:, rows, columns])
-            piece.meet()
-            for p, part in enumerate(piece.every):
+        for at, every in self._pieces(call, source.shape[1:], x, self.size):
+            rows, columns = at
+            every[self.index].copy_(source[:, rows, columns])
+            self._exchange.meet(call)
+            for p, part in enumerate(every):
                 got[p, rows, columns].copy_(part[self.index])
         return got.view(self.size, *chunk).movedim(0, concat_dim).flatten(concat_dim, concat_dim + 1).contiguous()
 
@@ -213,12 +214,12 @@ class SharedTransport(Transport):
         out = torch.empty_like(x, memory_format=torch.contiguous_format, requires_grad=False)
         source, sender = x.detach().contiguous().view(1, -1), inverse(to)[self.index]
         target = out.view(1, -1)
-        for piece in self._pieces(call, source.shape, x):
+        for at, every in self._pieces(call, source.shape, x):
             if to[self.index] >= 0:
-                piece.every[self.index].copy_(source[piece.at])
-            piece.meet()
+                every[self.index].copy_(source[at])
+            self._exchange.meet(call)
             if sender >= 0:
-                target[piece.at].copy_(piece.every[sender])
+                target[at].copy_(every[sender])
         return out if sender >= 0 else out.zero_()
 
     # -- what they share --------------------------------------------------------------------------------
@@ -247,15 +248,16 @@ class SharedTransport(Transport):
         name = primitive.describe(*arguments)
         return _Plan(name, word_of((name, tuple(x.shape), x.dtype)), views)
 
-    def _pieces(self, call: Announced, shape: Sequence[int], x: Tensor, parts: int = 1) -> Iterator[Chunk]:
-        """Pieces of a matrix of which ``parts`` fit a buffer, at least one: fill it, call its ``meet``, then read."""
+    def _pieces(self, call: Announced, shape: Sequence[int], x: Tensor, parts: int = 1) -> Iterator[_Piece]:
+        """Pieces of a matrix of which ``parts`` fit a buffer, at least one: rows and columns, and each rank's buffer in
+        that shape. Fill this rank's, ``meet``, then read."""
         rows, columns = shape
         need = parts * rows * columns * x.element_size()
         most = self._exchange.room(need, call) // x.element_size() // parts
         for at in tiles(rows, columns, most):
             high, wide = (s.stop - s.start for s in at)
             lead = () if parts == 1 else (parts,)
-            yield Chunk(at, self._next_buffer(x.dtype, (*lead, high, wide)), partial(self._exchange.meet, call))
+            yield at, self._next_buffer(x.dtype, (*lead, high, wide))
 
     def _next_buffer(self, dtype: torch.dtype, shape: Sequence[int]) -> list[Tensor]:
         """The buffer to fill now of each rank, as a tensor of ``shape``."""
@@ -270,20 +272,17 @@ class SharedTransport(Transport):
 
 
 class _Once:
-    """Calls ``complete`` once. Later calls return its result or raise its error."""
+    """Calls ``complete`` once. Later calls return its result or raise its error, since a group goes on after one."""
 
     def __init__(self, complete: Callable[[], Tensor]) -> None:
-        self._complete = complete
-        self._result: Tensor | None = None
+        self._complete = cache(complete)
         self._error: BaseException | None = None
 
     def __call__(self) -> Tensor:
         if self._error is not None:
             raise self._error
-        if self._result is None:
-            try:
-                self._result = self._complete()
-            except BaseException as e:
-                self._error = e
-                raise
-        return self._result
+        try:
+            return self._complete()
+        except BaseException as e:
+            self._error = e
+            raise

@@ -49,6 +49,7 @@ class PeerMonitor(threading.Thread):
         self.sockets: set[int] = set()  # of the groups, to be cut when the job is lost
         self.partings: set[Callable[[], None]] = set()  # the same for groups that share memory
         self._near = LocalRanks(rank, peers)
+        self.neighbours = frozenset(self._near.ranks)
         self._store, self._links = store, links or Links({}, {})
         self._requests, self._selector = Requests(), selectors.DefaultSelector()
         self._selector.register(self._requests.fd, selectors.EVENT_READ)
@@ -146,10 +147,6 @@ class PeerMonitor(threading.Thread):
         text = f"a rank of group {list(members)} is lost: {silent}: {error}\n{self._store.trouble}"
         return self.post(Verdict("lost", text.rstrip()))
 
-    def neighbours(self) -> frozenset[int]:
-        """The ranks of this host, this one among them."""
-        return frozenset(self._near.ranks)
-
     def reports(self) -> dict[int, RankReport]:
         """The last published report of each rank, and this rank's own as it is now."""
         ranks, nothing = range(len(self.peers)), dict[int, RankReport]()
@@ -221,12 +218,11 @@ class PeerMonitor(threading.Thread):
             # the other thread may set a cut meanwhile; the loop sees it within a beat
             for key, _ in self._selector.select(max(0.0, min(due, self._cut_at or due) - time.monotonic())):
                 if key.data is None:
-                    self._requests.taken()
+                    self._requests.answer()
                 else:
                     self._selector.unregister(key.fileobj)
                     ended, rank = key.data
                     ended(rank)
-            self._requests.answer()
             if self._cut_at is not None and time.monotonic() >= self._cut_at:
                 self.sever()
                 self._cut_at = None

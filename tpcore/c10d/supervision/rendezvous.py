@@ -66,7 +66,13 @@ def timed_out(error: RuntimeError) -> bool:
 
 
 def store_of_environment(timeout: float) -> tuple[dist.Store, int, int] | None:
-    """(store, rank, world size) from torchrun's variables; None in a process without a launcher."""
+    """(store, rank, world size) from the variables of ``C10dBackend.job`` or of torchrun; None in a process without a
+    launcher."""
+    if settings.STORE.is_set:
+        # a file: no port has to be chosen, and torch looks up no host name, which can take seconds
+        store: dist.Store = dist.FileStore(settings.STORE.get(), -1)
+        store.set_timeout(timedelta(seconds=timeout))
+        return store, settings.RANK.get(), settings.WORLD_SIZE.get()
     values = {variable.name: variable.text() for variable in _VARIABLES}
     if not settings.RANK.is_set and not settings.WORLD_SIZE.is_set:
         return None

@@ -128,12 +128,9 @@ class Requests:
     def wake(self) -> None:
         os.write(self._write, b"x")
 
-    def taken(self) -> None:
-        """The other thread has woken up."""
-        os.read(self.fd, 4096)
-
     def answer(self) -> None:
-        """Answer the requests that have come, in the other thread."""
+        """Answer the requests that have come, in the other thread, once ``fd`` can be read."""
+        os.read(self.fd, 4096)
         while not self._waiting.empty():
             self._waiting.get()()
 

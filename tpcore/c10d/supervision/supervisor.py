@@ -43,8 +43,7 @@ class Supervisor:
     ) -> None:
         self._token = uuid.uuid4().hex
         self._twice = partial(twice, store)
-        if world > 1:
-            claim(store, rank, Identity.own(), self._token, timeout)
+        claim(store, rank, Identity.own(), self._token, timeout)
         # a program may start, stop and start again at one store, which keeps the old keys
         self.store = store = dist.PrefixStore(f"tpcore{store.add(f'tpcore/starts/{rank}', 1)}", store)
         self._rank, self._timeout, self._checked = rank, timeout, checked_calls()

@@ -45,7 +45,7 @@ class Waiting:
         self.fingerprints: FingerprintExchange | None = None
         self.places, self._library = checked == ALL, library
         self._entries, self._recorder, self._peers = peers.recorder.entries, peers.recorder, peers
-        self.neighbours = peers.neighbours()
+        self.neighbours = peers.neighbours
         """The ranks of this host, this one among them."""
         peers.recorder.groups.append(self)
 

@@ -212,7 +212,6 @@ class RankState:
         return self._open(file).recorded(name, dtype, shape, crc32), cut
 
 
-_REMOVING = ".removing"
 _NUMBERED = re.compile(r"(.*?)(\d+)")
 
 
@@ -258,14 +257,12 @@ def keep_last(target: str, n: int) -> None:
         return
     with naming("list", parent):
         names = os.listdir(parent)
-    for other in names:
-        if other.startswith(f".{mine[1]}") and other.endswith(_REMOVING):
-            shutil.rmtree(os.path.join(parent, other), ignore_errors=True)  # from a killed save
     paths = [os.path.join(parent, other) for i, other in _numbered(names, mine[1]) if i < int(mine[2])]
     older = [p for p in paths if not os.path.islink(p) and _is_checkpoint(os.path.join(p, MANIFEST))]
     for path in older[n - 1 :]:
-        # renamed first, so that no reader takes the half-removed directory for a checkpoint
-        removing = os.path.join(parent, f".{os.path.basename(path)}{_REMOVING}")
+        # renamed first, so that no reader takes the half-removed directory for a checkpoint: to a name that the next
+        # save removes
+        removing = os.path.join(parent, f".{os.path.basename(path)}.replaced-removed")
         with naming("remove", path):
             os.rename(path, removing)
             sync_dir(parent)

@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -49,22 +49,15 @@ _OF_MODEL = {
 _DIMS = {"embed_tokens": 0, "lm_head": 0, "o_proj": 1, "down_proj": 1}
 
 
-@dataclass(frozen=True)
-class Projections:
-    """``interleaved``: for each kv head its query heads, key and value; otherwise q|k|v one after the other."""
-
-    heads: int
-    kv_heads: int
-    interleaved: bool
-
-    def qkv(self, shards: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-        """The parts of q, of k and of v in each rank's shard."""
-        groups, each = self.kv_heads // len(shards), self.heads // self.kv_heads
-        if self.interleaved:
-            split = [t.unflatten(0, (groups, each + 2, -1)).split((each, 1, 1), 1) for t in shards]
-            return ([parts[i].flatten(0, 2) for parts in split] for i in range(3))
-        split = [t.unflatten(0, (groups * (each + 2), -1)).split((groups * each, groups, groups)) for t in shards]
-        return ([parts[i].flatten(0, 1) for parts in split] for i in range(3))
+def _qkv(heads: int, kv_heads: int, interleaved: bool, shards: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """The parts of q, of k and of v in each rank's shard. ``interleaved``: for each kv head its query heads, key and
+    value; otherwise q|k|v one after the other."""
+    groups, each = kv_heads // len(shards), heads // kv_heads
+    if interleaved:
+        split = [t.unflatten(0, (groups, each + 2, -1)).split((each, 1, 1), 1) for t in shards]
+        return ([parts[i].flatten(0, 2) for parts in split] for i in range(3))
+    split = [t.unflatten(0, (groups * (each + 2), -1)).split((groups * each, groups, groups)) for t in shards]
+    return ([parts[i].flatten(0, 1) for parts in split] for i in range(3))
 
 
 class MegatronShards(RankFiles):
@@ -76,7 +69,7 @@ class MegatronShards(RankFiles):
     def __init__(self, path: str, files: Sequence[Sequence[str]], how: Reading) -> None:
         super().__init__(path, files, how)
         tops = [_top(stage[0], how) for stage in files]
-        self._projections = _projections(tops[0], files[0][0], self.tp)
+        self._qkv = partial(_qkv, *_projections(tops[0], files[0][0], self.tp))
         counts = [len({m[1] for m in map(_LAYER.fullmatch, top["model"]) if m}) for top in tops]
         self._first_layers = [sum(counts[:stage]) for stage in range(self.pp)]
 
@@ -111,7 +104,7 @@ class MegatronShards(RankFiles):
                 yield Original(f"{layer}mlp.{part}_proj.weight", 0, [h[i] for h in halves])
             return
         layer, _, end = name.partition("self_attention.linear_qkv.")
-        for part, pieces in zip("qkv", self._projections.qkv(shards), strict=True):
+        for part, pieces in zip("qkv", self._qkv(shards), strict=True):
             yield Original(f"{layer}self_attn.{part}_proj.{end}", 0, pieces)
 
 
@@ -128,7 +121,8 @@ def _top(file: str, how: Reading) -> Mapping[str, Any]:
     return top
 
 
-def _projections(top: Mapping[str, Any], file: str, tp: int) -> Projections:
+def _projections(top: Mapping[str, Any], file: str, tp: int) -> tuple[int, int, bool]:
+    """The numbers of query and of kv heads, and whether the projections are interleaved."""
     with damage(file):
         args, version = vars(top["args"]), float(top.get("checkpoint_version", 0))
         heads = int(args["num_attention_heads"])
@@ -140,7 +134,7 @@ def _projections(top: Mapping[str, Any], file: str, tp: int) -> Projections:
     wrong = {"swiglu": not args.get("swiglu"), "apply_layernorm_1p": bool(args.get("apply_layernorm_1p"))}
     if refused := [f"{name}={args.get(name)}" for name, is_wrong in wrong.items() if is_wrong]:
         raise CheckpointError(f"{file}: only models with Llama's layers are read, not {', '.join(refused)}")
-    return Projections(heads, kv_heads, interleaved=version >= 2)
+    return heads, kv_heads, version >= 2
 
 
 def _renamed(name: str, first_layer: int, file: str) -> str:

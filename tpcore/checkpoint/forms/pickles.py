@@ -62,9 +62,10 @@ def unpickled(path: str, how: Reading, allow: Sequence[type] = (), placeholders:
                     f"{path} has compressed records, which cannot be read in part: "
                     "write it anew, torch.save(torch.load(path, weights_only=True), path)"
                 )
-        with torch.serialization.safe_globals([*allow, *_placeholders(path, placeholders)]):
+            allowed: list[Any] = [*allow, *_placeholders(records, placeholders)]
+        with torch.serialization.safe_globals(allowed):
             value = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        _Extent(path).check(value)
+        _check_extent(path, value)
         return value
     except CheckpointError:
         raise
@@ -78,13 +79,12 @@ def unpickled(path: str, how: Reading, allow: Sequence[type] = (), placeholders:
         raise CheckpointError(f"{path} is damaged: {type(e).__name__}: {reason}") from e
 
 
-def _placeholders(path: str, packages: Sequence[str]) -> list[type]:
+def _placeholders(records: zipfile.ZipFile, packages: Sequence[str]) -> list[type]:
     """A subclass of Placeholder for each name from ``packages`` in a pickle."""
     if not packages:
         return []
-    with zipfile.ZipFile(path) as records:
-        record = next(name for name in records.namelist() if name.endswith("data.pkl"))
-        opcodes = list(pickletools.genops(records.read(record)))
+    record = next(name for name in records.namelist() if name.endswith("data.pkl"))
+    opcodes = pickletools.genops(records.read(record))
     named = {str(arg) for opcode, arg, _ in opcodes if opcode.name == "GLOBAL"}
     pairs = [text.split(" ", 1) for text in sorted(named) if re.split("[ .]", text)[0] in packages]
     return [type(name, (Placeholder,), {"__module__": module}) for module, name in pairs]
@@ -107,11 +107,13 @@ def parted(top: Mapping[Any, Any], how: Reading, path: str) -> tuple[Mapping[Any
 
 def mapped(t: Tensor, name: str, path: str) -> MemoryShard:
     """A tensor of a torch file as a shard. CheckpointError for sparse, quantized and meta tensors."""
-    if t.layout != torch.strided or t.is_quantized or t.is_meta:
+    if _is_special(t):
         raise CheckpointError(f"{path}: {name!r} is of layout {t.layout}, dtype {t.dtype} on {t.device}")
-    if t.nbytes > t.untyped_storage().nbytes() + _REPEATED:  # strides of 0
-        raise CheckpointError(f"{path}: {name!r} repeats {t.untyped_storage().nbytes()} bytes to {t.nbytes}")
     return MemoryShard(t)
+
+
+def _is_special(t: Tensor) -> bool:
+    return t.layout != torch.strided or t.is_quantized or t.is_meta
 
 
 def in_own_memory(value: Any) -> Any:
@@ -119,44 +121,34 @@ def in_own_memory(value: Any) -> Any:
     return tree_map_only(Tensor, torch.clone, value)
 
 
-class _Extent:
-    """The size of a value, shared parts counted at each use: a small pickle can repeat one item 2**32 times."""
+def _check_extent(path: str, top: Any) -> None:
+    """CheckpointError for a value that is too large or deep with its shared parts counted at each use: a small pickle
+    can repeat one item 2**32 times."""
+    seen: dict[int, tuple[int, int]] = {}
+    memory: dict[int, int] = {}
 
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self._seen: dict[int, tuple[int, int]] = {}
-        self._memory: dict[int, int] = {}
-
-    def check(self, top: Any) -> None:
-        items, size = self._measure(top, (), "")
-        memory = sum(self._memory.values())
-        if items > _ITEMS or size > _TIMES * memory + _REPEATED:
-            raise CheckpointError(
-                f"{self._path} repeats what it holds to {items} items and {size} bytes, from {memory} bytes"
-            )
-
-    def _measure(self, value: Any, above: tuple[int, ...], name: Any) -> tuple[int, int]:
+    def measure(value: Any, above: tuple[int, ...], name: Any) -> tuple[int, int]:
         """The numbers of items and bytes."""
-        if isinstance(value, Tensor):
-            return 1, self._bytes(value, name)
+        if isinstance(value, Tensor) and not _is_special(value):
+            storage = value.untyped_storage()
+            memory[storage.data_ptr()] = storage.nbytes()
+            if value.nbytes > storage.nbytes() + _REPEATED:  # strides of 0
+                raise CheckpointError(f"{path}: {name!r} repeats {storage.nbytes()} bytes to {value.nbytes}")
+            return 1, value.nbytes
         if not isinstance(value, Mapping | list | tuple):
             return 1, 0
-        if id(value) not in self._seen:
+        if id(value) not in seen:
             if len(above) > _DEEPEST or id(value) in above:
-                raise CheckpointError(f"{self._path} is nested more than {_DEEPEST} deep, or holds itself")
+                raise CheckpointError(f"{path} is nested more than {_DEEPEST} deep, or holds itself")
             named = value.items() if isinstance(value, Mapping) else enumerate(value)
-            sizes = [self._measure(item, (*above, id(value)), key) for key, item in named]
-            self._seen[id(value)] = 1 + sum(n for n, _ in sizes), sum(size for _, size in sizes)
-        return self._seen[id(value)]
+            sizes = [measure(item, (*above, id(value)), key) for key, item in named]
+            seen[id(value)] = 1 + sum(n for n, _ in sizes), sum(size for _, size in sizes)
+        return seen[id(value)]
 
-    def _bytes(self, t: Tensor, name: Any) -> int:
-        if t.layout != torch.strided or t.is_quantized or t.is_meta:
-            return 0
-        memory = t.untyped_storage()
-        self._memory[memory.data_ptr()] = memory.nbytes()
-        if t.nbytes > memory.nbytes() + _REPEATED:  # strides of 0
-            raise CheckpointError(f"{self._path}: {name!r} repeats {memory.nbytes()} bytes to {t.nbytes}")
-        return t.nbytes
+    items, size = measure(top, (), "")
+    held = sum(memory.values())
+    if items > _ITEMS or size > _TIMES * held + _REPEATED:
+        raise CheckpointError(f"{path} repeats what it holds to {items} items and {size} bytes, from {held} bytes")
 
 
 def unsound(path: str) -> Iterator[str]:

@@ -84,10 +84,11 @@ class Source(ABC):
     def stage(self, pp_rank: int, own: int | None, cuts: Cuts) -> Stage:
         """A stage for tp rank ``own``, or for no rank. ``cuts``: the cuts that the checkpoint lacks."""
 
-    def entries_of_all(self, cuts: Cuts, names: Sequence[str] | None = None) -> Stage | None:
-        """Entries for a job with another number of stages: those equal on all stages, and optimizers' states. None if
-        the form does not support that. ``names``: parameters whose optimizer state is wanted, in order; None: all."""
-        return None
+    def entries_of_all(self, cuts: Cuts, names: Sequence[str] | None = None) -> Stage:
+        """Entries for a job with another number of stages: those equal on all stages, and optimizers' states.
+        ``names``: parameters whose optimizer state is wanted, in order; None: all. CheckpointError in a form without
+        that."""
+        raise CheckpointError(f"{self.path} was saved at pp={self.pp}, and a {self.form} opens at that pp alone")
 
 
 class Form(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -120,12 +121,10 @@ def _indexed(path: str, index: str) -> dict[str, set[str] | None]:
     weight_map = top.get("weight_map") if isinstance(top, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
         raise CheckpointError(f"{index} is damaged: it has no weight_map from names to files")
-    files: dict[str, set[str] | None] = {}
+    files: dict[str, set[str]] = defaultdict(set)
     for name, file in weight_map.items():
-        names = files.setdefault(inside(path, file, index), set())
-        if names is not None:
-            names.add(name)
-    return files
+        files[inside(path, file, index)].add(name)
+    return {**files}
 
 
 def _open(path: str, how: Reading, stack: ExitStack) -> Source | None:

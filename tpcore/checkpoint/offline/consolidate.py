@@ -16,7 +16,7 @@ from ...errors import CheckpointError
 from ..forms.source import Reading, Source
 from ..forms.whole import INDEX
 from ..read.source import CutRule, once, opened, tensors_of
-from ..storage.files import CHUNK, MANIFEST, Progress, dumps, naming, sync_dir, write_file
+from ..storage.files import CHUNK, MANIFEST, SILENT, Progress, dumps, naming, sync_dir, write_file
 from ..storage.publish import new_beside
 from ..storage.tensorfile import Writable, nbytes_of, write_tensors
 from ..tensors.stored import ReadPlan
@@ -38,7 +38,7 @@ def consolidate(
     max_shard_size: int | None = None,
     rules: Sequence[CutRule] = (),
     how: Reading | None = None,
-    progress: Progress | None = None,
+    progress: Progress = SILENT,
     stored_as: Callable[[Mapping[str, ReadPlan]], Mapping[str, Writable]] | None = None,
     beside: StrPath | None = None,
     adapter: bool = False,
@@ -57,8 +57,7 @@ def consolidate(
             tensors, ties = stored_as({**found, **{other: found[kept] for other, kept in ties.items()}}), {}
         stem, end = ("pytorch_model", ".bin") if pickled else ("model", ".safetensors")
         files = divided(tensors, max_shard_size, "adapter_model" if adapter else stem, end)
-        if progress is not None:
-            progress.start(sum(map(nbytes_of, tensors.values())))
+        progress.start(sum(map(nbytes_of, tensors.values())))
         with _new_files(os.fspath(out)) as stage:
             names = write_weights(stage, files, ties, progress)
             names += _copy_model_files(os.fspath(beside or src), stage, os.fspath(out), "adapter_" * adapter)
@@ -66,14 +65,13 @@ def consolidate(
     return names
 
 
-def write_one(source: Source, out: str, rules: Sequence[CutRule], progress: Progress | None) -> None:
+def write_one(source: Source, out: str, rules: Sequence[CutRule], progress: Progress) -> None:
     """Write the unsharded model in ``source`` as the file ``out``."""
     if os.path.lexists(out):
         raise CheckpointError(f"{out} is there already: give another name")
     tensors, ties = once(tensors_of(source, rules), source.path)
     with new_beside(out) as temporary:
-        if progress is not None:
-            progress.start(sum(map(nbytes_of, tensors.values())))
+        progress.start(sum(map(nbytes_of, tensors.values())))
         write_tensors(temporary, tensors, {"format": "pt", **ties}, progress, summed=False)
         with naming("put in place", out):
             os.rename(temporary, out)
@@ -101,7 +99,7 @@ def divided(
 
 
 def write_weights(
-    folder: str, files: Mapping[str, Mapping[str, Writable]], ties: Mapping[str, str], progress: Progress | None = None
+    folder: str, files: Mapping[str, Mapping[str, Writable]], ties: Mapping[str, str], progress: Progress = SILENT
 ) -> list[str]:
     """Write the tensors of ``files``, and an index of several. Returns the names. ``ties``: further names."""
     for name, group in files.items():
@@ -116,7 +114,7 @@ def write_weights(
     return names
 
 
-def _write(path: str, tensors: Mapping[str, Writable], ties: Mapping[str, str], progress: Progress | None) -> None:
+def _write(path: str, tensors: Mapping[str, Writable], ties: Mapping[str, str], progress: Progress) -> None:
     if not path.endswith(".bin"):
         write_tensors(path, tensors, {"format": "pt", **ties}, progress, summed=False)
         return

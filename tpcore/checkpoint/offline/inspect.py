@@ -19,7 +19,7 @@ from ..forms.registry import open_source
 from ..forms.source import Reading, Source
 from ..read.source import CutRule, cuts_by, opened, part, tensors_of
 from ..storage.dtypes import dtype_name
-from ..storage.files import CHUNK, MANIFEST, Progress, crc32_of, naming
+from ..storage.files import CHUNK, MANIFEST, SILENT, Progress, crc32_of, naming
 from ..tensors.stored import Stored
 from .consolidate import StrPath
 
@@ -92,20 +92,14 @@ class Difference(NamedTuple):
 
 
 def diff(
-    a: StrPath,
-    b: StrPath,
-    *,
-    rules: Sequence[CutRule] = (),
-    how: Reading | None = None,
-    progress: Progress | None = None,
+    a: StrPath, b: StrPath, *, rules: Sequence[CutRule] = (), how: Reading | None = None, progress: Progress = SILENT
 ) -> Iterator[Difference]:
     """Compare the models in two checkpoints of any form and degree. Yields one entry per differing tensor."""
     how = how or Reading()
     with ExitStack() as stack:
         one, other = (open_source(os.fspath(path), how, stack) for path in (a, b))
         mine, theirs = (tensors_of(s, rules) for s in (one, other))
-        if progress is not None:
-            progress.start(sum(map(bytes_of_logical, mine.values())))
+        progress.start(sum(map(bytes_of_logical, mine.values())))
         for name in dict.fromkeys([*mine, *theirs]):
             if name not in mine or name not in theirs:
                 where = one.path if name in mine else other.path
@@ -114,7 +108,7 @@ def diff(
                 yield Difference(name, f"shape {mine[name].shape} and {theirs[name].shape}", 0.0, 0.0)
             else:
                 yield from _values(name, mine[name], theirs[name])
-            if progress is not None and name in mine:
+            if name in mine:
                 progress.add(bytes_of_logical(mine[name]))
 
 
@@ -139,7 +133,7 @@ def _furthest(x: torch.Tensor, y: torch.Tensor, absolute: float, relative: float
 
 
 def verify(
-    path: StrPath, *, rules: Sequence[CutRule] = (), how: Reading | None = None, progress: Progress | None = None
+    path: StrPath, *, rules: Sequence[CutRule] = (), how: Reading | None = None, progress: Progress = SILENT
 ) -> list[str]:
     """Error texts for all faults of a checkpoint: missing, surplus and damaged files and tensors."""
     try:
@@ -159,10 +153,9 @@ def _files(path: str) -> list[str]:
     return sorted(os.path.join(folder, name) for folder, _, names in walked for name in names)
 
 
-def _problems(source: Native, progress: Progress | None) -> Iterator[str]:
+def _problems(source: Native, progress: Progress) -> Iterator[str]:
     checkpoint, manifest = source.checkpoint, source.checkpoint.manifest
-    if progress is not None:
-        progress.start(sum(record.size for record in manifest.files.values()))
+    progress.start(sum(record.size for record in manifest.files.values()))
     for name in manifest.rank_dirs:
         folder = os.path.join(checkpoint.path, name)
         with naming("list", folder):

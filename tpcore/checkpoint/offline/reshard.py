@@ -13,7 +13,7 @@ from ..format.manifest import FORMAT, rank_dir
 from ..forms.native import Native
 from ..forms.source import Cuts, Reading, Source
 from ..read.source import CutRule, cuts_by, model_of, once, opened, part
-from ..storage.files import FileRecord, Progress
+from ..storage.files import SILENT, FileRecord, Progress
 from ..storage.publish import Staging
 from ..tensors.stored import Stored
 from ..write.save import put_in_place, write_state, write_tensor_files
@@ -29,7 +29,7 @@ def reshard(
     strict: bool = True,
     rules: Sequence[CutRule] = (),
     how: Reading | None = None,
-    progress: Progress | None = None,
+    progress: Progress = SILENT,
 ) -> list[str]:
     """Write the contents of ``src`` as a checkpoint for ``tp`` ranks. ``strict=False`` leaves out entries that can be
     loaded only at the degree of the save. Returns why entries were left out."""
@@ -42,14 +42,7 @@ def reshard(
 
 
 def _write(
-    source: Source,
-    out: StrPath,
-    tp: int,
-    *,
-    joined: bool,
-    strict: bool,
-    rules: Sequence[CutRule],
-    progress: Progress | None,
+    source: Source, out: StrPath, tp: int, *, joined: bool, strict: bool, rules: Sequence[CutRule], progress: Progress
 ) -> tuple[list[str], list[str]]:
     """Write ``source`` for ``tp`` ranks in each of its stages. Returns the names of the ranks' directories, and why
     entries were left out. ``joined``: the stages become one, of the model and the entries that all ranks have alike."""
@@ -75,7 +68,7 @@ def _write(
             else:
                 state = stage.entries(lambda stored: stored.plan(None, rank, mesh), bound, model=True)  # noqa: B023
             contents, name = Part(state, lambda t, where: None), rank_dir(at["tp"], at["pp"], mesh.axes["pp"])
-            if progress is not None and not files:
+            if not files:
                 progress.start(total_of(contents.files) * mesh.size)  # ranks have about the same size
             records, tensors = write_tensor_files(staging.path, name, save_id, contents.files, progress)
             files |= records | write_state(staging.path, name, save_id, tensors, contents.tree)
@@ -104,7 +97,7 @@ def convert(
     *,
     rules: Sequence[CutRule] = (),
     how: Reading | None = None,
-    progress: Progress | None = None,
+    progress: Progress = SILENT,
 ) -> list[str]:
     """Write the contents of ``src`` without pickle: shards of other libraries as a checkpoint of the same degree, the
     model in an unsharded file as the file ``out`` if that ends in ``.safetensors``, otherwise as a directory. Returns

@@ -13,9 +13,9 @@ from ...errors import CheckpointError
 from ...layout.layout import Layout
 from ...layout.mesh import Mesh
 from ...runtime.context import ParallelContext
+from ..storage.files import listed
 from ..tensors.stored import ReadPlan, Stored, layout_of
 
-_SHOWN = 8
 _EXTRA_STATE = "_extra_state"  # torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
 
 
@@ -143,11 +143,6 @@ def _shape(value: Any) -> str:
     if isinstance(value, (Tensor, Stored)):
         return f"shape {tuple(value.shape)}"
     return f"a {type(value).__name__}"
-
-
-def listed(title: str, lines: list[str]) -> str:
-    more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
-    return "\n  ".join([f"{title}:", *lines[:_SHOWN], *more])
 
 
 def aligned(saved: Mapping[str, Any], wanted: set[str]) -> dict[str, Any]:

@@ -17,9 +17,9 @@ from ...runtime.context import ParallelContext
 from ...train.zero import OF_SUMS, SUMS, ReadRun
 from ..format.tree import dotted
 from ..forms.source import Cuts, OfParameter, Source, Stage
-from ..storage.files import naming
+from ..storage.files import listed, naming
 from ..tensors.stored import ReadPlan, Stored
-from .fit import Fit, aligned, listed
+from .fit import Fit, aligned
 from .source import model_of
 
 
@@ -35,8 +35,6 @@ class Loading:
         self._rank, self._n = at.get("tp", 0), axes.get("tp", 1)
         self._pp_rank, pp = (at.get("pp", 0), axes.get("pp", 1)) if sharded else (0, 1)
         self.restaged = source.pp != pp
-        if self.restaged and source.entries_of_all(_cuts_of(None)) is None:
-            raise CheckpointError(f"{source.path} was saved at pp={source.pp} and this job has pp={pp}")
         self._filled: dict[Stored, tuple[ReadPlan, Tensor]] = {}  # tensors outside of the model
         self._fit: Fit | None = None
         self._wants: dict[Stored, Layout] = {}  # layouts of optimizers' tensors that differ from the file's
@@ -47,8 +45,8 @@ class Loading:
 
     def stage(self, cuts: Cuts, names: Sequence[str] | None = None) -> Stage:
         """The stage to load. ``names``: the optimizer's parameters, used if the number of stages differs."""
-        if self.restaged and (every := self._source.entries_of_all(cuts, names)) is not None:
-            return every
+        if self.restaged:
+            return self._source.entries_of_all(cuts, names)
         own = self._rank if self._source.tp == self._n else None
         return self._source.stage(self._pp_rank, own, cuts)
 

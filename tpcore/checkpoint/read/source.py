@@ -22,9 +22,9 @@ from ..forms.rank_files import even_cut
 from ..forms.registry import open_source
 from ..forms.source import Cuts, Reading, Source, State
 from ..forms.whole import in_memory
-from ..storage.files import naming
+from ..storage.files import listed, naming
 from ..tensors.stored import ReadPlan, Stored
-from .fit import aligned, listed, misfits
+from .fit import aligned, misfits
 
 
 class CutRule(NamedTuple):
@@ -114,14 +114,13 @@ def read_shards(
     n: int,
     *,
     ties: Mapping[str, str] | None = None,
-    strict: bool = True,
     how: Reading | None = None,
 ) -> dict[str, Tensor]:
     """Shard ``rank`` of ``n`` of each tensor in ``wanted``, contiguous and in its own memory, read without the others.
 
     ``source``: a checkpoint of any form and degree, or an unsharded model's state in memory (or a dict with it under
     ``how.model_key``). ``ties``: other names of tensors of ``wanted``. CheckpointError lists tensors that are missing,
-    do not fit or, if ``strict``, are surplus. Floats are converted to the wanted dtype.
+    surplus or do not fit. Floats are converted to the wanted dtype.
     """
     how, ties = how or Reading(), ties or {}
     with ExitStack() as stack:
@@ -138,9 +137,8 @@ def read_shards(
             if other in saved:
                 saved.setdefault(name, saved[other])
         wrong = [text for name, want in wanted.items() for text in _wrong(saved.get(name), name, want, n)]
-        if strict:
-            surplus = [name for name in saved if name not in wanted and name not in ties]
-            wrong += [f"{name!r}: the checkpoint has it, the model not" for name in surplus]
+        surplus = [name for name in saved if name not in wanted and name not in ties]
+        wrong += [f"{name!r}: the checkpoint has it, the model not" for name in surplus]
         if wrong:
             raise CheckpointError(listed(f"{where} does not fit the model", wrong))
         tensors = {name: _read(saved[name], spec, dtype, rank, n) for name, (spec, dtype) in wanted.items()}

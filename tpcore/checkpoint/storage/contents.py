@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 from collections.abc import Collection
+from pathlib import Path
 
 from ...errors import CheckpointError
 from .files import CANNOT, MANIFEST, PREFIX, loads, naming, read_file, sync_dir
@@ -55,15 +56,12 @@ def link(source: str, target: str) -> None:
 
 def refuse_inside(target: str) -> None:
     """CheckpointError if ``target`` is in a directory that belongs to a checkpoint."""
-    here, parent = target, os.path.dirname(target)
-    while parent != here:
-        name = os.path.basename(here)
-        if name.startswith(PREFIX) and os.path.lexists(os.path.join(parent, MANIFEST)):
+    for here in (Path(target), *Path(target).parents):
+        if here.name.startswith(PREFIX) and os.path.lexists(here.parent / MANIFEST):
             raise CheckpointError(
-                f"cannot save to {target}: it is inside of the checkpoint {parent}, in its {name}, which the "
+                f"cannot save to {target}: it is inside of the checkpoint {here.parent}, in its {here.name}, which the "
                 "next save there replaces; give a directory outside of it"
             )
-        here, parent = parent, os.path.dirname(parent)
 
 
 def refuse_other_files(target: str, format: str, also: Collection[str], others_stay: bool) -> None:

@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -37,17 +38,18 @@ class Progress:
         self._show(self._done, self._total)
 
 
+SILENT = Progress(lambda done, total: None)
+"""Shows nothing."""
+
+
 @contextmanager
-def bar(title: str, total: int, *, shown: bool) -> Iterator[Progress | None]:
-    """Progress of ``total`` bytes as a tqdm bar. None unless ``shown``, and without tqdm or a terminal."""
-    if not shown or not sys.stderr.isatty():
-        yield None
+def bar(title: str, total: int, *, shown: bool) -> Iterator[Progress]:
+    """Progress of ``total`` bytes as a tqdm bar. Silent unless ``shown``, and without tqdm or a terminal."""
+    if not shown or not sys.stderr.isatty() or find_spec("tqdm") is None:
+        yield SILENT
         return
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        yield None
-        return
+    from tqdm import tqdm
+
     with tqdm(desc=title, total=total, unit="B", unit_scale=True, leave=False, dynamic_ncols=True) as made:
         yield Progress(lambda done, _: made.update(done - made.n))
 
@@ -55,6 +57,7 @@ def bar(title: str, total: int, *, shown: bool) -> Iterator[Progress | None]:
 MANIFEST = "manifest.json"
 PREFIX = "tp_rank_"
 _DEEPEST = 400  # levels of JSON: a state has at most 100 levels, and each of its dicts takes up to three
+_SHOWN = 8
 CHUNK = 8 << 20
 """Bytes per step when writing, computing a checksum, or converting to another dtype or layout."""
 LARGEST = 256 << 20
@@ -85,6 +88,12 @@ def damage(what: str) -> Iterator[None]:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as e:
         raise CheckpointError(f"{what} is damaged: {type(e).__name__}: {e}") from e
+
+
+def listed(title: str, lines: list[str]) -> str:
+    """The text of an error with at most ``_SHOWN`` lines."""
+    more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+    return "\n  ".join([f"{title}:", *lines[:_SHOWN], *more])
 
 
 def written_by() -> dict[str, str]:
@@ -125,14 +134,13 @@ def write_parts(path: str, parts: Iterable[Iterable[Bytes]], *, summed: bool = T
     return FileRecord(done, crc32_text(combined_crc32(sums))), [crc32_text(crc) for crc, _ in sums]
 
 
-def chunks(pieces: Iterable[Bytes], progress: Progress | None = None) -> Iterator[Bytes]:
+def chunks(pieces: Iterable[Bytes], progress: Progress = SILENT) -> Iterator[Bytes]:
     """The pieces in chunks of at most ``CHUNK`` bytes. ``progress`` counts each after the caller is done."""
     for piece in pieces:
         for i in range(0, len(piece), CHUNK):
             chunk = piece[i : i + CHUNK]
             yield chunk
-            if progress is not None:
-                progress.add(len(chunk))
+            progress.add(len(chunk))
 
 
 def _start_writeback(fd: int, begun: int, done: int) -> int:
@@ -163,14 +171,13 @@ def read_file(path: str) -> bytes:
         return f.read(LARGEST)
 
 
-def crc32_of(path: str, progress: Progress | None = None) -> str:
+def crc32_of(path: str, progress: Progress = SILENT) -> str:
     """The crc32 of a whole file, as 8 hex digits."""
     crc = 0
     with naming("read", path), open(open_regular(path), "rb") as f:
         while chunk := f.read(CHUNK):
             crc = zlib.crc32(chunk, crc)
-            if progress is not None:
-                progress.add(len(chunk))
+            progress.add(len(chunk))
     return crc32_text(crc)
 
 

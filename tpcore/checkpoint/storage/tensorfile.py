@@ -19,7 +19,7 @@ from torch import Tensor
 from ...errors import CheckpointError
 from ...layout.slices import narrowed
 from .dtypes import DTYPES, as_stored, bytes_of, dtype_name
-from .files import CHUNK, FileRecord, Progress, chunks, crc32_text, loads, naming, open_regular, write_parts
+from .files import CHUNK, SILENT, FileRecord, Progress, chunks, crc32_text, loads, naming, open_regular, write_parts
 
 
 # -- writing ------------------------------------------------------------------------------------------------
@@ -47,7 +47,7 @@ def write_tensors(
     path: str,
     tensors: Mapping[str, Writable],
     metadata: Mapping[str, str],
-    progress: Progress | None = None,
+    progress: Progress = SILENT,
     *,
     summed: bool = True,
 ) -> tuple[FileRecord, dict[str, str]]:
@@ -75,7 +75,6 @@ class TensorFile:
     def __init__(self, path: str) -> None:
         self.path = path
         self._fd = open_regular(path)
-        self.size = os.fstat(self._fd).st_size
         try:
             self._entries = self._header()
         except BaseException:
@@ -105,34 +104,28 @@ class TensorFile:
     def names(self) -> list[str]:
         return list(self._entries)
 
-    def _entry(self, name: str) -> tuple[str, list[int], int, int]:
+    def _entry(self, name: str) -> tuple[str, list[int], int]:
+        """The dtype, shape and first byte in the header, which safetensors has found to fit the file."""
         if name not in self._entries:
             raise CheckpointError(f"{self.path} has no tensor {name!r}")
         e = self._entries[name]
-        start, end = (self._data + offset for offset in e["data_offsets"])
-        if not self._data <= start <= end <= self.size:
-            raise CheckpointError(f"{self.path}: {name!r} is outside of the file")
-        return e["dtype"], e["shape"], start, end - start
+        return e["dtype"], e["shape"], self._data + e["data_offsets"][0]
 
     def tensor(self, name: str) -> FileTensor:
         """A tensor with the dtype and shape of the header."""
-        stored, shape, start, size = self._entry(name)
+        stored, shape, start = self._entry(name)
         if stored not in DTYPES:
             raise CheckpointError(f"{self.path}: {name!r} has dtype {stored}, which is not supported")
-        found = FileTensor(self, name, tuple(shape), DTYPES[stored], start)
-        if found.nbytes != size:
-            raise CheckpointError(f"{self.path}: {name!r} of shape {shape} takes {size} bytes")
-        return found
+        return FileTensor(self, name, tuple(shape), DTYPES[stored], start)
 
     def recorded(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], crc32: str) -> FileTensor:
         """A tensor that a manifest describes. CheckpointError if the file disagrees with the manifest."""
-        stored, there, start, size = self._entry(name)
-        found = FileTensor(self, name, shape, dtype, start, crc32)
-        if (stored, there) != as_stored(dtype, shape) or found.nbytes != size:
+        stored, there, start = self._entry(name)
+        if (stored, there) != as_stored(dtype, shape):
             raise CheckpointError(
                 f"{self.path}: {name!r} is {stored} {there}, on record {dtype_name(dtype)} {list(shape)}"
             )
-        return found
+        return FileTensor(self, name, shape, dtype, start, crc32)
 
     def read_bytes(self, into: memoryview, at: int) -> None:
         done = 0

@@ -60,7 +60,10 @@ class _Background:
         finally:  # an error leaves here when no rank writes any more
             others = [self._wait_for_report(rank) for rank in range(1, save.ctx.mesh.size)]
         for rank, data in enumerate(others, 1):
-            report = _parsed(data)
+            try:
+                report = json.loads(data)
+            except ValueError:
+                report = {"error": "it could write neither its part nor its error"}
             if isinstance(report, dict):
                 raise CheckpointError(f"rank {rank}: {report['error']}")
             os.unlink(self._report_path(rank))
@@ -99,13 +102,6 @@ class _Background:
                 )
             time.sleep(_POLL)
         return read_file(path)
-
-
-def _parsed(report: bytes) -> Any:
-    try:
-        return json.loads(report)
-    except ValueError:
-        return {"error": "it could write neither its part nor its error"}
 
 
 def _bytes_in(folder: str) -> int:

@@ -2,49 +2,71 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import uuid
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from ...comm.comm import Comm
 from ...errors import CheckpointError
 from ...layout.layout import Layout
-from ...layout.mesh import Mesh
-from ...layout.shard import ShardSpec
 from ...runtime.consensus import agree, gather, gather_bytes, together
 from ...runtime.context import current
 from ..format.manifest import FORMAT, STATE, VERSION, Manifest, keep_last, rank_dir
-from ..storage.files import MANIFEST, FileRecord, Progress, bar, dumps, naming, sync_dir, write_file, written_by
+from ..storage.dtypes import dtype_name
+from ..storage.files import (
+    MANIFEST,
+    SILENT,
+    FileRecord,
+    Progress,
+    bar,
+    dumps,
+    listed,
+    naming,
+    sync_dir,
+    write_file,
+    written_by,
+)
 from ..storage.publish import Staging, staging_path
 from ..storage.tensorfile import write_tensors
-from .agreement import Tables, check_agreement, described, digests_of, outline
+from ..tensors.stored import Cut
 from .optimizers import resolve
 from .snapshot import Entry, Part, StateTensor, cuts_of, on_host, total_of
+
+Tables = Mapping[str, Mapping[str, Mapping[str, Any]]]
+"""By scope: descriptions of tensors, by file and name. Ranks that have a scope must agree on it."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """``all_dp``: each dp rank writes a share. ``background``: copy the values before writing."""
+    """Those of ``tpcore.checkpoint.save``."""
 
-    serially: bool = False
+    async_save: bool = False
+    save_serially: bool = False
+    master_dp_only: bool = True
     down_cast_bf16: bool = False
-    all_dp: bool = False
-    background: bool = False
     keep_last: int | None = None  # of rank 0
 
     def __str__(self) -> str:
-        return (
-            f"async_save={self.background}, save_serially={self.serially}, master_dp_only={not self.all_dp}, "
-            f"down_cast_bf16={self.down_cast_bf16}"
-        )
+        return ", ".join(f"{name}={value}" for name, value in vars(self).items() if name != "keep_last")
+
+
+def _described(entry: Entry) -> dict[str, Any]:
+    """The record of a tensor in ``state.json``, except its checksum."""
+    record = {"dtype": dtype_name(entry.dtype), "shape": list(entry.shape)}
+    if isinstance(entry.cut, Layout):
+        # without the slot, which the directories of the shards imply
+        return record | {"spec": entry.cut.spec.to_json(), "axes": _axes(entry.cut)}
+    return record | {"spec": entry.cut}
 
 
 def write_tensor_files(
-    root: str, name: str, save_id: str, files: Mapping[str, Mapping[str, Entry]], progress: Progress | None = None
+    root: str, name: str, save_id: str, files: Mapping[str, Mapping[str, Entry]], progress: Progress = SILENT
 ) -> tuple[dict[str, FileRecord], dict[str, Any]]:
     """Write files of tensors to the directory ``name`` of ``root``. Returns records of files and tensors."""
     here = os.path.join(root, name)
@@ -56,7 +78,7 @@ def write_tensor_files(
     for file, entries in sorted(files.items()):
         metadata = {"format": "pt", "save_id": save_id, "rank": name}
         records[f"{name}/{file}"], sums = write_tensors(os.path.join(here, file), entries, metadata, progress)
-        tensors[file] = {key: described(entry) | {"crc32": sums[key]} for key, entry in entries.items()}
+        tensors[file] = {key: _described(entry) | {"crc32": sums[key]} for key, entry in entries.items()}
     return records, tensors
 
 
@@ -67,15 +89,6 @@ def write_state(root: str, name: str, save_id: str, tensors: Any, tree: Any) -> 
     record = write_file(os.path.join(here, STATE), [dumps(state)])
     sync_dir(here)
     return {f"{name}/{STATE}": record}
-
-
-def check_shards(name: str, tensors: Mapping[str, Mapping[str, Any]], mesh: Mesh) -> None:
-    """CheckpointError if a tensor of the directory ``name`` is no shard on ``mesh`` of the cut on record."""
-    for key, record in ((k, r) for records in tensors.values() for k, r in records.items()):
-        if isinstance(record["spec"], dict):
-            cut = Layout.of(ShardSpec.from_json(record["spec"]), *record["axes"])
-            if cut.local_shape(mesh) != tuple(record["shape"]):
-                raise CheckpointError(f"{name}: {key!r} is {record['shape']} and not a shard of {cut} on {mesh}")
 
 
 def put_in_place(staging: Staging, save_id: str, mesh: Mapping[str, int], files: Mapping[str, FileRecord]) -> None:
@@ -105,17 +118,17 @@ class Save:
         if self._part is not None:
             self._part.gather(self._files)
         with together(ctx):
-            if options.background:
+            if options.async_save:
                 self._files = on_host(self._files)
         # rank 0's path counts: a relative path may differ between ranks
         at = ctx.mesh.coords(ctx.rank)
-        tables: Tables = {} if self._part is None else outline(self._part, at.get("pp", 0), at.get("tp", 0))
-        mine = [uuid.uuid4().hex, os.path.realpath(save_dir), str(options), digests_of(tables)]
+        tables: Tables = {} if self._part is None else _outline(self._part, at.get("pp", 0), at.get("tp", 0))
+        mine = [uuid.uuid4().hex, os.path.realpath(save_dir), str(options), _digests_of(tables)]
         ids, targets, every, digests = zip(*gather(mine, ctx.world), strict=True)
         self.save_id, self.target = ids[0], targets[0]
         text = "ranks save in different ways: rank 0 with {}, rank {} with {}"
         agree(every, lambda rank, first, other: ValueError(text.format(first, rank, other)))
-        check_agreement(self.target, tables, digests, ctx.world)
+        _check_agreement(self.target, tables, digests, ctx.world)
         self.root = staging_path(self.target, self.save_id)
         with together(ctx), naming("save", self.target):
             if ctx.rank == 0:
@@ -124,7 +137,7 @@ class Save:
     def _prepare(self, state: dict[Any, Any]) -> None:
         """Determine the cut of each tensor, and the tensors that this rank writes."""
         resolved, options, ep = resolve(state, self.ctx), self.options, self.ctx.over_axis("ep")
-        self._shared = self._dp[1] > 1 and (options.all_dp or bool(resolved.gather) or ep is not None)
+        self._shared = self._dp[1] > 1 and (not options.master_dp_only or bool(resolved.gather) or ep is not None)
         if not (self._first or self._shared):
             return
         self._part = Part(
@@ -135,7 +148,7 @@ class Save:
             ep=ep,
             down_cast_bf16=options.down_cast_bf16,
         )
-        self._files = self._part.share(*(self._dp if self._shared else (0, 1)), all_of_it=options.all_dp)
+        self._files = self._part.share(*(self._dp if self._shared else (0, 1)), all_of_it=not options.master_dp_only)
 
     def name_of(self, rank: int) -> str:
         at = self.ctx.mesh.coords(rank)
@@ -171,7 +184,6 @@ class Save:
                 trees[name] = trees.get(name) or tree
         with naming("save", self.target):
             for name, tree in trees.items():
-                check_shards(name, tensors[name], self.ctx.mesh)
                 files |= write_state(self.root, name, self.save_id, tensors[name], tree)
             put_in_place(self.staging, self.save_id, self.ctx.mesh.axes, files)
             if self.options.keep_last is not None:
@@ -189,7 +201,7 @@ def write_checkpoint(state: dict[Any, Any], save_dir: str | os.PathLike[str], op
     save = Save(state, save_dir, options)
     ctx, report = save.ctx, b"null"
     try:
-        for turn in range(ctx.mesh.size) if options.serially else (ctx.rank,):
+        for turn in range(ctx.mesh.size) if options.save_serially else (ctx.rank,):
             with together(ctx):
                 if turn == ctx.rank:
                     report = save.write()
@@ -198,3 +210,67 @@ def write_checkpoint(state: dict[Any, Any], save_dir: str | os.PathLike[str], op
             save.put_together(reports)
     finally:
         save.close()
+
+
+# -- what ranks must agree on before a save: the tensors that they hold parts of, or write shares of. Plain values and
+# tensors that no layer cuts may differ: a load at another degree compares them itself.
+def _outline(part: Part, stage: int, tp_rank: int) -> Tables:
+    """The tensors that all ranks must agree on (cut over stages too), those of one stage (cut over tp), and those of
+    one directory, of which each dp rank writes a share. An optimizer has no state of a parameter that had no gradient
+    yet, so another rank may lack it."""
+    scopes = everywhere, of_stage, of_directory = "", f"{stage}", f"{stage} {tp_rank}"
+    tables: dict[str, dict[str, dict[str, Any]]] = {scope: {} for scope in scopes}
+    for file, name, entry, written in part.placed():
+        key, record, axes = f"{name!r} of {file}", _described(entry), _axes(entry.cut)
+        if axes:
+            tables[everywhere if "pp" in axes else of_stage][key] = record | {"optional": file in part.optional}
+        if written != file:
+            tables[of_directory][key] = record | {"file": written}
+    return tables
+
+
+def _digests_of(tables: Tables) -> dict[str, str]:
+    texts = {scope: json.dumps(table, sort_keys=True) for scope, table in tables.items()}
+    return {scope: hashlib.sha256(text.encode()).hexdigest()[:32] for scope, text in texts.items()}
+
+
+def _check_agreement(path: str, mine: Tables, digests: Sequence[Mapping[str, str]], world: Comm) -> None:
+    """CheckpointError, on all ranks, if the ranks' parts of the save ``path`` do not fit together: where their
+    ``digests`` differ, all ranks exchange the tables. A rank that writes nothing has no digests."""
+    first: dict[str, int] = {}
+    pairs = [
+        (scope, first[scope], rank)
+        for rank, here in enumerate(digests)
+        for scope, digest in here.items()
+        if digests[first.setdefault(scope, rank)][scope] != digest
+    ]
+    if not pairs:
+        return
+    tables = gather(mine, world)
+    lines = [line for scope, a, b in pairs for line in _differences(a, tables[a][scope], b, tables[b][scope])]
+    if lines:
+        title = f"cannot save {path}: the ranks' parts do not fit together. Build one model on all ranks"
+        raise CheckpointError(listed(title, lines))
+
+
+def _differences(a: int, of_a: Mapping[str, Any], b: int, of_b: Mapping[str, Any]) -> Iterator[str]:
+    for key in sorted(of_a.keys() | of_b.keys()):
+        x, y = of_a.get(key), of_b.get(key)
+        optional = (x or y or {}).get("optional") and (x is None or y is None)
+        if x != y and not optional:
+            yield f"{key}: rank {a} has {_text(x)}, rank {b} has {_text(y)}"
+
+
+def _text(record: Mapping[str, Any] | None) -> str:
+    if record is None:
+        return "none"
+    text, spec = f"{record['dtype']} of shape {record['shape']}", record["spec"]
+    if record.get("axes"):
+        text += f", cut of {spec['shape']} along dim {spec['dim']} over {' and '.join(record['axes'])}"
+        if len(spec["blocks"]) > 1 or spec["blocks"][0][1:] != [1, False]:
+            text += f" in blocks {spec['blocks']}"
+    return text + (f" in {record['file']}" if "file" in record else "")
+
+
+def _axes(cut: Cut) -> list[str]:
+    return [axis for one in cut.cuts for axis in one.axes] if isinstance(cut, Layout) else []

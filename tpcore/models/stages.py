@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -57,7 +57,7 @@ def into_stages(model: nn.Module, cuts: list[Cut], num_microbatches: int, stages
     if "use_cache" in inspect.signature(model.forward).parameters:
         model.register_forward_pre_hook(_NoCache(), with_kwargs=True)
     model.register_forward_pre_hook(_SameBatch(layers), with_kwargs=True)
-    for module in {model, model.base_model}:
+    for module in {model, cast(nn.Module, model.base_model)}:
         module.register_forward_pre_hook(_collects_nothing, with_kwargs=True)
     if stages > 1:
         model.__dict__["save_pretrained"] = MethodType(_save, model)

@@ -113,7 +113,8 @@ class NxDPPModel(Wrapper):
     local_state_dict = Wrapper.state_dict
 
     def local_named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        return self.original_torch_module.named_modules(*args, **kwargs)
+        found: Iterator[tuple[str, nn.Module]] = self.original_torch_module.named_modules(*args, **kwargs)
+        return found
 
 
 @torch.no_grad()

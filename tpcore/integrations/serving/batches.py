@@ -45,6 +45,15 @@ class Batches(CBGenerateManager):
         if not self.is_alive():
             raise CBWorkerDeadError(_ENDED)
 
+    def _room(self, ids: list[int]) -> int:
+        """How many tokens may follow the prompt ``ids``."""
+        if not ids:
+            raise HTTPException(400, "the prompt has no tokens")
+        if len(ids) >= self.limit:
+            told = f"the prompt has {len(ids)} tokens, and prompt and answer may have {self.limit} together"
+            raise HTTPException(400, told)
+        return self.limit - len(ids)
+
     def generate_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, response_parser: Any = None
     ) -> tuple[asyncio.Queue[Any], Stream]:
@@ -52,12 +61,7 @@ class Batches(CBGenerateManager):
         if len(self._cb.output_router.result_handlers) >= self._most:
             raise HTTPException(429, f"{self._most} requests are open, and no more are taken: try again later")
         ids = inputs["input_ids"]
-        if not ids:
-            raise HTTPException(400, "the prompt has no tokens")
-        if len(ids) >= self.limit:
-            told = f"the prompt has {len(ids)} tokens, and prompt and answer may have {self.limit} together"
-            raise HTTPException(400, told)
-        gen_config.max_new_tokens = min(gen_config.max_new_tokens, self.limit - len(ids))
+        gen_config.max_new_tokens = min(gen_config.max_new_tokens, self._room(ids))
         seed = getattr(gen_config, "seed", None)
         sampled = gen_config.do_sample and gen_config.temperature != 0
         found: asyncio.Queue[Any] = asyncio.Queue()

@@ -31,6 +31,7 @@ from tpcore.comm.transport import Primitive
 from tpcore.comm.wrapper import TransportWrapper
 from tpcore.layout.mesh import Group, Mesh
 from tpcore.layout.slices import Region
+from tpcore.models import dealt
 from tpcore.runtime.context import ParallelContext
 
 DEVICE = "gpu"
@@ -223,6 +224,7 @@ def main() -> None:
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=) makes a fake one
     torch.__future__.set_overwrite_module_params_on_conversion(True)
     FakeTensorMode.may_turn_const = lambda self, t: False  # type: ignore[method-assign]  it would run them
+    dealt.compare_ranks = lambda *_: None  # type: ignore[assignment]  once in a job, of the first batch's values
     for name in sys.argv[1:] or CASES:
         mesh, case = CASES[name]
         mode = FakeTensorMode()

@@ -41,7 +41,7 @@ def written(folder: Path) -> Any:
 
 
 class Server:
-    def __init__(self, folder: Path, *options: str) -> None:
+    def __init__(self, folder: Path, *options: str, **environment: str) -> None:
         with socket.create_server(("127.0.0.1", 0)) as s:
             port = s.getsockname()[1]
         command = [
@@ -56,7 +56,8 @@ class Server:
             str(port),
             *options,
         ]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        pipes: Any = {"stderr": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self.process = subprocess.Popen(command, env=os.environ | environment, **pipes)
         self.client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="-", max_retries=0, timeout=60)
         self.log: list[str] = []
         self._reader = threading.Thread(target=lambda: self.log.extend(self.process.stderr or ()), daemon=True)

@@ -166,6 +166,18 @@ def test_explain_deals_the_tokens_of_a_configuration_and_tells_the_costs(way: Wa
     assert "all over cp of 4" in text
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_explain_finds_no_fault_in_attention_over_parts_of_heads_and_tokens(
+    way: Way, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(context_parallel, "LARGEST_MASK", 256)  # masks in runs, on tensors without values
+    options = f"--tp 2 --cp 2 --seq-len 64 --context-parallel {way} --ranks 0"
+    done = CliRunner().invoke(app, ["explain", config(tmp_path, 2), *options.split()])
+    assert done.exit_code == 0, done.output
+    assert "sees only" not in done.output
+    assert "all over cp of 2" in done.output
+
+
 def test_explain_says_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     options = ["--cp", "4", "--context-parallel", "auto", "--ranks", "0"]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, cast, get_args
 
 import torch
@@ -57,14 +60,20 @@ class _Masked:
         return scores.softmax(-1) @ v  # of a query that sees no key, numbers: minus infinities would give none
 
 
+def _autocast_of(device: str) -> Callable[[], AbstractContextManager[Any]]:
+    """What makes the autocast that is on here once more; "meta", on which steps are recorded, has none."""
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return nullcontext
+    return partial(torch.autocast, device, torch.get_autocast_dtype(device))
+
+
 class _InRuns(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, attend: _Masked) -> Tensor:
         ctx.save_for_backward(q, k, v)
         ctx.attend, size = attend, attend.rows(q)
         ctx.runs = [slice(at, at + size) for at in range(0, q.shape[2], size)]
-        device = q.device.type
-        ctx.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+        ctx.autocast = _autocast_of(q.device.type)
         return torch.cat([attend(q, k, v, rows) for rows in ctx.runs], 2)
 
     @staticmethod
@@ -73,7 +82,7 @@ class _InRuns(torch.autograd.Function):
         saved = [t.detach().requires_grad_() for t in ctx.saved_tensors]
         found = [torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in saved]
         for rows in ctx.runs:
-            with torch.enable_grad(), torch.autocast(*ctx.autocast):
+            with torch.enable_grad(), ctx.autocast():
                 out = ctx.attend(*saved, rows)
             for total, more in zip(found, torch.autograd.grad(out, saved, grad[:, :, rows]), strict=True):
                 total.add_(more)

@@ -7,9 +7,11 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable
+from functools import cache
 
 STRIDE = 128
 """Bytes from one semaphore to the next: two cache lines, because processors fetch lines in pairs."""
+_MONOTONIC = 1  # CLOCK_MONOTONIC
 
 # PyDLL keeps the interpreter's lock: releasing it costs more than these calls, and 5 ms if another thread takes it
 _library = ctypes.PyDLL(None)
@@ -38,12 +40,30 @@ def create(address: int) -> None:
         raise OSError("this system has no semaphores in shared memory")
 
 
-# CDLL releases the interpreter's lock while it sleeps
-_timedwait = _function(ctypes.CDLL(None), "sem_timedwait", ctypes.c_void_p, ctypes.POINTER(_Timespec))
-
-
 def take(address: int, seconds: float) -> bool:
-    """Sleep in the kernel until the semaphore can be decremented. False after ``seconds`` or a signal. By the date, as
-    every C library can: one that is set back in that time makes a sleep to which no post comes as much longer."""
-    until = time.time() + seconds
-    return _timedwait(address, ctypes.byref(_Timespec(int(until), int(until % 1 * 1e9)))) == 0
+    """Sleep in the kernel until the semaphore can be decremented. False after ``seconds`` or a signal."""
+    until = time.monotonic() + seconds
+    when = _Timespec(int(until), int(until % 1 * 1e9))
+    clockwait = _clockwait()
+    if clockwait is None:
+        return _polled(address, until)
+    return clockwait(address, _MONOTONIC, ctypes.byref(when)) == 0
+
+
+@cache
+def _clockwait() -> Callable[..., int] | None:
+    """``sem_clockwait``: glibc 2.30 has it, musl does not. sem_timedwait would follow changes of the date."""
+    library = ctypes.CDLL(None)  # releases the interpreter's lock while it sleeps
+    if not hasattr(library, "sem_clockwait"):
+        return None
+    return _function(library, "sem_clockwait", ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(_Timespec))
+
+
+def _polled(address: int, until: float) -> bool:
+    pause = 5e-5
+    while busy(address):
+        if time.monotonic() > until:
+            return False
+        time.sleep(pause)
+        pause = min(1.5 * pause, 1e-2)
+    return True

@@ -191,8 +191,10 @@ def main(lifeline: str, name: str) -> None:
     torch.set_num_threads(1)
     folder, found = Path(name), list[str]()
     plan: Losses = pickle.loads((folder / "plan").read_bytes())
-    # measured before these jobs add to it: a rank that other work keeps from its first call is not lost
-    timeout = TIMEOUT * min(8.0, max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
+    # a rank that others keep from its first call is not lost: other work, and the three processes of each job here,
+    # which mostly wait
+    busy = os.getloadavg()[0] + len(plan.methods) / 2
+    timeout = TIMEOUT * min(8.0, max(1.0, busy / (os.cpu_count() or 1)))
     for way in plan.ways:
         if not found:  # one is enough: the other ranks of the kit's own job wait no longer than their time-out
             found = _Jobs(plan, way, int(lifeline), timeout).findings(folder / "log")

@@ -15,19 +15,31 @@ def memory_of(model: Reduced, costs: StepCosts, choice: Choice, held: Mapping[bo
     """At the peak of a step, by kind."""
     total = held[False] + held[True]
     ranks = {False: choice.data, True: choice.dp * choice.ways.cp} if choice.zero1 else {False: 1, True: 1}
-    state = model.state(choice.zero1) * sum(held[divided].elements / n for divided, n in ranks.items())
-    update = model.update(choice.data, choice.zero1)
-    kept = update.part("optimizer", AFTER)
-    temporary = max(kept.excess - max(kept.delta, 0.0), 0.0) / choice.ways.tp / choice.pp
+    entries = sum(held[divided].elements / n for divided, n in ranks.items())
     gradients = total.gradient
     peak_of = _stage_peak if choice.pp > 1 else _peak
-    peak = max(peak_of(model, costs, choice, gradients), temporary + gradients)
+    peak = max(peak_of(model, costs, choice, gradients), _update_peak(model, choice, gradients, entries))
     return {
         "parameters": total.nbytes,
         "gradients": gradients,
-        "optimizer": state,
+        "optimizer": model.state(choice.zero1) * entries,
         "activations": max(peak - gradients, 0.0),
     }
+
+
+def _update_peak(model: Reduced, choice: Choice, gradients: float, entries: float) -> float:
+    """Of gradients and temporary tensors, from the reduction to the end of the step. ``entries``: that the rank steps."""
+    costs = model.update(choice.data, choice.zero1)
+    kept = sum(costs.held.values(), HeldBytes())
+    new = model.state(choice.zero1) * kept.elements / (choice.data if choice.zero1 else 1)  # in the first step alone
+    stepping = max(costs.part("optimizer", AFTER).excess - new, 0.0) / choice.ways.tp / choice.pp
+    if not choice.zero1:
+        return gradients + stepping
+    # the values of the chunks are filled before the gradients are reduced, and freed after the step
+    mean = entries * (kept.nbytes / kept.elements if model.master is None else model.master.itemsize)
+    values = mean if model.master is None else 0.0  # master weights are part of the state
+    bucket = choice.bucket_mb * 2**20 * (1 + 1 / choice.data)
+    return max(gradients + values + bucket, values + mean + max(stepping, bucket))
 
 
 def _peak(model: Reduced, costs: StepCosts, choice: Choice, gradients: float) -> float:

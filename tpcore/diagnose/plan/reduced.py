@@ -136,6 +136,11 @@ class Reduced:
         line = partial(on_line, self._update(2, True), self._update(4, True), 3 - 4 / data)
         return self._once(("line", data), line)
 
+    @property
+    def master(self) -> torch.dtype | None:
+        """Of the master weights that Zero1 keeps."""
+        return torch.float32 if self.dtype in (torch.bfloat16, torch.float16) else None
+
     def state(self, zero1: bool) -> float:
         """Bytes of the optimizer's state for an element of a parameter, of all ranks together."""
         ranks = 2 if zero1 else 1
@@ -173,10 +178,9 @@ class Reduced:
         return self._once((ways, batch), lambda: self._record(ways, batch, 1, None))
 
     def _update(self, data: int, zero1: bool) -> StepCosts:
-        master = torch.float32 if self.dtype in (torch.bfloat16, torch.float16) else None
         make: Any = torch.optim.AdamW
         if zero1:
-            make = partial(Zero1, make, master_dtype=master, bucket_mb=RECORDED_BUCKET)
+            make = partial(Zero1, make, master_dtype=self.master, bucket_mb=RECORDED_BUCKET)
         return self._once(("update", data, zero1), lambda: compact(self._record(Ways(), 1, data, make)))
 
     def _once(self, key: Any, make: Callable[[], StepCosts]) -> StepCosts:

@@ -13,38 +13,39 @@ from tpcore.testing.verify.report import Report, Row
 ABOUT = """\
 # Correctness, as measured
 
-This page is made by `make correctness` from what `tpcore verify` saved, not by hand. Each row
-compares results with the unsharded computation on the CPU: collectives with what plain tensor
-operations give, layers with those of `torch.nn`, forward and every gradient, training steps with
-the same steps of the whole model. A figure is the error that came nearest to what is allowed, over
-all cases and ranks, and its share of that. What is allowed follows from the number of roundings and
-the size of what is summed (Higham, Accuracy and Stability of Numerical Algorithms, section 3.1).
-*exact*: compared bit for bit.
+`make correctness` writes this page from what `tpcore verify` saved; `docs/verified` has the reports, by dtype.
+`tpcore verify --backend NAME --tp N` measures your machine. The reference is the unsharded computation on the CPU:
+plain tensor operations for collectives, `torch.nn` for layers (forward and every gradient), the whole model for
+training steps.
 
-`tpcore verify --backend NAME --tp N` measures the same on your machine.
+The allowed error follows from the number of roundings and the size of the sum (Higham, Accuracy and Stability of
+Numerical Algorithms, section 3.1). *exact*: compared bit for bit.
 """
 
 
-_FLOATS = ("float32", "bfloat16", "float16", "float64")
 SUMMARY = (
-    "| backend, mesh | cases | of them bit for bit | nearest to what is allowed | wrong |",
+    "| backend, mesh | cases | of them bit for bit | largest share of the allowed error | wrong |",
     "|---|---:|---:|---|---:|",
 )
+EACH = """\
+## Each measurement
+
+The largest share of the allowed error, over all cases, ranks and dtypes.
+"""
 
 
 def page(folder: Path) -> str:
     """The text of the page, from every file in ``folder``."""
     reports = [Report.from_json(path.read_text()) for path in sorted(folder.glob("*.json"))]
-    return "\n".join([ABOUT, *SUMMARY, *map(_total, reports), "", *map(_section, reports)])
+    return "\n".join([ABOUT, *SUMMARY, *map(_total, reports), "", *map(_section, reports), EACH, *_each(reports), ""])
 
 
 def _total(report: Report) -> str:
     """One line for all cases of a report."""
     cases = sum(row.cases for row in report.rows)
     exact = sum(row.cases for row in report.rows if _exact(row))
-    near = max((row for row in report.rows if row.allowed), key=lambda row: row.error / row.allowed)
-    nearest = f"{near.what}, {near.dtype}: {near.error / near.allowed:.2f} of it"
-    return f"| {_title(report)} | {cases} | {exact} | {nearest} | {len(report.wrong)} |"
+    near = max((row for row in report.rows if row.allowed), key=_share)
+    return f"| {_title(report)} | {cases} | {exact} | {near.what}, {_figure(near)} | {len(report.wrong)} |"
 
 
 def _title(report: Report) -> str:
@@ -55,39 +56,49 @@ def _section(report: Report) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in report.versions.items())
     wrong = len(report.wrong)
     verdict = f"{wrong} results are wrong." if wrong else "Nothing is wrong."
-    lines = [
-        f"## {_title(report)}",
+    lines = [f"## {_title(report)}", "", f"{report.date} UTC, {versions}, {report.machine}. {verdict}", ""]
+    return "\n".join([*lines, *([report.note, ""] if report.note else [])])
+
+
+def _each(reports: list[Report]) -> list[str]:
+    """What was exact in all reports, and a table of the rest."""
+    names = list(dict.fromkeys(row.what for report in reports for row in report.rows))
+    exact = [name for name in names if all(_exact(row) for report in reports for row in _rows(report, name))]
+    return [
+        f"Exact in every dtype and run: {'; '.join(exact)}.",
         "",
-        f"{report.date} UTC, {versions}, {report.machine}. {verdict}",
-        "",
-        *([report.note, ""] if report.note else []),
-        "<details markdown>",
-        "<summary>Each measurement</summary>",
-        "",
-        f"| measured | cases | {' | '.join(_FLOATS)} | integers, bool |",
-        "|---|---:|" + "---:|" * len(_FLOATS) + "---|",
+        "| measured | " + " | ".join(map(_title, reports)) + " |",
+        "|---|" + "---|" * len(reports),
+        *(
+            f"| {name} | {' | '.join(_cell(_rows(report, name)) for report in reports)} |"
+            for name in names
+            if name not in exact
+        ),
     ]
-    rows: dict[str, list[Row]] = {}
-    for row in report.rows:
-        rows.setdefault(row.what, []).append(row)
-    return "\n".join([*lines, *(_line(what, of) for what, of in rows.items()), "", "</details>", ""])
+
+
+def _rows(report: Report, name: str) -> list[Row]:
+    return [row for row in report.rows if row.what == name]
 
 
 def _exact(row: Row) -> bool:
     return not (row.error or row.allowed or row.wrong)
 
 
-def _line(what: str, rows: list[Row]) -> str:
-    """All dtypes of one thing that was measured."""
-    floats = [" ".join(_cell(row) for row in rows if row.dtype == dtype) for dtype in _FLOATS]
-    others = {_cell(row) for row in rows if row.dtype not in _FLOATS}
-    return f"| {what} | {sum(row.cases for row in rows)} | {' | '.join(floats)} | {' '.join(sorted(others))} |"
+def _share(row: Row) -> float:
+    return row.error / row.allowed if row.allowed else 0.0
 
 
-def _cell(row: Row) -> str:
-    if row.wrong:
-        return f"**wrong**: {row.error:.1e}"
-    return f"{row.error:.1e} ({row.error / row.allowed:.2f})" if row.allowed else "exact"
+def _cell(rows: list[Row]) -> str:
+    """All dtypes of one measurement."""
+    wrong = [row for row in rows if row.wrong]
+    if wrong or not any(row.allowed for row in rows):
+        return ", ".join(f"**wrong**: {row.dtype} {row.error:.1e}" for row in wrong) or "exact" * bool(rows)
+    return _figure(max(rows, key=_share))
+
+
+def _figure(row: Row) -> str:
+    return f"{row.dtype} {_share(row):.2f}"
 
 
 if __name__ == "__main__":

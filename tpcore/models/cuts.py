@@ -11,8 +11,7 @@ from torch import nn
 from ..layout.shard import Block, ShardSpec
 from . import plan
 from .experts import specs_of
-from .fit import Need
-from .heads import check_order, fused, grouped, head_size
+from .heads import Need, check_order, fused, grouped, head_size
 from .plan import Rule, rule_of, unknown_style
 
 LINEAR = frozenset(
@@ -20,6 +19,8 @@ LINEAR = frozenset(
     | {plan.PACKED_COLUMN, plan.PACKED_ROW, plan.QKV_COLUMN}
 )
 EMBEDDING = frozenset({plan.EMBEDDING_ROW, plan.EMBEDDING_COLUMN, plan.EMBEDDING_HEADS})
+_OF_EXPERTS = (plan.EXPERTS, plan.PARTIAL)
+"""Of modules with bare parameters that have rules of their own."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +52,6 @@ def is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or hasattr(module, "nf")
 
 
-def _is_of_experts(rule: Rule | None) -> bool:
-    """Whether it is for a module with bare parameters that have rules of their own."""
-    return rule == plan.EXPERTS or rule == plan.PARTIAL
-
-
 def features(module: nn.Module) -> tuple[int, int]:
     """(inputs, outputs) of a linear map."""
     if isinstance(module, nn.Linear):
@@ -68,9 +64,9 @@ def decide(model: nn.Module, rules: Mapping[str, Rule], expert_parallel: bool = 
     """All cuts that ``rules`` ask for. One ValueError names every rule that does not suit its module.
     ``expert_parallel``: whole experts are distributed over tp, instead of the features of all. ``ep``: among how many
     ranks the experts are divided besides."""
-    matched, wrong = [], []
-    refused = set()
-    rules = _without_whole(rules)
+    matched, wrong = [], dict[str, str]()
+    whole = [name for name, rule in rules.items() if rule == plan.REPLICATE]
+    rules = {k: v for k, v in rules.items() if not any(k.startswith(f"{name}.") for name in whole)}
     for name, module in model.named_modules():
         rule = rule_of(name, rules)
         if rule is None or rule in (plan.REPLICATE, plan.LOCAL_PARAMETERS):
@@ -80,50 +76,34 @@ def decide(model: nn.Module, rules: Mapping[str, Rule], expert_parallel: bool = 
         if why is None:
             matched.append((name, module, rule))
         else:
-            wrong.append(why)
-            refused.add(name)
+            wrong[name] = why
     modules = {name for name, _ in model.named_modules()}
-    bare: dict[str, dict[str, str]] = defaultdict(dict)
-    by_heads: dict[str, Cut] = {}
+    bare, by_heads = defaultdict[str, dict[str, str]](dict), dict[str, Cut]()
     for name, p in model.named_parameters():
         rule, (owner, _, leaf) = rule_of(name, rules), name.rpartition(".")
-        if rule is None or rule == plan.REPLICATE or name in modules or owner in refused:
+        if rule is None or rule == plan.REPLICATE or name in modules or owner in wrong:
             continue
-        if _is_of_experts(rule_of(owner, rules)) and isinstance(rule, str):
+        if rule_of(owner, rules) in _OF_EXPERTS and isinstance(rule, str):
             bare[owner][leaf] = rule
         elif rule_of(owner, rules) == plan.LOCAL_PARAMETERS and rule == plan.COLUMN:
-            by_heads[owner] = _of_heads(name, model.get_submodule(owner), p)
+            blocks, need = (Block(p.shape[0], 1),), Need(name, p.shape[0], "heads")  # such as sinks
+            by_heads[owner] = Cut(owner, model.get_submodule(owner), plan.PARAMETER_HEADS, blocks, (need,))
         else:
-            wrong.append(unknown_style(plan.wildcard(name), type(p), str(rule), owner))
+            wrong[name] = unknown_style(plan.wildcard(name), type(p), str(rule), owner)
     if wrong:
-        raise ValueError("; ".join(dict.fromkeys(wrong)))
+        raise ValueError("; ".join(dict.fromkeys(wrong.values())))
     if expert_parallel and not any(rule == plan.EXPERTS for *_, rule in matched):
         raise ValueError(f"expert_parallel=True: {type(model).__name__} has no layers of experts that its plan shards")
     queries = _queries(matched)
-    cuts = [
-        _experts(name, module, rule, bare[name], expert_parallel and rule == plan.EXPERTS, ep)
-        if _is_of_experts(rule)
-        else _cut(model, name, module, rule, queries)
-        for name, module, rule in matched
-    ]
+    cuts = []
+    for name, module, rule in matched:
+        if rule in _OF_EXPERTS:
+            spread = (expert_parallel, ep) if rule == plan.EXPERTS else (False, 1)
+            specs, needs = specs_of(name, module, bare[name], *spread)
+            cuts.append(Cut(name, module, str(rule), None, tuple(needs), specs))
+        else:
+            cuts.append(_cut(model, name, module, rule, queries))
     return [*cuts, *by_heads.values()]
-
-
-def _experts(name: str, module: nn.Module, rule: Rule, styles: Mapping[str, str], whole: bool, ep: int) -> Cut:
-    specs, needs = specs_of(name, module, styles, whole, ep if rule == plan.EXPERTS else 1)
-    return Cut(name, module, str(rule), None, tuple(needs), specs)
-
-
-def _of_heads(name: str, owner: nn.Module, p: nn.Parameter) -> Cut:
-    """The cut of an attention's own parameter with an entry for each head, such as sinks."""
-    need = Need(name, p.shape[0], "heads")
-    return Cut(name.rpartition(".")[0], owner, plan.PARAMETER_HEADS, (Block(p.shape[0], 1),), (need,))
-
-
-def _without_whole(rules: Mapping[str, Rule]) -> dict[str, Rule]:
-    """``rules`` without those for modules inside a module that stays whole."""
-    whole = [name for name, rule in rules.items() if rule == plan.REPLICATE]
-    return {k: v for k, v in rules.items() if not any(k.startswith(f"{name}.") for name in whole)}
 
 
 def _check_plain(name: str, module: nn.Module) -> None:
@@ -131,13 +111,9 @@ def _check_plain(name: str, module: nn.Module) -> None:
     for p in module.parameters(recurse=False):
         if type(p) is not nn.Parameter:
             raise ValueError(
-                f"{name} has a weight of {_path(p)}, and quantized weights cannot be sharded: give "
-                f"parallelize those that it was quantized from, or {_leave(name)}"
+                f"{name} has a weight of {type(p).__module__}.{type(p).__qualname__}, and quantized weights cannot be "
+                f"sharded: give parallelize those that it was quantized from, or {_leave(name)}"
             )
-
-
-def _path(thing: object) -> str:
-    return f"{type(thing).__module__}.{type(thing).__qualname__}"
 
 
 def _leave(name: str) -> str:
@@ -147,21 +123,18 @@ def _leave(name: str) -> str:
 
 
 def _mismatch(name: str, module: nn.Module, rule: Rule) -> str | None:
-    kind = type(module).__name__
+    kind = type(module)
     if not isinstance(rule, str):
-        return None if is_linear(module) else f"{name} ({kind}) is no linear layer, which blocks={rule} would cut"
+        linear = is_linear(module)
+        return None if linear else f"{name} ({kind.__name__}) is no linear layer, which blocks={rule} would cut"
     if rule not in plan.STYLES:
         return unknown_style(plan.wildcard(name), type(module), rule)
-    for styles, suits, what in (
-        (LINEAR, is_linear(module), "a linear layer"),
-        (EMBEDDING, isinstance(module, nn.Embedding), "an embedding"),
-    ):
-        if rule in styles and not suits:
-            return (
-                f"{plan.wildcard(name)} is a {_path(module)}, and style {rule!r} shards {what} of torch or "
-                f"transformers alone: {_leave(name)}"
-            )
-    return None
+    if is_linear(module) if rule in LINEAR else rule not in EMBEDDING or isinstance(module, nn.Embedding):
+        return None
+    return (
+        f"{plan.wildcard(name)} is a {kind.__module__}.{kind.__qualname__}, and style {rule!r} shards "
+        f"{'a linear layer' if rule in LINEAR else 'an embedding'} of torch or transformers alone: {_leave(name)}"
+    )
 
 
 def _queries(matched: list[tuple[str, nn.Module, Rule]]) -> dict[str, int]:

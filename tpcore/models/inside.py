@@ -13,10 +13,9 @@ from torch import nn
 from ..layout.shard import Block
 from . import plan
 from .cuts import Cut, features
-from .fit import Need
-from .flow import Flow
-from .heads import head_size
+from .heads import Need, head_size
 from .plan import Rule, rule_of, wildcard
+from .source import Flow
 
 _OPENS = frozenset({plan.COLUMN, plan.PACKED_COLUMN, plan.QKV_COLUMN, plan.EMBEDDING_HEADS})
 _CLOSES = frozenset({plan.ROW, plan.PACKED_ROW})

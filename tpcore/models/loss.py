@@ -46,20 +46,14 @@ class VocabularyLoss:
             labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         if labels is None:
             raise ValueError("the loss over a cut vocabulary needs labels, or shift_labels")
-        each = parallel_cross_entropy(
-            logits,
-            labels,
-            options.get("label_smoothing", 0.0),
-            ignore_index,
-            vocab_size=self._head.out_features,
-            group=self._head.tp,
-        )
+        smoothing, sizes = options.get("label_smoothing", 0.0), {"vocab_size": self._head.out_features}
+        each = parallel_cross_entropy(logits, labels, smoothing, ignore_index, **sizes, group=self._head.tp)
         count = (labels != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
         return each.sum() / count
 
 
-def cut_loss(model: nn.Module, head: ColumnParallelLinear) -> bool:
-    """Compute the loss from parts of the vocabulary if ``model`` calls ``self.loss_function``; else False.
+def cut_loss(model: nn.Module, head: ColumnParallelLinear) -> None:
+    """Compute the loss from parts of the vocabulary if ``model`` calls ``self.loss_function``.
 
     With labels the logits stay parts until the loss is computed. The output's logits are whole in eval mode.
     In training mode they stay this rank's part: gathering them costs more than the loss.
@@ -67,12 +61,10 @@ def cut_loss(model: nn.Module, head: ColumnParallelLinear) -> bool:
     head.__dict__[IS_HEAD] = True
     whole = getattr(model, "loss_function", None)
     shift = _SHIFTS.get(getattr(whole, "__name__", ""))
-    if whole is None or shift is None or not asks_loss_function(type(model).forward):
-        return False
-    model.loss_function = VocabularyLoss(head, whole, shift)  # type: ignore[assignment]
-    model.register_forward_pre_hook(_before, with_kwargs=True)
-    model.register_forward_hook(_after, with_kwargs=True)
-    return True
+    if whole is not None and shift is not None and asks_loss_function(type(model).forward):
+        model.loss_function = VocabularyLoss(head, whole, shift)  # type: ignore[assignment]
+        model.register_forward_pre_hook(_before, with_kwargs=True)
+        model.register_forward_hook(_after, with_kwargs=True)
 
 
 def _head(model: nn.Module) -> ColumnParallelLinear | None:

@@ -1,20 +1,23 @@
-"""Dropout in a sharded model: tp ranks drop other elements of other data, and the same of the same."""
+"""From column to row layers: an input copied once for all that read it, and dropout that differs between tp ranks."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..layers import ColumnParallelLinear, RowParallelLinear
+from ..layers import ColumnParallelLinear, RowParallelLinear, share_input
 from ..runtime.random import sharded
+from . import plan
 from .cuts import Cut
-from .inputs import columns_by_owner
 from .plan import REPLICATE, Rule, rule_of
+from .source import argument_of_calls
 from .summed import Switch, with_forward
 
 _REGION = "_tpcore_region"
@@ -23,15 +26,14 @@ _DROPOUTS = frozenset(
     for kind in ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")
     for suffix in ("", "_", "1d", "2d", "3d")
 )
-_BERNOULLI = ("bernoulli", "bernoulli_")
-_ATTENTION = "scaled_dot_product_attention"
+_COLUMNS = (plan.COLUMN, plan.PACKED_COLUMN, plan.QKV_COLUMN)
 
 
 class Draws(TorchFunctionMode):
     """Functions that drop elements draw from the sharded stream while the data differ between the tp ranks.
 
-    A function mode, so that functions inside attention are seen like modules, and torch.compile traces it. It
-    is entered in the forward itself, so that a recomputation passes through it too.
+    A mode sees functions inside attention like modules, and torch.compile traces it. It is entered in the forward
+    itself, so that a recomputation passes through it too.
     """
 
     sharded = False
@@ -46,22 +48,20 @@ class Draws(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not self.sharded or not _draws(getattr(func, "__name__", ""), args, kwargs):
-            return func(*args, **kwargs)
-        with sharded():
+        draws = self.sharded and _draws(getattr(func, "__name__", ""), args, kwargs)
+        with sharded() if draws else nullcontext():
             return func(*args, **kwargs)
 
 
 def _draws(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether this call of the function ``name`` draws random numbers: one that does not leaves the stream
-    where it is."""
+    """Whether this call of the function ``name`` draws random numbers: another leaves the stream where it is."""
     if name in _DROPOUTS:
         p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
         train = args[2] if len(args) > 2 else True
         return bool(p) and bool(kwargs.get("training", kwargs.get("train", train)))
-    if name == _ATTENTION:
+    if name == "scaled_dot_product_attention":
         return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
-    return name in _BERNOULLI
+    return name in ("bernoulli", "bernoulli_")
 
 
 @dataclass(frozen=True)
@@ -101,11 +101,8 @@ def _drops(model: nn.Module) -> bool:
 
 def draw_inside(module: nn.Module, draws: Draws, spread: Switch | None = None) -> None:
     """Enter ``draws`` in each forward of ``module``. ``spread``: whether its input is this rank's part."""
-    module.__dict__[_REGION] = draws, spread
-    module.__class__ = _drawing(type(module))
+    original = type(module)
 
-
-def _drawing(original: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # children too, as people turn on dropout alone
         if not (self.training or any(child.training for child in self.children())):
@@ -114,11 +111,34 @@ def _drawing(original: type[nn.Module]) -> type[nn.Module]:
         if torch.compiler.is_compiling() and not draws.compiled:
             return original.forward(self, *args, **kwargs)
         before = draws.sharded
-        draws.sharded = spread is not None and spread.active
+        draws.sharded = spread is not None and spread()
         try:
             with draws:
                 return original.forward(self, *args, **kwargs)
         finally:
             draws.sharded = before
 
-    return with_forward(original, forward)
+    module.__dict__[_REGION] = draws, spread
+    module.__class__ = with_forward(original, forward)
+
+
+def columns_by_owner(model: nn.Module, cuts: list[Cut]) -> dict[str, dict[str, ColumnParallelLinear]]:
+    """The column layers whose outputs stay parts: by the name of their owner, then by their name in it."""
+    found: dict[str, dict[str, ColumnParallelLinear]] = defaultdict(dict)
+    for cut in cuts:
+        layer = model.get_submodule(cut.name)
+        if cut.style in _COLUMNS and isinstance(layer, ColumnParallelLinear):
+            found[cut.owner][cut.name.rpartition(".")[2]] = layer
+    return found
+
+
+def share_inputs(model: nn.Module, cuts: list[Cut], copy: Callable[[Tensor], Tensor] | None = None) -> set[str]:
+    """Copy inputs once in the modules of which only the column layers read them; return these modules' names."""
+    done = set()
+    for name, columns in columns_by_owner(model, cuts).items():
+        owner = model.get_submodule(name)
+        argument = argument_of_calls(type(owner).forward, set(columns))
+        if argument is not None and (copy is not None or len(columns) > 1):
+            share_input(owner, *columns.values(), argument=argument, copy=copy)
+            done.add(name)
+    return done

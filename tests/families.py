@@ -338,12 +338,13 @@ class _Wide:
         return torch.float64 if name in ("float", "float32") else getattr(torch, name)
 
 
-def widen(monkeypatch: Any) -> None:
-    """Let the norms, routers, rotary positions and losses of the modules that are imported compute in float64."""
+def widen(monkeypatch: Any, but: str = "of none") -> None:
+    """Let the norms, routers, rotary positions and losses of the modules that are imported compute in float64. ``but``:
+    not of those with this in their names."""
     narrow = Tensor.float
     monkeypatch.setattr(Tensor, "float", lambda t: t if t.dtype == torch.float64 else narrow(t))
     for name, module in list(sys.modules.items()):
-        if name.startswith("transformers.") and getattr(module, "torch", None) is torch:
+        if name.startswith("transformers.") and but not in name and getattr(module, "torch", None) is torch:
             monkeypatch.setattr(module, "torch", _Wide())
 
 

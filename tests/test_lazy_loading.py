@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -163,21 +162,6 @@ def test_tensors_that_are_split_or_merged(family: str, plan: dict[str, Any], tmp
     stored = load_file(tmp_path / "model.safetensors")
     assert not any(name in stored for name in model.state_dict() if "mlp.experts" in name or "gate_" in name)
     assert_read_alike(kind, tmp_path, (1, 2), plan=plan)
-
-
-def test_a_name_of_the_hub_in_the_cache(tmp_path: Path) -> None:
-    cache = tmp_path / "models--some--bert"
-    kind = write(cache / "blobs", "bert with position_ids")
-    snapshot = cache / "snapshots" / "0123"
-    for folder in (snapshot, cache / "refs"):
-        folder.mkdir(parents=True)
-    (cache / "refs" / "main").write_text("0123")
-    for name in os.listdir(cache / "blobs"):
-        (snapshot / name).symlink_to(f"../../blobs/{name}")
-    options = {"cache_dir": tmp_path, "local_files_only": True}
-    assert_read_alike(kind, "some/bert", **options)
-    with pytest.raises(OSError, match="couldn't find them in the cached files"), tpcore.lazy():
-        kind.from_pretrained("some/other", **options)
 
 
 def test_options_that_distribute_are_refused(tmp_path: Path) -> None:

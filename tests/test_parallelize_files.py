@@ -108,19 +108,6 @@ def test_a_configuration_of_another_model_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "again").exists()
 
 
-def test_auto_classes_and_the_dtype_of_the_files(tmp_path: Path) -> None:
-    llama().bfloat16().save_pretrained(tmp_path)
-
-    def rank(ctx: tpcore.ParallelContext) -> None:
-        with tpcore.lazy():
-            model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-        assert type(model).__name__ == "LlamaForCausalLM"
-        tpcore.parallelize(model)
-        assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-
-    run_ranks(TWO, rank)
-
-
 def test_lazy_from_a_configuration_and_a_bin_file(tmp_path: Path) -> None:
     whole = llama()
     torch.save(whole.state_dict(), tmp_path / "pytorch_model.bin")

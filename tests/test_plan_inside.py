@@ -11,10 +11,6 @@ import torch.nn.functional as F
 from hf import llama
 from torch import Tensor, nn
 
-import tpcore
-from tpcore import Mesh
-from tpcore.testing import run_ranks
-
 HIDDEN, WIDE = 32, 64
 
 
@@ -166,14 +162,7 @@ REACHED |= {Normed: "norm", Hidden: "act", Stored: "act", Twice: "act"}
 
 @pytest.mark.parametrize("kind", REACHED)
 def test_a_module_that_sharded_features_may_reach_is_refused_by_name(kind: type[Network]) -> None:
-    def rank(ctx: tpcore.ParallelContext) -> None:
-        model = with_network(kind)
-        before = {name: p.shape for name, p in model.named_parameters()}
-        with pytest.raises(ValueError, match=rf"model\.layers\.\*\.mlp\.{REACHED[kind]} \(.*is whole inside"):
-            tpcore.parallelize(model)
-        assert before == {name: p.shape for name, p in model.named_parameters()}
-
-    run_ranks(Mesh({"tp": 2}), rank)
+    hf.refused(rf"model\.layers\.\*\.mlp\.{REACHED[kind]} \(.*is whole inside", lambda: with_network(kind))
 
 
 @pytest.mark.parametrize(("kind", "name"), [(Activated, "mlp.act"), (Scaled, "mlp")])

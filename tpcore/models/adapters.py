@@ -81,9 +81,8 @@ def bound(model: Any) -> Any:
 def save_adapters(
     model: Any, save_directory: str | os.PathLike[str], *args: Any, is_main_process: bool = True, **options: Any
 ) -> None:
-    """``save_pretrained`` of a ``PeftModel``: peft's files, ``adapter_config.json`` and
-    ``adapter_model.safetensors``, of the whole adapters. Rank 0 writes, whatever ``is_main_process``. Collective over
-    the world."""
+    """``save_pretrained`` of a ``PeftModel``: peft's files, ``adapter_config.json`` and ``adapter_model.safetensors``,
+    of the whole adapters. Rank 0 writes, whatever ``is_main_process``. Collective over the world."""
     ctx = current()
     state = dict(options.pop("state_dict", None) or {})
     if not state:

@@ -1,13 +1,15 @@
-"""``parallelize``: decide the cuts, check the degree, replace modules, then connect loss and tokens."""
+"""``parallelize``: decide the cuts, check the degree, replace modules, divide into stages, connect loss and tokens."""
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from types import MethodType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,7 @@ from ..layers import ColumnParallelLinear
 from ..layers.sharding import sharding
 from ..log import inform
 from ..runtime.context import ParallelContext, current, use
+from ..train.pipeline import PipelinedLayers, find_layers, pipelined_layers
 from . import plan as styles
 from . import quantized
 from .context import context_of, cut_context
@@ -25,7 +28,7 @@ from .dispatch import Dispatch
 from .experts import check_dispatch, dispatch_by
 from .generation import batch_alike, generate_alike
 from .guards import guard, is_guarded
-from .heads import HeadsArgument, check_fit, gather_attentions, head_size, localize
+from .heads import check_fit, gather_attentions, head_size, heads_argument, localize
 from .inside import inside
 from .loading import read_parts, stored_weights
 from .loss import cut_loss
@@ -33,7 +36,6 @@ from .plan import Rule, checked, wildcard
 from .regions import drop_by_rank, share_inputs
 from .replace import replace
 from .sequence import cut_sequence
-from .stages import groups, into_stages, number_of_stages
 from .transformers import checked_model, rules_of
 from .whole import save_whole
 
@@ -81,9 +83,9 @@ def parallelize(
     quantized and frozen: new Parameters ``weight`` and ``weight_scale``, of each output channel, the same at every
     degree.
 
-    Raises ValueError before any change: for a model without a plan, a rule that matches nothing, a style that
-    is not supported, and sizes that tp does not divide (one error for all, with the degrees that fit).
-    Collective: every rank of the tp group calls it with the same model and arguments.
+    Raises ValueError before any change: for a model without a plan, a rule that matches nothing, a style that is not
+    supported, and sizes that tp does not divide (one error for all, with the degrees that fit). Collective: every rank
+    of the tp group calls it with the same model and arguments.
     """
     context = ctx or current()
     if any(type(module).__module__.partition(".")[0] == "peft" for module in model.modules()):
@@ -101,18 +103,17 @@ def parallelize(
     if is_guarded(model):
         raise ValueError(f"this {type(model).__name__} is sharded already: parallelize it once, from the whole")
     tokens = context_of(model, context, context_parallel)
-    stages = number_of_stages(context, num_microbatches)
+    stages = _number_of_stages(context, num_microbatches)
     with use(context), quantized.torchao_aside(model, quantize, staged=num_microbatches is not None):
         rules, cuts = _decided(model, dict(plan or {}), expert_parallel, context, stages, sending)
         weights = stored_weights(model, lazy_from, context)  # while the model has all names and shapes
         if cuts:
-            over = groups(model, context, stages)
-            _replace(model, cuts, comm, over)
+            _replace(model, cuts, comm, _groups(model, context, stages))
             dispatch_by(model, sending)
             if context.rank == 0:
                 inform(_summary(model, capacity_factor))
         if num_microbatches is not None:
-            cuts = into_stages(model, cuts, num_microbatches)
+            cuts = _into_stages(model, cuts, num_microbatches)
         if comm.size * stages > 1 or cuts:
             _connect(model, cuts, comm, rules, sequence_parallel)
             generate_alike(model, context.comm("pp", "tp") if stages > 1 else comm)
@@ -157,7 +158,7 @@ def _replace(model: nn.Module, cuts: list[Cut], comm: Comm, over: Callable[[Cut]
     replace(model, cuts, over)
     for owner, width, projections in heads:
         if any(cut.module is owner and cut.style == styles.HEADS_ARGUMENT for cut in cuts):
-            owner.register_forward_pre_hook(HeadsArgument(comm, all_heads[owner]), with_kwargs=True)
+            owner.register_forward_pre_hook(partial(heads_argument, comm, all_heads[owner]), with_kwargs=True)
         localize(owner, comm.size, max(cut.copies(comm.size) for cut in projections), width)
     gather_attentions(model, all_heads, comm)
 
@@ -204,3 +205,59 @@ def _whole(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
         return
     for child, inner in module.named_children():
         yield from _whole(inner, f"{name}.{child}".lstrip("."))
+
+
+def _groups(model: nn.Module, ctx: ParallelContext, stages: int) -> Callable[[Cut], Comm]:
+    """The ranks of each cut: tp, or with stages both axes for the vocabulary, which belongs to no stage."""
+    tp = ctx.comm("tp")
+    if stages == 1:
+        return lambda cut: tp
+    owner, name = find_layers(model)
+    layers = next(n for n, module in model.named_modules() if module is owner.get_submodule(name))
+    both, ends = ctx.comm("pp", "tp"), (styles.EMBEDDING_ROW, styles.COLUMN_GATHERED)
+    return lambda cut: both if cut.style in ends and not cut.name.startswith(f"{layers}.") else tp
+
+
+def _number_of_stages(ctx: ParallelContext, num_microbatches: int | None) -> int:
+    """The number of stages. ValueError if it is above 1 and ``num_microbatches`` is None."""
+    stages = ctx.mesh.axes.get("pp", 1)
+    if stages > 1 and num_microbatches is None:
+        raise ValueError(
+            f"parallelize on pp={stages} stages needs num_microbatches=: into how many parts a batch is cut. "
+            f"With 4 times the stages, {4 * stages}, they are idle for a fifth of the time"
+        )
+    return stages
+
+
+def _into_stages(model: nn.Module, cuts: list[Cut], num_microbatches: int) -> list[Cut]:
+    """Keep only this stage's layers in the model; return the cuts of modules that it still has."""
+    layers = pipelined_layers(model, num_microbatches)
+    layers.shared = ("cache_position",)  # whose first dim is never the batch
+    if "use_cache" in inspect.signature(model.forward).parameters:
+        model.register_forward_pre_hook(_no_cache, with_kwargs=True)
+    model.register_forward_pre_hook(partial(_same_batch, layers), with_kwargs=True)
+    for module in {model, cast(nn.Module, model.base_model)}:
+        module.register_forward_pre_hook(_collects_nothing, with_kwargs=True)
+    names = {name for name, _ in model.named_modules()}
+    return [cut for cut in cuts if cut.name in names]
+
+
+def _no_cache(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A hook: a cache of keys and values would mix up microbatches."""
+    return args, {"use_cache": False, **kwargs}
+
+
+def _same_batch(layers: PipelinedLayers, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A hook that compares the stages' batches: ranks that share a vocabulary would mix them up in silence."""
+    given = {f"argument {i}": value for i, value in enumerate(args)} | kwargs
+    layers.compare({name: t for name, t in given.items() if isinstance(t, Tensor)}, "batch")
+
+
+def _collects_nothing(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A hook that refuses what transformers collects in the layers: a rank has its stage's, of each microbatch."""
+    for name in ("output_router_logits", "output_hidden_states", "output_attentions"):
+        if kwargs.get(name, getattr(model.config, name, False)):
+            raise ValueError(
+                f"{name}=True with num_microbatches: it is collected in the layers, of which a rank has its stage's "
+                "and computes a part of the batch at a time; leave it out, in the configuration too"
+            )

@@ -32,12 +32,10 @@ class _Buffers:
 
 
 class CachedModel(nn.Module):
-    """``model`` over a cache of ``max_length`` tokens for each of ``batch_size`` rows.
-
-    Each row has its own positions, so rows may be of different lengths, and a row begins anew at position 0.
-    What a call writes behind a row's last token is padding, which nobody sees: a token sees the positions up
-    to its own, and all of those are written before.
-    """
+    """``model`` over a cache of ``max_length`` tokens for each of ``batch_size`` rows. Each row has its own positions,
+    so rows may be of different lengths, and a row begins anew at position 0. What a call writes behind a row's last
+    token is padding, which nobody sees: a token sees the positions up to its own, and all of those are written
+    before."""
 
     def __init__(self, model: Any, max_length: int, batch_size: int) -> None:
         super().__init__()
@@ -66,10 +64,8 @@ class CachedModel(nn.Module):
 
     def forward(self, input_ids: Tensor, start: Tensor, last: Tensor) -> tuple[Tensor, ...]:
         """Logits ``[batch, vocabulary]`` of one token of each row, and the cache with this call's tokens.
-
-        ``input_ids``: ``[batch, tokens]``. ``start``: ``[batch]``, the position of each row's first token.
-        ``last``: ``[batch]``, which token of the call it is whose logits are asked for.
-        """
+        ``input_ids``: ``[batch, tokens]``. ``start``: ``[batch]``, the position of each row's first token. ``last``:
+        ``[batch]``, which token of the call it is whose logits are asked for."""
         positions = start[:, None] + torch.arange(input_ids.shape[1], device=input_ids.device)
         seen = torch.arange(self.max_length + 1, device=input_ids.device) <= positions[:, None, :, None]
         dtype = self.model.dtype

@@ -35,10 +35,8 @@ _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", 
 
 
 def context_of(model: Any, ctx: ParallelContext, way: str | None) -> tuple[Comm, Callable[[int], Way]] | None:
-    """Over which ranks, and how, the tokens of ``model`` are to be cut; None: not at all.
-
-    ValueError for a model that would be wrong if each rank had some of the tokens.
-    """
+    """Over which ranks, and how, the tokens of ``model`` are to be cut; None: not at all. ValueError for a model that
+    would be wrong if each rank had some of the tokens."""
     checked = None if way == "auto" else checked_way(way or "gather", "auto")
     comm = ctx.comm(*ctx.mesh.present(("cp",)))
     if comm.size == 1:

@@ -67,11 +67,11 @@ class Route(NamedTuple):
         return f"{self.way}: {why}{self.gathered:,}" + (f"; dispatch={self.way!r} was asked for" if self.asked else "")
 
 
+@dataclass(frozen=True)
 class GatherTokens:
     """The tokens of all ranks of ``comm``: no choice is dropped."""
 
-    def __init__(self, comm: Comm) -> None:
-        self.comm = comm
+    comm: Comm
 
     def enter(self, x: Tensor) -> Tensor:
         """``[T, ...]`` of each rank -> ``[n T, ...]``."""
@@ -84,11 +84,13 @@ class GatherTokens:
         return ops.reduce_scatter(out, self.comm, 0, dtype=torch.float32)
 
 
+@dataclass(frozen=True, eq=False)
 class SendTokens:
     """The tokens for which the seats of :func:`seated` have room, ``source`` says which."""
 
-    def __init__(self, source: Tensor, tokens: int, comm: Comm) -> None:
-        self.source, self.tokens, self.comm = source, tokens, comm
+    source: Tensor
+    tokens: int
+    comm: Comm
 
     def enter(self, x: Tensor) -> Tensor:
         """``[T, ...]`` of each rank -> ``[n seats, ...]``; where nobody sits, a number is -1, a float 0."""
@@ -136,9 +138,7 @@ def has_known_form(experts: Any) -> bool:
 
 def one_program(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """What ``experts`` computes, by shapes alone: ``[T, H]``, ``[T, K]``, ``[T, K]`` -> ``[T, H]``. No value is read.
-
-    Of few choices, as while decoding, each gets a copy of its expert's weights; of many, all experts see all tokens.
-    """
+    Of few choices, as while decoding, each gets a copy of its expert's weights; of many, all experts see all tokens."""
     if top_k_index.numel() > len(experts.down_proj):
         return every_expert(experts, hidden_states, top_k_index, top_k_weights)
     from transformers.integrations.moe import batched_mm_experts_forward

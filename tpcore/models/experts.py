@@ -45,14 +45,12 @@ _DISTRIBUTED = "_is_expert_parallel"  # of experts that pass by the numbers of o
 
 
 class ShardedExperts(ParallelModule):
-    """The experts of one layer: ``inner``, with this rank's part of its parameters under their names.
-
-    Each rank of tp has some features of all experts, or all features of some experts. ``inner`` computes with them; the
-    gradients of its inputs, and its outputs, are summed over the ranks. Over ``ep``, whose ranks have other tokens,
-    each rank has some experts, or some of those that its tp rank has. Gathering the tokens moves ``(ep - 1) H`` numbers
-    per token and direction, all-to-all with a capacity factor f ``f K (ep - 1) / ep H``, and never more: gathering is
-    no dearer up to ``ep = f K``.
-    """
+    """The experts of one layer: ``inner``, with this rank's part of its parameters under their names. Each rank of tp
+    has some features of all experts, or all features of some experts. ``inner`` computes with them; the gradients of
+    its inputs, and its outputs, are summed over the ranks. Over ``ep``, whose ranks have other tokens, each rank has
+    some experts, or some of those that its tp rank has. Gathering the tokens moves ``(ep - 1) H`` numbers per token and
+    direction, all-to-all with a capacity factor f ``f K (ep - 1) / ep H``, and never more: gathering is no dearer up to
+    ``ep = f K``."""
 
     inner: nn.Module
     dispatch: Dispatch = Dispatch()
@@ -223,10 +221,8 @@ def specs_of(
     name: str, experts: nn.Module, styles: Mapping[str, str], distributed: bool, ep: int
 ) -> tuple[dict[str, ShardSpec], list[Need]]:
     """How the parameters of ``experts`` are cut over tp: by ``styles`` of their features, or ``distributed`` by
-    experts. ``ep``: among how many ranks the experts of each are divided then.
-
-    ValueError for parameters of which neither is surely right, and for experts that ep does not divide.
-    """
+    experts. ``ep``: among how many ranks the experts of each are divided then. ValueError for parameters of which
+    neither is surely right, and for experts that ep does not divide."""
     kind, own = type(experts).__name__, dict(experts.named_parameters(recurse=False))
     remedy = f"plan={{{plan.wildcard(name)!r}: 'replicate'}} leaves it whole on every rank"
     if len(list(experts.parameters())) > len(own):

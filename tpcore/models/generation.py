@@ -30,9 +30,7 @@ _TOKENS = 512
 
 def batch_alike(model: nn.Module, ctx: ParallelContext) -> None:
     """Let ``model.init_continuous_batching``, on which ``generate_batch`` is built, know that tp ranks have its heads.
-
-    All ranks call it, and the first rank of the tp group takes the requests.
-    """
+    All ranks call it, and the first rank of the tp group takes the requests."""
     original: Callable[..., Any] | None = getattr(type(model), "init_continuous_batching", None)
     if original is None:
         return
@@ -144,16 +142,11 @@ def generate_alike(model: nn.Module, comm: Comm) -> None:
 
     @wraps(original)
     def generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        _align(comm)
+        state = get_state()
+        for name, t in state.items():
+            first = gather_bytes(t.cpu().numpy().tobytes(), comm)[0]
+            state[name] = torch.frombuffer(bytearray(first), dtype=t.dtype).view(t.shape)
+        set_state(state)
         return original(self, *args, **kwargs)
 
     model.__dict__["generate"] = MethodType(generate, model)
-
-
-def _align(comm: Comm) -> None:
-    """Let all ranks of ``comm`` go on from the random state of the first one. Collective."""
-    state = get_state()
-    for name, t in state.items():
-        first = gather_bytes(t.cpu().numpy().tobytes(), comm)[0]
-        state[name] = torch.frombuffer(bytearray(first), dtype=t.dtype).view(t.shape)
-    set_state(state)

@@ -48,31 +48,23 @@ class LocalConfig:
         return value // self.ranks if name in _HEAD_COUNT else value
 
 
-@dataclass(frozen=True)
-class HeadsArgument:
+def heads_argument(comm: Comm, heads: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A hook that keeps this rank's heads of arguments with entries for all: along dim 1 of four dims, else dim 0 is
     batch times heads."""
 
-    comm: Comm
-    heads: int
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        names = ("alibi", "position_bias", "attention_mask")
-        return args, {**kwargs, **{n: self._local(kwargs[n]) for n in names if kwargs.get(n) is not None}}
-
-    def _local(self, bias: Tensor) -> Tensor:
+    def local(bias: Tensor) -> Tensor:
         if bias.ndim == 4:  # a mask is often the same for all heads
-            return ops.scatter(bias, self.comm, 1) if bias.shape[1] == self.heads else bias
-        by_head = bias.reshape(-1, self.heads, *bias.shape[1:])
-        return ops.scatter(by_head, self.comm, 1).flatten(0, 1)
+            return ops.scatter(bias, comm, 1) if bias.shape[1] == heads else bias
+        return ops.scatter(bias.reshape(-1, heads, *bias.shape[1:]), comm, 1).flatten(0, 1)
+
+    names = ("alibi", "position_bias", "attention_mask")
+    return args, {**kwargs, **{n: local(kwargs[n]) for n in names if kwargs.get(n) is not None}}
 
 
 def grouped(name: str, owner: nn.Module, size: int, queries: int) -> tuple[Block, Need]:
-    """How ``size`` output features are cut in whole heads, in an attention with ``queries`` query features.
-
-    Fewer are key or value heads that several queries share, and several ranks have the same head if tp is above their
-    number. If there are more, each head has several parts side by side (q|k|v of GPT-NeoX).
-    """
+    """How ``size`` output features are cut in whole heads, in an attention with ``queries`` query features. Fewer are
+    key or value heads that several queries share, and several ranks have the same head if tp is above their number. If
+    there are more, each head has several parts side by side (q|k|v of GPT-NeoX)."""
     count = getattr(owner, "num_heads", None)
     if hasattr(owner, "kv_lora_rank") and isinstance(count, int) and size % count == 0:
         return Block(size, size // count), Need(name, count, "heads")  # of latent attention, in no common size
@@ -109,10 +101,8 @@ def fused(name: str, owner: nn.Module, size: int, queries: int) -> tuple[tuple[B
 
 
 def localize(owner: nn.Module, n: int, copies: int, width: int) -> None:
-    """Set the numbers of heads and features that ``owner``'s forward reads to those of one rank.
-
-    ``copies``: how many ranks have each key and value head. ``width``: the features of all query heads.
-    """
+    """Set the numbers of heads and features that ``owner``'s forward reads to those of one rank. ``copies``: how many
+    ranks have each key and value head. ``width``: the features of all query heads."""
     for name, count in [(name, count) for name, count in vars(owner).items() if isinstance(count, int)]:
         if name in _LOCAL and count % n == 0:
             setattr(owner, name, count // n)
@@ -176,8 +166,7 @@ class _Gather:
             )
 
     def _whole(self, weights: Tensor | None) -> Tensor | None:
-        """``weights``, ``[batch, heads, tokens, tokens]``, of all heads. A model around this one finds them
-        marked."""
+        """``weights``, ``[batch, heads, tokens, tokens]``, of all heads. A model around this one finds them marked."""
         if weights is None or hasattr(weights, _WHOLE):
             return weights
         if weights.ndim != 4 or weights.shape[1] not in {*self.heads, *self.heads.values()}:

@@ -158,12 +158,10 @@ def open_weights(model: Any, path: str) -> Weights:
 
 
 def read_parts(model: nn.Module, weights: Weights, ctx: ParallelContext, quantize: torch.dtype | None = None) -> None:
-    """Fill ``model`` from ``weights``; each rank reads its parts. Collective over the world.
-
-    ``quantize``: linear layers are read one by one, and each is quantized before the next has memory. Parameters on
-    meta get memory and stay the same objects. Raises CheckpointError on every rank if a tensor does not fit or still
-    has no values afterwards.
-    """
+    """Fill ``model`` from ``weights``; each rank reads its parts. Collective over the world. ``quantize``: linear
+    layers are read one by one, and each is quantized before the next has memory. Parameters on meta get memory and stay
+    the same objects. Raises CheckpointError on every rank if a tensor does not fit or still has no values
+    afterwards."""
     if quantize is not None:
         named = quantized.layers_of(model)
         prefixes = tuple(f"{name}." for name, _ in named)

@@ -53,11 +53,9 @@ class VocabularyLoss:
 
 
 def cut_loss(model: nn.Module, head: ColumnParallelLinear) -> None:
-    """Compute the loss from parts of the vocabulary if ``model`` calls ``self.loss_function``.
-
-    With labels the logits stay parts until the loss is computed. The output's logits are whole in eval mode.
-    In training mode they stay this rank's part: gathering them costs more than the loss.
-    """
+    """Compute the loss from parts of the vocabulary if ``model`` calls ``self.loss_function``. With labels the logits
+    stay parts until the loss is computed. The output's logits are whole in eval mode. In training mode they stay this
+    rank's part: gathering them costs more than the loss."""
     head.__dict__[IS_HEAD] = True
     whole = getattr(model, "loss_function", None)
     shift = _SHIFTS.get(getattr(whole, "__name__", ""))

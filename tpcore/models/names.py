@@ -28,19 +28,12 @@ class Split(Generic[Source]):
     them is written."""
 
     source: Source
-    like: Tensor
+    shape: tuple[int, ...]
+    dtype: torch.dtype
     name: str
     values: dict[str, Tensor]
     model: Any
     of: str
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.like.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.like.dtype
 
     def pieces(self) -> Iterator[Tensor]:
         if self.name not in self.values:
@@ -62,15 +55,14 @@ def in_files(model: Any, tensors: Mapping[str, Source]) -> dict[str, Source | Sp
     stored: dict[str, Source | Split[Source]] = {}
     for name, source in tensors.items():
         parts = _stored_as(model, {name: torch.empty(source.shape, dtype=source.dtype, device="meta")})
-        stored |= {part: Split(source, like, part, values, model, name) for part, like in parts.items()}
+        for part, t in parts.items():
+            stored[part] = Split(source, tuple(t.shape), t.dtype, part, values, model, name)
     return stored
 
 
 def _stored_as(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What files have of tensors of the model, by names in files: experts, for example, each by itself.
-
-    CheckpointError if files have one of them merged with others.
-    """
+    """What files have of tensors of the model, by names in files: experts, for example, each by itself. CheckpointError
+    if files have one of them merged with others."""
     from transformers.core_model_loading import revert_weight_conversion
 
     try:
@@ -93,10 +85,8 @@ def _path_of(config: str | os.PathLike[str], name: str) -> Path:
 
 
 def model_of(config: str | os.PathLike[str]) -> Any:
-    """The model of a ``config.json``, or of the directory that has one, without values.
-
-    CheckpointError for a file that is none, or that names no class of transformers.
-    """
+    """The model of a ``config.json``, or of the directory that has one, without values. CheckpointError for a file that
+    is none, or that names no class of transformers."""
     with extra("hf", "a config.json"):
         import transformers
     path = _path_of(config, "config.json")
@@ -116,10 +106,8 @@ def stored_tensors(
     config: str | os.PathLike[str], tensors: Mapping[str, Source]
 ) -> Mapping[str, Source | Split[Source]]:
     """The tensors that files have of ``tensors``, by their names there, but for those tied to another. Those that a
-    model has merged, as experts, are split when they are written.
-
-    CheckpointError for names that the model of ``config`` does not have, and for tensors that are missing.
-    """
+    model has merged, as experts, are split when they are written. CheckpointError for names that the model of
+    ``config`` does not have, and for tensors that are missing."""
     model = model_of(config)
     own = model.state_dict(keep_vars=True)
     tied = model.all_tied_weights_keys.items()
@@ -134,9 +122,7 @@ def stored_tensors(
 
 def adapter_tensors(config: str | os.PathLike[str], tensors: Mapping[str, Source]) -> Mapping[str, Source]:
     """Those of ``tensors`` that peft's files have of an adapter, ``default`` or the only one, by their names there.
-
-    ``config``: an ``adapter_config.json``, or its folder. CheckpointError for names without adapters.
-    """
+    ``config``: an ``adapter_config.json``, or its folder. CheckpointError for names without adapters."""
     path = _path_of(config, "adapter_config.json")
     if (bias := json.loads(read_file(str(path))).get("bias", "none")) != "none":
         raise CheckpointError(f"{path}: bias={bias!r} trains the model's own: write them with save_pretrained")

@@ -54,9 +54,7 @@ def quantize(model: nn.Module, layer: Any, dtype: torch.dtype) -> None:
 def torchao_aside(model: nn.Module, quantize: torch.dtype | None, *, staged: bool) -> Iterator[None]:
     """Inside, linear layers that torchao has quantized to int8 have a weight without values, to be sharded; then they
     have their entries and scales, this rank's part where they are sharded. If it fails, they are as they were.
-
-    ValueError for other kinds of torchao's weights, and with ``quantize`` or stages.
-    """
+    ValueError for other kinds of torchao's weights, and with ``quantize`` or stages."""
     layers = {name: m for name, m in model.named_modules() if type(m) is nn.Linear and hasattr(m.weight, "qdata")}
     if layers and (quantize is not None or staged):
         raise ValueError(

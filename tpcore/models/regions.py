@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,11 +30,9 @@ _COLUMNS = (plan.COLUMN, plan.PACKED_COLUMN, plan.QKV_COLUMN)
 
 
 class Draws(TorchFunctionMode):
-    """Functions that drop elements draw from the sharded stream while the data differ between the tp ranks.
-
-    A mode sees functions inside attention like modules, and torch.compile traces it. It is entered in the forward
-    itself, so that a recomputation passes through it too.
-    """
+    """Functions that drop elements draw from the sharded stream while the data differ between the tp ranks. A mode sees
+    functions inside attention like modules, and torch.compile traces it. It is entered in the forward itself, so that a
+    recomputation passes through it too."""
 
     sharded = False
     """Whether the data are this rank's part: from a column layer to the next row layer."""
@@ -64,15 +62,10 @@ def _draws(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return name in ("bernoulli", "bernoulli_")
 
 
-@dataclass(frozen=True)
-class _Note:
+def _note(draws: Draws, layer: Any, args: Any, output: Any) -> None:
     """A hook of a parallel layer: whether its output is this rank's part."""
-
-    draws: Draws
-
-    def __call__(self, layer: nn.Module, args: Any, output: Any) -> None:
-        row = isinstance(layer, RowParallelLinear)
-        self.draws.sharded = layer.sequence_dim is not None if row else not layer.gather_output
+    row = isinstance(layer, RowParallelLinear)
+    draws.sharded = layer.sequence_dim is not None if row else not layer.gather_output
 
 
 def drop_by_rank(model: nn.Module, cuts: list[Cut], rules: Mapping[str, Rule]) -> Draws:
@@ -82,7 +75,7 @@ def drop_by_rank(model: nn.Module, cuts: list[Cut], rules: Mapping[str, Rule]) -
     for cut in cuts:
         layer = model.get_submodule(cut.name)
         if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
-            layer.register_forward_hook(_Note(draws))
+            layer.register_forward_hook(partial(_note, draws))
     owners = columns_by_owner(model, cuts).keys()
     for name, module in list(model.named_modules()):
         inside = any(name.startswith(f"{owner}.") for owner in owners)

@@ -26,7 +26,7 @@ def replace(model: nn.Module, cuts: Iterable[Cut], over: Callable[[Cut], Comm]) 
     """Put a parallel layer in the place of each cut module, under each of its names. ``over``: the ranks that
     have its parts."""
     cuts = list(cuts)
-    children, owners = _children(model), _owners(model)
+    children, owners = _places(model, "_modules"), _places(model, "_parameters")
     for group in _tied(cuts, owners):
         made = [(cut, _made(cut, over(cut))) for cut in group]
         _adopt(made, owners)
@@ -44,23 +44,13 @@ def replace(model: nn.Module, cuts: Iterable[Cut], over: Callable[[Cut], Comm]) 
             share_identity(cut.module, over(cut))
 
 
-def _children(model: nn.Module) -> Places:
-    """The places (parent, name) of each module by id; a shared module has several."""
-    found: Places = defaultdict(list)
-    for parent in model.modules():
-        for leaf, child in parent._modules.items():
-            if child is not None:
-                found[id(child)].append((parent, leaf))
-    return found
-
-
-def _owners(model: nn.Module) -> Places:
-    """The places (module, name) of each Parameter by id; a tied Parameter has several."""
+def _places(model: nn.Module, table: str) -> Places:
+    """The places (module, name) of each child or Parameter by id; one that is shared has several."""
     found: Places = defaultdict(list)
     for module in model.modules():
-        for name, p in module._parameters.items():
-            if p is not None:
-                found[id(p)].append((module, name))
+        for name, item in vars(module)[table].items():
+            if item is not None:
+                found[id(item)].append((module, name))
     return found
 
 

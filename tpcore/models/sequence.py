@@ -72,39 +72,22 @@ class Stack:
         return ops.copy(x, self.comm, dtype=torch.float32)
 
 
-@dataclass(frozen=True)
-class _Before:
+def _before(change: Map, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A hook that changes a module's hidden states, its first argument."""
-
-    change: Map
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if args:
-            return (self.change(args[0]), *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": self.change(kwargs["hidden_states"])}
+    if args:
+        return (change(args[0]), *args[1:]), kwargs
+    return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
 
 
-@dataclass(frozen=True)
-class _After:
+def _after(change: Map, module: nn.Module, args: Any, output: Any) -> Any:
     """A hook that changes a module's hidden states, its first output."""
-
-    change: Map
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if isinstance(output, tuple):
-            return (self.change(output[0]), *output[1:])
-        return self.change(output)
+    return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
 
 
-@dataclass(frozen=True)
-class _Leave:
+def _leave(stack: Stack, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """A hook that keeps this rank's tokens of a first output, be it ``[batch * tokens, features]``."""
-
-    stack: Stack
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        entered = args[0] if args else kwargs["hidden_states"]
-        return _After(lambda tokens: self.stack.scatter(tokens.reshape(entered.shape)))(module, args, output)
+    entered = args[0] if args else kwargs["hidden_states"]
+    return _after(lambda tokens: stack.scatter(tokens.reshape(entered.shape)), module, args, output)
 
 
 def _asked(stacks: list[Stack], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -132,11 +115,11 @@ def cut_sequence(model: nn.Module, cuts: list[Cut], comm: Comm, draws: Draws) ->
         for owner in map(model.get_submodule, sorted(routed)):
             # it has all tokens, and returns this rank's: a router sees them all, as its loss is of the whole
             _enter(owner, "experts", stack)
-            owner.register_forward_hook(_Leave(stack), with_kwargs=True)
+            owner.register_forward_hook(partial(_leave, stack), with_kwargs=True)
             draw_inside(owner, draws)
         _sum_norms(model, name, owners, stack)
-        blocks[0].register_forward_pre_hook(_Before(stack.enter), with_kwargs=True)
-        blocks[-1].register_forward_hook(_After(stack.gather))
+        blocks[0].register_forward_pre_hook(partial(_before, stack.enter), with_kwargs=True)
+        blocks[-1].register_forward_hook(partial(_after, stack.gather))
         for block in blocks.children():
             draw_inside(block, draws, stack)
         stacks.append(stack)
@@ -164,7 +147,7 @@ def _enter_owners(model: nn.Module, cuts: list[Cut], stack: Stack) -> set[str]:
     for name in (columns.keys() | gathered) - shared:
         _enter(model.get_submodule(name), ", ".join(columns[name]), stack)
     for name in gathered:  # the output of these is whole on every rank
-        model.get_submodule(name).register_forward_hook(_After(stack.scatter))
+        model.get_submodule(name).register_forward_hook(partial(_after, stack.scatter))
     return columns.keys() | gathered
 
 
@@ -174,7 +157,7 @@ def _enter(owner: nn.Module, calls: str, stack: Stack) -> None:
             f"sequence_parallel=True: {type(owner).__name__} calls {calls} itself, so "
             "that its tokens cannot enter whole there and stay cut elsewhere: this family works without"
         )
-    owner.register_forward_pre_hook(_Before(stack.gather), with_kwargs=True)
+    owner.register_forward_pre_hook(partial(_before, stack.gather), with_kwargs=True)
 
 
 def _sum_norms(model: nn.Module, stack_name: str, owners: set[str], stack: Stack) -> None:

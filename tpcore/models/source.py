@@ -33,10 +33,8 @@ def _parents(tree: ast.AST) -> dict[ast.AST, ast.AST]:
 
 
 def asks_loss_function(forward: Callable[..., Any]) -> bool:
-    """Whether a forward calls ``self.loss_function`` and uses its logits only elementwise.
-
-    A forward that indexes the vocabulary dim of its logits or reads their shape needs all of them.
-    """
+    """Whether a forward calls ``self.loss_function`` and uses its logits only elementwise. A forward that indexes the
+    vocabulary dim of its logits or reads their shape needs all of them."""
     tree = tree_of(forward)
     if tree is None or not says(forward, r"\.loss_function\b"):
         return False
@@ -118,12 +116,9 @@ def _reachable(target: ast.AST | None) -> Iterator[ast.AST]:
 
 
 class Flow:
-    """One reading of the forward of ``block``, whose arguments are whole.
-
-    ``columns``: names of the children whose outputs are sharded; ``closed``: of children whose outputs are
-    whole again; ``others``: of whole children and of parameters. What is not understood is neither whole nor
-    reached.
-    """
+    """One reading of the forward of ``block``, whose arguments are whole. ``columns``: names of the children whose
+    outputs are sharded; ``closed``: of children whose outputs are whole again; ``others``: of whole children and of
+    parameters. What is not understood is neither whole nor reached."""
 
     def __init__(self, block: nn.Module, columns: set[str], closed: set[str], others: Collection[str]) -> None:
         self.block, self.columns, self.closed, self.others = block, columns, closed, set(others)

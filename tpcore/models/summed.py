@@ -102,10 +102,8 @@ def _substitutes(module: nn.Module) -> Iterator[tuple[nn.Module, str, dict[str, 
 
 
 def go_around(projection: nn.Module, attention: nn.Module, comm: Comm) -> None:
-    """Sum the gradient of the rotary key, the last features of ``projection``, which the heads of all ranks share.
-
-    The other features, the latent ones, meet a sharded layer that sums theirs (DeepSeek-V2, arXiv:2405.04434).
-    """
+    """Sum the gradient of the rotary key, the last features of ``projection``, which the heads of all ranks share. The
+    other features, the latent ones, meet a sharded layer that sums theirs (DeepSeek-V2, arXiv:2405.04434)."""
     width: Any = getattr(attention, "qk_rope_head_dim", None)  # 0 in a layer without positions
     width = attention.config.qk_rope_head_dim if width is None else width  # type: ignore[union-attr]
     projection.register_forward_hook(_Rotary(comm, int(width)))

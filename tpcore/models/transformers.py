@@ -40,10 +40,8 @@ def checked_model(model: Any) -> Any:
 
 
 def rules_of(model: Any, user: dict[str, Rule]) -> dict[str, Rule]:
-    """The rules of ``user``, which override the model's plan, its family's rules and its vocabulary's.
-
-    ValueError if they cut no block: then all ranks would compute the same.
-    """
+    """The rules of ``user``, which override the model's plan, its family's rules and its vocabulary's. ValueError if
+    they cut no block: then all ranks would compute the same."""
     why = REFUSED.get(model.config.model_type)
     if why is not None and not user:
         raise ValueError(

@@ -85,7 +85,7 @@ class Conversion:
                 raise CheckpointError(f"{name!r}: the files have shape {tuple(value.shape)}, the model {shape}")
             out.copy_(narrowed(value, starts, out.shape))
 
-        return View((), shape, fill, self.like[name].dtype)
+        return View((), shape, self.like[name].dtype, fill)
 
 
 def by_model_name(model: Any, stored: Mapping[str, Any], mapping: Sequence[Any]) -> dict[str, Any]:
@@ -145,12 +145,8 @@ class View:
 
     parts: Sequence[Shard]
     shape: tuple[int, ...]
+    dtype: torch.dtype
     fill: Callable[[Sequence[int], Tensor, bool], None]
-    own_dtype: torch.dtype | None = None
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.own_dtype or self.parts[0].dtype
 
     @property
     def identity(self) -> object:
@@ -172,7 +168,7 @@ def _stacked(parts: Sequence[Shard]) -> View | None:
             part.read(starts[1:], out[number], check)
 
     alike = len({part.shape for part in parts}) == 1
-    return View(parts, (len(parts), *parts[0].shape), fill) if alike else None
+    return View(parts, (len(parts), *parts[0].shape), parts[0].dtype, fill) if alike else None
 
 
 def _joined(parts: Sequence[Shard], dim: int) -> View | None:
@@ -187,14 +183,15 @@ def _joined(parts: Sequence[Shard], dim: int) -> View | None:
             at += part.shape[dim]
 
     alike = len({_moved(part.shape, dim, 0) for part in parts}) == 1
-    return View(parts, _moved(parts[0].shape, dim, sum(part.shape[dim] for part in parts)), fill) if alike else None
+    shape = _moved(parts[0].shape, dim, sum(part.shape[dim] for part in parts))
+    return View(parts, shape, parts[0].dtype, fill) if alike else None
 
 
 def _divided(part: Shard, dim: int, first: int, size: int) -> View:
     def fill(starts: Sequence[int], out: Tensor, check: bool) -> None:
         part.read(_moved(starts, dim, starts[dim] + first), out, check)
 
-    return View([part], _moved(part.shape, dim, size), fill)
+    return View([part], _moved(part.shape, dim, size), part.dtype, fill)
 
 
 def _transposed(part: Shard, one: int, other: int) -> View:
@@ -204,7 +201,7 @@ def _transposed(part: Shard, one: int, other: int) -> View:
     def fill(starts: Sequence[int], out: Tensor, check: bool) -> None:
         part.read(there(starts), out.transpose(one, other), check)
 
-    return View([part], there(part.shape), fill)
+    return View([part], there(part.shape), part.dtype, fill)
 
 
 def _deinterleaved(part: Shard, dim: int) -> View:
@@ -225,7 +222,7 @@ def _deinterleaved(part: Shard, dim: int) -> View:
                 part.read(_moved(starts, dim, 2 * (low - odd * half) + odd), span, False)
                 into.copy_(span[(slice(None),) * dim + (slice(None, None, 2),)])
 
-    return View([part], part.shape, fill)
+    return View([part], part.shape, part.dtype, fill)
 
 
 def _moved(starts: Sequence[int], dim: int, to: int) -> tuple[int, ...]:

@@ -56,16 +56,9 @@ class Gathered:
     """A tensor that is gathered when it is written, which adds its id to ``done``."""
 
     tensor: Tensor
+    shape: tuple[int, ...]
+    dtype: torch.dtype
     done: set[int]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        found = sharding(self.tensor)
-        return tuple(self.tensor.shape) if found is None else found.layout.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.tensor.dtype
 
     def pieces(self) -> Iterator[Tensor]:
         self.done.add(id(self.tensor))
@@ -138,11 +131,12 @@ def _stored(model: Any, done: set[int]) -> dict[str, Written]:
     targets, ignored = set(getattr(model, "all_tied_weights_keys", {})), model._keys_to_ignore_on_save or ()
     state = model.state_dict(keep_vars=True)
     sources = {id(t) for name, t in state.items() if name not in targets}
-    kept: dict[int, tuple[str, Tensor]] = {}
+    kept: dict[int, tuple[str, Gathered]] = {}
     for name, t in state.items():
         if name not in ignored and not (name in targets and id(t) in sources):
-            kept.setdefault(id(t), (name, t))
-    return in_files(model, {name: Gathered(t, done) for name, t in kept.values()})
+            shape = tuple(t.shape) if (found := sharding(t)) is None else found.layout.shape
+            kept.setdefault(id(t), (name, Gathered(t, shape, t.dtype, done)))
+    return in_files(model, dict(kept.values()))
 
 
 def bytes_of(size: int | str) -> int:

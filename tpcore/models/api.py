@@ -23,17 +23,16 @@ from ..train.pipeline import PipelinedLayers, find_layers, pipelined_layers
 from . import plan as styles
 from . import quantized
 from .context import context_of, cut_context
-from .cuts import Cut, attentions, decide
+from .cuts import Cut, attentions, decide, inside
 from .dispatch import Dispatch
 from .experts import check_dispatch, dispatch_by
+from .forwards import drop_by_rank, share_inputs
 from .generation import batch_alike, generate_alike
 from .guards import guard, is_guarded
 from .heads import check_fit, gather_attentions, head_size, heads_argument, localize
-from .inside import inside
 from .loading import read_parts, stored_weights
 from .loss import cut_loss
 from .plan import Rule, checked, wildcard
-from .regions import drop_by_rank, share_inputs
 from .replace import replace
 from .sequence import cut_sequence
 from .transformers import checked_model, rules_of

@@ -70,21 +70,18 @@ def _reason(model: Any) -> str | None:
     dropped = next((f"{name}={value}" for name, value in dropout.items() if value), None)
     state = next((type(m).__name__ for m in model.modules() if any(s in type(m).__name__ for s in _STATES)), None)
     rope = re.search("'rope_type': '(dynamic|longrope)'", str(getattr(config, "rope_parameters", None)))
+    biased = any("relative_attention_bias" in name for name, _ in model.named_modules())
+    scored, compared = type(model).__name__.endswith(_HEADS), ", ".join(sorted(FAMILIES))
     reasons = {
         "it is an encoder with a decoder, whose cross attention sees another sequence": config.is_encoder_decoder,
         f"its {state} passes a state from token to token": state,
-        "its attention adds a learned bias for each distance": any(
-            "relative_attention_bias" in name for name, _ in model.named_modules()
-        ),
+        "its attention adds a learned bias for each distance": biased,
         f"{dropped}: ranks would draw other numbers than one process; set it to 0": dropped,
         f"rotary positions of type {rope and rope[1]} depend on the longest sequence of a batch": rope,
-        f"it is none of {', '.join(_HEADS)}, whose loss is of each token: a config.json says which in architectures": (
-            not type(model).__name__.endswith(_HEADS)
-        ),
+        f"it is none of {', '.join(_HEADS)}, whose loss is of each token: "
+        "a config.json says which in architectures": not scored,
         "its attention is not causal by its configuration": getattr(config, "is_causal", True) is False,
-        f"its family was not compared with the whole model; compared are {', '.join(sorted(FAMILIES))}": (
-            config.model_type not in FAMILIES
-        ),
+        f"its family was not compared with the whole model; compared are {compared}": config.model_type not in FAMILIES,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 

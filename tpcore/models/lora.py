@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from ..layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
 from ..layers.plain import keeping
 from ..layers.sharding import sharding
+from .forwards import sum_gradients
 from .loss import IS_HEAD
-from .summed import sum_gradients
 
 
 def _has_some_tokens(row: RowParallelLinear) -> bool:

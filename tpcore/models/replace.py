@@ -16,8 +16,8 @@ from ..runtime.context import current
 from . import plan
 from .cuts import Cut
 from .experts import ShardedExperts
+from .forwards import go_around, select_heads, share_identity, sum_gradients
 from .source import says
-from .summed import go_around, select_heads, share_identity, sum_gradients
 
 Places = dict[int, list[tuple[nn.Module, str]]]
 

@@ -22,8 +22,7 @@ from ..layers.module import ParallelModule
 from ..train.pipeline import PipelinedLayers
 from . import plan
 from .cuts import Cut
-from .regions import Draws, columns_by_owner, draw_inside, share_inputs
-from .summed import sum_gradients
+from .forwards import Draws, columns_by_owner, draw_inside, share_inputs, sum_gradients
 
 Map = Callable[[Tensor], Tensor]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
@@ -50,8 +49,9 @@ class Draws(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        draws = self.sharded and _draws(getattr(func, "__name__", ""), args, kwargs)
-        with sharded() if draws else nullcontext():
+        if not self.sharded or not _draws(getattr(func, "__name__", ""), args, kwargs):
+            return func(*args, **kwargs)
+        with sharded():
             return func(*args, **kwargs)
 
 

@@ -26,13 +26,23 @@ from tpcore.testing import run_ranks
 
 TWO = Mesh({"tp": 2})
 IMAGE = {**TINY, **NO_DROPOUT, "image_size": 32, "patch_size": 8}
-MODELS = {
+
+
+def gpt2() -> Any:
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2))
+
+
+def bert(kind: str = "BertForMaskedLM") -> Any:
+    return getattr(transformers, kind)(transformers.BertConfig(**TINY, **NO_DROPOUT))
+
+
+MODELS: dict[str, Callable[[], Any]] = {
     "llama, one key head, tied": lambda: llama(num_key_value_heads=1, tie_word_embeddings=True),
     "gpt_neox, whose head has another name": lambda: transformers.GPTNeoXForCausalLM(
         transformers.GPTNeoXConfig(**TINY)
     ),
-    "gpt2": lambda: gpt2(),
-    "bert": lambda: bert(),
+    "gpt2": gpt2,
+    "bert": bert,
     "vit, whose layers have other names": lambda: transformers.ViTForImageClassification(
         transformers.ViTConfig(**IMAGE)
     ),
@@ -175,14 +185,6 @@ def assert_read_alike(kind: Any, path: Any, degrees: tuple[int, ...] = (2,), pla
 
     for degree in degrees:
         run_ranks(Mesh({"tp": degree}), rank)
-
-
-def gpt2() -> Any:
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2))
-
-
-def bert(kind: str = "BertForMaskedLM") -> Any:
-    return getattr(transformers, kind)(transformers.BertConfig(**TINY, **NO_DROPOUT))
 
 
 def of_the_hub(state: State) -> State:

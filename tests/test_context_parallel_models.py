@@ -124,9 +124,16 @@ def assert_equal(
     batch: dict[str, Any],
     way: str | None,
     dealt: bool = False,
+    recompute: bool = False,
     **options: Any,
 ) -> None:
-    whole = made(make)
+    def one() -> Any:
+        model = made(make)
+        if recompute:
+            hf.recompute(model)
+        return model
+
+    whole = one()
     want = whole(**batch).loss
     want.backward()
     whole.eval()
@@ -134,7 +141,7 @@ def assert_equal(
     seen = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
 
     def rank(ctx: tpcore.ParallelContext) -> None:
-        model = tpcore.parallelize(made(make), context_parallel=way, **options)
+        model = tpcore.parallelize(one(), context_parallel=way, **options)
         given = tpcore.shard_sequence(batch, model) if dealt else batch
         loss = model(**given).loss
         loss.backward()
@@ -149,25 +156,20 @@ def assert_equal(
     run_ranks(Mesh(mesh), rank)
 
 
-@pytest.mark.parametrize("mesh", [CP2, CP2_TP2], ids=["cp2", "cp2 tp2"])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", MODELS)
-def test_equals_the_whole_model(name: str, way: str, mesh: dict[str, int]) -> None:
-    assert_equal(MODELS[name], mesh, plain(), way)
+CELLS: list[tuple[str, str, dict[str, int], dict[str, bool]]] = [
+    *((name, "plain", mesh, {}) for name in MODELS for mesh in (CP2, CP2_TP2)),
+    *((name, batch, CP4, {}) for name in ("llama", "mistral, window", "bert") for batch in BATCHES),
+    *((name, batch, CP2, {"dealt": True}) for name in ("llama", "bert") for batch in BATCHES),  # by the loader
+    *((name, "plain", CP2_TP2, {"sequence_parallel": True, "recompute": True}) for name in ("llama", "gpt2")),
+]
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("name", ["llama", "mistral, window", "bert"])
-def test_of_documents_and_padding(name: str, batch: str, way: str) -> None:
-    assert_equal(MODELS[name], CP4, batch_of(name, batch), way)
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("name", ["llama", "bert"])
-def test_of_tokens_that_the_loader_deals(name: str, batch: str, way: str) -> None:
-    assert_equal(MODELS[name], CP2, batch_of(name, batch), way, dealt=True)
+@pytest.mark.parametrize(("name", "batch", "mesh", "options"), CELLS, ids=str)
+def test_equals_the_whole_model(
+    name: str, batch: str, mesh: dict[str, int], options: dict[str, bool], way: str
+) -> None:
+    assert_equal(MODELS[name], mesh, batch_of(name, batch), way, **options)
 
 
 def test_tokens_are_dealt_once_and_counted_by_the_model(tmp_path: Path) -> None:
@@ -219,17 +221,6 @@ def test_every_family_of_the_list(family: str, exact: Widen) -> None:
         if "use_cache" not in inspect.signature(kind.forward).parameters:
             batch.pop("use_cache", None)
         assert_equal(make, CP2, batch, way)
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-@pytest.mark.parametrize("way", WAYS)
-def test_with_cut_tokens_between_the_blocks_and_recomputation(name: str, way: str) -> None:
-    def make() -> Any:
-        model = MODELS[name]()
-        hf.recompute(model)
-        return model
-
-    assert_equal(make, CP2_TP2, plain(), way, sequence_parallel=True)
 
 
 CP2_PP2 = {"pp": 2, "dp": 1, "cp": 2, "tp": 1}

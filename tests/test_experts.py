@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -50,21 +50,18 @@ def shared(**options: Any) -> Any:
 MAKES = {"mixtral": mixtral, "qwen3_moe": qwen, "glm4_moe": shared}
 
 
-@WAYS
-@pytest.mark.parametrize("name", MAKES)
-def test_the_loss_of_routers_is_that_of_the_whole_batch(name: str, options: dict[str, Any]) -> None:
-    make = MAKES[name]
-    assert_equals_whole(lambda: make(output_router_logits=True), (2,), tolerance=ROUNDS, **options)
+SHARDED = product(["mixtral"], (8, 7))  # numbers of tokens: those of sequences of 7 stay whole
 
 
 @WAYS
-@pytest.mark.parametrize("name", tiers(["mixtral"], slow=["glm4_moe"]))
-def test_routers_see_all_tokens_where_tokens_are_sharded(name: str, options: dict[str, Any]) -> None:
-    make = MAKES[name]
-    assert_equals_whole(
-        lambda: make(output_router_logits=True), (2,), tolerance=ROUNDS, sequence_parallel=True, **options
-    )
-    assert_equals_whole(make, (2,), hf.text(length=7), tolerance=ROUNDS, sequence_parallel=True, **options)
+@pytest.mark.parametrize(
+    ("name", "length"), tiers([*product(MAKES, [None]), *SHARDED], slow=[("glm4_moe", 8), ("glm4_moe", 7)])
+)
+def test_the_loss_of_routers_is_that_of_all_tokens(name: str, length: int | None, options: dict[str, Any]) -> None:
+    """On the whole batch, and where tokens are sharded."""
+    options = options if length is None else {**options, "sequence_parallel": True}
+    make, batch = MAKES[name], hf.text(length=length or 8)
+    assert_equals_whole(lambda: make(output_router_logits=True), (2,), batch, tolerance=ROUNDS, **options)
 
 
 BY_STAGES = {

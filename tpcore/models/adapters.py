@@ -125,7 +125,7 @@ def aside(adapted: Any) -> Iterator[Any]:
     """Inside, the model of transformers in ``adapted`` has no adapters, so that a plan's rules hold for its layers;
     then they are back, sharded as those. ValueError for adapters of another kind."""
     model: Any = adapted.get_base_model() if hasattr(adapted, "get_base_model") else adapted
-    kinds = BaseTunerLayer | AuxiliaryTrainingWrapper
+    kinds = (BaseTunerLayer, AuxiliaryTrainingWrapper)
     layers: dict[str, Any] = {name: m for name, m in model.named_modules() if isinstance(m, kinds)}
     head = getattr(model, "get_output_embeddings", lambda: None)()
     for name, layer in layers.items():

@@ -123,8 +123,9 @@ class DealtTokens:
     def _dealt(self, kwargs: Mapping[str, Any]) -> bool:
         """Whether ``deal`` made these arguments: no other mask has this shape."""
         mask = kwargs.get("attention_mask")
-        four = mask is not None and mask.ndim == 4 and mask.shape[1:3] == (1, 1)
-        return four and mask.shape[3] in (0, _tokens_of(kwargs).shape[1] * self.comm.size)
+        if mask is None or mask.ndim != 4 or mask.shape[1:3] != (1, 1):
+            return False
+        return mask.shape[3] in (0, _tokens_of(kwargs).shape[1] * self.comm.size)
 
     def _check(self, model: nn.Module, kwargs: dict[str, Any]) -> None:
         config = getattr(model, "config", None)

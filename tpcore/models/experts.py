@@ -248,8 +248,8 @@ def specs_of(
         if spec is None:
             raise ValueError(f"{plan.wildcard(name)}.{leaf} ({kind}) has no style, and no known meaning: {remedy}")
         cut[leaf] = spec
-        counts = [block.size // block.unit for block in spec.blocks[:1]]
-        needs += [Need(f"{name}.{leaf}", count, "features of each expert") for count in counts]
+        sizes = [block.size // block.unit for block in spec.blocks[:1]]
+        needs += [Need(f"{name}.{leaf}", size, "features of each expert") for size in sizes]
     return cut, needs
 
 

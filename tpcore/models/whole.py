@@ -146,7 +146,7 @@ def bytes_of(size: int | str) -> int:
     found = re.fullmatch(r"(\d+)\s*([KMGT]B)", size.upper())
     if found is None:
         raise ValueError(f"max_shard_size={size!r}: give bytes, or a size like '5GB'")
-    return int(found[1]) * 10 ** (3 + 3 * "KMGT".index(found[2][0]))
+    return int(found[1]) * {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}[found[2]]
 
 
 def _write(model: Any, out: str, files: Mapping[str, Mapping[str, Written]]) -> None:

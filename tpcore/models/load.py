@@ -82,10 +82,9 @@ class ExpertLoad:
         chosen = _signature(module).bind_partial(*args, **kwargs).arguments[_NUMBERS].detach().flatten()
         if name not in self._counts:
             # the first dims of whole parameters are the number of experts
-            marks: Mapping[str, Any] = (
-                module.shard_specs if isinstance(module, ShardedExperts) else dict(module.named_parameters())
-            )
-            size = max(marks[key].shape[0] for key, _ in module.named_parameters(recurse=False))
+            own = dict(module.named_parameters(recurse=False))
+            marks: Mapping[str, Any] = module.shard_specs if isinstance(module, ShardedExperts) else own
+            size = max(marks[key].shape[0] for key in own)
             self._counts[name] = torch.zeros(size, dtype=torch.int64, device=chosen.device)
         self._counts[name].scatter_add_(0, chosen.long(), torch.ones_like(chosen, dtype=torch.int64))
 

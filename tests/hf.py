@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -131,6 +132,26 @@ def assert_equals_whole(
 
     for degree in degrees:
         run_ranks(Mesh({"tp": degree}), rank)
+
+
+def refused(words: str, make: Callable[[], Any], mesh: dict[str, int] | None = None, **options: Any) -> None:
+    """``parallelize`` raises a ValueError on every rank, and the model is as it was."""
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        model = make()
+        before = {name: (type(p), p.shape) for name, p in model.named_parameters()}
+        with pytest.raises(ValueError, match=words):
+            tpcore.parallelize(model, **options)
+        assert {name: (type(p), p.shape) for name, p in model.named_parameters()} == before
+        assert not any(isinstance(m, tpcore.ParallelModule) for m in model.modules())
+
+    run_ranks(Mesh(mesh or {"tp": 2}), rank)
+
+
+def part(value: Tensor, p: Tensor) -> Tensor:
+    """What this rank holds of ``value``, as ``p`` lies on the mesh."""
+    found = sharding(p)
+    return value if found is None else found.layout.shard(value, found.ctx.rank, found.ctx.mesh)
 
 
 def recompute(model: Any) -> None:

@@ -12,7 +12,7 @@ from rank_pool import RankPool
 
 import tpcore
 from tpcore.layout.mesh import Mesh
-from tpcore.models.batching import _LENGTH, _ROWS, _local_heads, _sized
+from tpcore.models.generation import _LENGTH, _ROWS, _local_heads, _sized
 from tpcore.testing import run_ranks
 
 pytestmark = [

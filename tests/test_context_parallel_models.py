@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from hf import GPT2, NO_DROPOUT, TINY, llama
-from pipelines import part_of
+from pipelines import assert_same_gradients, part_of
 from tiers import tiers
 from torch import Tensor, nn
 
@@ -33,27 +32,12 @@ CP2, CP4, CP2_TP2 = ({"dp": 1, "cp": 2, "tp": 1}, {"dp": 1, "cp": 4, "tp": 1}, {
 QWEN3 = {**TINY, "num_key_value_heads": 2, "head_dim": 8}
 
 
-class _Wide:
-    """torch, in which transformers' modules find float64 where they ask for float32."""
-
-    def __getattr__(self, name: str) -> Any:
-        return torch.float64 if name in ("float", "float32") else getattr(torch, name)
-
-
 @pytest.fixture(autouse=True)
 def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers computes norms, rotary positions and losses in float32, whatever a model's dtype is."""
-    narrow = torch.Tensor.float
-    monkeypatch.setattr(torch.Tensor, "float", lambda t: t if t.dtype == torch.float64 else narrow(t))
     for make in MODELS.values():
         make()  # imports its module
-    _widen(monkeypatch)
-
-
-def _widen(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, module in list(sys.modules.items()):
-        if name.startswith("transformers.") and "experts" not in name and getattr(module, "torch", None) is torch:
-            monkeypatch.setattr(module, "torch", _Wide())
+    families.widen(monkeypatch, but="experts")
 
 
 Widen = Callable[[Callable[[], Any]], None]
@@ -63,7 +47,7 @@ Widen = Callable[[Callable[[], Any]], None]
 def exact(monkeypatch: pytest.MonkeyPatch) -> Widen:
     def widen(make: Callable[[], Any]) -> None:
         make()  # imports its module
-        _widen(monkeypatch)
+        families.widen(monkeypatch, but="experts")
 
     return widen
 
@@ -115,6 +99,13 @@ WAYS = ("gather", "ulysses", "ring")
 BATCHES = {"plain": plain, "packed": packed, "padded": padded}
 
 
+def batch_of(name: str, batch: str) -> dict[str, Any]:
+    given: dict[str, Any] = BATCHES[batch]()
+    if name == "bert":  # without a cache, and transformers takes a row for one document in any case
+        given.pop("use_cache", None)
+    return given
+
+
 def made(make: Callable[[], Any]) -> Any:
     torch.manual_seed(0)
     return make().double()
@@ -122,11 +113,9 @@ def made(make: Callable[[], Any]) -> Any:
 
 def assert_gradients(ctx: tpcore.ParallelContext, model: Any, whole: Any) -> None:
     tpcore.reduce_gradients(model)
-    full = dict(whole.named_parameters())
-    assert ctx.mesh.axes.get("pp", 1) > 1 or full.keys() == dict(model.named_parameters()).keys()
-    for name, p in model.named_parameters():
-        expected = part_of(full[name].grad, p, ctx)
-        torch.testing.assert_close(p.grad, expected, rtol=EXACT, atol=EXACT, msg=lambda m, name=name: f"{name}: {m}")
+    names = dict(whole.named_parameters()).keys()
+    assert ctx.mesh.axes.get("pp", 1) > 1 or names == dict(model.named_parameters()).keys()
+    assert_same_gradients(model, whole, ctx, EXACT, EXACT)
 
 
 def assert_equal(
@@ -135,9 +124,16 @@ def assert_equal(
     batch: dict[str, Any],
     way: str | None,
     dealt: bool = False,
+    recompute: bool = False,
     **options: Any,
 ) -> None:
-    whole = made(make)
+    def one() -> Any:
+        model = made(make)
+        if recompute:
+            hf.recompute(model)
+        return model
+
+    whole = one()
     want = whole(**batch).loss
     want.backward()
     whole.eval()
@@ -145,7 +141,7 @@ def assert_equal(
     seen = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
 
     def rank(ctx: tpcore.ParallelContext) -> None:
-        model = tpcore.parallelize(made(make), context_parallel=way, **options)
+        model = tpcore.parallelize(one(), context_parallel=way, **options)
         given = tpcore.shard_sequence(batch, model) if dealt else batch
         loss = model(**given).loss
         loss.backward()
@@ -160,31 +156,20 @@ def assert_equal(
     run_ranks(Mesh(mesh), rank)
 
 
-@pytest.mark.parametrize("mesh", [CP2, CP2_TP2], ids=["cp2", "cp2 tp2"])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", MODELS)
-def test_equals_the_whole_model(name: str, way: str, mesh: dict[str, int]) -> None:
-    assert_equal(MODELS[name], mesh, plain(), way)
+CELLS: list[tuple[str, str, dict[str, int], dict[str, bool]]] = [
+    *((name, "plain", mesh, {}) for name in MODELS for mesh in (CP2, CP2_TP2)),
+    *((name, batch, CP4, {}) for name in ("llama", "mistral, window", "bert") for batch in BATCHES),
+    *((name, batch, CP2, {"dealt": True}) for name in ("llama", "bert") for batch in BATCHES),  # by the loader
+    *((name, "plain", CP2_TP2, {"sequence_parallel": True, "recompute": True}) for name in ("llama", "gpt2")),
+]
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("name", ["llama", "mistral, window", "bert"])
-def test_of_documents_and_padding(name: str, batch: str, way: str) -> None:
-    given = BATCHES[batch]()
-    if name == "bert":  # of which transformers takes a row for one document in any case
-        given.pop("use_cache", None)
-    assert_equal(MODELS[name], CP4, given, way)
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("name", ["llama", "bert"])
-def test_of_tokens_that_the_loader_deals(name: str, batch: str, way: str) -> None:
-    given = BATCHES[batch]()
-    if name == "bert":
-        given.pop("use_cache", None)
-    assert_equal(MODELS[name], CP2, given, way, dealt=True)
+@pytest.mark.parametrize(("name", "batch", "mesh", "options"), CELLS, ids=str)
+def test_equals_the_whole_model(
+    name: str, batch: str, mesh: dict[str, int], options: dict[str, bool], way: str
+) -> None:
+    assert_equal(MODELS[name], mesh, batch_of(name, batch), way, **options)
 
 
 def test_tokens_are_dealt_once_and_counted_by_the_model(tmp_path: Path) -> None:
@@ -238,17 +223,6 @@ def test_every_family_of_the_list(family: str, exact: Widen) -> None:
         assert_equal(make, CP2, batch, way)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-@pytest.mark.parametrize("way", WAYS)
-def test_with_cut_tokens_between_the_blocks_and_recomputation(name: str, way: str) -> None:
-    def make() -> Any:
-        model = MODELS[name]()
-        hf.recompute(model)
-        return model
-
-    assert_equal(make, CP2_TP2, plain(), way, sequence_parallel=True)
-
-
 CP2_PP2 = {"pp": 2, "dp": 1, "cp": 2, "tp": 1}
 
 
@@ -261,9 +235,7 @@ STAGES = tiers(
 
 @pytest.mark.parametrize(("name", "batch", "way"), STAGES)
 def test_in_pipeline_stages(name: str, batch: str, way: str) -> None:
-    given = BATCHES[batch]()
-    if name == "bert":
-        given.pop("use_cache", None)
+    given = batch_of(name, batch)
     assert_equal(MODELS[name], CP2_PP2, given, way, num_microbatches=2)
     if (batch, way) == ("packed", "ring"):
         assert_equal(MODELS[name], CP2_PP2 | {"tp": 2}, given, way, num_microbatches=2, sequence_parallel=True)
@@ -363,14 +335,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_would_be_wrong_is_refused_before_any_change(what: str) -> None:
     make, why = REFUSED[what]
-
-    def rank(ctx: tpcore.ParallelContext) -> None:
-        model = make()
-        with pytest.raises(ValueError, match=f"cannot have its tokens cut over cp=2 ranks: .*{why}"):
-            tpcore.parallelize(model)
-        assert "tpcore" not in str(model.config._attn_implementation)
-
-    run_ranks(Mesh(CP2), rank)
+    hf.refused(f"cannot have its tokens cut over cp=2 ranks: .*{why}", make, CP2)
 
 
 CALLS: dict[str, tuple[dict[str, Any], str]] = {
@@ -503,54 +468,9 @@ def test_the_way_is_chosen_for_each_length(
 
 
 def test_ways_and_degrees_that_do_not_fit() -> None:
-    def rank(ctx: tpcore.ParallelContext) -> None:
-        with pytest.raises(ValueError, match="'gather' or 'ulysses' or 'ring' or 'auto', not 'rings'"):
-            tpcore.parallelize(llama(), context_parallel="rings")
-        with pytest.raises(ValueError, match="4 heads fit cp=1, 2, 4 only"):
-            tpcore.parallelize(llama(), context_parallel="ulysses")
-
-    run_ranks(Mesh({"dp": 1, "cp": 3, "tp": 1}), rank)
-
-
-def test_steps_on_dp_and_cp_with_zero1() -> None:
-    """Each dp rank has its own rows, with another number of targets, so that losses are means of rows."""
-    rows = {"input_ids": plain()["input_ids"], "labels": plain()["input_ids"]}
-
-    def steps(model: Any, batch: dict[str, Tensor], step: Callable[[], Any]) -> list[float]:
-        losses = []
-        for _ in range(3):
-            loss = model(**batch).loss
-            loss.backward()
-            step()
-            losses.append(loss.detach())
-        return losses
-
-    whole = made(llama)
-    plainly = torch.optim.AdamW(whole.parameters(), lr=0.01)
-
-    def plain_step() -> None:
-        nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
-        plainly.step()
-        plainly.zero_grad()
-
-    want = steps(whole, rows, plain_step)
-
-    def rank(ctx: tpcore.ParallelContext) -> None:
-        model = tpcore.parallelize(made(llama))
-        optimizer = tpcore.Zero1(torch.optim.AdamW, model.named_parameters(), lr=0.01)
-
-        def step() -> None:
-            tpcore.optimizer_step(optimizer, max_norm=0.1)
-            optimizer.zero_grad()
-
-        mine = {name: t[ctx.index(ctx.batch) :][:1] for name, t in rows.items()}
-        losses = steps(model, mine, step)
-        for got, expected in zip(losses, want, strict=True):
-            mean = ctx.batch.all_reduce(got.reshape(1))[0] / ctx.batch.size
-            # AdamW divides by the root of small gradients, which enlarges what the order of sums changes
-            torch.testing.assert_close(mean, expected, rtol=1e-9, atol=1e-9)
-
-    run_ranks(Mesh({"dp": 2, "cp": 2, "tp": 1}), rank)
+    mesh = {"dp": 1, "cp": 3, "tp": 1}
+    hf.refused("'gather' or 'ulysses' or 'ring' or 'auto', not 'rings'", llama, mesh, context_parallel="rings")
+    hf.refused("4 heads fit cp=1, 2, 4 only", llama, mesh, context_parallel="ulysses")
 
 
 DP2_CP2 = {"dp": 2, "cp": 2, "tp": 1}
@@ -565,14 +485,12 @@ TWENTY: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 
 def stepped(name: str, batch: str, step: int) -> dict[str, Any]:
     """Other tokens in each step. Rows have as many labels, so that the mean of their losses is the batch's."""
-    given: dict[str, Any] = BATCHES[batch]()
+    given = batch_of(name, batch)
     made = torch.Generator().manual_seed(step)
     given["input_ids"] = torch.randint(3, 99, given["input_ids"].shape, generator=made)
     unseen = torch.zeros(2, 16, dtype=torch.bool)
     unseen[0, :7], unseen[1, -7:] = True, True
     given["labels"] = given["input_ids"].masked_fill(unseen, -100)
-    if name == "bert":
-        given.pop("use_cache", None)
     return given
 
 
@@ -589,8 +507,7 @@ def trained(model: Any, optimizer: Any, batches: list[list[dict[str, Any]]], upd
 
 
 def rows_of(batch: dict[str, Any], count: int) -> list[dict[str, Any]]:
-    cut = [{k: t.chunk(count)[i] if isinstance(t, Tensor) else t for k, t in batch.items()} for i in range(count)]
-    return cut
+    return [{k: t.chunk(count)[i] if isinstance(t, Tensor) else t for k, t in batch.items()} for i in range(count)]
 
 
 # gemma 2 has layers of two kinds, of which no stages are made
@@ -643,8 +560,6 @@ def test_gradients_of_logits_that_a_loop_scores_itself() -> None:
     def rank(ctx: tpcore.ParallelContext) -> None:
         model = tpcore.parallelize(made(llama))
         loss_of(model).backward()
-        tpcore.reduce_gradients(model)
-        for p, q in zip(model.parameters(), whole.parameters(), strict=True):
-            torch.testing.assert_close(p.grad, q.grad, rtol=EXACT, atol=EXACT)
+        assert_gradients(ctx, model, whole)
 
     run_ranks(Mesh(CP2), rank)

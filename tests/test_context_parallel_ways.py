@@ -20,7 +20,7 @@ from tpcore import Mesh
 from tpcore.cli.app import app
 from tpcore.layers import context_parallel, ring
 from tpcore.layers.context_parallel import ContextParallelAttention, Way
-from tpcore.models.ways import AttentionSizes
+from tpcore.models.context import AttentionSizes
 from tpcore.testing import run_ranks
 
 HEADS, HEAD_DIM, LAYERS = 8, 4, 2

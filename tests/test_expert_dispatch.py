@@ -12,8 +12,8 @@ import families
 import hf
 import pytest
 import torch
-from pipelines import part_of
-from test_experts import EP_TP, MAKES, ROUNDS, WHOLE, batches, mixtral
+from pipelines import assert_same_gradients
+from test_experts import EP_TP, WHOLE, batches, mixtral
 from tiers import tiers
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -22,9 +22,8 @@ import tpcore
 from tpcore import Mesh
 from tpcore.comm import Transport
 from tpcore.layout import Group
-from tpcore.models.dispatch import Dispatch, put, seated, taken
+from tpcore.models.dispatch import Dispatch, has_known_form, put, seated, taken, with_capacity
 from tpcore.models.experts import ShardedExperts
-from tpcore.models.static import has_known_form, with_capacity
 from tpcore.testing import run_ranks
 from tpcore.testing.threads import ThreadBackend
 
@@ -197,57 +196,7 @@ def llama4() -> Any:
     ],
 )
 def test_what_cannot_be_dispatched_so(make: Any, options: dict[str, Any], words: str) -> None:
-    def rank(ctx: tpcore.ParallelContext) -> None:
-        with pytest.raises(ValueError, match=words):
-            tpcore.parallelize(make(), **options)
-
-    run_ranks(Mesh({"tp": 2}), rank)
-
-
-@pytest.mark.parametrize(
-    ("name", "mesh"),
-    tiers(
-        [("mixtral", "ep 2"), ("mixtral", "ep 2 x tp 2, experts")],
-        slow=[("glm4_moe", "ep 4"), ("qwen3_moe", "ep 2 x tp 2")],
-    ),
-)
-def test_clipped_steps_with_all_to_all(name: str, mesh: str) -> None:
-    """With the routers' auxiliary loss, a mean over ranks of data, and a z loss of their logits."""
-    axes, options = MESHES[mesh]
-
-    def make() -> Any:
-        return MAKES[name](output_router_logits=True)
-
-    def loss_of(model: Any, batch: dict[str, Tensor]) -> Tensor:
-        out = model(**batch)
-        logits = out.router_logits or ()
-        return out.loss + sum(0.1 * one.logsumexp(-1).square().mean() for one in logits)
-
-    examples = axes["ep"]
-    whole: Any = hf.double(make)
-    plain, want = torch.optim.SGD(whole.parameters(), lr=0.1), []
-    for step in batches(examples)[:4]:
-        plain.zero_grad()
-        loss = sum(loss_of(whole, one) for one in step) / examples
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
-        plain.step()
-        want += [float(loss.detach()), float(norm)]
-
-    def rank(ctx: tpcore.ParallelContext) -> list[float]:
-        model: Any = tpcore.parallelize(hf.double(make), dispatch="all_to_all", **options)
-        optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), []
-        for step in batches(examples)[:4]:
-            optimizer.zero_grad()
-            loss = loss_of(model, step[ctx.index(ctx.batch)])
-            loss.backward()
-            norm = tpcore.optimizer_step(optimizer, max_norm=0.5)
-            found += [float(ctx.batch.all_reduce(loss.detach()) / examples), float(norm)]
-        assert str(layer_of(model).route).startswith("all_to_all")
-        return found
-
-    for found in run_ranks(Mesh(axes), rank):
-        assert found == pytest.approx(want, rel=ROUNDS)
+    hf.refused(words, make, **options)
 
 
 class Kernel(ThreadBackend):
@@ -354,15 +303,13 @@ def test_torchs_kernel_computes_the_chosen_experts(mesh: str) -> None:
 
     whole, batch = make(), batches(1)[0][0]
     whole(**batch).loss.backward()
-    full = dict(whole.named_parameters())
 
     def rank(ctx: tpcore.ParallelContext) -> None:
         model: Any = tpcore.parallelize(make(), **options)
         with Noted():
             model(**batch).loss.backward()
         tpcore.reduce_gradients(model)
-        for key, p in model.named_parameters():
-            torch.testing.assert_close(p.grad, part_of(full[key].grad, p, ctx), rtol=1e-4, atol=1e-6)  # float32
+        assert_same_gradients(model, whole, ctx, 1e-4, 1e-6)  # float32
 
     run_ranks(Mesh(axes), rank)
     assert "grouped_mm" in kernels or "_grouped_mm" in kernels

@@ -26,7 +26,7 @@ from tpcore import Mesh
 from tpcore.checkpoint.storage.tensorfile import FileTensor
 from tpcore.checkpoint.tensors.stored import MemoryShard
 from tpcore.cli.app import app
-from tpcore.models.views import views
+from tpcore.models.weights import views
 from tpcore.testing import run_ranks
 
 MESHES = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 from hf import TINY, assert_equals_whole
-from pipelines import part_of
+from pipelines import assert_same_gradients
 from tiers import tiers
 from torch import Tensor
 from typer.testing import CliRunner
@@ -21,8 +21,6 @@ from typer.testing import CliRunner
 import tpcore
 from tpcore import Mesh
 from tpcore.cli.app import app
-from tpcore.models.experts import ShardedExperts
-from tpcore.models.static import every_expert, has_known_form, with_capacity
 from tpcore.testing import run_ranks
 
 SIZES = {**TINY, "num_key_value_heads": 4, "num_hidden_layers": 2, "experts_implementation": "eager"}
@@ -52,21 +50,18 @@ def shared(**options: Any) -> Any:
 MAKES = {"mixtral": mixtral, "qwen3_moe": qwen, "glm4_moe": shared}
 
 
-@WAYS
-@pytest.mark.parametrize("name", MAKES)
-def test_the_loss_of_routers_is_that_of_the_whole_batch(name: str, options: dict[str, Any]) -> None:
-    make = MAKES[name]
-    assert_equals_whole(lambda: make(output_router_logits=True), (2,), tolerance=ROUNDS, **options)
+SHARDED = product(["mixtral"], (8, 7))  # numbers of tokens: those of sequences of 7 stay whole
 
 
 @WAYS
-@pytest.mark.parametrize("name", tiers(["mixtral"], slow=["glm4_moe"]))
-def test_routers_see_all_tokens_where_tokens_are_sharded(name: str, options: dict[str, Any]) -> None:
-    make = MAKES[name]
-    assert_equals_whole(
-        lambda: make(output_router_logits=True), (2,), tolerance=ROUNDS, sequence_parallel=True, **options
-    )
-    assert_equals_whole(make, (2,), hf.text(length=7), tolerance=ROUNDS, sequence_parallel=True, **options)
+@pytest.mark.parametrize(
+    ("name", "length"), tiers([*product(MAKES, [None]), *SHARDED], slow=[("glm4_moe", 8), ("glm4_moe", 7)])
+)
+def test_the_loss_of_routers_is_that_of_all_tokens(name: str, length: int | None, options: dict[str, Any]) -> None:
+    """On the whole batch, and where tokens are sharded."""
+    options = options if length is None else {**options, "sequence_parallel": True}
+    make, batch = MAKES[name], hf.text(length=length or 8)
+    assert_equals_whole(lambda: make(output_router_logits=True), (2,), batch, tolerance=ROUNDS, **options)
 
 
 BY_STAGES = {
@@ -83,14 +78,12 @@ def test_stages(mesh: str) -> None:
     whole, batch = hf.double(mixtral), hf.text(length=6)
     batch = {name: torch.cat([t[:2], t[:2]]) for name, t in batch.items()}  # as many labels in each microbatch
     whole(**batch).loss.backward()
-    full = dict(whole.named_parameters())
 
     def rank(ctx: tpcore.ParallelContext) -> None:
         model: Any = tpcore.parallelize(hf.double(mixtral), num_microbatches=2, **options)
         model(**batch).loss.backward()
         tpcore.reduce_gradients(model)
-        for key, p in model.named_parameters():
-            torch.testing.assert_close(p.grad, part_of(full[key].grad, p, ctx), rtol=ROUNDS, atol=ROUNDS)
+        assert_same_gradients(model, whole, ctx, ROUNDS, ROUNDS)
 
     run_ranks(Mesh(axes), rank)
 
@@ -103,55 +96,21 @@ def test_stages(mesh: str) -> None:
     ],
 )
 def test_experts_that_do_not_divide(axes: dict[str, int], options: dict[str, Any], words: str) -> None:
-    def rank(ctx: tpcore.ParallelContext) -> None:
-        with pytest.raises(ValueError, match=words):
-            tpcore.parallelize(mixtral(num_attention_heads=6), **options)
-
-    run_ranks(Mesh(axes), rank)
+    hf.refused(words, lambda: mixtral(num_attention_heads=6), axes, **options)
 
 
 def test_ranks_without_a_chosen_expert_have_gradients_of_zeros() -> None:
     """An optimizer leaves out what has no gradient: its weights would not decay as in one process."""
     whole, token = hf.double(mixtral), torch.tensor([[7]])
     whole(input_ids=token).logits.square().mean().backward()
-    full = dict(whole.named_parameters())
 
     def rank(ctx: tpcore.ParallelContext) -> int:
         model: Any = tpcore.parallelize(hf.double(mixtral), expert_parallel=True)
         model(input_ids=token).logits.square().mean().backward()
-        experts = {n: p for n, p in model.named_parameters() if ".experts." in n}
-        for name, p in experts.items():
-            torch.testing.assert_close(p.grad, part_of(full[name].grad, p, ctx), rtol=ROUNDS, atol=ROUNDS)
-        return sum(not p.grad.any() for p in experts.values())
+        assert_same_gradients(model, whole, ctx, ROUNDS, ROUNDS)
+        return sum(not p.grad.any() for n, p in model.named_parameters() if ".experts." in n)
 
     assert sum(run_ranks(Mesh({"tp": 4}), rank)) > 0  # one token chooses two of four experts
-
-
-@pytest.mark.parametrize("name", tiers(["mixtral", "gpt_oss"], slow=["aria_text"]))
-def test_every_expert_on_every_token_is_what_the_chosen_ones_make(name: str) -> None:
-    """The form for compiled programs, against the family's own forward: loops over the chosen experts."""
-    torch.manual_seed(0)
-    kind: Any = families.class_of(name)
-    model = families.made(kind, families.config_of(name)).double()
-    experts = [m for m in model.modules() if has_known_form(m)]
-    assert experts
-    for layer in experts:
-        for p in layer.parameters():
-            torch.nn.init.normal_(p, std=0.1)
-        count, width = layer.down_proj.shape[0], layer.down_proj.shape[2 if layer.is_transposed else 1]
-        x = torch.randn(12, width, dtype=torch.float64, requires_grad=True)
-        numbers = torch.stack([torch.randperm(count)[:2] for _ in range(12)])
-        weights = torch.rand(12, 2, dtype=torch.float64, requires_grad=True)
-        of = (x, weights, *layer.parameters())
-        want = layer(x, numbers, weights)
-        kept, dropped = with_capacity(layer, x, numbers, weights, 12)
-        assert int(dropped) == 0
-        grads = [torch.autograd.grad(want.square().sum(), of, allow_unused=True)]
-        for got in (every_expert(layer, x, numbers, weights), kept):
-            torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
-            grads[1:] = [torch.autograd.grad(got.square().sum(), of, allow_unused=True)]
-            for a, b in zip(*grads, strict=True):
-                torch.testing.assert_close(torch.zeros(()) if a is None else a, torch.zeros(()) if b is None else b)
 
 
 @pytest.mark.parametrize("how", ["grouped_mm", "batched_mm"])
@@ -166,15 +125,13 @@ def test_arguments_come_to_transformers_implementations_by_place(how: str) -> No
     whole, batch = made(), hf.text()
     want = whole(**batch).loss
     want.backward()
-    full = dict(whole.named_parameters())
 
     def rank(ctx: tpcore.ParallelContext) -> None:
         model: Any = tpcore.parallelize(made())
         loss = model(**batch).loss
         loss.backward()
         torch.testing.assert_close(loss, want, rtol=1e-5, atol=1e-5)  # float32, which grouped_mm takes
-        for key, p in model.named_parameters():
-            torch.testing.assert_close(p.grad, part_of(full[key].grad, p, ctx), rtol=1e-3, atol=1e-5, msg=key)
+        assert_same_gradients(model, whole, ctx, 1e-3, 1e-5)
 
     run_ranks(Mesh({"tp": 2}), rank)
 
@@ -303,21 +260,6 @@ def test_a_checkpoint_opens_however_experts_are_sharded(saved: str, tmp_path: Pa
     assert all(torch.equal(t, before[key]) for key, t in opened.items())
 
 
-@WAYS
-def test_generates_what_the_whole_model_does(options: dict[str, Any]) -> None:
-    whole = hf.double(mixtral).eval()
-    prompt = torch.tensor([[5, 6, 7]])
-    want = whole.generate(prompt, max_new_tokens=8, do_sample=False, eos_token_id=None)
-
-    def rank(ctx: tpcore.ParallelContext) -> Tensor:
-        model: Any = tpcore.parallelize(hf.double(mixtral), **options).eval()
-        assert any(isinstance(m, ShardedExperts) for m in model.modules())
-        out: Tensor = model.generate(prompt, max_new_tokens=8, do_sample=False, eos_token_id=None)
-        return out
-
-    assert all(torch.equal(got, want) for got in run_ranks(Mesh({"tp": 2}), rank))
-
-
 @pytest.mark.parametrize("options", [FEATURES, WHOLE, {**WHOLE, "sequence_parallel": True}])
 def test_the_load_of_experts_is_that_of_all_data_ranks(options: dict[str, Any]) -> None:
     whole, (step,) = hf.double(mixtral), batches(2)[:1]
@@ -349,11 +291,8 @@ def test_the_load_of_experts_is_that_of_all_data_ranks(options: dict[str, Any]) 
 
 
 def test_a_model_without_experts_has_no_load() -> None:
-    def rank(ctx: tpcore.ParallelContext) -> None:
-        with pytest.raises(ValueError, match="LlamaForCausalLM has no layer of experts"):
-            tpcore.models.ExpertLoad(hf.llama())
-
-    run_ranks(Mesh({"tp": 1}), rank)
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no layer of experts"):
+        run_ranks(Mesh({"tp": 1}), lambda ctx: tpcore.models.ExpertLoad(hf.llama()))
 
 
 def test_recomputed_layers_of_experts_have_the_same_tokens() -> None:

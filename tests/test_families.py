@@ -105,15 +105,6 @@ def test_experts_where_tokens_are_sharded(family: str) -> None:
     assert found.works or "is whole and no norm" in found.text
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", sorted({*EXPERTS, *WHOLE_EXPERTS}))
-@pytest.mark.parametrize("distributed", [False, True])
-def test_experts_on_four_ranks(family: str, distributed: bool) -> None:
-    features = {"num_key_value_heads": 4}
-    found = verdict(family, 4, features, **({"expert_parallel": True} if distributed else {}))
-    assert found.works == (not distributed or family in WHOLE_EXPERTS), found.text
-
-
 @pytest.mark.parametrize(
     ("family", "options", "words"),
     [

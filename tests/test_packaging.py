@@ -206,7 +206,7 @@ def test_each_import_that_needs_an_extra_names_it():
         "import tpcore.integrations.optimum_neuron": ("transformers", "trainer"),
         "import tpcore.testing.conformance": ("pytest", "testing"),
         "with tpcore.lazy(): pass": ("transformers", "hf"),
-        "from tpcore.models.stored import model_of; model_of('config.json')": ("transformers", "hf"),
+        "from tpcore.models.names import model_of; model_of('config.json')": ("transformers", "hf"),
     }
     code = (
         "import sys, tpcore\n"

@@ -168,14 +168,6 @@ def test_tokens_are_gathered_and_reduced_by_scattering() -> None:
     assert found["all_reduce"] == 6  # table and head; the norms of 2 layers
 
 
-def test_experts_may_stay_whole() -> None:
-    """The rest of a model of experts is cut: attention, the vocabulary and the loss."""
-    sizes = {**TINY, "num_key_value_heads": 2, "num_local_experts": 4, "experts_implementation": "eager"}
-    config = transformers.MixtralConfig(**sizes)
-    plan = {"model.layers.*.mlp.experts": "replicate"}
-    assert_equals_whole(lambda: transformers.MixtralForCausalLM(config), (2,), tolerance=ROUNDS, plan=plan)
-
-
 @pytest.mark.parametrize(
     "plan",
     [
@@ -186,19 +178,6 @@ def test_experts_may_stay_whole() -> None:
 )
 def test_rules_of_the_callers(plan: dict[str, Any]) -> None:
     assert_equals_whole(lambda: llama(attn_implementation="eager", num_key_value_heads=1), (2,), plan=plan)
-
-
-def refused(match: str, degree: int = 2, make: Any = llama, **options: Any) -> None:
-    """``parallelize`` raises a ValueError on every rank, and the model is as it was."""
-
-    def rank(ctx: tpcore.ParallelContext) -> None:
-        model = make()
-        before = {name: p.shape for name, p in model.named_parameters()}
-        with pytest.raises(ValueError, match=match):
-            tpcore.parallelize(model, **options)
-        assert {name: p.shape for name, p in model.named_parameters()} == before
-
-    run_ranks(Mesh({"tp": degree}), rank)
 
 
 def mamba() -> Any:
@@ -261,14 +240,14 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_cannot_be_sharded_is_refused_by_name(what: str) -> None:
     make, plan, words = REFUSED[what]
-    refused(words, make=make, **({"plan": plan} if plan else {}))
+    hf.refused(words, make, **({"plan": plan} if plan else {}))
 
 
 def test_all_misfits_are_named_with_the_degrees_that_fit() -> None:
-    refused(
+    hf.refused(
         "tp=4 does not fit LlamaForCausalLM: .*gate_proj has 62 features.*q_proj has 6 heads.*Degrees that fit: 1, 2$",
-        degree=4,
-        make=lambda: llama(intermediate_size=62, hidden_size=48, num_attention_heads=6),
+        lambda: llama(intermediate_size=62, hidden_size=48, num_attention_heads=6),
+        {"tp": 4},
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -230,23 +229,6 @@ def test_what_would_pass_by_a_sharded_model_is_refused() -> None:
         config = transformers.OPTConfig(**{**TINY, "ffn_dim": 64, "word_embed_proj_dim": 32})
         with pytest.raises(ValueError, match="OPTDecoderLayer calls fc1 itself"):  # it may mix tokens
             tpcore.parallelize(transformers.OPTForCausalLM(config), sequence_parallel=True)
-
-    run_ranks(TWO, rank)
-
-
-def test_adapters_on_cut_parameters_are_refused() -> None:
-    """As peft adds them: a tuner finds that there are some already, and puts its own beside them."""
-
-    def rank(ctx: tpcore.ParallelContext) -> None:
-        model = tpcore.parallelize(llama())
-        with pytest.raises(ValueError, match=r"by tpcore\.integrations\.peft\.get_peft_model"):
-            model.peft_config.update({"default": None})
-        with pytest.raises(ValueError, match="one rank's part of its parameters"):
-            model.peft_config["default"] = None
-        # modules that an adapter replaces by their class are not of one that it knows
-        known = (torch.nn.Linear, torch.nn.Embedding, torch.nn.Conv1d, transformers.pytorch_utils.Conv1D)
-        assert not any(isinstance(m, known) for m in model.modules())
-        assert isinstance(copy.deepcopy(model), transformers.LlamaForCausalLM)
 
     run_ranks(TWO, rank)
 

@@ -11,7 +11,7 @@ import families
 import pytest
 import torch
 import transformers
-from hf import GPT2, NO_DROPOUT, TINY, double, llama, text
+from hf import GPT2, NO_DROPOUT, TINY, double, llama, part, text
 from hf import recompute as activation_checkpointing
 from safetensors.torch import load_file
 from tiers import tiers
@@ -82,8 +82,7 @@ def warm(model: nn.Module) -> None:
         if "lora_" in name and not name.endswith("lora_A.default.weight"):
             found = sharding(p)
             shape = p.shape if found is None else found.layout.shape
-            value = torch.randn(shape, generator=numbers, dtype=p.dtype) / 10
-            p.copy_(value if found is None else found.layout.shard(value, found.ctx.rank, found.ctx.mesh))
+            p.copy_(part(torch.randn(shape, generator=numbers, dtype=p.dtype) / 10, p))
 
 
 def step(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
@@ -92,11 +91,6 @@ def step(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
     loss = model(**batch).loss
     loss.backward()
     return loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-
-
-def part(value: Tensor, p: nn.Parameter) -> Tensor:
-    found = sharding(p)
-    return value if found is None else found.layout.shard(value, found.ctx.rank, found.ctx.mesh)
 
 
 def assert_parts(model: nn.Module, grads: dict[str, Tensor], whole: dict[str, Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Whole modules inside sharded blocks: right without a rule, or refused by name; never in silence."""
+"""Whole modules inside sharded blocks: right without a rule, or refused by name; and what a forward's source says."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ import torch.nn.functional as F
 from hf import llama
 from torch import Tensor, nn
 
-import tpcore
-from tpcore import Mesh
-from tpcore.testing import run_ranks
+from tpcore.models.source import argument_of_calls, asks_loss_function, says
 
 HIDDEN, WIDE = 32, 64
 
@@ -166,17 +164,68 @@ REACHED |= {Normed: "norm", Hidden: "act", Stored: "act", Twice: "act"}
 
 @pytest.mark.parametrize("kind", REACHED)
 def test_a_module_that_sharded_features_may_reach_is_refused_by_name(kind: type[Network]) -> None:
-    def rank(ctx: tpcore.ParallelContext) -> None:
-        model = with_network(kind)
-        before = {name: p.shape for name, p in model.named_parameters()}
-        with pytest.raises(ValueError, match=rf"model\.layers\.\*\.mlp\.{REACHED[kind]} \(.*is whole inside"):
-            tpcore.parallelize(model)
-        assert before == {name: p.shape for name, p in model.named_parameters()}
-
-    run_ranks(Mesh({"tp": 2}), rank)
+    hf.refused(rf"model\.layers\.\*\.mlp\.{REACHED[kind]} \(.*is whole inside", lambda: with_network(kind))
 
 
 @pytest.mark.parametrize(("kind", "name"), [(Activated, "mlp.act"), (Scaled, "mlp")])
 def test_the_remedy_of_the_refusal_is_right(kind: type[Network], name: str) -> None:
     plan = {f"model.layers.*.{name}": "replicated_with_grad_allreduce"}
     hf.assert_equals_whole(lambda: with_network(kind), (2,), plan=plan)
+
+
+class Plain:
+    def forward(self: Any, x: Any) -> Any:
+        return self.down(self.gate(x) * self.up(x)).view(x.shape)
+
+
+class Residual:
+    def forward(self: Any, x: Any) -> Any:
+        return self.down(self.gate(x) * self.up(x)) + x
+
+
+class Changed:
+    def forward(self: Any, x: Any) -> Any:
+        x = x * 2
+        return self.down(self.gate(x) * self.up(x))
+
+
+class Other:
+    def forward(self: Any, x: Any, y: Any) -> Any:
+        return self.down(self.gate(x) * self.up(y))
+
+
+def test_an_input_is_shared_where_nothing_else_reads_it() -> None:
+    children = {"gate", "up"}
+    assert argument_of_calls(Plain.forward, children) == "x"
+    for kind in (Residual, Changed, Other):
+        assert argument_of_calls(kind.forward, children) is None
+    assert argument_of_calls(Plain.forward, {"gate", "up", "more"}) is None
+
+
+class Causal:
+    def forward(self: Any, x: Any, labels: Any) -> Any:
+        logits = self.lm_head(x) / self.scale
+        loss = self.loss_function(logits, labels)
+        return self.CausalLMOutput(loss=loss, logits=logits)
+
+
+class Masked:
+    def forward(self: Any, x: Any, labels: Any) -> Any:
+        logits = self.lm_head(x)
+        logits[:, :, self.image_tokens] = 0
+        return self.loss_function(logits, labels)
+
+
+def test_a_loss_of_parts_only_where_logits_are_not_looked_at() -> None:
+    assert asks_loss_function(Causal.forward)
+    assert not asks_loss_function(Masked.forward)
+    assert not asks_loss_function(Plain.forward)
+
+
+def test_super() -> None:
+    class Scaled(Plain):
+        def forward(self: Any, x: Any) -> Any:
+            return super().forward(x) * 2
+
+    assert says(Scaled.forward, r"\bsuper\(\)\.forward\b")
+    assert not says(Plain.forward, r"\bsuper\(\)\.forward\b")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from hf import GPT2, double, llama, text
+from hf import GPT2, double, llama, part, refused, text
 from torch import Tensor, nn
 from transformers.utils.quantization_config import QuantizationMethod
 
@@ -33,11 +33,6 @@ INT8, FP8 = torch.int8, torch.float8_e4m3fn
 def made(seed: int = 0) -> Any:
     torch.manual_seed(seed)
     return double(llama)
-
-
-def part(value: Tensor, p: Tensor) -> Tensor:
-    found = sharding(p)
-    return value if found is None else found.layout.shard(value, found.ctx.rank, found.ctx.mesh)
 
 
 def alone(dtype: torch.dtype, seed: int = 0) -> Any:
@@ -68,12 +63,6 @@ def test_every_degree_is_the_same_model(dtype: torch.dtype, tp: int, cuts: dict[
 
 def _quantized(model: nn.Module) -> list[tuple[str, Any]]:
     return [(n, m) for n, m in model.named_modules() if getattr(m, "weight_scale", None) is not None]
-
-
-def test_only_layers_inside_of_the_blocks_are_quantized() -> None:
-    names = {name for name, _ in _quantized(alone(INT8))}
-    assert len(names) == 14
-    assert all(name.startswith("model.layers.") for name in names)
 
 
 def test_each_layer_of_files_is_quantized_before_the_next_has_memory(
@@ -204,15 +193,12 @@ def test_adapters_of_a_quantized_model_train_as_in_one_process(how: str) -> None
 
 @pytest.mark.parametrize("method", ["bitsandbytes", "gptq", "awq"])
 def test_weights_of_other_quantizers_are_refused(method: str) -> None:
-    def rank(_: tpcore.ParallelContext) -> None:
+    def quantized_by() -> Any:
         model = made()
         model.quantization_method = QuantizationMethod(method)
-        with pytest.raises(
-            ValueError, match=f"weights quantized by {method} cannot be sharded: load the model without"
-        ):
-            tpcore.parallelize(model)
+        return model
 
-    run_ranks(TWO, rank)
+    refused(f"weights quantized by {method} cannot be sharded: load the model without", quantized_by)
 
 
 @pytest.mark.parametrize(
@@ -228,13 +214,7 @@ def test_weights_of_other_quantizers_are_refused(method: str) -> None:
     ],
 )
 def test_what_cannot_be_quantized_is_refused_before_any_change(model: Any, options: Any, why: str) -> None:
-    def rank(_: tpcore.ParallelContext) -> None:
-        whole = model()
-        with pytest.raises(ValueError, match=why):
-            tpcore.parallelize(whole, **options)
-        assert not any(isinstance(m, tpcore.ParallelModule) for m in whole.modules())
-
-    run_ranks(TWO, rank)
+    refused(why, model, **options)
 
 
 def by_torchao() -> Any:

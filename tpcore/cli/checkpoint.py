@@ -251,7 +251,7 @@ def _rules(cuts: list[str]) -> list[Any]:
 
 def _named_by(config: str, adapter: str) -> dict[str, Any]:
     """For ``consolidate``: names as transformers or peft stores what a configuration is of, which is copied too."""
-    from ..models.stored import adapter_tensors, stored_tensors
+    from ..models.names import adapter_tensors, stored_tensors
 
     given = adapter or config
     folder = given if Path(given).is_dir() else str(Path(given).parent)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +33,7 @@ class InputCopy:
 class _Hook:
     """Replaces one argument of an owner's forward by its copy. Holds neither tensors nor modules."""
 
-    copy: InputCopy
+    copy: Callable[[Tensor], Tensor]
     argument: str
     position: int
 
@@ -46,7 +47,10 @@ class _Hook:
 
 
 def share_input(
-    owner: nn.Module, *columns: ColumnParallelLinear, argument: str = "hidden_states", copy: InputCopy | None = None
+    owner: nn.Module,
+    *columns: ColumnParallelLinear,
+    argument: str = "hidden_states",
+    copy: Callable[[Tensor], Tensor] | None = None,
 ) -> None:
     """Let ``columns`` share one copy of an input. ``owner.forward`` calls them on its ``argument``.
 

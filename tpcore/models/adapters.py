@@ -81,17 +81,15 @@ def bound(model: Any) -> Any:
 def save_adapters(
     model: Any, save_directory: str | os.PathLike[str], *args: Any, is_main_process: bool = True, **options: Any
 ) -> None:
-    """``save_pretrained`` of a ``PeftModel``: peft's files, ``adapter_config.json`` and
-    ``adapter_model.safetensors``, of the whole adapters. Rank 0 writes. Collective over the world.
-
-    ``is_main_process``: taken for peft's signature; rank 0 is the process that writes.
-    """
+    """``save_pretrained`` of a ``PeftModel``: peft's files, ``adapter_config.json`` and ``adapter_model.safetensors``,
+    of the whole adapters. Rank 0 writes, whatever ``is_main_process``. Collective over the world."""
     ctx = current()
     state = dict(options.pop("state_dict", None) or {})
     if not state:
-        tables = {id(p) for m in model.modules() if isinstance(m, _TABLES) for p in m.parameters()}
+        tables = (m for m in model.modules() if isinstance(m, nn.Embedding | ParallelEmbedding))
+        saved = {id(p) for m in tables for p in m.parameters()}
         for name, t in model.state_dict(keep_vars=True).items():
-            if t.requires_grad or "lora_" in name or "modules_to_save" in name or id(t) in tables:
+            if t.requires_grad or "lora_" in name or "modules_to_save" in name or id(t) in saved:
                 state[name] = whole(t)
     stages = _of_stages(model, state) if ctx.mesh.axes.get("pp", 1) > 1 else {}
     with together(ctx):
@@ -122,20 +120,13 @@ def load_adapters(model: Any, where: str) -> None:
         set_peft_model_state_dict(model, load_peft_weights(_folder(where, name), "cpu"), adapter_name=name)
 
 
-_TABLES = nn.Embedding, ParallelEmbedding
-
-
-def base_of(model: Any) -> Any:
-    """The model of transformers in a ``PeftModel``."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
 @contextmanager
-def aside(model: nn.Module) -> Iterator[None]:
-    """Inside, ``model`` has no adapters, so that a plan's rules hold for its layers; then they are back,
-    sharded as those. ValueError for adapters of another kind."""
-    found = (BaseTunerLayer, AuxiliaryTrainingWrapper)
-    layers: dict[str, Any] = {name: m for name, m in model.named_modules() if isinstance(m, found)}
+def aside(adapted: Any) -> Iterator[Any]:
+    """Inside, the model of transformers in ``adapted`` has no adapters, so that a plan's rules hold for its layers;
+    then they are back, sharded as those. ValueError for adapters of another kind."""
+    model: Any = adapted.get_base_model() if hasattr(adapted, "get_base_model") else adapted
+    kinds = (BaseTunerLayer, AuxiliaryTrainingWrapper)
+    layers: dict[str, Any] = {name: m for name, m in model.named_modules() if isinstance(m, kinds)}
     head = getattr(model, "get_output_embeddings", lambda: None)()
     for name, layer in layers.items():
         if layer is head:
@@ -150,18 +141,23 @@ def aside(model: nn.Module) -> Iterator[None]:
         refuse(config, made=True)
     model.__dict__.pop("peft_config", None)
     for name, layer in layers.items():
-        _put(model, name, getattr(layer, _INNER[type(layer)]))
+        model.set_submodule(name, getattr(layer, _INNER[type(layer)]))
     try:
-        yield
+        yield model
     finally:
         here = dict(model.named_modules())  # others are on another stage
         for name, layer in layers.items():
             if name in here:
                 setattr(layer, _INNER[type(layer)], here[name])
-                _put(model, name, _sharded(layer))
+                model.set_submodule(name, _sharded(layer))
         model.__dict__.pop("peft_config", None)
         if configs:
             model.peft_config = configs
+    for module in model.modules():
+        if isinstance(module, PipelinedLayers):
+            module.mark_places()
+    if adapted is not model:
+        bound(adapted)
 
 
 _INNER: dict[type, str] = {
@@ -170,11 +166,6 @@ _INNER: dict[type, str] = {
     ModulesToSaveWrapper: "original_module",
 }
 """By the class of a layer with adapters, the attribute that is the model's own layer."""
-
-
-def _put(model: nn.Module, name: str, module: nn.Module) -> None:
-    owner, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(owner), leaf, module)
 
 
 def _sharded(layer: Any) -> nn.Module:

@@ -1,41 +1,40 @@
-"""``parallelize``: decide the cuts, check the degree, replace modules, then connect loss and tokens."""
+"""``parallelize``: decide the cuts, check the degree, replace modules, divide into stages, connect loss and tokens."""
 
 from __future__ import annotations
 
+import inspect
+import math
 import os
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from types import MethodType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..comm.comm import Comm
 from ..layers import ColumnParallelLinear
+from ..layers.sharding import sharding
 from ..log import inform
 from ..runtime.context import ParallelContext, current, use
+from ..train.pipeline import PipelinedLayers, find_layers, pipelined_layers
 from . import plan as styles
 from . import quantized
-from .attentions import gather_attentions
-from .batching import batch_alike
 from .context import context_of, cut_context
-from .cuts import Cut, attentions, decide
+from .cuts import Cut, attentions, decide, inside
 from .dispatch import Dispatch
-from .dropout import drop_by_rank
 from .experts import check_dispatch, dispatch_by
-from .fit import check_fit
-from .generation import generate_alike
+from .forwards import drop_by_rank, share_inputs
+from .generation import batch_alike, generate_alike
 from .guards import guard, is_guarded
-from .heads import HeadsArgument, head_size, localize
-from .inputs import share_inputs
-from .inside import inside
+from .heads import check_fit, gather_attentions, head_size, heads_argument, localize
 from .loading import read_parts, stored_weights
 from .loss import cut_loss
-from .plan import Rule, checked
+from .plan import Rule, checked, wildcard
 from .replace import replace
 from .sequence import cut_sequence
-from .share import summary
-from .stages import groups, into_stages, number_of_stages
 from .transformers import checked_model, rules_of
 from .whole import save_whole
 
@@ -66,36 +65,36 @@ def parallelize(
     the blocks (``tpcore.Block``) in which a linear layer's output features are cut.
     ``sequence_parallel``: between attention and MLP each rank keeps some of the tokens, in every forward
     whose number of tokens tp divides. ``expert_parallel``: each tp rank has whole experts of every layer that has
-    some, instead of features of all experts. At ``ep`` above 1 the experts are divided among the ep ranks besides.
+    some, instead of features of all. At ``ep`` above 1 the experts are divided among the ep ranks besides.
     ``dispatch``: how tokens come to the experts of other ep ranks: "gathered" all, "all_to_all" those that chose one
     there, or "auto", what sends fewer bytes. ``capacity_factor``: an expert, and a rank of an all-to-all, takes the
     first choices up to so many times its even share; others are dropped, and ``tpcore.models.ExpertLoad`` counts them.
     None: no choice is dropped, and all-to-all sends as much as gathering does.
-    ``lazy_from``: a directory of safetensors or ``.bin`` files from which each rank reads its part; default: the
-    directory of ``from_pretrained`` in ``tpcore.lazy()``. ``ctx``: the parallel context; default: the current one.
-    ``quantize``: ``torch.int8`` or ``torch.float8_e4m3fn``, to which the weights of linear layers, heads excepted, are
-    quantized and frozen, with a scale for each output channel: new Parameters, ``weight`` and ``weight_scale``. The
-    same at every degree.
-
     ``context_parallel``: how attention sees the tokens of the other cp ranks, "gather" (the default), "ulysses" or
     "ring" (``tpcore.layers.ContextParallelAttention``), or "auto": for each length the one that sends the fewest bytes
-    of those that keep no more for backward than the rest of a layer; rank 0 says why. At ``cp`` above 1 every rank of
-    cp passes the same whole sequences, the model takes its tokens of them, and the loss is that of the whole batch.
+    of those that keep no more for backward than the rest of a layer; rank 0 says why. Every rank of cp passes the same
+    whole sequences, the model takes its tokens of them, and the loss is that of the whole batch.
+    ``num_microbatches``: required at ``pp`` above 1: the model's layers become ``tpcore.PipelinedLayers``, each stage
+    keeps its own, and stages and tp together cut the vocabulary. The optimizer has to be made afterwards.
+    ``lazy_from``: a directory of safetensors or ``.bin`` files from which each rank reads its part; default: the
+    directory of ``from_pretrained`` in ``tpcore.lazy()``. ``ctx``: default: the current context.
+    ``quantize``: ``torch.int8`` or ``torch.float8_e4m3fn``, to which the weights of linear layers, heads excepted, are
+    quantized and frozen: new Parameters ``weight`` and ``weight_scale``, of each output channel, the same at every
+    degree.
 
-    ``num_microbatches``: the model's layers become ``tpcore.PipelinedLayers``, each stage keeps its own, and
-    the vocabulary is cut over stages and tp together. Required at ``pp`` above 1, where the optimizer has to
-    be made afterwards. ``tpcore.PipelineModel(model, ...)`` then runs one forward, one backward.
-
-    Raises ValueError before any change: for a model without a plan, a rule that matches nothing, a style that
-    is not supported, and sizes that tp does not divide (one error for all, with the degrees that fit).
-    Collective: every rank of the tp group calls it with the same model and arguments.
+    Raises ValueError before any change: for a model without a plan, a rule that matches nothing, a style that is not
+    supported, and sizes that tp does not divide (one error for all, with the degrees that fit). Collective: every rank
+    of the tp group calls it with the same model and arguments.
     """
     context = ctx or current()
-    if _has_adapters(model):
+    if any(type(module).__module__.partition(".")[0] == "peft" for module in model.modules()):
         options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "expert_parallel": expert_parallel}
         options |= {"dispatch": dispatch, "capacity_factor": capacity_factor}
-        options |= {"plan": plan, "context_parallel": context_parallel, "lazy_from": lazy_from, "quantize": quantize}
-        _with_adapters(model, context, num_microbatches, **options)
+        options |= {"plan": plan, "context_parallel": context_parallel, "num_microbatches": num_microbatches}
+        from .adapters import aside
+
+        with aside(model) as base:
+            parallelize(base, ctx=context, lazy_from=lazy_from, quantize=quantize, **options)
         return model
     comm, sending = context.comm("tp"), Dispatch(dispatch, capacity_factor)
     checked_model(model)
@@ -103,18 +102,17 @@ def parallelize(
     if is_guarded(model):
         raise ValueError(f"this {type(model).__name__} is sharded already: parallelize it once, from the whole")
     tokens = context_of(model, context, context_parallel)
-    stages = number_of_stages(context, num_microbatches)
+    stages = _number_of_stages(context, num_microbatches)
     with use(context), quantized.torchao_aside(model, quantize, staged=num_microbatches is not None):
         rules, cuts = _decided(model, dict(plan or {}), expert_parallel, context, stages, sending)
         weights = stored_weights(model, lazy_from, context)  # while the model has all names and shapes
         if cuts:
-            over = groups(model, context, stages)
-            _replace(model, cuts, comm, over)
+            _replace(model, cuts, comm, _groups(model, context, stages))
             dispatch_by(model, sending)
             if context.rank == 0:
-                inform(summary(model) + sending.warning)
+                inform(_summary(model, capacity_factor))
         if num_microbatches is not None:
-            cuts = into_stages(model, cuts, num_microbatches, stages)
+            cuts = _into_stages(model, cuts, num_microbatches)
         if comm.size * stages > 1 or cuts:
             _connect(model, cuts, comm, rules, sequence_parallel)
             generate_alike(model, context.comm("pp", "tp") if stages > 1 else comm)
@@ -124,7 +122,8 @@ def parallelize(
         if weights is not None:
             read_parts(model, weights, context, quantize)
         elif quantize is not None:
-            quantized.quantize_all(model, quantize)
+            for _, layer in quantized.layers_of(model):
+                quantized.quantize(model, layer, quantize)
     return model
 
 
@@ -151,25 +150,6 @@ def _decided(
     return rules, cuts
 
 
-def _with_adapters(model: nn.Module, context: ParallelContext, num_microbatches: int | None, **options: Any) -> None:
-    """``parallelize`` a model with adapters of peft, which step aside meanwhile."""
-    from ..train.pipeline import PipelinedLayers
-    from . import adapters
-
-    base = adapters.base_of(model)
-    with adapters.aside(base):
-        parallelize(base, ctx=context, num_microbatches=num_microbatches, **options)
-    for module in base.modules():
-        if isinstance(module, PipelinedLayers):
-            module.mark_places()
-    if model is not base:
-        adapters.bound(model)
-
-
-def _has_adapters(model: nn.Module) -> bool:
-    return any(type(module).__module__.partition(".")[0] == "peft" for module in model.modules())
-
-
 def _replace(model: nn.Module, cuts: list[Cut], comm: Comm, over: Callable[[Cut], Comm]) -> None:
     """Put parallel layers in place, and give attention modules their local number of heads."""
     heads = list(attentions(model, cuts))
@@ -177,8 +157,7 @@ def _replace(model: nn.Module, cuts: list[Cut], comm: Comm, over: Callable[[Cut]
     replace(model, cuts, over)
     for owner, width, projections in heads:
         if any(cut.module is owner and cut.style == styles.HEADS_ARGUMENT for cut in cuts):
-            hook = HeadsArgument(comm, all_heads[owner])
-            owner.register_forward_pre_hook(hook, with_kwargs=True)
+            owner.register_forward_pre_hook(partial(heads_argument, comm, all_heads[owner]), with_kwargs=True)
         localize(owner, comm.size, max(cut.copies(comm.size) for cut in projections), width)
     gather_attentions(model, all_heads, comm)
 
@@ -190,13 +169,94 @@ def _connect(model: nn.Module, cuts: list[Cut], comm: Comm, rules: Mapping[str, 
         cut_sequence(model, cuts, comm, draws)
     else:
         share_inputs(model, cuts)
-    _cut_loss(model, cuts)
-    guard(model)
-    model.__dict__.setdefault("save_pretrained", MethodType(save_whole, model))
-
-
-def _cut_loss(model: nn.Module, cuts: list[Cut]) -> None:
     head = model.get_output_embeddings()  # type: ignore[operator]
-    gathered = {cut.name for cut in cuts if cut.style == styles.COLUMN_GATHERED}
-    if gathered and isinstance(head, ColumnParallelLinear):
+    if isinstance(head, ColumnParallelLinear) and any(cut.style == styles.COLUMN_GATHERED for cut in cuts):
         cut_loss(model, head)
+    guard(model)
+    model.__dict__["save_pretrained"] = MethodType(save_whole, model)
+
+
+def _summary(model: nn.Module, capacity_factor: float | None) -> str:
+    """How much of a model is sharded, and which modules of a hundredth of it or more stay whole, in one line."""
+    split = sum(map(_sharded, model.parameters()))
+    sizes = {id(p): p.numel() for p in model.parameters() if not _sharded(p)}
+    every = max(split + sum(sizes.values()), 1)
+    names: Counter[str] = Counter()
+    for name, module in _whole(model, ""):
+        names[name] += sum(sizes.pop(id(p), 0) for p in module.parameters())
+    large = [f"{name}.*" for name, size in names.most_common() if size >= every / 100]
+    named = f"; whole: {', '.join(large)}" if large else ""
+    if capacity_factor is not None:
+        named += f"; capacity_factor={capacity_factor} drops choices: tpcore.models.ExpertLoad says how many"
+    return f"{type(model).__name__}: sharded {split / every:.0%} of the parameters{named}"
+
+
+def _sharded(p: Tensor) -> int:
+    """The number of entries of a whole parameter that is sharded; 0 for any other."""
+    found = sharding(p)
+    return 0 if found is None or not found.layout.cuts else math.prod(found.layout.shape)
+
+
+def _whole(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """The largest modules without a sharded parameter."""
+    if not any(map(_sharded, module.parameters())):
+        yield wildcard(name), module
+        return
+    for child, inner in module.named_children():
+        yield from _whole(inner, f"{name}.{child}".lstrip("."))
+
+
+def _groups(model: nn.Module, ctx: ParallelContext, stages: int) -> Callable[[Cut], Comm]:
+    """The ranks of each cut: tp, or with stages both axes for the vocabulary, which belongs to no stage."""
+    tp = ctx.comm("tp")
+    if stages == 1:
+        return lambda cut: tp
+    owner, name = find_layers(model)
+    layers = next(n for n, module in model.named_modules() if module is owner.get_submodule(name))
+    both, ends = ctx.comm("pp", "tp"), (styles.EMBEDDING_ROW, styles.COLUMN_GATHERED)
+    return lambda cut: both if cut.style in ends and not cut.name.startswith(f"{layers}.") else tp
+
+
+def _number_of_stages(ctx: ParallelContext, num_microbatches: int | None) -> int:
+    """The number of stages. ValueError if it is above 1 and ``num_microbatches`` is None."""
+    stages = ctx.mesh.axes.get("pp", 1)
+    if stages > 1 and num_microbatches is None:
+        raise ValueError(
+            f"parallelize on pp={stages} stages needs num_microbatches=: into how many parts a batch is cut. "
+            f"With 4 times the stages, {4 * stages}, they are idle for a fifth of the time"
+        )
+    return stages
+
+
+def _into_stages(model: nn.Module, cuts: list[Cut], num_microbatches: int) -> list[Cut]:
+    """Keep only this stage's layers in the model; return the cuts of modules that it still has."""
+    layers = pipelined_layers(model, num_microbatches)
+    layers.shared = ("cache_position",)  # whose first dim is never the batch
+    if "use_cache" in inspect.signature(model.forward).parameters:
+        model.register_forward_pre_hook(_no_cache, with_kwargs=True)
+    model.register_forward_pre_hook(partial(_same_batch, layers), with_kwargs=True)
+    for module in {model, cast(nn.Module, model.base_model)}:
+        module.register_forward_pre_hook(_collects_nothing, with_kwargs=True)
+    names = {name for name, _ in model.named_modules()}
+    return [cut for cut in cuts if cut.name in names]
+
+
+def _no_cache(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A hook: a cache of keys and values would mix up microbatches."""
+    return args, {"use_cache": False, **kwargs}
+
+
+def _same_batch(layers: PipelinedLayers, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A hook that compares the stages' batches: ranks that share a vocabulary would mix them up in silence."""
+    given = {f"argument {i}": value for i, value in enumerate(args)} | kwargs
+    layers.compare({name: t for name, t in given.items() if isinstance(t, Tensor)}, "batch")
+
+
+def _collects_nothing(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A hook that refuses what transformers collects in the layers: a rank has its stage's, of each microbatch."""
+    for name in ("output_router_logits", "output_hidden_states", "output_attentions"):
+        if kwargs.get(name, getattr(model.config, name, False)):
+            raise ValueError(
+                f"{name}=True with num_microbatches: it is collected in the layers, of which a rank has its stage's "
+                "and computes a part of the batch at a time; leave it out, in the configuration too"
+            )

@@ -16,11 +16,8 @@ from .experts import dropping_nothing
 
 
 class _Buffers:
-    """The cache that a model of transformers asks for, over buffers ``[batch, heads, tokens, features]``.
-
-    New keys and values are written in place at ``positions``. Masks and positions are passed to the model, so
-    that it asks for no lengths.
-    """
+    """The cache that a model of transformers asks for, over buffers ``[batch, heads, tokens, features]``: new keys and
+    values are written in place at ``positions``. The model has masks and positions, so that it asks for no lengths."""
 
     def __init__(self, states: Mapping[int, tuple[Tensor, Tensor]], positions: Tensor) -> None:
         self.states, self._positions = states, positions[:, None, :, None]
@@ -35,12 +32,10 @@ class _Buffers:
 
 
 class CachedModel(nn.Module):
-    """``model`` over a cache of ``max_length`` tokens for each of ``batch_size`` rows.
-
-    Each row has its own positions, so rows may be of different lengths, and a row begins anew at position 0.
-    What a call writes behind a row's last token is padding, which nobody sees: a token sees the positions up
-    to its own, and all of those are written before.
-    """
+    """``model`` over a cache of ``max_length`` tokens for each of ``batch_size`` rows. Each row has its own positions,
+    so rows may be of different lengths, and a row begins anew at position 0. What a call writes behind a row's last
+    token is padding, which nobody sees: a token sees the positions up to its own, and all of those are written
+    before."""
 
     def __init__(self, model: Any, max_length: int, batch_size: int) -> None:
         super().__init__()
@@ -59,40 +54,30 @@ class CachedModel(nn.Module):
         found = []
         for number, layer in enumerate(getattr(cache, "layers", ())):
             states = {kind: getattr(layer, kind, None) for kind in ("keys", "values")}
-            tensors = {kind: t for kind, t in states.items() if isinstance(t, Tensor) and t.ndim == 4}
-            if len(tensors) < len(states):
-                continue
-            found.append(number)
-            for kind, t in tensors.items():
-                # one place more than there are tokens: padding that has none is written there
-                size = t.shape[0], t.shape[1], self.max_length + 1, t.shape[3]
-                made = torch.zeros(size, dtype=t.dtype, device=t.device)
-                self.register_buffer(f"{kind}_{number}", made, persistent=False)
+            if all(isinstance(t, Tensor) and t.ndim == 4 for t in states.values()):
+                found.append(number)
+                for kind, t in states.items():
+                    # one place more than there are tokens: padding that has none is written there
+                    made = t.new_zeros(t.shape[0], t.shape[1], self.max_length + 1, t.shape[3])
+                    self.register_buffer(f"{kind}_{number}", made, persistent=False)
         return found
 
     def forward(self, input_ids: Tensor, start: Tensor, last: Tensor) -> tuple[Tensor, ...]:
         """Logits ``[batch, vocabulary]`` of one token of each row, and the cache with this call's tokens.
-
-        ``input_ids``: ``[batch, tokens]``. ``start``: ``[batch]``, the position of each row's first token.
-        ``last``: ``[batch]``, which token of the call it is whose logits are asked for.
-        """
+        ``input_ids``: ``[batch, tokens]``. ``start``: ``[batch]``, the position of each row's first token. ``last``:
+        ``[batch]``, which token of the call it is whose logits are asked for."""
         positions = start[:, None] + torch.arange(input_ids.shape[1], device=input_ids.device)
         seen = torch.arange(self.max_length + 1, device=input_ids.device) <= positions[:, None, :, None]
         dtype = self.model.dtype
-        mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
-        mask = mask.masked_fill(~seen, torch.finfo(dtype).min)
+        mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, torch.finfo(dtype).min)
         buffers = {n: (self.get_buffer(f"keys_{n}"), self.get_buffer(f"values_{n}")) for n in self._layers}
         cache = _Buffers(buffers, positions.clamp(max=self.max_length))
-        places = {"position_ids": positions.clamp(max=self.max_length - 1)}
+        inputs = {"input_ids": input_ids, "attention_mask": mask, "past_key_values": cache, "use_cache": True}
+        if _takes(self.model, "position_ids"):
+            inputs["position_ids"] = positions.clamp(max=self.max_length - 1)
         self._last: Tensor | None = last
         try:
-            output = self.model(
-                input_ids=input_ids,
-                attention_mask=mask,
-                past_key_values=cache,
-                use_cache=True,
-                **(places if _takes(self.model, "position_ids") else {}),
-            )
+            output = self.model(**inputs)
         finally:
             self._last = None
         return output.logits[:, 0], *(t for n in self._layers for t in buffers[n])
@@ -167,10 +152,8 @@ def trace_causal_lm(
     transformers that ``parallelize`` has cut. ``max_length``: how many tokens of each row the cache holds,
     prompt and answer together. ``batch_size``: rows. ``prompt_lengths``: how many tokens of a prompt one
     call takes; there is a program for each, and one for single tokens. Longer prompts take several calls.
-    ``options``: those of ``parallel_model_trace``.
-
-    ``tpcore.trace.generate`` runs the result, and ``parallel_model_save`` writes it. A call takes
-    ``(input_ids, start, last)`` and returns ``(logits,)``: see ``generate``.
+    ``options``: those of ``parallel_model_trace``. ``tpcore.trace.generate`` runs the result, by calls of
+    ``(input_ids, start, last)`` that return ``(logits,)``.
 
     ValueError for a model that keeps more than keys and values, or has fewer positions than ``max_length``.
     """

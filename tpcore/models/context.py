@@ -1,25 +1,21 @@
-"""Context parallelism of a transformers model: its tokens are dealt to the ranks of cp in every forward.
-
-Every rank passes the whole sequences. The model takes its part of them, its attention sees the keys of all ranks,
-and the loss is that of the whole batch on every rank. For gradients cp ranks are therefore like dp ranks: a mean
-over both is the gradient, which ``tpcore.reduce_gradients`` and ``optimizer_step`` take.
-"""
+"""Context parallelism of a transformers model: its tokens are dealt to the ranks of cp in every forward."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, get_args
 
 from torch import Tensor, nn
 
 from ..comm.comm import Comm
-from ..layers.context_parallel import Way, attention, check_heads
+from ..layers.context_parallel import LARGEST_MASK, Way, attention, check_heads, checked_way
 from ..layers.tokens import Visible
+from ..log import inform
 from ..runtime.context import ParallelContext, current
 from .dealt import ATTENTION, DealtTokens, SequenceLoss
 from .guards import guard
-from .ways import AttentionSizes, Automatic, checked_choice
 
 _CONTEXT = "_tpcore_context"
 """Where attention modules find their model's ``DealtTokens``."""
@@ -39,11 +35,10 @@ _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", 
 
 
 def context_of(model: Any, ctx: ParallelContext, way: str | None) -> tuple[Comm, Callable[[int], Way]] | None:
-    """Over which ranks, and how, the tokens of ``model`` are to be cut; None: not at all.
-
-    ValueError for a model that would be wrong if each rank had some of the tokens.
-    """
-    checked, comm = checked_choice(way or "gather"), ctx.comm(*ctx.mesh.present(("cp",)))
+    """Over which ranks, and how, the tokens of ``model`` are to be cut; None: not at all. ValueError for a model that
+    would be wrong if each rank had some of the tokens."""
+    checked = None if way == "auto" else checked_way(way or "gather", "auto")
+    comm = ctx.comm(*ctx.mesh.present(("cp",)))
     if comm.size == 1:
         return None
     why = _reason(model)
@@ -53,11 +48,20 @@ def context_of(model: Any, ctx: ParallelContext, way: str | None) -> tuple[Comm,
             f"{why}"
         )
     tp = ctx.comm("tp").size
-    if checked is None:
-        return comm, Automatic(AttentionSizes.of(model, comm.size, tp), speaks=ctx.rank == 0)
     if checked == "ulysses":
         check_heads(model.config.num_attention_heads // tp, comm.size)
-    return comm, lambda tokens: checked
+    if checked is not None:
+        return comm, lambda tokens: checked
+    sizes, known = AttentionSizes.of(model, comm.size, tp), dict[int, Way]()
+
+    def chosen(tokens: int) -> Way:
+        if tokens not in known:
+            known[tokens], why = sizes.choose(tokens)
+            if ctx.rank == 0:
+                inform(why)
+        return known[tokens]
+
+    return comm, chosen
 
 
 def _reason(model: Any) -> str | None:
@@ -66,50 +70,37 @@ def _reason(model: Any) -> str | None:
     dropped = next((f"{name}={value}" for name, value in dropout.items() if value), None)
     state = next((type(m).__name__ for m in model.modules() if any(s in type(m).__name__ for s in _STATES)), None)
     rope = re.search("'rope_type': '(dynamic|longrope)'", str(getattr(config, "rope_parameters", None)))
+    biased = any("relative_attention_bias" in name for name, _ in model.named_modules())
+    scored, compared = type(model).__name__.endswith(_HEADS), ", ".join(sorted(FAMILIES))
     reasons = {
         "it is an encoder with a decoder, whose cross attention sees another sequence": config.is_encoder_decoder,
         f"its {state} passes a state from token to token": state,
-        "its attention adds a learned bias for each distance": any(
-            "relative_attention_bias" in name for name, _ in model.named_modules()
-        ),
+        "its attention adds a learned bias for each distance": biased,
         f"{dropped}: ranks would draw other numbers than one process; set it to 0": dropped,
         f"rotary positions of type {rope and rope[1]} depend on the longest sequence of a batch": rope,
-        f"it is none of {', '.join(_HEADS)}, whose loss is of each token: a config.json says which in architectures": (
-            not type(model).__name__.endswith(_HEADS)
-        ),
+        f"it is none of {', '.join(_HEADS)}, whose loss is of each token: "
+        "a config.json says which in architectures": not scored,
         "its attention is not causal by its configuration": getattr(config, "is_causal", True) is False,
-        f"its family was not compared with the whole model; compared are {', '.join(sorted(FAMILIES))}": (
-            config.model_type not in FAMILIES
-        ),
+        f"its family was not compared with the whole model; compared are {compared}": config.model_type not in FAMILIES,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def _attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    is_causal: bool | None = None,
-    softcap: float | None = None,
-    **options: Any,
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
     """transformers' attention interface, over the tokens of all ranks of cp."""
     unknown = [n for n in ("s_aux", "position_bias") if options.get(n) is not None]
-    if dropout or unknown:
-        what = f"dropout={dropout}" if dropout else ", ".join(unknown)
+    if options.get("dropout") or unknown:
+        what = f"dropout={options['dropout']}" if options.get("dropout") else ", ".join(unknown)
         raise ValueError(f"context parallelism has no attention with {what}, which {type(module).__name__} asks for")
     context: DealtTokens = getattr(module, _CONTEXT)
     segments = None if attention_mask is None else attention_mask[:, 0, 0]
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    visible = Visible(causal, sliding_window, segments)
+    causal = getattr(module, "is_causal", True) if options.get("is_causal") is None else options["is_causal"]
+    visible = Visible(causal, options.get("sliding_window"), segments)
     length = query.shape[2] * context.comm.size
     way, order = context.way(length), context.order(length)
-    out = attention(way, query, key, value, visible, order, scaling, softcap)
+    out = attention(way, query, key, value, visible, order, options.get("scaling"), options.get("softcap"))
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -161,4 +152,85 @@ def shard_sequence(batch: Mapping[str, Any], model: nn.Module) -> dict[str, Any]
     context parallelism it is the batch. ValueError for what the model would refuse.
     """
     context = _context(model)
-    return dict(batch) if context is None else context.deal_once(model, batch)
+    return dict(batch) if context is None else context.deal(model, batch)
+
+
+def _mib(count: float) -> str:
+    return f"{count / 2**20:,.1f} MiB"
+
+
+@dataclass(frozen=True)
+class AttentionSizes:
+    """Of one rank of ``cp`` and ``tp``; counts are of bytes, for one sequence."""
+
+    heads: int
+    keys: int
+    head_dim: int
+    hidden: int
+    itemsize: int
+    cp: int
+    tp: int
+
+    @classmethod
+    def of(cls, model: Any, cp: int, tp: int) -> AttentionSizes:
+        config = model.config
+        heads, hidden = config.num_attention_heads, config.hidden_size
+        keys = 1 if getattr(config, "multi_query", False) else getattr(config, "num_key_value_heads", None) or heads
+        width = getattr(config, "head_dim", None) or hidden // heads
+        return cls(heads // tp, max(keys // tp, 1), width, hidden, model.dtype.itemsize, cp, tp)
+
+    def sent(self, way: Way, tokens: int) -> int:
+        """What a rank sends in forward and backward."""
+        n, wide = self.cp, max(self.itemsize, 4)  # the ring's gradients travel as sums of many
+        exchanged = self.heads if self.keys % n else self.keys
+        heads = {
+            "gather": 4 * (n - 1) * self.keys * self.itemsize,
+            "ulysses": 4 * (n - 1) * (self.heads + exchanged) * self.itemsize // n,
+            "ring": (4 * (n - 1) * self.itemsize + 2 * n * wide) * self.keys,
+        }[way]
+        return heads * self.head_dim * tokens // n
+
+    def kept(self, way: Way, tokens: int, masked: bool = True) -> int:
+        """What a rank keeps for backward: scaled_dot_product_attention keeps keys for each query head, and the mask
+        unless that is large. Not ``masked``: tokens see all earlier ones, which takes no mask where a rank has all
+        queries."""
+        mine = tokens // self.cp
+        heads = {
+            "gather": 2 * (mine + tokens) * self.heads,
+            "ulysses": 4 * mine * self.heads,
+            "ring": 2 * mine * (self.heads + self.keys),
+        }[way]
+        pairs = self.pairs(way, tokens) if masked or (way == "gather" and self.cp > 1) else 0
+        return (heads * self.head_dim + (pairs if pairs <= LARGEST_MASK else 0)) * self.itemsize
+
+    def pairs(self, way: Way, tokens: int) -> int:
+        """Of queries and keys, in the mask of an attention."""
+        return {"gather": tokens // self.cp * tokens, "ulysses": tokens * tokens, "ring": 0}[way]
+
+    def rest(self, tokens: int) -> int:
+        """What the rest of a layer keeps, in 16 bits ``(10 + 24 / tp)`` bytes per token and hidden feature: Korthikanti
+        et al. 2022, arXiv:2205.05198, equation 2."""
+        return round((10 + 24 / self.tp) / 2 * self.hidden * self.itemsize) * (tokens // self.cp)
+
+    def costs(self, way: Way, tokens: int, masked: bool, layers: int) -> str:
+        """In words, of ``way`` and of the layers around it."""
+        kept, rest = self.kept(way, tokens, masked), self.rest(tokens)
+        return (
+            f"{way!r} for {tokens} tokens over cp={self.cp}: for each sequence an attention sends "
+            f"{_mib(self.sent(way, tokens))} and keeps {_mib(kept)} for backward, the rest of its layer keeps about "
+            f"{_mib(rest)}; {layers} layers keep about {_mib(layers * (kept + rest))}"
+        )
+
+    def choose(self, tokens: int) -> tuple[Way, str]:
+        """The way that sends the fewest bytes of those that keep no more than the rest of a layer; and why."""
+        ways = [w for w in get_args(Way) if w != "ulysses" or self.heads % self.cp == 0]
+        limit = self.rest(tokens)
+        # a mask too large to keep counts, too: it takes time, for keys that are hidden, and again in backward
+        most = {w: self.kept(w, tokens) + max(self.pairs(w, tokens) - LARGEST_MASK, 0) * self.itemsize for w in ways}
+        fit = [w for w in ways if w == "ring" or most[w] <= limit]
+        found = min(fit, key=lambda way: self.sent(way, tokens))
+        costs = ", ".join(f"{w} {_mib(self.sent(w, tokens))} and {_mib(self.kept(w, tokens))}" for w in ways)
+        return found, (
+            f"context_parallel='auto' is {found!r} for {tokens} tokens over cp={self.cp}: an attention sends and keeps "
+            f"for each sequence {costs}, and the rest of its layer keeps about {_mib(limit)}"
+        )

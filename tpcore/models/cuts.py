@@ -1,4 +1,8 @@
-"""The cuts of a model: rules become one decision for each module, before any change."""
+"""The cuts of a model: rules become one decision for each module, before any change.
+
+A plan has no rule for a module that its author did not think of. After a sharded projection its gradient would be that
+of this rank's heads, in silence: each such module is provably right as it is, gets a style, or is refused.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +15,17 @@ from torch import nn
 from ..layout.shard import Block, ShardSpec
 from . import plan
 from .experts import specs_of
-from .fit import Need
-from .heads import check_order, fused, grouped, head_size
-from .plan import Rule, rule_of, unknown_style
+from .heads import Need, check_order, fused, grouped, head_size
+from .plan import Rule, rule_of, unknown_style, wildcard
+from .source import Flow
 
 LINEAR = frozenset(
     {plan.COLUMN, plan.COLUMN_GATHERED, plan.ROW, plan.ROW_SPLIT}
     | {plan.PACKED_COLUMN, plan.PACKED_ROW, plan.QKV_COLUMN}
 )
 EMBEDDING = frozenset({plan.EMBEDDING_ROW, plan.EMBEDDING_COLUMN, plan.EMBEDDING_HEADS})
+_OF_EXPERTS = (plan.EXPERTS, plan.PARTIAL)
+"""Of modules with bare parameters that have rules of their own."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +57,6 @@ def is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or hasattr(module, "nf")
 
 
-def _is_of_experts(rule: Rule | None) -> bool:
-    """Whether it is for a module with bare parameters that have rules of their own."""
-    return rule == plan.EXPERTS or rule == plan.PARTIAL
-
-
 def features(module: nn.Module) -> tuple[int, int]:
     """(inputs, outputs) of a linear map."""
     if isinstance(module, nn.Linear):
@@ -68,9 +69,9 @@ def decide(model: nn.Module, rules: Mapping[str, Rule], expert_parallel: bool = 
     """All cuts that ``rules`` ask for. One ValueError names every rule that does not suit its module.
     ``expert_parallel``: whole experts are distributed over tp, instead of the features of all. ``ep``: among how many
     ranks the experts are divided besides."""
-    matched, wrong = [], []
-    refused = set()
-    rules = _without_whole(rules)
+    matched, wrong = [], dict[str, str]()
+    whole = [name for name, rule in rules.items() if rule == plan.REPLICATE]
+    rules = {k: v for k, v in rules.items() if not any(k.startswith(f"{name}.") for name in whole)}
     for name, module in model.named_modules():
         rule = rule_of(name, rules)
         if rule is None or rule in (plan.REPLICATE, plan.LOCAL_PARAMETERS):
@@ -80,50 +81,34 @@ def decide(model: nn.Module, rules: Mapping[str, Rule], expert_parallel: bool = 
         if why is None:
             matched.append((name, module, rule))
         else:
-            wrong.append(why)
-            refused.add(name)
+            wrong[name] = why
     modules = {name for name, _ in model.named_modules()}
-    bare: dict[str, dict[str, str]] = defaultdict(dict)
-    by_heads: dict[str, Cut] = {}
+    bare, by_heads = defaultdict[str, dict[str, str]](dict), dict[str, Cut]()
     for name, p in model.named_parameters():
         rule, (owner, _, leaf) = rule_of(name, rules), name.rpartition(".")
-        if rule is None or rule == plan.REPLICATE or name in modules or owner in refused:
+        if rule is None or rule == plan.REPLICATE or name in modules or owner in wrong:
             continue
-        if _is_of_experts(rule_of(owner, rules)) and isinstance(rule, str):
+        if rule_of(owner, rules) in _OF_EXPERTS and isinstance(rule, str):
             bare[owner][leaf] = rule
         elif rule_of(owner, rules) == plan.LOCAL_PARAMETERS and rule == plan.COLUMN:
-            by_heads[owner] = _of_heads(name, model.get_submodule(owner), p)
+            blocks, need = (Block(p.shape[0], 1),), Need(name, p.shape[0], "heads")  # such as sinks
+            by_heads[owner] = Cut(owner, model.get_submodule(owner), plan.PARAMETER_HEADS, blocks, (need,))
         else:
-            wrong.append(unknown_style(plan.wildcard(name), type(p), str(rule), owner))
+            wrong[name] = unknown_style(plan.wildcard(name), type(p), str(rule), owner)
     if wrong:
-        raise ValueError("; ".join(dict.fromkeys(wrong)))
+        raise ValueError("; ".join(dict.fromkeys(wrong.values())))
     if expert_parallel and not any(rule == plan.EXPERTS for *_, rule in matched):
         raise ValueError(f"expert_parallel=True: {type(model).__name__} has no layers of experts that its plan shards")
     queries = _queries(matched)
-    cuts = [
-        _experts(name, module, rule, bare[name], expert_parallel and rule == plan.EXPERTS, ep)
-        if _is_of_experts(rule)
-        else _cut(model, name, module, rule, queries)
-        for name, module, rule in matched
-    ]
+    cuts = []
+    for name, module, rule in matched:
+        if rule in _OF_EXPERTS:
+            spread = (expert_parallel, ep) if rule == plan.EXPERTS else (False, 1)
+            specs, needs = specs_of(name, module, bare[name], *spread)
+            cuts.append(Cut(name, module, str(rule), None, tuple(needs), specs))
+        else:
+            cuts.append(_cut(model, name, module, rule, queries))
     return [*cuts, *by_heads.values()]
-
-
-def _experts(name: str, module: nn.Module, rule: Rule, styles: Mapping[str, str], whole: bool, ep: int) -> Cut:
-    specs, needs = specs_of(name, module, styles, whole, ep if rule == plan.EXPERTS else 1)
-    return Cut(name, module, str(rule), None, tuple(needs), specs)
-
-
-def _of_heads(name: str, owner: nn.Module, p: nn.Parameter) -> Cut:
-    """The cut of an attention's own parameter with an entry for each head, such as sinks."""
-    need = Need(name, p.shape[0], "heads")
-    return Cut(name.rpartition(".")[0], owner, plan.PARAMETER_HEADS, (Block(p.shape[0], 1),), (need,))
-
-
-def _without_whole(rules: Mapping[str, Rule]) -> dict[str, Rule]:
-    """``rules`` without those for modules inside a module that stays whole."""
-    whole = [name for name, rule in rules.items() if rule == plan.REPLICATE]
-    return {k: v for k, v in rules.items() if not any(k.startswith(f"{name}.") for name in whole)}
 
 
 def _check_plain(name: str, module: nn.Module) -> None:
@@ -131,13 +116,9 @@ def _check_plain(name: str, module: nn.Module) -> None:
     for p in module.parameters(recurse=False):
         if type(p) is not nn.Parameter:
             raise ValueError(
-                f"{name} has a weight of {_path(p)}, and quantized weights cannot be sharded: give "
-                f"parallelize those that it was quantized from, or {_leave(name)}"
+                f"{name} has a weight of {type(p).__module__}.{type(p).__qualname__}, and quantized weights cannot be "
+                f"sharded: give parallelize those that it was quantized from, or {_leave(name)}"
             )
-
-
-def _path(thing: object) -> str:
-    return f"{type(thing).__module__}.{type(thing).__qualname__}"
 
 
 def _leave(name: str) -> str:
@@ -147,21 +128,19 @@ def _leave(name: str) -> str:
 
 
 def _mismatch(name: str, module: nn.Module, rule: Rule) -> str | None:
-    kind = type(module).__name__
+    kind = type(module)
     if not isinstance(rule, str):
-        return None if is_linear(module) else f"{name} ({kind}) is no linear layer, which blocks={rule} would cut"
+        linear = is_linear(module)
+        return None if linear else f"{name} ({kind.__name__}) is no linear layer, which blocks={rule} would cut"
     if rule not in plan.STYLES:
         return unknown_style(plan.wildcard(name), type(module), rule)
-    for styles, suits, what in (
-        (LINEAR, is_linear(module), "a linear layer"),
-        (EMBEDDING, isinstance(module, nn.Embedding), "an embedding"),
-    ):
-        if rule in styles and not suits:
-            return (
-                f"{plan.wildcard(name)} is a {_path(module)}, and style {rule!r} shards {what} of torch or "
-                f"transformers alone: {_leave(name)}"
-            )
-    return None
+    suits = is_linear(module) if rule in LINEAR else rule not in EMBEDDING or isinstance(module, nn.Embedding)
+    if suits:
+        return None
+    return (
+        f"{plan.wildcard(name)} is a {kind.__module__}.{kind.__qualname__}, and style {rule!r} shards "
+        f"{'a linear layer' if rule in LINEAR else 'an embedding'} of torch or transformers alone: {_leave(name)}"
+    )
 
 
 def _queries(matched: list[tuple[str, nn.Module, Rule]]) -> dict[str, int]:
@@ -227,3 +206,92 @@ def attentions(model: nn.Module, cuts: list[Cut]) -> Iterator[tuple[nn.Module, i
             rows = [features(cut.module)[0] for cut in those if cut.style == plan.ROW]
             widths = [features(c.module)[1] for c in columns if is_linear(c.module)]
             yield owner, max(rows or widths or [0]), columns
+
+
+_OPENS = frozenset({plan.COLUMN, plan.PACKED_COLUMN, plan.QKV_COLUMN, plan.EMBEDDING_HEADS})
+_CLOSES = frozenset({plan.ROW, plan.PACKED_ROW})
+
+
+def inside(model: nn.Module, cuts: list[Cut], rules: Mapping[str, Rule]) -> list[Cut]:
+    """The cuts of modules without a rule that sharded features reach. One ValueError names all modules for
+    which no style is surely right."""
+    ends = [cut for cut in cuts if cut.style in _OPENS | _CLOSES]
+    opened, closed = (_ancestors([cut for cut in ends if cut.style in s]) for s in (_OPENS, _CLOSES))
+    more: list[Cut] = []
+    wrong: list[str] = []
+    for name, block in model.named_modules():
+        prefix = f"{name}." if name else ""
+        columns = {child for child, _ in block.named_children() if prefix + child in opened - closed}
+        rows = {child for child, _ in block.named_children() if prefix + child in closed}
+        if not (columns or (rows and name not in opened)):
+            continue  # no sharded features pass here, but perhaps in blocks inside
+        near = [cut for cut in ends if cut.name.startswith(prefix)]
+        parts = {child: p for child, p in _whole(name, block, rules) if child not in columns | rows}
+        unclear = {child: part for child, part in parts.items() if not _is_wide(part, near, block)}
+        flow = Flow(block, columns, rows, parts) if unclear and columns else None
+        for child, part in unclear.items():
+            reached = flow is not None and flow.is_reached(child)
+            styled = list(_styled(prefix + child, part, near, block)) if reached else []
+            if not styled and not (flow and flow.is_whole(child)):
+                wrong.append(_refusal(prefix + child, part, name, block))
+            more += styled
+    if wrong:
+        raise ValueError("; ".join(dict.fromkeys(wrong)))
+    return more
+
+
+def _whole(name: str, block: nn.Module, rules: Mapping[str, Rule]) -> Iterator[tuple[str, nn.Module | nn.Parameter]]:
+    """The children and the parameters of ``block`` that have parameters and no rule."""
+    for child, module in block.named_children():
+        if next(module.parameters(), None) is not None and rule_of(f"{name}.{child}", rules) is None:
+            yield child, module
+    for child, p in block.named_parameters(recurse=False):
+        if rule_of(f"{name}.{child}", rules) is None and rule_of(name, rules) != plan.SUMMED:
+            yield child, p
+
+
+def _ancestors(cuts: list[Cut]) -> set[str]:
+    """The names of the cut modules and of all modules around them."""
+    parts = [cut.name.split(".") for cut in cuts]
+    return {".".join(names[:i]) for names in parts for i in range(len(names) + 1)}
+
+
+def _shapes(part: nn.Module | nn.Parameter) -> set[tuple[int, ...]]:
+    tensors = [part] if isinstance(part, nn.Parameter) else part.parameters()
+    return {tuple(p.shape) for p in tensors}
+
+
+def _is_wide(part: nn.Module | nn.Parameter, near: list[Cut], block: nn.Module) -> bool:
+    """Whether it is as wide as the block's whole inputs and outputs: sharded features have not this width."""
+    linear = [cut for cut in near if cut.style != plan.EMBEDDING_HEADS]
+    wide = {features(cut.module)[cut.style in _CLOSES] for cut in linear} - {head_size(block)}
+    return all(len(shape) == 1 and shape[0] in wide for shape in _shapes(part))
+
+
+def _styled(name: str, part: nn.Module | nn.Parameter, near: list[Cut], block: nn.Module) -> Iterator[Cut]:
+    """The cuts of a module with sharded inputs: summed if it treats all heads alike, else by heads."""
+    if isinstance(part, nn.Parameter):
+        return
+    size, heads = head_size(block), {n.count for cut in near for n in cut.needs if n.what.endswith("heads")}
+    lists = [child for child in part.modules() if isinstance(child, nn.ModuleList)]
+    counts = {len(child) for child in lists} if lists else {s[0] for s in _shapes(part) if len(s) == 2}
+    if size is None:
+        return
+    if not lists and _shapes(part) == {(size,)}:
+        for inner, module in part.named_modules():
+            yield Cut(f"{name}.{inner}".rstrip("."), module, plan.SUMMED)
+    elif len(counts) == 1 and counts <= heads and _shapes(part) == {(size,) if lists else (*counts, size)}:
+        (count,) = counts
+        need = Need(name, count, "heads", shared=True)
+        yield Cut(name, part, plan.PARAMETER_HEADS, (Block(count, 1, replicate=True),), (need,))
+
+
+def _refusal(name: str, part: nn.Module | nn.Parameter, owner: str, block: nn.Module) -> str:
+    shapes = ", ".join(map(str, sorted(_shapes(part))))
+    summed = owner if isinstance(part, nn.Parameter) else name
+    return (
+        f"{wildcard(name)} ({type(part).__name__}, {shapes}) is whole inside the sharded "
+        f"{type(block).__name__}, and its use does not show how: plan={{{wildcard(summed)!r}: "
+        f"{plan.SUMMED!r}}} says that it treats all heads and features alike, of which it sees this rank's, "
+        f"{{{wildcard(name)!r}: {plan.REPLICATE!r}}} that it sees, and meets, whole values only"
+    )

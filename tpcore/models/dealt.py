@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,9 +24,10 @@ ATTENTION = "tpcore_context_parallel"
 """The name by which transformers knows attention over the tokens of all ranks."""
 _DOCUMENTS = "tpcore_documents"
 _SEQUENCES = ("input_ids", "inputs_embeds", "token_type_ids", "labels", "shift_labels")
+_KNOWN = (*_SEQUENCES, "position_ids", "attention_mask", "num_items_in_batch")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class DealtTokens:
     """What a model's attention, loss and hooks share."""
 
@@ -39,8 +40,8 @@ class DealtTokens:
     """Whether all attention is. Positions that begin again begin another document then: transformers says so."""
     routed: bool = False
     """Whether a loss of the experts' routers weights tokens by ``attention_mask``."""
-    compared: list[bool] = field(default_factory=list)
-    """Not empty once the ranks' batches were compared."""
+    compared: bool = False
+    """Whether the ranks' batches were compared."""
 
     def order(self, length: int) -> TokenOrder:
         """Which of ``length`` tokens each rank has."""
@@ -52,7 +53,7 @@ class DealtTokens:
         self._check(model, kwargs)
         if not self._dealt(kwargs):
             self._compare({name: kwargs[name] for name in _SEQUENCES if isinstance(kwargs.get(name), Tensor)})
-            kwargs = self.deal(kwargs)
+            kwargs = self._deal(kwargs)
         if self.routed and kwargs["attention_mask"].dtype != torch.bool:
             kwargs[_DOCUMENTS] = kwargs.pop("attention_mask")  # whose numbers are no weights
         if "use_cache" in inspect.signature(type(model).forward).parameters:
@@ -63,11 +64,10 @@ class DealtTokens:
 
     def _compare(self, batch: dict[str, Tensor]) -> None:
         """ValueError on all ranks if they have other sequences: looked for once, in a checked run each time."""
-        checked = current().checks is not None
-        if (self.compared and not checked) or not self.comm.eager or torch.compiler.is_compiling():
-            return
-        if not any(t.is_meta for t in batch.values()):
-            self.compared.append(True)
+        once = self.compared and current().checks is None
+        traced = not self.comm.eager or torch.compiler.is_compiling() or any(t.is_meta for t in batch.values())
+        if not (once or traced):
+            self.compared = True
             compare_ranks(batch, self.comm, "ranks {} and {} of cp", "every rank of cp gets the whole batch")
 
     def enter(self, base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -90,20 +90,19 @@ class DealtTokens:
             output["router_logits"] = tuple(order.whole(t.view(rows, tokens, -1)).flatten(0, 1) for t in routers)
         return output
 
-    def deal_once(self, model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """As ``deal``. ValueError for what the model would refuse, and for a batch that is dealt."""
+    def deal(self, model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """This rank's tokens of ``batch``. ValueError for what the model would refuse, and for one that is dealt."""
         self._check(model, dict(batch))
         if self._dealt(batch):
             raise ValueError(
                 "this batch has one rank's tokens already: call tpcore.shard_sequence on the whole batch once"
             )
-        return self.deal(batch)
+        return self._deal(batch)
 
-    def deal(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """This rank's tokens of ``batch``; its ``attention_mask`` is ``[batch, 1, 1, tokens of all ranks]`` with the
-        segments, or has no tokens where there is one."""
-        kwargs = dict(batch)
-        given = _tokens_of(kwargs)
+    def _deal(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Its ``attention_mask`` is ``[batch, 1, 1, tokens of all ranks]`` with the segments, or has no tokens where
+        there is one."""
+        kwargs, given = dict(batch), _tokens_of(batch)
         length, places = given.shape[1], kwargs.get("position_ids")
         order = self.order(length)
         segments = self._segments(kwargs.get("attention_mask"), places, given.shape)
@@ -140,8 +139,7 @@ class DealtTokens:
             )
         if kwargs.get("return_dict") is False:
             raise ValueError("return_dict=False with context parallelism: leave it out, the loss is .loss")
-        keep = kwargs.get("logits_to_keep")
-        few = keep is not None and not isinstance(keep, Tensor) and keep
+        few = not isinstance(kwargs.get("logits_to_keep"), Tensor) and kwargs.get("logits_to_keep")
         if kwargs.get("past_key_values") is not None or kwargs.get("use_cache") or few:
             raise ValueError(
                 "use_cache=True, past_key_values or logits_to_keep with context parallelism, which is for whole "
@@ -150,8 +148,7 @@ class DealtTokens:
         others = [n for n, v in kwargs.items() if isinstance(v, Tensor) and v.ndim and n not in _KNOWN]
         if others:
             raise ValueError(f"context parallelism does not know how to cut {', '.join(others)}: leave it out")
-        mask, labels = kwargs.get("attention_mask"), kwargs.get("labels")
-        dealt = self._dealt(kwargs)
+        mask, labels, dealt = kwargs.get("attention_mask"), kwargs.get("labels"), self._dealt(kwargs)
         if dealt and self.shifted and kwargs.get("num_items_in_batch") is not None:
             raise ValueError(
                 "num_items_in_batch with tokens of tpcore.shard_sequence: a loop counts the labels of one rank there; "
@@ -196,9 +193,6 @@ class DealtTokens:
         return self.comm.all_reduce((labels != IGNORED).sum().reshape(1)).squeeze(0)
 
 
-_KNOWN = (*_SEQUENCES, "position_ids", "attention_mask", "num_items_in_batch")
-
-
 def _named(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     names = [n for n in inspect.signature(type(model).forward).parameters if n != "self"]
     return dict(zip(names, args, strict=False)) | kwargs
@@ -223,20 +217,13 @@ class SequenceLoss:
         # of which it is known that it counts
         self._sums = str(getattr(inner, "__module__", "")).startswith(("transformers.", "tpcore."))
 
-    def __call__(
-        self,
-        logits: Tensor,
-        labels: Tensor | None = None,
-        vocab_size: int | None = None,
-        num_items_in_batch: Tensor | int | None = None,
-        shift_labels: Tensor | None = None,
-        **options: Any,
-    ) -> Tensor:
-        labels = labels if shift_labels is None else shift_labels
+    def __call__(self, logits: Tensor, labels: Any = None, vocab_size: int | None = None, **options: Any) -> Tensor:
+        labels = labels if options.get("shift_labels") is None else options["shift_labels"]
         options.pop(_DOCUMENTS, None)
         if labels is None:
             raise ValueError("a loss needs labels, or shift_labels")
-        count = self._context.count(labels) if num_items_in_batch is None else num_items_in_batch
+        count = options.pop("num_items_in_batch", None)
+        count = self._context.count(labels) if count is None else count
         options |= {"vocab_size": vocab_size, "shift_labels": labels}
         part = self._inner(logits, labels=labels, num_items_in_batch=count, **options)
         if not (self._sums or part.is_meta or torch.compiler.is_compiling()):

@@ -1,4 +1,4 @@
-"""Which tokens the experts of a rank see: those of all ranks of ep, or those that are sent to it, as far as they fit.
+"""Which tokens the experts of a rank see, and what the experts make of them: one program, whichever are chosen.
 
 An all-to-all with a capacity is that of GShard (Lepikhin et al. 2020, arXiv:2006.16668) with a seat for a token and a
 rank instead of an expert: a token goes once to a rank, however many experts it has chosen there.
@@ -7,8 +7,10 @@ rank instead of an expert: a token goes once to a rank, however many experts it 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,12 +34,6 @@ class Dispatch:
             raise ValueError(f"dispatch={self.way!r} is none of {GATHERED!r}, {ALL_TO_ALL!r} and {AUTO!r}")
         if self.capacity_factor is not None and not 0 < self.capacity_factor < math.inf:
             raise ValueError(f"capacity_factor={self.capacity_factor} is not above 0; None has seats for all choices")
-
-    @property
-    def warning(self) -> str:
-        """The end of a line for the person who runs a job; empty if nothing is ever dropped."""
-        told = f"; capacity_factor={self.capacity_factor} drops choices: tpcore.models.ExpertLoad says how many"
-        return "" if self.capacity_factor is None else told
 
     def seats(self, tokens: int, choices: int, parts: int) -> int:
         """In one of ``parts`` ranks or experts, for ``tokens`` with ``choices`` each."""
@@ -71,11 +67,11 @@ class Route(NamedTuple):
         return f"{self.way}: {why}{self.gathered:,}" + (f"; dispatch={self.way!r} was asked for" if self.asked else "")
 
 
+@dataclass(frozen=True)
 class GatherTokens:
     """The tokens of all ranks of ``comm``: no choice is dropped."""
 
-    def __init__(self, comm: Comm) -> None:
-        self.comm = comm
+    comm: Comm
 
     def enter(self, x: Tensor) -> Tensor:
         """``[T, ...]`` of each rank -> ``[n T, ...]``."""
@@ -88,11 +84,13 @@ class GatherTokens:
         return ops.reduce_scatter(out, self.comm, 0, dtype=torch.float32)
 
 
+@dataclass(frozen=True, eq=False)
 class SendTokens:
     """The tokens for which the seats of :func:`seated` have room, ``source`` says which."""
 
-    def __init__(self, source: Tensor, tokens: int, comm: Comm) -> None:
-        self.source, self.tokens, self.comm = source, tokens, comm
+    source: Tensor
+    tokens: int
+    comm: Comm
 
     def enter(self, x: Tensor) -> Tensor:
         """``[T, ...]`` of each rank -> ``[n seats, ...]``; where nobody sits, a number is -1, a float 0."""
@@ -131,3 +129,100 @@ def put(out: Tensor, source: Tensor, rows: int) -> Tensor:
     """The sums of ``out`` at its rows ``source``: what :func:`taken` is the transpose of."""
     wide = out.to(ops.sum_dtype(out, torch.float32))
     return wide.new_zeros(rows + 1, *out.shape[1:]).index_add(0, source, wide)[:rows].to(out.dtype)
+
+
+def has_known_form(experts: Any) -> bool:
+    """Whether transformers says of these experts how they compute, by the attributes of its experts' decorator."""
+    return all(hasattr(experts, name) for name in ("has_gate", "has_bias", "is_transposed", "_apply_gate"))
+
+
+def one_program(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """What ``experts`` computes, by shapes alone: ``[T, H]``, ``[T, K]``, ``[T, K]`` -> ``[T, H]``. No value is read.
+    Of few choices, as while decoding, each gets a copy of its expert's weights; of many, all experts see all tokens."""
+    if top_k_index.numel() > len(experts.down_proj):
+        return every_expert(experts, hidden_states, top_k_index, top_k_weights)
+    from transformers.integrations.moe import batched_mm_experts_forward
+
+    made: Tensor = batched_mm_experts_forward(experts, hidden_states, top_k_index, top_k_weights)
+    return made
+
+
+def every_expert(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """What ``experts`` computes, each of them on all tokens, with weight 0 where it was not chosen: ``E / K`` times the
+    products of the chosen alone, divided by the ranks that share the experts."""
+    total = hidden_states.new_zeros(hidden_states.shape)
+    for number in range(len(experts.down_proj)):
+        share = (top_k_weights * (top_k_index == number)).sum(-1, keepdim=True)
+        total = total + (_made(experts, hidden_states, partial(_product, experts, number)) * share).to(total.dtype)
+    return total
+
+
+def with_capacity(
+    experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, seats: int
+) -> tuple[Tensor, Tensor]:
+    """What ``experts`` computes, each of the first ``seats`` tokens that choose it; and the number ``[1]`` of choices
+    that are dropped. No value is read, and it costs the products of ``E seats`` tokens."""
+    count = len(experts.down_proj)
+    source, dropped = seated(top_k_index, count, seats)
+    mine = torch.arange(count, device=source.device).repeat_interleave(seats).unsqueeze(1)
+    share = (taken(top_k_weights, source) * (taken(top_k_index, source, -1) == mine)).sum(-1, keepdim=True)
+    tokens = taken(hidden_states, source).chunk(count)
+    out = torch.cat([_made(experts, x, partial(_product, experts, i)) for i, x in enumerate(tokens)])
+    return put((out * share).to(hidden_states.dtype), source, len(hidden_states)), dropped
+
+
+def grouped(
+    experts: Any,
+    kernel: Callable[[Tensor, Tensor, Tensor], Tensor | None],
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+) -> Tensor | None:
+    """What ``experts`` computes, each of the chosen only, by a backend's ``grouped_matmul``; None if that takes them
+    not. No value is read. Choices without an expert here, whose number is that of all, come last and count 0."""
+    count, numbers = len(experts.down_proj), top_k_index.flatten()
+    order = numbers.argsort(stable=True)
+    of, rows = numbers[order], order // top_k_index.shape[-1]
+    ends = (numbers <= torch.arange(count, device=numbers.device).unsqueeze(1)).sum(-1, dtype=torch.int32)
+    here = (of < count).unsqueeze(1)
+
+    def product(name: str, x: Tensor) -> Tensor:
+        weight = getattr(experts, name)
+        # where, not a product: a kernel may leave NaN in rows of no expert, in outputs and in gradients
+        y = kernel(torch.where(here, x, 0), weight if experts.is_transposed else weight.transpose(1, 2), ends)
+        if y is None:
+            raise _NotTaken
+        y = torch.where(here, y, 0)
+        return y + getattr(experts, f"{name}_bias")[of.clamp(max=count - 1)] if experts.has_bias else y
+
+    try:
+        out = _made(experts, hidden_states[rows], product)
+    except _NotTaken:
+        return None
+    share = top_k_weights.flatten()[order].unsqueeze(1)
+    return put((out * share).to(hidden_states.dtype), rows, len(hidden_states))
+
+
+def one_by_one(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """A ``grouped_matmul`` of one product for each expert. Reads ``ends``."""
+    *rows, rest = x.tensor_split(ends.long().cpu())
+    products = [part @ weight for part, weight in zip(rows, weights, strict=True)]
+    return torch.cat([*products, rest.new_zeros(len(rest), weights.shape[-1])])
+
+
+class _NotTaken(Exception):
+    """A backend's kernel does not take tensors of this kind."""
+
+
+def _made(experts: Any, x: Tensor, product: Callable[[str, Tensor], Tensor]) -> Tensor:
+    """What experts make of the tokens ``x``, with ``product`` by a matrix of theirs."""
+    inner = product("gate_up_proj" if experts.has_gate else "up_proj", x)
+    out = product("down_proj", experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner))
+    made: Tensor = experts.post_expert_norm(out) if getattr(experts, "has_post_expert_norm", False) else out
+    return made
+
+
+def _product(experts: Any, number: int, name: str, x: Tensor) -> Tensor:
+    weight = getattr(experts, name)[number]
+    y: Tensor = x @ (weight if experts.is_transposed else weight.t())
+    return y + getattr(experts, f"{name}_bias")[number] if experts.has_bias else y

@@ -25,25 +25,32 @@ from ..layers.plain import filled
 from ..layout.layout import AxisCut, Layout
 from ..layout.shard import Block, ShardSpec
 from . import plan
-from .dispatch import ALL_TO_ALL, Dispatch, GatherTokens, Route, SendTokens, seated
-from .fit import Need
-from .static import grouped, has_known_form, one_by_one, one_program, with_capacity
+from .dispatch import (
+    ALL_TO_ALL,
+    Dispatch,
+    GatherTokens,
+    Route,
+    SendTokens,
+    grouped,
+    has_known_form,
+    one_by_one,
+    one_program,
+    seated,
+    with_capacity,
+)
+from .heads import Need
 
 _NUMBERS, _WEIGHTS = "top_k_index", "top_k_weights"
 _DISTRIBUTED = "_is_expert_parallel"  # of experts that pass by the numbers of others: releases before 5.23 have none
 
 
 class ShardedExperts(ParallelModule):
-    """The experts of one layer: ``inner``, with this rank's part of its parameters under their names.
-
-    Each rank of tp has some features of all experts, or all features of some experts. ``inner`` computes with them; the
-    gradients of its inputs, and its outputs, are summed over the ranks.
-
-    Over ``ep``, whose ranks have other tokens, each rank has some experts, or some of those that its tp rank has. The
-    tokens of all ep ranks are gathered, and each rank gets back the sum for its own tokens: no choice is dropped, and
-    no rank needs to know another's. That moves ``(ep - 1) H`` numbers per token and direction, all-to-all with a
-    capacity factor f ``f K (ep - 1) / ep H``, and never more: gathering is no dearer up to ``ep = f K``.
-    """
+    """The experts of one layer: ``inner``, with this rank's part of its parameters under their names. Each rank of tp
+    has some features of all experts, or all features of some experts. ``inner`` computes with them; the gradients of
+    its inputs, and its outputs, are summed over the ranks. Over ``ep``, whose ranks have other tokens, each rank has
+    some experts, or some of those that its tp rank has. Gathering the tokens moves ``(ep - 1) H`` numbers per token and
+    direction, all-to-all with a capacity factor f ``f K (ep - 1) / ep H``, and never more: gathering is no dearer up to
+    ``ep = f K``."""
 
     inner: nn.Module
     dispatch: Dispatch = Dispatch()
@@ -72,19 +79,13 @@ class ShardedExperts(ParallelModule):
             setattr(inner, _DISTRIBUTED, True)
 
     @property
-    def _compiled(self) -> bool:
-        """Whether a forward becomes a program, which cannot depend on the experts that are chosen."""
-        return not self.tp.eager or exporting() or torch.compiler.is_dynamo_compiling()
-
-    @property
     def _some(self) -> bool:
         return self.distributed or self.ep is not None
 
     def layout_of(self, name: str) -> Layout:
         layout = super().layout_of(name)
-        if self.ep is None:
-            return layout
-        return replace(layout, cuts=(*layout.cuts, AxisCut(("ep",), ShardSpec(layout.shape, 0))))
+        over_ep = AxisCut(("ep",), ShardSpec(layout.shape, 0))
+        return layout if self.ep is None else replace(layout, cuts=(*layout.cuts, over_ep))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         bound = inspect.signature(self.inner.forward).bind(*args, **kwargs).arguments
@@ -94,8 +95,7 @@ class ShardedExperts(ParallelModule):
         inputs |= {name: self._entered(value, route) for name, value in bound.items()}
         if self.of_a_rank is not None:
             inputs[_NUMBERS], inputs[_WEIGHTS] = self._own(inputs[_NUMBERS], inputs[_WEIGHTS], self.of_a_rank)
-        table = {name: self._used(name, p) for name, p in self._parameters.items()}
-        self.inner.__dict__["_parameters"] = table
+        self.inner.__dict__["_parameters"] = {name: self._used(name, p) for name, p in self._parameters.items()}
         try:
             out = self._computed(inputs, choices)
             if self.of_a_rank is not None:
@@ -152,7 +152,8 @@ class ShardedExperts(ParallelModule):
             made = grouped(self.inner, backend.grouped_matmul, *inputs.values())
             if made is not None:
                 return made
-        if self._known and self._compiled:
+        # a forward that becomes a program cannot depend on the experts that are chosen
+        if self._known and (not self.tp.eager or exporting() or torch.compiler.is_dynamo_compiling()):
             return one_program(self.inner, *inputs.values())
         if self._known and self._some and self.inner.config._experts_implementation == "eager":  # type: ignore[union-attr]
             # not every eager forward passes by numbers of experts that are not here: Nemotron-H's does not
@@ -220,13 +221,12 @@ def specs_of(
     name: str, experts: nn.Module, styles: Mapping[str, str], distributed: bool, ep: int
 ) -> tuple[dict[str, ShardSpec], list[Need]]:
     """How the parameters of ``experts`` are cut over tp: by ``styles`` of their features, or ``distributed`` by
-    experts. ``ep``: among how many ranks the experts of each are divided then.
-
-    ValueError for parameters of which neither is surely right, and for experts that ep does not divide.
-    """
+    experts. ``ep``: among how many ranks the experts of each are divided then. ValueError for parameters of which
+    neither is surely right, and for experts that ep does not divide."""
     kind, own = type(experts).__name__, dict(experts.named_parameters(recurse=False))
-    if next((p for child in experts.children() for p in child.parameters()), None) is not None:
-        raise ValueError(f"{plan.wildcard(name)} ({kind}) has modules with parameters inside: {_whole(name)}")
+    remedy = f"plan={{{plan.wildcard(name)!r}: 'replicate'}} leaves it whole on every rank"
+    if len(list(experts.parameters())) > len(own):
+        raise ValueError(f"{plan.wildcard(name)} ({kind}) has modules with parameters inside: {remedy}")
     if distributed or ep > 1:
         asked = "expert_parallel=True" if distributed else f"ep={ep}"
         counts = {p.shape[0] for p in own.values()}
@@ -243,22 +243,14 @@ def specs_of(
             need = Need(name, count // ep, f"experts{f' on each of ep={ep} ranks' if ep > 1 else ''}")
             return {leaf: ShardSpec(tuple(p.shape), 0) for leaf, p in own.items()}, [need]
     specs = {leaf: _by_features(experts, leaf, tuple(p.shape), styles.get(leaf)) for leaf, p in own.items()}
-    unclear = [leaf for leaf, spec in specs.items() if spec is None]
-    if unclear:
-        raise ValueError(
-            f"{plan.wildcard(name)}.{unclear[0]} ({kind}) has no style, and no known meaning: {_whole(name)}"
-        )
-    cut = {leaf: spec for leaf, spec in specs.items() if spec is not None}
-    needs = [
-        Need(f"{name}.{leaf}", block.size // block.unit, "features of each expert")
-        for leaf, spec in cut.items()
-        for block in spec.blocks[:1]
-    ]
+    needs, cut = [], {}
+    for leaf, spec in specs.items():
+        if spec is None:
+            raise ValueError(f"{plan.wildcard(name)}.{leaf} ({kind}) has no style, and no known meaning: {remedy}")
+        cut[leaf] = spec
+        sizes = [block.size // block.unit for block in spec.blocks[:1]]
+        needs += [Need(f"{name}.{leaf}", size, "features of each expert") for size in sizes]
     return cut, needs
-
-
-def _whole(name: str) -> str:
-    return f"plan={{{plan.wildcard(name)!r}: 'replicate'}} leaves it whole on every rank"
 
 
 def _by_features(experts: nn.Module, leaf: str, shape: tuple[int, ...], style: str | None) -> ShardSpec | None:

@@ -14,10 +14,13 @@ Rules = Mapping[str, Rule]
 
 
 class Family(NamedTuple):
-    """``kinds``: each ``model_type`` of the structure. ``rules``: a function where the configuration decides."""
+    """``kinds``: each ``model_type`` of the structure. ``columns``, ``rows``: patterns with spaces between them, of the
+    styles "colwise" and "rowwise". ``more``: other rules, or a function where the configuration decides."""
 
     kinds: str
-    rules: Rules | Callable[[Any], Rules]
+    columns: str = ""
+    rows: str = ""
+    more: Rules | Callable[[Any], Rules] = {}
 
 
 def _bloom(config: Any) -> Rules:
@@ -32,24 +35,8 @@ def _bloom(config: Any) -> Rules:
         projection = "qkv_colwise"
     return {
         "{h.*.self_attention,layers.*.self_attn,layers.*.attention}.query_key_value": projection,
-        "{h.*.self_attention,layers.*.self_attn,layers.*.attention}.dense": "rowwise",
         "h.*.self_attention": "heads_argument",  # alibi
-        "{h,layers}.*.mlp.dense_h_to_4h": "colwise",
-        "{h,layers}.*.mlp.dense_4h_to_h": "rowwise",
     }
-
-
-def _better(config: Any) -> Rules:
-    """Families with a plan in transformers for which these rules are better: they shard each half of a gated MLP, and
-    each of q|k|v by its heads, which the model's own plan gathers.
-
-    Apertus' activation has parameters, whose gradients are summed. OLMo 2's q, k and v stay gathered, for their norms.
-    """
-    if config.model_type == "apertus":
-        return {"layers.*.mlp.act_fn": "replicated_with_grad_allreduce"}
-    gated = {"layers.*.mlp.gate_up_proj": "packed_colwise", "layers.*.mlp.down_proj": "rowwise"}
-    fused = {"layers.*.self_attn.qkv_proj": "qkv_colwise", "layers.*.self_attn.o_proj": "rowwise"}
-    return {**gated, **(fused if config.model_type == "phi3" else {})}
 
 
 def _latent(config: Any) -> Rules:
@@ -57,11 +44,11 @@ def _latent(config: Any) -> Rules:
     types = getattr(config, "layer_types", None) or ()
     full = [str(i) for i, kind in enumerate(types) if kind == "full_attention"]
     attention = f"layers.{{{','.join(full)}}}.self_attn." if "linear_attention" in types else "layers.*.self_attn."
+    gate = ",g" if config.model_type == "bailing_hybrid" else ""
     return {
-        attention + "{q,q_b,kv_b}_proj": "colwise",
+        f"{attention}{{q,q_b,kv_b{gate}}}_proj": "colwise",
         attention + "kv_a_proj_with_mqa": "mla_kv_a_proj",
         attention + "o_proj": "rowwise",
-        **({attention + "g_proj": "colwise"} if config.model_type == "bailing_hybrid" else {}),
         "layers.*.self_attn.softmax_scaling": "local_params",
         "layers.*.self_attn.softmax_scaling.{scale,bias}": "colwise",
         "layers.*.self_attn.indexer": "replicate",
@@ -69,29 +56,9 @@ def _latent(config: Any) -> Rules:
 
 
 def _deberta(config: Any) -> Rules:
-    return {
-        "encoder.layer.*.attention.self.{,pos_}{query,key,value}_proj": "colwise",
-        "encoder.layer.*.attention.self.pos_dropout": "replicate",  # of positions, which all heads share
-        "encoder.layer.*.{attention.output,output}.dense": "rowwise",
-        "encoder.layer.*.intermediate.dense": "colwise",
-        # the head without a matrix of its own reads the table's
-        **({} if config.legacy else {"embeddings.word_embeddings": "replicate"}),
-    }
-
-
-def _bigcode(config: Any) -> Rules:
-    projection = "qkv_colwise" if config.multi_query else "colwise"
-    return {"h.*.attn.c_attn": projection, "h.*.mlp.c_fc": "colwise", "h.*.{attn,mlp}.c_proj": "rowwise"}
-
-
-def _vision(config: Any) -> Rules:
-    return {
-        "{layers,encoder.layers,encoder.layer}.*.{self_attn,attention}.{q,k,v}_proj": "colwise",
-        "{layers,encoder.layers,encoder.layer}.*.{self_attn,attention}.{out,o}_proj": "rowwise",
-        "{layers,encoder.layers,encoder.layer}.*.{mlp.fc1,feed_forward.intermediate_dense}": "colwise",
-        "{layers,encoder.layers,encoder.layer}.*.{mlp.fc2,feed_forward.output_dense}": "rowwise",
-        **({"layers.*.attention": "heads_argument"} if config.model_type == "beit" else {}),
-    }
+    positions: Rules = {"encoder.layer.*.attention.self.pos_dropout": "replicate"}  # which all heads share
+    # the head without a matrix of its own reads the table's
+    return positions if config.legacy else {**positions, "embeddings.word_embeddings": "replicate"}
 
 
 def _gemma3n(config: Any) -> Rules:
@@ -100,180 +67,179 @@ def _gemma3n(config: Any) -> Rules:
     return {f"layers.{i}.mlp.{{gate,up,down}}_proj": "replicate" for i in sparse}
 
 
-def _t5(config: Any) -> Rules:
-    attention = "block.*.layer.*.{Self,EncDec,LocalSelf}Attention."
-    dense = f"block.*.layer.*.{{DenseReluDense.,mlp.{{,{_modules(config)}}}}}"
-    return {
-        attention + "{q,k,v}": "colwise",
-        attention + "o": "rowwise",
-        # the bias of each head by distance is sharded as the heads are
-        attention + "relative_attention_bias": "embedding_heads",
-        dense + "{wi,wi_0,wi_1}": "colwise",
-        dense + "wo": "rowwise",
-    }
+def _experts(columns: str, rows: str) -> Callable[[Any], Rules]:
+    """Rules of experts that are modules of linear layers, and of the layer in their place without them."""
+
+    def rules(config: Any) -> Rules:
+        names = ",".join(f"experts.expert_{i}." for i in range(getattr(config, "num_experts", 0)))
+        return {columns.replace("EXPERTS", names): "colwise", rows.replace("EXPERTS", names): "rowwise"}
+
+    return rules
 
 
-def _nllb(config: Any) -> Rules:
-    attention, dense = "layers.*.{self_attn,cross_attention}.", f"layers.*.ffn.{{,{_modules(config)}}}"
-    columns = dict.fromkeys((attention + "{q,k,v}_proj", dense + "fc1"), "colwise")
-    return {**columns, **dict.fromkeys((attention + "out_proj", dense + "fc2"), "rowwise")}
-
-
-def _modules(config: Any) -> str:
-    """The names of experts that are modules of linear layers."""
-    return ",".join(f"experts.expert_{i}." for i in range(getattr(config, "num_experts", 0)))
-
-
-_ESMC = {  # norms over the features of all heads, as in OLMo 2
-    "layers.*.self_attn.{q,k,v}_proj": "colwise_gather_output",
-    "layers.*.self_attn.o_proj": "rowwise_split_input",
-}
+_T5 = "block.*.layer.*."
+_T5_ATTENTION = _T5 + "{Self,EncDec,LocalSelf}Attention."
+_T5_EXPERTS = _experts(
+    _T5 + "{DenseReluDense.,mlp.{,EXPERTS}}{wi,wi_0,wi_1}", _T5 + "{DenseReluDense.,mlp.{,EXPERTS}}wo"
+)
+_NLLB = "layers.*.{self_attn,cross_attention}."
+_VISION = "{layers,encoder.layers,encoder.layer}.*."
+_VISION_COLUMNS = _VISION + "{{self_attn,attention}.{q,k,v}_proj,mlp.fc1,feed_forward.intermediate_dense}"
+_VISION_ROWS = _VISION + "{{self_attn,attention}.{out,o}_proj,mlp.fc2,feed_forward.output_dense}"
 FAMILIES = (
     Family(
         "albert",
-        {
-            "encoder.albert_layer_groups.*.albert_layers.*.{attention.{query,key,value},ffn}": "colwise",
-            "encoder.albert_layer_groups.*.albert_layers.*.{attention.dense,ffn_output}": "rowwise",
-        },
+        "encoder.albert_layer_groups.*.albert_layers.*.{attention.{query,key,value},ffn}",
+        "encoder.albert_layer_groups.*.albert_layers.*.{attention.dense,ffn_output}",
     ),
     Family(
         "bart bigbird_pegasus biogpt blenderbot blenderbot-small m2m_100 marian mbart mvp opt pegasus plbart "
         "speech_to_text whisper xglm",
-        {
-            "layers.*.{self_attn,encoder_attn,self_attn.self}.{q,k,v}_proj": "colwise",
-            "layers.*.{self_attn,encoder_attn,self_attn.self}.out_proj": "rowwise",
-            "layers.*.fc1": "colwise",
-            "layers.*.fc2": "rowwise",
-        },
+        "layers.*.{{self_attn,encoder_attn,self_attn.self}.{q,k,v}_proj,fc1}",
+        "layers.*.{{self_attn,encoder_attn,self_attn.self}.out_proj,fc2}",
     ),
     Family(
         "bert bert-generation camembert data2vec-text dpt electra ernie esm layoutlm markuplm megatron-bert rembert "
         "roberta roberta-prelayernorm roc_bert roformer splinter videomae visual_bert xlm-roberta xlm-roberta-xl "
         "xmod yolos",
-        {
-            "encoder.layer.*.{attention,crossattention}.{self,attention}.{query,key,value}": "colwise",
-            "encoder.layer.*.{attention,crossattention}.output.dense": "rowwise",
-            "encoder.layer.*.intermediate.dense": "colwise",
-            "encoder.layer.*.output.dense": "rowwise",
-            "encoder.layer.*.output.adapter_modules": "replicate",
-        },
+        "encoder.layer.*.{{attention,crossattention}.{self,attention}.{query,key,value},intermediate.dense}",
+        "encoder.layer.*.{attention.,crossattention.,}output.dense",
+        {"encoder.layer.*.output.adapter_modules": "replicate"},
     ),
-    Family("apertus glm glm4 glm4v_text glm_image_text glm_ocr_text phi3", _better),
-    Family("axk1 bailing_hybrid deepseek_v3 kimi_linear mistral4 mistral_large4_text youtu", _latent),
-    Family("bloom falcon gpt_neox_japanese persimmon", _bloom),
-    Family("deberta-v2", _deberta),
+    # families with a plan in transformers for which these rules are better, down to Phi-3: their own gathers q|k|v and
+    # both halves of a gated MLP. Apertus' activation has parameters, whose gradients are summed
+    Family("apertus", more={"layers.*.mlp.act_fn": "replicated_with_grad_allreduce"}),
+    Family(
+        "glm glm4 glm4v_text glm_image_text glm_ocr_text",
+        rows="layers.*.mlp.down_proj",
+        more={"layers.*.mlp.gate_up_proj": "packed_colwise"},
+    ),
+    Family(
+        "phi3",
+        rows="layers.*.{self_attn.o_proj,mlp.down_proj}",
+        more={"layers.*.self_attn.qkv_proj": "qkv_colwise", "layers.*.mlp.gate_up_proj": "packed_colwise"},
+    ),
+    Family("axk1 bailing_hybrid deepseek_v3 kimi_linear mistral4 mistral_large4_text youtu", more=_latent),
+    Family(
+        "bloom falcon gpt_neox_japanese persimmon",
+        "{h,layers}.*.mlp.dense_h_to_4h",
+        "{h.*.self_attention,layers.*.self_attn,layers.*.attention}.dense {h,layers}.*.mlp.dense_4h_to_h",
+        _bloom,
+    ),
+    Family(
+        "deberta-v2",
+        "encoder.layer.*.{attention.self.{,pos_}{query,key,value}_proj,intermediate.dense}",
+        "encoder.layer.*.{attention.,}output.dense",
+        _deberta,
+    ),
     Family(
         "distilbert flaubert xlm",
-        {
-            "{transformer.layer.*.attention,attentions.*,encoder_attn.*}.{q,k,v}_lin": "colwise",
-            "{transformer.layer.*.attention,attentions.*,encoder_attn.*}.out_lin": "rowwise",
-            "{transformer.layer.*.ffn,ffns.*}.lin1": "colwise",
-            "{transformer.layer.*.ffn,ffns.*}.lin2": "rowwise",
-        },
+        "{transformer.layer.*.attention,attentions.*,encoder_attn.*}.{q,k,v}_lin {transformer.layer.*.ffn,ffns.*}.lin1",
+        "{transformer.layer.*.attention,attentions.*,encoder_attn.*}.out_lin {transformer.layer.*.ffn,ffns.*}.lin2",
     ),
     Family(
         "gpt2 openai-gpt",
-        {
-            "h.*.attn.c_attn": "qkv_colwise",
-            "h.*.crossattention.q_attn": "colwise",
-            "h.*.crossattention.c_attn": "packed_colwise",
-            "h.*.mlp.c_fc": "colwise",
-            "h.*.{attn,crossattention,mlp}.c_proj": "rowwise",
-        },
+        "h.*.{crossattention.q_attn,mlp.c_fc}",
+        "h.*.{attn,crossattention,mlp}.c_proj",
+        {"h.*.attn.c_attn": "qkv_colwise", "h.*.crossattention.c_attn": "packed_colwise"},
     ),
+    # an indexer of tokens is whole on each rank, and gives numbers, through which no gradient passes
     Family(
-        # an indexer of tokens is whole on each rank, and gives numbers, through which no gradient passes
         "axk2 deepseek_v32 dots3_note_text glm_moe_dsa hy_v4",
-        {"layers.*.self_attn.{indexer,q_a_proj}": "replicate"},
+        more={"layers.*.self_attn.{indexer,q_a_proj}": "replicate"},
     ),
     # attention that reads values of all heads at once stays whole, beside experts and MLPs that do not
-    Family("doge glm5_next_text neomme", {"layers.*.self_attn": "replicate"}),
-    Family("esmc", _ESMC),
-    Family("gemma3n_text", _gemma3n),
-    Family("gpt_bigcode", _bigcode),
+    Family("doge glm5_next_text neomme", more={"layers.*.self_attn": "replicate"}),
+    # norms over the features of all heads, as in OLMo 2
+    Family(
+        "esmc",
+        more={
+            "layers.*.self_attn.{q,k,v}_proj": "colwise_gather_output",
+            "layers.*.self_attn.o_proj": "rowwise_split_input",
+        },
+    ),
+    Family("gemma3n_text", more=_gemma3n),
+    Family(
+        "gpt_bigcode",
+        "h.*.mlp.c_fc",
+        "h.*.{attn,mlp}.c_proj",
+        lambda config: {"h.*.attn.c_attn": "qkv_colwise" if config.multi_query else "colwise"},
+    ),
     Family(
         "gpt_oss openai_privacy_filter",
+        "layers.*.{self_attn.{{q,k,v}_proj,sinks},mlp.experts.{gate_up_proj_bias,down_proj}}",
+        "layers.*.self_attn.o_proj",
         {
             "layers.*.self_attn": "local_params",
-            "layers.*.self_attn.{{q,k,v}_proj,sinks}": "colwise",
-            "layers.*.self_attn.o_proj": "rowwise",
             "layers.*.mlp.experts": "moe_tp_experts",
             "layers.*.mlp.experts.gate_up_proj": "packed_rowwise",  # stored transposed
-            "layers.*.mlp.experts.{gate_up_proj_bias,down_proj}": "colwise",
         },
     ),
-    Family(
-        "gpt_neo",
-        {
-            "h.*.{attn.attention.{q,k,v}_proj,mlp.c_fc}": "colwise",
-            "h.*.{attn.attention.out_proj,mlp.c_proj}": "rowwise",
-        },
-    ),
-    Family("gptj", {"h.*.{attn.{q,k,v}_proj,mlp.fc_in}": "colwise", "h.*.{attn.out_proj,mlp.fc_out}": "rowwise"}),
+    Family("gpt_neo", "h.*.{attn.attention.{q,k,v}_proj,mlp.c_fc}", "h.*.{attn.attention.out_proj,mlp.c_proj}"),
+    Family("gptj", "h.*.{attn.{q,k,v}_proj,mlp.fc_in}", "h.*.{attn.out_proj,mlp.fc_out}"),
     Family(
         "hunyuan_v1_dense muse_spark_text stablelm",  # Muse Spark's experts have a norm of all features: whole
-        {
-            "layers.*.{self_attn.{q,k,v,gate}_proj,mlp.{gate,up}_proj}": "colwise",
-            "layers.*.{self_attn.o_proj,mlp.down_proj}": "rowwise",
-        },
+        "layers.*.{self_attn.{q,k,v,gate}_proj,mlp.{gate,up}_proj}",
+        "layers.*.{self_attn.o_proj,mlp.down_proj}",
     ),
     Family(
         "modernbert modernbert-decoder",
-        {
-            "layers.*.attn.Wqkv": "qkv_colwise",
-            "layers.*.attn.{q,k,v}_proj": "colwise",
-            "layers.*.mlp.Wi": "packed_colwise",
-            "layers.*.{attn,mlp}.Wo": "rowwise",
-        },
+        "layers.*.attn.{q,k,v}_proj",
+        "layers.*.{attn,mlp}.Wo",
+        {"layers.*.attn.Wqkv": "qkv_colwise", "layers.*.mlp.Wi": "packed_colwise"},
     ),
     Family(
         "mpnet",
-        {
-            "encoder.layer.*.{attention.attn.{q,k,v},intermediate.dense}": "colwise",
-            "encoder.layer.*.{attention.attn.o,output.dense}": "rowwise",
-            "encoder.relative_attention_bias": "embedding_heads",
-        },
+        "encoder.layer.*.{attention.attn.{q,k,v},intermediate.dense}",
+        "encoder.layer.*.{attention.attn.o,output.dense}",
+        {"encoder.relative_attention_bias": "embedding_heads"},
     ),
     Family(
         "mpt",
-        {
-            "blocks.*.attn": "heads_argument",
-            "blocks.*.attn.Wqkv": "qkv_colwise",
-            "blocks.*.ffn.up_proj": "colwise",
-            "blocks.*.{attn.out_proj,ffn.down_proj}": "rowwise",
-        },
+        "blocks.*.ffn.up_proj",
+        "blocks.*.{attn.out_proj,ffn.down_proj}",
+        {"blocks.*.attn": "heads_argument", "blocks.*.attn.Wqkv": "qkv_colwise"},
     ),
-    Family("longt5 mt5 switch_transformers t5 umt5", _t5),
+    Family(
+        "longt5 mt5 switch_transformers t5 umt5",
+        _T5_ATTENTION + "{q,k,v}",
+        _T5_ATTENTION + "o",
+        # the bias of each head by distance is sharded as the heads are
+        lambda config: {_T5_ATTENTION + "relative_attention_bias": "embedding_heads", **_T5_EXPERTS(config)},
+    ),
     Family(
         "nemotron_h",
-        {
-            "layers.*.mixer.{{q,k,v}_proj,{,shared_experts.}up_proj}": "colwise",
-            "layers.*.mixer.{o_proj,{,shared_experts.}down_proj}": "rowwise",
-        },
+        "layers.*.mixer.{{q,k,v}_proj,{,shared_experts.}up_proj}",
+        "layers.*.mixer.{o_proj,{,shared_experts.}down_proj}",
     ),
-    Family("nllb-moe", _nllb),
+    Family(
+        "nllb-moe",
+        _NLLB + "{q,k,v}_proj",
+        _NLLB + "out_proj",
+        _experts("layers.*.ffn.{,EXPERTS}fc1", "layers.*.ffn.{,EXPERTS}fc2"),
+    ),
     Family(
         "zaya",  # its attention mixes all heads by convolutions
-        {
+        rows="layers.*.mlp.experts.down_proj",
+        more={
             "layers.*.self_attn": "replicate",
             "layers.*.mlp.experts": "moe_tp_experts",
             "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
-            "layers.*.mlp.experts.down_proj": "rowwise",
         },
     ),
     Family(
-        "audio-spectrogram-transformer beit clip clip_text_model clip_vision_model data2vec-audio deit dinov2 "
+        "audio-spectrogram-transformer clip clip_text_model clip_vision_model data2vec-audio deit dinov2 "
         "dinov2_with_registers hubert ijepa siglip_vision_model siglip2_vision_model vit vit_mae vit_msn vivit "
         "wav2vec2 siglip_text_model siglip2_text_model",
-        _vision,
+        _VISION_COLUMNS,
+        _VISION_ROWS,
     ),
+    Family("beit", _VISION_COLUMNS, _VISION_ROWS, {"layers.*.attention": "heads_argument"}),
     Family(
         "qwen2_vl_vision qwen2_5_vl_vision",
-        {
-            "blocks.*.attn.qkv": "qkv_colwise",
-            "blocks.*.{attn.proj,mlp.fc2,mlp.down_proj}": "rowwise",
-            "blocks.*.mlp.{fc1,gate_proj,up_proj}": "colwise",
-        },
+        "blocks.*.mlp.{fc1,gate_proj,up_proj}",
+        "blocks.*.{attn.proj,mlp.fc2,mlp.down_proj}",
+        {"blocks.*.attn.qkv": "qkv_colwise"},
     ),
 )
 _BY_KIND = {kind: family for family in FAMILIES for kind in family.kinds.split()}
@@ -286,8 +252,9 @@ def rules_of(config: Any) -> dict[str, Rule]:
     family = _BY_KIND.get(getattr(config, "model_type", ""))
     if family is None:
         return {}
-    rules = family.rules(config) if callable(family.rules) else family.rules
-    return {name: rule for pattern, rule in rules.items() for name in _expanded(pattern)}
+    rules = {**dict.fromkeys(family.columns.split(), "colwise"), **dict.fromkeys(family.rows.split(), "rowwise")}
+    more = family.more(config) if callable(family.more) else family.more
+    return {name: rule for pattern, rule in {**rules, **more}.items() for name in _expanded(pattern)}
 
 
 def _expanded(pattern: str) -> Iterator[str]:

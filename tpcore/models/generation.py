@@ -1,18 +1,136 @@
-"""``model.generate`` of a sharded model: all ranks choose the same tokens."""
+"""``generate`` and continuous batching of a sharded model: all ranks choose the same tokens."""
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Callable
 from functools import wraps
+from threading import Event
 from types import MethodType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from ..checkpoint.dtensor import device_mesh
 from ..comm.comm import Comm
 from ..runtime.consensus import gather_bytes
+from ..runtime.context import ParallelContext
 from ..runtime.random import get_state, set_state
+from ..settings import LOCAL_WORLD_SIZE
+
+_SHARE = 0.5
+"""The share of a host's free memory that the caches of its ranks may take together."""
+_ROWS, _LENGTH = 16, 2048
+"""Requests at a time, and tokens of each, where nothing is known of them."""
+_TOKENS = 512
+"""In one step on a CPU: each costs activations, and a longer step lets all who decode wait."""
+
+
+def batch_alike(model: nn.Module, ctx: ParallelContext) -> None:
+    """Let ``model.init_continuous_batching``, on which ``generate_batch`` is built, know that tp ranks have its heads.
+    All ranks call it, and the first rank of the tp group takes the requests."""
+    original: Callable[..., Any] | None = getattr(type(model), "init_continuous_batching", None)
+    if original is None:
+        return
+
+    @wraps(original)
+    def init_continuous_batching(
+        self: Any, generation_config: Any = None, continuous_batching_config: Any = None, workload_hints: Any = None
+    ) -> Any:
+        others = [axis for axis in ("pp", "ep", "cp") if ctx.mesh.axes.get(axis, 1) > 1]
+        if others:
+            raise ValueError(
+                f"continuous batching over {' and '.join(others)}: each tp group steps by itself, and these ranks "
+                "would wait for one another; shard the model over tp alone, or call generate"
+            )
+        self.eval()
+        heads = _local_heads(self)
+        config = _sized(continuous_batching_config, self, workload_hints, heads, ctx)
+        if ctx.comm("tp").size == 1:
+            return original(self, generation_config, config, workload_hints)
+        self.__dict__["_device_mesh"] = device_mesh(ctx, {axis: n for axis, n in ctx.mesh.axes.items() if n > 1})
+        try:
+            manager = original(self, generation_config, config, workload_hints)
+        finally:
+            del self.__dict__["_device_mesh"]
+        if not manager.is_tp_driver:
+            manager._wake_up_loop = _Awake()
+        return _with_heads(manager, heads)
+
+    model.__dict__["init_continuous_batching"] = MethodType(init_continuous_batching, model)
+
+
+def _local_heads(model: Any) -> int:
+    """How many key and value heads a rank has, whatever the plan has made of them: as its cache of one token says."""
+    ids = torch.ones(1, 1, dtype=torch.int64, device=model.device)
+    with torch.no_grad():
+        cache = model(input_ids=ids, use_cache=True).past_key_values
+    kept = [getattr(layer, "keys", None) for layer in getattr(cache, "layers", ())]
+    heads = {t.shape[1] for t in kept if isinstance(t, Tensor) and t.ndim == 4}
+    if len(heads) != 1:
+        raise ValueError(
+            f"{type(model).__name__} has layers with {sorted(heads)} key and value heads on a rank: the paged cache of "
+            "continuous batching has one number for all; call generate"
+        )
+    return int(heads.pop())
+
+
+def _sized(config: Any, model: Any, hints: Any, heads: int, ctx: ParallelContext) -> Any:
+    """``config`` with sizes that the requests need and that fit: by default each process of a CPU would take most of
+    the memory of its host."""
+    import psutil
+    from transformers import ContinuousBatchingConfig
+
+    config = ContinuousBatchingConfig() if config is None else copy.deepcopy(config)
+    if ctx.device.type == "cpu":
+        step = config.max_batch_tokens = config.max_batch_tokens or _TOKENS
+        config.max_requests_per_batch = config.max_requests_per_batch or (hints.num_requests if hints else _ROWS)
+        if config.num_blocks is None and config.max_memory_percent is None:
+            tokens = hints.max_prompt_length + hints.max_generated_length if hints else _LENGTH
+            rows = hints.num_requests if hints else _ROWS
+            free = int(psutil.virtual_memory().available * _SHARE) // LOCAL_WORLD_SIZE.get()
+            needed = rows * (1 + math.ceil(tokens / config.page_size))
+            config.num_blocks = max(1, min(needed, free // (config.page_size * _bytes(model, heads, step))))
+    return config
+
+
+def _bytes(model: Any, heads: int, step: int) -> int:
+    """What one token of the caches takes on a rank: its keys and values there, and, as the engine counts it, their copy
+    for attention and its column in two masks of ``step`` rows."""
+    config = model.config.get_text_config()
+    queries: int = config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // queries
+    kept, copied = 2 * config.num_hidden_layers * heads * size, (2 * queries + heads) * size
+    return int((kept + copied + 2 * step) * model.dtype.itemsize)
+
+
+class _Awake(Event):
+    """Of a rank that takes no requests: between steps it waits for the first rank, in a collective, and not here."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        return True
+
+
+def _with_heads(manager: Any, heads: int) -> Any:
+    """The ``manager``, whose cache has ``heads``. It takes the number of the configuration, and divides it by tp where
+    a plan has the names of projections."""
+    manager.distributed_helper.tp_plan = {}
+    create, config = manager._create_batch_processor, manager.model.config.get_text_config()
+
+    def of_one_rank() -> Any:
+        before = vars(config).get("num_key_value_heads")
+        config.num_key_value_heads = heads
+        try:
+            return create()
+        finally:
+            config.num_key_value_heads = before
+            if before is None:
+                del config.num_key_value_heads
+
+    manager._create_batch_processor = of_one_rank
+    return manager
 
 
 def generate_alike(model: nn.Module, comm: Comm) -> None:
@@ -24,16 +142,11 @@ def generate_alike(model: nn.Module, comm: Comm) -> None:
 
     @wraps(original)
     def generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        _align(comm)
+        state = get_state()
+        for name, t in state.items():
+            first = gather_bytes(t.cpu().numpy().tobytes(), comm)[0]
+            state[name] = torch.frombuffer(bytearray(first), dtype=t.dtype).view(t.shape)
+        set_state(state)
         return original(self, *args, **kwargs)
 
     model.__dict__["generate"] = MethodType(generate, model)
-
-
-def _align(comm: Comm) -> None:
-    """Let all ranks of ``comm`` go on from the random state of the first one. Collective."""
-    state = get_state()
-    for name, t in state.items():
-        first = gather_bytes(t.cpu().numpy().tobytes(), comm)[0]
-        state[name] = torch.frombuffer(bytearray(first), dtype=t.dtype).view(t.shape)
-    set_state(state)

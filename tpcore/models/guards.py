@@ -45,11 +45,9 @@ _MESSAGES = {
 }
 
 
-def _resize(model: nn.Module, *args: Any, **kwargs: Any) -> NoReturn:
-    raise ValueError(
-        f"the vocabulary of this {type(model).__name__} is cut over ranks: call resize_token_embeddings "
-        "before tpcore.parallelize"
-    )
+def _resize(model: nn.Module, *_: Any, **__: Any) -> NoReturn:
+    what = f"the vocabulary of this {type(model).__name__} is cut over ranks"
+    raise ValueError(f"{what}: call resize_token_embeddings before tpcore.parallelize")
 
 
 def guard(model: nn.Module) -> None:

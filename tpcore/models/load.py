@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -40,18 +41,18 @@ class ExpertLoad:
 
     def __init__(self, model: nn.Module, ctx: ParallelContext | None = None) -> None:
         self._ctx = ctx or current()
-        layers = {name: module for name, module in model.named_modules() if _NUMBERS in _arguments(module)}
-        if not layers:
+        self._layers = {n: m for n, m in model.named_modules() if _NUMBERS in _signature(m).parameters}
+        if not self._layers:
             raise ValueError(f"{type(model).__name__} has no layer of experts that are chosen by number ({_NUMBERS}=)")
         self._counts: dict[str, Tensor] = {}
         self._dropped: dict[str, Tensor] = {}
-        self._watched = {name: layer for name, layer in layers.items() if isinstance(layer, ShardedExperts)}
-        self._watchers = {name: self._watcher(name) for name in self._watched}
-        for name, layer in self._watched.items():
-            layer.watchers.append(self._watchers[name])
-        self._handles = [
-            module.register_forward_pre_hook(self._hook(name), with_kwargs=True) for name, module in layers.items()
-        ]
+        self._ends = []
+        for name, layer in self._layers.items():
+            hook = layer.register_forward_pre_hook(partial(self._count, name), with_kwargs=True)
+            self._ends.append(hook.remove)
+            if isinstance(layer, ShardedExperts):
+                layer.watchers.append(watcher := partial(self._drop, name))
+                self._ends.append(partial(layer.watchers.remove, watcher))
 
     def read(self) -> dict[str, Load]:
         """By name of the layer of experts; counting starts anew. Collective over the data ranks."""
@@ -61,52 +62,32 @@ class ExpertLoad:
             made = total.sum().clamp_min(1)
             share = total / made
             entropy = -float(torch.special.xlogy(share, share).sum()) / math.log(max(len(share), 2))
-            found[name] = Load(share, entropy, float(self._all_dropped(name, counts)) / float(made))
+            dropped, layer = self._ctx.data.all_reduce(self._dropped.get(name, counts.new_zeros(1))), self._layers[name]
+            if isinstance(layer, ShardedExperts) and layer.distributed:
+                dropped = layer.tp.all_reduce(dropped)
+            found[name] = Load(share, entropy, float(dropped) / float(made))
         self._counts.clear()
         self._dropped.clear()
         return found
 
-    def _all_dropped(self, name: str, counts: Tensor) -> Tensor:
-        """On each rank, for a capacity is the same on all."""
-        dropped = self._ctx.data.all_reduce(self._dropped.get(name, counts.new_zeros(1)))
-        layer = self._watched.get(name)
-        return layer.tp.all_reduce(dropped) if layer is not None and layer.distributed else dropped
-
     def close(self) -> None:
         """Count no further forward."""
-        for handle in self._handles:
-            handle.remove()
-        for name, layer in self._watched.items():
-            layer.watchers.remove(self._watchers[name])
+        for end in self._ends:
+            end()
 
-    def _watcher(self, name: str) -> Callable[[Tensor], None]:
-        def watch(dropped: Tensor) -> None:
-            self._dropped[name] = self._dropped[name] + dropped if name in self._dropped else dropped
+    def _drop(self, name: str, dropped: Tensor) -> None:
+        self._dropped[name] = self._dropped[name] + dropped if name in self._dropped else dropped
 
-        return watch
-
-    def _hook(self, name: str) -> Any:
-        def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            chosen = _signature(module).bind_partial(*args, **kwargs).arguments[_NUMBERS].detach().flatten()
-            counts = self._counts.get(name)
-            if counts is None:
-                size = max(_sizes(module))
-                counts = self._counts[name] = torch.zeros(size, dtype=torch.int64, device=chosen.device)
-            counts.scatter_add_(0, chosen.long(), torch.ones_like(chosen, dtype=torch.int64))
-
-        return count
+    def _count(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        chosen = _signature(module).bind_partial(*args, **kwargs).arguments[_NUMBERS].detach().flatten()
+        if name not in self._counts:
+            # the first dims of whole parameters are the number of experts
+            own = dict(module.named_parameters(recurse=False))
+            marks: Mapping[str, Any] = module.shard_specs if isinstance(module, ShardedExperts) else own
+            size = max(marks[key].shape[0] for key in own)
+            self._counts[name] = torch.zeros(size, dtype=torch.int64, device=chosen.device)
+        self._counts[name].scatter_add_(0, chosen.long(), torch.ones_like(chosen, dtype=torch.int64))
 
 
 def _signature(module: nn.Module) -> inspect.Signature:
-    inner = module.inner if isinstance(module, ShardedExperts) else module
-    return inspect.signature(inner.forward)
-
-
-def _arguments(module: nn.Module) -> set[str]:
-    return set(_signature(module).parameters)
-
-
-def _sizes(module: nn.Module) -> Iterator[int]:
-    """The first dims of the whole parameters: the number of experts."""
-    for name, p in module.named_parameters(recurse=False):
-        yield module.shard_specs[name].shape[0] if isinstance(module, ShardedExperts) else p.shape[0]
+    return inspect.signature(module.inner.forward if isinstance(module, ShardedExperts) else module.forward)

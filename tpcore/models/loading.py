@@ -6,11 +6,11 @@ import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ..checkpoint.forms.registry import open_source
@@ -32,10 +32,8 @@ StrPath = str | os.PathLike[str]
 
 
 class _Shapes(TorchFunctionMode):
-    """Makes ``torch.empty``, which torch's modules call for their parameters, allocate on meta.
-
-    All else has values: buffers that no file contains, such as rotary frequencies, are computed.
-    """
+    """Makes ``torch.empty``, which torch's modules call for their parameters, allocate on meta. All else has values:
+    buffers that no file contains, such as rotary frequencies, are computed."""
 
     on = True
 
@@ -77,16 +75,6 @@ def lazy() -> Iterator[None]:
             setattr(PreTrainedModel, name, method)
 
 
-@dataclass(frozen=True)
-class _Shape:
-    """A tensor of a file, of which transformers sees the shape alone."""
-
-    stored: Stored
-
-    def __getitem__(self, _: Any) -> Tensor:
-        return torch.empty(self.stored.shape, dtype=self.stored.dtype, device="meta")
-
-
 def _remember(model: Any, state_dict: Any, files: Any, config: Any, *_: Any) -> tuple[Any, None]:
     """Instead of ``PreTrainedModel._load_pretrained_model``: the same report, and nothing is read."""
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
@@ -100,7 +88,7 @@ def _remember(model: Any, state_dict: Any, files: Any, config: Any, *_: Any) -> 
         tensors = {n: t for n, t in by_model_name(model, stored, mapping).items() if isinstance(t, Stored)}
         _check_ties(model, tensors)
         on_meta = replace(config, device_map={"": "meta"}, weight_mapping=None, hf_quantizer=None)
-        shapes = {name: _Shape(stored) for name, stored in tensors.items()}
+        shapes = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in tensors.items()}
         report, _ = convert_and_load_state_dict_in_model(model, shapes, on_meta)
         model._weight_conversions = [entry for entry in mapping if entry.was_used()]
         unused = report.unexpected_keys | {name for name, *_ in report.mismatched_keys}
@@ -170,20 +158,17 @@ def open_weights(model: Any, path: str) -> Weights:
 
 
 def read_parts(model: nn.Module, weights: Weights, ctx: ParallelContext, quantize: torch.dtype | None = None) -> None:
-    """Fill ``model`` from ``weights``; each rank reads its parts. Collective over the world.
-
-    ``quantize``: linear layers are read one by one, and each is quantized before the next has memory.
-
-    Parameters on meta get memory and stay the same objects. Raises CheckpointError on every rank if a tensor
-    does not fit or still has no values afterwards.
-    """
+    """Fill ``model`` from ``weights``; each rank reads its parts. Collective over the world. ``quantize``: linear
+    layers are read one by one, and each is quantized before the next has memory. Parameters on meta get memory and stay
+    the same objects. Raises CheckpointError on every rank if a tensor does not fit or still has no values
+    afterwards."""
     if quantize is not None:
         named = quantized.layers_of(model)
+        prefixes = tuple(f"{name}." for name, _ in named)
         for part, layer in quantized.apart(model, named):
             names = part.state_dict(keep_vars=True).keys()
-            own = {n: t for n, t in weights.tensors.items() if n in names or layer is None}
-            if layer is None:
-                own = {n: t for n, t in own.items() if not n.startswith(tuple(f"{name}." for name, _ in named))}
+            rest = layer is None
+            own = {n: t for n, t in weights.tensors.items() if (not n.startswith(prefixes) if rest else n in names)}
             read_parts(part, replace(weights, tensors=own), ctx)
             if layer is not None:
                 quantized.quantize(model, layer, quantize)

@@ -1,13 +1,12 @@
-"""peft's LoRA layers around sharded layers: beside a column layer B is sharded, beside a row layer A.
+"""peft's LoRA layers around sharded layers (Hu et al. 2021, arXiv:2106.09685).
 
-Hu et al. 2021, arXiv:2106.09685. An adapter of a column layer has A whole, and B by the features of the
-layer; one of a row layer has A by the features that the layer takes, whose output of rank r is summed, and B
-whole.
+Beside a column layer A is whole, and B sharded by the features of the layer. Beside a row layer A is sharded by the
+features that the layer takes, and its output is summed; B is whole.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from peft.tuners import lora
@@ -16,19 +15,13 @@ from torch import Tensor, nn
 from ..layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
 from ..layers.plain import keeping
 from ..layers.sharding import sharding
+from .forwards import sum_gradients
 from .loss import IS_HEAD
-from .summed import sum_gradients
 
 
-@dataclass(frozen=True)
-class _TokensSharded:
-    """Whether a row layer's output is this rank's tokens, in the current forward."""
-
-    row: RowParallelLinear
-
-    @property
-    def active(self) -> bool:
-        return self.row.sequence_dim is not None
+def _has_some_tokens(row: RowParallelLinear) -> bool:
+    """Whether the output of ``row`` is this rank's tokens, in the current forward."""
+    return row.sequence_dim is not None
 
 
 class ShardedLora(lora.Linear):  # type: ignore[misc, unused-ignore]
@@ -64,7 +57,7 @@ class ShardedLora(lora.Linear):  # type: ignore[misc, unused-ignore]
             split, pad = base.input_is_parallel, base.features.padded
             row = RowParallelLinear.from_plain(a, input_is_parallel=split, blocks=blocks, pad=pad, **own)
             self.lora_A[name] = part = keeping(row, a)
-            sum_gradients(b, base.tp, _TokensSharded(base))
+            sum_gradients(b, base.tp, partial(_has_some_tokens, base))
         part.register_load_state_dict_pre_hook(take_part)
 
     def merge(self, *args: Any, **kwargs: Any) -> None:
@@ -126,7 +119,7 @@ def refuse(config: Any, *, made: bool = False) -> None:
     kind = getattr(config.peft_type, "value", config.peft_type)
     if kind != "LORA":
         raise ValueError(f"adapters of a sharded model are LoRA's, not {kind}: train them on the whole model")
-    wrong = {name: value for name in _REFUSED if (value := getattr(config, name, None))}
+    wrong = {name: value for name in _REFUSED.split() if (value := getattr(config, name, None))}
     if not made and isinstance(config.init_lora_weights, str) and config.init_lora_weights != "gaussian":
         wrong["init_lora_weights"] = config.init_lora_weights  # made of the whole weight
     if wrong:
@@ -134,20 +127,10 @@ def refuse(config: Any, *, made: bool = False) -> None:
         raise ValueError(f"LoraConfig({named}) is not there for a sharded model: leave it out")
 
 
-_REFUSED = (
-    "use_dora",  # the norm of a whole weight's rows
-    "target_parameters",
-    "layer_replication",
-    "trainable_token_indices",
-    "use_qalora",
-    "use_bdlora",
-    "alora_invocation_tokens",
-    "arrow_config",
-    "velora_config",
-    "monteclora_config",
-    "kasa_config",
-    "megatron_config",
-)
+_REFUSED = """
+use_dora target_parameters layer_replication trainable_token_indices use_qalora use_bdlora alora_invocation_tokens
+arrow_config velora_config monteclora_config kasa_config megatron_config
+"""  # DoRA, because it takes the norm of a whole weight's rows
 
 
 def take_part(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

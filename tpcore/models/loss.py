@@ -26,53 +26,33 @@ class VocabularyLoss:
     def __init__(self, head: ColumnParallelLinear, whole: Callable[..., Tensor], shift: bool) -> None:
         self._head, self._whole, self._shift = head, whole, shift
 
-    def __call__(
-        self,
-        logits: Tensor,
-        labels: Tensor | None = None,
-        vocab_size: int | None = None,
-        num_items_in_batch: Tensor | int | None = None,
-        ignore_index: int = -100,
-        shift_labels: Tensor | None = None,
-        **options: Any,
-    ) -> Tensor:
+    def __call__(self, logits: Tensor, labels: Any = None, vocab_size: int | None = None, **options: Any) -> Tensor:
+        vocab = self._head.out_features
         if self._head.gather_output:
-            vocab = self._head.out_features if vocab_size is None else vocab_size
-            extra = {} if shift_labels is None else {"shift_labels": shift_labels}
-            return self._whole(logits, labels, vocab, num_items_in_batch, ignore_index=ignore_index, **extra, **options)
-        if shift_labels is not None:
-            labels = shift_labels
+            return self._whole(logits, labels, vocab if vocab_size is None else vocab_size, **options)
+        ignored, smoothing = options.get("ignore_index", -100), options.get("label_smoothing", 0.0)
+        if options.get("shift_labels") is not None:
+            labels = options["shift_labels"]
         elif labels is not None and self._shift:
-            labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+            labels = F.pad(labels, (0, 1), value=ignored)[..., 1:]
         if labels is None:
             raise ValueError("the loss over a cut vocabulary needs labels, or shift_labels")
-        each = parallel_cross_entropy(
-            logits,
-            labels,
-            options.get("label_smoothing", 0.0),
-            ignore_index,
-            vocab_size=self._head.out_features,
-            group=self._head.tp,
-        )
-        count = (labels != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
-        return each.sum() / count
+        each = parallel_cross_entropy(logits, labels, smoothing, ignored, vocab_size=vocab, group=self._head.tp)
+        count = options.get("num_items_in_batch")
+        return each.sum() / ((labels != ignored).sum() if count is None else count)
 
 
-def cut_loss(model: nn.Module, head: ColumnParallelLinear) -> bool:
-    """Compute the loss from parts of the vocabulary if ``model`` calls ``self.loss_function``; else False.
-
-    With labels the logits stay parts until the loss is computed. The output's logits are whole in eval mode.
-    In training mode they stay this rank's part: gathering them costs more than the loss.
-    """
+def cut_loss(model: nn.Module, head: ColumnParallelLinear) -> None:
+    """Compute the loss from parts of the vocabulary if ``model`` calls ``self.loss_function``. With labels the logits
+    stay parts until the loss is computed. The output's logits are whole in eval mode. In training mode they stay this
+    rank's part: gathering them costs more than the loss."""
     head.__dict__[IS_HEAD] = True
     whole = getattr(model, "loss_function", None)
     shift = _SHIFTS.get(getattr(whole, "__name__", ""))
-    if whole is None or shift is None or not asks_loss_function(type(model).forward):
-        return False
-    model.loss_function = VocabularyLoss(head, whole, shift)  # type: ignore[assignment]
-    model.register_forward_pre_hook(_before, with_kwargs=True)
-    model.register_forward_hook(_after, with_kwargs=True)
-    return True
+    if whole is not None and shift is not None and asks_loss_function(type(model).forward):
+        model.loss_function = VocabularyLoss(head, whole, shift)  # type: ignore[assignment]
+        model.register_forward_pre_hook(_before, with_kwargs=True)
+        model.register_forward_hook(_after, with_kwargs=True)
 
 
 def _head(model: nn.Module) -> ColumnParallelLinear | None:

@@ -1,94 +1,141 @@
-"""The names of a model's tensors in files, by transformers' own mapping.
-
-transformers 5 renamed modules of many families (the head of GPT-NeoX, every layer of ViT) and kept the names
-in files.
-"""
+"""The names of a model's tensors in files, by transformers' own mapping, which renames modules of many families."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from ..checkpoint.storage.files import read_file
 from ..checkpoint.storage.tensorfile import Writable
-from ..errors import CheckpointError
+from ..errors import CheckpointError, extra
+from .loading import lazy
 
 Source = TypeVar("Source", bound=Writable)
 
 
 @dataclass(frozen=True)
 class Split(Generic[Source]):
-    """One of the tensors that files have of a ``source``, which is made when the first of them is written."""
+    """One of the tensors that files have of a ``source``, the tensor ``of`` the model: all are made when the first of
+    them is written."""
 
     source: Source
-    like: Tensor
+    shape: tuple[int, ...]
+    dtype: torch.dtype
     name: str
     values: dict[str, Tensor]
-    split: Callable[[Tensor], dict[str, Tensor]]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.like.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.like.dtype
+    model: Any
+    of: str
 
     def pieces(self) -> Iterator[Tensor]:
         if self.name not in self.values:
             pieces = list(self.source.pieces())
-            self.values.update(self.split(pieces[0] if len(pieces) == 1 else torch.cat(pieces)))
+            value = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+            self.values.update(_stored_as(self.model, {self.of: value}))
         yield self.values.pop(self.name).contiguous()
 
 
 def in_files(model: Any, tensors: Mapping[str, Source]) -> dict[str, Source | Split[Source]]:
     """What files have of ``tensors``, which are named as in the model: by names in files."""
+    sizes = {i + 1: name for i, name in enumerate(tensors)}  # a number of entries identifies a tensor once renamed
     with suppress(CheckpointError):
-        names = names_in_files(model, tensors)
-        return {names[name]: t for name, t in tensors.items()}
+        answer = _stored_as(model, {name: torch.empty(size, device="meta") for size, name in sizes.items()})
+        names = {sizes.get(len(t)): new for new, t in answer.items() if t.ndim == 1}
+        if names.keys() == tensors.keys() and len(answer) == len(tensors):
+            return {names[name]: t for name, t in tensors.items()}
     values: dict[str, Tensor] = {}
     stored: dict[str, Source | Split[Source]] = {}
     for name, source in tensors.items():
-        parts = stored_as(model, name, torch.empty(source.shape, dtype=source.dtype, device="meta"))
-        split = partial(stored_as, model, name)
-        stored |= {part: Split(source, like, part, values, split) for part, like in parts.items()}
+        parts = _stored_as(model, {name: torch.empty(source.shape, dtype=source.dtype, device="meta")})
+        for part, t in parts.items():
+            stored[part] = Split(source, tuple(t.shape), t.dtype, part, values, model, name)
     return stored
 
 
-def stored_as(model: Any, name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """What files have of one tensor of the model, by names in files: experts, for example, each by itself.
-
-    CheckpointError if files have this tensor merged with others.
-    """
+def _stored_as(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What files have of tensors of the model, by names in files: experts, for example, each by itself. CheckpointError
+    if files have one of them merged with others."""
     from transformers.core_model_loading import revert_weight_conversion
 
     try:
-        answer: dict[str, Tensor] = revert_weight_conversion(model, {name: tensor})
+        answer: dict[str, Tensor] = revert_weight_conversion(model, dict(tensors))
     except Exception as e:
         raise CheckpointError(
-            f"{type(model).__name__} is stored with {name} merged with others, which is not done one by one: model."
-            f"save_pretrained(dir, state_dict=tpcore.models.full_state_dict(model)) holds all of it in memory: {e}"
+            f"{type(model).__name__} is stored with {next(iter(tensors))} merged with others, which is not done one by "
+            "one: model.save_pretrained(dir, state_dict=tpcore.models.full_state_dict(model)) holds all of it in "
+            f"memory: {e}"
         ) from e
     return answer
 
 
-def names_in_files(model: Any, names: Iterable[str]) -> dict[str, str]:
-    """The name in files for each name of the model. Only names are mapped, no values."""
-    from transformers.core_model_loading import revert_weight_conversion
+def _path_of(config: str | os.PathLike[str], name: str) -> Path:
+    """``config``, or the file of this ``name`` where it is a directory; CheckpointError if there is none."""
+    path = Path(config) / name if os.path.isdir(config) else Path(config)
+    if not path.is_file():
+        raise CheckpointError(f"there is no configuration {path}")
+    return path
 
-    order = list(names)
-    # each tensor's number of entries identifies it after the renaming
-    meta = {name: torch.empty((i + 1,), device="meta") for i, name in enumerate(order)}
+
+def model_of(config: str | os.PathLike[str]) -> Any:
+    """The model of a ``config.json``, or of the directory that has one, without values. CheckpointError for a file that
+    is none, or that names no class of transformers."""
+    with extra("hf", "a config.json"):
+        import transformers
+    path = _path_of(config, "config.json")
     try:
-        answer = revert_weight_conversion(model, dict(meta))
-    except Exception as e:
-        raise CheckpointError(f"{type(model).__name__} is stored merged or split, not by renaming: {e}") from e
-    found = {order[t.shape[0] - 1]: name for name, t in answer.items() if t.ndim == 1}
-    if found.keys() != set(order) or len(answer) != len(order):
-        raise CheckpointError(f"{type(model).__name__} is stored with tensors merged or split, not by renaming")
-    return found
+        entries = json.loads(read_file(str(path)))
+        kind = getattr(transformers, entries["architectures"][0])
+        made = kind.config_class.from_dict(entries)
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as e:
+        raise CheckpointError(
+            f"{path} names no model class of transformers {transformers.__version__} in 'architectures': {e}"
+        ) from e
+    with lazy():
+        return kind._from_config(made)
+
+
+def stored_tensors(
+    config: str | os.PathLike[str], tensors: Mapping[str, Source]
+) -> Mapping[str, Source | Split[Source]]:
+    """The tensors that files have of ``tensors``, by their names there, but for those tied to another. Those that a
+    model has merged, as experts, are split when they are written. CheckpointError for names that the model of
+    ``config`` does not have, and for tensors that are missing."""
+    model = model_of(config)
+    own = model.state_dict(keep_vars=True)
+    tied = model.all_tied_weights_keys.items()
+    targets = {name for name, source in tied if source in tensors}
+    unknown = sorted(tensors.keys() - own.keys())
+    missing = sorted(own.keys() - tensors.keys() - targets - {source for name, source in tied if name in tensors})
+    if unknown or missing:
+        what = f"has no {', '.join(unknown[:5])}" if unknown else f"also has {', '.join(missing[:5])}"
+        raise CheckpointError(f"{config}: a {type(model).__name__} {what}: this is a checkpoint of another model")
+    return in_files(model, {name: t for name, t in tensors.items() if name not in targets})
+
+
+def adapter_tensors(config: str | os.PathLike[str], tensors: Mapping[str, Source]) -> Mapping[str, Source]:
+    """Those of ``tensors`` that peft's files have of an adapter, ``default`` or the only one, by their names there.
+    ``config``: an ``adapter_config.json``, or its folder. CheckpointError for names without adapters."""
+    path = _path_of(config, "adapter_config.json")
+    if (bias := json.loads(read_file(str(path))).get("bias", "none")) != "none":
+        raise CheckpointError(f"{path}: bias={bias!r} trains the model's own: write them with save_pretrained")
+    found = [(name, match) for name in tensors if (match := _OF_ADAPTER.fullmatch(name))]
+    adapters = sorted({match["adapter"] for _, match in found})
+    wanted = "default" if "default" in adapters else adapters[0] if len(adapters) == 1 else None
+    if wanted is None:
+        raise CheckpointError(f"{path}: the checkpoint has the adapters {adapters}, and one is written, 'default'")
+    kept = [(name, m) for name, m in found if m["adapter"] == wanted]
+    return {m["owner"] + (m["kind"] or "") + m["leaf"]: tensors[name] for name, m in kept}
+
+
+_OF_ADAPTER = re.compile(
+    r"(?P<owner>.+?)(?:(?P<kind>\.lora_\w+)|\.modules_to_save)\.(?P<adapter>[^.]+)(?P<leaf>(?:\..+)?)"
+)
+"""A name in memory. In files the adapter's name is left out, and ``modules_to_save``."""

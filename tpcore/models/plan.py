@@ -27,15 +27,7 @@ STYLES = frozenset(
     | {EMBEDDING_ROW, EMBEDDING_COLUMN, EMBEDDING_HEADS, HEADS_ARGUMENT, SUMMED, REPLICATE, LOCAL_PARAMETERS}
     | {EXPERTS, PARTIAL, IDENTITY_EXPERT, LATENT}
 )
-ALIASES = {
-    # before transformers 5.1 (huggingface/transformers#42809)
-    "colwise_rep": COLUMN_GATHERED,
-    "rowwise_rep": ROW_SPLIT,
-    "local_colwise": COLUMN,
-    "local_rowwise": ROW,
-    "local_packed_colwise": PACKED_COLUMN,
-    "local_packed_rowwise": PACKED_ROW,
-}
+ALIASES = {"colwise_rep": COLUMN_GATHERED, "rowwise_rep": ROW_SPLIT}  # before transformers 5.1
 
 
 def wildcard(name: str) -> str:

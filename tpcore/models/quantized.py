@@ -12,14 +12,12 @@ from torch import nn
 from ..layers import ColumnParallelLinear, RowParallelLinear
 from ..layers.quantized import QuantizedLinear, check_dtype, freeze, hold
 
-Named = tuple[str, Any]
 
-
-def layers_of(model: nn.Module) -> list[Named]:
+def layers_of(model: nn.Module) -> list[tuple[str, Any]]:
     """The linear layers inside of numbered layers, which does not include heads. ValueError if there are none."""
     kinds = nn.Linear, ColumnParallelLinear, RowParallelLinear
-    named = list(model.named_modules())
-    found = [(name, m) for name, m in named if type(m) in kinds and any(map(str.isdigit, name.split(".")))]
+    linear = [(name, m) for name, m in model.named_modules() if type(m) in kinds]
+    found = [(name, m) for name, m in linear if any(map(str.isdigit, name.split(".")))]
     if not found:
         raise ValueError(f"{type(model).__name__} has no nn.Linear in its layers, so there is nothing to quantize")
     return found
@@ -52,19 +50,11 @@ def quantize(model: nn.Module, layer: Any, dtype: torch.dtype) -> None:
     model.__dict__["save_pretrained"] = _refuse_to_save
 
 
-def quantize_all(model: nn.Module, dtype: torch.dtype) -> None:
-    """Quantize a model that has its values."""
-    for _, layer in layers_of(model):
-        quantize(model, layer, dtype)
-
-
 @contextmanager
 def torchao_aside(model: nn.Module, quantize: torch.dtype | None, *, staged: bool) -> Iterator[None]:
     """Inside, linear layers that torchao has quantized to int8 have a weight without values, to be sharded; then they
     have their entries and scales, this rank's part where they are sharded. If it fails, they are as they were.
-
-    ValueError for other kinds of torchao's weights, and with ``quantize`` or stages.
-    """
+    ValueError for other kinds of torchao's weights, and with ``quantize`` or stages."""
     layers = {name: m for name, m in model.named_modules() if type(m) is nn.Linear and hasattr(m.weight, "qdata")}
     if layers and (quantize is not None or staged):
         raise ValueError(
@@ -107,7 +97,7 @@ def _refuse_to_save(*_: Any, **__: Any) -> NoReturn:
     )
 
 
-def apart(model: nn.Module, layers: list[Named]) -> Iterator[tuple[nn.Module, Any]]:
+def apart(model: nn.Module, layers: list[tuple[str, Any]]) -> Iterator[tuple[nn.Module, Any]]:
     """First the model without ``layers``, then one layer at a time: with a module that has it alone, by its name."""
     for name, _ in layers:
         model.set_submodule(name, nn.Identity())

@@ -16,9 +16,8 @@ from ..runtime.context import current
 from . import plan
 from .cuts import Cut
 from .experts import ShardedExperts
-from .latent import go_around, share_identity
-from .source import calls_super
-from .summed import select_heads, sum_gradients
+from .forwards import go_around, select_heads, share_identity, sum_gradients
+from .source import says
 
 Places = dict[int, list[tuple[nn.Module, str]]]
 
@@ -27,7 +26,7 @@ def replace(model: nn.Module, cuts: Iterable[Cut], over: Callable[[Cut], Comm]) 
     """Put a parallel layer in the place of each cut module, under each of its names. ``over``: the ranks that
     have its parts."""
     cuts = list(cuts)
-    children, owners = _children(model), _owners(model)
+    children, owners = _places(model, "_modules"), _places(model, "_parameters")
     for group in _tied(cuts, owners):
         made = [(cut, _made(cut, over(cut))) for cut in group]
         _adopt(made, owners)
@@ -45,23 +44,13 @@ def replace(model: nn.Module, cuts: Iterable[Cut], over: Callable[[Cut], Comm]) 
             share_identity(cut.module, over(cut))
 
 
-def _children(model: nn.Module) -> Places:
-    """The places (parent, name) of each module by id; a shared module has several."""
-    found: Places = defaultdict(list)
-    for parent in model.modules():
-        for leaf, child in parent._modules.items():
-            if child is not None:
-                found[id(child)].append((parent, leaf))
-    return found
-
-
-def _owners(model: nn.Module) -> Places:
-    """The places (module, name) of each Parameter by id; a tied Parameter has several."""
+def _places(model: nn.Module, table: str) -> Places:
+    """The places (module, name) of each child or Parameter by id; one that is shared has several."""
     found: Places = defaultdict(list)
     for module in model.modules():
-        for name, p in module._parameters.items():
-            if p is not None:
-                found[id(p)].append((module, name))
+        for name, item in vars(module)[table].items():
+            if item is not None:
+                found[id(item)].append((module, name))
     return found
 
 
@@ -85,12 +74,9 @@ def _tied(cuts: list[Cut], owners: Places) -> list[list[Cut]]:
     return groups
 
 
-_SAME_AS_LINEAR = ("FalconLinear",)
-"""Subclasses of ``nn.Linear`` whose forward is equivalent to its."""
-
-
 def _plain(old: nn.Module) -> nn.Module:
-    if type(old).__name__ not in _SAME_AS_LINEAR or not isinstance(old, nn.Linear):
+    """``old``, or the ``nn.Linear`` whose forward is equivalent to its own."""
+    if type(old).__name__ != "FalconLinear" or not isinstance(old, nn.Linear):
         return old
     plain = nn.Linear(old.in_features, old.out_features, old.bias is not None, device="meta")
     plain.weight, plain.bias = old.weight, old.bias
@@ -130,7 +116,7 @@ def _embedding(old: nn.Module, collect: bool = True, **options: Any) -> Parallel
         layer = ParallelEmbedding.from_plain(old, **options)
         layer.collect_output = collect
         return layer
-    if not calls_super(kind.forward):
+    if not says(kind.forward, r"\bsuper\(\)\.forward\b"):
         raise ValueError(
             f"{kind.__name__} has a forward of its own that does not ask nn.Embedding's: it cannot be cut; "
             "give its name the style 'replicate'"
@@ -152,44 +138,32 @@ def _embedding(old: nn.Module, collect: bool = True, **options: Any) -> Parallel
 
 
 def _adopt(made: list[tuple[Cut, ParallelModule | None]], owners: Places) -> None:
-    """Give the old Parameters the new parts, and the new layers the old Parameters.
-
-    So an optimizer that was made before keeps its Parameters, and tied Parameters stay tied.
-    """
+    """Give the old Parameters the new parts, and the new layers the old Parameters: an optimizer that was made before
+    keeps its own, and tied ones stay tied. ValueError if one is cut differently at its places, or not at all."""
     layers = {id(cut.module): (cut, layer) for cut, layer in made if layer is not None}
     parts: dict[int, tuple[nn.Parameter, Tensor]] = {}
     for cut, layer in layers.values():
         for name in layer.shard_specs:
             p, part = cut.module.get_parameter(name), layer.get_parameter(name).data
-            _check_tied(cut, name, p, part, owners[id(p)], layers)
+            for module, other in owners[id(p)]:
+                its, its_layer = layers.get(id(module), (None, None))
+                if (
+                    its is not None
+                    and its_layer is not None
+                    and its_layer.shard_specs[other] != layer.shard_specs[name]
+                ):
+                    raise ValueError(
+                        f"{cut.name}.{name} and {its.name}.{other} are one tied parameter, "
+                        f"cut as {cut.style} and as {its.style}: give both names one style"
+                    )
+                if its is None and part.shape != p.shape and next(module.children(), None) is None:
+                    raise ValueError(
+                        f"{cut.name}.{name} is tied to {other!r} of a {type(module).__name__}, which the plan leaves "
+                        "whole: cut both, or neither with the style 'replicate'"
+                    )
             parts[id(p)] = p, part
     for p, part in parts.values():
         become_part(p, part)
     for cut, layer in layers.values():
         for name in layer.shard_specs:
             layer.register_parameter(name, cut.module.get_parameter(name))
-
-
-def _check_tied(
-    cut: Cut,
-    name: str,
-    p: nn.Parameter,
-    part: Tensor,
-    places: list[tuple[nn.Module, str]],
-    layers: dict[int, tuple[Cut, ParallelModule]],
-) -> None:
-    """Raise ValueError if the places of a tied Parameter are cut differently, or one of them is not cut."""
-    for module, other in places:
-        if id(module) in layers:
-            its_cut, layer = layers[id(module)]
-            same = layer.shard_specs[other] == layers[id(cut.module)][1].shard_specs[name]
-            if not same:
-                raise ValueError(
-                    f"{cut.name}.{name} and {its_cut.name}.{other} are one tied parameter, "
-                    f"cut as {cut.style} and as {its_cut.style}: give both names one style"
-                )
-        elif part.shape != p.shape and next(module.children(), None) is None:
-            raise ValueError(
-                f"{cut.name}.{name} is tied to {other!r} of a {type(module).__name__}, which the plan leaves "
-                "whole: cut both, or neither with the style 'replicate'"
-            )

@@ -8,7 +8,8 @@ Korthikanti et al. 2022, arXiv:2205.05198.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,24 +19,18 @@ from ..comm import mappings as ops
 from ..comm.comm import Comm
 from ..layers import RowParallelLinear
 from ..layers.module import ParallelModule
-from ..layers.shared_input import InputCopy
 from ..train.pipeline import PipelinedLayers
 from . import plan
 from .cuts import Cut
-from .dropout import Draws, draw_inside
-from .inputs import columns_by_owner, share_inputs
-from .summed import sum_gradients
+from .forwards import Draws, columns_by_owner, draw_inside, share_inputs, sum_gradients
 
 Map = Callable[[Tensor], Tensor]
 
 
 @dataclass(eq=False)
 class Stack:
-    """A list of blocks, and whether tokens are cut in the current forward.
-
-    They are cut if tp divides their number, which is the same on every rank. So they stay whole when single
-    tokens are generated.
-    """
+    """A list of blocks, and whether tokens are cut in the current forward: if tp divides their number, which is the
+    same on every rank. So they stay whole when single tokens are generated."""
 
     comm: Comm
     rows: list[RowParallelLinear]
@@ -57,7 +52,10 @@ class Stack:
             )
         for row in self.rows:
             row.sequence_dim = 1 if self.active else None
-        return ops.scatter(tokens, self.comm, 1) if self.active else tokens
+        return self.scatter(tokens)
+
+    def __call__(self) -> bool:
+        return self.active
 
     def gather(self, tokens: Tensor) -> Tensor:
         """Chunks -> replicated, for work that is the same on each rank."""
@@ -66,65 +64,37 @@ class Stack:
     def scatter(self, tokens: Tensor) -> Tensor:
         return ops.scatter(tokens, self.comm, 1) if self.active else tokens
 
-
-@dataclass(frozen=True)
-class TokenCopy(InputCopy):
-    """The input copy for column layers: gathers the tokens from the ranks if they are cut."""
-
-    stack: Stack | None = None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if self.stack is not None and self.stack.active:
-            return ops.all_gather(x, self.comm, 1, dtype=self.dtype)
-        return ops.copy(x, self.comm, dtype=self.dtype)
+    def copy(self, x: Tensor) -> Tensor:
+        """The input of column layers: tokens are gathered from the ranks if they are cut."""
+        if self.active:
+            return ops.all_gather(x, self.comm, 1, dtype=torch.float32)
+        return ops.copy(x, self.comm, dtype=torch.float32)
 
 
-@dataclass(frozen=True)
-class _Before:
+def _before(change: Map, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A hook that changes a module's hidden states, its first argument."""
-
-    change: Map
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if args:
-            return (self.change(args[0]), *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": self.change(kwargs["hidden_states"])}
+    if args:
+        return (change(args[0]), *args[1:]), kwargs
+    return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
 
 
-@dataclass(frozen=True)
-class _After:
+def _after(change: Map, module: nn.Module, args: Any, output: Any) -> Any:
     """A hook that changes a module's hidden states, its first output."""
-
-    change: Map
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if isinstance(output, tuple):
-            return (self.change(output[0]), *output[1:])
-        return self.change(output)
+    return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
 
 
-@dataclass(frozen=True)
-class _Leave:
+def _leave(stack: Stack, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """A hook that keeps this rank's tokens of a first output, be it ``[batch * tokens, features]``."""
-
-    stack: Stack
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        entered = args[0] if args else kwargs["hidden_states"]
-        return _After(lambda tokens: self.stack.scatter(tokens.reshape(entered.shape)))(module, args, output)
+    entered = args[0] if args else kwargs["hidden_states"]
+    return _after(lambda tokens: stack.scatter(tokens.reshape(entered.shape)), module, args, output)
 
 
-@dataclass(frozen=True)
-class _Asked:
+def _asked(stacks: list[Stack], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """A hook that notes whether the caller wants outputs from between the blocks."""
-
-    stacks: list[Stack] = field(default_factory=list)
-
-    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        names = ("output_hidden_states", "output_attentions")
-        wanted = any(kwargs.get(n, getattr(model.config, n, False)) for n in names)
-        for stack in self.stacks:
-            stack.allowed = not wanted
+    names = ("output_hidden_states", "output_attentions")
+    wanted = any(kwargs.get(n, getattr(model.config, n, False)) for n in names)
+    for stack in stacks:
+        stack.allowed = not wanted
 
 
 def cut_sequence(model: nn.Module, cuts: list[Cut], comm: Comm, draws: Draws) -> None:
@@ -137,23 +107,22 @@ def cut_sequence(model: nn.Module, cuts: list[Cut], comm: Comm, draws: Draws) ->
         routed = {cut.owner for cut in inside if cut.style == plan.EXPERTS}
         of_experts = [cut for cut in inside if any(cut.name.startswith(f"{owner}.") for owner in routed)]
         whole = {id(m) for owner in routed for m in model.get_submodule(owner).modules()}
-        rows = [
-            m
-            for m in blocks.modules()
-            if isinstance(m, RowParallelLinear) and m.input_is_parallel and id(m) not in whole
-        ]
-        stack = Stack(comm, rows, blocks)
+        rows = [m for m in blocks.modules() if isinstance(m, RowParallelLinear) and id(m) not in whole]
+        stack = Stack(comm, [row for row in rows if row.input_is_parallel], blocks)
         owners = routed | _enter_owners(model, [cut for cut in inside if cut not in of_experts], stack)
         share_inputs(model, of_experts)
-        for owner in sorted(routed):
-            _enter_whole(model, owner, stack, draws)
+        for owner in map(model.get_submodule, sorted(routed)):
+            # it has all tokens, and returns this rank's: a router sees them all, as its loss is of the whole
+            _enter(owner, "experts", stack)
+            owner.register_forward_hook(partial(_leave, stack), with_kwargs=True)
+            draw_inside(owner, draws)
         _sum_norms(model, name, owners, stack)
-        blocks[0].register_forward_pre_hook(_Before(stack.enter), with_kwargs=True)
-        blocks[-1].register_forward_hook(_After(stack.gather))
+        blocks[0].register_forward_pre_hook(partial(_before, stack.enter), with_kwargs=True)
+        blocks[-1].register_forward_hook(partial(_after, stack.gather))
         for block in blocks.children():
             draw_inside(block, draws, stack)
         stacks.append(stack)
-    model.register_forward_pre_hook(_Asked(stacks), with_kwargs=True)
+    model.register_forward_pre_hook(partial(_asked, stacks), with_kwargs=True)
 
 
 def _stacks(model: nn.Module, cuts: list[Cut]) -> Iterator[tuple[str, nn.ModuleList | PipelinedLayers]]:
@@ -171,14 +140,13 @@ def _stacks(model: nn.Module, cuts: list[Cut]) -> Iterator[tuple[str, nn.ModuleL
 
 def _enter_owners(model: nn.Module, cuts: list[Cut], stack: Stack) -> set[str]:
     """Gather the tokens at the modules that call column layers; return the names of those modules."""
-    comm = stack.comm
     columns = columns_by_owner(model, cuts)
-    shared = share_inputs(model, cuts, TokenCopy(comm, None, torch.float32, stack))
+    shared = share_inputs(model, cuts, stack.copy)
     gathered = {cut.owner for cut in cuts if cut.style == plan.COLUMN_GATHERED}
     for name in (columns.keys() | gathered) - shared:
         _enter(model.get_submodule(name), ", ".join(columns[name]), stack)
     for name in gathered:  # the output of these is whole on every rank
-        model.get_submodule(name).register_forward_hook(_After(stack.scatter))
+        model.get_submodule(name).register_forward_hook(partial(_after, stack.scatter))
     return columns.keys() | gathered
 
 
@@ -188,20 +156,11 @@ def _enter(owner: nn.Module, calls: str, stack: Stack) -> None:
             f"sequence_parallel=True: {type(owner).__name__} calls {calls} itself, so "
             "that its tokens cannot enter whole there and stay cut elsewhere: this family works without"
         )
-    owner.register_forward_pre_hook(_Before(stack.gather), with_kwargs=True)
-
-
-def _enter_whole(model: nn.Module, name: str, stack: Stack, draws: Draws) -> None:
-    """Let a module have all tokens, and return this rank's: a router sees them all, as its loss is of the whole."""
-    owner = model.get_submodule(name)
-    _enter(owner, "experts", stack)
-    owner.register_forward_hook(_Leave(stack), with_kwargs=True)
-    draw_inside(owner, draws)
+    owner.register_forward_pre_hook(partial(_before, stack.gather), with_kwargs=True)
 
 
 def _sum_norms(model: nn.Module, stack_name: str, owners: set[str], stack: Stack) -> None:
-    """Sum the gradients of norms, which see this rank's tokens only. Other modules might mix tokens: an
-    error."""
+    """Sum the gradients of norms, which see this rank's tokens only. Other modules might mix tokens: an error."""
     for name, module in model.named_modules():
         outside = not name.startswith(stack_name + ".") or any(f"{name}.".startswith(o + ".") for o in owners)
         whole = list(module.parameters(recurse=False))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -41,10 +40,8 @@ def checked_model(model: Any) -> Any:
 
 
 def rules_of(model: Any, user: dict[str, Rule]) -> dict[str, Rule]:
-    """The rules of ``user``, which override the model's plan, its family's rules and its vocabulary's.
-
-    ValueError if they cut no block: then all ranks would compute the same.
-    """
+    """The rules of ``user``, which override the model's plan, its family's rules and its vocabulary's. ValueError if
+    they cut no block: then all ranks would compute the same."""
     why = REFUSED.get(model.config.model_type)
     if why is not None and not user:
         raise ValueError(
@@ -54,42 +51,30 @@ def rules_of(model: Any, user: dict[str, Rule]) -> dict[str, Rule]:
     rules = normalized(own_rules(model)) | normalized(user)
     ends = {wildcard(name) for name, module in model.named_modules() if module in vocabulary(model)}
     if not any(rule not in (plan.REPLICATE, plan.SUMMED) and name not in ends for name, rule in rules.items()):
+        kinds = {type(m).__name__ for m in model.modules() if type(m).__name__.endswith("Experts")}
+        experts = f", and layers of experts ({', '.join(sorted(kinds))}) are not sharded yet" if kinds else ""
+        linear = dict.fromkeys(wildcard(name) for name, module in model.named_modules() if is_linear(module))
+        repeated = [repr(name) for name in linear if "*" in name and name not in ends]
         raise ValueError(
             f"{type(model).__name__} ({model.config.model_type}) has no plan of its own and its family is "
-            f"not known{_experts(model)}: parallelize(model, plan={{...}}) says how to shard its linear "
-            f"layers, 'colwise' or 'rowwise': {', '.join(_linear(model, ends)) or 'it has none'}"
+            f"not known{experts}: parallelize(model, plan={{...}}) says how to shard its linear "
+            f"layers, 'colwise' or 'rowwise': {', '.join(repeated) or 'it has none'}"
         )
     return _vocabulary(model, rules)
 
 
-def _experts(model: nn.Module) -> str:
-    kinds = {type(m).__name__ for m in model.modules() if type(m).__name__.endswith("Experts")}
-    return f", and layers of experts ({', '.join(sorted(kinds))}) are not sharded yet" if kinds else ""
-
-
-def _linear(model: nn.Module, ends: set[str]) -> list[str]:
-    """The names of the linear layers inside of repeated blocks, with ``*`` for numbers."""
-    names = dict.fromkeys(wildcard(name) for name, module in model.named_modules() if is_linear(module))
-    return [repr(name) for name in names if "*" in name and name not in ends]
-
-
 def own_rules(model: Any) -> dict[str, Rule]:
     """The rules of the model's plan and of the families of all transformers models inside it."""
+    from transformers import PreTrainedModel
+
     names = {wildcard(name) for name, _ in model.named_modules()}
     names |= {wildcard(name) for name, _ in model.named_parameters()}
     rules: dict[str, Rule] = {k: v for k, v in (getattr(model, "tp_plan", None) or {}).items() if k in names}
-    for prefix, part in pretrained(model):
-        own = families.rules_of(part.config)
-        rules |= {prefix + name: rule for name, rule in own.items() if wildcard(prefix + name) in names}
+    for prefix, part in model.named_modules():
+        own = families.rules_of(part.config) if isinstance(part, PreTrainedModel) else {}
+        of_model = {f"{prefix}.{name}".removeprefix("."): rule for name, rule in own.items()}
+        rules |= {name: rule for name, rule in of_model.items() if wildcard(name) in names}
     return rules
-
-
-def pretrained(model: Any) -> Iterator[tuple[str, Any]]:
-    """(prefix of names, module) of each transformers model inside, itself included."""
-    kind = next(k for k in type(model).__mro__ if k.__name__ == "PreTrainedModel")
-    for name, module in model.named_modules():
-        if isinstance(module, kind):
-            yield f"{name}." if name else "", module
 
 
 def vocabulary(model: Any) -> tuple[Any, Any]:
@@ -99,26 +84,18 @@ def vocabulary(model: Any) -> tuple[Any, Any]:
     except (NotImplementedError, AttributeError):
         table = None
     head = model.get_output_embeddings()
-    return (
-        table if isinstance(table, nn.Embedding) else None,
-        head if isinstance(head, nn.Module) and is_linear(head) else None,
-    )
+    linear = isinstance(head, nn.Module) and is_linear(head)
+    return table if isinstance(table, nn.Embedding) else None, head if linear else None
 
 
 def _vocabulary(model: Any, rules: dict[str, Rule]) -> dict[str, Rule]:
     """``rules``, with the embedding, the head and all modules tied to them cut by the vocabulary."""
     names = {id(module): name for name, module in model.named_modules()}
-    table, head = vocabulary(model)
-    styles = ((table, plan.EMBEDDING_ROW), (head, plan.COLUMN_GATHERED))
-    for module, style in styles:
+    for module, style in zip(vocabulary(model), (plan.EMBEDDING_ROW, plan.COLUMN_GATHERED), strict=True):
         if module is not None and rule_of(names[id(module)], rules) is None:
             rules[names[id(module)]] = style
-    tied = {
-        id(p)
-        for name, module in model.named_modules()
-        if rule_of(name, rules) == plan.EMBEDDING_ROW
-        for p in module.parameters(recurse=False)
-    }
+    tables = [module for name, module in model.named_modules() if rule_of(name, rules) == plan.EMBEDDING_ROW]
+    tied = {id(p) for module in tables for p in module.parameters(recurse=False)}
     for name, module in model.named_modules():
         shares = any(id(p) in tied for p in module.parameters(recurse=False))
         if shares and rule_of(name, rules) is None:

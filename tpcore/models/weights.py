@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,6 @@ from ..errors import CheckpointError
 from ..layers.sharding import sharding
 from ..layout.shard import ShardSpec
 from ..layout.slices import narrowed
-from .views import views
 
 _ROWS = 4096
 
@@ -50,59 +50,42 @@ class Conversion:
     config: Any
     parts: list[tuple[str, str, Any]] = field(default_factory=list)
 
-    def targets(self) -> Iterable[str]:
-        first, *others = self.converter.target_patterns
-        return (self.target, *(self.target.replace(first, other) for other in others))
-
     def run(self) -> Mapping[str, Tensor]:
+        """All that it makes, whole."""
         converter = copy.deepcopy(self.converter)
         for pattern, name, item in self.parts:
-            converter.add_tensor(self.target, name, pattern, _value(item))
+            # if not stored, a tensor of a GGUF file, which transformers reads when it is asked
+            value = torch.empty(item.shape, dtype=item.dtype) if isinstance(item, Stored) else item[...]
+            if isinstance(item, Stored):
+                item.first.read((0,) * value.ndim, value, False)
+            converter.add_tensor(self.target, name, pattern, value)
         model = SimpleNamespace(get_parameter=self.like.__getitem__, config=self.config)
         made = converter.convert(self.target, model=model, config=self.config)
         return {name: t[0] if isinstance(t, list) else t for name, t in made.items()}
 
+    def made(self) -> Iterator[tuple[str, Shard]]:
+        """What the model has of it: read in parts, or made anew each time where an operation has no view."""
+        first, *others = self.converter.target_patterns
+        names = [self.target, *(self.target.replace(first, other) for other in others)]
+        shapes = [tuple(self.like[name].shape) for name in names if name in self.like]
+        stored = all(isinstance(item, Stored) for *_, item in self.parts)
+        patterns = self.converter.source_patterns if stored else ()
+        sources = [[item.first for pattern, _, item in self.parts if pattern == one] for one in patterns]
+        seen = views(self.converter, sources, shapes) if stored and len(shapes) == len(names) else None
+        for i, name in enumerate(names):
+            if name in self.like:
+                yield name, self._whole(name) if seen is None else seen[i]
 
-def _value(item: Any) -> Tensor:
-    if not isinstance(item, Stored):
-        value: Tensor = item[...]  # a tensor of a GGUF file, which transformers reads when it is asked
-        return value
-    out = torch.empty(item.shape, dtype=item.dtype)
-    item.first.read((0,) * out.ndim, out, False)
-    return out
+    def _whole(self, name: str) -> View:
+        shape = tuple(self.like[name].shape)
 
+        def fill(starts: Sequence[int], out: Tensor, check: bool) -> None:
+            value = self.run()[name]
+            if tuple(value.shape) != shape:
+                raise CheckpointError(f"{name!r}: the files have shape {tuple(value.shape)}, the model {shape}")
+            out.copy_(narrowed(value, starts, out.shape))
 
-@dataclass(frozen=True, eq=False)
-class Converted:
-    """A shard that is made whole, with all that its conversion makes, each time a part of it is read."""
-
-    conversion: Conversion
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def identity(self) -> object:
-        return id(self.conversion), self.name
-
-    def verify(self) -> None:
-        pass
-
-    def read(self, starts: Sequence[int], out: Tensor, check: bool) -> None:
-        value = self.conversion.run()[self.name]
-        if tuple(value.shape) != self.shape:
-            raise CheckpointError(f"{self.name!r}: the files have shape {tuple(value.shape)}, the model {self.shape}")
-        out.copy_(narrowed(value, starts, out.shape))
-
-
-def _viewed(conversion: Conversion, shapes: Sequence[tuple[int, ...]]) -> Sequence[Shard] | None:
-    """Its tensors of ``shapes``, read in parts; None if they can only be made whole."""
-    items = [item for *_, item in conversion.parts]
-    sources = [
-        [item.first for pattern, _, item in conversion.parts if pattern == one and isinstance(item, Stored)]
-        for one in conversion.converter.source_patterns
-    ]
-    return views(conversion.converter, sources, shapes) if all(isinstance(i, Stored) for i in items) else None
+        return View((), shape, self.like[name].dtype, fill)
 
 
 def by_model_name(model: Any, stored: Mapping[str, Any], mapping: Sequence[Any]) -> dict[str, Any]:
@@ -125,23 +108,20 @@ def by_model_name(model: Any, stored: Mapping[str, Any], mapping: Sequence[Any])
         new = Conversion(target, of_pattern[pattern], like, model.config)
         conversions.setdefault(target, new).parts.append((pattern, name, stored[name]))
     for conversion in conversions.values():
-        names = list(conversion.targets())
-        shapes = [tuple(like[name].shape) for name in names if name in like]
-        found = _viewed(conversion, shapes) if len(shapes) == len(names) else None
-        for i, name in enumerate(names):
-            if name in like:
-                t = like[name]
-                shard = Converted(conversion, name, tuple(t.shape), t.dtype) if found is None else found[i]
-                tensors[name] = Stored.over_tp(name, ShardSpec(shard.shape), 1, None, lambda _, s=shard: s)  # type: ignore[misc]
+        for name, shard in conversion.made():
+            tensors[name] = Stored.over_tp(name, ShardSpec(shard.shape), 1, None, lambda _, s=shard: s)  # type: ignore[misc]
     return tensors
 
 
 def _whole(model: Any) -> dict[str, Tensor]:
     """The model's tensors on meta, in the shapes that they have in a model that is not cut."""
-    tensors = {n: t for n, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
-    marks = {name: sharding(t) for name, t in tensors.items()}
-    shapes = {name: t.shape if (mark := marks[name]) is None else mark.layout.shape for name, t in tensors.items()}
-    return {name: torch.empty(shapes[name], dtype=t.dtype, device="meta") for name, t in tensors.items()}
+    found = {}
+    for name, t in model.state_dict(keep_vars=True).items():
+        if isinstance(t, Tensor):
+            mark = sharding(t)
+            shape = t.shape if mark is None else mark.layout.shape
+            found[name] = torch.empty(shape, dtype=t.dtype, device="meta")
+    return found
 
 
 def equal(a: Stored, b: Stored) -> bool:
@@ -156,3 +136,130 @@ def equal(a: Stored, b: Stored) -> bool:
         if not torch.equal(x, y):
             return False
     return True
+
+
+@dataclass(frozen=True, eq=False)
+class View:
+    """A shard made of others. A part of it is read from their parts, so that a rank has no more in memory than it
+    keeps."""
+
+    parts: Sequence[Shard]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    fill: Callable[[Sequence[int], Tensor, bool], None]
+
+    @property
+    def identity(self) -> object:
+        return id(self)
+
+    def verify(self) -> None:
+        for part in self.parts:
+            part.verify()
+
+    def read(self, starts: Sequence[int], out: Tensor, check: bool) -> None:
+        self.fill(starts, out, check)
+
+
+def _stacked(parts: Sequence[Shard]) -> View | None:
+    """Along a new first dim; None for parts of several shapes."""
+
+    def fill(starts: Sequence[int], out: Tensor, check: bool) -> None:
+        for number, part in enumerate(parts[starts[0] : starts[0] + len(out)]):
+            part.read(starts[1:], out[number], check)
+
+    alike = len({part.shape for part in parts}) == 1
+    return View(parts, (len(parts), *parts[0].shape), parts[0].dtype, fill) if alike else None
+
+
+def _joined(parts: Sequence[Shard], dim: int) -> View | None:
+    """One after the other along ``dim``; None for parts that differ in other dims."""
+
+    def fill(starts: Sequence[int], out: Tensor, check: bool) -> None:
+        begin, at = starts[dim], 0
+        for part in parts:
+            low, high = max(at, begin), min(at + part.shape[dim], begin + out.shape[dim])
+            if low < high:
+                part.read(_moved(starts, dim, low - at), out.narrow(dim, low - begin, high - low), check)
+            at += part.shape[dim]
+
+    alike = len({_moved(part.shape, dim, 0) for part in parts}) == 1
+    shape = _moved(parts[0].shape, dim, sum(part.shape[dim] for part in parts))
+    return View(parts, shape, parts[0].dtype, fill) if alike else None
+
+
+def _divided(part: Shard, dim: int, first: int, size: int) -> View:
+    def fill(starts: Sequence[int], out: Tensor, check: bool) -> None:
+        part.read(_moved(starts, dim, starts[dim] + first), out, check)
+
+    return View([part], _moved(part.shape, dim, size), part.dtype, fill)
+
+
+def _transposed(part: Shard, one: int, other: int) -> View:
+    def there(places: Sequence[int]) -> tuple[int, ...]:
+        return _moved(_moved(places, one, places[other]), other, places[one])
+
+    def fill(starts: Sequence[int], out: Tensor, check: bool) -> None:
+        part.read(there(starts), out.transpose(one, other), check)
+
+    return View([part], there(part.shape), part.dtype, fill)
+
+
+def _deinterleaved(part: Shard, dim: int) -> View:
+    """The even entries of ``dim``, then the odd ones. What lies between those that are wanted is read too, for one
+    entry of the dims before at a time."""
+
+    def fill(starts: Sequence[int], out: Tensor, check: bool) -> None:
+        if dim and len(out) > 1:
+            for number in range(len(out)):
+                fill(_moved(starts, 0, starts[0] + number), out[number : number + 1], check)
+            return
+        begin, half = starts[dim], part.shape[dim] // 2
+        for odd in (0, 1):
+            low, high = max(odd * half, begin), min((odd + 1) * half, begin + out.shape[dim])
+            if low < high:
+                into = out.narrow(dim, low - begin, high - low)
+                span = torch.empty(_moved(into.shape, dim, 2 * (high - low) - 1), dtype=part.dtype)
+                part.read(_moved(starts, dim, 2 * (low - odd * half) + odd), span, False)
+                into.copy_(span[(slice(None),) * dim + (slice(None, None, 2),)])
+
+    return View([part], part.shape, part.dtype, fill)
+
+
+def _moved(starts: Sequence[int], dim: int, to: int) -> tuple[int, ...]:
+    return (*starts[:dim], to, *starts[dim + 1 :])
+
+
+def views(converter: Any, sources: Sequence[Sequence[Shard]], shapes: Sequence[tuple[int, ...]]) -> list[Shard] | None:
+    """What transformers' ``converter`` makes of ``sources``, by its source patterns, as tensors of ``shapes``, by its
+    targets. None if one of its operations has no view, or the tensors do not fit."""
+    groups = [list(group) for group in sources]
+    for op in converter.operations:
+        if not groups or not all(groups) or len({(len(s.shape), s.dtype) for group in groups for s in group}) != 1:
+            return None
+        groups = [[] if view is None else [view] for view in _by(op, groups, shapes)]
+    fits = [[shard.shape for shard in group] for group in groups] == [[tuple(shape)] for shape in shapes]
+    return [group[0] for group in groups] if fits else None
+
+
+def _by(op: Any, groups: list[list[Shard]], shapes: Sequence[tuple[int, ...]]) -> Sequence[Shard | None]:
+    """What one operation makes; None for what has no view."""
+    kind, dim, (first, *others) = type(op).__name__, getattr(op, "dim", 0), groups[0]
+    if kind == "MergeModulelist" and dim == 0:
+        return [_stacked(group) for group in groups]
+    if kind == "Concatenate":
+        return [_joined([shard for group in groups for shard in group], dim)]
+    if kind == "ErnieFuseAndSplitTextVisionExperts" and (op.stack_dim, op.concat_dim) == (0, 1):
+        size = math.ceil(len(groups[0]) / len(shapes))
+        rows = [[_stacked(g[at : at + size]) for g in groups] for at in range(0, len(groups[0]), size)]
+        return [None if None in row else _joined([s for s in row if s is not None], 1) for row in rows]
+    if others or len(groups) > 1:
+        return [None]
+    sizes = [shape[dim] for shape in shapes if len(shape) > dim]
+    if kind in ("Chunk", "Split") and sum(sizes) == first.shape[dim]:
+        uneven = kind == "Chunk" and (op.num_shards_attribute is not None or len(set(sizes)) > 1)
+        return [None if uneven else _divided(first, dim, sum(sizes[:i]), size) for i, size in enumerate(sizes)]
+    if kind == "Transpose":
+        return [first if op.check_dims and first.shape == tuple(shapes[0]) else _transposed(first, op.dim0, op.dim1)]
+    if kind == "Interleave" and not op.inverse and first.shape[dim] % 2 == 0:
+        return [_deinterleaved(first, dim)]
+    return [None]

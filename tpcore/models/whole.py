@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -13,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.offline.consolidate import divided, write_weights
+from .. import checkpoint
+from ..checkpoint.offline.consolidate import consolidate, divided, write_weights
 from ..checkpoint.storage.files import make_dirs, naming, sync_dir
 from ..checkpoint.storage.tensorfile import order_of
 from ..layers.sharding import sharding
@@ -21,7 +23,6 @@ from ..runtime.consensus import together
 from ..runtime.context import current
 from .names import Split, in_files
 
-_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _STALE = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
 
 
@@ -31,13 +32,9 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     It needs memory for the whole model; ``model.save_pretrained`` writes tensor by tensor instead. Collective
     over the ranks that have the parts.
     """
-    made: dict[int, Tensor] = {}
-    full = {}
-    for name, t in model.state_dict(keep_vars=True).items():
-        if id(t) not in made:
-            made[id(t)] = whole(t)
-        full[name] = made[id(t)]
-    return full
+    state = model.state_dict(keep_vars=True)
+    made = {id(t): whole(t) for t in {id(t): t for t in state.values()}.values()}
+    return {name: made[id(t)] for name, t in state.items()}
 
 
 @torch.no_grad()
@@ -56,19 +53,12 @@ def whole(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Gathered:
-    """A tensor that is gathered when it is written; then its id is added to ``done``."""
+    """A tensor that is gathered when it is written, which adds its id to ``done``."""
 
     tensor: Tensor
+    shape: tuple[int, ...]
+    dtype: torch.dtype
     done: set[int]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        found = sharding(self.tensor)
-        return tuple(self.tensor.shape) if found is None else found.layout.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.tensor.dtype
 
     def pieces(self) -> Iterator[Tensor]:
         self.done.add(id(self.tensor))
@@ -76,10 +66,6 @@ class Gathered:
 
 
 Written = Gathered | Split[Gathered]
-
-
-def _source(item: Written) -> Tensor:
-    return (item.source if isinstance(item, Split) else item).tensor
 
 
 def save_whole(
@@ -92,9 +78,10 @@ def save_whole(
 ) -> None:
     """``model.save_pretrained`` of a cut model: the whole model, in transformers' own names and layout.
 
-    Tensors are gathered one by one. Rank 0 writes them, in files of at most ``max_shard_size``, with an index
-    if there are several. A ``state_dict`` must be whole already; transformers writes it. Collective over the
-    world. Raises CheckpointError on every rank if a file cannot be written.
+    Tensors are gathered one by one, but for those of stages, which take twice the space on disk meanwhile. Rank 0
+    writes them, in files of at most ``max_shard_size``, with an index if there are several. A ``state_dict`` must be
+    whole already; transformers writes it. Collective over the world. Raises CheckpointError on every rank if a file
+    cannot be written.
     """
     ctx = current()
     if state_dict is not None:
@@ -104,6 +91,9 @@ def save_whole(
     if options:
         raise ValueError(f"save_pretrained of a cut model does not take {', '.join(sorted(options))}")
     out, done = os.path.realpath(save_directory), set[int]()
+    if ctx.mesh.axes.get("pp", 1) > 1:
+        _save_stages(model, out, bytes_of(max_shard_size))
+        return
     with together(ctx):
         files = divided(_stored(model, done), bytes_of(max_shard_size))
     error: Exception | None = None
@@ -114,7 +104,8 @@ def save_whole(
             error = e
     for group in files.values():
         for name in order_of(group):
-            tensor = _source(group[name])
+            item = group[name]
+            tensor = (item.source if isinstance(item, Split) else item).tensor
             if id(tensor) not in done:
                 done.add(id(tensor))
                 whole(tensor)
@@ -123,17 +114,29 @@ def save_whole(
             raise error
 
 
+def _save_stages(model: Any, out: str, largest: int) -> None:
+    """Each rank writes its part, and rank 0 makes one model of them."""
+    ctx, parts = current(), os.path.join(out, ".stages")
+    checkpoint.save(model.state_dict(), parts)
+    with together(ctx):
+        if ctx.rank == 0:
+            drop_weights(out)
+            consolidate(parts, out, max_shard_size=largest)
+            save_configuration(model, out)
+            shutil.rmtree(parts)
+
+
 def _stored(model: Any, done: set[int]) -> dict[str, Written]:
     """The tensors to write, by name in files: each once, under the name that its tied names refer to."""
     targets, ignored = set(getattr(model, "all_tied_weights_keys", {})), model._keys_to_ignore_on_save or ()
     state = model.state_dict(keep_vars=True)
     sources = {id(t) for name, t in state.items() if name not in targets}
-    kept: dict[str, Tensor] = {}
+    kept: dict[int, tuple[str, Gathered]] = {}
     for name, t in state.items():
-        tied = name in targets and id(t) in sources
-        if not tied and name not in ignored and not any(t is other for other in kept.values()):
-            kept[name] = t
-    return in_files(model, {name: Gathered(t, done) for name, t in kept.items()})
+        if name not in ignored and not (name in targets and id(t) in sources):
+            shape = tuple(t.shape) if (found := sharding(t)) is None else found.layout.shape
+            kept.setdefault(id(t), (name, Gathered(t, shape, t.dtype, done)))
+    return in_files(model, dict(kept.values()))
 
 
 def bytes_of(size: int | str) -> int:
@@ -143,7 +146,7 @@ def bytes_of(size: int | str) -> int:
     found = re.fullmatch(r"(\d+)\s*([KMGT]B)", size.upper())
     if found is None:
         raise ValueError(f"max_shard_size={size!r}: give bytes, or a size like '5GB'")
-    return int(found[1]) * _UNITS[found[2]]
+    return int(found[1]) * {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}[found[2]]
 
 
 def _write(model: Any, out: str, files: Mapping[str, Mapping[str, Written]]) -> None:

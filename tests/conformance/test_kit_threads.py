@@ -12,12 +12,12 @@ from tiers import tiers
 from tpcore.layout.mesh import Mesh
 from tpcore.testing import ThreadBackend, run_ranks
 from tpcore.testing.conformance import Conformance
-from tpcore.testing.kit.collectives import differs
+from tpcore.testing.kit.collectives import PRIMITIVES, differs, right_values
 from tpcore.testing.kit.edges import full_float32
 
 
 class TestThreads(Conformance):
-    worlds = (2, 4)
+    worlds = (2, 3, 4)
     starts = False  # threads of one process
 
     def backend_class(self) -> type[ThreadBackend]:
@@ -32,6 +32,12 @@ class TestThreads(Conformance):
     @classmethod
     def run(cls) -> Callable[..., Any]:
         return lambda mesh, fn, *args: run_ranks(mesh, lambda ctx: fn(ctx, *args))
+
+
+@pytest.mark.parametrize("primitive", PRIMITIVES)
+def test_a_rank_alone_keeps_its_values(primitive: str) -> None:
+    """A verification at tp=1 makes all calls, too."""
+    assert run_ranks(Mesh({"tp": 1}), lambda ctx: right_values(ctx, primitive, torch.float32)) == [[]]
 
 
 def test_bits_that_print_alike_are_told_apart() -> None:

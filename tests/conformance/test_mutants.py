@@ -6,6 +6,7 @@ import copy
 import functools
 from contextlib import suppress
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -742,6 +743,29 @@ QUICK = ("test_values", "test_memory", "test_started", "test_again", "test_group
 def test_the_kit_names_the_fault(name: str) -> None:
     caught_by, cls = MUTANTS[name]
     assert found(caught_by, cls, kit_for(name, caught_by))
+
+
+class DividesNothing(ThreadTransport):
+    def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
+        raise BackendError("a reduce_scatter is made")
+
+    def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Tensor:
+        raise BackendError("an all_to_all is made")
+
+
+class OnThree(Sampled):
+    worlds = (3,)
+
+
+DIVIDING = [name for name in ALL if {"line", "primitive"} <= signature(getattr(Contract, name)).parameters.keys()]
+
+
+@pytest.mark.parametrize("test", [name for name in DIVIDING if name != "test_no_dims"])
+def test_three_ranks_make_every_call(test: str) -> None:
+    """Shapes follow from the number of ranks: with fixed ones there would be nothing that three divide."""
+    backend = type("DividesNothing", (Plain,), {"transport_class": DividesNothing})
+    for primitive in ("reduce_scatter", "all_to_all", "start_reduce_scatter"):
+        assert found(f"{test} {primitive}", backend, OnThree)
 
 
 def test_there_are_enough() -> None:

@@ -16,10 +16,14 @@ from ...comm.transport import PRIMITIVES as PRIMITIVES_BY_NAME
 from ...comm.transport import TABLE, Primitive
 from ...errors import BackendError
 from ...runtime.context import ParallelContext
-from .samples import bits, values, wide
+from .samples import bits, multiple, values, wide
 
-SHAPES = ((4,), (4, 8), (8, 4, 4), (4, 1, 8, 4), (1, 4, 2, 1, 4))
-EMPTY = ((0, 4), (4, 0))
+
+
+def shapes(n: int) -> tuple[tuple[int, ...], ...]:
+    """Of one to five dims, some of which ``n`` ranks divide."""
+    k = multiple(n)
+    return (k,), (k, 2 * k), (2 * k, k, k), (k, 1, 2 * k, k), (1, k, 2, 1, k)
 
 
 class Wrong(list[str]):
@@ -48,14 +52,18 @@ _TRIED: dict[str, Callable[[int, int], Sequence[Any]]] = {
     "donate": lambda ndim, n: [False],
     "split_dim": lambda ndim, n: range(-ndim, ndim),
     # the ring, the ring backwards, a swap of two members, one sender only, a line, the identity
-    "to": lambda ndim, n: [
-        tuple((i + 1) % n for i in range(n)),
-        tuple((i - 1) % n for i in range(n)),
-        (n - 1, *range(1, n - 1), 0),
-        (n - 1, *[None] * (n - 1)),
-        (*range(1, n), None),
-        tuple(range(n)),
-    ],
+    "to": lambda ndim, n: list(
+        dict.fromkeys(
+            [
+                tuple((i + 1) % n for i in range(n)),
+                tuple((i - 1) % n for i in range(n)),
+                (n - 1, *range(1, n - 1), 0)[:n],
+                (n - 1, *[None] * (n - 1)),
+                (*range(1, n), None),
+                tuple(range(n)),
+            ]
+        )
+    ),
 }
 _VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "all_reduce max": ("all_reduce", {"op": "max"}),
@@ -173,9 +181,9 @@ def joined(ctx: ParallelContext) -> Wrong:
 
 def right_values(ctx: ParallelContext, primitive: str, dtype: torch.dtype) -> Wrong:
     comm, out = ctx.comm("tp"), Wrong()
-    for shape in SHAPES:
+    for shape in shapes(comm.size):
         out += _each(ctx, comm, primitive, [values(shape, p, dtype) for p in range(comm.size)])
-    out += _each(ctx, comm, primitive, spread((4, 8), comm, primitive, dtype))
+    out += _each(ctx, comm, primitive, spread(shapes(comm.size)[1], comm, primitive, dtype))
     return out
 
 
@@ -189,7 +197,7 @@ def spread(shape: tuple[int, ...], comm: Comm, primitive: str, dtype: torch.dtyp
 def empty(ctx: ParallelContext, primitive: str) -> Wrong:
     comm, out = ctx.comm("tp"), Wrong()
     for dtype in eager_dtypes(ctx):
-        for shape in EMPTY:
+        for shape in ((0, multiple(comm.size)), (multiple(comm.size), 0)):
             out += _each(ctx, comm, primitive, [values(shape, p, dtype) for p in range(comm.size)])
     return out
 
@@ -235,7 +243,7 @@ def groups(ctx: ParallelContext, primitive: str) -> Wrong:
         if comm.size != len(members) or members[at] != ctx.rank:
             out.append(f"rank {ctx.rank} is at {at} of {comm.size} in {names} group {members}")
             continue
-        out += _each(ctx, comm, primitive, [values((4, 4), r, torch.float32) for r in members])
+        out += _each(ctx, comm, primitive, [values((multiple(comm.size), 4), r, torch.float32) for r in members])
     return out
 
 
@@ -243,7 +251,8 @@ def mixed(ctx: ParallelContext) -> Wrong:
     """Collectives of changing kind and size do not affect each other."""
     comm, out = ctx.comm("tp"), Wrong()
     for i in range(24):
-        every = [values((4, 4 + i % 5), p + i, torch.float32) for p in range(comm.size)]
+        shape = multiple(comm.size), 4 + i % 5
+        every = [values(shape, p + i, torch.float32) for p in range(comm.size)]
         out += _each(ctx, comm, PRIMITIVES[i % len(PRIMITIVES)], every)
     return out
 

@@ -13,7 +13,7 @@ from ...comm.comm import Comm
 from ...comm.transport import PRIMITIVES
 from ...runtime.context import ParallelContext
 from .collectives import Made, Wrong, calls, differs, divides, eager_dtypes, only, spread
-from .samples import values, wide
+from .samples import multiple, values, wide
 
 LARGE = (4_097, 1 << 14, (1 << 14) + 3, 1 << 22)
 """Numbers of float32 elements: a little more than 16 KiB; 64 KiB; a little more; and, for groups of two, where it is
@@ -81,13 +81,14 @@ def odd_values(ctx: ParallelContext, primitive: str, loses: Sequence[str] = ()) 
 
 def _odd_values(ctx: ParallelContext, primitive: str, dtype: torch.dtype, loses: Sequence[str]) -> Wrong:
     comm, info = ctx.comm("tp"), torch.finfo(dtype)
+    k = multiple(comm.size)
     nan, inf, zero = float("nan"), float("inf"), 0.0 if "the sign of zero" in loses else -0.0
 
     def odd(position: int) -> Tensor:
         one = [nan, -inf, inf, zero] if position == comm.size - 1 else [1.0, -2.0, 3.0, zero]
-        return torch.tensor(one, dtype=dtype).repeat(4, 1)
+        return torch.tensor(one, dtype=dtype).repeat(k, 1)
 
-    out = only(ctx, comm, primitive, lambda p: -1 - values((4, 4), p, dtype), f"negative {dtype}")
+    out = only(ctx, comm, primitive, lambda p: -1 - values((k, k), p, dtype), f"negative {dtype}")
     if "reduce" not in primitive:
         out += only(ctx, comm, primitive, odd, f"{dtype} numbers that are not finite")
         return out
@@ -95,8 +96,8 @@ def _odd_values(ctx: ParallelContext, primitive: str, dtype: torch.dtype, loses:
         out += _odd_sums(ctx, primitive, odd, f"NaN and infinity of {dtype}")
     if comm.eager and "denormal numbers" not in loses:
         tiny = info.smallest_normal * info.eps
-        out += only(ctx, comm, primitive, lambda p: values((4, 4), p, dtype) * tiny, f"denormal {dtype}")
-    huge = torch.tensor([info.max, -info.max, info.max / 2, -info.max / 4], dtype=dtype).repeat(4, 1)
+        out += only(ctx, comm, primitive, lambda p: values((k, k), p, dtype) * tiny, f"denormal {dtype}")
+    huge = torch.tensor([info.max, -info.max, info.max / 2, -info.max / 4], dtype=dtype).repeat(k, 1)
     out += _odd_sums(ctx, primitive, lambda p: huge, f"the largest numbers of {dtype}")
     return out
 

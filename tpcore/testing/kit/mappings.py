@@ -11,7 +11,7 @@ from ...comm import mappings as ops
 from ...comm.comm import Comm
 from ...comm.transport import PRIMITIVES
 from ...runtime.context import ParallelContext
-from .collectives import Wrong
+from .collectives import Wrong, shapes
 
 MAPPINGS: dict[str, tuple[Callable[[Tensor, Comm], Tensor], str, str]] = {
     "copy": (ops.copy, "replicated", "parts"),
@@ -38,7 +38,7 @@ def transpose_law(ctx: ParallelContext, name: str) -> Wrong:
         mine = everywhere.index_select(0, comm.position)
         return float(mine if kind == "replicated" else everywhere.sum())
 
-    x = some((4, 8), source, 1).requires_grad_()
+    x = some(shapes(comm.size)[1], source, 1).requires_grad_()
     out = fn(x, comm)
     y = some(out.shape, target, 2)
     out.backward(y)
@@ -58,7 +58,7 @@ def primitive_law(ctx: ParallelContext, name: str) -> Wrong:
     def inner(a: Tensor, b: Tensor) -> float:
         return float(comm.all_reduce((a * b).sum().reshape(1)))
 
-    x = _whole_numbers(ctx, (4, 8), 1 + 100 * me)
+    x = _whole_numbers(ctx, shapes(n)[1], 1 + 100 * me)
     out = getattr(comm, name)(x, **arguments)
     y = _whole_numbers(ctx, out.shape, 2 + 100 * me)
     return _equal(name, inner(out, y), inner(x, primitive.transpose(comm, y, *arguments.values())))

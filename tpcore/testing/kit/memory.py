@@ -13,21 +13,21 @@ from torch import Tensor
 
 from ...comm.comm import Comm
 from ...runtime.context import ParallelContext
-from .collectives import PRIMITIVES, Wrong, calls, differs, only
-from .samples import values
+from .collectives import PRIMITIVES, Wrong, calls, differs, only, shapes
+from .samples import multiple, values
 
 
 def strided(ctx: ParallelContext, primitive: str) -> Wrong:
     """The input is transposed and has gaps between its elements."""
     comm, out = ctx.comm("tp"), Wrong()
-    me = int(comm.position.cpu())
-    every = [values((4, 8, 4), p, torch.float32).transpose(0, 2)[:, ::2] for p in range(comm.size)]
+    me, shape = int(comm.position.cpu()), shapes(comm.size)[2]
+    every = [values(shape, p, torch.float32).transpose(0, 2)[:, ::2] for p in range(comm.size)]
     for how, call, want in calls(comm, primitive, every):
-        whole = values((4, 8, 4), me, torch.float32).to(ctx.device)
+        whole = values(shape, me, torch.float32).to(ctx.device)
         got = call(whole.transpose(0, 2)[:, ::2])
         if problem := differs(got, want.contiguous()):
             out.append(f"{primitive} {how} of a strided tensor on rank {ctx.rank} {problem}")
-        between = values((4, 8, 4), me, torch.float32).transpose(0, 2)[:, 1::2]
+        between = values(shape, me, torch.float32).transpose(0, 2)[:, 1::2]
         if differs(whole.transpose(0, 2)[:, 1::2], between):
             out.append(f"{primitive} {how} wrote between the elements of its input on rank {ctx.rank}")
     return out
@@ -35,7 +35,7 @@ def strided(ctx: ParallelContext, primitive: str) -> Wrong:
 
 def _inputs(comm: Comm) -> Iterator[tuple[str, list[Tensor]]]:
     """Tensors of all members; lazy backends, which compile a program for each, get the first alone."""
-    every = [values((4, 8, 4), p, torch.float32) for p in range(comm.size)]
+    every = [values(shapes(comm.size)[2], p, torch.float32) for p in range(comm.size)]
     yield "", every
     if comm.eager:
         yield " of a transposed tensor", [t.transpose(0, 2) for t in every]
@@ -84,22 +84,23 @@ def donated(ctx: ParallelContext) -> Wrong:
 def odd_memory(ctx: ParallelContext, primitive: str) -> Wrong:
     """Inputs with a storage offset, and inputs with strides of 0."""
     comm = ctx.comm("tp")
+    k = multiple(comm.size)
 
     def placed(t: Tensor) -> Tensor:  # a copy to a device must not lose the strides
         return t if ctx.device.type == "cpu" else t.to(ctx.device)
 
-    out = only(ctx, comm, primitive, lambda p: placed(values((5, 4), p, torch.float32)[1:]), "a slice")
+    out = only(ctx, comm, primitive, lambda p: placed(values((k + 1, k), p, torch.float32)[1:]), "a slice")
     if primitive != "all_reduce donate":  # memory with repeated elements cannot be donated
         note = "a tensor with strides of 0"
-        out += only(ctx, comm, primitive, lambda p: placed(values((1, 4), p, torch.float32).expand(4, 4)), note)
+        out += only(ctx, comm, primitive, lambda p: placed(values((1, k), p, torch.float32).expand(k, k)), note)
     return out
 
 
 def again(ctx: ParallelContext, primitive: str) -> Wrong:
     """Calls like an earlier one: other values, shapes, dtypes or strides. All results stay valid."""
     comm, out = ctx.comm("tp"), Wrong()
-    me, kept = int(comm.position.cpu()), []
-    kinds = [((4, 4), torch.float32), ((4, 4), torch.int64), ((4, 8), torch.float32), ((8, 4), torch.float32)]
+    me, k, kept = int(comm.position.cpu()), multiple(comm.size), []
+    kinds = [((k, k), torch.float32), ((k, k), torch.int64), ((k, 2 * k), torch.float32), ((2 * k, k), torch.float32)]
     for turn in range(2):
         for shape, dtype in kinds:
             if dtype not in ctx.backend.capabilities.dtypes:
@@ -108,7 +109,7 @@ def again(ctx: ParallelContext, primitive: str) -> Wrong:
             for how, call, want in calls(comm, primitive, every, 2):
                 kept.append((f"{how} of {dtype} {shape}", call(every[me].to(ctx.device, copy=True)), want))
     if comm.eager and "donate" not in primitive:
-        every = [values((4, 4), p, torch.float32) for p in range(comm.size)]
+        every = [values((k, k), p, torch.float32) for p in range(comm.size)]
         x = every[me].to(ctx.device, copy=True)
         for turned in (False, True):
             seen = [t.t() if turned else t for t in every]
@@ -123,9 +124,9 @@ def again(ctx: ParallelContext, primitive: str) -> Wrong:
 def any_mode(ctx: ParallelContext, primitive: str) -> Wrong:
     """A call that was first made under inference_mode works outside of it, and the reverse."""
     comm, out = ctx.comm("tp"), Wrong()
-    me = int(comm.position.cpu())
-    for inside, width in ((True, 12), (False, 12), (True, 12), (False, 20), (True, 20)):
-        every = [values((4, width), p, torch.float32) for p in range(comm.size)]
+    me, k = int(comm.position.cpu()), multiple(comm.size)
+    for inside, times in ((True, 3), (False, 3), (True, 3), (False, 5), (True, 5)):
+        every = [values((k, times * k), p, torch.float32) for p in range(comm.size)]
         for how, call, want in calls(comm, primitive, every, 2):
             with torch.inference_mode(inside):
                 got = call(every[me].to(ctx.device, copy=True))

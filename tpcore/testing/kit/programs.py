@@ -20,15 +20,17 @@ from ...layout.shard import ShardSpec
 from ...runtime.consensus import gather_bytes
 from ...runtime.context import ParallelContext
 from .collectives import Wrong, not_refused
+from .samples import multiple
 
 
-def _plain() -> nn.Sequential:
+def _plain(ctx: ParallelContext) -> nn.Sequential:
     torch.manual_seed(5)
-    return nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8))
+    inner = multiple(ctx.comm("tp").size, 12)
+    return nn.Sequential(nn.Linear(8, inner), nn.GELU(), nn.Linear(inner, 8))
 
 
-def _sharded(plain: nn.Sequential, ctx: ParallelContext) -> nn.Module:
-    up, activation, down = plain
+def _sharded(ctx: ParallelContext) -> nn.Module:
+    up, activation, down = _plain(ctx)
     net = nn.Sequential(
         tpcore.ColumnParallelLinear.from_plain(up, gather_output=False),
         activation,
@@ -43,8 +45,8 @@ NEAR = 2e-5
 
 def training_step(ctx: ParallelContext) -> Wrong:
     """Two steps of SGD with dp, tp and clipping equal those of the plain module on the whole batch."""
-    batch = torch.randn(8, 8, generator=torch.Generator().manual_seed(3))
-    plain, net = _plain(), _sharded(_plain(), ctx)
+    batch = torch.randn(multiple(ctx.batch.size, 8), 8, generator=torch.Generator().manual_seed(3))
+    plain, net = _plain(ctx), _sharded(ctx)
     sgd, plain_sgd = (torch.optim.SGD(m.parameters(), lr=0.5) for m in (net, plain))
     out = Wrong()
     mine = batch.chunk(ctx.batch.size)[ctx.index(ctx.batch)].to(ctx.device)
@@ -118,7 +120,7 @@ def _shared_folder(ctx: ParallelContext) -> Iterator[Path]:
 def checkpoint_round_trip(ctx: ParallelContext) -> Wrong:
     """A saved model loads bit for bit."""
     out = Wrong()
-    net, other = (_sharded(_plain(), ctx) for _ in range(2))
+    net, other = (_sharded(ctx) for _ in range(2))
     with torch.no_grad():
         for p in other.parameters():
             p.fill_(-1.0)
@@ -165,7 +167,7 @@ def _sharded_network(ctx: ParallelContext) -> nn.Module:
         norm,
         tpcore.ColumnParallelLinear.from_plain(up, gather_output=False, pad=True),
         activation,
-        tpcore.RowParallelLinear.from_plain(down, input_is_parallel=True),
+        tpcore.RowParallelLinear.from_plain(down, input_is_parallel=True, pad=True),
         tpcore.ColumnParallelLinear.from_plain(head, pad=True),
     ).to(ctx.device)
 

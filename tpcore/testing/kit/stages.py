@@ -65,8 +65,8 @@ def _cut(ctx: ParallelContext) -> _Model:
     model, every = _plain(), ctx.comm("pp", "tp")
     blocks: Any = model.layers
     for block in blocks:
-        block.up = tpcore.ColumnParallelLinear.from_plain(block.up, gather_output=False)
-        block.down = tpcore.RowParallelLinear.from_plain(block.down, input_is_parallel=True)
+        block.up = tpcore.ColumnParallelLinear.from_plain(block.up, gather_output=False, pad=True)
+        block.down = tpcore.RowParallelLinear.from_plain(block.down, input_is_parallel=True, pad=True)
     head: Any = model.head
     model.head = tpcore.ColumnParallelLinear.from_plain(head, pad=True, group=every)
     return model

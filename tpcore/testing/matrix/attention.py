@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from math import gcd
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,8 @@ from torch import Tensor, nn
 import tpcore
 
 from ...runtime.context import ParallelContext
-from .cases import LEADS, Case, MatrixRow
+from ..kit.samples import multiple
+from .cases import Case, MatrixRow, leading
 from .compare import Findings, Reference
 from .cutting import (
     chunk,
@@ -24,14 +26,14 @@ from .cutting import (
     sequence,
 )
 
-HIDDEN, HEADS, HEAD = 12, 4, 3
+HIDDEN, HEAD = 12, 3
 
 
-def _outputs(plain: nn.Module, x: Tensor) -> list[Tensor]:
+def _outputs(heads: int, plain: nn.Module, x: Tensor) -> list[Tensor]:
     """q, k and v, with k and v repeated for each query head."""
     out = torch.cat([layer(x) for layer in plain.children()], -1)
-    q, k, v = out.split([HEADS * HEAD, *[(out.shape[-1] - HEADS * HEAD) // 2] * 2], -1)
-    return [q, _repeated(k, HEADS), _repeated(v, HEADS)]
+    q, k, v = out.split([heads * HEAD, *[(out.shape[-1] - heads * HEAD) // 2] * 2], -1)
+    return [q, _repeated(k, heads), _repeated(v, heads)]
 
 
 def _repeated(x: Tensor, heads: int) -> Tensor:
@@ -41,36 +43,37 @@ def _repeated(x: Tensor, heads: int) -> Tensor:
 
 
 def qkv(ctx: ParallelContext, case: Case, found: Findings) -> None:
-    tp, kv, dtype = ctx.comm("tp"), case.kv_heads, case.torch_dtype
-    outputs = [HEADS * HEAD, kv * HEAD, kv * HEAD]
+    tp, dtype = ctx.comm("tp"), case.torch_dtype
+    heads = multiple(tp.size)
+    kv = gcd(heads, heads * case.kv_heads // 4)  # as many, half, or few: both numbers or one divides the other
+    outputs = [heads * HEAD, kv * HEAD, kv * HEAD]
     torch.manual_seed(7)
     linears = [sum(outputs)] if case.fused else outputs
     plain = nn.ModuleList(nn.Linear(HIDDEN, size, bias=case.bias, dtype=dtype) for size in linears)
-    data = torch.randn(*LEADS[case.ndim], HIDDEN).to(dtype)
-    grads = [torch.randn(*LEADS[case.ndim], HEADS * HEAD).to(dtype) for _ in range(3)]
+    data = torch.randn(*leading(case, ctx), HIDDEN).to(dtype)
+    grads = [torch.randn(*leading(case, ctx), heads * HEAD).to(dtype) for _ in range(3)]
     torch.manual_seed(7)
     layer = tpcore.ParallelQKV(
-        HIDDEN, HEADS, kv, HEAD, case.bias, dtype, ctx.device, fused=case.fused, **sequence(case)
+        HIDDEN, heads, kv, HEAD, case.bias, dtype, ctx.device, fused=case.fused, **sequence(case)
     )
     for ours, theirs in zip(layer.children(), plain, strict=True):
         compare_initial(ours, theirs, ctx, found)
-    exact, sizes = (Reference(plain, _outputs, data, grads, of) for of in (torch.clone, torch.abs))
+    exact, sizes = (Reference(plain, partial(_outputs, heads), data, grads, of) for of in (torch.clone, torch.abs))
 
     tokens = partial(chunk, dim=case.seq, ctx=ctx)
-    part = partial(cut_features, spec=features(HEADS * HEAD, 1), ctx=ctx)
+    part = partial(cut_features, spec=features(heads * HEAD, 1), ctx=ctx)
     x = leaf(tokens(data), case, ctx)
     q, k, v = layer(x)
-    heads = HEADS // tp.size
-    outs = [q, _repeated(k, heads), _repeated(v, heads)]
+    outs = [q, _repeated(k, heads // tp.size), _repeated(v, heads // tp.size)]
     for what, out, want, size in zip("qkv", outs, exact.outs, sizes.outs, strict=True):
         found.part(what, out, (want, size), (HIDDEN + 1, 2), part, tp)
     torch.autograd.backward(outs, [scrambled(part(g).to(ctx.device), case.scrambled) for g in grads])
 
     # each projection's part is rounded, as are their two sums and the sum over the ranks
-    roundings = (3 * HEADS * HEAD + tp.size, 6)
+    roundings = (3 * heads * HEAD + tp.size, 6)
     found.part("input grad", x.grad, (grad_of(exact.x), grad_of(sizes.x)), roundings, tokens, tp)
     # query heads that share a head add to its gradient one by one in the dtype; so do its copies
-    shared = HEADS // kv
+    shared = heads // kv
     terms = shared * data[..., 0].numel() + tp.size
     projections = zip(layer.children(), exact.module.children(), sizes.module.children(), strict=True)
     for i, (ours, theirs, large) in enumerate(projections):

@@ -10,10 +10,16 @@ from typing import Any
 import torch
 
 from ...runtime.context import ParallelContext
+from ..kit.samples import multiple
 from .compare import Findings
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
-LEADS = {2: (4,), 3: (4, 4), 4: (4, 4, 2)}  # dims before the features: every sequence dim is cut by 1, 2, 4
+
+
+def leading(case: Case, ctx: ParallelContext) -> tuple[int, ...]:
+    """The dims before the features, of which the ranks divide each sequence dim."""
+    k = multiple(ctx.comm("tp").size)
+    return (k, k, 2)[: case.ndim - 1]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import tpcore
 
 from ...runtime.context import ParallelContext
-from .cases import LEADS, Case, MatrixRow
+from .cases import Case, MatrixRow, leading
 from .compare import Findings, unit
 from .cutting import GARBAGE, chunk, compare_initial, cut_features, features, grad_of, scrambled, sequence, shard_of
 
@@ -51,7 +51,7 @@ def embedding(ctx: ParallelContext, case: Case, found: Findings) -> None:
     torch.manual_seed(7)
     plain = nn.Embedding(vocab, dim, dtype=case.torch_dtype, **options)
     exact = copy.deepcopy(plain).double()
-    ids = torch.randint(vocab, LEADS[case.ndim])
+    ids = torch.randint(vocab, leading(case, ctx))
     ids.view(-1)[0] = 0
     grad = torch.randn(*ids.shape, dim).to(case.torch_dtype)
 

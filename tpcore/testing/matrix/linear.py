@@ -12,7 +12,7 @@ import tpcore
 
 from ...layout.shard import Block, ShardSpec
 from ...runtime.context import ParallelContext
-from .cases import LEADS, Case, MatrixRow
+from .cases import Case, MatrixRow, leading
 from .compare import Findings, Place, Reference
 from .cutting import (
     GARBAGE,
@@ -42,6 +42,7 @@ BLOCKS = {
     "heads": (Block(12, 3), Block(6, 3)),
     "copies": (Block(8), Block(4, 4, replicate=True), Block(4, 2, replicate=True)),
 }
+"""By name; the two units of "copies" are one where an odd number of ranks cannot have copies of two."""
 
 
 class _PlainConv1D(nn.Module):
@@ -60,12 +61,14 @@ def _conv(case: Case) -> bool:
     return case.layer.endswith("conv1d")
 
 
-def _cut(case: Case) -> tuple[ShardSpec, Any]:
+def _cut(case: Case, n: int) -> tuple[ShardSpec, Any]:
     """The spec of the cut features, and the layer's option ``blocks`` for it."""
     options = dict(case.options)
     if isinstance(options["blocks"], int):
         return features(case.size, options["blocks"]), options["blocks"]
     blocks = BLOCKS[case.blocks]
+    if n > 1 and n % 2 and case.blocks == "copies":
+        blocks = (*blocks[:2], Block(4, 4, replicate=True))
     return ShardSpec((sum(b.size for b in blocks),), 0, blocks), blocks
 
 
@@ -81,7 +84,7 @@ def _compare(
 ) -> None:
     """The output and all gradients. ``places``: this rank's parts of the input and of the output; ``sends``: what it
     is given of the input and of the output's gradient; ``roundings``: of the output and of the input's gradient."""
-    tp, lead = ctx.comm("tp"), LEADS[case.ndim]
+    tp, lead = ctx.comm("tp"), leading(case, ctx)
     compare_initial(layer, plain, ctx, found)
     data = torch.randn(*lead, layer.in_features).to(case.torch_dtype)
     grad = torch.randn(*lead, layer.out_features).to(case.torch_dtype)
@@ -110,7 +113,8 @@ def _compare(
 
 
 def linear(ctx: ParallelContext, case: Case, found: Findings) -> None:
-    n, (spec, blocks), column = ctx.comm("tp").size, _cut(case), case.layer.startswith("column")
+    n, column = ctx.comm("tp").size, case.layer.startswith("column")
+    spec, blocks = _cut(case, n)
     (size,) = spec.shape
     inputs, outputs = (OTHER, size) if column else (size, OTHER)
     torch.manual_seed(7)

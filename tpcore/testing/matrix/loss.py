@@ -8,14 +8,14 @@ import torch.nn.functional as F
 import tpcore
 
 from ...runtime.context import ParallelContext
-from .cases import LEADS, Case, MatrixRow
+from .cases import Case, MatrixRow, leading
 from .compare import Findings, accumulator, unit
 from .cutting import GARBAGE, cut_features, features, grad_of, leaf, scrambled
 
 
 def cross_entropy(ctx: ParallelContext, case: Case, found: Findings) -> None:
     tp, vocab, wide = ctx.comm("tp"), case.size, accumulator(case.torch_dtype)
-    lead = LEADS[case.ndim]
+    lead = leading(case, ctx)
     torch.manual_seed(7)
     logits = (torch.randn(*lead, vocab) * case.magnitude).to(case.torch_dtype)
     target = torch.randint(vocab, lead)

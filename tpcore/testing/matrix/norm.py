@@ -11,7 +11,7 @@ from torch import nn
 import tpcore
 
 from ...runtime.context import ParallelContext
-from .cases import LEADS, Case, MatrixRow
+from .cases import Case, MatrixRow, leading
 from .compare import Findings
 from .cutting import chunk, grad_of, leaf, scrambled
 
@@ -28,7 +28,7 @@ def norm(ctx: ParallelContext, case: Case, found: Findings) -> None:
     layer = kinds[0](case.shape, device=ctx.device, sequence_parallel=case.seq is not None, **options)
     plain = kinds[1](case.shape, **options)
     tp = ctx.comm("tp")
-    lead = LEADS[case.ndim]
+    lead = leading(case, ctx)
     with torch.no_grad():
         for p in plain.parameters():
             p.normal_()

@@ -101,7 +101,7 @@ def _rows(ctx: ParallelContext) -> Iterator[Row]:
     for primitive in bodies.PRIMITIVES:
         for dtype in can.dtypes:
             wrong = bodies.right_values(ctx, primitive, dtype)
-            yield _row(primitive, str(dtype).removeprefix("torch."), len(bodies.SHAPES), wrong)
+            yield _row(primitive, str(dtype).removeprefix("torch."), len(bodies.shapes(ctx.comm("tp").size)), wrong)
     yield from edge_rows(ctx)
     for layer, axes in matrix.AXES.items():
         for name, dtype in matrix.DTYPES.items():

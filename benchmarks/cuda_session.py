@@ -3,7 +3,7 @@
     python -m benchmarks.cuda_session --out session.json
 
 Each stage has processes of its own and a limit of its own; one that fails or is late is written down as that, and the
-others go on. The file holds all that was measured so far, whenever the session ends.
+others go on. The file holds every stage whenever the session ends; none of their processes outlives it.
 
     doctor    what `tpcore doctor` says
     verify    `tpcore verify` at tp=1, and at tp=2 (over NCCL on two GPUs, else over gloo with both ranks on one)
@@ -26,6 +26,7 @@ import argparse
 import importlib
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -36,7 +37,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from subprocess import PIPE
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
@@ -55,6 +56,8 @@ SIZES = {
 CURVE = Size(2, 128, 4, 512, 4, 64)
 APART = 1e-4
 """Of a loss, relative: float32 sums in another order, which twenty steps carry on."""
+LEAVE: Final = 15.0
+"""Seconds of a stage's time that are for its launcher, to end its ranks."""
 
 
 class Device:
@@ -209,41 +212,43 @@ def stages(options: Namespace) -> list[tuple[str, list[str], Variables, float]]:
         command = [*tool, "verify", "--backend", options.backend, "--tp", str(tp), "--json", table]
         found.append((f"verify, tp={tp}", command, shared if tp > 1 else {}, 150.0))
 
+    def each(work: str, *contestants: str, limit: float = 60.0) -> None:
+        for who in contestants:
+            add(work, who, limit=limit)
+
     add("curve", "tpcore", backend="cpu_gloo")
-    for tp in (1, 2):
-        add("curve", "tpcore", tp)
-    for contestant in ("plain", "tpcore"):
-        add("step", contestant, limit=90.0)
-    add("reads", "tpcore")
+    add("curve", "tpcore")
+    add("curve", "tpcore", 2)
+    each("step", "plain", "tpcore", limit=90.0)
+    each("reads", "tpcore")
     verify(1)
     if gpus == 1 and torch.cuda.nccl.version() >= (2, 30):
         add("curve", "tpcore", 2, over={"NCCL_MULTI_RANK_GPU_ENABLE": "1"})
-    for contestant in ("plain compiled", "tpcore compiled"):
-        add("step", contestant, limit=90.0)
+    each("step", "plain compiled", "tpcore compiled", limit=90.0)
     add("step", "tpcore", 2, 90.0)
-    for contestant in ("plain", "tpcore", "liger"):
-        add("loss", contestant)
-    for contestant in ("plain", "tpcore", "tpcore graphs"):
-        add("generate", contestant)
+    each("loss", "plain", "tpcore", "liger")
+    each("generate", "plain", "tpcore", "tpcore graphs")
     verify(2)
     return [stage for stage in found if stage[0].partition(",")[0] in options.stages]
 
 
 def outcome(command: list[str], variables: Variables, limit: float) -> dict[str, Any]:
+    """What a stage found within ``limit`` seconds; its processes have ended by then."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "result")
-        env = {**os.environ, "TPCORE_CHECK": "0", **variables, "CUDA_SESSION_RESULT": str(result)}
+        own = f"CUDA_SESSION_RESULT={result}"
+        env = {**os.environ, "TPCORE_CHECK": "0", **variables, **dict([own.split("=")])}
         with subprocess.Popen(command, env=env, stdout=PIPE, stderr=PIPE, text=True) as job:
             try:
-                printed, errors = job.communicate(timeout=limit)
+                printed, errors = job.communicate(timeout=limit - LEAVE)
             except subprocess.TimeoutExpired:
-                # launchers end their ranks at SIGTERM; at SIGKILL these would go on beside what is measured next
-                job.terminate()
+                job.terminate()  # launchers end their ranks at SIGTERM
                 with suppress(subprocess.TimeoutExpired):
-                    job.communicate(timeout=20.0)
-                job.kill()
-                return {"error": f"not done after {limit:.0f} s"}
+                    job.communicate(timeout=LEAVE - 5.0)
+                return {"error": f"not done after {limit - LEAVE:.0f} s"}
+            finally:
+                end(own)
         found: dict[str, Any] = json.loads(result.read_text()) if result.exists() else {}
     if job.returncode:
         found["error"] = (errors or printed)[-2000:]
@@ -252,17 +257,27 @@ def outcome(command: list[str], variables: Variables, limit: float) -> dict[str,
     return {**found, "took": round(time.monotonic() - began, 1)}
 
 
+def end(own: str) -> None:
+    """Kill every process that was started with ``own`` in its environment, also one of another session, whose launcher
+    may have gone before it: it would run beside what is measured next."""
+    for place in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            if own.encode() in place.read_bytes().split(b"\0"):
+                os.kill(int(place.parent.name), signal.SIGKILL)
+
+
 def session(options: Namespace) -> bool:
-    began, figures = time.monotonic(), dict[str, Any]()
+    until, here = time.monotonic() + options.limit, where()
+    figures: dict[str, dict[str, Any]] = {name: {"error": "no time was left"} for name, *_ in stages(options)}
     for name, command, variables, limit in stages(options):
-        left = options.limit - (time.monotonic() - began)
-        figures[name] = outcome(command, variables, min(limit, left)) if left > 10 else {"error": "no time was left"}
-        options.out.write_text(json.dumps({"where": where(), "figures": figures}, indent=1))
+        left = until - time.monotonic()
+        if left > 10 + LEAVE:
+            figures[name] = outcome(command, variables, min(limit + LEAVE, left))
+        options.out.write_text(json.dumps({"where": here, "figures": figures}, indent=1))
         print(f"{name}: {in_a_line(figures[name])}", flush=True)
-    curves = {name: found["losses"] for name, found in figures.items() if "losses" in found}
-    every: list[list[float]] = list(curves.values()) or [[]]
-    first, others = every[0], every[1:]
-    apart = max((abs(a / b - 1) for other in others for a, b in zip(first, other, strict=True)), default=float("nan"))
+    curves = [found["losses"] for found in figures.values() if "losses" in found]
+    pairs = [pair for other in curves[1:] for pair in zip(curves[0], other, strict=True)]
+    apart = max((abs(a / b - 1) for a, b in pairs), default=0.0)
     expected = sum(name.startswith("curve") for name in figures)
     print(f"{len(curves)} of {expected} curves, at most {apart:.1e} apart; everything is in {options.out}")
     return len(curves) == expected and apart <= APART

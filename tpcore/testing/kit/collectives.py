@@ -19,7 +19,6 @@ from ...runtime.context import ParallelContext
 from .samples import bits, multiple, values, wide
 
 
-
 def shapes(n: int) -> tuple[tuple[int, ...], ...]:
     """Of one to five dims, some of which ``n`` ranks divide."""
     k = multiple(n)

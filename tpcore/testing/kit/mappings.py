@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -10,10 +11,10 @@ from torch import Tensor
 from ...comm import mappings as ops
 from ...comm.comm import Comm
 from ...comm.transport import PRIMITIVES
-from ...runtime.context import ParallelContext
-from .collectives import Wrong, shapes
+from .collectives import Trial, check, shapes
 
-MAPPINGS: dict[str, tuple[Callable[[Tensor, Comm], Tensor], str, str]] = {
+Kind = Literal["replicated", "parts"]
+MAPPINGS: dict[str, tuple[Callable[[Tensor, Comm], Tensor], Kind, Kind]] = {
     "copy": (ops.copy, "replicated", "parts"),
     "reduce": (ops.reduce, "parts", "replicated"),
     "scatter": (lambda x, c: ops.scatter(x, c, 1), "replicated", "parts"),
@@ -25,49 +26,42 @@ MAPPINGS: dict[str, tuple[Callable[[Tensor, Comm], Tensor], str, str]] = {
 }
 
 
-def transpose_law(ctx: ParallelContext, name: str) -> Wrong:
-    """<f(x), y> == <x, f_T(y)>, with replicated values counted once; exact, in whole numbers."""
-    comm = ctx.comm("tp")
+@check
+def transpose_law(t: Trial, name: str) -> None:
+    """A failure here alone is in collectives made during backward: <f(x), y> == <x, f_T(y)>, replicated values once."""
     fn, source, target = MAPPINGS[name]
-
-    def some(shape: Sequence[int], kind: str, seed: int) -> Tensor:
-        return _whole_numbers(ctx, shape, seed + (int(comm.position.cpu()) + 1) * 100 * (kind == "parts"))
-
-    def inner(a: Tensor, b: Tensor, kind: str) -> float:
-        everywhere = comm.all_gather((a * b).sum().reshape(1), 0)
-        mine = everywhere.index_select(0, comm.position)
-        return float(mine if kind == "replicated" else everywhere.sum())
-
-    x = some(shapes(comm.size)[1], source, 1).requires_grad_()
-    out = fn(x, comm)
-    y = some(out.shape, target, 2)
+    x = _whole_numbers(t, shapes(t.size)[1], 1, source).requires_grad_()
+    out = fn(x, t.comm)
+    y = _whole_numbers(t, out.shape, 2, target)
     out.backward(y)
     if x.grad is None:
-        return Wrong([f"{name}: no gradient"])
-    return _equal(name, inner(out.detach(), y, target), inner(x.detach(), x.grad, source))
+        t.found.append(f"{name}: no gradient")
+        return
+    _equal(t, name, _inner(t, out.detach(), y, target), _inner(t, x.detach(), x.grad, source))
 
 
-def primitive_law(ctx: ParallelContext, name: str) -> Wrong:
-    """The same law for a primitive and its ``transpose`` in the table, over all ranks' tensors."""
-    comm, primitive = ctx.comm("tp"), PRIMITIVES[name]
-    me, n = int(comm.position.cpu()), comm.size
+@check
+def primitive_law(t: Trial, name: str) -> None:
+    """A failure here alone is in state that a primitive leaves for its transpose: <f(x), y> == <x, f_T(y)>."""
+    primitive, n = PRIMITIVES[name], t.size
     values = {"dim": 1, "src": n - 1, "op": "sum", "donate": False, "split_dim": 1, "concat_dim": 0}
     values["to"] = (n - 1, *[-1] * (n - 1))
     arguments = {name: values[name] for name in primitive.arguments}
-
-    def inner(a: Tensor, b: Tensor) -> float:
-        return float(comm.all_reduce((a * b).sum().reshape(1)))
-
-    x = _whole_numbers(ctx, shapes(n)[1], 1 + 100 * me)
-    out = getattr(comm, name)(x, **arguments)
-    y = _whole_numbers(ctx, out.shape, 2 + 100 * me)
-    return _equal(name, inner(out, y), inner(x, primitive.transpose(comm, y, *arguments.values())))
+    x = _whole_numbers(t, shapes(n)[1], 1)
+    out = getattr(t.comm, name)(x, **arguments)
+    y = _whole_numbers(t, out.shape, 2)
+    _equal(t, name, _inner(t, out, y), _inner(t, x, primitive.transpose(t.comm, y, *arguments.values())))
 
 
-def _whole_numbers(ctx: ParallelContext, shape: Sequence[int], seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-8, 9, tuple(shape), generator=generator).float().to(ctx.device)
+def _whole_numbers(t: Trial, shape: Sequence[int], seed: int, kind: Kind = "parts") -> Tensor:
+    generator = torch.Generator().manual_seed(seed + 100 * (t.me + 1) * (kind == "parts"))
+    return torch.randint(-8, 9, tuple(shape), generator=generator).float().to(t.ctx.device)
 
 
-def _equal(name: str, left: float, right: float) -> Wrong:
-    return Wrong([] if left == right else [f"{name}: <f(x), y> is {left} and <x, f_T(y)> is {right}"])
+def _inner(t: Trial, a: Tensor, b: Tensor, kind: Kind = "parts") -> float:
+    mine = (a * b).sum().reshape(1)
+    return float(mine if kind == "replicated" else t.comm.all_reduce(mine))
+
+
+def _equal(t: Trial, name: str, left: float, right: float) -> None:
+    t.expect(left == right, f"{name}: <f(x), y> is {left} and <x, f_T(y)> is {right}")

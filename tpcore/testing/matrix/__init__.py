@@ -69,8 +69,8 @@ def findings_of(ctx: ParallelContext, case: Case) -> Findings:
     return findings
 
 
-def report(results: list[list[str]]) -> None:
+def report(results: list[list[str]], failure: str = "") -> None:
     """Raise AssertionError with the findings of all ranks, if there are any."""
     found = [message for rank in results for message in rank]
     if found:
-        raise AssertionError(f"{len(found)} findings, the first of them:\n" + "\n".join(found[:12]))
+        raise AssertionError(f"{failure}\n{len(found)} findings, the first of them:\n".lstrip() + "\n".join(found[:12]))

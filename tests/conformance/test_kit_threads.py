@@ -8,12 +8,16 @@ from typing import Any
 import pytest
 import torch
 from tiers import tiers
+from torch import Tensor
 
-from tpcore.layout.mesh import Mesh
+from tpcore.comm.transport import Op
+from tpcore.layout.mesh import Group, Mesh
 from tpcore.testing import ThreadBackend, run_ranks
 from tpcore.testing.conformance import Conformance
+from tpcore.testing.kit import training
 from tpcore.testing.kit.collectives import PRIMITIVES, differs, right_values
 from tpcore.testing.kit.edges import full_float32
+from tpcore.testing.threads import ThreadTransport
 
 
 class TestThreads(Conformance):
@@ -38,6 +42,46 @@ class TestThreads(Conformance):
 def test_a_rank_alone_keeps_its_values(primitive: str) -> None:
     """A verification at tp=1 makes all calls, too."""
     assert run_ranks(Mesh({"tp": 1}), lambda ctx: right_values(ctx, primitive, torch.float32)) == [[]]
+
+
+MESHES = [
+    *({"dp": 1, "tp": 1}, {"dp": 1, "tp": 4}, {"dp": 2, "tp": 2}, {"dp": 1, "tp": 3}),
+    *({"dp": 1, "ep": 2, "cp": 2, "tp": 1}, {"pp": 2, "ep": 2, "cp": 1, "tp": 1}),
+]
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+def test_steps_equal_the_plain_models(axes: dict[str, int]) -> None:
+    """Over all axes over which examples, tokens or layers are cut."""
+    steps = training.pipeline_steps if "pp" in axes else training.training_steps
+    for found in run_ranks(Mesh(axes), steps):
+        assert found == []
+        assert 0 < found.error < found.allowed
+
+
+class Forgets(ThreadTransport):
+    """The sum of every third all-reduce."""
+
+    calls = 0
+
+    def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
+        self.calls += 1
+        out = super().all_reduce(x, op, donate)
+        return x.detach().clone() if self.calls % 3 == 0 else out
+
+
+class Forgetting(ThreadBackend):
+    transport_class = Forgets
+
+    def connect(self, group: Group, rank: int) -> ThreadTransport:
+        return Forgets(group, rank, self._world)
+
+
+@pytest.mark.parametrize("axes", MESHES[1:3], ids=str)
+def test_steps_with_a_wrong_sum_differ(axes: dict[str, int]) -> None:
+    for found in run_ranks(Mesh(axes), training.training_steps, backend=Forgetting):
+        assert len(found) > 4
+        assert not found.error <= found.allowed
 
 
 def test_bits_that_print_alike_are_told_apart() -> None:

@@ -16,7 +16,7 @@ from ...comm.transport import PRIMITIVES
 from ...layout.mesh import Mesh
 from .. import matrix
 from . import collectives as bodies
-from . import edges, lost, memory, programs, stages, training
+from . import edges, lost, memory, programs, training
 from . import mappings as law
 from .launched import launched_world
 
@@ -91,7 +91,7 @@ class Contract:
             "line": [Mesh({"dp": 1, "tp": n}) for n in worlds],
             "grid": [m for n in worlds for m in meshes(n)],
             "square": [Mesh({"dp": n // t, "tp": t}) for n in worlds for t in {n, n // 2} if t and n % t == 0],
-            "staged": [m for n in worlds if (m := stages.stages_mesh(Mesh({"dp": 1, "tp": n}))) is not None],
+            "staged": [m for n in worlds if (m := training.stages_mesh(Mesh({"dp": 1, "tp": n}))) is not None],
             "dtype": list(can.dtypes),
             "moved": list(can.moved),
             "summed": [d for d in can.dtypes if d is not torch.bool],
@@ -170,6 +170,6 @@ class Contract:
         self._check(run(line, matrix.run, some[:: self.every if len(some) > 20 else 1]))
 
     test_training = _test(training.training_steps, "square")
-    test_pipeline = _test(stages.pipeline_step, "staged")
+    test_pipeline = _test(training.pipeline_steps, "staged")
     test_checkpoint = _test(programs.checkpoint_round_trip, "line")
     test_traces = _test(programs.traced_program, "line")

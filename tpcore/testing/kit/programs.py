@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import tpcore
 
@@ -21,49 +21,10 @@ from ...layout.shard import ShardSpec
 from ...runtime.consensus import gather_bytes
 from ...runtime.context import ParallelContext
 from .collectives import Trial, check
+from .training import LENGTH, VOCAB, Bert, sharded_bert
 
 NEAR = 2e-5
-"""float32 through two layers of width 12: some tens of roundings of 6e-8 each."""
-
-
-class _Network(nn.Sequential):
-    """Returns its output, and that of layer 3, of which a rank of a cut network has a part."""
-
-    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        x, found = ids, []
-        for layer in self:
-            x = layer(x)
-            found.append(x)
-        return x, found[3]
-
-
-def _plain_network() -> _Network:
-    """With values that a network has after training: no bias is zero and no norm is one."""
-    network = _Network(
-        nn.Embedding(10, 8),
-        nn.Flatten(0, 1),  # a shape that depends on the batch
-        nn.LayerNorm(8),
-        nn.Linear(8, 12),
-        nn.GELU(),
-        nn.Linear(12, 8),
-        nn.Linear(8, 6),
-    )
-    torch.manual_seed(5)
-    network.load_state_dict({name: torch.randn_like(t) / 2 for name, t in network.state_dict().items()})
-    return network
-
-
-def _sharded_network(ctx: ParallelContext) -> nn.Module:
-    words, flat, norm, up, activation, down, head = _plain_network()
-    return _Network(
-        tpcore.ParallelEmbedding.from_plain(words, pad=True),
-        flat,
-        norm,
-        tpcore.ColumnParallelLinear.from_plain(up, gather_output=False, pad=True),
-        activation,
-        tpcore.RowParallelLinear.from_plain(down, input_is_parallel=True, pad=True),
-        tpcore.ColumnParallelLinear.from_plain(head, pad=True),
-    ).to(ctx.device)
+"""float32 through two layers of width 32: some tens of roundings of numbers about 3."""
 
 
 @check
@@ -113,7 +74,7 @@ def _shared_folder(ctx: ParallelContext) -> Iterator[Path]:
 @check
 def checkpoint_round_trip(t: Trial) -> None:
     """A failure is in gathering bytes, or in ``device``: loaded values differ from the saved ones."""
-    net, other = (_sharded_network(t.ctx) for _ in range(2))
+    net, other = (sharded_bert(t.ctx) for _ in range(2))
     with torch.no_grad():
         for p in other.parameters():
             p.fill_(-1.0)
@@ -129,19 +90,19 @@ class _Example:
 
     def __init__(self, ctx: ParallelContext) -> None:
         self.ctx = ctx
-        self.plain, self.net = _plain_network(), _sharded_network(ctx)
+        self.plain, self.net = Bert(ctx).eval(), sharded_bert(ctx).eval()
         dynamic = ctx.backend.capabilities.dynamic_shapes
         self.dims = {0: DynamicDim("batch", 1, 8)} if dynamic else {}
         self.batches = (2, 1, 8) if dynamic else (2,)
 
     def ids(self, batch: int, first: int) -> Tensor:
-        return ((torch.arange(batch * 5).view(batch, 5) * 3 + first) % 10).to(self.ctx.device)
+        return ((torch.arange(batch * LENGTH).view(batch, LENGTH) * 3 + first) % VOCAB).to(self.ctx.device)
 
     def wanted(self, ids: Tensor) -> list[Tensor]:
         """The plain network's outputs, of the second this rank's part."""
-        whole, hidden = self.plain(ids.cpu())
-        cut = ShardSpec(tuple(hidden.shape), 1)
-        return [whole, cut.shard(hidden, self.ctx.coord("tp"), self.ctx.comm("tp").size)]
+        hidden, logits = self.plain(ids.cpu())
+        cut = ShardSpec(tuple(logits.shape), 2)
+        return [hidden, cut.shard(logits, self.ctx.coord("tp"), self.ctx.comm("tp").size)]
 
     def run(self, weights: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
         return list(torch.func.functional_call(self.net, dict(weights), tuple(inputs)))

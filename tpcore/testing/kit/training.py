@@ -1,6 +1,9 @@
-"""The conformance kit's check of training: a small BERT, cut over tp, takes two steps."""
+"""The conformance kit's checks of training: a small BERT, cut over tp and into stages, takes two steps."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -8,12 +11,24 @@ from torch import Tensor, nn
 
 import tpcore
 
+from ...comm.transport import Transport
+from ...comm.wrapper import DelegatingTransport
+from ...layers.sharding import layouts
+from ...layout.mesh import Mesh
 from ...runtime.context import ParallelContext
 from .collectives import Trial, check
 from .samples import multiple
 
 VOCAB, HEAD, LAYERS, LENGTH, BATCH = 101, 8, 2, 16, 4
 STEPS, RATE, MAX_NORM = 2, 0.5, 1.0
+
+
+def stages_mesh(mesh: Mesh) -> Mesh | None:
+    """Two stages of the ranks of ``mesh``; None if their number is odd."""
+    dp, tp = mesh.axes.get("dp", 1), mesh.axes.get("tp", 1)
+    if tp % 2 == 0:
+        return Mesh({"pp": 2, "dp": dp, "tp": tp // 2})
+    return Mesh({"pp": 2, "dp": dp // 2, "tp": tp}) if dp % 2 == 0 else None
 
 
 class _Layer(nn.Module):
@@ -31,29 +46,35 @@ class _Layer(nn.Module):
         return out
 
 
-class _Bert(nn.Module):
-    def __init__(self, width: int) -> None:
+class Bert(nn.Module):
+    def __init__(self, ctx: ParallelContext) -> None:
         super().__init__()
+        torch.manual_seed(0)
+        width = HEAD * multiple(ctx.comm("tp").size)
         self.words, self.positions = nn.Embedding(VOCAB, width), nn.Embedding(LENGTH, width)
-        self.layers = nn.ModuleList(_Layer(width) for _ in range(LAYERS))
+        self.layers: Any = nn.ModuleList(_Layer(width) for _ in range(LAYERS))
         self.decoder = nn.Linear(width, VOCAB)
+        self.sharded = False
+        for p in self.parameters():
+            if p.ndim == 1:  # as after training, where no bias is 0 and no norm 1
+                nn.init.uniform_(p, 0.5, 1.5)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor) -> Any:
+        """The loss; in eval mode the hidden states and the logits, of which a rank of a sharded model has a part."""
         x = self.words(ids) + self.positions.weight
         for layer in self.layers:
             x = layer(x)
-        logits: Tensor = self.decoder(x)
-        return logits
+        logits = self.decoder(x)
+        if not self.training:
+            return x, logits
+        if self.sharded:
+            return tpcore.parallel_cross_entropy(logits, ids, vocab_size=VOCAB).mean()
+        return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
 
 
-def _plain_bert(ctx: ParallelContext) -> _Bert:
-    torch.manual_seed(0)
-    return _Bert(HEAD * multiple(ctx.comm("tp").size))
-
-
-def _sharded_bert(ctx: ParallelContext) -> nn.Module:
+def sharded_bert(ctx: ParallelContext) -> Bert:
     """The layers that tp shards are replaced by layers with this rank's part of the values."""
-    model = _plain_bert(ctx)
+    model = Bert(ctx)
     for name, module in list(model.named_modules()):
         owner, _, last = name.rpartition(".")
         if last in ("query", "key", "value", "up", "decoder"):
@@ -65,50 +86,79 @@ def _sharded_bert(ctx: ParallelContext) -> nn.Module:
         else:
             continue
         setattr(model.get_submodule(owner), last, sharded)
-    return tpcore.layers.move_model_to_device(model, ctx.device)
+    if ctx.over_axis("pp") is not None:
+        model.layers = tpcore.PipelinedLayers(model.layers, BATCH)
+    model.sharded = True
+    tpcore.layers.move_model_to_device(model, ctx.device)
+    return model
+
+
+class Least(DelegatingTransport):
+    """A transport with the three primitives that a backend must write; the others are their defaults."""
+
+    broadcast = Transport.broadcast
+    all_to_all = Transport.all_to_all
+    permute = Transport.permute
 
 
 @check
 def training_steps(t: Trial) -> None:
-    """A failure here alone is in dp combined with tp: mean of gradients, clipping, the step. Allowed is eight times the
-    plain model's own error in float32, or eight roundings of the largest number or step."""
+    """A failure here alone is in dp combined with tp: mean of gradients, clipping, the step."""
+    _equal_steps(t, "", _backward)
+
+
+@check
+def pipeline_steps(t: Trial) -> None:
+    """A failure here alone is in pp combined with tp: ``permute``, or its default, in backward or between layers."""
+    pp = t.ctx.comm("pp")
+
+    def by_engine(model: Bert, ids: Tensor) -> Tensor:
+        return tpcore.PipelineModel(model, BATCH).run_train(ids)
+
+    for engine, run in {"layers": _backward, "engine": by_engine}.items():
+        for how, transport in {"": pp.transport, " with the default permute": Least(pp.transport)}.items():
+            with pp.traced(pp.position, transport):
+                _equal_steps(t, f", by the {engine}{how}", run)
+
+
+def _backward(model: Bert, ids: Tensor) -> Tensor:
+    loss: Tensor = model(ids)
+    loss.backward()
+    return loss.detach()
+
+
+def _equal_steps(t: Trial, how: str, run: Callable[[Bert, Tensor], Tensor]) -> None:
+    """Two steps of SGD with clipping equal the plain model's in float64. Allowed is eight times its own error in
+    float32, or eight roundings of the largest number or step."""
     ctx = t.ctx
-    same, model = _plain_bert(ctx), _sharded_bert(ctx)
-    exact = _plain_bert(ctx).double()
+    exact, same, model = Bert(ctx).double(), Bert(ctx), sharded_bert(ctx)
     ids = torch.randint(VOCAB, (BATCH * ctx.batch.size, LENGTH), generator=torch.Generator().manual_seed(1))
     mine = ids.chunk(ctx.batch.size)[ctx.index(ctx.batch)].to(ctx.device)
+
+    def compare(what: str, got: Tensor, want: Tensor, own: Tensor) -> None:
+        want = want.double()
+        u = torch.finfo(torch.float32).eps * max(RATE * MAX_NORM, float(want.abs().max()))
+        t.found.measure(f"BERT: {what}{how}", got, want, 8 * max(float((own.double() - want).abs().max()), u))
+
     for step in range(STEPS):
-        want, own = (_plain_step(m, ids) for m in (exact, same))
-        loss = tpcore.parallel_cross_entropy(model(mine), mine, vocab_size=VOCAB).mean()
-        loss.backward()
+        (loss, norm), (own_loss, own_norm) = (_plain_step(m, ids) for m in (exact, same))
+        mean = ctx.batch.all_reduce(run(model, mine).reshape(1)) / ctx.batch.size
         tpcore.reduce_gradients(model)
-        norm = tpcore.clip_grad_norm(model, MAX_NORM)
+        clipped = tpcore.clip_grad_norm(model, MAX_NORM)
         _descend(model)
         ctx.backend.mark_step()
-        mean = ctx.batch.all_reduce(loss.detach().reshape(1)) / ctx.batch.size
-        for what, got, *others in (
-            ("loss", mean, want[0], own[0]),
-            ("gradient norm", norm.reshape(1), want[1], own[1]),
-        ):
-            _compare(t, f"{what} of step {step}", got, *others)
-    specs, rank = tpcore.layers.shard_specs(model), ctx.coord("tp")
-    for name, p in model.named_parameters():
-        parts = [specs[name].shard(m.get_parameter(name).detach(), rank, t.size) for m in (exact, same)]
-        _compare(t, f"{name} after {STEPS} steps", p, *parts)
+        compare(f"loss of step {step}", mean, loss, own_loss)
+        compare(f"gradient norm of step {step}", clipped.reshape(1), norm, own_norm)
+    for name, layout in layouts(model).items():
+        parts = [layout.shard(m.get_parameter(name).detach(), ctx.rank, ctx.mesh) for m in (exact, same)]
+        compare(f"{name} after {STEPS} steps", model.get_parameter(name), *parts)
 
 
-def _compare(t: Trial, what: str, got: Tensor, exact: Tensor, own: Tensor) -> None:
-    exact = exact.double()
-    u = torch.finfo(torch.float32).eps * max(RATE * MAX_NORM, float(exact.abs().max()))
-    t.found.measure(f"BERT: {what}", got, exact, 8 * max(float((own.double() - exact).abs().max()), u))
-
-
-def _plain_step(model: nn.Module, ids: Tensor) -> tuple[Tensor, Tensor]:
-    loss = F.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
-    loss.backward()
+def _plain_step(model: Bert, ids: Tensor) -> tuple[Tensor, Tensor]:
+    loss = _backward(model, ids)
     norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
     _descend(model)
-    return loss.detach().reshape(1), norm.reshape(1)
+    return loss.reshape(1), norm.reshape(1)
 
 
 @torch.no_grad()

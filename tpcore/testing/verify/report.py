@@ -24,7 +24,7 @@ from ...runtime.context import ParallelContext, use
 from ...runtime.init import init, shutdown
 from .. import matrix
 from ..kit import collectives as bodies
-from ..kit import programs, stages, training
+from ..kit import programs, training
 from ..kit.collectives import Wrong
 from ..kit.contract import Contract
 
@@ -107,10 +107,10 @@ def _rows(ctx: ParallelContext) -> Iterator[Row]:
             if dtype in can.dtypes:
                 for sequence in (False, True) if "seq" in axes else (False,):
                     yield _layer(ctx, layer, name, sequence)
-    two = stages.stages_mesh(ctx.mesh)
+    two = training.stages_mesh(ctx.mesh)
     if two is not None:
         with use(ParallelContext(ctx.backend, two, ctx.rank)) as staged:
-            yield _row("pipeline of 2 stages", "float32", 4, stages.pipeline_step(staged))
+            yield _row("pipeline of 2 stages", "float32", 4, training.pipeline_steps(staged))
     if ctx.comm("tp").size > 1:
         yield _row("random streams", "float32", 3, programs.random_streams(ctx))
     yield _row("checkpoint round trip", "float32", 1, programs.checkpoint_round_trip(ctx))

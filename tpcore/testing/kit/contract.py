@@ -17,7 +17,6 @@ from ...layout.mesh import Mesh
 from .. import matrix
 from . import collectives as bodies
 from . import edges, lost, memory, programs, training
-from . import mappings as law
 from .launched import launched_world
 
 Run = Callable[..., list[list[str]]]
@@ -99,7 +98,7 @@ class Contract:
             "method": list(bodies.METHODS),
             "moving": list(bodies.MOVING),
             "linear": list(PRIMITIVES),
-            "mapping": list(law.MAPPINGS),
+            "mapping": list(training.MAPPINGS),
             "layer": list(matrix.AXES),
             "precision": [name for name, dtype in matrix.DTYPES.items() if dtype in can.dtypes],
         }
@@ -159,8 +158,8 @@ class Contract:
             raise SkipTest("starts = False: the launcher of this backend ends a job in which a rank is lost")
         self._check(run(first, lost.lost, lost.Losses(self.backend_class(), self.patience)))
 
-    test_transposes = _test(law.primitive_law, "line linear")
-    test_transpose_law = _test(law.transpose_law, "line mapping")
+    test_transposes = _test(training.primitive_law, "line linear")
+    test_transpose_law = _test(training.transpose_law, "line mapping")
     test_random_streams = _test(programs.random_streams, "line")
     test_float32 = _test(edges.full_float32, "first")
 

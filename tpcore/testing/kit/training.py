@@ -1,5 +1,5 @@
-"""The conformance kit's checks of gradients: of each collective, and of a small BERT that takes two steps, cut over tp and
-into stages."""
+"""The conformance kit's checks of gradients: of each collective, and of a small BERT that takes two steps, over tp and in
+stages."""
 
 from __future__ import annotations
 

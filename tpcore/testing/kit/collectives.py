@@ -119,8 +119,7 @@ _VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "start_permute": ("permute", {}),
 }
 MOVING = tuple(p.name for p in TABLE if not p.sums)
-_AFTER = list(PRIMITIVES_BY_NAME).index("all_reduce") + 1
-PRIMITIVES = (*list(PRIMITIVES_BY_NAME)[:_AFTER], *_VARIANTS, *list(PRIMITIVES_BY_NAME)[_AFTER:])
+PRIMITIVES = (*PRIMITIVES_BY_NAME, *_VARIANTS)
 """Primitives and variants, in the order in which the kit tests them."""
 METHODS = (*PRIMITIVES_BY_NAME, *(name for name in _VARIANTS if name.startswith("start_")))
 """The methods of a transport."""

@@ -26,13 +26,11 @@ Run = Callable[..., list[list[str]]]
 def meshes(world: int) -> list[Mesh]:
     """All meshes of ``world`` ranks with two or three axes of which at least two have two or more ranks."""
     out = []
-    for pp in (n for n in range(1, world + 1) if world % n == 0):
-        for dp in (n for n in range(1, world // pp + 1) if (world // pp) % n == 0):
-            sizes = {"pp": pp, "dp": dp, "tp": world // pp // dp}
-            if sum(n > 1 for n in sizes.values()) > 1:
-                out.append(Mesh(sizes))
-                if pp == 1:
-                    out.append(Mesh({"dp": dp, "tp": world // dp}))
+    for pp, dp in itertools.product(range(1, world + 1), repeat=2):
+        tp, rest = divmod(world, pp * dp)
+        if rest == 0 and (pp > 1) + (dp > 1) + (tp > 1) > 1:
+            out.append(Mesh({"pp": pp, "dp": dp, "tp": tp}))
+            out += [Mesh({"dp": dp, "tp": tp})] if pp == 1 else []
     return out
 
 

@@ -1,5 +1,4 @@
-"""The conformance kit's checks of gradients: of each collective, and of a small BERT that takes two steps, over tp and in
-stages."""
+"""The conformance kit's checks of gradients: of each collective, and of steps of a small BERT over tp and in stages."""
 
 from __future__ import annotations
 

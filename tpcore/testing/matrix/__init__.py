@@ -13,8 +13,6 @@ with ``A`` the same expression over absolute values. Where A is 0 (padding), the
 
 from __future__ import annotations
 
-from typing import Any
-
 from ...runtime.context import ParallelContext
 from ..kit.collectives import Wrong
 from .attention import QKV
@@ -31,8 +29,8 @@ ROWS: dict[str, MatrixRow] = {row.name: row for row in (*_PLAIN, *_SPECIAL)}
 AXES = {name: row.axes for name, row in ROWS.items()}
 
 
-def cases(layer: str, dtype: str, **only: Any) -> list[Case]:
-    return ROWS[layer].cases(dtype, **only)
+def cases(layer: str, dtype: str) -> list[Case]:
+    return ROWS[layer].cases(dtype)
 
 
 def run(ctx: ParallelContext, some: list[Case]) -> list[str]:

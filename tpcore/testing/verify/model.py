@@ -29,9 +29,7 @@ _LAYERS = re.compile(r"num_hidden_layers|n_layers?|(num_)?((en|de)coder_)?layers
 _WIDTHS = re.compile(
     r".*intermediate_size|.*ffn_(hidden_size|dim)|d_ff|n_inner|(q|kv|o)_lora_rank|moe_hidden_size|shared_.*_size"
 )
-_HIDDEN = ("hidden_size", "d_model", "n_embd", "dim")
 _BESIDE = ("out_hidden_size", "word_embed_proj_dim")  # other names of the hidden size
-_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "decoder_attention_heads")
 _SMALL, _VOCABULARY = 16, 128
 
 
@@ -196,11 +194,10 @@ def _depth(model: nn.Module) -> int:
 def _less(config: Any, tp: int, shrink: Callable[[Any, int], None], depth: int | None) -> Any:
     config = deepcopy(config)
     text = config.get_text_config()
-    before = {name: getattr(text, name, None) for name in _HIDDEN}
+    before = text.hidden_size  # transformers has this name for each family's own
     shrink(text, tp)
-    hidden = {old: getattr(text, name) for name, old in before.items() if old}
     for part in _parts(config):
-        _narrow(part, tp, hidden)
+        _narrow(part, tp, {before: text.hidden_size})
         if depth is not None:
             _shorten(part, depth)
         if hasattr(part, "_experts_implementation"):
@@ -251,13 +248,6 @@ def _width(size: int, tp: int) -> int:
     return less if less >= _SMALL // 2 else size
 
 
-def _name(config: Any, names: tuple[str, ...]) -> str:
-    found = next((name for name in names if type(getattr(config, name, None)) is int), None)
-    if found is None:
-        raise ValueError(f"its configuration has none of {', '.join(names)}")
-    return found
-
-
 def _head_dim(text: Any) -> int | None:
     """0 without that option, -1 where layers have their own."""
     try:
@@ -268,20 +258,18 @@ def _head_dim(text: Any) -> int | None:
 
 def _separate_heads(text: Any, tp: int) -> None:
     """The hidden size is less; the size of a head, which is an option of its own, stays."""
-    name = _name(text, _HIDDEN)
     size = _head_dim(text)
     if size == 0 and not hasattr(text, "qk_rope_head_dim"):
-        return _narrow_heads(text, tp)
+        _narrow_heads(text, tp)
+        return
     if size is None:
-        text.head_dim = getattr(text, name) // getattr(text, _name(text, _HEADS))
-    setattr(text, name, _width(getattr(text, name), tp))
-    return None
+        text.head_dim = text.hidden_size // text.num_attention_heads
+    text.hidden_size = _width(text.hidden_size, tp)
 
 
 def _narrow_heads(text: Any, tp: int, most: int = _SMALL) -> None:
     """As many heads, of a smaller size."""
-    name, heads = _name(text, _HIDDEN), getattr(text, _name(text, _HEADS))
-    size = gcd(getattr(text, name) // heads, most)
-    setattr(text, name, heads * size)
+    size = gcd(text.hidden_size // text.num_attention_heads, most)
+    text.hidden_size = text.num_attention_heads * size
     if _head_dim(text) != 0:
         text.head_dim = size

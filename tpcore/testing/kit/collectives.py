@@ -77,9 +77,9 @@ class Trial:
 
     def only(self, name: str, sent: Made | list[Tensor], note: str) -> None:
         """Check all calls of one primitive on tensors by position; what a function makes keeps its memory format."""
-        made = sent if callable(sent) else lambda p: sent[p].clone()
-        for how, call, want in self.calls(name, self.every(made)):
-            self.same(f"{name} {how} of {note}", call(made(self.me).to(self.ctx.device)), want)
+        for how, call, want in self.calls(name, self.every(sent) if callable(sent) else sent):
+            mine = sent(self.me) if callable(sent) else sent[self.me].clone()
+            self.same(f"{name} {how} of {note}", call(mine.to(self.ctx.device)), want)
 
     def spread(self, shape: tuple[int, ...], primitive: str, dtype: torch.dtype) -> list[Tensor]:
         """Numbers from all of the dtype's range. Bits, if they are only moved."""

@@ -9,7 +9,7 @@ from itertools import pairwise, product
 import torch
 from torch import Tensor
 
-from ...comm.transport import PRIMITIVES
+from ...comm.transport import PRIMITIVES, Pending
 from ...runtime.context import ParallelContext
 from .collectives import Trial, Wrong, check, divides
 from .samples import values, wide
@@ -146,11 +146,12 @@ def started(t: Trial) -> None:
         own = (t.comm.position + 1).to(dtype).repeat(length)
         total = torch.full((length,), n * (n + 1) // 2, dtype=dtype)
         before = ((t.comm.position.cpu() - 1) % n + 1).to(dtype).repeat(length)
-        for name, x, start, want in (
-            ("start_all_reduce", own.clone(), t.comm.start_all_reduce, total),
-            ("start_reduce_scatter", own.repeat(n), partial(t.comm.start_reduce_scatter, dim=0), total),
-            ("start_permute", own.clone(), partial(t.comm.start_permute, to=ring), before),
-        ):
+        starts: dict[str, tuple[Callable[[Tensor], Pending], Tensor, Tensor]] = {
+            "start_all_reduce": (t.comm.start_all_reduce, own.clone(), total),
+            "start_reduce_scatter": (partial(t.comm.start_reduce_scatter, dim=0), own.repeat(n), total),
+            "start_permute": (partial(t.comm.start_permute, to=ring), own.clone(), before),
+        }
+        for name, (start, x, want) in starts.items():
             wait = start(x)
             x.zero_()
             t.same(f"{name} of {length} {dtype} whose input changes meanwhile", wait(), want)

@@ -113,7 +113,7 @@ class Cell(Trial):
         self.lead = (self.k, self.k, 2)[: case.ndim - 1]
         """The dims before the features, of which the ranks divide each sequence dim."""
         self.seq: int | None = dict(case.options).get("seq")
-        self.sequence = {} if self.seq is None else {"sequence_dim": self.seq}
+        self.sequence: dict[str, Any] = {} if self.seq is None else {"sequence_dim": self.seq}
         self._later: list[tuple[Tensor, Callable[[Tensor], str | None]]] = []
 
     # -- tensors --------------------------------------------------------------------------------------------

@@ -9,11 +9,13 @@ import re
 import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
+from functools import cache
 from typing import Any
 
 from torch import nn
 
 
+@cache
 def tree_of(function: Callable[..., Any]) -> ast.AST | None:
     """The syntax tree of a function inside its decorators; None without source."""
     try:

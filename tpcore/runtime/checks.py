@@ -27,10 +27,10 @@ Note = tuple[str, list[float]]
 
 
 class Checks:
-    """The checks of one rank. ``report`` receives each problem and may raise. ``running``: whether ranks run,
-    so that ``compare`` can be called; if not, they are recorded, on tensors mostly without values."""
+    """The checks of one rank. ``report`` receives each problem and may raise; None: no part is marked. ``running``:
+    whether ranks run, so that ``compare`` can be called; if not, they are recorded, on tensors mostly without values."""
 
-    def __init__(self, report: Callable[[str], None], *, running: bool) -> None:
+    def __init__(self, report: Callable[[str], None] | None, *, running: bool) -> None:
         self._report, self.running = report, running
         self.notes: list[Note] = []
 
@@ -39,7 +39,7 @@ class Checks:
 
     def part(self, y: Tensor, comm: Comm, dim: int, kind: str) -> Tensor:
         """Mark ``y`` as this rank's chunk along ``dim``. ``kind``: "features" or "tokens"."""
-        if comm.size == 1 or torch.compiler.is_compiling():
+        if self._report is None or comm.size == 1 or torch.compiler.is_compiling():
             return y
         dim %= y.ndim
         return marked(plain(y), Mark(kind, dim, y.shape[dim], comm.size, self._report))
@@ -58,7 +58,7 @@ class Checks:
         if not self.running or comm.size == 1 or not comm.eager:
             return
         found = first_difference(comm.transport.members, gather(mine, comm))
-        if found is not None:
+        if found is not None and self._report is not None:
             self._report(found)
 
 

@@ -13,7 +13,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from .. import checkpoint
-from ..checkpoint.offline.consolidate import consolidate
+from ..checkpoint.rewrite import consolidate
 from ..comm.comm import Comm
 from ..runtime.consensus import together
 from ..runtime.context import ParallelContext, current

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checkpoint.tensors.stored import Shard
+from ..checkpoint.stored import Shard
 
 
 @dataclass(frozen=True, eq=False)

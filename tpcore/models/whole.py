@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.offline.consolidate import divided, write_weights
+from ..checkpoint.rewrite import divided, write_weights
 from ..checkpoint.storage.files import make_dirs, naming, sync_dir
 from ..checkpoint.storage.tensorfile import order_of
 from ..layers.sharding import sharding

@@ -29,7 +29,7 @@ from torch import Tensor
 from transformers import BertConfig, BertForPreTraining
 from transformers.utils.logging import disable_progress_bar
 
-from tpcore.checkpoint.offline.consolidate import consolidate
+from tpcore.checkpoint.rewrite import consolidate
 from tpcore.nxd import parallel_layers
 from tpcore.trace import parallel_model_load, parallel_model_save, parallel_model_trace
 

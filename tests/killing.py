@@ -17,7 +17,7 @@ from tpcore.checkpoint.storage import publish as staging
 from tpcore.checkpoint.write import background
 from tpcore.runtime.context import ParallelContext
 
-EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "fcntl.flock", "ctypes.dlsym")
+EVENTS = ("open", "os.mkdir", "os.rename", "os.link", "os.remove", "os.rmdir", "fcntl.flock", "ctypes.dlsym")
 
 
 class Steps:
@@ -86,7 +86,7 @@ def killed(ctx: ParallelContext, home: str, how: str, victim: int, stop: int) ->
         replace(undo, os, "fsync", lambda fd: steps.step())
         replace(undo, files, "open", steps.opened)
         replace(undo, background, "_PATIENCE", 1.0)  # for a rank that will never say anything
-        if how == "two renames":
+        if how == "no exchange":
             replace(undo, staging, "_exchange", lambda a, b: False)
         else:
             replace(undo, staging, "_exchange", lambda a, b: (steps.step(), exchange(a, b))[1])

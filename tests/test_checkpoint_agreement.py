@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 import os
 import re
-import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from checkpoints import files_in, refit
 from torch import Tensor, nn
 
 import tpcore
 from tpcore.checkpoint import load, save, wait
-from tpcore.checkpoint.offline.reshard import reshard
+from tpcore.checkpoint.rewrite import reshard
 from tpcore.errors import CheckpointError
 from tpcore.layout.mesh import Mesh
 from tpcore.runtime.context import ParallelContext
@@ -86,7 +86,7 @@ REFUSED: dict[str, tuple[Callable[[ParallelContext], State], str]] = {
 def test_they_replace_nothing(what: str, mesh: Mesh, background: bool, tmp_path: Path) -> None:
     state, message = REFUSED[what]
     run_ranks(TP, lambda ctx: save({"model": net().state_dict(), "epoch": 1}, tmp_path / "c"))
-    before = contents(tmp_path)
+    before = files_in(tmp_path)
 
     def one(ctx: ParallelContext) -> str:
         with pytest.raises(CheckpointError) as caught:
@@ -97,12 +97,7 @@ def test_they_replace_nothing(what: str, mesh: Mesh, background: bool, tmp_path:
     (told,) = set(run_ranks(mesh, one))
     assert f"cannot save {tmp_path / 'c'}: the ranks' parts do not fit together" in told
     assert message in told
-    assert contents(tmp_path) == before
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    files = {p.relative_to(folder).as_posix(): p for p in folder.rglob("*") if p.is_file()}
-    return {name: p.read_bytes() for name, p in files.items() if not name.endswith(".lock")}
+    assert files_in(tmp_path) == before
 
 
 @pytest.mark.parametrize("all_dp", [False, True])
@@ -193,12 +188,9 @@ def test_a_checkpoint_of_ranks_that_do_not_fit_is_refused(less: int, tmp_path: P
 
 def take(source: Path, folder: Path, name: str) -> None:
     """Put a file of another save in place, with the save id and sums of this one."""
-    manifest = json.loads((folder / "manifest.json").read_text())
-    theirs = json.loads((source / "manifest.json").read_text())["save_id"]
-    data = (source / name).read_bytes().replace(theirs.encode(), manifest["save_id"].encode())
-    (folder / name).write_bytes(data)
-    manifest["files"][name] = {"bytes": len(data), "crc32": f"{zlib.crc32(data):08x}"}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    mine, theirs = (json.loads((of / "manifest.json").read_text())["save_id"].encode() for of in (folder, source))
+    (folder / name).write_bytes((source / name).read_bytes().replace(theirs, mine))
+    refit(folder, name)
 
 
 def test_a_tensor_of_one_rank_alone_is_named(tmp_path: Path) -> None:

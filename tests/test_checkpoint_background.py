@@ -60,8 +60,12 @@ def test_values_are_those_of_the_call(tmp_path: Path, monkeypatch: pytest.Monkey
     assert sorted(os.listdir(tmp_path)) == ["1", "2"]
 
 
-@pytest.mark.parametrize("failing", [0, 1])
-def test_an_error_comes_at_the_next_call(failing: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("failing", "background"), [(0, True), (1, True), (1, False)])
+def test_an_error_comes_on_all_ranks(
+    failing: int, background: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of a file, at the next call if it is in the background; the previous checkpoint stays."""
+    run_ranks(MESH, lambda ctx: save({"n": 1}, tmp_path / "c"))
     real = writing.write_tensors
 
     def full(file: str, *args: Any) -> Any:
@@ -70,16 +74,18 @@ def test_an_error_comes_at_the_next_call(failing: int, tmp_path: Path, monkeypat
         return real(file, *args)
 
     def one(ctx: ParallelContext) -> str:
-        save({"model": {"w": torch.ones(3)}}, tmp_path / "c", async_save=True)
+        if background:
+            save({"model": {"w": torch.ones(3)}}, tmp_path / "c", async_save=True)
         with pytest.raises(CheckpointError) as caught:
-            wait()
+            wait() if background else save({"model": {"w": torch.ones(3)}}, tmp_path / "c")
         wait()  # it was told once
         return str(caught.value)
 
     monkeypatch.setattr(writing, "write_tensors", full)
     messages = run_ranks(MESH, one)
-    assert all("No space left on device" in m for m in messages)
-    assert os.listdir(tmp_path) == []
+    assert all("No space left on device" in m and str(tmp_path / "c") in m for m in messages)
+    assert os.listdir(tmp_path) == ["c"]
+    assert run_ranks(MESH, lambda ctx: load(tmp_path / "c")) == [{"n": 1}] * 4
 
 
 def test_an_error_shows_at_exit(tmp_path: Path) -> None:

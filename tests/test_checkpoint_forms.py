@@ -19,10 +19,9 @@ import tpcore
 from tpcore.checkpoint.forms import registry
 from tpcore.checkpoint.forms.rank_files import RankFiles
 from tpcore.checkpoint.forms.source import Form, Reading, Source
-from tpcore.checkpoint.offline.consolidate import consolidate
-from tpcore.checkpoint.offline.inspect import diff, inspect, verify
-from tpcore.checkpoint.offline.reshard import convert, reshard
+from tpcore.checkpoint.inspect import diff, inspect, verify
 from tpcore.checkpoint.read.source import CutRule, read_shards
+from tpcore.checkpoint.rewrite import consolidate, convert, reshard
 from tpcore.errors import CheckpointError
 from tpcore.layout.mesh import Mesh
 from tpcore.runtime.context import ParallelContext

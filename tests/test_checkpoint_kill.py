@@ -1,8 +1,7 @@
-"""A saving rank is killed at its steps on the file system, by SIGKILL, one process a step.
+"""Ranks that are processes die in a save or a load, or are killed by SIGKILL at a save's steps on the file system.
 
-The slow tests take the first, the last and some between them, others for each of three ways, and rank 1 in
-one way only, for rank 0 puts a checkpoint in place. The drills take each step. ``test_checkpoint_crash``
-takes each in threads that stand for processes.
+The slow tests take the first step, the last and some between them, others for each of three ways, and rank 1 in one
+way only, for rank 0 puts a checkpoint in place. The drills take each. ``test_checkpoint_crash`` takes each in threads.
 """
 
 from __future__ import annotations
@@ -16,14 +15,15 @@ from killing import killed, state
 from rank_pool import RankPool
 from tiers import tiers
 
-from tpcore.checkpoint import load, save
+from tpcore.checkpoint import load, save, stored
+from tpcore.checkpoint.write import save as writing
 from tpcore.errors import CheckpointError, PeerLostError
 from tpcore.layout.mesh import Mesh
 from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
 
 TP = 2
-WAYS = ["first", "exchange", "two renames", "async"]
+WAYS = ["first", "exchange", "no exchange", "async"]
 KILLED = [(victim, how) for victim in (0, 1) for how in WAYS]
 
 
@@ -98,3 +98,41 @@ def test_killed_at_a_step(
         assert 1 in seen
     else:
         assert seen <= {1}
+
+
+# -- a rank that ends by itself ---------------------------------------------------------------------------
+MESH = Mesh({"dp": 2, "tp": TP})
+
+
+def _save(ctx: ParallelContext, path: str, version: int) -> None:
+    save(state(ctx, version), path)
+
+
+def _save_and_die(ctx: ParallelContext, path: str) -> None:
+    if ctx.rank == 0:
+        writing.write_tensors = lambda *args: os._exit(7)  # type: ignore[attr-defined]
+    _save(ctx, path, 6)
+
+
+def test_a_rank_dies_in_a_save(pool: RankPool, tmp_path: Path) -> None:
+    """The others hear of it, the previous checkpoint is whole, and the next save clears up."""
+    path = tmp_path / "c"
+    pool.run(MESH, _save, str(path), 5)
+    for outcome in pool.outcomes(MESH, _save_and_die, str(path)):
+        assert isinstance(outcome.error, PeerLostError)  # and not CollectiveTimeoutError
+    assert versions(path) == 5
+    pool.run(MESH, _save, str(path), 7)
+    assert versions(path) == 7
+    assert os.listdir(tmp_path) == ["c"]
+
+
+def _load_and_die(ctx: ParallelContext, path: str) -> None:
+    if ctx.rank == 3:
+        stored.ReadPlan.fill = lambda self, *_, **__: os._exit(7)  # type: ignore[method-assign]
+    load(path)
+
+
+def test_a_rank_dies_in_a_load(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(MESH, _save, str(tmp_path / "c"), 5)
+    for outcome in pool.outcomes(MESH, _load_and_die, str(tmp_path / "c")):
+        assert isinstance(outcome.error, PeerLostError)

@@ -22,9 +22,8 @@ from torch import Tensor, nn
 import tpcore
 from tpcore import CheckpointError, Mesh, ParallelContext
 from tpcore.checkpoint import load
-from tpcore.checkpoint.offline.consolidate import consolidate
-from tpcore.checkpoint.offline.inspect import inspect
-from tpcore.checkpoint.offline.reshard import convert
+from tpcore.checkpoint.inspect import inspect
+from tpcore.checkpoint.rewrite import consolidate, convert
 from tpcore.layers.sharding import sharding
 from tpcore.testing import run_ranks
 

@@ -8,17 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import values
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import tpcore
 from tpcore import CheckpointError, Mesh, ParallelContext
 from tpcore.checkpoint import load
-from tpcore.checkpoint.forms.source import Reading
-from tpcore.checkpoint.offline.consolidate import consolidate
-from tpcore.checkpoint.offline.inspect import inspect
-from tpcore.checkpoint.offline.reshard import convert
-from tpcore.checkpoint.read.source import opened, part, tensors_of
+from tpcore.checkpoint.inspect import inspect
+from tpcore.checkpoint.rewrite import consolidate, convert
 from tpcore.layers.sharding import sharding
 from tpcore.testing import run_ranks
 
@@ -204,8 +202,7 @@ def test_on_the_command_line(version: str, fuse_qkv: bool, tmp_path: Path) -> No
     assert inspect(tmp_path / "c").tp == TP
     convert(tmp_path / "c", tmp_path / "ours")
     for place in (tmp_path / "c", tmp_path / "ours"):
-        with opened(place, Reading()) as source:
-            found = {name: part(stored, 0, 1) for name, stored in tensors_of(source).items()}
+        found = values(place)
         assert found.keys() == want.keys()
         assert all(torch.equal(found[name], t) for name, t in want.items())
     consolidate(tmp_path / "c", tmp_path / "whole")

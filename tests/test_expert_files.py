@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 import tpcore
 from tpcore import Mesh
 from tpcore.checkpoint.storage.tensorfile import FileTensor
-from tpcore.checkpoint.tensors.stored import MemoryShard
+from tpcore.checkpoint.stored import MemoryShard
 from tpcore.cli.app import app
 from tpcore.models.weights import views
 from tpcore.testing import run_ranks

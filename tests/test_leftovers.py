@@ -14,10 +14,8 @@ from torch import nn
 
 import tpcore
 from tpcore.checkpoint import load, save
-from tpcore.checkpoint.offline.consolidate import consolidate
-from tpcore.checkpoint.offline.reshard import convert
-from tpcore.checkpoint.storage.publish import OwnedDirectory, new_beside
-from tpcore.errors import CheckpointError
+from tpcore.checkpoint.rewrite import consolidate, convert
+from tpcore.checkpoint.storage.publish import OwnedDirectory
 from tpcore.layout.mesh import Mesh
 from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
@@ -35,12 +33,12 @@ os.fsync = killed
 tpcore.checkpoint.save({"w": torch.ones(3)}, sys.argv[1])
 """
 CONSOLIDATE = """
-from tpcore.checkpoint.offline.consolidate import consolidate
+from tpcore.checkpoint.rewrite import consolidate
 os.fsync = killed
 consolidate(sys.argv[1], sys.argv[2])
 """
 CONVERT = """
-from tpcore.checkpoint.offline.reshard import convert
+from tpcore.checkpoint.rewrite import convert
 os.fsync = killed
 convert(sys.argv[1], sys.argv[2])
 """
@@ -118,15 +116,6 @@ def test_a_command_again_removes_what_it_left(home: Path, tmp_path: Path) -> Non
     consolidate(tmp_path / "c", home / "whole")
     convert(tmp_path / "whole.pt", home / "whole.safetensors")
     assert sorted(os.listdir(home)) == ["whole", "whole.safetensors"]
-
-
-def test_two_commands_at_once_take_nothing_from_each_other(home: Path) -> None:
-    with new_beside(str(home / "whole")) as path:
-        Path(path).mkdir()
-        with pytest.raises(CheckpointError, match="another job"), new_beside(str(home / "whole")):
-            pass
-        assert Path(path).exists()
-    assert os.listdir(home) == []
 
 
 @pytest.mark.processes

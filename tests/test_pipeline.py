@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import tpcore
 from tpcore import Mesh, checkpoint
-from tpcore.checkpoint.offline.consolidate import consolidate
+from tpcore.checkpoint.rewrite import consolidate
 from tpcore.comm.transport import Transport
 from tpcore.layers.sharding import sharding
 from tpcore.layout.layout import Slot

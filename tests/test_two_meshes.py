@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import tpcore
-from tpcore.checkpoint.offline.inspect import verify
+from tpcore.checkpoint.inspect import verify
 from tpcore.layout.mesh import Mesh
 from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks

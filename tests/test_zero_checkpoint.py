@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from nets import cut_net, plain_net
-from test_checkpoint_layouts import Staged, filled
+from test_optimizer_state import Staged, filled
 from test_zero import assert_equals, cut, groups_of, mine, plainly, train
 from torch import Tensor, nn
 

@@ -13,8 +13,8 @@ import pytest
 import training
 from machines import Machine, environment
 
-from tpcore.checkpoint.format.manifest import newest
-from tpcore.checkpoint.offline.inspect import verify
+from tpcore.checkpoint.inspect import verify
+from tpcore.checkpoint.manifest import newest
 from tpcore.layout.mesh import Mesh
 from tpcore.testing import run_ranks
 

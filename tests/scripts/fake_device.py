@@ -25,7 +25,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 import tpcore
 from tpcore.backend import Backend, Capabilities
-from tpcore.checkpoint.tensors.stored import ReadPlan, Stored
+from tpcore.checkpoint.stored import ReadPlan, Stored
 from tpcore.checkpoint.write.snapshot import StateTensor, on_host
 from tpcore.comm.transport import Primitive
 from tpcore.comm.wrapper import TransportWrapper

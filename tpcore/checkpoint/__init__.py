@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from ..runtime.consensus import gather, together
 from ..runtime.context import current
-from .format.manifest import newest
+from ..train.zero import Zero1
+from .forms.registry import open_source
 from .forms.source import Reading
-from .read.load import StrPath, read_checkpoint
-from .write.background import finish_save, save_in_background
+from .manifest import newest
+from .read.model import Loading, cut_anew, give, parameters_of
+from .read.source import StrPath
+from .storage.files import naming
+from .write.background import save_in_background, wait
 from .write.save import Options, write_checkpoint
 
 if TYPE_CHECKING:
@@ -39,24 +45,22 @@ def save(
     share of a ``Zero1``. The ``state_dict()`` of an optimizer can be loaded at another degree only if the optimizer was
     made from ``model.named_parameters()`` and the model is saved with it.
 
-    An earlier checkpoint of that name is replaced in one step, when the new one is complete. Tensors are written one by
-    one, by dp rank 0. On every rank, ValueError for an entry that cannot be saved, and CheckpointError for an error of
-    the file system.
+    An earlier checkpoint of that name is replaced in one step, when the new one is complete. On every rank, ValueError
+    for an entry that cannot be saved, and CheckpointError for an error of the file system.
 
     ``save_serially``: one rank after the other. ``down_cast_bf16``: write float32 as bfloat16, except tensors without
-    dims. ``master_dp_only=False``: every dp rank writes a share of its tp rank's tensors. ``keep_last=N``: when the new
-    checkpoint is complete, keep the last N of those beside it whose names differ only in the number at the end.
-
-    ``async_save``: return when the values are copied to host memory, and write in the background. One save runs at a
-    time. An error on any rank is raised on every rank by the next ``save``, ``load`` or ``wait``, and logged at the end
-    of the program. ``wait()`` returns when the save is complete.
+    dims. ``master_dp_only=False``: every dp rank writes a share of its tp rank's tensors, which dp rank 0 writes
+    otherwise. ``keep_last=N``: when the new checkpoint is complete, keep the last N of those beside it whose names
+    differ only in the number at the end. ``async_save``: return when the values are copied to host memory, and write in
+    the background, one save at a time. An error on any rank is raised on every rank by the next ``save``, ``load`` or
+    ``wait``, and logged at the end of the program. ``wait()`` returns when the save is complete.
     """
     if keep_last is not None and keep_last < 1:
         raise ValueError(f"keep_last={keep_last}: at least the checkpoint that is being saved is kept")
     if async_save and save_serially:
         raise ValueError("async_save and save_serially: a save in the background keeps no order of ranks")
     options = Options(async_save, save_serially, master_dp_only, down_cast_bf16, keep_last)
-    finish_save()
+    wait()
     (save_in_background if async_save else write_checkpoint)(state_dict, save_dir, options)
 
 
@@ -70,7 +74,7 @@ def load(
     optimizer: torch.optim.Optimizer | None = None,
     trust: bool = True,
 ) -> Any:
-    """Load a checkpoint at any tp degree. Returns the saved dict without the entry loaded into ``model``.
+    """Load a checkpoint at any tp degree. Returns the saved dict without the entry loaded into ``model``. Collective.
 
     With ``model``, loads the entry ``model_key`` into it, or the whole state if that is a model's state. Each rank
     reads its own part. A model on meta gets memory on the context's device. Without ``model``, returns all entries of
@@ -82,37 +86,69 @@ def load(
     optimizer loads its state at any degree from files of other libraries and from unsharded files too.
 
     Directories of NeuronX Distributed and optimum-neuron can be loaded too, in all their layouts, cut as the model is.
-    They and files of ``torch.save`` are pickles, from which only tensors and plain values are unpickled. Before torch
-    2.10 that restriction has a hole, and a warning says so. ``trust=False`` refuses pickles; ``tpcore checkpoint
-    convert`` converts them to safetensors.
+    They and files of ``torch.save`` are pickles, of which only tensors and plain values are read; ``trust=False``
+    refuses them. A warning says that before torch 2.10 that restriction has a hole.
 
     Names, shapes and dtypes are compared before the model is changed. CheckpointError on every rank lists the
     differences. Floats are converted to the model's dtype. ``strict=False`` skips missing and surplus names, and
-    entries that cannot be loaded at this degree, with a warning. A collective call over all ranks.
+    entries that cannot be loaded at this degree, with a warning.
     """
-    finish_save()
-    how = Reading(model_key, trust, quiet=current().rank > 0)
-    return read_checkpoint(load_dir, model, how, sharded=sharded, strict=strict, optimizer=optimizer)
+    wait()
+    ctx, path = current(), os.fspath(load_dir)
+    target, key, module = _targets(model, optimizer, model_key, sharded)
+    if "tp" in ctx.mesh.axes:
+        ctx.comm("tp")  # the first use of a group is collective, and here all ranks take part
+    optimizer = target if isinstance(target, torch.optim.Optimizer) else None
+    with ExitStack() as stack:
+        with together(ctx), naming("load", path):
+            source = open_source(path, Reading(model_key, trust, quiet=ctx.rank > 0), stack, sharded=sharded)
+            loading = Loading(ctx, source, strict=strict, sharded=sharded)
+            states, rest = loading.states() if module is None and optimizer is not None else (None, {})
+            if states is None:
+                layouts, names = ((), None) if optimizer is None else parameters_of(optimizer, ctx, module)
+                only = key if module is None and target is not None and loading.restaged else None
+                loading.compare(module, layouts, names, only, key if isinstance(target, Zero1) else None)
+        if states is None:
+            if target is None:
+                return loading.run()
+            return loading.run(lambda rest, runs: give(target, rest, runs, key, path, module))
+    with together(ctx):
+        rest[key] = cut_anew(states, optimizer, ctx, path)
+        give(target, rest, {}, key, path)
+    return rest
+
+
+def _targets(
+    model: Any, optimizer: torch.optim.Optimizer | None, model_key: str | None, sharded: bool
+) -> tuple[Any, Any, nn.Module | None]:
+    """What takes an entry by its ``load_state_dict``, and the entry's key; and the model."""
+    if isinstance(model, nn.Module):
+        return optimizer, "optimizer", model
+    if optimizer is not None:
+        raise ValueError(
+            "optimizer= goes with a model, load(path, model, optimizer=optimizer); alone it is "
+            'load(path, optimizer, model_key="optimizer")'
+        )
+    if model is None and not sharded:
+        raise ValueError("sharded=False needs a model: its layers say which part of a tensor is this rank's")
+    if model is not None and not (
+        hasattr(model, "load_state_dict") and (sharded or isinstance(model, torch.optim.Optimizer))
+    ):
+        raise ValueError(f"cannot load into a {type(model).__name__}" + ("" if sharded else " with sharded=False"))
+    return model, model_key, None
 
 
 def latest(directory: StrPath) -> str | None:
-    """Path of the last checkpoint in ``directory``, to go on from; None if there is none yet.
-
-    That is the complete one whose name ends in the highest number: of ``step_90`` and ``step_100`` the second. Waits
-    for a save in the background. Collective over all ranks. CheckpointError where the directory cannot be read.
-    """
-    finish_save()
+    """Path of the complete checkpoint in ``directory`` whose name ends in the highest number, of ``step_90`` and
+    ``step_100`` the second; None if there is none yet. Waits for a save in the background. Collective over all ranks.
+    CheckpointError where the directory cannot be read."""
+    wait()
     ctx, last = current(), None
     with together(ctx):
         if ctx.rank == 0:
             last = newest(os.path.realpath(directory))
     path: str | None = gather(last, ctx.world)[0]
     return path
-
-
-def wait() -> None:
-    """Wait until the save in the background, if any, is complete. Raises its error. A collective call."""
-    finish_save()
 
 
 def __getattr__(name: str) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..c10d.backend import C10dBackend
 from ..errors import BackendError
@@ -38,7 +38,6 @@ def dtensor_state_dict(model: nn.Module) -> dict[str, Any]:
             "tpcore.checkpoint.save, which keeps the parts of all ranks"
         )
     ctx = current()
-    _known_meshes(ctx)
     state: dict[str, Any] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         state.update(_entries(ctx, name, value) if isinstance(value, Tensor) else {name: value})
@@ -53,7 +52,7 @@ def _entries(ctx: ParallelContext, name: str, value: Tensor) -> Iterator[tuple[s
     if layout.slot is not None or len(layout.cuts) > 1 or any(len(cut.axes) > 1 for cut in layout.cuts):
         raise ValueError(f"{name!r} is {layout}, which no DTensor says: use tpcore.checkpoint")
     if not layout.cuts:
-        yield name, _over(ctx, local, layout.shape, {})
+        yield name, _over(ctx, local, layout.shape)
         return
     (cut,), dim = layout.cuts, layout.spec.dim or 0
     (axis,), n, start = cut.axes, cut.degree(ctx.mesh), 0
@@ -70,42 +69,33 @@ def _entries(ctx: ParallelContext, name: str, value: Tensor) -> Iterator[tuple[s
         part = local.narrow(dim, start, piece.length)
         start += length
         whole = name if len(cut.spec.blocks) == 1 else f"{name}.{number}"
-        yield whole, _over(ctx, part, shape, {axis: Shard(dim)}, axis, copies)
+        yield whole, _over(ctx, part, shape, axis, dim, copies)
 
 
 def _over(
-    ctx: ParallelContext,
-    local: Tensor,
-    shape: tuple[int, ...],
-    cuts: dict[str, Placement],
-    axis: str = "",
-    copies: int = 1,
+    ctx: ParallelContext, local: Tensor, shape: tuple[int, ...], axis: str = "", dim: int = 0, copies: int = 1
 ) -> DTensor:
-    """A DTensor of the full ``shape``. ``copies``: how many neighbours on ``axis`` have equal parts."""
+    """A DTensor of the full ``shape``, cut over ``axis``, if any, where ``copies`` neighbours have equal parts."""
     axes: dict[str, int] = {}
     for name, n in ctx.mesh.axes.items():
         if name == axis and copies > 1:  # the copies become an axis of their own, inside ``axis``
             axes |= {name: n // copies, f"{name}_copies": copies}
         elif n > 1 or name != "pp":
             axes[name] = n
-    placements = [cuts.get(a, Replicate()) for a in axes]
+    placements = [Shard(dim) if a == axis else Replicate() for a in axes]
     size = torch.Size(shape)
     stride = torch.empty(size, device="meta").stride()
     return DTensor.from_local(local, device_mesh(ctx, axes), placements, run_check=False, shape=size, stride=stride)
 
 
-def _known_meshes(ctx: ParallelContext) -> dict[tuple[tuple[str, int], ...], Any]:
+def device_mesh(ctx: ParallelContext, axes: dict[str, int]) -> DeviceMesh:
+    """A mesh with ``axes``, of the groups of ``ctx`` where these are its axes. Collective at the first call."""
     if not isinstance(ctx.backend, C10dBackend):
         raise BackendError(
             f"a DeviceMesh needs a backend over torch.distributed, and {type(ctx.backend).__name__} is none: for "
             "dtensor_state_dict use tpcore.checkpoint, for generate_batch use generate"
         )
-    return ctx.backend.device_meshes
-
-
-def device_mesh(ctx: ParallelContext, axes: dict[str, int]) -> DeviceMesh:
-    """A mesh with ``axes``, of the groups of ``ctx`` where these are its axes. Collective at the first call."""
-    known, key = _known_meshes(ctx), tuple(axes.items())
+    known, key = ctx.backend.device_meshes, tuple(axes.items())
     if key not in known:
         grid, kind, names = torch.arange(ctx.mesh.size).view(*axes.values()), ctx.device.type, tuple(axes)
         if all(a in ctx.mesh.axes for a in names):

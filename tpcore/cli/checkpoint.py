@@ -96,7 +96,7 @@ def consolidate(
     given: Given,
 ) -> None:
     """Write the whole model as one model.safetensors, which transformers' from_pretrained opens."""
-    from ..checkpoint.offline.consolidate import consolidate as consolidate_checkpoint
+    from ..checkpoint.rewrite import consolidate as consolidate_checkpoint
 
     if output_format not in ("safetensors", "pytorch"):
         raise typer.BadParameter(f"--format {output_format}: safetensors or pytorch")
@@ -129,8 +129,8 @@ def reshard(
     given: Given,
 ) -> None:
     """Write the checkpoint for another tensor-parallel degree, optimizer state included."""
-    from ..checkpoint.offline.inspect import padded_names
-    from ..checkpoint.offline.reshard import reshard as reshard_checkpoint
+    from ..checkpoint.inspect import padded_names
+    from ..checkpoint.rewrite import reshard as reshard_checkpoint
 
     with _reporting(given.as_json) as progress:
         left = reshard_checkpoint(src, out, tp, strict=strict, **given.reading, progress=progress)
@@ -152,7 +152,7 @@ def reshard(
 @_reads
 def convert(src: Src, out: Out, *, given: Given) -> None:
     """Make safetensors of pickles: of an unsharded file a file, of another library's shards a checkpoint."""
-    from ..checkpoint.offline.reshard import convert as convert_checkpoint
+    from ..checkpoint.rewrite import convert as convert_checkpoint
 
     with _reporting(given.as_json) as progress:
         names = convert_checkpoint(src, out, **given.reading, progress=progress)
@@ -163,7 +163,7 @@ def convert(src: Src, out: Out, *, given: Given) -> None:
 @_reads
 def inspect_(src: Src, *, given: Given) -> None:
     """List the tensors: logical shape, dtype, how it is cut, and the shape on each rank."""
-    from ..checkpoint.offline.inspect import inspect as inspect_checkpoint
+    from ..checkpoint.inspect import inspect as inspect_checkpoint
 
     with _reporting(True):
         found = inspect_checkpoint(src, **given.reading)
@@ -187,7 +187,7 @@ def diff(
     a: Annotated[str, typer.Argument(metavar="A")], b: Annotated[str, typer.Argument(metavar="B")], *, given: Given
 ) -> None:
     """Compare the models in two checkpoints, of any form and degree. Exit status 1 if they differ."""
-    from ..checkpoint.offline.inspect import diff as diff_checkpoint
+    from ..checkpoint.inspect import diff as diff_checkpoint
 
     with _reporting(given.as_json) as progress:
         found = list(diff_checkpoint(a, b, **given.reading, progress=progress))
@@ -209,7 +209,7 @@ def diff(
 @_reads
 def verify(src: Src, *, given: Given) -> None:
     """Compare all checksums and look for missing and surplus files. Exit status 1 if anything is wrong."""
-    from ..checkpoint.offline.inspect import verify as verify_checkpoint
+    from ..checkpoint.inspect import verify as verify_checkpoint
 
     with _reporting(given.as_json) as progress:
         wrong = verify_checkpoint(src, **given.reading, progress=progress)

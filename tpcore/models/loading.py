@@ -18,7 +18,7 @@ from ..checkpoint.forms.source import Reading
 from ..checkpoint.forms.whole import Whole, in_memory, open_file
 from ..checkpoint.read.model import Loading
 from ..checkpoint.storage.files import naming
-from ..checkpoint.tensors.stored import Stored
+from ..checkpoint.stored import Stored
 from ..errors import CheckpointError, extra
 from ..layers.module import ParallelModule
 from ..runtime.consensus import together

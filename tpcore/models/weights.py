@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.forms.whole import in_memory
-from ..checkpoint.tensors.stored import Shard, Stored
+from ..checkpoint.stored import Shard, Stored
 from ..errors import CheckpointError
 from ..layers.sharding import sharding
 from ..layout.shard import ShardSpec

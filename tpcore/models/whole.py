@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import checkpoint
-from ..checkpoint.offline.consolidate import consolidate, divided, write_weights
+from ..checkpoint.rewrite import consolidate, divided, write_weights
 from ..checkpoint.storage.files import make_dirs, naming, sync_dir
 from ..checkpoint.storage.tensorfile import order_of
 from ..layers.sharding import sharding

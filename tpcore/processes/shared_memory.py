@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..checkpoint.storage.dtypes import dtype_name, dtype_of
+from ..checkpoint.storage.tensorfile import dtype_name, dtype_of
 
 Place = tuple[int, str, tuple[int, ...]]
 """A tensor in a buffer: offset in bytes, dtype, shape."""

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from ..backend.registry import backend_class
-from ..checkpoint.storage.contents import link
 from ..checkpoint.storage.files import MANIFEST, make_dirs, naming, sync_dir, write_file
-from ..checkpoint.storage.publish import OwnedDirectory, Staging
+from ..checkpoint.storage.publish import OwnedDirectory, Staging, link
 from ..errors import BackendError, CheckpointError
 from ..processes.launch import launch
 from ..runtime.init import choose_backend

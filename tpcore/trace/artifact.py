@@ -13,10 +13,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ..checkpoint.format.manifest import rank_dir, typed
-from ..checkpoint.storage.dtypes import dtype_name, dtype_of
+from ..checkpoint.manifest import rank_dir, typed
 from ..checkpoint.storage.files import CHUNK, LARGEST, MANIFEST, crc32_of, damage, dumps, loads, read_file
-from ..checkpoint.storage.tensorfile import TensorFile, write_tensors
+from ..checkpoint.storage.tensorfile import TensorFile, dtype_name, dtype_of, write_tensors
 from ..checkpoint.write.snapshot import StateTensor
 from ..errors import CheckpointError
 from ..layout.shard import ShardSpec

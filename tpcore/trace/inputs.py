@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..backend.interface import DynamicDim
-from ..checkpoint.storage.dtypes import dtype_name, dtype_of
+from ..checkpoint.storage.tensorfile import dtype_name, dtype_of
 from .structure import Form, match, names_of, take_apart
 
 Shape = tuple[int | str, ...]

@@ -1,12 +1,11 @@
-"""Shards of optimum-neuron, with its metadata files: cut dims, and the inverse of its transformations."""
+"""Shards of NeuronX Distributed; of optimum-neuron, with metadata: cut dims, and the inverse of transformations."""
 
 from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 from ...errors import CheckpointError
 from ...layout.shard import ShardSpec
 from ..storage.files import damage, loads, read_file
-from .pickles import top_of
+from .pickles import equal, top_of
 from .rank_files import Original, PickledShards, even_cut, find
 from .source import Form, Reading, Source, inside
 
@@ -23,66 +22,54 @@ Shards = Mapping[str, Sequence[Tensor]]
 """The shards of all ranks, by name."""
 
 
-@dataclass(frozen=True)
-class Fused:
-    """Linears that follow each other in each rank's shard. ``sizes``: their unsharded sizes along ``dim``."""
+class Transformation(NamedTuple):
+    """Makes tensors of the original model from the shards of the names ``used``."""
 
-    fused: str
-    names: Sequence[str]
-    dim: int
-    sizes: Sequence[int]
+    used: Sequence[str]
+    originals: Callable[[Shards], Iterator[Original]]
 
-    def originals(self, shards: Shards) -> Iterator[Original]:
-        tensors, at = shards[self.fused], 0
-        for name, size in zip(self.names, self.sizes, strict=True):
+
+def _of_fused(fused: str, names: Sequence[str], dim: int, sizes: Sequence[int]) -> Transformation:
+    """Of linears that follow each other in each rank's shard. ``sizes``: their unsharded sizes along ``dim``."""
+
+    def originals(shards: Shards) -> Iterator[Original]:
+        tensors, at = shards[fused], 0
+        for name, size in zip(names, sizes, strict=True):
             length = size // len(tensors)
-            yield Original(name, self.dim, [t.narrow(self.dim, at, length) for t in tensors])
+            yield Original(name, dim, [t.narrow(dim, at, length) for t in tensors])
             at += length
 
-    def used(self) -> list[str]:
-        return [self.fused]
+    return Transformation([fused], originals)
 
 
-@dataclass(frozen=True)
-class Attention:
-    """q, k, v and the output projection of grouped-query attention with ``copies`` of each kv head, in the order
+def _of_attention(
+    stored: Mapping[str, str], names: Mapping[str, str], output: str | None, spec: Mapping[str, Any]
+) -> Transformation:
+    """Of q, k, v and the output projection of grouped-query attention with copies of each kv head, in the order
     ``a b a b`` over the ranks. Each query head, and its columns of the output projection, is on a rank with a copy of
-    its kv head."""
+    its kv head. ``stored``: names in the shards by "q", "k" and "v", or by "qkv" if fused. ``names``: original ones."""
+    counts = ("num_attention_heads", "num_key_value_heads", "kv_size_multiplier")
+    q_heads, kv_heads, copies = (int(spec[name]) for name in counts)
 
-    stored: Mapping[str, str]  # names in the shards by "q", "k" and "v", or by "qkv" if fused
-    names: Mapping[str, str]  # original names by "q", "k" and "v"
-    output: str | None  # cut along dim 1
-    q_heads: int
-    kv_heads: int
-    copies: int
-
-    def originals(self, shards: Shards) -> Iterator[Original]:
-        q, k, v = self._parts(shards)
-        order = self._order()
-        yield Original(self.names["q"], 0, _sorted(q, order, 0))
-        first = list(range(self.kv_heads)) * self.copies
-        for name, tensors in (("k", k), ("v", v)):
-            yield Original(self.names[name], 0, _sorted(tensors, first, 0)[: self.kv_heads])
-        if self.output is not None:
-            yield Original(self.output, 1, _sorted(shards[self.output], order, 1))
-
-    def _parts(self, shards: Shards) -> list[Sequence[Tensor]]:
-        if "qkv" not in self.stored:
-            return [shards[self.stored[name]] for name in "qkv"]
-        fused = shards[self.stored["qkv"]]
-        heads = self.q_heads + 2 * self.kv_heads * self.copies
-        size = fused[0].shape[0] * len(fused) // heads
-        q, kv = (size * n // len(fused) for n in (self.q_heads, self.kv_heads * self.copies))
+    def parts(shards: Shards) -> list[Sequence[Tensor]]:
+        if "qkv" not in stored:
+            return [shards[stored[name]] for name in "qkv"]
+        fused = shards[stored["qkv"]]
+        size = fused[0].shape[0] * len(fused) // (q_heads + 2 * kv_heads * copies)
+        q, kv = (size * n // len(fused) for n in (q_heads, kv_heads * copies))
         return [[t.narrow(0, at, length) for t in fused] for at, length in ((0, q), (q, kv), (q + kv, kv))]
 
-    def _order(self) -> list[int]:
-        """The query head at each position, over all ranks."""
-        heads = torch.arange(self.q_heads).view(self.kv_heads, self.copies, -1)
-        order: list[int] = heads.transpose(0, 1).flatten().tolist()
-        return order
+    def originals(shards: Shards) -> Iterator[Original]:
+        q, k, v = parts(shards)
+        # the query head at each position, over all ranks
+        order = torch.arange(q_heads).view(kv_heads, copies, -1).transpose(0, 1).flatten().tolist()
+        yield Original(names["q"], 0, _sorted(q, order, 0))
+        for name, tensors in (("k", k), ("v", v)):
+            yield Original(names[name], 0, _sorted(tensors, [*range(kv_heads)] * copies, 0)[:kv_heads])
+        if output is not None:
+            yield Original(output, 1, _sorted(shards[output], order, 1))
 
-    def used(self) -> list[str]:
-        return [*self.stored.values(), *([] if self.output is None else [self.output])]
+    return Transformation([*stored.values(), *([] if output is None else [output])], originals)
 
 
 def _sorted(tensors: Sequence[Tensor], order: Sequence[int], dim: int) -> list[Tensor]:
@@ -103,20 +90,18 @@ class Recorded(NamedTuple):
 
     names: frozenset[str]
     dims: Mapping[str, int]
-    transformations: Sequence[Fused | Attention]
+    transformations: Sequence[Transformation]
 
 
 def read_metadata(root: str, stages: int, how: Reading) -> list[Recorded]:
     """The metadata in ``root``, by stage. Empty if there are none, CheckpointError if some are missing."""
     paths = [[os.path.join(root, name.format(stage)) for name in _NAMES] for stage in range(stages)]
-    existing = [next((path for path in some if os.path.isfile(path)), None) for some in paths]
-    if not any(existing):
-        return []
+    existing = [[path for path in some if os.path.isfile(path)] for some in paths]
     read = []
-    for stage, there in enumerate(existing):
-        if there is None:
-            raise CheckpointError(f"{paths[stage][0]} is missing, and that of another stage is there")
-        path = inside(root, os.path.basename(there), root)
+    for some, there in zip(paths, existing, strict=True) if any(existing) else ():
+        if not there:
+            raise CheckpointError(f"{some[0]} is missing, and that of another stage is there")
+        path = inside(root, os.path.basename(there[0]), root)
         top = top_of(path, how) if path.endswith(".pt") else loads(read_file(path), path)
         with damage(path):
             read.append(_recorded(top, path))
@@ -124,9 +109,9 @@ def read_metadata(root: str, stages: int, how: Reading) -> list[Recorded]:
 
 
 def _recorded(top: Mapping[str, Any], path: str) -> Recorded:
-    transformations: Iterable[Fused | Attention]
+    transformations: Iterable[Transformation]
     if "sharded_metadata" in top:
-        parameters, transformations = top["sharded_metadata"], _of_attention(top["gqa_qkv_metadata"])
+        parameters, transformations = top["sharded_metadata"], _attention_blocks(top["gqa_qkv_metadata"])
     else:
         parameters, transformations = top["parameters"], _transformations(top, path)
     dims = {
@@ -139,7 +124,7 @@ def _recorded(top: Mapping[str, Any], path: str) -> Recorded:
 
 
 # -- 0.2 and later -----------------------------------------------------------------------------------------
-def _transformations(top: Mapping[str, Any], path: str) -> Iterator[Fused | Attention]:
+def _transformations(top: Mapping[str, Any], path: str) -> Iterator[Transformation]:
     for module in top.get("model_weight_transformation_specs", ()):
         prefix = f"{module['module_fully_qualified_name']}."
         for kind, spec in module["specs"]:
@@ -149,31 +134,25 @@ def _transformations(top: Mapping[str, Any], path: str) -> Iterator[Fused | Atte
                 yield _transformation(kind, spec, prefix, end)
 
 
-def _transformation(kind: str, spec: Mapping[str, Any], prefix: str, end: str) -> Fused | Attention:
+def _transformation(kind: str, spec: Mapping[str, Any], prefix: str, end: str) -> Transformation:
     if kind == "FusedLinearsSpec":
         dim = {"column": 0, "row": 1}.get(spec["fuse_axis"], spec["fuse_axis"])
         names = [f"{prefix}{name}.{end}" for name in spec["linear_names"]]
-        return Fused(f"{prefix}{spec['fused_linear_name']}.{end}", names, dim, spec["original_dims"])
+        return _of_fused(f"{prefix}{spec['fused_linear_name']}.{end}", names, dim, spec["original_dims"])
     if kind == "GQAQKVColumnParallelLinearSpec":
         stored = f"{prefix}{spec['gqa_qkv_projection_name']}.{end}"
         long = {"q": "query", "k": "key", "v": "value"}
-        return Attention(
+        return _of_attention(
             {"qkv": f"{stored}_qkv"} if spec["fuse_qkv"] else {n: f"{stored}_{n}" for n in "qkv"},
             {n: f"{prefix}{spec[f'{name}_projection_name']}.{end}" for n, name in long.items()},
             f"{prefix}{spec['output_projection_name']}.{end}" if end == "weight" else None,
-            *_heads(spec),
+            spec,
         )
     raise ValueError(f"unknown transformation {kind!r}")
 
 
-def _heads(spec: Mapping[str, Any]) -> tuple[int, int, int]:
-    """The numbers of query heads, of kv heads, and of copies of each kv head."""
-    q, kv, copies = (spec[n] for n in ("num_attention_heads", "num_key_value_heads", "kv_size_multiplier"))
-    return int(q), int(kv), int(copies)
-
-
 # -- 0.0.19 to 0.1 -----------------------------------------------------------------------------------------
-def _of_attention(spec: Mapping[str, Any]) -> Iterator[Attention]:
+def _attention_blocks(spec: Mapping[str, Any]) -> Iterator[Transformation]:
     """The attention blocks of which ``spec`` maps original names to stored ones: ``a.q_proj.weight`` to
     ``a.qkv_proj.weight_q``, or all three to ``a.qkv_proj.weight_qkv``, in the order q, k, v."""
     blocks: dict[str, dict[str, str]] = defaultdict(dict)  # original names by "q", "k" and "v"
@@ -189,17 +168,15 @@ def _of_attention(spec: Mapping[str, Any]) -> Iterator[Attention]:
     for base, names in blocks.items():
         fused, stored = base.endswith("_qkv"), base.removesuffix("_qkv")
         module, _, end = stored.rpartition(".")
-        yield Attention(
+        yield _of_attention(
             {"qkv": base} if fused else {n: f"{stored}_{n}" for n in names},
             {n: names[n] for n in "qkv"},
             outputs[module.rpartition(".")[0]] if end == "weight" else None,
-            *_heads(spec),
+            spec,
         )
 
 
 class OptimumShards(PickledShards):
-    """Pickled shards with metadata files."""
-
     def __init__(self, path: str, files: Sequence[Sequence[str]], how: Reading, recorded: Sequence[Recorded]) -> None:
         super().__init__(path, files, how)
         self._recorded = recorded
@@ -214,12 +191,12 @@ class OptimumShards(PickledShards):
     def _of_tied(self, name: str, pp_rank: int) -> int | None:
         """The cut dim of a tensor that is recorded under another name, which has the same values on all ranks."""
         mine = [self.read(file)[0][name] for file in self.files[pp_rank]]
-        if all(_equal(t, mine[0]) for t in mine):
+        if all(equal(t, mine[0]) for t in mine):
             return None  # not cut: a buffer
         for stage, recorded in enumerate(self._recorded):
             every = [self.read(file)[0] for file in self.files[stage]]
             for other, dim in recorded.dims.items():
-                if all(_equal(state.get(other), t) for state, t in zip(every, mine, strict=True)):
+                if all(equal(state.get(other), t) for state, t in zip(every, mine, strict=True)):
                     return dim
         return None
 
@@ -227,7 +204,7 @@ class OptimumShards(PickledShards):
         originals: list[Original] = []
         used: set[str] = set()
         for transformation in self._recorded[pp_rank].transformations:
-            names = transformation.used()
+            names = list(transformation.used)
             used.update(names)
             missing = [name for name in names if name not in states[0]]
             if missing == names:
@@ -249,12 +226,6 @@ class OptimumShards(PickledShards):
         return ((every & state.keys()) | empty) - mine
 
 
-def _equal(a: Any, b: Tensor) -> bool:
-    if not isinstance(a, Tensor) or a.is_meta or b.is_meta or (a.shape, a.dtype) != (b.shape, b.dtype):
-        return False
-    return torch.equal(a, b)
-
-
 def _open(path: str, how: Reading, stack: ExitStack) -> Source | None:
     shards = find(path)
     if shards is None:
@@ -262,7 +233,7 @@ def _open(path: str, how: Reading, stack: ExitStack) -> Source | None:
     root, stages = shards
     above = os.path.dirname(root) if os.path.basename(root) == "model" else root
     recorded = read_metadata(above, len(stages), how)
-    return OptimumShards(path, stages, how, recorded) if recorded else None
+    return OptimumShards(path, stages, how, recorded) if recorded else PickledShards(path, stages, how)
 
 
 FORM = Form(sharded=True, open=_open)

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from ...errors import CheckpointError
-from ..format.tree import is_nested, is_optimizer
 from ..storage.files import open_regular
-from ..tensors.stored import MemoryShard
+from ..stored import MemoryShard
+from ..tree import is_nested, is_optimizer
 from .source import Reading
 
 _DEEPEST = 100  # levels, as in a tpcore checkpoint
@@ -128,7 +128,6 @@ def _check_extent(path: str, top: Any) -> None:
     memory: dict[int, int] = {}
 
     def measure(value: Any, above: tuple[int, ...], name: Any) -> tuple[int, int]:
-        """The numbers of items and bytes."""
         if isinstance(value, Tensor) and not _is_special(value):
             storage = value.untyped_storage()
             memory[storage.data_ptr()] = storage.nbytes()
@@ -154,44 +153,32 @@ def _check_extent(path: str, top: Any) -> None:
 def unsound(path: str) -> Iterator[str]:
     """An error text for the first damaged record of a torch.save file. Nothing for other files."""
     try:
-        if not os.path.isfile(path) or not zipfile.is_zipfile(path):
-            return
-        with zipfile.ZipFile(path) as records:
-            wrong = records.testzip()
+        if os.path.isfile(path) and zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as records:
+                if (wrong := records.testzip()) is not None:
+                    yield f"{path} is damaged: its {wrong!r} has another crc32"
     except Exception as e:  # noqa: BLE001  zipfile may raise anything for a damaged file
         yield f"{path} is damaged: {type(e).__name__}: {e}"
-        return
-    if wrong is not None:
-        yield f"{path} is damaged: its {wrong!r} has another crc32"
 
 
-def split(rests: Sequence[Mapping[Any, Any]]) -> tuple[dict[Any, Any], list[Any]]:
-    """The entries that are the same on all ranks, and the keys of the others. ``rests``: entries per rank. An
-    optimizer's state counts as different: it is cut like its parameters, even if all values are zero."""
+def differing(rests: Sequence[Mapping[Any, Any]]) -> list[Any]:
+    """The keys of entries that are not the same on all ranks. ``rests``: entries per rank. An optimizer's state counts
+    as different: it is cut like its parameters, even if all values are zero."""
     first, *others = rests
-    bound = [
+    return [
         key
         for key, value in first.items()
         if is_optimizer(value) or not all(key in rest and _same(value, rest[key]) for rest in others)
     ]
-    return {key: value for key, value in first.items() if key not in bound}, bound
-
-
-def why_bound(keys: Sequence[Any], path: str, tp: int) -> str:
-    return (
-        f"{', '.join(map(str, keys))} in {path} can be loaded only at the degree of the save, tp={tp}: it "
-        "differs between ranks or is an optimizer's state, whose parameters the file does not name. For an "
-        "optimizer's state: load(path, optimizer, model_key=...)"
-    )
 
 
 def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or a.dtype != b.dtype:
-            return False
-        return torch.equal(*(mapped(t, "a tensor beside the model", "a checkpoint").tensor for t in (a, b)))
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        return len(a) == len(b) and all(map(_same, a, b))
-    return bool(a == b)
+    (mine, form), (theirs, other) = tree_flatten(a), tree_flatten(b)
+    return form == other and all(map(equal, mine, theirs))
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Whether two values are the same. One without values, or special in another way, is none's equal."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.dtype == b.dtype and not (_is_special(a) or _is_special(b)) and torch.equal(a, b)
+    return not isinstance(a, Tensor) and not isinstance(b, Tensor) and bool(a == b)

@@ -6,7 +6,6 @@ import os
 import re
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -16,11 +15,11 @@ from torch.utils._pytree import tree_map_only
 
 from ...errors import CheckpointError
 from ...layout.shard import Block, ShardSpec
-from ..format.manifest import STATE
+from ..manifest import STATE
 from ..storage.files import naming
-from ..tensors.stored import MemoryShard, Stored
-from .pickles import in_own_memory, mapped, parted, split, top_of, unpickled, why_bound
-from .source import Cuts, Fill, Form, Reading, Source, Stage, State, inside
+from ..stored import MemoryShard, Stored
+from .pickles import differing, in_own_memory, mapped, parted, top_of, unpickled
+from .source import Cuts, Fill, Reading, Source, Stage, State, inside
 
 Entries = dict[Any, Any]
 """The entries other than the model in one rank's file."""
@@ -69,7 +68,7 @@ class _RankFilesStage(Stage):
         read = [source.read(file) for file in self._files]
         self._states = [state for state, _ in read]
         rests = [rest for _, rest in read] + [source.read(file)[1] for file in alike]
-        self._rest, self._bound = split(rests) if own is None else (rests[own], [])
+        self._rest, self._bound = rests[own or 0], differing(rests) if own is None else []
 
     def states(self) -> Sequence[Mapping[str, Any]]:
         return self._states
@@ -79,15 +78,20 @@ class _RankFilesStage(Stage):
         for file, state in zip(self._files, self._states, strict=True):
             for name in sorted(state.keys() ^ first.keys()):
                 raise CheckpointError(f"{file} and {self._files[self._own or 0]} do not both have {name!r}")
+        model: State = {}
         originals, used = self._source.originals(self._states, self._pp_rank)
-        plain = {name: value for name, value in first.items() if name not in used}
-        state = {original.name: self._original(*original) for original in originals}
-        return state | {k: self._stored(k) if isinstance(v, Tensor) else v for k, v in plain.items()}
-
-    def _original(self, name: str, dim: int, pieces: Sequence[Tensor]) -> Stored:
-        shards = [mapped(piece, name, self._source.path) for piece in pieces]
-        cut = even_cut(shards[0].shape, len(shards), dim)
-        return Stored.over_tp(name, cut, len(shards), None, shards.__getitem__)
+        for name, dim, pieces in originals:
+            shards = [mapped(piece, name, self._source.path) for piece in pieces]
+            cut = even_cut(shards[0].shape, len(shards), dim)
+            model[name] = Stored.over_tp(name, cut, len(shards), None, shards.__getitem__)
+        for name, value in first.items():
+            if isinstance(value, Stored):  # of an unsharded file: a cut that does not fit is no cut of this tensor
+                known = self._cuts(name, value.shape, 1)
+                fits = known is not None and known.local_shape(1) == value.shape
+                model[name] = Stored.over_tp(name, known, 1, None, value.shard) if fits else value
+            elif name not in used:
+                model[name] = self._stored(name) if isinstance(value, Tensor) else value
+        return model
 
     def _stored(self, name: str) -> Stored:
         pairs = zip(self._states, self._files, strict=True)
@@ -113,7 +117,11 @@ class _RankFilesStage(Stage):
         return {self._source.how.model_key: state, **rest}
 
     def bound(self, *, model: bool = False) -> Mapping[Any, str]:
-        why = why_bound(self._bound, self._source.path, self._source.tp)
+        why = (
+            f"{', '.join(map(str, self._bound))} in {self._source.path} can be loaded only at the degree of the save, "
+            f"tp={self._source.tp}: it differs between ranks or is an optimizer's state, whose parameters the file "
+            "does not name. For an optimizer's state: load(path, optimizer, model_key=...)"
+        )
         return dict.fromkeys(self._bound, why)
 
 
@@ -150,10 +158,9 @@ def in_order(shards: list[MemoryShard], cut: ShardSpec, where: str) -> list[Memo
 
 def _replicas_agree(shards: list[MemoryShard], cut: ShardSpec) -> bool:
     first_of: dict[tuple[int, int], Tensor] = {}
-    assert cut.dim is not None  # noqa: S101
     for rank, shard in enumerate(shards):
         for piece in cut.pieces(rank, len(shards)):
-            t = shard.tensor.narrow(cut.dim, piece.local, piece.length)
+            t = shard.tensor.narrow(cut.dim or 0, piece.local, piece.length)
             first = first_of.setdefault((piece.full, piece.length), t)
             if first is not t and not torch.equal(first, t):
                 return False
@@ -181,10 +188,9 @@ _REFERENCES = [
 class PickledShards(RankFiles):
     form = "pickled shards"
 
-    def read(self, file: str) -> tuple[Mapping[str, Any], dict[Any, Any]]:
-        top = tree_map_only(
-            TensorReference, lambda at: _resolved(at, file, self.how), top_of(file, self.how, _REFERENCES)
-        )
+    def read(self, file: str) -> tuple[Mapping[str, Any], Entries]:
+        found = top_of(file, self.how, _REFERENCES)
+        top = tree_map_only(TensorReference, lambda reference: _resolved(reference, file, self.how), found)
         return parted({key: value for key, value in top.items() if key != "tp_rank"}, self.how, file)
 
 
@@ -192,8 +198,7 @@ def find(path: str) -> tuple[str, list[list[str]]] | None:
     """The folder of shards (``path`` or one inside it) and the files of each stage. None without shards."""
     for folder in _FOLDERS if os.path.isdir(path) else ():
         root = os.path.join(path, folder) if folder else path
-        stages = _stages(root) if os.path.isdir(root) else None
-        if stages:
+        if stages := _stages(root) if os.path.isdir(root) else None:
             return root, stages
     return None
 
@@ -202,32 +207,26 @@ def _stages(root: str) -> list[list[str]] | None:
     with naming("list", root):
         names = sorted(os.listdir(root))
     files: dict[tuple[int, int], str] = {}
-    for name in names:
-        match = _RANK.fullmatch(name)
-        if match is None or int(match[1] or 0):
+    for match in filter(None, map(_RANK.fullmatch, names)):
+        if int(match[1] or 0):
             continue  # all data-parallel ranks hold the same state
-        if os.path.isfile(os.path.join(root, name, STATE)):
+        path, at = os.path.join(root, match[0]), (int(match[3] or 0), int(match[2]))
+        if os.path.isfile(os.path.join(path, STATE)):
             return None  # a tpcore checkpoint whose manifest is missing
-        at = int(match[3] or 0), int(match[2])
         if at in files:
-            raise CheckpointError(f"{os.path.join(root, name)} and {files[at]} are of one rank")
-        files[at] = _file_of(root, name)
+            raise CheckpointError(f"{path} and {files[at]} are of one rank")
+        pickled = [match[0]]  # the file itself, or the one in a directory
+        if os.path.isdir(path):
+            pickled = [os.path.join(match[0], name) for name in sorted(os.listdir(path)) if name.endswith(".pt")]
+        if len(pickled) != 1:
+            raise CheckpointError(
+                f"{path} holds {len(pickled)} .pt files where one rank's state belongs: {pickled[:4]}"
+            )
+        files[at] = inside(root, pickled[0], root)
     return grid(root, files) if files else None
 
 
-def _file_of(root: str, name: str) -> str:
-    """The pickle of a rank: ``name`` itself, or the one file in that directory."""
-    path = os.path.join(root, name)
-    if not os.path.isdir(path):
-        return inside(root, name, root)
-    names = sorted(f for f in os.listdir(path) if f.endswith(".pt"))
-    if len(names) != 1:
-        raise CheckpointError(f"{path} holds {len(names)} .pt files where one rank's state belongs: {names[:4]}")
-    return inside(root, os.path.join(name, names[0]), root)
-
-
 def _resolved(reference: TensorReference, file: str, how: Reading) -> Tensor:
-    """The mapped tensor that a reference stands for."""
     tid = getattr(reference, "tid", None)
     if type(tid) is not int or tid < 0:
         raise CheckpointError(f"{file} is damaged: it refers to a tensor {tid!r}")
@@ -236,11 +235,3 @@ def _resolved(reference: TensorReference, file: str, how: Reading) -> Tensor:
     if not isinstance(t, Tensor):
         raise CheckpointError(f"{path} holds a {type(t).__name__}, not a tensor")
     return t
-
-
-def _open(path: str, how: Reading, stack: ExitStack) -> Source | None:
-    shards = find(path)
-    return None if shards is None else PickledShards(path, shards[1], how)
-
-
-FORM = Form(sharded=True, open=_open)

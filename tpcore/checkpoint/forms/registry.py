@@ -7,10 +7,10 @@ from contextlib import ExitStack
 
 from ...errors import CheckpointError
 from ..storage.files import MANIFEST, PREFIX
-from . import megatron, native, optimum, rank_files, whole
+from . import megatron, native, optimum, whole
 from .source import Reading, Source
 
-FORMS = (native.FORM, optimum.FORM, rank_files.FORM, megatron.FORM, whole.FORM)
+FORMS = (native.FORM, optimum.FORM, megatron.FORM, whole.FORM)
 """In the order in which they are tried. A new form is a module in this folder and an entry here."""
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...errors import CheckpointError
 from ...layout.shard import ShardSpec
-from ..tensors.stored import ReadPlan, Stored
+from ..stored import ReadPlan, Stored
 
 State = dict[str, Any]
 """A model's state by name: a Stored for each tensor, other values unchanged."""
@@ -103,14 +103,11 @@ def inside(root: str, name: str, index: str) -> str:
     if not name or "\0" in name or os.path.isabs(name) or ".." in name.replace("\\", "/").split("/"):
         raise CheckpointError(f"{index} names {name!r}, which is not a file in {root}")
     path = os.path.join(root, name)
-    if not os.path.realpath(path).startswith(os.path.realpath(root) + os.sep) and not _snapshot(root, path):
+    real, home = os.path.realpath(path), os.path.realpath(root)
+    # Hugging Face's download cache has links from a snapshot to ../../blobs/<hash>
+    cache, _, _ = home.rpartition(f"{os.sep}snapshots{os.sep}")
+    if not real.startswith(home + os.sep) and not (cache and os.path.dirname(real) == os.path.join(cache, "blobs")):
         raise CheckpointError(f"{path} is a link out of {root}")
     if not os.path.isfile(path):
         raise CheckpointError(f"{path}, which {index} names, is missing")
     return path
-
-
-def _snapshot(root: str, path: str) -> bool:
-    """Whether a link is one of Hugging Face's download cache, from a snapshot to ``../../blobs/<hash>``."""
-    parent, _, _ = os.path.realpath(root).rpartition(f"{os.sep}snapshots{os.sep}")
-    return bool(parent) and os.path.dirname(os.path.realpath(path)) == os.path.join(parent, "blobs")

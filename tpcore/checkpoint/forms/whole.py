@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -15,51 +14,23 @@ from ...errors import CheckpointError
 from ...layout.shard import ShardSpec
 from ..storage.files import loads, naming, read_file
 from ..storage.tensorfile import TensorFile
-from ..tensors.stored import Shard, Stored
-from .pickles import in_own_memory, mapped, parted, split, top_of, why_bound
-from .source import Cuts, Fill, Form, Reading, Source, Stage, State, inside
+from ..stored import Shard, Stored
+from .pickles import mapped, parted, top_of
+from .rank_files import Entries, RankFiles
+from .source import Form, Reading, Source, State, inside
 
 
-class Whole(Source):
+class Whole(RankFiles):
     """An unsharded model and the other entries, mapped. Opening it reads no parameter."""
 
-    tp = pp = 1
     sharded = False
 
     def __init__(self, path: str, form: str, state: State, rest: Mapping[Any, Any]) -> None:
-        self.path, self.form, self._state, self._rest = path, form, state, rest
+        super().__init__(path, [[path]], Reading())
+        self.form, self._state, self._rest = form, state, rest
 
-    def stage(self, pp_rank: int, own: int | None, cuts: Cuts) -> Stage:
-        model = {name: _cut(name, item, cuts) for name, item in self._state.items()}
-        return _WholeStage(model, self._rest, self.path, own is not None)
-
-
-def _cut(name: str, item: Any, cuts: Cuts) -> Any:
-    """``item`` with its cut from ``cuts``, if that has the shape of the tensor."""
-    cut = cuts(name, item.shape, 1) if isinstance(item, Stored) else None
-    fits = cut is not None and cut.local_shape(1) == item.shape
-    return Stored.over_tp(name, cut, 1, None, item.shard) if fits else item
-
-
-@dataclass(frozen=True)
-class _WholeStage(Stage):
-    state: State
-    rest: Mapping[Any, Any]
-    path: str
-    owned: bool
-
-    def model(self, fill: Fill | None = None) -> State:
-        return dict(self.state)
-
-    def entries(self, fill: Fill, without: Collection[Any] = (), *, model: bool = False) -> Any:
-        return {key: in_own_memory(value) for key, value in self.rest.items() if key not in without}
-
-    def bound(self, *, model: bool = False) -> Mapping[Any, str]:
-        keys = [] if self.owned else split([self.rest])[1]
-        return dict.fromkeys(keys, why_bound(keys, self.path, 1)) if keys else {}
-
-    def states(self) -> Sequence[Mapping[str, Any]]:
-        return [self.state]
+    def read(self, file: str) -> tuple[State, Entries]:
+        return self._state, dict(self._rest)
 
 
 def open_file(path: str, how: Reading, stack: ExitStack) -> tuple[State, Mapping[Any, Any]]:
@@ -105,15 +76,15 @@ INDEX = ".index.json"
 _FILES = ("model.safetensors", "pytorch_model.bin")  # in order of preference
 
 
-def weight_files(path: str) -> dict[str, set[str] | None] | None:
-    """Paths of the files of weights, each with the names to take from it (None: all). None without files."""
+def _files_in(path: str) -> dict[str, set[str] | None]:
+    """Paths of the files of weights, each with the names to take from it (None: all)."""
     for name in _FILES:
         index = os.path.join(path, name + INDEX)
         if os.path.lexists(index):
             return _indexed(path, index)
         if os.path.lexists(os.path.join(path, name)):
             return {inside(path, name, path): None}
-    return None
+    return {}
 
 
 def _indexed(path: str, index: str) -> dict[str, set[str] | None]:
@@ -130,19 +101,16 @@ def _indexed(path: str, index: str) -> dict[str, set[str] | None]:
 def _open(path: str, how: Reading, stack: ExitStack) -> Source | None:
     if os.path.isfile(path):
         return Whole(path, "unsharded file", *open_file(path, how, stack))
-    files = weight_files(path) if os.path.isdir(path) else None
-    if files is None:
-        return None
+    files = _files_in(path)
     state: State = {}
     for file, names in files.items():
         tensors, _ = open_file(file, how, stack)
-        missing = sorted((names or set()) - tensors.keys())
-        if missing:
+        if missing := sorted((names or set()) - tensors.keys()):
             raise CheckpointError(f"{file} has no {missing[0]!r}, which the index says it has")
         for name, item in tensors.items():  # a tied tensor is in the index under its stored name
             if names is None or (item.where if isinstance(item, Stored) else name) in names:
                 state[name] = item
-    return Whole(path, "unsharded directory", state, {})
+    return Whole(path, "unsharded directory", state, {}) if files else None
 
 
 FORM = Form(sharded=False, open=_open)

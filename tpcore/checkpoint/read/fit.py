@@ -14,7 +14,7 @@ from ...layout.layout import Layout
 from ...layout.mesh import Mesh
 from ...runtime.context import ParallelContext
 from ..storage.files import listed
-from ..tensors.stored import ReadPlan, Stored, layout_of
+from ..stored import ReadPlan, Stored, layout_of
 
 _EXTRA_STATE = "_extra_state"  # torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
 
@@ -31,10 +31,10 @@ class Fit:
         self._wanted = dict(model.state_dict(keep_vars=True))
         self.names = list(self._wanted)
         self._owned = {id(t) for t in (*model.parameters(), *model.buffers())}
-        self._reads: dict[int, tuple[str, ReadPlan, Tensor]] = {}  # what to fill by which plan, by the model's tensor
+        # by the model's tensor: what to fill, and whether that is the tensor itself
+        self._reads: dict[int, tuple[str, ReadPlan, Tensor, bool]] = {}
         self._layouts: dict[str, Layout] = {}  # for the model's tensors that the checkpoint has
         self._hand_over: dict[str, Any] = {}
-        self._in_place: set[int] = set()
         self._notes: list[str] = []
         self._compare(saved, where, strict)
 
@@ -46,63 +46,54 @@ class Fit:
         extra = [name for name in saved if name not in self._wanted]
         absent = [f"{n!r}: the model has {_shape(self._wanted[n])}, the checkpoint nothing" for n in missing]
         absent += [f"{n!r}: the checkpoint has {_shape(saved[n])}, the model nothing" for n in extra]
+        wrong: list[str] = []
         for name in both:
-            t = self._wanted[name]
-            if isinstance(t, Tensor) and isinstance(saved[name], Stored):
-                cut = layout_of(t, self._ctx, f"the model's {name!r}")
-                self._layouts[name] = cut or Layout(tuple(t.shape))
-        wrong = [text for name in both for text in self._misfits(name, saved[name])]
+            t, extra_state = self._wanted[name], name.rpartition(".")[2] == _EXTRA_STATE
+            if isinstance(t, Tensor):
+                layout = layout_of(t, self._ctx, f"the model's {name!r}") or Layout(tuple(t.shape))
+                self._layouts[name] = layout
+                if not extra_state:
+                    wrong += misfits(name, saved[name], layout, t.dtype, self._ctx.mesh)
+            elif isinstance(saved[name], Stored) and not extra_state:
+                wrong.append(f"{name!r}: the checkpoint has {_shape(saved[name])}, the model {_shape(t)}")
         if wrong or (strict and absent):
             raise CheckpointError(listed(f"{where} does not fit the model", wrong + absent if strict else wrong))
         if absent:
             self._notes.append(listed(f"{where} does not fit the model everywhere, and strict=False", absent))
         for name in both:
             self._plan(name, saved[name])
-        self._note_precision()
-
-    def _misfits(self, name: str, stored: Any) -> Iterator[str]:
-        t = self._wanted[name]
-        if name.rpartition(".")[2] == _EXTRA_STATE:
-            return
-        if isinstance(t, Tensor) and isinstance(stored, Stored):
-            yield from misfits(name, stored, self._layouts[name], t.dtype, self._ctx.mesh)
-        elif isinstance(t, Tensor) or isinstance(stored, Stored):
-            yield f"{name!r}: the checkpoint has {_shape(stored)}, the model {_shape(t)}"
+        dtypes = [(name, plan.dtype, out.dtype) for name, plan, out, _ in self._reads.values()]
+        lossy = [(n, have, want) for n, have, want in dtypes if have != want and have.itemsize >= want.itemsize]
+        lines = [f"{name!r}: from {have} to the model's {want}" for name, have, want in lossy]
+        self._notes += [listed("tensors lose precision", lines)] if lines else []
 
     def _plan(self, name: str, stored: Any) -> None:
         t = self._wanted[name]
         if not isinstance(stored, Stored) or not isinstance(t, Tensor):
             self._hand_over[name] = stored
             return
-        plan, out = stored.plan(self._layouts[name], self._ctx.rank, self._ctx.mesh), t
+        plan = stored.plan(self._layouts[name], self._ctx.rank, self._ctx.mesh)
         if id(t) in self._reads:
-            other, known, _ = self._reads[id(t)]
+            other, known, *_ = self._reads[id(t)]
             same = stored.first.identity == known.stored.first.identity
             if not same and not torch.equal(plan.tensor(t.dtype), known.tensor(t.dtype)):
                 raise CheckpointError(f"{name!r} and {other!r} are one tensor in the model, two in the checkpoint")
             return
-        if id(t) in self._owned and not t.is_meta:
-            self._in_place.add(id(t))
-        else:
-            device = self._ctx.device if t.is_meta else torch.device("cpu")
-            out = torch.empty(t.shape, dtype=t.dtype, device=device)
-        self._reads[id(t)] = name, plan, out
-
-    def _note_precision(self) -> None:
-        dtypes = [(name, plan.dtype, out.dtype) for name, plan, out in self._reads.values()]
-        lossy = [(n, have, want) for n, have, want in dtypes if have != want and have.itemsize >= want.itemsize]
-        lines = [f"{name!r}: from {have} to the model's {want}" for name, have, want in lossy]
-        self._notes += [listed("tensors lose precision", lines)] if lines else []
+        in_place = id(t) in self._owned and not t.is_meta
+        device = self._ctx.device if t.is_meta else torch.device("cpu")
+        out = t if in_place else torch.empty(t.shape, dtype=t.dtype, device=device)
+        self._reads[id(t)] = name, plan, out, in_place
 
     # -- changing -----------------------------------------------------------------------------------------
     def verify(self) -> None:
         """Compare the checksums of shards that ``run`` reads straight into the model."""
-        for key in self._in_place:
-            self._reads[key][1].verify()
+        for _, plan, _, in_place in self._reads.values():
+            if in_place:
+                plan.verify()
 
     def run(self) -> None:
-        for key, (_, plan, out) in self._reads.items():
-            plan.fill(out, check=key not in self._in_place)
+        for _, plan, out, in_place in self._reads.values():
+            plan.fill(out, check=not in_place)
 
     def finish(self) -> list[str]:
         """Assign what was made outside of the model, which no fault of the checkpoint can fail. Returns warnings."""
@@ -126,13 +117,18 @@ class Fit:
         left = [repr(name) for name, t in tensors if t.is_meta]
         if left:
             self._notes.append(listed("still on meta, because the checkpoint does not hold them", left))
-            refuse_while_on_meta(self._model)
+            for name, module in self._model.named_modules():  # torch may compute with them, without an error
+                if _on_meta(module):
+                    module.register_forward_pre_hook(_Refusing(name or type(module).__name__))
         return self._notes
 
 
-def misfits(name: str, stored: Stored, want: Layout, dtype: torch.dtype, mesh: Mesh) -> Iterator[str]:
-    """Why a stored tensor cannot be loaded into a model's tensor of layout ``want`` on ``mesh``."""
-    if not stored.kept(want, mesh) and stored.shape != want.shape:
+def misfits(name: str, stored: Any, want: Layout, dtype: torch.dtype, mesh: Mesh) -> Iterator[str]:
+    """Why what is stored, if anything, cannot be loaded into a model's tensor of layout ``want`` on ``mesh``."""
+    if not isinstance(stored, Stored):
+        found = "nothing" if stored is None else f"a {type(stored).__name__}"
+        yield f"{name!r}: the model has shape {want.shape}, the checkpoint {found}"
+    elif not stored.kept(want, mesh) and stored.shape != want.shape:
         cut = "" if not want.cuts else f", of which this rank holds {want.local_shape(mesh)}"
         yield f"{name!r}: the checkpoint has shape {stored.shape}, the model {want.shape}{cut}"
     elif stored.dtype != dtype and not (stored.dtype.is_floating_point and dtype.is_floating_point):
@@ -160,13 +156,6 @@ def _prefix(names: Collection[str], without: Collection[str]) -> str | None:
     shortest = min(without, key=lambda name: (len(name), name))
     prefixes = (name.removesuffix(shortest) for name in names if name.endswith(f".{shortest}"))
     return next((p for p in prefixes if all(p + name in names for name in without)), None)
-
-
-def refuse_while_on_meta(model: nn.Module) -> None:
-    """Make modules with a buffer on meta refuse to run until it has values: torch may compute without an error."""
-    for name, module in model.named_modules():
-        if _on_meta(module):
-            module.register_forward_pre_hook(_Refusing(name or type(module).__name__))
 
 
 def _on_meta(module: nn.Module) -> list[str]:

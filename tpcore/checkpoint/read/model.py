@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,11 +15,13 @@ from ...layers.sharding import Sharding, layouts, stamp
 from ...layout.layout import Layout
 from ...runtime.consensus import gather, together
 from ...runtime.context import ParallelContext
-from ...train.zero import OF_SUMS, SUMS, ReadRun
-from ..format.tree import dotted
+from ...train.zero import OF_SUMS, SUMS, ReadRun, Zero1, fitted, renumbered
+from ..forms.pickles import in_own_memory, mapped
+from ..forms.rank_files import in_order
 from ..forms.source import Cuts, OfParameter, Source, Stage
 from ..storage.files import listed, naming
-from ..tensors.stored import ReadPlan, Stored
+from ..stored import ReadPlan, Stored, layout_of
+from ..tree import dotted, is_optimizer
 from .fit import Fit, aligned
 from .source import model_of
 
@@ -43,13 +46,6 @@ class Loading:
         self._rest: Any = {}
         self._notes: list[str] = []
 
-    def stage(self, cuts: Cuts, names: Sequence[str] | None = None) -> Stage:
-        """The stage to load. ``names``: the optimizer's parameters, used if the number of stages differs."""
-        if self.restaged:
-            return self._source.entries_of_all(cuts, names)
-        own = self._rank if self._source.tp == self._n else None
-        return self._source.stage(self._pp_rank, own, cuts)
-
     def states(self) -> tuple[Sequence[Mapping[str, Any]] | None, dict[Any, Any]]:
         """Entry ``model_key`` of each rank, and the entries all have. None at one degree, and if cuts are recorded."""
         if self.restaged or (self._sharded and self._source.tp == self._n):
@@ -70,47 +66,46 @@ class Loading:
         """Check that everything can be loaded, before anything is changed. ``parameters``, ``names``: layouts and names
         of an optimizer's parameters, in the order of its groups. ``key``: the entry that the optimizer loads; others
         may be left out. ``later``: the entry of an optimizer that reads its tensors by itself, in ``run``."""
-        by_name = dict(zip(names, parameters, strict=True)) if names else {}
+        by_name: dict[str, Layout] = {} if model is None else layouts(model)
+        saved: Mapping[str, Any] = {}
+        by_name |= {name: cut for name, cut in zip(names or (), parameters, strict=False) if cut is not None}
         if model is not None and names is None:
             names = [name for name, _ in model.named_parameters()]
-        stage, whole = self.stage(_cuts_of(model), names), model is None
+        if self.restaged:
+            stage = self._source.entries_of_all(_cuts_of(model), names)
+        else:
+            own = self._rank if self._source.tp == self._n else None
+            stage = self._source.stage(self._pp_rank, own, _cuts_of(model))
         if model is not None:
             saved = self._model(model, stage)
-            if not self._sharded:
-                wanted = set(model.state_dict(keep_vars=True))
-                saved = aligned(saved, wanted)
-                if self._ctx.mesh.axes.get("pp", 1) > 1:
-                    saved = self._of_this_stage(saved, wanted)
             self._fit = Fit(model, saved, self._ctx, self._source.path, strict=self._strict)
-        bound = dict(stage.bound(model=whole)) if self._sharded else {}
-        bound |= {of.key: OF_SUMS for of in stage.of_parameters() if of.stored.where.endswith(f".{SUMS}")}
-        if model is not None:
-            bound = self._follow_model(stage, model, saved) | bound
-        if parameters:
-            self._follow(
-                stage.of_parameters(),
-                lambda of: by_name.get(of.name) if by_name and of.name else dict(enumerate(parameters)).get(of.number),
-            )
+        tensors = list(stage.of_parameters())
+        bound = self._follow(tensors, by_name, parameters if model is None else (), saved)
+        bound |= stage.bound(model=model is None) if self._sharded else {}
+        bound |= {of.key: OF_SUMS for of in tensors if of.stored.where.endswith(f".{SUMS}")}
         for why in dict.fromkeys(bound.values()):
             if self._strict and (key is None or bound.get(key) == why):
                 keys = ", ".join(dotted((key,)) for key in bound if bound[key] == why)
                 raise CheckpointError(f"{why}. strict=False leaves {keys} out")
             self._notes.append(f"left out: {why}")
-        for of in stage.of_parameters() if later is not None else ():
-            if of.key == later and of.stored.first.shape:
+        for of in tensors:
+            if later is not None and of.key == later and of.stored.first.shape:
                 plan = self._plan(of.stored)
                 self._later[of.stored] = plan, torch.empty(plan.shape, dtype=plan.dtype, device="meta")
-        self._rest = stage.entries(self._fill, bound, model=whole)
+        self._rest = stage.entries(self._fill, bound, model=model is None)
         if self._fit is not None:
             self._fit.verify()
 
     def _model(self, model: nn.Module, stage: Stage) -> Mapping[str, Any]:
         """The saved state for this model: of its stage, or of all stages if that lacks some of its names."""
-        saved = {} if self.restaged else dict(stage.model(self._fill))
+        saved, pp = {} if self.restaged else stage.model(self._fill), self._ctx.mesh.axes.get("pp", 1)
         wanted = model.state_dict(keep_vars=True).keys()
+        if not self._sharded:
+            saved = aligned(saved, set(wanted))
+            return saved if pp == 1 else self._of_this_stage(saved, wanted)
         if not self.restaged and (self._source.pp == 1 or wanted <= saved.keys()):
             return saved
-        every, pp = model_of(self._source, _cuts_of(model)), self._ctx.mesh.axes.get("pp", 1)
+        every = model_of(self._source, _cuts_of(model))
         return (every if pp == 1 else self._of_this_stage(every, wanted)) | saved
 
     def _of_this_stage(self, every: Mapping[str, Any], wanted: Collection[str]) -> dict[str, Any]:
@@ -129,27 +124,26 @@ class Loading:
         if lines:
             self._notes.append(listed(f"{self._source.path} has more than the model, and strict=False", lines))
 
-    def _follow(self, tensors: Iterable[OfParameter], layout_of: Callable[[OfParameter], Layout | None]) -> set[Any]:
-        """Cut optimizers' tensors like their parameters. Returns the keys of optimizers with unknown cuts."""
+    def _follow(
+        self,
+        tensors: Sequence[OfParameter],
+        by_name: Mapping[str, Layout],
+        by_number: Sequence[Layout | None],
+        saved: Mapping[str, Any],
+    ) -> dict[Any, str]:
+        """Cut optimizers' tensors like their parameters. Returns by key why an entry cannot load: its tensors' cuts are
+        not known, and the model's tensors, of ``saved``, are not cut as in the file."""
         unknown = set()
         for of in tensors:
-            want, cut = layout_of(of), of.stored.cut
+            named, cut = bool(by_name and of.name), of.stored.cut
+            want = by_name.get(of.name or "") if named else dict(enumerate(by_number)).get(of.number)
             if want is not None and isinstance(cut, Layout):
                 if cut.shape == want.shape:
                     self._wants[of.stored] = want
             elif of.stored.first.shape:
                 unknown.add(of.key)
-        return unknown
-
-    def _follow_model(self, stage: Stage, model: nn.Module, saved: Mapping[str, Any]) -> dict[Any, str]:
-        """Cut optimizers' tensors like the model's parameters. Returns by key why an entry cannot load."""
-        tensors = list(stage.of_parameters())
-        if not tensors:
-            return {}
-        wanted = layouts(model)
-        unknown = self._follow(tensors, lambda of: wanted.get(of.name or ""))
         for name, stored in saved.items() if unknown else ():
-            want = wanted.get(name)
+            want = by_name.get(name)
             if want is not None and isinstance(stored, Stored) and not stored.kept(want, self._ctx.mesh):
                 why = (
                     f"{self._source.path}: the model cuts {name!r} as {want}, the file as {stored.cut}, and which "
@@ -203,7 +197,7 @@ class Loading:
             if self._fit is not None:
                 self._notes += self._fit.finish()
             for note in self._notes if ctx.rank == 0 and not self._quiet else ():
-                warnings.warn(note, stacklevel=4)
+                warnings.warn(note, stacklevel=3)
         return self._rest
 
 
@@ -213,3 +207,72 @@ def _cuts_of(model: nn.Module | None) -> Cuts:
     cuts = {name: layout.cuts[0] for name, layout in by_name.items() if layout.cuts}
     specs = {name: cut.spec for name, cut in cuts.items() if cut.axes != ("ep",)}
     return lambda name, shape, m: specs.get(name)
+
+
+# -- optimizers ---------------------------------------------------------------------------------------------
+def parameters_of(
+    optimizer: torch.optim.Optimizer, ctx: ParallelContext, model: nn.Module | None = None
+) -> tuple[Sequence[Layout | None], list[str] | None]:
+    """How the parameters are cut, in order, and their names if all have one: of their own, or those in ``model``."""
+    params = [*chain.from_iterable(group["params"] for group in optimizer.param_groups)]
+    names = [*chain.from_iterable(group.get("param_names") or () for group in optimizer.param_groups)]
+    layouts = [layout_of(p, ctx, f"parameter {i}") for i, p in enumerate(params)]
+    if len(names) != len(params) and model is not None:
+        known = {id(p): name for name, p in model.named_parameters()}
+        names = [known[id(p)] for p in params if id(p) in known]
+    return layouts, names if len(names) == len(params) else None
+
+
+def give(
+    target: Any, entries: Any, runs: Mapping[int, ReadRun], key: Any, path: str, model: nn.Module | None = None
+) -> None:
+    """Let ``target`` take its entry out of those that were read. ``model``: whose parameters an optimizer has."""
+    if key not in entries:
+        raise ValueError(f"{path} has no entry {key!r}; it has {list(entries)}")
+    saved = entries.pop(key)
+    if isinstance(target, torch.optim.Optimizer) and is_optimizer(saved):
+        known = {} if model is None else dict(model.named_parameters(remove_duplicate=False))
+        saved = fitted(target, saved, known)
+    if isinstance(target, Zero1):
+        target.load_outline(saved, runs)
+    else:
+        target.load_state_dict(saved)
+
+
+def cut_anew(states: Sequence[Mapping[str, Any]], optimizer: Any, ctx: ParallelContext, where: str) -> dict[str, Any]:
+    """The state of ``optimizer`` on this rank, from the saved states of ``len(states)`` ranks. A saved value is cut
+    like the parameter of its number. CheckpointError if groups or shapes are not those of this optimizer."""
+    for state in states:
+        if not is_optimizer(state):
+            raise CheckpointError(f"{where} has no optimizer's state there, but {list(state)[:8]}")
+    states = [renumbered(state, optimizer.param_groups, {}) for state in states]
+    first = states[0]
+    saved, here = ([group["params"] for group in groups] for groups in (first["param_groups"], optimizer.param_groups))
+    sizes, wanted = [*map(len, saved)], [*map(len, here)]
+    if sizes != wanted:
+        raise CheckpointError(f"{where}: the saved optimizer has groups of {sizes} parameters, this one of {wanted}")
+    params = dict(zip(chain(*saved), chain(*here), strict=True))
+    recut: dict[Any, Any] = {}
+    for index, values in first["state"].items():
+        if index not in params or any(s["state"].get(index, {}).keys() != values.keys() for s in states):
+            raise CheckpointError(f"{where}: the ranks hold different states of parameter {index}")
+        want = layout_of(params[index], ctx, f"parameter {index}")
+        recut[index] = {
+            key: _value([s["state"][index][key] for s in states], want, ctx, f"{where}: state[{index}].{key}")
+            for key in values
+        }
+    return {"state": recut, "param_groups": in_own_memory(first["param_groups"])}
+
+
+def _value(values: list[Any], layout: Layout | None, ctx: ParallelContext, where: str) -> Any:
+    """One value of a parameter's state. A tensor that has not the shape of the parameter's shard is uncut."""
+    if not isinstance(values[0], Tensor):
+        return values[0]
+    m, shards = len(values), [mapped(value, "state", where) for value in values]
+    cut = layout.cuts[0].spec if layout is not None and layout.cuts and layout.cuts[0].axes != ("ep",) else None
+    if cut is not None and {s.shape for s in shards} == {cut.local_shape(m)}:
+        shards = in_order(shards, cut, where)
+    else:
+        cut = layout = None
+    stored = Stored.over_tp(where, cut, m, None, shards.__getitem__)
+    return stored.plan(layout, ctx.rank, ctx.mesh).tensor()

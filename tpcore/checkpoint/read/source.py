@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,8 +22,10 @@ from ..forms.registry import open_source
 from ..forms.source import Cuts, Reading, Source, State
 from ..forms.whole import in_memory
 from ..storage.files import listed, naming
-from ..tensors.stored import ReadPlan, Stored
+from ..stored import ReadPlan, Stored
 from .fit import aligned, misfits
+
+StrPath = str | os.PathLike[str]
 
 
 class CutRule(NamedTuple):
@@ -48,7 +49,7 @@ def cuts_by(rules: Sequence[CutRule]) -> Cuts:
 
 
 @contextmanager
-def opened(path: str | os.PathLike[str], how: Reading, rules: Sequence[CutRule] = ()) -> Iterator[Source]:
+def opened(path: StrPath, how: Reading, rules: Sequence[CutRule] = ()) -> Iterator[Source]:
     """Open a checkpoint of any form. ValueError for ``rules`` if the form records its cuts itself."""
     with ExitStack() as stack:
         source = open_source(os.fspath(path), how, stack)
@@ -95,7 +96,7 @@ def once(model: Mapping[str, Stored], path: str) -> tuple[dict[str, ReadPlan], d
     for name, stored in model.items():
         kept = first.setdefault((stored.first.identity, stored.cut), name)
         if kept == name:
-            stored.whole()  # raises before anything is written
+            stored.layout()  # raises before anything is written
             tensors[name] = stored.plan()
         else:
             ties[name] = kept
@@ -104,12 +105,9 @@ def once(model: Mapping[str, Stored], path: str) -> tuple[dict[str, ReadPlan], d
     return tensors, ties
 
 
-Wanted = Mapping[str, tuple[ShardSpec, torch.dtype]]
-
-
 def read_shards(
-    source: str | os.PathLike[str] | Mapping[str, Any],
-    wanted: Wanted,
+    source: StrPath | Mapping[str, Any],
+    wanted: Mapping[str, tuple[ShardSpec, torch.dtype]],
     rank: int,
     n: int,
     *,
@@ -122,45 +120,38 @@ def read_shards(
     ``how.model_key``). ``ties``: other names of tensors of ``wanted``. CheckpointError lists tensors that are missing,
     surplus or do not fit. Floats are converted to the wanted dtype.
     """
-    how, ties = how or Reading(), ties or {}
+    how, ties, mesh = how or Reading(), ties or {}, Mesh({"tp": n})
+    layouts = {name: Layout.of(spec, "tp") for name, (spec, _) in wanted.items()}
     with ExitStack() as stack:
         if isinstance(source, Mapping):
             where, saved = "the state", in_memory(parted(source, how, "the state")[0], "the state")
         else:
             where = os.fspath(source)
             with naming("load", where):
-                opened = open_source(where, how, stack)
-                own = rank if opened.tp == n else None
-                saved = model_of(opened, partial(_cut, wanted, ties), own)
+                form = open_source(where, how, stack)
+                specs = {name: wanted[ties.get(name, name)][0] for name in (*wanted, *ties)}
+                cut_by = {name: spec for name, spec in specs.items() if spec.dim is not None}
+                saved = model_of(form, lambda name, shape, m: cut_by.get(name), rank if form.tp == n else None)
         saved = aligned(saved, {*wanted, *ties})
         for other, name in ties.items():
             if other in saved:
                 saved.setdefault(name, saved[other])
-        wrong = [text for name, want in wanted.items() for text in _wrong(saved.get(name), name, want, n)]
+        wrong = [
+            text
+            for name, (_, dtype) in wanted.items()
+            for text in misfits(name, saved.get(name), layouts[name], dtype, mesh)
+        ]
         surplus = [name for name in saved if name not in wanted and name not in ties]
         wrong += [f"{name!r}: the checkpoint has it, the model not" for name in surplus]
         if wrong:
             raise CheckpointError(listed(f"{where} does not fit the model", wrong))
-        tensors = {name: _read(saved[name], spec, dtype, rank, n) for name, (spec, dtype) in wanted.items()}
+
+        def read(stored: Stored, name: str) -> Tensor:
+            return stored.plan(layouts[name], rank, mesh).tensor(wanted[name][1])
+
+        tensors = {name: read(saved[name], name) for name in wanted}
         for other, name in ties.items():
             twice = other in saved and saved[other].first.identity != saved[name].first.identity
-            if twice and not torch.equal(_read(saved[other], *wanted[name], rank, n), tensors[name]):
+            if twice and not torch.equal(read(saved[other], name), tensors[name]):
                 raise CheckpointError(f"{where}: {name!r} and {other!r} are one tensor in the model, but differ")
         return tensors
-
-
-def _cut(wanted: Wanted, ties: Mapping[str, str], name: str, shape: tuple[int, ...], m: int) -> ShardSpec | None:
-    """The cut of a tensor in a file that does not record it."""
-    spec, _ = wanted.get(ties.get(name, name), (None, None))
-    return None if spec is None or spec.dim is None else spec
-
-
-def _wrong(stored: Any, name: str, want: tuple[ShardSpec, torch.dtype], n: int) -> list[str]:
-    if not isinstance(stored, Stored):
-        saved = "nothing" if stored is None else f"a {type(stored).__name__}"
-        return [f"{name!r}: the model has shape {want[0].shape}, the checkpoint {saved}"]
-    return list(misfits(name, stored, Layout.of(want[0], "tp"), want[1], Mesh({"tp": n})))
-
-
-def _read(stored: Stored, spec: ShardSpec, dtype: torch.dtype, rank: int, n: int) -> Tensor:
-    return stored.plan(Layout.of(spec, "tp"), rank, Mesh({"tp": n})).tensor(dtype)

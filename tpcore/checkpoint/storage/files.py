@@ -30,8 +30,8 @@ class Progress:
         self._show, self._done, self._total = show, 0, 0
 
     def start(self, total: int) -> None:
-        self._done, self._total = 0, total
-        self._show(0, total)
+        self._total = total
+        self.add(0)
 
     def add(self, step: int) -> None:
         self._done += step
@@ -39,7 +39,6 @@ class Progress:
 
 
 SILENT = Progress(lambda done, total: None)
-"""Shows nothing."""
 
 
 @contextmanager
@@ -56,7 +55,6 @@ def bar(title: str, total: int, *, shown: bool) -> Iterator[Progress]:
 
 MANIFEST = "manifest.json"
 PREFIX = "tp_rank_"
-_DEEPEST = 400  # levels of JSON: a state has at most 100 levels, and each of its dicts takes up to three
 _SHOWN = 8
 CHUNK = 8 << 20
 """Bytes per step when writing, computing a checksum, or converting to another dtype or layout."""
@@ -86,18 +84,16 @@ def damage(what: str) -> Iterator[None]:
     """Turn the errors of malformed JSON in the block into a CheckpointError that names ``what``."""
     try:
         yield
-    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as e:
+    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError, RecursionError) as e:
         raise CheckpointError(f"{what} is damaged: {type(e).__name__}: {e}") from e
 
 
 def listed(title: str, lines: list[str]) -> str:
-    """The text of an error with at most ``_SHOWN`` lines."""
     more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
     return "\n  ".join([f"{title}:", *lines[:_SHOWN], *more])
 
 
 def written_by() -> dict[str, str]:
-    """What a manifest says of its writer."""
     return {"tpcore": __version__, "torch": torch.__version__, "python": platform.python_version()}
 
 
@@ -106,7 +102,7 @@ Bytes = bytes | memoryview
 
 class FileRecord(NamedTuple):
     size: int
-    crc32: str  # 8 hex digits
+    crc32: str
 
 
 def write_file(path: str, pieces: Iterable[Bytes]) -> FileRecord:
@@ -211,18 +207,14 @@ def dumps(value: Any, indent: int | None = None) -> bytes:
 
 
 def loads(data: bytes, path: str, *, halves: bool = False) -> Any:
-    """Parse strict JSON: no NaN, no infinity, at most ``_DEEPEST`` levels.
-
-    ``halves``: strings may contain lone surrogates, as values of a state may. Names of files may not.
-    """
+    """Parse strict JSON, without NaN and infinity. ``halves``: strings may contain lone surrogates, as values of a
+    state may. Names of files may not."""
     try:
         found = json.loads(data, parse_constant=_finite, parse_float=_finite)
         if not halves and b"\\u" in data:
             json.dumps(found, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as e:  # ValueError: bad UTF-8 and bad JSON alike
         raise CheckpointError(f"{path} is damaged: {e}") from e
-    if _nested_deeper(found, _DEEPEST):
-        raise CheckpointError(f"{path} is damaged: it is nested more than {_DEEPEST} deep")
     return found
 
 
@@ -233,46 +225,25 @@ def _finite(word: str) -> float:
     return value
 
 
-def _nested_deeper(value: Any, limit: int) -> bool:
-    """Whether ``value`` has more than ``limit`` levels. Breadth first, for Python limits recursion."""
-    level = [value]
-    for _ in range(limit):
-        containers = [item for item in level if isinstance(item, dict | list)]
-        if not containers:
-            return False
-        level = [item for c in containers for item in (c.values() if isinstance(c, dict) else c)]
-    return any(isinstance(item, dict | list) for item in level)
-
-
-# -- checksums --------------------------------------------------------------------------------------------
-# Polynomials over GF(2) modulo the crc32 polynomial. Bit 31 - k is the coefficient of x**k. The algorithm is
-# zlib's crc32_combine (crc32.c).
-_MODULUS, _ONE, _X8 = 0xEDB88320, 1 << 31, 1 << 23
+# -- checksums: polynomials over GF(2) modulo that of crc32; bit 31 - k is the coefficient of x**k -----------
+_MODULUS, _ONE = 0xEDB88320, 1 << 31
 
 
 def combined_crc32(parts: Iterable[tuple[int, int]]) -> int:
-    """The crc32 of a concatenation, from the (crc32, size in bytes) of each part."""
+    """The crc32 of a concatenation, from the (crc32, size in bytes) of each part: zlib's crc32_combine."""
     total = 0
     for crc, size in parts:
-        total = _multiplied(_power_of_x(size), total) ^ crc
+        total = _multiplied(_power_of_x(8 * size), total) ^ crc
     return total
 
 
-def crc32_text(crc: int) -> str:
-    """8 hex digits, as in a manifest."""
-    return f"{crc:08x}"
-
-
-@lru_cache(maxsize=256)  # a model has many tensors, but few different sizes
-def _power_of_x(size: int) -> int:
-    """x ** (8 size)"""
-    out, base = _ONE, _X8
-    while size:
-        if size & 1:
-            out = _multiplied(out, base)
-        base = _multiplied(base, base)
-        size >>= 1
-    return out
+@lru_cache(maxsize=1024)  # a model has many tensors, but few different sizes
+def _power_of_x(n: int) -> int:
+    if n == 0:
+        return _ONE
+    root = _power_of_x(n // 2)
+    square = _multiplied(root, root)
+    return _multiplied(square, _ONE >> 1) if n % 2 else square
 
 
 def _multiplied(a: int, b: int) -> int:
@@ -283,3 +254,7 @@ def _multiplied(a: int, b: int) -> int:
         a = (a << 1) & 0xFFFFFFFF
         b = (b >> 1) ^ (_MODULUS if b & 1 else 0)
     return out
+
+
+def crc32_text(crc: int) -> str:
+    return f"{crc:08x}"

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import os
 import re
 import shutil
 import tempfile
-import uuid
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Collection
+from contextlib import suppress
+from pathlib import Path
 from typing import IO
 
 from ...errors import CheckpointError
-from .contents import link_in, owned, refuse_inside, refuse_other_files, remove_owned
-from .files import CANNOT, MANIFEST, make_dirs, naming, sync_dir
+from .files import CANNOT, MANIFEST, PREFIX, loads, make_dirs, naming, read_file, sync_dir
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # <fcntl.h> and <linux/fs.h>
+_CANNOT_LINK = {*CANNOT, errno.EPERM, errno.EMLINK, errno.EXDEV}
 
 
 # -- names next to the directory, and the lock that one job can hold on it --------------------------------
@@ -35,12 +36,6 @@ def _siblings(target: str, kind: str) -> list[str]:
     parent, prefix = os.path.dirname(target), os.path.basename(_sibling(target, kind)) + "-"
     names = os.listdir(parent) if os.path.isdir(parent) else []
     return [os.path.join(parent, name) for name in sorted(names) if name.startswith(prefix)]
-
-
-def replaced_names(parent: str) -> list[str]:
-    """Names in ``parent`` of which a save moved the previous checkpoint away: see ``resolve``."""
-    names = [name.rpartition(".replaced-") for name in os.listdir(parent)]
-    return [before[1:] for before, found, _ in names if found and before.startswith(".")]
 
 
 def resolve(target: str) -> str:
@@ -84,6 +79,81 @@ def _lock(target: str) -> IO[bytes] | None:
                 raise
 
 
+# -- what a checkpoint owns in a directory, which may hold other files too ---------------------------------
+def _owned(folder: str, also: Collection[str]) -> list[str]:
+    """What a checkpoint has put into ``folder``, its manifest last. ``also``: names besides those of ranks."""
+    names = [n for n in os.listdir(folder) if n == MANIFEST or n in also or n.startswith(PREFIX)]
+    return sorted(names, key=lambda name: (name == MANIFEST, name))
+
+
+def _remove_owned(folder: str, also: Collection[str]) -> None:
+    for name in reversed(_owned(folder, also)):
+        path = os.path.join(folder, name)
+        shutil.rmtree(path) if os.path.isdir(path) else os.unlink(path)
+
+
+def _link_in(source: str, target: str, also: Collection[str]) -> None:
+    """Replace the checkpoint in ``target`` by links to the files of ``source``, its manifest last."""
+    _remove_owned(target, also)
+    for name in _owned(source, also):
+        link(os.path.join(source, name), os.path.join(target, name))
+        sync_dir(target)
+
+
+def link(source: str, target: str) -> None:
+    """Hard links to all files of ``source``; copies on a file system without hard links."""
+    if os.path.isdir(source):
+        shutil.copytree(source, target, copy_function=link)
+        sync_dir(target)
+        return
+    try:
+        os.link(source, target)
+    except OSError as e:
+        if e.errno not in _CANNOT_LINK:
+            raise
+        shutil.copyfile(source, target)
+        with open(target, "rb") as f:
+            os.fsync(f.fileno())
+
+
+def _refuse_inside(target: str) -> None:
+    for here in (Path(target), *Path(target).parents):
+        if here.name.startswith(PREFIX) and os.path.lexists(here.parent / MANIFEST):
+            raise CheckpointError(
+                f"cannot save to {target}: it is inside of the checkpoint {here.parent}, in its {here.name}, which the "
+                "next save there replaces; give a directory outside of it"
+            )
+
+
+def _refuse_other_files(target: str, format: str, also: Collection[str], others_stay: bool) -> None:
+    """CheckpointError if saving would remove files of ``target`` that are not from a checkpoint of ``format``."""
+    if not os.path.lexists(target):
+        return
+    with naming("list", target):
+        names, mine = sorted(os.listdir(target)), sorted(_owned(target, also))
+    wrong = [] if others_stay else [name for name in names if name not in mine]
+    if MANIFEST not in names:
+        wrong += mine
+    else:
+        path = os.path.join(target, MANIFEST)
+        try:
+            top = loads(read_file(path), path)
+        except CheckpointError as e:
+            raise CheckpointError(f"cannot save to {target}: {e}; give another name, or remove it") from e
+        found = top.get("format") if isinstance(top, dict) else None
+        if found != format:
+            raise CheckpointError(
+                f"cannot save to {target}: {path} is of the format {found!r}, and saving would replace the "
+                f"directory by one of the format {format!r}: give another name"
+            )
+    if wrong:
+        raise CheckpointError(
+            f"cannot save to {target}: saving would replace the directory, and it holds {wrong[0]!r}"
+            + (f" and {len(wrong) - 1} more" if wrong[1:] else "")
+            + ", not from a checkpoint of this format; give another name, or a new directory inside it"
+        )
+
+
 # -- the directory ----------------------------------------------------------------------------------------
 class Staging:
     """The directory that a save writes to, next to ``target``, until ``commit`` renames it. For one job.
@@ -99,13 +169,13 @@ class Staging:
         self.target, self._also, self._linking = target, also, False
         self.path = staging_path(target, save_id)
         self._old = _sibling(target, f"replaced-{save_id}")
-        refuse_inside(target)
+        _refuse_inside(target)
         make_dirs(os.path.dirname(target))
         self._lock = _lock(target)
         try:
             _clean_up(target, also)
             _clean_up_abandoned(target, also)
-            refuse_other_files(target, format, also, others_stay)
+            _refuse_other_files(target, format, also, others_stay)
             with naming("make the directory", self.path):
                 os.mkdir(self.path)
         except BaseException:
@@ -115,32 +185,29 @@ class Staging:
     def commit(self) -> None:
         """Replace ``target`` by the new directory. Readers of the name never see a partial one."""
         with naming("put in place", self.target):
-            if not os.path.lexists(self.target) or not os.listdir(self.target):
+            there = os.listdir(self.target) if os.path.lexists(self.target) else []
+            if not there:
                 os.rename(self.path, self.target)
-            elif len(owned(self.target, self._also)) < len(os.listdir(self.target)):
+            elif len(_owned(self.target, self._also)) < len(there) or not _exchange(self.path, self.target):
                 self._exchange_inside()
-            elif not _exchange(self.path, self.target):
-                os.rename(self.target, self._old)
-                os.rename(self.path, self.target)
         sync_dir(os.path.dirname(self.target))
 
     def _exchange_inside(self) -> None:
-        """Exchange the checkpoint in a directory that stays, since other files are in it. The previous manifest leaves
-        first and the new one comes last; in between ``resolve`` finds the new checkpoint where it was written."""
+        """Exchange the checkpoint in a directory that stays: other files are in it, or names cannot be swapped. The
+        previous manifest leaves first and the new one comes last; in between ``resolve`` finds the new checkpoint
+        where it was written."""
         os.mkdir(self._old)
-        for name in reversed(owned(self.target, self._also)):
+        for name in reversed(_owned(self.target, self._also)):
             os.rename(os.path.join(self.target, name), os.path.join(self._old, name))
         self._linking = True
-        link_in(self.path, self.target, self._also)
+        _link_in(self.path, self.target, self._also)
 
     def _restore(self) -> None:
-        """Undo a ``commit`` that failed after it had moved the previous checkpoint away."""
-        if not os.path.lexists(self.target):
-            os.rename(self._old, self.target)
-        elif not os.path.lexists(os.path.join(self.target, MANIFEST)):
+        """Undo a ``commit`` that failed after it had moved the previous manifest away."""
+        if not os.path.lexists(os.path.join(self.target, MANIFEST)):
             if self._linking:  # otherwise the files there are those of the previous one
-                remove_owned(self.target, self._also)
-            for name in owned(self._old, self._also):
+                _remove_owned(self.target, self._also)
+            for name in _owned(self._old, self._also):
                 os.rename(os.path.join(self._old, name), os.path.join(self.target, name))
 
     def close(self) -> None:
@@ -156,39 +223,13 @@ class Staging:
             self._lock = None
 
 
-@contextmanager
-def new_beside(target: str) -> Iterator[str]:
-    """A path to write at, until it is renamed to ``target``. Nothing is left there after the block, and it
-    removes what killed processes have left. CheckpointError if another process is in such a block."""
-    make_dirs(os.path.dirname(target))
-    held = _lock(target)
-    path = _sibling(target, f"writing-{uuid.uuid4().hex}")
-    try:
-        for left in _siblings(target, "writing") if held is not None else ():
-            _remove(left)
-        yield path
-    finally:
-        _remove(path)
-        _unlock(held)
-
-
-def _remove(path: str) -> None:
-    if os.path.isdir(path):
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with suppress(OSError):
-            os.unlink(path)
-
-
 def _clean_up(target: str, also: Collection[str]) -> None:
     """Finish or remove what killed saves to ``target`` have left. The caller holds its lock."""
     found = resolve(target)
     if found != target:
         with naming("put in place", found):
-            if os.path.lexists(target):
-                link_in(found, target, also)
-            else:
-                os.rename(found, target)
+            os.makedirs(target, exist_ok=True)
+            _link_in(found, target, also)
         sync_dir(os.path.dirname(target))
     for left in (*_siblings(target, "saving"), *_siblings(target, "replaced")):
         shutil.rmtree(left, ignore_errors=True)
@@ -213,11 +254,9 @@ def _clean_up_abandoned(target: str, also: Collection[str]) -> None:
 def _exchange(a: str, b: str) -> bool:
     """Swap two names in one step. False if the file system cannot (NFS, for example)."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if rename is None:
-        return False
-    if rename(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0:
+    if rename is not None and rename(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0:
         return True
-    code = ctypes.get_errno()
+    code = errno.ENOSYS if rename is None else ctypes.get_errno()
     if code in CANNOT:
         return False
     raise OSError(code, os.strerror(code))
@@ -229,12 +268,12 @@ _OWNER = "owner"  # a file that the process locks for as long as it lives
 class OwnedDirectory(tempfile.TemporaryDirectory[str]):
     """A new directory whose name begins with ``prefix``. Those of that prefix whose process has ended go."""
 
-    def __init__(self, prefix: str) -> None:
-        home = tempfile.gettempdir()
+    def __init__(self, prefix: str, home: str | None = None) -> None:
+        home = home or tempfile.gettempdir()
         for name in os.listdir(home):
             if name.startswith(prefix) and _abandoned(os.path.join(home, name)):
                 shutil.rmtree(os.path.join(home, name), ignore_errors=True)
-        super().__init__(prefix=prefix)
+        super().__init__(prefix=prefix, dir=home)
         new = os.path.join(self.name, f"{_OWNER}.new")
         self._owner = open(new, "xb")  # noqa: SIM115  held until the directory goes
         with suppress(OSError):  # a file system without locks: nobody can lock it, so nobody removes it
@@ -248,16 +287,10 @@ class OwnedDirectory(tempfile.TemporaryDirectory[str]):
 
 def _abandoned(folder: str) -> bool:
     """Whether it is this user's, and the process that made it has ended."""
-    try:
-        if os.stat(folder).st_uid != os.geteuid():
-            return False
-        fd = os.open(os.path.join(folder, _OWNER), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:  # of another program, or being made or removed at this moment
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    finally:
-        os.close(fd)
-    return True
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with suppress(OSError):  # of another program, being made or removed at this moment, or locked
+        if os.stat(folder).st_uid == os.geteuid():
+            with open(os.open(os.path.join(folder, _OWNER), flags), "rb") as f:
+                fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+    return False

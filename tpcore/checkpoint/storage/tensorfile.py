@@ -1,4 +1,4 @@
-"""One safetensors file: written in one pass, read region by region into existing tensors."""
+"""One safetensors file: written in one pass, read region by region into existing tensors; names of dtypes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import math
 import mmap
 import os
+import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,23 +19,69 @@ from torch import Tensor
 
 from ...errors import CheckpointError
 from ...layout.slices import narrowed
-from .dtypes import DTYPES, as_stored, bytes_of, dtype_name
 from .files import CHUNK, SILENT, FileRecord, Progress, chunks, crc32_text, loads, naming, open_regular, write_parts
+
+# Only names that safetensors knew before 0.4.3, so that every version can read the files written here.
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()} | {
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+    "C64": torch.complex64,
+}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    found = getattr(torch, name, None) if re.fullmatch(r"[a-z0-9_]+", name) else None
+    if not isinstance(found, torch.dtype):
+        raise CheckpointError(f"torch {torch.__version__} has no dtype {name!r}")
+    return found
+
+
+def bytes_of(t: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor."""
+    flat = t.detach().as_strided((t.numel(),), (1,))  # not view(-1): dims of size 1 may have any stride
+    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def _as_stored(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[str, list[int]]:
+    """Dtype name and shape in the file. A dtype that safetensors has no name for is U8 with one more dim."""
+    return (_NAMES[dtype], list(shape)) if dtype in _NAMES else ("U8", [*shape, dtype.itemsize])
 
 
 # -- writing ------------------------------------------------------------------------------------------------
-class Writable(Protocol):
-    """A tensor to write, in pieces."""
-
+class HasShape(Protocol):
     @property
     def shape(self) -> tuple[int, ...]: ...
     @property
     def dtype(self) -> torch.dtype: ...
+
+
+class Writable(HasShape, Protocol):
+    """A tensor to write, in pieces."""
+
     def pieces(self) -> Iterable[Tensor]:
         """Contiguous CPU tensors whose bytes follow each other. Called after earlier tensors are written."""
 
 
-def nbytes_of(t: Writable) -> int:
+def nbytes_of(t: HasShape) -> int:
     return math.prod(t.shape) * t.dtype.itemsize
 
 
@@ -57,7 +104,7 @@ def write_tensors(
     at = 0
     for name in order:
         t = tensors[name]
-        stored, shape = as_stored(t.dtype, t.shape)
+        stored, shape = _as_stored(t.dtype, t.shape)
         header[name] = {"dtype": stored, "shape": shape, "data_offsets": [at, at + nbytes_of(t)]}
         at += nbytes_of(t)
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -76,17 +123,16 @@ class TensorFile:
         self.path = path
         self._fd = open_regular(path)
         try:
-            self._entries = self._header()
+            self._read_header()
         except BaseException:
             self.close()
             raise
         self.sound: set[str] = set()  # names of tensors whose checksum was compared and matched
-        self.metadata: dict[str, str] = self._entries.pop("__metadata__", None) or {}
 
     def close(self) -> None:
         os.close(self._fd)
 
-    def _header(self) -> dict[str, Any]:
+    def _read_header(self) -> None:
         try:
             # safetensors' own reader first: it detects every kind of damaged header
             with safe_open(self.path, "pt"):
@@ -98,8 +144,8 @@ class TensorFile:
         text = bytearray(int.from_bytes(head, "little"))
         self.read_bytes(memoryview(text), 8)
         self._data = 8 + len(text)
-        header: dict[str, Any] = loads(bytes(text), self.path)
-        return header
+        self._entries: dict[str, Any] = loads(bytes(text), self.path)
+        self.metadata: dict[str, str] = self._entries.pop("__metadata__", None) or {}
 
     def names(self) -> list[str]:
         return list(self._entries)
@@ -112,16 +158,15 @@ class TensorFile:
         return e["dtype"], e["shape"], self._data + e["data_offsets"][0]
 
     def tensor(self, name: str) -> FileTensor:
-        """A tensor with the dtype and shape of the header."""
         stored, shape, start = self._entry(name)
-        if stored not in DTYPES:
+        if stored not in _DTYPES:
             raise CheckpointError(f"{self.path}: {name!r} has dtype {stored}, which is not supported")
-        return FileTensor(self, name, tuple(shape), DTYPES[stored], start)
+        return FileTensor(self, name, tuple(shape), _DTYPES[stored], start)
 
     def recorded(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], crc32: str) -> FileTensor:
         """A tensor that a manifest describes. CheckpointError if the file disagrees with the manifest."""
         stored, there, start = self._entry(name)
-        if (stored, there) != as_stored(dtype, shape):
+        if (stored, there) != _as_stored(dtype, shape):
             raise CheckpointError(
                 f"{self.path}: {name!r} is {stored} {there}, on record {dtype_name(dtype)} {list(shape)}"
             )
@@ -162,21 +207,17 @@ class FileTensor:
     crc32: str | None = None
 
     @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    @property
     def identity(self) -> object:
-        return self.file.path, self.start, self.nbytes
+        return self.file.path, self.start, nbytes_of(self)
 
     def verify(self) -> None:
         """Compare all bytes with the checksum, in bounded memory. CheckpointError on a mismatch."""
         if self.crc32 is None or self.name in self.file.sound:
             return
-        crc = 0
-        buffer = memoryview(bytearray(min(CHUNK, self.nbytes)))
-        for at in range(0, self.nbytes, CHUNK):
-            chunk = buffer[: min(CHUNK, self.nbytes - at)]
+        crc, size = 0, nbytes_of(self)
+        buffer = memoryview(bytearray(min(CHUNK, size)))
+        for at in range(0, size, CHUNK):
+            chunk = buffer[: size - at]
             self.file.read_bytes(chunk, self.start + at)
             crc = zlib.crc32(chunk, crc)
         self._compare(crc)

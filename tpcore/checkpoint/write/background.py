@@ -39,14 +39,13 @@ class _Background:
         self.begin, self.join = self._begun.set, self._thread.join
 
     def _report_path(self, rank: int) -> str:
-        """Path of a rank's report: a list of its files, or its error."""
         return os.path.join(self._save.root, f"report-{rank}")
 
     def _run(self) -> None:
         self._begun.wait()
         try:
             (self._follow if self._save.ctx.rank else self._lead)()
-        except BaseException as e:  # noqa: BLE001  finish_save raises it in the main thread
+        except BaseException as e:  # noqa: BLE001  wait raises it in the main thread
             self.error = e
         finally:
             self._save.close()
@@ -124,8 +123,8 @@ def save_in_background(state: dict[Any, Any], save_dir: str | os.PathLike[str], 
             running.begin()
 
 
-def finish_save() -> None:
-    """Wait for the save in the background, if there is one, and raise its error on every rank."""
+def wait() -> None:
+    """Wait until the save in the background, if any, is complete. Raises its error on every rank. A collective call."""
     ctx = current()
     entry = _under_way.pop(id(ctx), None)
     if entry is None:

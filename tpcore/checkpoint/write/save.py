@@ -7,7 +7,7 @@ import json
 import os
 import uuid
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -17,29 +17,14 @@ from ...errors import CheckpointError
 from ...layout.layout import Layout
 from ...runtime.consensus import agree, gather, gather_bytes, together
 from ...runtime.context import current
-from ..format.manifest import FORMAT, STATE, VERSION, Manifest, keep_last, rank_dir
-from ..storage.dtypes import dtype_name
-from ..storage.files import (
-    MANIFEST,
-    SILENT,
-    FileRecord,
-    Progress,
-    bar,
-    dumps,
-    listed,
-    naming,
-    sync_dir,
-    write_file,
-    written_by,
-)
+from ..manifest import FORMAT, STATE, VERSION, Manifest, keep_last, rank_dir
+from ..storage.files import MANIFEST, FileRecord, Progress, bar, dumps, listed, naming, sync_dir, write_file, written_by
 from ..storage.publish import Staging, staging_path
-from ..storage.tensorfile import write_tensors
-from ..tensors.stored import Cut
-from .optimizers import resolve
-from .snapshot import Entry, Part, StateTensor, cuts_of, on_host, total_of
+from ..storage.tensorfile import dtype_name, write_tensors
+from .snapshot import Entry, Part, StateTensor, on_host, resolve, total_of
 
-Tables = Mapping[str, Mapping[str, Mapping[str, Any]]]
-"""By scope: descriptions of tensors, by file and name. Ranks that have a scope must agree on it."""
+Tables = Mapping[str, Mapping[str, tuple[str, bool]]]
+"""By scope, by name: a tensor's description, and whether a rank may lack it. Ranks that have a scope must agree."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +51,7 @@ def _described(entry: Entry) -> dict[str, Any]:
 
 
 def write_tensor_files(
-    root: str, name: str, save_id: str, files: Mapping[str, Mapping[str, Entry]], progress: Progress = SILENT
+    root: str, name: str, save_id: str, files: Mapping[str, Mapping[str, Entry]], progress: Progress
 ) -> tuple[dict[str, FileRecord], dict[str, Any]]:
     """Write files of tensors to the directory ``name`` of ``root``. Returns records of files and tensors."""
     here = os.path.join(root, name)
@@ -135,19 +120,12 @@ class Save:
                 self.staging = Staging(self.target, self.save_id, FORMAT, others_stay=True)
 
     def _prepare(self, state: dict[Any, Any]) -> None:
-        """Determine the cut of each tensor, and the tensors that this rank writes."""
-        resolved, options, ep = resolve(state, self.ctx), self.options, self.ctx.over_axis("ep")
-        self._shared = self._dp[1] > 1 and (not options.master_dp_only or bool(resolved.gather) or ep is not None)
+        (state, cut_of, gather), options, ep = resolve(state, self.ctx), self.options, self.ctx.over_axis("ep")
+        self._shared = self._dp[1] > 1 and (not options.master_dp_only or bool(gather) or ep is not None)
         if not (self._first or self._shared):
             return
-        self._part = Part(
-            resolved.state,
-            cuts_of(resolved.state, self.ctx, resolved.cuts),
-            self.ctx.backend.memory_of,
-            gather=resolved.gather,
-            ep=ep,
-            down_cast_bf16=options.down_cast_bf16,
-        )
+        memory_of, narrow = self.ctx.backend.memory_of, options.down_cast_bf16
+        self._part = Part(state, cut_of, memory_of, gather=gather, ep=ep, down_cast_bf16=narrow)
         self._files = self._part.share(*(self._dp if self._shared else (0, 1)), all_of_it=not options.master_dp_only)
 
     def name_of(self, rank: int) -> str:
@@ -219,13 +197,17 @@ def _outline(part: Part, stage: int, tp_rank: int) -> Tables:
     one directory, of which each dp rank writes a share. An optimizer has no state of a parameter that had no gradient
     yet, so another rank may lack it."""
     scopes = everywhere, of_stage, of_directory = "", f"{stage}", f"{stage} {tp_rank}"
-    tables: dict[str, dict[str, dict[str, Any]]] = {scope: {} for scope in scopes}
+    tables: dict[str, dict[str, tuple[str, bool]]] = {scope: {} for scope in scopes}
     for file, name, entry, written in part.placed():
-        key, record, axes = f"{name!r} of {file}", _described(entry), _axes(entry.cut)
-        if axes:
-            tables[everywhere if "pp" in axes else of_stage][key] = record | {"optional": file in part.optional}
+        key, text = f"{name!r} of {file}", f"{dtype_name(entry.dtype)} of shape {list(entry.shape)}"
+        if isinstance(entry.cut, Layout) and (axes := _axes(entry.cut)):
+            spec = entry.cut.spec.to_json()
+            text += f", cut of {spec['shape']} along dim {spec['dim']} over {' and '.join(axes)}"
+            if len(spec["blocks"]) > 1 or spec["blocks"][0][1:] != [1, False]:
+                text += f" in blocks {spec['blocks']}"
+            tables[everywhere if "pp" in axes else of_stage][key] = text, file in part.optional
         if written != file:
-            tables[of_directory][key] = record | {"file": written}
+            tables[of_directory][key] = f"{text} in {written}", False
     return tables
 
 
@@ -247,30 +229,18 @@ def _check_agreement(path: str, mine: Tables, digests: Sequence[Mapping[str, str
     if not pairs:
         return
     tables = gather(mine, world)
-    lines = [line for scope, a, b in pairs for line in _differences(a, tables[a][scope], b, tables[b][scope])]
+    lines = []
+    for scope, a, b in pairs:
+        for key in sorted(tables[a][scope].keys() | tables[b][scope].keys()):
+            x, y = (tables[rank][scope].get(key) for rank in (a, b))
+            optional = (x or y)[1] and None in (x, y)
+            if x != y and not optional:
+                texts = [f"rank {rank} has {'none' if of is None else of[0]}" for rank, of in ((a, x), (b, y))]
+                lines.append(f"{key}: {', '.join(texts)}")
     if lines:
         title = f"cannot save {path}: the ranks' parts do not fit together. Build one model on all ranks"
         raise CheckpointError(listed(title, lines))
 
 
-def _differences(a: int, of_a: Mapping[str, Any], b: int, of_b: Mapping[str, Any]) -> Iterator[str]:
-    for key in sorted(of_a.keys() | of_b.keys()):
-        x, y = of_a.get(key), of_b.get(key)
-        optional = (x or y or {}).get("optional") and (x is None or y is None)
-        if x != y and not optional:
-            yield f"{key}: rank {a} has {_text(x)}, rank {b} has {_text(y)}"
-
-
-def _text(record: Mapping[str, Any] | None) -> str:
-    if record is None:
-        return "none"
-    text, spec = f"{record['dtype']} of shape {record['shape']}", record["spec"]
-    if record.get("axes"):
-        text += f", cut of {spec['shape']} along dim {spec['dim']} over {' and '.join(record['axes'])}"
-        if len(spec["blocks"]) > 1 or spec["blocks"][0][1:] != [1, False]:
-            text += f" in blocks {spec['blocks']}"
-    return text + (f" in {record['file']}" if "file" in record else "")
-
-
-def _axes(cut: Cut) -> list[str]:
-    return [axis for one in cut.cuts for axis in one.axes] if isinstance(cut, Layout) else []
+def _axes(cut: Layout) -> list[str]:
+    return [axis for one in cut.cuts for axis in one.axes]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -15,11 +16,11 @@ from ...backend.interface import Backend
 from ...comm.comm import Comm
 from ...layers.sharding import sharding
 from ...layout.layout import Layout
-from ...layout.mesh import Mesh
 from ...runtime.context import ParallelContext
-from ..format.tree import TAG, Path, dotted, encode, is_optimizer, model_tensors, parameter_names
+from ...train.zero import Zero1
 from ..storage.tensorfile import Writable, nbytes_of
-from ..tensors.stored import Cut, ReadPlan, layout_of
+from ..stored import Cut, ReadPlan, layout_of
+from ..tree import TAG, Path, dotted, encode, is_optimizer, model_tensors, parameter_names
 
 _FILE_STEM = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}")
 
@@ -64,6 +65,8 @@ class StateTensor:
 CutOf = Callable[[Tensor, str], Cut]
 MemoryOf = Callable[[Tensor], object]
 """``Backend.memory_of``: returns an equal object for tensors that share their memory."""
+Gather = Mapping[int, Callable[[], Tensor]]
+"""By ``id`` of a tensor on meta that stands for the parts of dp ranks: gathers its values, collective over dp."""
 
 
 class Part:
@@ -75,7 +78,7 @@ class Part:
         cut_of: CutOf,
         memory_of: MemoryOf = Backend.memory_of,
         *,
-        gather: Mapping[int, Callable[[], Tensor]] | None = None,
+        gather: Gather | None = None,
         ep: Comm | None = None,
         down_cast_bf16: bool = False,
     ) -> None:
@@ -183,45 +186,97 @@ def _unused(name: str, used: Iterable[str]) -> str:
     return candidate
 
 
-# -- cuts -------------------------------------------------------------------------------------------------
-def cuts_of(state: Mapping[Any, Any], ctx: ParallelContext, known: Mapping[int, Layout]) -> CutOf:
-    """The function that returns the cut to record for a tensor. ``known``: some cuts, by ``id``.
+# -- optimizers in a state, and the cuts of all tensors ------------------------------------------------------
+def resolve(state: Any, ctx: ParallelContext) -> tuple[Any, CutOf, Gather]:
+    """``state`` with ``state_dict()``s in place of optimizers, the function that returns the cut to record for one of
+    its tensors, and how to gather those on meta. ValueError if an optimizer of a pipeline stage has unnamed parameters,
+    or a Zero1 gradients that no step has used. At pp=1 a warning says where an unnamed state can be loaded."""
+    cuts: dict[int, Layout] = {}
+    gather: dict[int, Callable[[], Tensor]] = {}
+    replaced: dict[Any, Any] = {}
+    for key, value in state.items() if isinstance(state, Mapping) else ():
+        if isinstance(value, torch.optim.Optimizer):
+            outline = value.outline() if isinstance(value, Zero1) else None
+            saved = value.state_dict() if outline is None else outline.state
+            gather.update({} if outline is None else outline.gather)
+            parameters = [p for group in value.param_groups for p in group["params"]]
+            for number, t in _tensors_of(saved):
+                if t.ndim and t.shape == parameters[number].shape:
+                    layout = layout_of(parameters[number], ctx, f"parameter {number}")
+                    cuts[id(t)] = layout or Layout(tuple(t.shape))
+            _name(value, saved, state, ctx, key)
+            _warn_of_no_names(key, saved, ctx, "at another number of pipeline stages")
+            replaced[key] = saved
+        elif is_optimizer(value):
+            _warn_of_no_names(key, value, ctx, "at another degree")
+    new = {**state, **replaced} if replaced else state
+    return new, _cuts_of(new, ctx, cuts), gather
 
-    The entry of a plain module that shares a parallel layer's parameter, as ``cls.predictions.bias`` in transformers'
-    BERT, is not stamped, but shares its memory with one that is.
-    """
+
+def _warn_of_no_names(key: Any, saved: Mapping[str, Any], ctx: ParallelContext, where: str) -> None:
+    """Now, while the job that can name them runs, and not when the checkpoint is opened elsewhere."""
+    kept = any(t.ndim for _, t in _tensors_of(saved))
+    named = all(group.get("param_names") or not group["params"] for group in saved["param_groups"])
+    if kept and not named and ctx.rank == 0:
+        warnings.warn(
+            f"{key!r} is saved without the names of its parameters, and cannot be loaded {where}. Save the "
+            "optimizer itself with model.state_dict(), or make it from model.named_parameters()",
+            stacklevel=2,
+        )
+
+
+def _tensors_of(optimizer: Mapping[str, Any]) -> Iterator[tuple[Any, Tensor]]:
+    """The tensors of a ``state_dict()``, each with the index of its parameter."""
+    for index, values in optimizer["state"].items():
+        for value in values.values() if isinstance(values, Mapping) else ():
+            if isinstance(value, Tensor):
+                yield index, value
+
+
+def _name(
+    optimizer: torch.optim.Optimizer, saved: dict[str, Any], state: Mapping[Any, Any], ctx: ParallelContext, key: Any
+) -> None:
+    """Give unnamed parameters in ``saved`` their names in the model that is saved with the optimizer."""
+    names: dict[object, str] = {}
+    for name, t in model_tensors(state):
+        if isinstance(name, str):
+            names.setdefault(ctx.backend.memory_of(t), name)
+    for group, mine in zip(saved["param_groups"], optimizer.param_groups, strict=True):
+        known = [names.get(ctx.backend.memory_of(p)) for p in mine["params"]]
+        if group.get("param_names") or not known:
+            continue
+        if None not in known:
+            group["param_names"] = known
+        elif ctx.mesh.axes.get("pp", 1) > 1:
+            raise ValueError(
+                f"cannot save {key!r}: the parameters of its optimizer have no names, without which a job of "
+                "other pipeline stages could not tell whose values it holds. Make the optimizer from "
+                "model.named_parameters(), or save model.state_dict() with it"
+            )
+
+
+def _cuts_of(state: Any, ctx: ParallelContext, known: Mapping[int, Layout]) -> CutOf:
+    """``known``: some cuts, by ``id``. The entry of a plain module that shares a parallel layer's parameter, as
+    ``cls.predictions.bias`` in transformers' BERT, is not stamped, but shares its memory with one that is."""
     memory_of = ctx.backend.memory_of
     stamped = (t for _, t in model_tensors(state) if sharding(t) is not None and not t.is_meta)
     marked: dict[object, Tensor] = {memory_of(t): t for t in stamped}
     optimizers = [o for o in state.values() if is_optimizer(o)] if isinstance(state, Mapping) else []
-    names = _by_name(state, marked, memory_of) if optimizers else {}
-    cuts = _optimizer_cuts(optimizers, names, ctx.mesh)
+    layouts: dict[str, set[Layout]] = defaultdict(set)  # of the models' parameters
+    for name, t in model_tensors(state) if optimizers else ():
+        cut = sharding(t if t.is_meta else marked.get(memory_of(t), t))
+        layouts[name].add(cut.layout if cut else Layout(tuple(t.shape)))
+    # unknown if the optimizer was not made from named_parameters() (torch 2.6), or for another shape than the shard's
+    cuts: dict[int, Cut] = {}
+    for optimizer in optimizers:
+        names = dict(parameter_names(optimizer["param_groups"]))
+        for index, value in _tensors_of(optimizer):
+            if value.ndim:  # others count steps
+                found = [*layouts[names.get(index, "")]]
+                fits = len(found) == 1 and tuple(value.shape) == found[0].local_shape(ctx.mesh)
+                cuts[id(value)] = found[0] if fits else "unknown"
 
     def cut_of(t: Tensor, where: str) -> Cut:
         return known.get(id(t)) or layout_of(marked.get(memory_of(t), t), ctx, where) or cuts.get(id(t))
 
     return cut_of
-
-
-def _optimizer_cuts(optimizers: Iterable[Mapping[str, Any]], known: Mapping[str, Layout], mesh: Mesh) -> dict[int, Cut]:
-    """Cuts of the tensors in optimizers' state_dicts, by ``id``: those of their parameters. The cut is unknown if the
-    optimizer was not made from ``named_parameters()`` (torch 2.6), or for another shape than the parameter's shard."""
-    cuts: dict[int, Cut] = {}
-    for optimizer in optimizers:
-        names = dict(parameter_names(optimizer["param_groups"]))
-        for index, values in optimizer["state"].items():
-            spec = known.get(names.get(index, ""))
-            for value in values.values() if isinstance(values, Mapping) else ():
-                if isinstance(value, Tensor) and value.ndim:  # others count steps
-                    fits = spec is not None and tuple(value.shape) == spec.local_shape(mesh)
-                    cuts[id(value)] = spec if fits else "unknown"
-    return cuts
-
-
-def _by_name(state: Mapping[Any, Any], marked: Mapping[object, Tensor], memory_of: MemoryOf) -> dict[str, Layout]:
-    """Layouts of the parameters in the models' state_dicts, except names with different layouts."""
-    layouts: dict[str, set[Layout]] = defaultdict(set)
-    for name, t in model_tensors(state):
-        cut = sharding(t if t.is_meta else marked.get(memory_of(t), t))
-        layouts[name].add(cut.layout if cut else Layout(tuple(t.shape)))
-    return {name: specs.pop() for name, specs in layouts.items() if len(specs) == 1}

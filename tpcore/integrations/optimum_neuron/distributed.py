@@ -12,7 +12,7 @@ import torch
 import transformers
 from torch import nn
 
-from ...checkpoint.offline.consolidate import consolidate
+from ...checkpoint.rewrite import consolidate
 from ...log import inform
 from ...models import lazy
 from ...models.families import KINDS

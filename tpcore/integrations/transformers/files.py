@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import checkpoint
-from ...checkpoint.read.load import cut_anew
+from ...checkpoint.read.model import cut_anew
 from ...layers.sharding import sharding
 from ...log import inform
 from ...models.loading import open_weights, read_parts

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...checkpoint.storage.dtypes import bytes_of
 from ...checkpoint.storage.files import MANIFEST, write_file, written_by
+from ...checkpoint.storage.tensorfile import bytes_of
 from ...errors import BackendError
 from ...layers.sharding import sharding
 from ...layout.shard import ShardSpec

@@ -5,20 +5,29 @@ from __future__ import annotations
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...errors import CheckpointError
-from ..storage.dtypes import dtype_name, dtype_of
-from ..storage.files import damage
-from ..tensors.stored import ReadPlan
+from ..errors import CheckpointError
+from .storage.files import damage
+from .storage.tensorfile import dtype_name, dtype_of
+from .stored import ReadPlan
 
 TAG = "$"
 _DICTS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
 _DEPTH = 100
 Path = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A tensor of a state: the file in its rank's directory, and the name in the file."""
+
+    file: str
+    name: str
 
 
 def dotted(path: Path) -> str:
@@ -74,20 +83,22 @@ def _encode_dict(value: dict[Any, Any], leaf: Callable[[Any, Path], Any], path: 
     return out
 
 
-def decode(tree: Any, leaf: Callable[[dict[str, Any], Path], Any], path: Path = ()) -> Any:
-    """Decode a state. ``leaf`` returns the tensor for its JSON. CheckpointError for JSON of another form."""
-    if isinstance(tree, list):
-        return [decode(item, leaf, (*path, i)) for i, item in enumerate(tree)]
-    if not isinstance(tree, dict):
+def decode(tree: Any, path: Path = ()) -> Any:
+    """Decode a state, with a Leaf for each tensor. CheckpointError for JSON of another form."""
+    if not isinstance(tree, list | dict):
         return tree
+    if len(path) > _DEPTH + 1:  # a number or tensor in the deepest container may be a dict with a tag
+        raise CheckpointError(f"{dotted(path[:8])}... is nested more than {_DEPTH} deep")
+    if isinstance(tree, list):
+        return [decode(item, (*path, i)) for i, item in enumerate(tree)]
     tag = tree.get(TAG)
     with damage(f"an entry tagged {tag!r}"):
         if tag is None:
-            return {key: decode(item, leaf, (*path, key)) for key, item in tree.items()}
+            return {key: decode(item, (*path, key)) for key, item in tree.items()}
         if tag == "tensor":
-            return leaf(tree, path)
+            return Leaf(str(tree["file"]), str(tree["name"]))
         if tag == "tuple":
-            return tuple(decode(item, leaf, (*path, i)) for i, item in enumerate(tree["items"]))
+            return tuple(decode(item, (*path, i)) for i, item in enumerate(tree["items"]))
         if tag == "float":
             return float(tree["value"])
         if tag == "dtype":
@@ -95,65 +106,44 @@ def decode(tree: Any, leaf: Callable[[dict[str, Any], Path], Any], path: Path = 
         if tag in _DICTS:
             out = _DICTS[tag]()
             for encoded, item in tree["items"]:
-                key = decode(encoded, _no_tensor)
-                out[key] = decode(item, leaf, (*path, key))
+                key = decode(encoded, (*path, "a key"))
+                out[key] = decode(item, (*path, key))
             if tree.get("metadata") is not None:
-                out._metadata = decode(tree["metadata"], leaf, (*path, "_metadata"))  # type: ignore[attr-defined]
+                out._metadata = decode(tree["metadata"], (*path, "_metadata"))  # type: ignore[attr-defined]
             return out
     raise CheckpointError(f"unknown tag {tag!r}: written by a newer tpcore?")
 
 
-def entries(tree: Any) -> dict[Any, Any]:
-    """The encoded values of an encoded dict, by decoded key."""
-    if isinstance(tree, dict) and TAG not in tree:
-        return tree
-    if isinstance(tree, dict) and tree[TAG] in _DICTS:
-        with damage(f"an entry tagged {tree[TAG]!r}"):
-            return {decode(key, _no_tensor): item for key, item in tree["items"]}
-    raise CheckpointError("a dict is missing where a checkpoint has one")
+def filled(value: Any, fill: Callable[[Leaf, Path], Any], path: Path = ()) -> Any:
+    """``value`` with ``fill(leaf, path)`` in place of each Leaf in it."""
+    if isinstance(value, Leaf):
+        return fill(value, path)
+    if isinstance(value, list | tuple):
+        return type(value)(filled(item, fill, (*path, i)) for i, item in enumerate(value))
+    if not isinstance(value, dict):
+        return value
+    out = type(value)()
+    for key, item in value.items():
+        out[key] = filled(item, fill, (*path, key))
+    if hasattr(value, "_metadata"):
+        out._metadata = value._metadata  # type: ignore[attr-defined]
+    return out
 
 
-def only(tree: Any, kept: dict[Any, Any]) -> Any:
-    """An encoded dict of the same type with only the entries of ``kept``."""
-    if TAG not in tree:
-        return kept
-    items = zip(tree["items"], entries(tree), strict=True)
-    return {**tree, "items": [[item[0], kept[key]] for item, key in items if key in kept]}
-
-
-def _no_tensor(tree: dict[str, Any], path: Path) -> Any:
-    raise CheckpointError("a tensor is a key of a dict")
-
-
-def is_dict(tree: Any) -> bool:
-    return isinstance(tree, dict) and (TAG not in tree or tree[TAG] in _DICTS)
-
-
-def is_tensor(tree: Any) -> bool:
-    return isinstance(tree, dict) and tree.get(TAG) == "tensor"
-
-
-def leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Paths and encoded values of all entries that are not containers."""
-    if is_dict(tree):
-        for key, item in entries(tree).items():
-            yield from leaves(item, (*path, key))
-    elif isinstance(tree, list):
-        for i, item in enumerate(tree):
-            yield from leaves(item, (*path, i))
-    elif isinstance(tree, dict) and tree[TAG] == "tuple":
-        with damage("a tuple"):
-            yield from leaves(list(tree["items"]), path)
-    else:
-        yield path, tree
+def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Paths and values of all entries that are no containers, or empty ones."""
+    if not isinstance(value, dict | list | tuple) or not value:
+        yield path, value
+        return
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+        yield from leaves(item, (*path, key))
 
 
 def is_nested(top: Mapping[Any, Any], model_key: str | None, where: str) -> bool:
-    """True if ``top[model_key]`` is the model's state, encoded or not; False if ``top`` itself is one."""
-    state = None if model_key is None else top.get(model_key)
-    if isinstance(state, Mapping) and (is_dict(state) or TAG not in state):
+    """True if ``top[model_key]`` is the model's state; False if ``top`` itself is one."""
+    if model_key is not None and isinstance(top.get(model_key), Mapping):
         return True
-    if any(isinstance(value, Tensor) or is_tensor(value) for value in top.values()):
+    if any(isinstance(value, Tensor | Leaf) for value in top.values()):
         return False
     raise CheckpointError(
         f"{where} has no model under {model_key!r}, nor is it one's state itself: it has {list(top)[:20]}"

@@ -10,26 +10,22 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from ...errors import CheckpointError
-from ...layers.sharding import sharding
-from ...layout.layout import Layout
-from ...layout.mesh import DATA, Mesh
-from ...layout.shard import ShardSpec
-from ...layout.slices import Region, narrowed, slabs
-from ...runtime.context import ParallelContext
-from ..storage.files import CHUNK
-from ..storage.tensorfile import FileTensor
+from ..errors import CheckpointError
+from ..layers.sharding import sharding
+from ..layout.layout import Layout
+from ..layout.mesh import DATA, Mesh
+from ..layout.shard import ShardSpec
+from ..layout.slices import Region, narrowed, slabs
+from ..runtime.context import ParallelContext
+from .storage.files import CHUNK
+from .storage.tensorfile import FileTensor, HasShape
 
 ONE = Mesh({"tp": 1})
 
 
-class Shard(Protocol):
+class Shard(HasShape, Protocol):
     """Stored bytes that can be read in part."""
 
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
     @property
     def identity(self) -> object:
         """Equal for shards of the same stored bytes."""
@@ -125,20 +121,18 @@ class Stored:
         return f"{text}how it is cut is not on record, since {why}"
 
     def _alike(self) -> bool:
-        """Whether all shards are equal."""
-        shards = [self.shard(i) for i in range(self.mesh.size)]
-        tensors = [s.tensor for s in shards if isinstance(s, MemoryShard)]
-        if len(tensors) == len(shards):
-            return all(torch.equal(tensors[0], t) for t in tensors[1:])
-        return len({(s.shape, s.dtype, s.crc32 if isinstance(s, FileTensor) else None) for s in shards}) == 1
+        first, *others = (self.shard(i) for i in range(self.mesh.size))
+        if isinstance(first, MemoryShard):
+            return all(isinstance(s, MemoryShard) and torch.equal(first.tensor, s.tensor) for s in others)
+        return len({(s.shape, s.dtype, s.crc32 if isinstance(s, FileTensor) else None) for s in (first, *others)}) == 1
 
-    def whole(self) -> tuple[Layout, Mesh]:
-        """The layout of its cut, and the mesh. CheckpointError if the cut is unknown."""
+    def layout(self) -> Layout:
+        """That of its cut. CheckpointError if the cut is unknown."""
         if isinstance(self.cut, Layout):
-            return self.cut, self.mesh
+            return self.cut
         if (why := self.bound()) is not None:
             raise CheckpointError(why)
-        return Layout(self.first.shape), self.mesh
+        return Layout(self.first.shape)
 
     def plan(self, want: Layout | None = None, rank: int = 0, mesh: Mesh = ONE) -> ReadPlan:
         """How the part of ``rank`` on ``mesh`` is read; of one rank, the unsharded tensor. ``want``: its layout;
@@ -146,13 +140,13 @@ class Stored:
         if self.kept(want, mesh):
             nothing, shape = (0,) * len(self.first.shape), self.first.shape
             return ReadPlan(self, shape, [(self.first, Region(0, nothing, nothing, shape))])
-        layout, there = self.whole()
+        layout = self.layout()
         want = want or layout
         try:
             shape = want.local_shape(mesh)
         except ValueError as e:
             raise CheckpointError(f"{self.where}: {e}") from None
-        regions = layout.regions(there, want, rank, mesh)
+        regions = layout.regions(self.mesh, want, rank, mesh)
         return ReadPlan(self, shape, [(self.shard(region.src), region) for region in regions])
 
 
@@ -215,12 +209,14 @@ class ReadPlan:
         """Rows of about a chunk: glibc's allocator reuses blocks of that size, but not larger ones."""
         for shard, _ in self.copies:
             shard.verify()
-        rows, *row = self.shape or (1,)
+        if not self.shape:
+            yield self.tensor()
+            return
+        rows, *row = self.shape
         step = max(1, CHUNK // max(1, math.prod(row) * self.dtype.itemsize))
         for start in range(0, rows, step):
             out = torch.empty((min(step, rows - start), *row), dtype=self.dtype)
-            out = out if self.shape else out[0]
-            self.fill(out, (start, *(0 for _ in row)) if self.shape else (), check=False)
+            self.fill(out, (start, *(0 for _ in row)), check=False)
             yield out
 
 

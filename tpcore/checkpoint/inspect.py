@@ -6,22 +6,22 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from itertools import product
 from typing import NamedTuple
 
 import torch
 
-from ...errors import CheckpointError
-from ...layout.layout import Layout
-from ..format.tree import dotted, is_tensor, leaves
-from ..forms.native import Native, NativeStage
-from ..forms.pickles import unsound
-from ..forms.registry import open_source
-from ..forms.source import Reading, Source
-from ..read.source import CutRule, cuts_by, opened, part, tensors_of
-from ..storage.dtypes import dtype_name
-from ..storage.files import CHUNK, MANIFEST, SILENT, Progress, crc32_of, naming
-from ..tensors.stored import Stored
-from .consolidate import StrPath
+from ..errors import CheckpointError
+from ..layout.layout import Layout
+from .forms.native import Native
+from .forms.pickles import unsound
+from .forms.registry import open_source
+from .forms.source import Reading
+from .read.source import CutRule, StrPath, cuts_by, opened, part, tensors_of
+from .storage.files import CHUNK, MANIFEST, SILENT, Progress, crc32_of, naming
+from .storage.tensorfile import dtype_name, nbytes_of
+from .stored import Stored
+from .tree import Leaf, dotted, leaves
 
 
 class TensorRow(NamedTuple):
@@ -47,25 +47,19 @@ class Inspected(NamedTuple):
 def inspect(path: StrPath, *, rules: Sequence[CutRule] = (), how: Reading | None = None) -> Inspected:
     """The tensors in a checkpoint of any form. For tpcore's own form, including other entries' tensors."""
     with opened(path, how or Reading(), rules) as source:
-        rows = [_row(name, stored) for name, stored in _stored_tensors(source, rules)]
+        if isinstance(source, Native):
+            rows = [_row(name, stored) for name, stored in source.tensors()]
+        else:
+            rows = [_row(name, stored) for name, stored in tensors_of(source, rules).items()]
         return Inspected(source.path, source.form, source.tp, source.pp, rows)
 
 
 def padded_names(path: StrPath, *, rules: Sequence[CutRule] = (), how: Reading | None = None) -> list[str]:
-    """The names of tensors whose shards have padding."""
     return [row.name for row in inspect(path, rules=rules, how=how).rows if row.padded]
 
 
-def _stored_tensors(source: Source, rules: Sequence[CutRule]) -> Iterator[tuple[str, Stored]]:
-    if not isinstance(source, Native):
-        yield from tensors_of(source, rules).items()
-        return
-    for pp_rank in range(source.pp):
-        yield from source.stage(pp_rank, 0 if source.tp == 1 else None, cuts_by(rules)).tensors()
-
-
 def _row(name: str, stored: Stored) -> TensorRow:
-    dtype, local = stored.dtype, stored.first.shape
+    local = stored.first.shape
     cut = str(stored.cut.spec).partition(" ")[2] if isinstance(stored.cut, Layout) else stored.cut
     if cut is None:
         cut = "same on all ranks" if stored.bound() is None else "unknown"
@@ -74,12 +68,7 @@ def _row(name: str, stored: Stored) -> TensorRow:
         padded = stored.cut.padded(stored.mesh)
         copies = sorted({share.copies for share in stored.cut.shares(stored.mesh)} - {1})
         cut += "".join(f", held by {n} ranks each" for n in copies)
-    return TensorRow(name, stored.shape, dtype_name(dtype), cut, local, bytes_of_logical(stored), padded)
-
-
-def bytes_of_logical(stored: Stored) -> int:
-    """Bytes of the unsharded tensor."""
-    return math.prod(stored.shape) * stored.dtype.itemsize
+    return TensorRow(name, stored.shape, dtype_name(stored.dtype), cut, local, nbytes_of(stored), padded)
 
 
 class Difference(NamedTuple):
@@ -99,7 +88,7 @@ def diff(
     with ExitStack() as stack:
         one, other = (open_source(os.fspath(path), how, stack) for path in (a, b))
         mine, theirs = (tensors_of(s, rules) for s in (one, other))
-        progress.start(sum(map(bytes_of_logical, mine.values())))
+        progress.start(sum(map(nbytes_of, mine.values())))
         for name in dict.fromkeys([*mine, *theirs]):
             if name not in mine or name not in theirs:
                 where = one.path if name in mine else other.path
@@ -109,7 +98,7 @@ def diff(
             else:
                 yield from _values(name, mine[name], theirs[name])
             if name in mine:
-                progress.add(bytes_of_logical(mine[name]))
+                progress.add(nbytes_of(mine[name]))
 
 
 def _values(name: str, a: Stored, b: Stored) -> Iterator[Difference]:
@@ -143,44 +132,38 @@ def verify(
             for stored in tensors_of(source, rules).values():
                 for rank in range(stored.mesh.size):
                     stored.shard(rank).verify()
-            return [text for file in _files(source.path) for text in unsound(file)]
+            walked = os.walk(source.path) if os.path.isdir(source.path) else [("", [], [source.path])]
+            files = sorted(os.path.join(folder, name) for folder, _, names in walked for name in names)
+            return [text for file in files for text in unsound(file)]
     except CheckpointError as e:
         return [str(e)]
 
 
-def _files(path: str) -> list[str]:
-    walked = os.walk(path) if os.path.isdir(path) else [("", [], [path])]
-    return sorted(os.path.join(folder, name) for folder, _, names in walked for name in names)
-
-
 def _problems(source: Native, progress: Progress) -> Iterator[str]:
-    checkpoint, manifest = source.checkpoint, source.checkpoint.manifest
+    manifest = source.manifest
     progress.start(sum(record.size for record in manifest.files.values()))
     for name in manifest.rank_dirs:
-        folder = os.path.join(checkpoint.path, name)
+        folder = os.path.join(source.path, name)
         with naming("list", folder):
             held = {f"{name}/{file}" for file in os.listdir(folder)}
         for surplus in sorted(held - manifest.files.keys()):
-            yield f"{os.path.join(checkpoint.path, surplus)} is not listed in {MANIFEST}"
+            yield f"{os.path.join(source.path, surplus)} is not listed in {MANIFEST}"
     for name, record in manifest.files.items():
         try:
-            file = checkpoint.file(name)
+            file = source.file(name)
             if crc32_of(file, progress) != record.crc32:
                 yield f"{file} is damaged: {MANIFEST} has another crc32"
         except CheckpointError as e:
             yield str(e)
-    for pp_rank in range(source.pp):
-        for rank in range(source.tp):
+    for pp_rank, rank in product(range(source.pp), range(source.tp)):
+        try:
+            stage = source.stage(pp_rank, rank, cuts_by(()))
+        except CheckpointError as e:
+            yield str(e)
+            continue
+        for path, leaf in leaves(stage.state):
             try:
-                yield from _damaged(source.stage(pp_rank, rank, cuts_by(())))
-            except CheckpointError as e:
-                yield str(e)
-
-
-def _damaged(stage: NativeStage) -> Iterator[str]:
-    for path, leaf in leaves(stage.tree):
-        if is_tensor(leaf):
-            try:
-                stage.stored(leaf, dotted(path)).first.verify()
+                if isinstance(leaf, Leaf):
+                    stage.stored(leaf, dotted(path)).first.verify()
             except CheckpointError as e:
                 yield str(e)

@@ -7,20 +7,18 @@ import re
 import shutil
 import zlib
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from ...errors import CheckpointError
-from ...layout.layout import Layout
-from ...layout.mesh import Mesh
-from ...layout.shard import ShardSpec
-from ..storage.dtypes import dtype_of
-from ..storage.files import MANIFEST, PREFIX, FileRecord, crc32_text, damage, dumps, loads, naming, read_file, sync_dir
-from ..storage.publish import replaced_names, resolve
-from ..storage.tensorfile import FileTensor, TensorFile
-from ..tensors.stored import Cut
-from .tree import decode, entries
+from ..errors import CheckpointError
+from ..layout.layout import Layout
+from ..layout.shard import ShardSpec
+from .storage.files import MANIFEST, PREFIX, FileRecord, crc32_text, damage, dumps, loads, naming, read_file, sync_dir
+from .storage.publish import resolve
+from .storage.tensorfile import FileTensor, TensorFile, dtype_of
+from .stored import Cut
+from .tree import Leaf, decode
 
 FORMAT = "tpcore.checkpoint"
 VERSION = 2
@@ -45,26 +43,19 @@ class Manifest:
     files: Mapping[str, FileRecord]
     written_by: Mapping[str, str]
 
-    def axis(self, name: str) -> int:
-        return self.mesh.get(name, 1)
+    @property
+    def degrees(self) -> tuple[int, int]:
+        return self.mesh.get("tp", 1), self.mesh.get("pp", 1)
 
     @property
     def rank_dirs(self) -> list[str]:
-        pp = self.axis("pp")
-        return [rank_dir(t, p, pp) for t in range(self.axis("tp")) for p in range(pp)]
+        tp, pp = self.degrees
+        return [rank_dir(t, p, pp) for t in range(tp) for p in range(pp)]
 
     def to_json(self) -> bytes:
-        return dumps(
-            {
-                "format": FORMAT,
-                "version": VERSION,
-                "save_id": self.save_id,
-                "mesh": dict(self.mesh),
-                "written_by": dict(self.written_by),
-                "files": {p: {"bytes": f.size, "crc32": f.crc32} for p, f in sorted(self.files.items())},
-            },
-            indent=1,
-        )
+        files = {p: {"bytes": f.size, "crc32": f.crc32} for p, f in sorted(self.files.items())}
+        top = {"format": FORMAT, "version": VERSION, "save_id": self.save_id, "mesh": dict(self.mesh)}
+        return dumps(top | {"written_by": dict(self.written_by), "files": files}, indent=1)
 
     @classmethod
     def from_json(cls, data: bytes, path: str) -> Manifest:
@@ -72,17 +63,15 @@ class Manifest:
         top = loads(data, path)
         check_format(top, path)
         with damage(path):
-            mesh = {typed(str, axis): typed(int, size) for axis, size in top["mesh"].items()}
-            files = {
-                typed(str, name): FileRecord(typed(int, f["bytes"]), typed(str, f["crc32"]))
-                for name, f in top["files"].items()
-            }
+            mesh = {axis: typed(int, size) for axis, size in top["mesh"].items()}
+            files = {n: FileRecord(typed(int, f["bytes"]), typed(str, f["crc32"])) for n, f in top["files"].items()}
             manifest = cls(typed(str, top["save_id"]), mesh, files, dict(top["written_by"]))
         manifest.check(path)
         return manifest
 
     def check(self, path: str) -> None:
         """CheckpointError if the directories of the files are not those of the mesh."""
+        tp, pp = self.degrees
         if any(size < 1 for size in self.mesh.values()):
             raise CheckpointError(f"{path} is damaged: mesh {dict(self.mesh)}")
         for name in self.files:
@@ -90,11 +79,10 @@ class Manifest:
                 raise CheckpointError(f"{path} lists {name!r}, which is no file of a rank's directory")
         dirs = {name.partition("/")[0] for name in self.files}
         # compare the number first: the names for a damaged mesh of 10**8 ranks would take all memory
-        if len(dirs) != self.axis("tp") * self.axis("pp") or dirs != set(self.rank_dirs):
+        if len(dirs) != tp * pp or dirs != set(self.rank_dirs):
             shown = f"{sorted(dirs)[:8]}" + (f" and {len(dirs) - 8} more" if len(dirs) > 8 else "")
             raise CheckpointError(
-                f"{path} lists files of {shown}, but its mesh {dict(self.mesh)} has "
-                f"{self.axis('tp')} tp ranks in each of {self.axis('pp')} stages"
+                f"{path} lists files of {shown}, but its mesh {dict(self.mesh)} has {tp} tp ranks in {pp} stages each"
             )
 
 
@@ -130,13 +118,8 @@ class Checkpoint:
             raise CheckpointError(f"{os.path.join(self.path, surplus)} is of no rank that {manifest} lists")
         for missing in sorted(listed - here):
             raise CheckpointError(f"{os.path.join(self.path, missing)} is missing")
-        self.tp, self.pp = self.manifest.axis("tp"), self.manifest.axis("pp")
-        self._stage, self._stages = Mesh({"tp": self.tp}), Mesh({"pp": self.pp, "tp": self.tp})
+        self.tp, self.pp = self.manifest.degrees
         self._ranks: dict[tuple[int, int], RankState] = {}
-
-    def mesh_of(self, cut: Cut) -> Mesh:
-        """The mesh of a tensor's shards: tp ranks of one stage, or of all if it is cut over stages too."""
-        return self._stages if isinstance(cut, Layout) and "pp" in cut.axes else self._stage
 
     def rank(self, tp_rank: int, pp_rank: int = 0) -> RankState:
         at = tp_rank, pp_rank
@@ -165,6 +148,7 @@ class RankState:
     def __init__(self, checkpoint: Checkpoint, name: str) -> None:
         self._checkpoint, self._name = checkpoint, name
         self.path = checkpoint.file(f"{name}/{STATE}")
+        self._files: dict[str, TensorFile] = {}
         data = read_file(self.path)
         if checkpoint.manifest.files[f"{name}/{STATE}"].crc32 != crc32_text(zlib.crc32(data)):
             raise CheckpointError(f"{self.path} is damaged, or of another save: {MANIFEST} has another checksum")
@@ -172,14 +156,13 @@ class RankState:
         check_format(top, self.path)
         self._check_save(top.get("save_id"), top.get("rank"), self.path)
         with damage(self.path):
-            self.tree: Any = top["state"]
-            self._records: dict[str, dict[str, Any]] = top["tensors"]
+            tree, self._records = top["state"], top["tensors"]
         try:  # here, where the file is known
-            decode(self.tree, lambda leaf, path: None)
-            entries(self.tree)
+            self.state = decode(tree)
         except CheckpointError as e:
             raise CheckpointError(f"{self.path}: {e}") from e
-        self._files: dict[str, TensorFile] = {}
+        if not isinstance(self.state, dict):
+            raise CheckpointError(f"{self.path}: a dict is missing where a checkpoint has one")
 
     def _check_save(self, save_id: Any, rank: Any, path: str) -> None:
         if save_id != self._checkpoint.manifest.save_id:
@@ -195,7 +178,8 @@ class RankState:
             self._files[file] = opened
         return self._files[file]
 
-    def tensor(self, file: str, name: str) -> tuple[FileTensor, Cut]:
+    def tensor(self, leaf: Leaf) -> tuple[FileTensor, Cut]:
+        file, name = leaf.file, leaf.name
         records = self._records.get(file) if isinstance(self._records, dict) else None
         if isinstance(records, dict) and name not in records:
             raise CheckpointError(f"{self.path} has no tensor {name!r} of {file}")
@@ -220,10 +204,10 @@ def newest(parent: str) -> str | None:
     if not os.path.isdir(parent):
         return None
     with naming("list", parent):
-        names = {*os.listdir(parent), *replaced_names(parent)}
+        names = os.listdir(parent)
     for _, name in _numbered(names):
         path = os.path.join(parent, name)
-        if not name.startswith(".") and _is_checkpoint(os.path.join(resolve(path), MANIFEST)):
+        if not name.startswith(".") and _is_checkpoint(resolve(path)):
             return path
     return None
 
@@ -234,22 +218,17 @@ def _numbered(names: Iterable[str], stem: str | None = None) -> list[tuple[int, 
     return sorted(((int(match[2]), match[0]) for match in matches), reverse=True)
 
 
-def _is_checkpoint(manifest: str) -> bool:
-    """Whether the file ``manifest`` exists and is of a checkpoint, not of a traced model for example."""
-    if not os.path.isfile(manifest):
-        return False
-    try:
-        top = loads(read_file(manifest), manifest)
-    except CheckpointError:
-        return False
-    return isinstance(top, dict) and top.get("format") == FORMAT
+def _is_checkpoint(folder: str) -> bool:
+    """Whether ``folder`` has a valid manifest, and not one of a traced model for example."""
+    path = os.path.join(folder, MANIFEST)
+    with suppress(CheckpointError):
+        return bool(Manifest.from_json(read_file(path), path))
+    return False
 
 
 def keep_last(target: str, n: int) -> None:
-    """Keep ``target`` and the ``n - 1`` checkpoints before it, and remove older ones.
-
-    Their names differ from ``target`` only in the number at the end. Those with higher numbers, from a run that went
-    further, and directories of other programs stay.
+    """Keep ``target`` and the ``n - 1`` checkpoints before it, and remove older ones, whose names differ only in the
+    number at the end. Those with higher numbers, from a run that went further, and directories of other programs stay.
     """
     parent, name = os.path.split(target)
     mine = _NUMBERED.fullmatch(name)
@@ -258,7 +237,7 @@ def keep_last(target: str, n: int) -> None:
     with naming("list", parent):
         names = os.listdir(parent)
     paths = [os.path.join(parent, other) for i, other in _numbered(names, mine[1]) if i < int(mine[2])]
-    older = [p for p in paths if not os.path.islink(p) and _is_checkpoint(os.path.join(p, MANIFEST))]
+    older = [p for p in paths if not os.path.islink(p) and _is_checkpoint(p)]
     for path in older[n - 1 :]:
         # renamed first, so that no reader takes the half-removed directory for a checkpoint: to a name that the next
         # save removes

@@ -1,1 +1,0 @@
-"""Contents of a checkpoint directory."""

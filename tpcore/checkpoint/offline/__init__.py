@@ -1,1 +1,0 @@
-"""Operations of the command line on checkpoints, without a job."""

@@ -1,1 +1,0 @@
-"""One tensor of a checkpoint: its cut, and the bytes of its shards that a rank needs."""

@@ -28,7 +28,7 @@ Note = tuple[str, list[float]]
 
 class Checks:
     """The checks of one rank. ``report`` receives each problem and may raise; None: no part is marked. ``running``:
-    whether ranks run, so that ``compare`` can be called; if not, they are recorded, on tensors mostly without values."""
+    ranks run, and ``compare`` can be called; otherwise they are recorded, on tensors mostly without values."""
 
     def __init__(self, report: Callable[[str], None] | None, *, running: bool) -> None:
         self._report, self.running = report, running

@@ -28,7 +28,7 @@ def memory_of(model: Reduced, costs: StepCosts, choice: Choice, held: Mapping[bo
 
 
 def _update_peak(model: Reduced, choice: Choice, gradients: float, entries: float) -> float:
-    """Of gradients and temporary tensors, from the reduction to the end of the step. ``entries``: that the rank steps."""
+    """Of gradients and temporary tensors, from the reduction on. ``entries``: of parameters, that the rank steps."""
     costs = model.update(choice.data, choice.zero1)
     kept = sum(costs.held.values(), HeldBytes())
     new = model.state(choice.zero1) * kept.elements / (choice.data if choice.zero1 else 1)  # in the first step alone
